@@ -1,0 +1,60 @@
+"""Softmax attention: the one function through which every network here attends, and the one place that picks a kernel.
+
+Scaled dot products (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1) with heads that may share keys and values
+(arXiv 2305.13245), and optionally with the soft cap on the logits of Gemma 2 (arXiv 2408.00118, section 2).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def attention(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s kv h"],
+    v: Float[Array, "b s kv h"],
+    mask: Bool[Array, "#b #n #t s"] | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "b t n h"]:
+    """`softmax(scale * q k^T) v` for each head, in the dtype of `q`; the softmax is taken in float32.
+
+    Query head `i` reads key head `i // (n / kv)`. `mask` is true where a query may look; a query that may look nowhere gets
+    the mean of the values, so that padding stays finite. `scale` is `h ** -0.5` unless given. With `softcap` c, logits
+    become `c tanh(logits / c)` before the mask.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if softcap is not None:
+        return _softcapped(q, k, v, mask, scale, softcap)
+    if not flash_fits(q, k):
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="xla")
+    if mask is not None:  # cuDNN reads it as a bias, whose shape it wants whole and sharded as the queries are
+        mask = jnp.broadcast_to(mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
+
+
+def flash_fits(q: Array, k: Array) -> bool:
+    """Whether cuDNN's flash attention takes these operands, with their gradient, on the default backend.
+
+    "gpu" means CUDA: this project installs on no other. Hopper would take heads up to 256 wide; 128 holds on every card.
+    Odd lengths have no gradient (JAX 0.10 refuses them even without a mask), and whether one will be asked for cannot be
+    seen from here.
+    """
+    head, lengths = q.shape[-1], (q.shape[1], k.shape[1])
+    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    even = all(n % 2 == 0 for n in lengths)
+    return jax.default_backend() == "gpu" and half and even and head % 8 == 0 and head <= 128
+
+
+def _softcapped(q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float) -> Array:
+    """`attention` spelled out, because no fused kernel caps its logits."""
+    (batch, t, heads, head), (s, kv) = q.shape, k.shape[1:3]
+    q = q.reshape(batch, t, kv, heads // kv, head)
+    logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    logits = softcap * jnp.tanh(logits / softcap)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (batch, heads, t, s)).reshape(logits.shape)
+        logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)  # finite: a row of -inf would be NaN
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, t, heads, head)

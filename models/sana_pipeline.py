@@ -1,0 +1,86 @@
+"""SANA as a pipeline: prompt encoding, velocity and decoding as in diffusers' `SanaPipeline` (arXiv 2410.10629)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
+from models.gemma2 import Gemma2Config, Gemma2Model
+from models.pipeline import Component, Conditioning, Pipeline, Tokens, load_tokenizer, read_json
+from models.sana import SanaConfig, SanaTransformer2DModel
+from models.weights import Params
+
+MAX_TOKENS = 300
+
+
+def open_sana(folder: Path) -> Pipeline:
+    """Reads a directory in the layout of `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`."""
+    config = SanaConfig.from_dict(read_json(folder / "transformer" / "config.json"))
+    vae_config = AutoencoderDCConfig.from_dict(read_json(folder / "vae" / "config.json"))
+    _check_fit(folder, config, vae_config)
+
+    transformer = Component.of(
+        folder / "transformer", lambda d: lambda r: SanaTransformer2DModel(SanaConfig.from_dict(d), rngs=r)
+    )
+    text_encoder = Component.of(folder / "text_encoder", lambda d: lambda r: Gemma2Model(Gemma2Config.from_dict(d), rngs=r))
+    vae = Component.of(folder / "vae", lambda d: lambda r: AutoencoderDC(AutoencoderDCConfig.from_dict(d), rngs=r))
+    tokenizer = folder / "tokenizer"
+
+    def tokenize(prompts: Sequence[str], max_tokens: int) -> Tokens:
+        """Lower-cased, stripped, padded on the right to `max_tokens`; without the instruction prefix, as the recipe trains."""
+        encoded = load_tokenizer(tokenizer)(
+            [p.lower().strip() for p in prompts], padding="max_length", max_length=max_tokens, truncation=True,
+            padding_side="right", return_tensors="np")  # fmt: skip
+        return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
+
+    def encode_text(params: Params, tokens: Tokens) -> Conditioning:
+        return {"text": text_encoder(params)(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}
+
+    def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
+        embedded = None
+        if config.guidance_embeds:
+            embedded = jnp.broadcast_to(guidance * config.guidance_embeds_scale, timestep.shape)
+        timestep = timestep * config.timestep_scale
+        return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep, embedded)
+
+    def decode(params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        image = vae(params).decode(latent / vae_config.scaling_factor)
+        return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+
+    compression = vae_config.spatial_compression
+
+    def latent_shape(height: int, width: int) -> tuple[int, int, int]:
+        unit = compression * config.patch_size
+        if height % unit or width % unit or height <= 0 or width <= 0:
+            raise ValueError(f"size {height}x{width}: this model takes multiples of {unit} pixels in both directions")
+        return height // compression, width // compression, config.in_channels
+
+    return Pipeline(
+        folder=folder,
+        transformer=transformer,
+        text_encoder=text_encoder,
+        vae=vae,
+        scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
+        velocity=velocity,
+        encode_text=encode_text,
+        decode=decode,
+        tokenize=tokenize,
+        latent_shape=latent_shape,
+        image_tokens=lambda height, width: height * width // (compression * config.patch_size) ** 2,
+        default_max_tokens=min(MAX_TOKENS, load_tokenizer(tokenizer).model_max_length),
+    )
+
+
+def _check_fit(folder: Path, config: SanaConfig, vae: AutoencoderDCConfig) -> None:
+    """The components were made for each other, and the network predicts a velocity and nothing beside it."""
+    text = Gemma2Config.from_dict(read_json(folder / "text_encoder" / "config.json"))
+    for name, value, wanted in (
+        ("transformer in_channels", config.in_channels, vae.latent_channels),
+        ("transformer out_channels", config.out_channels or config.in_channels, config.in_channels),
+        ("transformer caption_channels", config.caption_channels, text.hidden_size),
+        ("transformer cross_attention_dim", config.cross_attention_dim, config.width),
+    ):
+        if value != wanted:
+            raise ValueError(f"{folder}: {name}={value} does not fit the other components, which want {wanted}")

@@ -1,0 +1,291 @@
+"""The configuration: one frozen dataclass a section. No field has a default here: `configs/` has them all.
+
+A field's type says its range and is checked by `presets.build`; what must hold between fields is checked whenever a section
+is made. Letters: P prompts, N candidates and K kept an iteration. Regexes match a parameter's whole path, e.g.
+`transformer_blocks/attn1/to_q/kernel`. Sources: Sol-RL (arXiv 2604.06916) and DiffusionNFT (arXiv 2509.16117).
+"""
+
+import dataclasses
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, Strict
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, in one line; several problems are joined by '; '."""
+
+
+def _number(value: Any) -> Any:
+    """Lets an int, and text such as '1e-4' which YAML 1.1 does not read as a number, pass for a float; not a bool."""
+    try:
+        return value if isinstance(value, bool | float) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
+
+
+def _regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"must be a regular expression ({error})") from None
+    return pattern
+
+
+Integer = Annotated[int, Strict()]
+Natural = Annotated[Integer, Field(ge=0)]
+Count = Annotated[Integer, Field(ge=1)]
+Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
+Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_number)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Decay = Annotated[Number, Field(ge=0, lt=1)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Field(min_length=1)]
+Regex = Annotated[str, AfterValidator(_regex)]
+
+
+class Section:
+    """Base of all sections: refuses unknown keys."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+def shown(value: Any) -> str:
+    """A value as messages quote it."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check(*rules: tuple[bool, str, Any, str]) -> None:
+    """Each rule is (holds, field, value, what is accepted). Raises ConfigError listing all that do not hold."""
+    if broken := [f"{field}={shown(value)}: {accepted}" for holds, field, value, accepted in rules if not holds]:
+        raise ConfigError("; ".join(broken))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """The pipeline that is post-trained."""
+
+    name: Text
+    path: Text  # a directory, a hub name, or 'embedded:NAME' for a pipeline shipped with the package
+    height: Count  # pixels
+    width: Count  # pixels
+    max_tokens: Count  # length of the text that conditions it
+    quantize: tuple[Regex, ...]  # kernels that are held in NVFP4 when the precision is nvfp4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explore(Section):
+    """How the N candidates are drafted."""
+
+    precision: Literal["bf16", "nvfp4", "fp32"]
+    steps: Count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout(Section):
+    """Explore N candidates a prompt, keep K, and regenerate these or train on them as they are."""
+
+    candidates: Count  # N
+    kept: Annotated[Integer, Field(ge=2)]  # K
+    selection: Literal["best_worst", "random", "best"]  # best_worst: K/2 from either end
+    explore: Explore
+    regenerate: Flag  # false: the explored samples themselves are trained on
+    steps: Count  # full step count: of the regeneration, and of the schedule that the update trains on
+    solver: Literal["euler", "dpm1", "dpm2", "ddim"]
+    eta: Annotated[Number, Field(ge=0, le=1)]  # ddim's share of fresh noise
+    schedule: Literal["linear", "sd3", "flux"]
+    shift: Positive  # of the sigmas; 'flux' derives its own from the resolution and does not read this
+    guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
+    chunk: Count  # rows a device runs at once
+    precision: Literal["bf16", "fp32"]  # of regeneration, update and evaluation
+
+    def __post_init__(self) -> None:
+        n, k, explored, field = self.candidates, self.kept, self.explore.steps, "rollout.explore.steps"
+        full = f"rollout.steps={self.steps}"
+        follows = self.regenerate or explored == self.steps
+        even = self.selection != "best_worst" or k % 2 == 0
+        _check(
+            (k <= n, "rollout.kept", k, f"must be at most rollout.candidates={n}"),
+            (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
+            (not self.regenerate or explored <= self.steps, field, explored, f"must be at most {full}"),
+            # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
+            (follows, field, explored, f"must equal {full} with rollout.regenerate=false"),
+            (self.eta == 0 or self.solver == "ddim", "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reward(Section):
+    """The reward is the weighted sum of the named ones."""
+
+    # compared but not hashed: a configuration is a static argument of jit
+    weights: Annotated[dict[str, Number], Field(min_length=1)] = dataclasses.field(hash=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy(Section):
+    """The DiffusionNFT loss, its advantages, and the two slow copies of the policy."""
+
+    beta: Positive  # how far the implicit positive policy leans to the trained one
+    kl_weight: NotNegative  # of the mean squared distance of velocities to the base model's
+    advantage_clip: Positive  # standard deviations
+    advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+    global_std: Flag  # true: one standard deviation over the iteration; false: one a prompt
+    timestep_fraction: Annotated[Number, Field(gt=0, le=1)]  # share of the schedule's sigmas that a sample is trained at
+    decay_type: Annotated[Integer, Field(ge=0, le=2)]  # schedule of the decay of `old`, the policy that samples the rollouts
+    ema_decay: Decay  # of the policy that is evaluated
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora(Section):
+    """The adapters: `W + alpha / rank * A B` for each kernel that a target matches."""
+
+    rank: Count
+    alpha: Positive
+    targets: Annotated[tuple[Regex, ...], Field(min_length=1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer(Section):
+    """AdamW."""
+
+    learning_rate: Positive
+    beta1: Decay
+    beta2: Decay
+    eps: Positive
+    weight_decay: NotNegative
+    max_grad_norm: Positive  # global norm that gradients are clipped to
+    steps_per_iteration: Count
+    micro_batch: Count  # rows a device differentiates at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts(Section):
+    """Text files of one prompt a line, or 'embedded:NAME' for one shipped with the package."""
+
+    train: Text
+    test: Text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(Section):
+    """The length of a run, and the prompt groups of an iteration."""
+
+    iterations: Count
+    prompts: Count  # P
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eval(Section):
+    """The evaluation on the test prompts."""
+
+    every: Natural  # iterations; 0: only before and after the run
+    steps: Count
+    prompts: Count
+    images_per_prompt: Count
+    seed: Seed
+    grid: Natural  # images in the picture of fixed prompts; 0: no picture
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mesh(Section):
+    """How many devices share the rows, and how many also share the parameters."""
+
+    data: Integer  # -1: all the devices that are left
+    fsdp: Count
+
+    def __post_init__(self) -> None:
+        _check((self.data == -1 or self.data >= 1, "mesh.data", self.data, "must be at least 1, or -1 for all devices left"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(Section):
+    """Where a run is written and who is told."""
+
+    dir: str  # '' becomes runs/<preset>-<family>-seed<seed>
+    checkpoint_every: Count  # iterations
+    keep_checkpoints: Count
+    tensorboard: Flag
+    wandb: Flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """A run, whole. `preset` and `family` are for the record: what they stand for is in the sections."""
+
+    seed: Seed
+    preset: Text
+    family: Text
+    model: Model
+    rollout: Rollout
+    reward: Reward
+    policy: Policy
+    lora: Lora
+    optimizer: Optimizer
+    prompts: Prompts
+    train: Train
+    eval: Eval
+    mesh: Mesh
+    run: Run
+
+    def __post_init__(self) -> None:
+        explored, kept = self.train.prompts * self.rollout.candidates, self.train.prompts * self.rollout.kept
+        chunk, micro, steps = self.rollout.chunk, self.optimizer.micro_batch, self.optimizer.steps_per_iteration
+        fraction, terms = self.policy.timestep_fraction, kept * self.trained_sigmas
+        low = self.rollout.explore.precision == "nvfp4"
+        _check(
+            (explored % chunk == 0, "rollout.chunk", chunk, f"must divide train.prompts * rollout.candidates = {explored}"),
+            (kept % micro == 0, "optimizer.micro_batch", micro, f"must divide train.prompts * rollout.kept = {kept}"),
+            (
+                self.trained_sigmas >= 1,
+                *("policy.timestep_fraction", fraction, f"must be at least 1 / rollout.steps = {1 / self.rollout.steps:.3g}"),
+            ),
+            (
+                terms % steps == 0,
+                *("optimizer.steps_per_iteration", steps),
+                f"must divide train.prompts * rollout.kept * trained sigmas = {terms}",
+            ),
+            (
+                not low or bool(self.model.quantize),
+                "model.quantize",
+                (),
+                "must not be empty with rollout.explore.precision=nvfp4",
+            ),
+        )
+
+    @property
+    def trained_sigmas(self) -> int:
+        """Sigmas of the schedule at which each kept sample is trained: `floor(timestep_fraction * steps)`."""
+        # Rounded first, so that 0.29 of 100 steps is 29 although 0.29 * 100 is just below it.
+        return math.floor(round(self.policy.timestep_fraction * self.rollout.steps, 9))
+
+
+def effective_batch(config: Config, devices: int) -> dict[str, int]:
+    """What one iteration's update consists of, in all and on each of `devices` devices. A term is a sample at one sigma."""
+    samples = config.train.prompts * config.rollout.kept
+    terms, steps = samples * config.trained_sigmas, config.optimizer.steps_per_iteration
+    return {
+        "prompts": config.train.prompts,
+        "kept": config.rollout.kept,
+        "sigmas": config.trained_sigmas,
+        "samples": samples,
+        "terms": terms,
+        "optimizer_steps": steps,
+        "terms_per_step": terms // steps,
+        "terms_per_step_per_device": -(-terms // (steps * devices)),
+        "micro_batch": config.optimizer.micro_batch,
+        "accumulation": -(-terms // (steps * config.optimizer.micro_batch * devices)),
+        "devices": devices,
+    }
+
+
+def batch_line(config: Config, devices: int) -> str:
+    """`effective_batch` as the line that is printed when a run starts."""
+    return (
+        "batch: {prompts} prompts x {kept} kept x {sigmas} sigmas = {terms} terms an iteration, in {optimizer_steps} optimiser"
+        " step(s) of {terms_per_step}; {terms_per_step_per_device} a step on each of {devices} device(s), accumulated over"
+        " {accumulation} micro-batch(es) of {micro_batch}"
+    ).format(**effective_batch(config, devices))

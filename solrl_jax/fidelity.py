@@ -1,0 +1,42 @@
+"""How faithfully a proxy ranks candidates: rank correlations within prompts, and the overlap at both ends."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Float
+from scipy import stats
+
+Rewards = Float[np.ndarray, "p n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankCorrelations:
+    """Means over prompts; NaN when no prompt has two distinct rewards on both sides."""
+
+    spearman: float
+    kendall: float
+    per_prompt: tuple[tuple[float, float], ...]  # (spearman, kendall), NaN where undefined
+
+
+def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
+    """Spearman's rho and Kendall's tau-b of proxy and true rewards within each prompt; non-finite pairs are left out."""
+    pairs = []
+    for x, y in zip(proxy, true, strict=True):
+        finite = np.isfinite(x) & np.isfinite(y)
+        x, y = x[finite], y[finite]
+        defined = len(np.unique(x)) > 1 and len(np.unique(y)) > 1
+        pairs.append((stats.spearmanr(x, y).statistic, stats.kendalltau(x, y).statistic) if defined else (np.nan, np.nan))
+    defined = np.array([p for p in pairs if np.isfinite(p[0])]).reshape(-1, 2)
+    means = defined.mean(0) if len(defined) else np.full(2, np.nan)
+    return RankCorrelations(float(means[0]), float(means[1]), tuple((float(s), float(k)) for s, k in pairs))
+
+
+def overlap(proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool = True) -> Float[np.ndarray, "p"]:
+    """The share of the `top` truly best (or worst) candidates that are among the proxy's `within` best (worst), by prompt.
+
+    The paper's Top-4 match is `top=4, within=K/2`: are the extremes found among those that are kept?
+    """
+    sign = -1 if best else 1
+    order = lambda x, count: np.argsort(np.where(np.isfinite(x), sign * x, np.inf), axis=1, kind="stable")[:, :count]
+    found = order(proxy, within)
+    return np.array([np.isin(t, f).mean() for t, f in zip(order(true, top), found, strict=True)])

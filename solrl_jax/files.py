@@ -1,0 +1,216 @@
+"""Writing to a run directory: files appear whole or not at all, and a disk that says no is one line.
+
+A file or directory is written under a hidden sibling name, synced to the disk, then renamed.  A process killed at any
+instant therefore leaves the old one, the new one, and at most one hidden sibling that the next write replaces.
+A directory also carries a manifest, so that a reader can tell whether it still is what was written.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PARTIAL, REMOVING = ".partial-", ".removing-"
+MANIFEST = "manifest.json"
+
+_REASONS = {
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "disk quota used up",
+    errno.EROFS: "read-only file system",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+}
+
+
+class RunError(Exception):
+    """The run failed for a reason outside of its input; the message is one line (exit code 1)."""
+
+
+class InputError(ValueError):
+    """What the user gave cannot work; the message is one line that says what to change (exit code 2)."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type when it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def disk_reason(error: BaseException) -> str | None:
+    """Why the disk refused, in a few words; None when `error` is not about the disk.
+
+    Libraries written in C++ raise the refusal as an error of another type with the system's words in its text, so the
+    text counts too.
+    """
+    if isinstance(error, OSError):
+        return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
+    return next((reason for code, reason in _REASONS.items() if os.strerror(code) in str(error)), None)
+
+
+@contextlib.contextmanager
+def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
+    """Turns a refusal of the disk in the body into a RunError: the reason, `path` and what `note` has to add.
+
+    Every OSError counts, so keep reads of input out of the body.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (reason := disk_reason(error)) is None:
+            raise
+        raise RunError(f"{reason} while writing {path}{note()}") from error
+
+
+def sync(path: Path) -> None:
+    """Waits until the file's bytes, or the directory's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a directory; they order renames themselves.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """Yields a sibling path to write; on success it becomes `path`, on failure it is removed and `path` is untouched.
+
+    The sibling keeps the suffix of `path`, because image writers choose the format by it.  Missing parent directories
+    are created.  An OSError of the body is raised as RunError.
+    """
+    path = Path(path)
+    partial = path.with_name(PARTIAL + path.name)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield partial
+            sync(partial)
+            os.replace(partial, path)
+            sync(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+
+
+def atomic_write(path: str | Path, data: bytes | str) -> None:
+    """Makes `data` (text as UTF-8) the whole content of `path`.  Raises RunError when the disk refuses."""
+    with atomic(path) as partial:
+        partial.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def writable_directory(path: str | Path) -> Path:
+    """Creates `path` if need be and tries a write in it.
+
+    Raises InputError in one line when it is a file, cannot be created, is read-only or has no room.
+    """
+    path = Path(path)
+    probe = path / f"{PARTIAL}probe-{os.getpid()}"
+    try:
+        if path.exists() and not path.is_dir():
+            raise InputError(f"the run directory {path} is a file; name another one")
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            # One block and a sync, because a full disk still takes empty files and unsynced bytes.
+            probe.write_bytes(bytes(4096))
+            sync(probe)
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"the run directory {path} cannot be written: {disk_reason(error)}") from error
+    return path
+
+
+@contextlib.contextmanager
+def only_user(directory: Path) -> Iterator[None]:
+    """Holds `directory` for this process; raises InputError while another process holds it.
+
+    The system lets go of the lock when the process ends, however it ends, so a killed run leaves nothing to clean up.
+    """
+    with writing(directory / ".lock"):
+        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"another process is using the run directory {directory}") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def seal(directory: Path) -> None:
+    """Writes `manifest.json`, the size and SHA-256 of every other file below `directory`, and syncs all of it."""
+    files = {name: _describe(directory / name) for name in _file_names(directory)}
+    (directory / MANIFEST).write_text(json.dumps(files, indent=1))
+    for folder, _, names in os.walk(directory):
+        for path in [Path(folder, name) for name in names] + [Path(folder)]:
+            sync(path)
+
+
+def damage(directory: Path, *, contents: bool = True) -> str | None:
+    """How `directory` differs from what was sealed, naming a file; None when it does not.
+
+    With `contents=False` only names and sizes are compared.
+    """
+    name = MANIFEST
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        if not isinstance(manifest, dict):
+            return f"{MANIFEST} is damaged"
+        actual = set(_file_names(directory)) - {MANIFEST}
+        for word, names in (("missing", manifest.keys() - actual), ("unknown", actual - manifest.keys())):
+            if names:
+                return f"{word} file {', '.join(sorted(names)[:3])}"
+        for name, entry in manifest.items():
+            size = (directory / name).stat().st_size
+            if not isinstance(entry, dict) or entry.get("size") != size:
+                return f"{name} has {size} bytes, not the number that was written"
+            if contents and entry != _describe(directory / name):
+                return f"{name} was altered"
+    except OSError as error:
+        return f"{name} cannot be read: {disk_reason(error)}"
+    except ValueError:
+        return f"{name} is damaged"
+    return None
+
+
+def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
+    """Gives a sealed directory its name.  An older `target` waits under the name `replaced` meanwhile, then goes."""
+    if target.exists():
+        os.replace(target, replaced)
+    os.replace(temporary, target)
+    sync(target.parent)
+    if replaced.exists():
+        remove_directory(replaced)
+
+
+def remove_directory(path: Path) -> None:
+    """Removes a directory: out of sight by one rename first, so that a kill half-way leaves no half of it in sight."""
+    with writing(path):
+        hidden = path
+        if not path.name.startswith(REMOVING):
+            hidden = path.with_name(REMOVING + path.name)
+            if hidden.exists():
+                shutil.rmtree(hidden)
+            os.replace(path, hidden)
+        shutil.rmtree(hidden)
+
+
+def _file_names(path: Path) -> list[str]:
+    """Every file below `path`, as sorted names relative to it."""
+    return sorted(str(Path(folder, name).relative_to(path)) for folder, _, names in os.walk(path) for name in names)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    """The manifest's entry of one file: {"size": bytes, "sha256": hexadecimal}."""
+    with path.open("rb") as stream:
+        return {"size": os.fstat(stream.fileno()).st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}

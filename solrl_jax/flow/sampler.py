@@ -1,0 +1,54 @@
+"""From noise to latents: a scan of one solver step over a table. No decoding, no reward, no model inside.
+
+Convention (spec, section 0): `x_sigma = (1 - sigma) x0 + sigma noise`, velocity `v = noise - x0`.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from solrl_jax.keys import stream
+
+# (latents [b, ...] float32, time [] as the network wants it) -> velocities [b, ...]
+Velocity = Callable[[Float[Array, "b *latent"], Float[Array, ""]], Float[Array, "b *latent"]]
+
+
+def interpolate(x0: Array, noise: Array, sigma: Array) -> Array:
+    """`(1 - sigma) x0 + sigma noise`; sigma [b] broadcasts over the rest."""
+    sigma = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
+    return (1 - sigma) * x0 + sigma * noise
+
+
+def sample(
+    velocity: Velocity,
+    noise: Float[Array, "b *latent"],
+    sigmas: Float[Array, "steps"],
+    times: Float[Array, "steps"],
+    table: Float[Array, "steps 4"],
+    seeds: UInt32[Array, "b 2"],
+) -> Float[Array, "b *latent"]:
+    """Follows the flow from `noise` at sigmas[0] to latents at 0; float32 throughout, whatever `velocity` computes in.
+
+    sigmas: where each step starts; times: what the network is told there; table: `solver_table`; seeds: one a row, read only where a step adds noise.
+    """
+
+    def step(carry, inputs):
+        x, previous = carry
+        index, sigma, time, (a, b, c, d) = inputs
+        x0 = x - sigma * velocity(x, time).astype(jnp.float32)
+        x = a * x + b * x0 + c * previous
+        x = jax.lax.cond(d > 0, lambda: x + d * _step_noise(seeds, index, x.shape[1:]), lambda: x)
+        return (x, x0), None
+
+    indices = jnp.arange(len(sigmas))
+    (x, _), _ = jax.lax.scan(step, (noise, jnp.zeros_like(noise)), (indices, sigmas, times, tuple(table.T)))
+    return x
+
+
+def _step_noise(seeds: Array, index: Array, shape: tuple[int, ...]) -> Array:
+    draw = lambda seed: jax.random.normal(
+        jax.random.fold_in(stream(jax.random.wrap_key_data(seed), "solver"), index), shape, jnp.float32
+    )
+    return jax.vmap(draw)(seeds)

@@ -1,0 +1,46 @@
+"""Noise levels: which sigmas a sampler visits (spec, section 6). `sigma` in [0, 1]; 1 is pure noise; the last is 0.
+
+Everything here is float64 NumPy on the host: a schedule is a constant of the compiled program's arguments, not part of it.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Float
+
+Sigmas = Float[np.ndarray, "steps_plus_one"]
+
+
+def shift_sigmas(sigmas: Float[np.ndarray, "n"], shift: float) -> Float[np.ndarray, "n"]:
+    """Moves noise levels up for higher resolutions: `s' = k s / (1 + (k - 1) s)` (SD3, arXiv 2403.03206, eq. 23)."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def linear(steps: int, shift: float) -> Sigmas:
+    """`linspace(1, 0, steps + 1)`, shifted: SANA's in the recipe, with shift 1."""
+    return shift_sigmas(np.linspace(1.0, 0.0, steps + 1), shift)
+
+
+def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
+    """The released SD3 scheduler's default grid: evenly spaced between *shifted* ends, then shifted a second time."""
+    lowest = shift_sigmas(np.array([1 / train_timesteps]), shift)[0]
+    return np.append(shift_sigmas(np.linspace(1.0, lowest, steps), shift), 0.0)
+
+
+def flux(steps: int, tokens: int) -> Sigmas:
+    """FLUX's dynamic shift: `e^mu / (e^mu + 1/s - 1)` with `mu` linear in the number of image tokens (256: 0.5, 4096: 1.15)."""
+    mu = 0.5 + 0.65 * (tokens - 256) / (4096 - 256)
+    grid = np.linspace(1.0, 1 / steps, steps)
+    return np.append(math.exp(mu) / (math.exp(mu) + (1 / grid - 1)), 0.0)
+
+
+def make_sigmas(name: str, steps: int, shift: float, tokens: int) -> Sigmas:
+    """The schedule a configuration names: `linear`, `sd3` or `flux`. tokens: image tokens of one latent."""
+    match name:
+        case "linear":
+            return linear(steps, shift)
+        case "sd3":
+            return sd3(steps, shift)
+        case "flux":
+            return flux(steps, tokens)
+    raise ValueError(f"rollout.schedule={name!r}: accepted are 'linear', 'sd3', 'flux'")

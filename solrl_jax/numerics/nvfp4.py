@@ -1,0 +1,107 @@
+"""NVFP4: E2M1 values in blocks of 16 with one E4M3 scale a block and one float32 scale above (arXiv 2509.25149, section 3).
+
+    s_tensor = amax(x) / (448 * 6)      s_block = e4m3(amax(block) / 6 / s_tensor)      code = e2m1(x / (s_block * s_tensor))
+
+Rounding is to nearest, ties to the even code; everything saturates; 4.5 bits a value. Weights have one float32 scale a
+matrix. Activations have one a *row* (token): with one a tensor, a candidate's reward would depend on its batch mates.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+BLOCK = 16  # values under one E4M3 scale, along the contraction axis
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+# Below this the reciprocal of the tensor scale is not a finite float32, and XLA flushes such numbers to zero anyway.
+SMALLEST_SCALE = 2.0**-120
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "tensor_scale"], meta_fields=["n_in"])
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """A weight matrix [in, out] in NVFP4, held as the block-scaled dot wants it: contraction axis last.
+
+    Invariants: `w[i, o] = e2m1(codes)[o, i] * scales[o, i // 16] * tensor_scale`; two codes a byte, the even index in the low
+    nibble; `in` is padded with zeros to a multiple of 16, `n_in` is the true one; leading axes (stacked layers) are free.
+    """
+
+    codes: UInt8[Array, "... n_out half_in"]
+    scales: Float[Array, "... n_out blocks"]  # float8_e4m3fn
+    tensor_scale: Float[Array, "..."]  # float32, one a matrix
+    n_in: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the arrays hold: 4.5 bits a value and one float32 a matrix."""
+        return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes
+
+
+def quantize(w: Float[Array, "... n_in n_out"]) -> QTensor:
+    """Quantises weight matrices, one float32 scale each. Finite input never gives NaN; an all-zero block gives zeros."""
+    n_in = w.shape[-2]
+    rows = _pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32))
+    tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (E4M3_MAX * E2M1_MAX)
+    codes, scales = quantize_blocks(rows, tensor_scale[..., None, None])
+    return QTensor(pack(codes), scales, tensor_scale, n_in)
+
+
+def dequantize(q: QTensor) -> Float[Array, "... n_in n_out"]:
+    """The float32 matrix [..., in, out] that `q` stands for."""
+    codes = unpack(q.codes).astype(jnp.float32)
+    blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK) * q.scales.astype(jnp.float32)[..., None]
+    rows = blocks.reshape(codes.shape) * q.tensor_scale[..., None, None]
+    return jnp.swapaxes(rows[..., : q.n_in], -1, -2)
+
+
+def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."]) -> tuple[Array, Array]:
+    """Codes (float4_e2m1fn [..., k]) and block scales (float8_e4m3fn [..., k / 16]) of `x` under a given float32 `scale`.
+
+    `scale` broadcasts against `x` with a last axis of one. The order of operations (reciprocals, not divisions) is that of
+    torchao and Transformer Engine, so that ties fall the same way. Unlike torchao, which lifts block scales to 2^-6, the
+    subnormal scales of E4M3 are used, and a block whose scale rounds to zero gets zero codes.
+    """
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    usable = scale > SMALLEST_SCALE
+    safe = jnp.where(usable, scale, 1.0)
+    amax = jnp.max(jnp.abs(blocks), axis=-1)
+    # E4M3 does not saturate by itself: above 464 it gives NaN
+    scales = jnp.minimum(jnp.where(usable, amax / E2M1_MAX / safe, 0.0), E4M3_MAX).astype(jnp.float8_e4m3fn)
+    s32 = scales.astype(jnp.float32)
+    reciprocal = jnp.where(s32 > 0, (1.0 / safe) / jnp.where(s32 > 0, s32, 1.0), 0.0)
+    scaled = jnp.clip(blocks * reciprocal[..., None], -E2M1_MAX, E2M1_MAX)
+    return scaled.astype(jnp.float4_e2m1fn).reshape(x.shape), scales
+
+
+def scaled_matmul(x: Float[Array, "... n_in"], q: QTensor) -> Float[Array, "... n_out"]:
+    """`x @ w` with both operands in NVFP4, accumulated in float32, in the dtype of `x`.
+
+    `jax.lax.scaled_dot` is the native block-scaled dot where the device has FP4 units; elsewhere XLA expands it exactly,
+    since e2m1 x e4m3 fits bfloat16. The float32 scales stay outside the product for the same reason.
+    """
+    rows = _pad_blocks(x.reshape(-1, x.shape[-1]).astype(jnp.float32))
+    row_scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / (E4M3_MAX * E2M1_MAX)
+    codes, scales = quantize_blocks(rows, row_scale)
+    y = jax.lax.scaled_dot(
+        codes, unpack(q.codes), lhs_scale=scales, rhs_scale=q.scales,
+        dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)  # fmt: skip
+    return (y * row_scale * q.tensor_scale).astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def pack(codes: Array) -> UInt8[Array, "... half"]:
+    """float4_e2m1fn [..., k] to bytes [..., k / 2]: XLA's own float4 arrays take a byte an element in memory."""
+    return jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint8)
+
+
+def unpack(packed: UInt8[Array, "... half"]) -> Array:
+    """Bytes [..., k / 2] to float4_e2m1fn [..., k]."""
+    codes = jax.lax.bitcast_convert_type(packed, jnp.float4_e2m1fn)
+    return codes.reshape(*packed.shape[:-1], -1)
+
+
+def _pad_blocks(x: Float[Array, "... k"]) -> Float[Array, "... padded"]:
+    missing = -x.shape[-1] % BLOCK
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -1,0 +1,43 @@
+"""From rewards to optimality probabilities (spec, section 3; DiffusionNFT, arXiv 2509.16117, section 3.2).
+
+Only regenerated rewards come here: nothing computed in low precision enters the loss.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
+STD_FLOOR = 1e-4
+
+
+def advantages(rewards: Float[Array, "p k"], *, clip: float, global_std: bool, mode: str) -> Float[Array, "p k"]:
+    """`A = (r - mean of its prompt) / (std + 1e-4)`, clipped to +-`clip`.
+
+    The standard deviation (population) is over all kept samples of the iteration, or over the prompt's own if not
+    `global_std`. A non-finite reward takes no part in the statistics and gets advantage 0. Modes: `all`; `positive_only`
+    and `negative_only` zero the other sign; `one_only` gives 1 where A > 0, else 0; `binary` gives the sign.
+    """
+    finite = jnp.isfinite(rewards)
+    r = jnp.where(finite, rewards, 0.0)
+    mean_over = lambda x, axis: x.sum(axis, keepdims=True) / jnp.maximum(finite.sum(axis, keepdims=True), 1)
+    centred = jnp.where(finite, r - mean_over(r, 1), 0.0)
+    if global_std:
+        spread = jnp.sqrt(mean_over(jnp.where(finite, (r - mean_over(r, (0, 1))) ** 2, 0.0), (0, 1)))
+    else:
+        spread = jnp.sqrt(mean_over(centred**2, 1))
+    a = jnp.clip(centred / (spread + STD_FLOOR), -clip, clip)
+    match mode:
+        case "positive_only":
+            return jnp.maximum(a, 0.0)
+        case "negative_only":
+            return jnp.minimum(a, 0.0)
+        case "one_only":
+            return jnp.where(a > 0, 1.0, 0.0)
+        case "binary":
+            return jnp.sign(a)
+    return a
+
+
+def optimality(advantages: Float[Array, "..."], clip: float) -> Float[Array, "..."]:
+    """`q = clip(A / clip / 2 + 1/2, 0, 1)`: the probability that a sample is one to imitate rather than to avoid."""
+    return jnp.clip(advantages / clip / 2 + 0.5, 0.0, 1.0)

@@ -1,0 +1,95 @@
+"""LoRA adapters (arXiv 2106.09685) as a flat dictionary beside the frozen base, and the ways to put them onto it.
+
+An adapter tree is `{parameter path: {"a": [..., in, rank], "b": [..., rank, out]}}` in float32. A policy is the base with
+some leaves replaced: by `LowRank` (exact, for sampling in BF16 and for gradients), by `QTensor` (merged and quantised, for
+exploration). No layer knows which policy it belongs to.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from solrl_jax.numerics.matmul import LowRank
+from solrl_jax.numerics.nvfp4 import QTensor, quantize
+
+Params = dict[Any, Any]
+Adapters = dict[str, dict[str, Array]]
+
+
+def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
+    """The paths of `params` that some pattern matches whole, sorted.
+
+    Raises ValueError when a pattern matches nothing (it names the `field` of the config) or something that is no matrix.
+    """
+    paths = flatten(params)
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = {p for p in paths if re.fullmatch(pattern, p)}
+        if not hits:
+            kernels = [p for p in paths if p.endswith("kernel")]
+            raise ValueError(f"{field}: {pattern!r} matches no parameter; there are {', '.join(kernels)}")
+        for p in hits:
+            if not p.endswith("/kernel") or paths[p].ndim > 3:
+                raise ValueError(
+                    f"{field}: {pattern!r} matches {p} of shape {paths[p].shape}; accepted are matrices of linears"
+                )
+        found |= hits
+    return sorted(found)
+
+
+def init_adapters(key: Array, base: Params, targets: Sequence[str], rank: int) -> Adapters:
+    """Adapters on `targets`: A Gaussian with standard deviation 1 / rank (PEFT's "gaussian"), B zero. They change nothing yet."""
+    flat = flatten(base)
+
+    def one(index: int, path: str) -> dict[str, Array]:
+        *stack, n_in, n_out = flat[path].shape
+        a = jax.random.normal(jax.random.fold_in(key, index), (*stack, n_in, rank), jnp.float32) / rank
+        return {"a": a, "b": jnp.zeros((*stack, rank, n_out), jnp.float32)}
+
+    return {path: one(i, path) for i, path in enumerate(targets)}
+
+
+def attach(base: Params, adapters: Adapters, scale: float, quantized: Mapping[str, QTensor] | None = None) -> Params:
+    """The policy's parameters: `LowRank` where there is an adapter, but the merged `QTensor` where one is given."""
+    flat = flatten(base)
+    leaves: dict[str, Any] = {path: LowRank(flat[path], ab["a"], ab["b"], scale) for path, ab in adapters.items()}
+    return replace(base, leaves | dict(quantized or {}))
+
+
+def merge_and_quantize(base: Params, adapters: Adapters, scale: float, paths: Sequence[str]) -> dict[str, QTensor]:
+    """NVFP4 copies of the linears at `paths`, adapters merged in float32 first: `Q(W + scale A B)`.
+
+    The other linears need no copy: they keep the base's array and the adapter beside it, which is exact and takes no memory.
+    """
+    flat = flatten(base)
+
+    def one(path: str) -> QTensor:
+        w = flat[path].astype(jnp.float32)
+        if path in adapters:
+            w = w + scale * adapters[path]["a"] @ adapters[path]["b"]
+        return quantize(w)
+
+    return {path: one(path) for path in paths}
+
+
+def flatten(params: Params) -> dict[str, Any]:
+    """`{"blocks/attn/to_q/kernel": leaf}`: leaves by path, containers of any kind between."""
+    out: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, dict):
+            out |= {f"{key}/{path}": leaf for path, leaf in flatten(value).items()}
+        else:
+            out[str(key)] = value
+    return out
+
+
+def replace(params: Params, leaves: Mapping[str, Any], prefix: str = "") -> Params:
+    """A copy of `params` with the leaves at the given paths replaced."""
+    return {
+        key: replace(value, leaves, f"{prefix}{key}/") if isinstance(value, dict) else leaves.get(f"{prefix}{key}", value)
+        for key, value in params.items()
+    }

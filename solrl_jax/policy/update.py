@@ -1,0 +1,131 @@
+"""The policy update: from kept samples to new adapters, in one jitted function with donated state (spec, sections 4 and 5)."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, UInt32
+
+from solrl_jax import sharding
+from solrl_jax.backbone import Backbone, Conditioning, Params
+from solrl_jax.config import Config
+from solrl_jax.flow.sampler import interpolate
+from solrl_jax.keys import stream
+from solrl_jax.policy.lora import Adapters, attach
+from solrl_jax.policy.objective import nft_loss
+from solrl_jax.state import TrainState, make_optimizer
+
+EMA_WARMUP = 10
+# decay of `old` by optimiser step t: 0 before `flat`, then min(rate (t - flat), cap) (facts of DiffusionNFT's return_decay)
+OLD_DECAY = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["latents", "optimality", "weight", "prompt", "seeds"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PolicyBatch:
+    """The kept samples of an iteration, B rows."""
+
+    latents: Float[Array, "b h w c"]  # clean, float32, as sampled in the training precision
+    optimality: Float[Array, "b"]  # q in [0, 1]
+    weight: Float[Array, "b"]  # 1, or 0 for a row that must not be trained on
+    prompt: Int[Array, "b"]  # row of the conditioning
+    seeds: UInt32[Array, "b 2"]  # the candidates': training noise and sigmas are drawn from them
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def update(
+    backbone: Backbone, config: Config, state: TrainState, base: Params, conditioning: Conditioning, batch: PolicyBatch,
+    sigmas: Float[Array, "steps"], times: Float[Array, "steps"],
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:  # fmt: skip
+    """Optimiser step(s) on every kept sample at a random part of its schedule; then the EMA and the old policy follow.
+
+    Terms are (sample, sigma) pairs: each sample at `config.trained_sigmas` sigmas of the rollout's own schedule (`sigmas`,
+    without the final 0; `times`: what the network is told there), drawn without replacement, with fresh noise. Gradients
+    are averaged over all terms of a step; a micro-batch whose loss is not finite contributes nothing and is counted.
+    """
+    rows, slots = len(batch.weight), config.trained_sigmas
+    chosen = jax.vmap(partial(_draw_sigmas, count=len(sigmas)))(batch.seeds)[:, :slots]
+    terms = jnp.arange(rows * slots).reshape(config.optimizer.steps_per_iteration, -1)
+    optimizer = make_optimizer(config.optimizer)
+    loss = partial(_micro_batch_loss, backbone, config, base, conditioning, batch, state.old, chosen, sigmas, times)
+
+    def optimizer_step(state: TrainState, terms: Int[Array, "terms"]):
+        total = jnp.maximum(batch.weight[terms % rows].sum(), 1.0)
+        gradient, metrics = _accumulate(loss, state.adapters, terms, total, config.optimizer.micro_batch * backbone.mesh.size)
+        metrics["grad_norm"] = optax.global_norm(gradient)
+        change, opt_state = optimizer.update(gradient, state.opt_state, state.adapters)
+        adapters, step = optax.apply_updates(state.adapters, change), state.step + 1
+        decay = jnp.minimum((1 + step) / (EMA_WARMUP + step), config.policy.ema_decay)
+        return TrainState(step, adapters, state.old, blend(state.ema, adapters, decay), opt_state), metrics
+
+    state, metrics = jax.lax.scan(optimizer_step, state, terms)
+    metrics = {name: values.sum() if name == "skipped_micro_batches" else values.mean() for name, values in metrics.items()}
+    decay = old_decay(state.step, config.policy.decay_type)
+    state = dataclasses.replace(state, old=blend(state.old, state.adapters, decay))
+    return state, metrics | {"old_decay": decay}
+
+
+def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
+    """How much of the old policy stays after an iteration that ended at optimiser step `step`."""
+    flat, rate, cap = OLD_DECAY[decay_type]
+    return jnp.clip((step - flat).astype(jnp.float32) * rate, 0.0, cap)
+
+
+def blend(kept: Adapters, new: Adapters, decay: Float[Array, ""]) -> Adapters:
+    """`decay * kept + (1 - decay) * new`, leaf by leaf."""
+    return jax.tree.map(lambda k, n: decay * k + (1 - decay) * n, kept, new)
+
+
+def _draw_sigmas(seed: UInt32[Array, "2"], count: int) -> Int[Array, "{count}"]:
+    return jax.random.permutation(stream(jax.random.wrap_key_data(seed), "sigmas"), count)
+
+
+def _accumulate(loss: Any, adapters: Adapters, terms: Int[Array, "terms"], total: Array, micro: int) -> tuple[Adapters, dict]:
+    """The gradient of the loss over all `terms`, `micro` of them at a time."""
+    padding = -len(terms) % micro
+    valid = jnp.pad(jnp.ones(len(terms)), (0, padding)).reshape(-1, micro)
+    terms = jnp.pad(terms, (0, padding)).reshape(-1, micro)
+
+    def one(carry, inputs):
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(adapters, *inputs, total)
+        finite = jnp.isfinite(value) & jnp.isfinite(optax.global_norm(gradient))
+        keep = lambda tree: jax.tree.map(lambda x: jnp.where(finite, x, 0.0), tree)
+        metrics = keep(metrics | {"loss": value}) | {"skipped_micro_batches": 1.0 - finite}
+        return jax.tree.map(jnp.add, carry, (keep(gradient), metrics)), None
+
+    names = jax.eval_shape(loss, adapters, terms[0], valid[0], total)[1]
+    zeros = {name: jnp.zeros(()) for name in (*names, "loss", "skipped_micro_batches")}
+    (gradient, metrics), _ = jax.lax.scan(one, (jax.tree.map(jnp.zeros_like, adapters), zeros), (terms, valid))
+    return gradient, metrics
+
+
+def _micro_batch_loss(
+    backbone: Backbone, config: Config, base: Params, conditioning: Conditioning, batch: PolicyBatch, old: Adapters,
+    chosen: Int[Array, "b slots"], sigmas: Array, times: Array,
+    adapters: Adapters, terms: Int[Array, "m"], valid: Float[Array, "m"], total: Array,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:  # fmt: skip
+    """This micro-batch's share of the mean loss over `total` terms. A term's number says its row and its slot of `chosen`."""
+    row, slot = terms % len(batch.weight), terms // len(batch.weight)
+    x0 = sharding.split_rows(batch.latents[row])
+    draw = lambda seed, slot: jax.random.normal(
+        jax.random.fold_in(stream(jax.random.wrap_key_data(seed), "training"), slot), x0.shape[1:], jnp.float32
+    )
+    noise = sharding.split_rows(jax.vmap(draw)(batch.seeds[row], slot))
+    sigma, time = sigmas[chosen[row, slot]], times[chosen[row, slot]]
+    x = interpolate(x0, noise, sigma)
+    of_rows = jax.tree.map(lambda c: c[batch.prompt[row]], conditioning)
+    scale, guidance = config.lora.alpha / config.lora.rank, jnp.float32(config.rollout.guidance)
+    velocity = lambda params: backbone.velocity(params, x, of_rows, time, guidance).astype(jnp.float32)
+
+    losses, metrics = nft_loss(
+        velocity(attach(base, adapters, scale)), velocity(attach(base, old, scale)), velocity(base),
+        x, x0, sigma, batch.optimality[row],
+        beta=config.policy.beta, kl_weight=config.policy.kl_weight, advantage_clip=config.policy.advantage_clip,
+    )  # fmt: skip
+    # `where`, not a product: a row that must not count may hold anything
+    weight = valid * batch.weight[row]
+    mean = lambda values: jnp.where(weight > 0, values, 0.0).sum() / total
+    return mean(losses), {name: mean(values) for name, values in metrics.items()}

@@ -1,0 +1,46 @@
+"""Prompt sets: a text file of one prompt a line, and the order in which a run goes through it."""
+
+from pathlib import Path
+
+import numpy as np
+
+from solrl_jax.files import InputError
+
+EMBEDDED = "embedded:"
+EMBEDDED_FOLDER = Path(__file__).parent / "prompt_sets"
+
+
+def load_prompts(path: str, field: str) -> list[str]:
+    """The distinct prompts of a file, in order; blank lines are skipped. `field` of the config is named in errors.
+
+    Raises InputError when the file is absent, not text, or holds no prompt.
+    """
+    if path.startswith(EMBEDDED):
+        file = EMBEDDED_FOLDER / f"{path.removeprefix(EMBEDDED)}.txt"
+        if not file.exists():
+            shipped = ", ".join(sorted(EMBEDDED + p.stem for p in EMBEDDED_FOLDER.glob("*.txt")))
+            raise InputError(f"{field}={path!r}: no such embedded prompt set; there are {shipped}")
+    else:
+        file = Path(path)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise InputError(f"{field}={path!r}: no such file; expected a text file of one prompt a line") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{field}={path!r}: cannot be read as UTF-8 text ({error})") from error
+    prompts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not prompts:
+        raise InputError(f"{field}={path!r}: holds no prompt; expected one a line")
+    return prompts
+
+
+def draw_prompts(prompts: list[str], seed: int, iteration: int, count: int) -> list[str]:
+    """The `count` prompts of iteration `iteration` (from 0): every epoch goes through all, in an order of its own.
+
+    A function of its arguments alone, so that the cursor is the iteration. Iterations are disjoint within an epoch; what
+    is left of an epoch when fewer than `count` remain is dropped, so that no iteration has a prompt twice.
+    """
+    an_epoch = len(prompts) // count
+    epoch, position = divmod(iteration, an_epoch)
+    order = np.random.default_rng((seed, epoch)).permutation(len(prompts))
+    return [prompts[i] for i in order[position * count : (position + 1) * count]]

@@ -1,0 +1,161 @@
+"""Seeds to samples to rewards, a chunk at a time: the one function behind exploring, regenerating and evaluating.
+
+A chunk is `chunk` rows on every device, always: a shorter one is filled up. So one program is compiled a stage, each row
+goes through the same instructions whatever its batch mates or the number of devices, and memory is known beforehand.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from solrl_jax import sharding
+from solrl_jax.backbone import Backbone, Conditioning, Params, pad_rows
+from solrl_jax.flow import sampler
+from solrl_jax.flow.schedule import make_sigmas
+from solrl_jax.flow.solver import solver_table
+from solrl_jax.keys import initial_noise
+from solrl_jax.rewards import Reward, score_images
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A schedule and a solver, as arrays: another number of steps is another shape, nothing else is compiled in.
+
+    sigmas [steps]: where steps start; times [steps]: what the network is told (0..1000); table [steps, 4]: the solver.
+    """
+
+    sigmas: Float[np.ndarray, "steps"]
+    times: Float[np.ndarray, "steps"]
+    table: Float[np.ndarray, "steps 4"]
+    guidance: float
+    guided: bool  # classifier-free: two evaluations a step
+
+    @classmethod
+    def of(cls, rollout: Any, steps: int, tokens: int) -> "Grid":
+        """The grid of a `config.Rollout` with `steps` steps for latents of `tokens` image tokens."""
+        sigmas = make_sigmas(rollout.schedule, steps, rollout.shift, tokens)
+        guided = rollout.guidance != 1.0 and rollout.schedule != "flux"  # FLUX.1 is told its guidance instead
+        return cls.from_sigmas(sigmas, solver_table(rollout.solver, sigmas, rollout.eta), rollout.guidance, guided)
+
+    @classmethod
+    def from_sigmas(cls, sigmas: np.ndarray, table: np.ndarray, guidance: float, guided: bool, times=None) -> "Grid":
+        starts = sigmas[:-1].astype(np.float32)
+        return cls(starts, 1000 * starts if times is None else times.astype(np.float32), table, guidance, guided)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompted:
+    """Everything a set of prompts means to the networks: what conditions them, what rewards compare with."""
+
+    prompts: tuple[str, ...]
+    conditioning: Conditioning
+    empty: Conditioning  # of the empty prompt, for guidance
+    prepared: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Rows in the order asked for. latents: float32 [b, h, w, c]; scores: name -> [b]; images [b, H, W, 3] if kept."""
+
+    latents: Float[np.ndarray, "b h w c"]
+    scores: dict[str, np.ndarray]
+    images: Float[np.ndarray, "b H W 3"] | None
+
+    @property
+    def reward(self) -> Float[np.ndarray, "b"]:
+        return self.scores["reward"]
+
+
+def prepare(backbone: Backbone, reward: Reward | None, prompts: tuple[str, ...], max_tokens: int) -> Prompted:
+    """Encodes prompts once, for any number of samples of each."""
+    prepared = None if reward is None else reward.prepare(prompts)
+    return Prompted(prompts, backbone.encode(prompts, max_tokens), backbone.encode([""], max_tokens), prepared)
+
+
+def generate(
+    backbone: Backbone,
+    params: Params,
+    grid: Grid,
+    prompted: Prompted,
+    index: Int[np.ndarray, "b"],
+    seeds: UInt32[np.ndarray, "b 2"],
+    size: tuple[int, int],
+    chunk: int,
+    reward: Reward | None,
+    *,
+    noise: Float[np.ndarray, "b h w c"] | None = None,
+    keep_images: bool = False,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> Samples:
+    """Samples each row: the prompt `index` names, from the noise its seed stands for (or from `noise` if given).
+
+    params: the policy, whatever its leaves. chunk: rows a device runs at once. progress: told of rows done.
+    """
+    mesh, shape = backbone.mesh, backbone.pipeline.latent_shape(*size)
+    rows = chunk * mesh.size
+    place = lambda x: jax.device_put(x, sharding.rows(mesh))
+    whole = lambda x: jax.device_put(x, sharding.replicated(mesh))
+    arrays = whole((grid.sigmas, grid.times, grid.table, np.float32(grid.guidance)))
+    prepared = whole(prompted.prepared)
+    collected: list[tuple[Array, dict[str, Array], Array | None]] = []
+    with jax.set_mesh(mesh):
+        for start in range(0, len(index), rows):
+            part = slice(start, start + rows)
+            chunk_index, chunk_seeds = place(pad_rows(index[part], rows)), place(pad_rows(seeds[part], rows))
+            if noise is None:
+                initial = draw_noise(chunk_seeds, shape)
+            else:
+                initial = place(pad_rows(noise[part], rows))
+            latents = sample_chunk(
+                backbone, grid.guided, params, prompted.conditioning, prompted.empty, chunk_index, chunk_seeds, initial, *arrays
+            )
+            images = decode_chunk(backbone, backbone.vae, latents)
+            scores = {} if reward is None else score_images(reward, reward.params, images, prepared, chunk_index)
+            collected.append((latents, scores, images if keep_images else None))
+            if len(collected) > 1:  # one chunk ahead of the device, no more: the queue holds memory
+                collected[-2] = jax.device_get(collected[-2])
+            progress(len(index[part]))
+    collected[-1] = jax.device_get(collected[-1])
+    join = lambda parts: np.concatenate(parts)[: len(index)]
+    return Samples(
+        latents=join([c[0] for c in collected]),
+        scores={name: join([c[1][name] for c in collected]) for name in collected[0][1]},
+        images=join([c[2] for c in collected]) if keep_images else None,
+    )
+
+
+@partial(jax.jit, static_argnums=1)
+def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Array, "b ..."]:
+    return sharding.split_rows(initial_noise(seeds, shape))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def sample_chunk(
+    backbone: Backbone, guided: bool, params: Params, conditioning: Conditioning, empty: Conditioning,
+    index: Int[Array, "b"], seeds: UInt32[Array, "b 2"], noise: Float[Array, "b h w c"],
+    sigmas: Array, times: Array, table: Array, guidance: Array,
+) -> Float[Array, "b h w c"]:  # fmt: skip
+    """Noise to clean latents for one chunk."""
+    of_rows = jax.tree.map(lambda c: c[index], conditioning)
+    of_nothing = jax.tree.map(lambda c: jnp.broadcast_to(c, (len(index), *c.shape[1:])), empty)
+
+    def velocity(x: Array, time: Array) -> Array:
+        prompt = backbone.velocity(params, x, of_rows, time, guidance)
+        if not guided:
+            return prompt
+        # classifier-free guidance (arXiv 2207.12598)
+        nothing = backbone.velocity(params, x, of_nothing, time, guidance).astype(jnp.float32)
+        return nothing + guidance * (prompt.astype(jnp.float32) - nothing)
+
+    return sampler.sample(velocity, sharding.split_rows(noise), sigmas, times, table, seeds)
+
+
+@partial(jax.jit, static_argnums=0)
+def decode_chunk(backbone: Backbone, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+    return backbone.decode(params, latents)

@@ -1,0 +1,41 @@
+"""Which candidates are kept (spec, section 2): stable, and blind to anything but the rewards of one prompt."""
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+Rewards = Float[np.ndarray, "p n"]
+
+
+def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
+    """Each candidate's place within its prompt, 0 the best. Equal rewards are ordered by index; non-finite ones come last."""
+    order = np.argsort(np.where(np.isfinite(rewards), -rewards, np.inf), axis=1, kind="stable")
+    places = np.empty_like(order)
+    np.put_along_axis(places, order, np.arange(rewards.shape[1])[None], axis=1)
+    return places
+
+
+def select(
+    rewards: Rewards, kept: int, mode: str, seed: tuple[int, ...] = (0,)
+) -> tuple[Int[np.ndarray, "p k"], Bool[np.ndarray, "p"]]:
+    """Indices of the kept candidates of each prompt, ascending, and whether the prompt had enough finite rewards.
+
+    `best_worst` keeps the kept/2 best and the kept/2 worst; `best` the best; `random` a draw from `seed`. A non-finite
+    reward is never selected: a prompt with fewer than `kept` finite rewards is not usable (its indices are then padding).
+    """
+    n = rewards.shape[1]
+    finite = np.isfinite(rewards)
+    usable = finite.sum(1) >= kept
+    places = rank(rewards)
+    last = finite.sum(1, keepdims=True)  # places from here on are non-finite
+    match mode:
+        case "best_worst":
+            chosen = (places < kept // 2) | ((places >= last - kept // 2) & (places < last))
+        case "best":
+            chosen = places < kept
+        case "random":
+            draw = np.where(finite, np.random.default_rng(seed).random(rewards.shape), np.inf)
+            chosen = rank(-draw) < kept
+        case _:
+            raise ValueError(f"rollout.selection={mode!r}: accepted are 'best_worst', 'best', 'random'")
+    chosen[~usable] = np.arange(n) < kept
+    return np.nonzero(chosen)[1].reshape(len(rewards), kept), usable

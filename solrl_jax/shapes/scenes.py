@@ -1,0 +1,264 @@
+"""The embedded world: captions of one or two groups of coloured shapes, and 32 x 32 pictures of them.
+
+    caption = group [relation group]
+    group = count [size] colour shape(s)
+    relation = above | below | left of | right of
+
+NumPy only, host side. Every source of chance is a `numpy.random.Generator` that the caller passes in.
+"""
+
+import dataclasses
+import functools
+import hashlib
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "purple", "cyan")
+SHAPES: tuple[str, ...] = ("circle", "square", "triangle")
+SIZES: tuple[str, ...] = ("small", "large")
+RELATIONS: tuple[str, ...] = ("above", "below", "left of", "right of")
+COUNTS: tuple[str, ...] = ("a", "two", "three")
+MAX_OBJECTS = 4
+
+VOCABULARY: tuple[str, ...] = (
+    *("a", "one", "two", "three"),
+    *SIZES,
+    *COLOURS,
+    *SHAPES,
+    *(shape + "s" for shape in SHAPES),
+    *("above", "below", "left", "right", "of"),
+)
+GRAMMAR = (
+    "GROUP or GROUP above|below|left of|right of GROUP, where GROUP is a|one|two|three [small|large] "
+    f"{'|'.join(COLOURS)} {'|'.join(s + '(s)' for s in SHAPES)}; at most {MAX_OBJECTS} objects; the two groups differ in "
+    "colour or shape; no three large shapes beside a second group"
+)
+
+# Seen from the background, the six colours lie 40 degrees or more apart (subtractive axes and face diagonals): an edge pixel,
+# a mixture of an object and the background, keeps the direction of its object and cannot pass for another colour.
+BACKGROUND: tuple[int, int, int] = (238, 238, 238)
+PALETTE: dict[str, tuple[int, int, int]] = {
+    "red": (225, 25, 25),
+    "green": (25, 190, 35),
+    "blue": (30, 45, 230),
+    "yellow": (240, 220, 10),
+    "purple": (205, 20, 220),
+    "cyan": (10, 210, 230),
+}
+
+# Lengths in pixels of a picture 32 wide; other widths scale them.
+BASE = 32
+DIAMETERS: dict[str, tuple[float, ...]] = {"small": (6.0, 6.5, 7.0), "large": (10.0, 10.5, 11.0)}
+GAP = 2.0  # least free space between the bounding boxes of two objects
+LEAD = 2.0  # by how much the groups lie further apart along the relation's axis than across it: no other relation holds too
+GRID = 4  # corners lie on quarter pixels, so that the shape masks can be cached
+SUPERSAMPLE = 8
+CANDIDATES = 64  # layouts a round of rejection sampling
+ROUNDS = 200  # a round fails about one time in ten at worst: running out means a layout that cannot exist
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """`count` (1 to 3) like objects; `size` None leaves the size open."""
+
+    count: int
+    size: str | None
+    colour: str
+    shape: str
+
+    def __post_init__(self) -> None:
+        sound = self.count in (1, 2, 3) and self.size in (None, *SIZES)
+        if not (sound and self.colour in COLOURS and self.shape in SHAPES):
+            raise ValueError(f"not a group of this world: {self}; want {GRAMMAR}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One group and no relation, or two groups: `groups[0]` is `relation` (above, ...) `groups[1]`."""
+
+    groups: tuple[Group, ...]
+    relation: str | None
+
+    def __post_init__(self) -> None:
+        paired = len(self.groups) == 2
+        sound = len(self.groups) in (1, 2) and (self.relation in RELATIONS if paired else self.relation is None)
+        if sound and paired:
+            a, b = self.groups
+            # Three large shapes leave no strip 32 pixels long for a second group.
+            crowded = any(g.count == 3 and g.size == "large" for g in self.groups)
+            sound = a.count + b.count <= MAX_OBJECTS and (a.colour, a.shape) != (b.colour, b.shape) and not crowded
+        if not sound:
+            raise ValueError(f"not a scene of this world: {self}; want {GRAMMAR}")
+
+
+def caption(scene: Scene) -> str:
+    """The scene in words of VOCABULARY, e.g. "two red circles above a small blue square"."""
+    words = [_group_words(scene.groups[0])]
+    if scene.relation is not None:
+        words += [scene.relation, _group_words(scene.groups[1])]
+    return " ".join(words)
+
+
+def parse(text: str) -> Scene:
+    """The scene of a caption: the inverse of `caption`, blind to case and spacing; "one" reads as "a".
+
+    Raises ValueError, naming the caption and the grammar, for anything else.
+    """
+    normal = " ".join(text.lower().split())
+    try:
+        for relation in RELATIONS:
+            first, found, second = normal.partition(f" {relation} ")
+            if found:
+                return Scene((_parse_group(first), _parse_group(second)), relation)
+        return Scene((_parse_group(normal),), None)
+    except ValueError as error:
+        raise ValueError(f"cannot parse the caption {text!r}; want {GRAMMAR}") from error
+
+
+def draw_scene(rng: np.random.Generator) -> Scene:
+    """A random scene: 30 % have one group, 70 % two groups and a relation."""
+    if rng.random() < 0.3:
+        return Scene((_draw_group(rng, 3),), None)
+    while True:
+        first = _draw_group(rng, 3)
+        second = _draw_group(rng, MAX_OBJECTS - first.count)
+        groups = (first, second) if rng.random() < 0.5 else (second, first)
+        try:
+            return Scene(groups, RELATIONS[rng.integers(len(RELATIONS))])
+        except ValueError:
+            continue  # like groups, or three large shapes: draw again
+
+
+def held_out(text: str) -> bool:
+    """True for the about 10 % of captions that training never sees: a stable hash of the normalised caption decides."""
+    return _held_out(caption(parse(text)))
+
+
+def draw_prompts(rng: np.random.Generator, n: int, held_out: bool) -> list[str]:
+    """`n` distinct captions of the asked split, in the order drawn. Raises ValueError if that many do not turn up."""
+    drawn: dict[str, None] = {}
+    for _ in range(1000 + 200 * n):
+        if len(drawn) == n:
+            return list(drawn)
+        text = caption(draw_scene(rng))
+        if _held_out(text) == held_out:
+            drawn[text] = None
+    raise ValueError(f"cannot draw {n} distinct captions with held_out={held_out}: got {len(drawn)}")
+
+
+def render(scene: Scene, rng: np.random.Generator, size: int = BASE) -> UInt8[np.ndarray, "size size 3"]:
+    """A picture of the scene, RGB bytes: plain background, anti-aliased objects, apart and fully inside.
+
+    Groups stand apart along the axis of their relation, their bounding boxes disjoint along it, and lie LEAD further apart
+    along that axis than across it. A group's objects are of one size; an open size falls to chance.
+    """
+    scale = size / BASE
+    diameters = [scale * _draw_diameter(scene, group, rng) for group in scene.groups]
+    picture = np.empty((size, size, 3), np.float32)
+    picture[:] = BACKGROUND
+    for group, diameter, corners in zip(scene.groups, diameters, _layout(scene, diameters, size, rng), strict=True):
+        tint = np.asarray(PALETTE[group.colour], np.float32)
+        for x, y in corners:
+            mask = _mask(group.shape, diameter, float(x % 1), float(y % 1))[..., None]
+            left, top = int(x), int(y)
+            window = picture[top : top + mask.shape[0], left : left + mask.shape[1]]
+            cut = mask[: window.shape[0], : window.shape[1]]  # past the edge of the picture a mask is empty
+            window += cut * (tint - window)
+    return np.rint(picture).astype(np.uint8)
+
+
+def _group_words(group: Group) -> str:
+    size = [] if group.size is None else [group.size]
+    return " ".join([COUNTS[group.count - 1], *size, group.colour, group.shape + ("s" if group.count > 1 else "")])
+
+
+def _parse_group(text: str) -> Group:
+    words = text.split(" ")
+    size = words.pop(1) if len(words) == 4 else None
+    if len(words) != 3 or (size is not None and size not in SIZES):
+        raise ValueError(f"not a group: {text!r}")
+    count = COUNTS.index("a" if words[0] == "one" else words[0]) + 1
+    if count > 1 and not words[2].endswith("s"):
+        raise ValueError(f"not a plural: {text!r}")
+    return Group(count, size, words[1], words[2][:-1] if count > 1 else words[2])
+
+
+def _draw_group(rng: np.random.Generator, most: int) -> Group:
+    count, size = int(rng.integers(1, most + 1)), (None, *SIZES)[rng.integers(3)]
+    return Group(count, size, COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))])
+
+
+def _held_out(normal: str) -> bool:
+    digest = hashlib.sha256(normal.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 10 == 0
+
+
+def _draw_diameter(scene: Scene, group: Group, rng: np.random.Generator) -> float:
+    crowded = len(scene.groups) == 2 and group.count == 3  # three large shapes would leave no room
+    size = group.size or ("small" if crowded else SIZES[rng.integers(2)])
+    return DIAMETERS[size][rng.integers(len(DIAMETERS[size]))]
+
+
+def _layout(scene: Scene, diameters: list[float], size: int, rng: np.random.Generator) -> list[Float[np.ndarray, "count 2"]]:
+    """Top left corners (x, y) of each group's objects, in pixels on the quarter-pixel grid."""
+    scale = size / BASE
+    for _ in range(ROUNDS):
+        if scene.relation is None:
+            found = _place(scene.groups[0].count, diameters[0], (0, 0), (size, size), scale * GAP, rng)
+            if len(found):
+                return [found[0]]
+            continue
+        axis = int(scene.relation in ("above", "below"))  # 0: x, 1: y, growing downwards
+        order = (0, 1) if scene.relation in ("above", "left of") else (1, 0)
+        # A line across the axis parts the picture; each group is then placed alone on its side of it.
+        near, far = (diameters[i] for i in order)
+        line = _snap(near + rng.random() * (size - scale * GAP - far - near))
+        bounds = [((0.0, 0.0), _with(size, axis, line)), (_with(0.0, axis, line + scale * GAP), (size, size))]
+        sides = [
+            _place(scene.groups[i].count, diameters[i], lo, hi, scale * GAP, rng)
+            for i, (lo, hi) in zip(order, bounds, strict=True)
+        ]
+        pairs = min(map(len, sides))
+        middles = [side[:pairs].mean(1) + diameters[i] / 2 for i, side in zip(order, sides, strict=True)]
+        apart = np.abs(middles[1] - middles[0])
+        good = np.flatnonzero(apart[:, axis] >= apart[:, 1 - axis] + scale * LEAD)
+        if len(good):
+            chosen = [side[good[0]] for side in sides]
+            return [chosen[order.index(i)] for i in (0, 1)]
+    raise RuntimeError(f"no layout for {caption(scene)!r} at {size} pixels in {ROUNDS} rounds")
+
+
+def _place(
+    count: int, diameter: float, lo: tuple, hi: tuple, gap: float, rng: np.random.Generator
+) -> Float[np.ndarray, "layouts count 2"]:
+    """The sound ones of CANDIDATES uniform layouts of `count` boxes `diameter` wide, `gap` apart, in the box `lo`..`hi`."""
+    low = np.ceil(np.asarray(lo, np.float64) * GRID) / GRID
+    corners = _snap(low + rng.random((CANDIDATES, count, 2)) * (np.asarray(hi) - diameter - low))
+    i, j = np.triu_indices(count, 1)
+    return corners[(np.abs(corners[:, i] - corners[:, j]).max(-1) >= diameter + gap).all(-1)]
+
+
+def _snap(x):
+    """`x` rounded down to the grid."""
+    return np.floor(x * GRID) / GRID
+
+
+def _with(rest: float, axis: int, value: float) -> tuple[float, float]:
+    """The point whose coordinate on `axis` is `value` and `rest` on the other."""
+    return (value, rest) if axis == 0 else (rest, value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mask(shape: str, diameter: float, dx: float, dy: float) -> Float[np.ndarray, "side side"]:
+    """Coverage in [0, 1] of the pixels by a shape whose bounding box has its top left corner at (dx, dy) in [0, 1) pixels."""
+    side = int(np.ceil(diameter)) + 1
+    ticks = (np.arange(side * SUPERSAMPLE) + 0.5) / SUPERSAMPLE
+    u, v = np.meshgrid((ticks - dx) / diameter, (ticks - dy) / diameter)  # the bounding box is the unit square
+    if shape == "circle":
+        inside = (u - 0.5) ** 2 + (v - 0.5) ** 2 <= 0.25
+    elif shape == "square":
+        inside = (np.abs(u - 0.5) <= 0.5) & (np.abs(v - 0.5) <= 0.5)
+    else:
+        inside = (np.abs(u - 0.5) <= v / 2) & (v <= 1)
+    return inside.reshape(side, SUPERSAMPLE, side, SUPERSAMPLE).mean((1, 3)).astype(np.float32)

@@ -1,0 +1,61 @@
+"""The mesh and where things lie on it. One device is the mesh of size one: there is no other path.
+
+Two axes: rows (candidates, samples) are split over both; the frozen base and the adapters are split over `fsdp` and whole
+on every group of `data`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp")
+ROWS = PartitionSpec(AXES)  # the leading axis of anything that has a row a sample
+SMALLEST_SHARDED = 2**12  # elements; splitting less costs more in messages than it saves in memory
+
+
+def make_mesh(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A `data` x `fsdp` mesh; `data = -1` takes all the devices that are left.
+
+    Raises ValueError when the devices do not come out even.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if data == -1:
+        data = max(len(devices) // fsdp, 1)
+        wanted = len(devices)
+    else:
+        wanted = data * fsdp
+    if data * fsdp != wanted or wanted > len(devices):
+        raise ValueError(
+            f"mesh.data={data}, mesh.fsdp={fsdp}: need {data * fsdp} of the {len(devices)} device(s), all of them if data=-1"
+        )
+    return jax.make_mesh((data, fsdp), AXES, (jax.sharding.AxisType.Auto,) * 2, devices=devices[: data * fsdp])
+
+
+def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
+    """A sharding a leaf: its largest axis that `fsdp` divides is split over `fsdp`; small leaves are whole everywhere."""
+    size = mesh.shape["fsdp"]
+
+    def place(leaf) -> NamedSharding:
+        spec: list[str | None] = [None] * leaf.ndim
+        divisible = [i for i, n in enumerate(leaf.shape) if n % size == 0]
+        if size > 1 and divisible and np.prod(leaf.shape) >= SMALLEST_SHARDED:
+            spec[max(divisible, key=lambda i: (leaf.shape[i], i))] = "fsdp"
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree.map(place, tree)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, ROWS)
+
+
+def split_rows(x: jax.Array) -> jax.Array:
+    """Constrains the leading axis to be split over the ambient mesh's devices."""
+    return jax.lax.with_sharding_constraint(x, ROWS)

@@ -1,0 +1,167 @@
+"""Training: the iteration of Sol-RL (arXiv 2604.06916, algorithm 1; spec, section 1) and the loop around it.
+
+    prompts -> explore (NVFP4) -> select -> regenerate (BF16) -> advantages -> update -> old policy, EMA -> sync
+
+Nothing computed in low precision enters the loss. The four families are four settings of `iterate`: how many candidates, in
+which precision they are explored, and whether the kept ones are regenerated or trained on as they are.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from solrl_jax.experiment import Experiment
+from solrl_jax.fidelity import rank_correlations
+from solrl_jax.keys import prompt_uid, seed_numbers
+from solrl_jax.policy.advantage import advantages, optimality
+from solrl_jax.policy.update import PolicyBatch, update
+from solrl_jax.prompts import draw_prompts
+from solrl_jax.rollout.generate import Prompted, Samples, generate, prepare
+from solrl_jax.rollout.select import rank, select
+from solrl_jax.state import TrainState
+
+# told which stage is running, how many rows it has and how many more are done; may raise to stop
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What an iteration leaves beside the new state: numbers for the log, columns for the ledger."""
+
+    metrics: dict[str, float]
+    ledger: dict[str, Any]
+
+
+def iterate(experiment: Experiment, state: TrainState, iteration: int, progress: Progress) -> tuple[TrainState, Outcome]:
+    """One iteration, from 1. The new state depends on the arguments alone, not on devices or chunks (up to rounding)."""
+    config, rollout = experiment.config, experiment.config.rollout
+    clock = Clock()
+
+    prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
+    prompted = prepare(experiment.backbone, experiment.reward, tuple(prompts), config.model.max_tokens)
+    seeds = experiment.seeds(config.seed, iteration, prompts, rollout.candidates)
+    clock.lap("encode")
+
+    exploring = jax.block_until_ready(experiment.exploring_policy(state.old, rollout.explore.precision))
+    clock.lap("sync")
+    pool = roll_out(experiment, exploring, rollout.explore.steps, prompted, seeds, "explore", progress)
+    clock.lap("explore")
+
+    proxy = pool.reward.reshape(len(prompts), -1)
+    chosen, usable = select(proxy, rollout.kept, rollout.selection, seed=(config.seed, iteration))
+    kept_seeds = np.take_along_axis(seeds, chosen[..., None], axis=1)
+    if rollout.regenerate:
+        kept = roll_out(experiment, experiment.policy(state.old), rollout.steps, prompted, kept_seeds, "regenerate", progress)
+    else:
+        kept = take(pool, chosen + rollout.candidates * np.arange(len(prompts))[:, None])
+    clock.lap("regenerate")
+
+    rewards = np.where(usable[:, None], kept.reward.reshape(chosen.shape), np.nan)
+    policy = config.policy
+    advantage = advantages(
+        jnp.asarray(rewards), clip=policy.advantage_clip, global_std=policy.global_std, mode=policy.advantage_mode
+    )
+    batch = PolicyBatch(
+        latents=jnp.asarray(kept.latents),
+        optimality=optimality(advantage, policy.advantage_clip).reshape(-1),
+        weight=jnp.asarray(np.isfinite(rewards).reshape(-1), jnp.float32),
+        prompt=jnp.repeat(jnp.arange(len(prompts)), rollout.kept),
+        seeds=jnp.asarray(kept_seeds.reshape(-1, 2)),
+    )
+    progress("update", len(batch.weight), 0)
+    grid = experiment.grid(rollout.steps)
+    with jax.set_mesh(experiment.backbone.mesh):
+        state, trained = update(
+            experiment.backbone, config, state, experiment.backbone.transformer, prompted.conditioning, batch,
+            grid.sigmas, grid.times,
+        )  # fmt: skip
+    trained = {name: float(value) for name, value in jax.device_get(trained).items()}
+    clock.lap("update")
+
+    metrics = trained | summarise(proxy, chosen, rewards, kept, pool) | clock.report(pool, kept if rollout.regenerate else None)
+    return state, Outcome(
+        metrics, ledger_columns(experiment, iteration, prompts, seeds, proxy, chosen, usable, rewards, advantage)
+    )
+
+
+def roll_out(
+    experiment: Experiment, params: Any, steps: int, prompted: Prompted, seeds: np.ndarray, stage: str, progress: Progress
+) -> Samples:
+    """Samples and scores a candidate a seed; seeds [prompts, candidates, 2], rows prompt by prompt."""
+    index = np.repeat(np.arange(seeds.shape[0]), seeds.shape[1])
+    progress(stage, len(index), 0)
+    return generate(
+        experiment.backbone, params, experiment.grid(steps), prompted, index, seeds.reshape(-1, 2), experiment.size,
+        experiment.config.rollout.chunk, experiment.reward, progress=lambda done: progress(stage, len(index), done),
+    )  # fmt: skip
+
+
+def take(samples: Samples, rows: np.ndarray) -> Samples:
+    """The samples of the given rows (any shape; flattened)."""
+    rows = rows.reshape(-1)
+    return Samples(samples.latents[rows], {name: scores[rows] for name, scores in samples.scores.items()}, None)
+
+
+def summarise(proxy: np.ndarray, chosen: np.ndarray, rewards: np.ndarray, kept: Samples, pool: Samples) -> dict[str, float]:
+    """Rewards of the pool and of what is trained on, and how well the proxy ranked the latter."""
+    mean = lambda x: float(np.mean(x[np.isfinite(x)])) if np.isfinite(x).any() else float("nan")
+    correlations = rank_correlations(np.take_along_axis(proxy, chosen, axis=1), rewards)
+    return {
+        **{f"pool/{name}": mean(scores) for name, scores in pool.scores.items()},
+        **{f"kept/{name}": mean(scores) for name, scores in kept.scores.items()},
+        "kept/spread": mean(np.nanmax(rewards, 1, initial=-np.inf) - np.nanmin(rewards, 1, initial=np.inf)),
+        "nonfinite_rewards": float((~np.isfinite(proxy)).sum() + (~np.isfinite(kept.reward)).sum()),
+        "fidelity/spearman": correlations.spearman,
+        "fidelity/kendall": correlations.kendall,
+    }
+
+
+def ledger_columns(experiment, iteration, prompts, seeds, proxy, chosen, usable, rewards, advantage) -> dict[str, Any]:
+    """Every candidate of the iteration, prompt by prompt."""
+    rollout, (count, n) = experiment.config.rollout, proxy.shape
+    kept = np.zeros(proxy.shape, bool)
+    np.put_along_axis(kept, chosen, np.broadcast_to(usable[:, None], chosen.shape), axis=1)
+    column = lambda values: np.repeat(np.asarray(values), n)
+
+    def of_kept(values: np.ndarray) -> np.ma.MaskedArray:
+        full = np.zeros(proxy.shape, np.float32)
+        np.put_along_axis(full, chosen, np.asarray(values, np.float32), axis=1)
+        return np.ma.masked_array(full.reshape(-1), ~kept.reshape(-1))
+
+    return {
+        "prompt": column(prompts).tolist(),
+        "prompt_uid": column(np.array([prompt_uid(p) for p in prompts], np.uint32)),
+        "candidate": np.tile(np.arange(n, dtype=np.int32), count),
+        "seed": seed_numbers(seeds).reshape(-1),
+        "precision": rollout.explore.precision,
+        "steps": rollout.explore.steps,
+        "proxy_reward": proxy.reshape(-1).astype(np.float32),
+        "rank": rank(proxy).reshape(-1).astype(np.int32),
+        "kept": kept.reshape(-1),
+        "regenerated_reward": of_kept(rewards) if rollout.regenerate else None,
+        "advantage": of_kept(advantage),
+        "policy_revision": iteration,
+    }
+
+
+class Clock:
+    """Wall time by stage, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage], self._last = now - self._last, now
+
+    def report(self, pool: Samples, kept: Samples | None) -> dict[str, float]:
+        rates = {"images_per_second/explore": len(pool.reward) / self.seconds["explore"]}
+        if kept is not None:
+            rates["images_per_second/regenerate"] = len(kept.reward) / self.seconds["regenerate"]
+        return {f"seconds/{stage}": s for stage, s in self.seconds.items()} | rates | {"seconds": sum(self.seconds.values())}

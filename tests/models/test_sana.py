@@ -1,0 +1,154 @@
+"""`SanaTransformer2DModel` against diffusers, in float32, to 1e-5."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import SanaTransformer2DModel as TorchSana
+from flax import nnx
+
+from models.sana import SanaConfig, SanaTransformer2DModel
+from models.weights import from_torch, parameter_count, to_torch
+
+BASE = dict(
+    in_channels=6, out_channels=6, num_attention_heads=4, attention_head_dim=8, num_layers=2, num_cross_attention_heads=2,
+    cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=24, mlp_ratio=2.5, sample_size=8,
+)  # fmt: skip
+CASES = {
+    "released": {},
+    "qk-norm-guidance": dict(qk_norm="rms_norm_across_heads", guidance_embeds=True, guidance_embeds_scale=0.1),
+    "attention-bias": dict(attention_bias=True, norm_eps=1e-5),
+    "patches-and-positions": dict(patch_size=2, interpolation_scale=1.5, num_layers=3),
+    "affine-norm": dict(norm_elementwise_affine=True, mlp_ratio=3.0, out_channels=None),
+    "unequal-cross-heads": dict(num_cross_attention_heads=8, cross_attention_head_dim=4, timestep_scale=0.5),
+}
+TOLERANCE = 1e-5  # largest difference over largest value
+
+
+def build(overrides: dict, seed: int = 0):
+    """A PyTorch network with weights strong enough that every input matters, and ours with the same weights."""
+    torch.manual_seed(seed)
+    theirs = TorchSana(**(BASE | overrides)).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.copy_(torch.randn_like(p) * (0.5 if p.ndim < 2 else 1.0 / np.sqrt(p[0].numel())))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: SanaTransformer2DModel(config(overrides), rngs=nnx.Rngs(0))))
+    params = from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()})
+    return theirs, jax.jit(lambda *inputs: nnx.merge(graphdef, params)(*inputs)), state, params
+
+
+def config(overrides: dict) -> SanaConfig:
+    return SanaConfig.from_dict(BASE | overrides)
+
+
+def inputs(overrides: dict, height: int = 6, width: int = 8, seed: int = 1):
+    rng = np.random.default_rng(seed)
+    mask = np.arange(7)[None] < np.array([[7], [3]])  # prompts of different length
+    return dict(
+        latent=rng.standard_normal((2, height, width, BASE["in_channels"])).astype(np.float32),
+        text=rng.standard_normal((2, 7, BASE["caption_channels"])).astype(np.float32),
+        mask=mask,
+        timestep=np.array([900.0, 130.0], np.float32),
+        guidance=np.array([0.45, 0.2], np.float32) if overrides.get("guidance_embeds") else None,
+    )
+
+
+def run_torch(theirs, x, grad: bool = False):
+    latent = torch.from_numpy(x["latent"].transpose(0, 3, 1, 2).copy()).requires_grad_(grad)
+    tensor = lambda name: None if x[name] is None else torch.from_numpy(x[name])
+    out = theirs(
+        latent, tensor("text"), tensor("timestep"), guidance=tensor("guidance"),
+        encoder_attention_mask=tensor("mask").float(), return_dict=False,
+    )[0]  # fmt: skip
+    if grad:
+        (out * torch.cos(out.detach())).sum().backward()
+        return latent.grad.numpy().transpose(0, 2, 3, 1)
+    return out.detach().numpy().transpose(0, 2, 3, 1)
+
+
+def relative(ours, theirs) -> float:
+    return float(np.max(np.abs(np.asarray(ours) - theirs)) / np.max(np.abs(theirs)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_input_gradient_equal_diffusers(case):
+    theirs, ours, _, _ = build(CASES[case])
+    x = inputs(CASES[case])
+    want, got = run_torch(theirs, x), ours(*x.values())
+    assert relative(got, want) < TOLERANCE
+    # the case can fail: every input moves the output by many tolerances
+    moved = {
+        "latent": x["latent"] + 0.01,
+        "text": np.roll(x["text"], 1, axis=0),
+        "mask": np.roll(x["mask"], 1, axis=0),
+        "timestep": x["timestep"] + 5,
+    }
+    if x["guidance"] is not None:
+        moved["guidance"] = x["guidance"] * 2
+    for name, value in moved.items():
+        assert relative(ours(*(x | {name: value}).values()), want) > 20 * TOLERANCE, name
+
+    objective = lambda latent: (lambda y: (y * jnp.cos(jax.lax.stop_gradient(y))).sum())(ours(latent, *list(x.values())[1:]))
+    assert relative(jax.jit(jax.grad(objective))(x["latent"]), run_torch(theirs, x, grad=True)) < 2 * TOLERANCE
+
+
+def test_another_size_runs_through_the_same_weights():
+    theirs, ours, _, _ = build(CASES["patches-and-positions"])
+    for height, width in ((8, 8), (4, 10)):
+        x = inputs({}, height, width)
+        assert relative(ours(*x.values()), run_torch(theirs, x)) < TOLERANCE
+
+
+def test_padding_does_not_matter():
+    _, ours, _, _ = build({})
+    x = inputs({})
+    changed = x["text"].copy()
+    changed[1, 3:] = 7.0
+    np.testing.assert_array_equal(ours(*x.values()), ours(*(x | {"text": changed}).values()))
+
+
+def test_weights_go_out_as_they_came_in():
+    theirs, _, state, params = build(CASES["qk-norm-guidance"])
+    back = to_torch(state, params)
+    want = theirs.state_dict()
+    assert back.keys() == want.keys()
+    for name, tensor in want.items():
+        np.testing.assert_array_equal(back[name], tensor.numpy())
+
+
+def test_every_bad_tensor_is_listed_at_once():
+    theirs, _, state, _ = build({})
+    tensors = {k: v.numpy() for k, v in theirs.state_dict().items()}
+    del tensors["proj_out.bias"]
+    tensors["stranger.weight"] = np.zeros(3, np.float32)
+    tensors["transformer_blocks.1.attn1.to_q.weight"] = np.zeros((3, 5), np.float32)
+    with pytest.raises(ValueError, match="3 tensor") as error:
+        from_torch(state, tensors, "the file")
+    for part in ("the file", "missing proj_out.bias (6,)", "unexpected stranger.weight (3,)",
+                 "transformer_blocks.1.attn1.to_q.weight has shape (3, 5), expected (32, 32)"):  # fmt: skip
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "cross", "count"), [(20, 70, (20, 112), 1_604_462_752), (28, 36, (16, 72), 591_747_872)]
+)
+def test_released_sizes_have_the_released_parameter_counts(layers, heads, cross, count):
+    width = heads * 32
+    full = SanaConfig(num_layers=layers, num_attention_heads=heads, num_cross_attention_heads=cross[0],
+                      cross_attention_head_dim=cross[1], cross_attention_dim=width)  # fmt: skip
+    _, state = nnx.split(nnx.eval_shape(lambda: SanaTransformer2DModel(full, rngs=nnx.Rngs(0))))
+    assert parameter_count(state) == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qk_norm": "l2"}, "qk_norm='l2'; accepted: None, 'rms_norm_across_heads'"),
+        ({"num_heads": 3}, r"unknown config field\(s\) \['num_heads'\]"),
+        ({"dropout": 0.1}, "dropout=0.1; accepted: 0.0"),
+    ],
+)
+def test_a_config_this_port_cannot_honour_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SanaConfig.from_dict(fields)

@@ -1,0 +1,386 @@
+"""Checkpoints: bit-exact on any mesh, whole after a kill at any instant, and never believed when they are damaged."""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from solrl_jax import checkpoint
+from solrl_jax.checkpoint import CheckpointError
+from solrl_jax.files import InputError, RunError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Policy:
+    weights: dict
+    optimizer: tuple
+    step: jax.Array
+
+
+def make_state(number: int) -> Policy:
+    """A state of every kind of node and of dtypes that are easily lost; `number` decides its values."""
+    key = jax.random.key(number)
+    weights = {
+        "a/b": {"kernel": jax.random.normal(key, (16, 8)), "c.d": jax.random.normal(key, (8,), jnp.bfloat16)},
+        "codes": jax.random.bits(key, (8, 2), jnp.uint8),
+        "scales": jax.random.normal(key, (8,)).astype(jnp.float8_e4m3fn),
+        "nan": jnp.array([jnp.nan, -0.0, jnp.inf, number]),
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "flags": jnp.array([True, False, number % 2 == 0]),
+        "list": [jnp.uint32(number), jnp.int32(-number)],
+    }
+    floats = {"kernel": weights["a/b"]["kernel"]}
+    optimizer = optax.adamw(1e-3)
+    _, moments = optimizer.update(floats, optimizer.init(floats), floats)
+    return Policy(weights, moments, jnp.int32(number))
+
+
+def abstract(state, sharding=None):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
+
+
+def assert_same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (key, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), key
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), key
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A root that holds iterations 1 and 2.  Tests that damage it copy it first."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for iteration in (1, 2):
+        checkpoint.save(root, iteration, make_state(iteration), {"config": "abc", "cursor": [iteration, 7]})
+    return root
+
+
+@pytest.fixture
+def root(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def test_a_round_trip_keeps_every_bit_and_the_meta(saved):
+    state, meta, warnings = checkpoint.restore_latest(saved, abstract(make_state(0)), {"config": "abc", "cursor": (2, 7)})
+    assert_same_bits(state, make_state(2))
+    assert meta == {"config": "abc", "cursor": [2, 7], "iteration": 2}
+    assert warnings == []
+    state, meta = checkpoint.restore(saved / "000001", abstract(make_state(0)))
+    assert_same_bits(state, make_state(1))
+    assert [path.name for path in checkpoint.candidates(saved)] == ["000002", "000001"]
+
+
+def test_nothing_saved_is_none(tmp_path):
+    assert checkpoint.restore_latest(tmp_path / "absent", abstract(make_state(0)), {}) is None
+    (tmp_path / "notes").mkdir()
+    assert checkpoint.restore_latest(tmp_path, abstract(make_state(0)), {}) is None
+
+
+def test_a_state_moves_between_meshes(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    spread, whole = NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P())
+    one = SingleDeviceSharding(jax.devices()[3])
+    state = {"w": jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16), "step": jnp.int32(5)}
+    placements = [{"w": spread, "step": whole}, {"w": one, "step": one}, {"w": spread, "step": whole}]
+    placed = jax.device_put(state, placements[0])
+    for iteration, placement in enumerate(placements[1:] + placements[:1]):
+        path = checkpoint.save(tmp_path, iteration, placed, {})
+        wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placement)
+        placed, _ = checkpoint.restore(path, wanted)
+        assert_same_bits(placed, state)
+        assert jax.tree.map(lambda leaf: leaf.sharding, placed) == placement
+
+
+def test_training_goes_on_as_if_nothing_happened(tmp_path):
+    optimizer = optax.adamw(1e-2)
+
+    @jax.jit
+    def step(params, moments, number):
+        grads = jax.grad(lambda w: jnp.sum(jnp.sin(w * number)))(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, number + 1
+
+    params = jnp.linspace(-1, 1, 32)
+    states = [(params, optimizer.init(params), jnp.int32(0))]
+    for _ in range(6):
+        states.append(step(*states[-1]))
+    path = checkpoint.save(tmp_path, 3, states[3], {})
+    state, _ = checkpoint.restore(path, abstract(states[0]))
+    for _ in range(3):
+        state = step(*state)
+    assert_same_bits(state, states[6])
+
+
+def test_another_structure_shape_or_dtype_is_refused_by_leaf(saved):
+    good = abstract(make_state(0))
+    leaf = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    for weights, words in (
+        ({**good.weights, "new": leaf}, ".weights['new'] is missing"),
+        ({k: v for k, v in good.weights.items() if k != "codes"}, ".weights['codes'] is unknown here"),
+        ({**good.weights, "codes": leaf}, ".weights['codes'] is uint8[8, 2], not float32[2, 2]"),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            checkpoint.restore(saved / "000002", Policy(weights, good.optimizer, good.step))
+        assert words in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_a_leaf_that_is_no_plain_array_is_refused(tmp_path):
+    for leaf in (np.zeros(2), 1.0, jax.random.key(0)):
+        with pytest.raises(TypeError, match=r"\['x'\]"):
+            checkpoint.save(tmp_path, 0, {"x": leaf}, {})
+
+
+def files_of(path):
+    return sorted(name for name in path.rglob("*") if name.is_file())
+
+
+def assert_skipped(root, reason=""):
+    """The newest checkpoint is refused with one line, and the one before is restored."""
+    newest = checkpoint.candidates(root)[0]
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.verify(newest)
+    state, meta, warnings = checkpoint.restore_latest(root, abstract(make_state(0)), {"config": "abc"})
+    assert meta["iteration"] == 1
+    assert_same_bits(state, make_state(1))
+    assert warnings == [f"skipped checkpoint {error.value}"]
+    assert "\n" not in warnings[0]
+    assert reason in warnings[0]
+
+
+def test_damage_to_any_file_is_found(root):
+    rng = random.Random(0)
+    for path in files_of(root / "000002"):
+        whole, name = path.read_bytes(), path.name
+        path.write_bytes(whole[: rng.randrange(len(whole))])
+        assert_skipped(root, name)
+        for _ in range(4):
+            bits = bytearray(whole)
+            bits[rng.randrange(len(bits))] ^= 1 << rng.randrange(8)
+            path.write_bytes(bits)
+            with pytest.raises(CheckpointError):
+                checkpoint.verify(root / "000002")
+        path.unlink()
+        assert_skipped(root, name)
+        path.write_bytes(whole)
+    checkpoint.verify(root / "000002")
+
+
+def test_an_extra_file_a_foreign_directory_and_another_name_are_refused(root):
+    extra = root / "000002" / "arrays" / "extra"
+    extra.touch()
+    assert_skipped(root, "unknown file arrays/extra")
+    extra.unlink()
+    (root / "000002").rename(root / "000003")
+    assert_skipped(root, "holds iteration 2, not 3")
+    shutil.rmtree(root / "000003")
+    (root / "000007").mkdir()
+    assert_skipped(root, "manifest.json")
+    (root / "000007" / "thesis.txt").write_text("do not remove")
+    assert_skipped(root, "manifest.json")
+    for iteration in (8, 9):
+        checkpoint.save(root, iteration, make_state(iteration), {}, keep=1)
+    assert (root / "000007" / "thesis.txt").exists()
+
+
+def test_when_nothing_is_good_the_run_stops(root):
+    for path in root.glob("*/manifest.json"):
+        path.unlink()
+    with pytest.raises(RunError, match=r"no checkpoint .*/000002: .*/000001: ") as error:
+        checkpoint.restore_latest(root, abstract(make_state(0)), {})
+    assert "\n" not in str(error.value)
+
+
+def test_a_good_checkpoint_of_another_run_is_refused(root):
+    with pytest.raises(InputError, match=r"another run: config \('abc' there, 'xyz' here\), model \(None there"):
+        checkpoint.restore_latest(root, abstract(make_state(0)), {"config": "xyz", "model": "sana"})
+
+
+def test_pruning_counts_good_ones_only(root):
+    checkpoint.save(root, 3, make_state(3), {"config": "abc"})
+    newest = files_of(root / "000003")[0]
+    newest.write_bytes(bytes(newest.stat().st_size))
+    checkpoint.prune(root, 1)
+    assert [path.name for path in checkpoint.candidates(root)] == ["000003", "000002"]
+    checkpoint.prune(root, 0)
+    assert [path.name for path in checkpoint.candidates(root)] == ["000003", "000002"]
+    checkpoint.save(root, 3, make_state(3), {"config": "abc"}, keep=1)
+    assert os.listdir(root) == ["000003"]
+    checkpoint.verify(root / "000003")
+
+
+class Killed(BaseException):
+    """The process is dead: nothing that it would still have done happens."""
+
+
+@contextlib.contextmanager
+def dying_at(monkeypatch, instant):
+    """Every change to the directory tree from number `instant` on fails as if the process were gone."""
+    changes = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal changes
+            changes += 1
+            if changes > instant:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    write_arrays = checkpoint._write_arrays
+
+    def uncounted(*args):  # orbax's own changes: the real kills below meet those
+        nonlocal changes
+        before, changes = changes, -(10**9)
+        write_arrays(*args)
+        changes = before
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write_arrays", uncounted)
+        for name in ("mkdir", "replace", "unlink", "rmdir"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        patch.setattr(Path, "write_text", counted(Path.write_text))
+        yield
+
+
+def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path, monkeypatch):
+    new, iterations = make_state(5), []
+    for instant in range(1000):
+        root = Path(shutil.copytree(saved, tmp_path / str(instant)))
+        try:
+            with dying_at(monkeypatch, instant):
+                checkpoint.save(root, 2, new, {"new": True}, keep=1)
+        except Killed:
+            state, meta, warnings = checkpoint.restore_latest(root, abstract(new), {})
+            assert warnings == []
+            assert_same_bits(state, new if "new" in meta else make_state(2))
+            iterations.append(meta["iteration"])
+            if instant % 5 == 0:
+                checkpoint.save(root, 3, new, {}, keep=1)
+                assert os.listdir(root) == ["000003"]
+        else:
+            break
+        shutil.rmtree(root)
+    assert len(iterations) > 20
+    assert set(iterations) == {2}
+
+
+SAVER = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    import jax, jax.numpy as jnp
+    from solrl_jax import checkpoint
+
+    root, last = Path(sys.argv[1]), int(sys.argv[2])
+    for iteration in range(last + 1):
+        state = {"w": jnp.full((256, 64), iteration, jnp.bfloat16), "n": jnp.int32(iteration)}
+        checkpoint.save(root, iteration, state, {"n": iteration}, keep=2)
+        print(iteration, flush=True)
+    """
+)
+
+
+def saver(root, last):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SAVER, str(root), str(last)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_kill_nine_while_saving(tmp_path):
+    rng = random.Random(time.time_ns())
+    processes = [(tmp_path / str(number), saver(tmp_path / str(number), 10**6)) for number in range(4)]
+    for _, process in processes:
+        process.stdout.readline()
+    deadlines = sorted(time.monotonic() + rng.uniform(0, 1.5) for _ in processes)
+    for deadline, (_, process) in zip(deadlines, processes, strict=True):
+        time.sleep(max(0, deadline - time.monotonic()))
+        process.send_signal(signal.SIGKILL)
+    like = {"w": jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), "n": jax.ShapeDtypeStruct((), jnp.int32)}
+    for root, process in processes:
+        said = [0, *map(int, process.communicate(timeout=30)[0].split())]
+        state, meta, warnings = checkpoint.restore_latest(root, like, {})
+        assert warnings == []
+        assert meta["iteration"] - said[-1] in (0, 1)
+        assert (np.asarray(state["w"]) == np.asarray(jnp.full((256, 64), meta["n"], jnp.bfloat16))).all()
+        assert int(state["n"]) == meta["n"] == meta["iteration"]
+        checkpoint.save(root, meta["n"] + 1, state, {}, keep=1)
+        assert os.listdir(root) == [f"{meta['n'] + 1:06d}"]
+
+
+def test_a_process_that_saved_ends_by_itself_and_says_nothing(tmp_path):
+    output, noise = saver(tmp_path, 1).communicate(timeout=60)
+    assert (output, noise) == ("0\n1\n", "")
+
+
+def full(*_args, **_kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_in_orbax(*_args):
+    raise ValueError(f"RESOURCE_EXHAUSTED: Failed to write 9 bytes: {os.strerror(errno.ENOSPC)} [os_error_code='28']")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "function"),
+    [
+        (checkpoint, "_write_arrays", full),
+        (checkpoint, "_write_arrays", full_in_orbax),
+        (Path, "write_text", full),
+        (os, "fsync", full),
+        (os, "replace", full),
+    ],
+)
+def test_a_full_disk_is_one_line_and_takes_nothing(root, monkeypatch, owner, name, function):
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, function)
+        with pytest.raises(RunError) as error:
+            checkpoint.save(root, 3, make_state(3), {})
+    assert str(error.value) == f"disk full while writing {root / '000003'}; the last checkpoint is {root / '000002'}"
+    assert sorted(os.listdir(root)) == ["000001", "000002"]
+    checkpoint.verify(root / "000002")
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        small, big = ({"w": jax.random.normal(jax.random.key(0), (size,))} for size in (1000, 150_000))
+        for size in (60_000, 70_000, 80_000, 90_000, 100_000):
+            checkpoint.save(tmp_path, 1, small, {})
+            with contextlib.suppress(RunError):
+                checkpoint.save(tmp_path, 2, {"w": big["w"][:size]}, {})
+                shutil.rmtree(tmp_path / "000002")
+        with pytest.raises(RunError, match=r"^disk full while writing .*000002; the last checkpoint is .*000001$"):
+            checkpoint.save(tmp_path, 2, big, {})
+        assert os.listdir(tmp_path) == ["000001"]
+        assert_same_bits(checkpoint.restore(tmp_path / "000001", abstract(small))[0], small)
+        checkpoint.save(tmp_path, 2, small, {})
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_the_files_name_what_they_hold(saved):
+    header = json.loads((saved / "000002" / "meta.json").read_text())
+    assert header["arrays"][".weights['a/b']['c.d']"] == {"shape": [8], "dtype": "bfloat16"}
+    assert (header["format"], header["iteration"], header["meta"]["cursor"]) == (1, 2, [2, 7])
