@@ -124,7 +124,7 @@ class LayerNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         mean = x32.mean(-1, keepdims=True)
         y = (x32 - mean) * jax.lax.rsqrt(((x32 - mean) ** 2).mean(-1, keepdims=True) + self.eps)
-        if self.scale is not None:
+        if self.scale is not None and self.bias is not None:
             y = y * self.scale.get_value().astype(jnp.float32) + self.bias.get_value().astype(jnp.float32)
         return y.astype(x.dtype)
 

@@ -26,7 +26,9 @@ Tokens = dict[str, np.ndarray]  # what the text encoder is given; likewise
 class VelocityFn(Protocol):
     """(transformer parameters, latents [b, h, w, c], conditioning of b prompts, timestep [b] in 0..1000, guidance []) -> v."""
 
-    def __call__(self, params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array: ...
+    def __call__(
+        self, params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array
+    ) -> Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Component:
 class Pipeline:
     """What `solrl_jax` knows of a model."""
 
+    kind: str  # the class name in model_index.json
     folder: Path
     transformer: Component
     text_encoder: Component
@@ -75,6 +78,7 @@ class Pipeline:
     latent_shape: Callable[[int, int], tuple[int, int, int]]  # from the image's height and width; ValueError if they do not fit
     image_tokens: Callable[[int, int], int]
     default_max_tokens: int
+    default_size: tuple[int, int]  # height and width the model was made for
 
 
 def open_pipeline(folder: Path) -> Pipeline:

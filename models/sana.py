@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from models.attention import attention
 from models.layers import DepthwiseConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
+from solrl_jax.numerics.matmul import matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class SanaTransformer2DModel(nnx.Module):
     ) -> Float[Array, "b h w c"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
-        timestep: `1000 sigma * timestep_scale`; guidance: for a network with `guidance_embeds` only, already scaled as that wants it.
+        timestep: `1000 sigma * timestep_scale`; guidance: only for a network with `guidance_embeds`, already scaled.
         """
         (batch, height, width, _), p = latent.shape, self.config.patch_size
         rows, columns = height // p, width // p
@@ -210,8 +211,8 @@ class PatchProjection(nnx.Module):
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b rows columns d"]:
         (b, h, w, c), p = x.shape, self.patch
         patches = x.reshape(b, h // p, p, w // p, p, c).transpose(0, 1, 3, 2, 4, 5).reshape(b, h // p, w // p, p * p * c)
-        kernel = self.kernel.get_value().reshape(p * p * c, -1).astype(x.dtype)
-        return patches @ kernel + self.bias.get_value().astype(x.dtype)
+        kernel = self.kernel.get_value().reshape(p * p * c, -1)
+        return matmul(patches, kernel) + self.bias.get_value().astype(x.dtype)
 
 
 class TextProjection(nnx.Module):

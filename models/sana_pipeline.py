@@ -58,6 +58,7 @@ def open_sana(folder: Path) -> Pipeline:
         return height // compression, width // compression, config.in_channels
 
     return Pipeline(
+        kind="SanaPipeline",
         folder=folder,
         transformer=transformer,
         text_encoder=text_encoder,
@@ -70,6 +71,7 @@ def open_sana(folder: Path) -> Pipeline:
         latent_shape=latent_shape,
         image_tokens=lambda height, width: height * width // (compression * config.patch_size) ** 2,
         default_max_tokens=min(MAX_TOKENS, load_tokenizer(tokenizer).model_max_length),
+        default_size=(config.sample_size * compression,) * 2,
     )
 
 

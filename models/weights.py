@@ -26,7 +26,7 @@ Params = dict[Any, Any]
 class Entry:
     """One parameter: `path` in our tree, `names` of its tensors (one, or one a layer when stacked), layout, our shape."""
 
-    path: tuple[str | int, ...]
+    path: tuple[Any, ...]
     names: tuple[str, ...]
     layout: str
     shape: tuple[int, ...]  # of one tensor, in our axis order
@@ -50,7 +50,7 @@ def entries(state: nnx.State) -> list[Entry]:
             shape = shape[1:]
         else:
             names = (_join(*path[:-1], meta["torch_name"]),)
-        table.append(Entry(tuple(path), names, meta["layout"], shape, stacked=depth > 0))
+        table.append(Entry((*path,), names, meta["layout"], shape, stacked=depth > 0))
     return table
 
 
@@ -159,7 +159,7 @@ def _to_torch_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     return _to_torch(np.broadcast_to(np.zeros((), np.bool_), shape), layout).shape  # a view: nothing is allocated
 
 
-def _join(*parts: str | int) -> str:
+def _join(*parts: Any) -> str:
     return ".".join(str(p) for p in parts)
 
 

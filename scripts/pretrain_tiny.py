@@ -61,9 +61,9 @@ TEXT = {
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 FLOW = {
-    "in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 5,
+    "in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 4,
     "num_cross_attention_heads": 4, "cross_attention_head_dim": 32, "cross_attention_dim": 128, "caption_channels": 64,
-    "mlp_ratio": 2.5, "sample_size": 8, "patch_size": 1, "interpolation_scale": 1.0,
+    "mlp_ratio": 1.5, "sample_size": 8, "patch_size": 1, "interpolation_scale": 1.0,
 }  # fmt: skip
 CLIP_TOWER = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "hidden_act": "quick_gelu"}
 CLIP = {
@@ -237,12 +237,17 @@ def train_vae(args, nets, images) -> dict:
     return train("vae", init(args.seed), loss, batches, args.vae_steps, 2e-3, args.work)
 
 
-def encode_all(nets, vae, images) -> np.ndarray:
-    """Latents of all pictures [n, 8, 8, 8], unscaled."""
+def encode_all(nets, vae, images, work: Path) -> np.ndarray:
+    """Latents of all pictures [n, 8, 8, 8], unscaled; kept beside the state of the autoencoder."""
+    path = work / "latents.npy"
+    if path.exists() and path.stat().st_mtime > (work / "vae.safetensors").stat().st_mtime:
+        return np.load(path)
     network, _ = nets["vae"]
     encode = jax.jit(lambda x: network(vae).encode(x))
     chunks = np.split(images, range(500, len(images), 500))
-    return np.concatenate([np.asarray(encode(to_signed(c))) for c in tqdm(chunks, desc="encoding")])
+    latents = np.concatenate([np.asarray(encode(to_signed(c))) for c in tqdm(chunks, desc="encoding")])
+    np.save(path, latents)
+    return latents
 
 
 def train_flow(args, nets, latents, captions) -> dict:
@@ -280,7 +285,9 @@ def train_clip(args, nets, images, captions) -> dict:
         pixels = pixels + 0.03 * jax.random.normal(key, pixels.shape)  # generated pictures are never quite clean
         unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
         image, text = unit(clip.encode_image(pixels)), unit(clip.encode_text(ids, mask))
-        logits = jnp.exp(jnp.minimum(clip.logit_scale.get_value(), jnp.log(100.0))) * image @ text.T  # [b, 2b]: near misses last
+        logits = (
+            jnp.exp(jnp.minimum(clip.logit_scale.get_value(), jnp.log(100.0))) * image @ text.T
+        )  # [b, 2b]: near misses last
         to_text = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(pixels)))
         to_image = optax.softmax_cross_entropy_with_integer_labels(logits[:, : len(pixels)].T, jnp.arange(len(pixels)))
         return (to_text + to_image).mean() / 2
@@ -349,7 +356,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/pretrain"), help="where states are kept")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pictures", type=int, default=60_000)
-    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--flow-steps", type=int, default=4000)
     parser.add_argument("--clip-steps", type=int, default=3000)
@@ -362,7 +369,7 @@ def main() -> None:
     if args.stage in ("all", "vae", "flow"):
         vae = train_vae(args, nets, images)
     if args.stage in ("all", "flow"):
-        latents = encode_all(nets, vae, images)
+        latents = encode_all(nets, vae, images, args.work)
         scale = round(float(1 / latents.std()), 5)  # the flow sees latents of unit size
         flow = train_flow(args, nets, latents * scale, captions)
         export_sana(nets, vae, flow, scale)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ class Backbone:
         return self._encode(self.text_encoder, tokens)
 
     @partial(jax.jit, static_argnums=0)
-    def _encode(self, params: Params, tokens: dict[str, Array]) -> Conditioning:
+    def _encode(self, params: Params, tokens: Any) -> Conditioning:
         return self.pipeline.encode_text(params, tokens)
 
     def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:

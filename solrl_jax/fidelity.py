@@ -26,8 +26,8 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
         x, y = x[finite], y[finite]
         defined = len(np.unique(x)) > 1 and len(np.unique(y)) > 1
         pairs.append((stats.spearmanr(x, y).statistic, stats.kendalltau(x, y).statistic) if defined else (np.nan, np.nan))
-    defined = np.array([p for p in pairs if np.isfinite(p[0])]).reshape(-1, 2)
-    means = defined.mean(0) if len(defined) else np.full(2, np.nan)
+    finite_pairs = np.array([p for p in pairs if np.isfinite(p[0])]).reshape(-1, 2)
+    means = finite_pairs.mean(0) if len(finite_pairs) else np.full(2, np.nan)
     return RankCorrelations(float(means[0]), float(means[1]), tuple((float(s), float(k)) for s, k in pairs))
 
 

@@ -27,7 +27,8 @@ _SMALLEST, _LARGEST = 96, 384
 
 def to_uint8(image: Any) -> np.ndarray:
     """round(255 x) clipped to 0..255, the bytes of `image` float [..., 3]; what is not a number is black."""
-    return np.clip(np.round(255 * np.nan_to_num(np.asarray(image, np.float32))), 0, 255).astype(np.uint8)
+    unit = np.clip(np.nan_to_num(np.asarray(image, np.float32)), 0, 1)
+    return np.round(255 * unit).astype(np.uint8)
 
 
 def save_png(path: str | Path, image: Any) -> None:

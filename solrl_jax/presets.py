@@ -63,6 +63,16 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     return _named_dir(_build(tree, problems))
 
 
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """A resolved configuration with fields changed by `key=value`. Raises ConfigError with all problems."""
+    settings, chosen, problems = _parse_overrides(overrides)
+    problems += [f"{part}={name}: can be chosen for a preset, not for a run" for part, name in chosen.items()]
+    tree = yaml.safe_load(to_yaml(config))
+    for key, value in settings:
+        _assign(tree, key, value)
+    return _build(tree, problems)
+
+
 def describe() -> list[dict[str, str]]:
     """One row a preset for a table: its parts, `<K>-in-<N>`, how it explores and what it trains on."""
     rows = []

@@ -10,8 +10,8 @@ EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parent / "prompt_sets"
 
 
-def load_prompts(path: str, field: str) -> list[str]:
-    """The distinct prompts of a file, in order; blank lines are skipped. `field` of the config is named in errors.
+def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[str]:
+    """The prompts of a file, in order, each once if `distinct`; blank lines are skipped. Errors name `field`.
 
     Raises InputError when the file is absent, not text, or holds no prompt.
     """
@@ -28,10 +28,10 @@ def load_prompts(path: str, field: str) -> list[str]:
         raise InputError(f"{field}={path!r}: no such file; expected a text file of one prompt a line") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{field}={path!r}: cannot be read as UTF-8 text ({error})") from error
-    prompts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise InputError(f"{field}={path!r}: holds no prompt; expected one a line")
-    return prompts
+    return list(dict.fromkeys(prompts)) if distinct else prompts
 
 
 def draw_prompts(prompts: list[str], seed: int, iteration: int, count: int) -> list[str]:

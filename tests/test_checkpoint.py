@@ -232,8 +232,11 @@ class Killed(BaseException):
 
 
 @contextlib.contextmanager
-def dying_at(monkeypatch, instant):
-    """Every change to the directory tree from number `instant` on fails as if the process were gone."""
+def dying_at(monkeypatch, instant, arrays):
+    """Every change to the directory tree from number `instant` on fails as if the process were gone.
+
+    A copy of the folder `arrays` stands for what orbax writes: it is quick, and the real kills below meet orbax itself.
+    """
     changes = 0
 
     def counted(function):
@@ -246,16 +249,9 @@ def dying_at(monkeypatch, instant):
 
         return call
 
-    write_arrays = checkpoint._write_arrays
-
-    def uncounted(*args):  # orbax's own changes: the real kills below meet those
-        nonlocal changes
-        before, changes = changes, -(10**9)
-        write_arrays(*args)
-        changes = before
-
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_arrays", uncounted)
+        patch.setattr(checkpoint, "_write_arrays", lambda folder, _: shutil.copytree(arrays, folder))
+        patch.setattr(os, "fsync", lambda _: None)
         for name in ("mkdir", "replace", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
         patch.setattr(Path, "write_text", counted(Path.write_text))
@@ -263,25 +259,28 @@ def dying_at(monkeypatch, instant):
 
 
 def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path, monkeypatch):
-    new, iterations = make_state(5), []
+    new = make_state(5)
+    arrays = checkpoint.save(tmp_path, 5, new, {}) / "arrays"
+    seen = []
     for instant in range(1000):
         root = Path(shutil.copytree(saved, tmp_path / str(instant)))
         try:
-            with dying_at(monkeypatch, instant):
+            with dying_at(monkeypatch, instant, arrays):
                 checkpoint.save(root, 2, new, {"new": True}, keep=1)
         except Killed:
-            state, meta, warnings = checkpoint.restore_latest(root, abstract(new), {})
-            assert warnings == []
-            assert_same_bits(state, new if "new" in meta else make_state(2))
-            iterations.append(meta["iteration"])
-            if instant % 5 == 0:
-                checkpoint.save(root, 3, new, {}, keep=1)
-                assert os.listdir(root) == ["000003"]
+            newest = checkpoint.candidates(root)[0]
+            checkpoint.verify(newest)
+            seen.append((newest.name, "new" in json.loads((newest / "meta.json").read_text())["meta"]))
         else:
             break
-        shutil.rmtree(root)
-    assert len(iterations) > 20
-    assert set(iterations) == {2}
+        if seen[-1] not in seen[:-1]:
+            state, meta, warnings = checkpoint.restore_latest(root, abstract(new), {})
+            assert_same_bits(state, new if "new" in meta else make_state(2))
+            assert warnings == []
+            checkpoint.save(root, 3, new, {}, keep=1)
+            assert os.listdir(root) == ["000003"]
+    assert len(seen) > 20
+    assert sorted(set(seen)) == [("000002", False), ("000002", True), ("000002.replaced", False)]
 
 
 SAVER = textwrap.dedent(
@@ -308,7 +307,7 @@ def saver(root, last):
 
 def test_kill_nine_while_saving(tmp_path):
     rng = random.Random(time.time_ns())
-    processes = [(tmp_path / str(number), saver(tmp_path / str(number), 10**6)) for number in range(4)]
+    processes = [(tmp_path / str(number), saver(tmp_path / str(number), 10**6)) for number in range(3)]
     for _, process in processes:
         process.stdout.readline()
     deadlines = sorted(time.monotonic() + rng.uniform(0, 1.5) for _ in processes)
@@ -317,7 +316,10 @@ def test_kill_nine_while_saving(tmp_path):
         process.send_signal(signal.SIGKILL)
     like = {"w": jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), "n": jax.ShapeDtypeStruct((), jnp.int32)}
     for root, process in processes:
-        said = [0, *map(int, process.communicate(timeout=30)[0].split())]
+        said = [0, *map(int, process.stdout.read().split())]
+        assert process.wait(timeout=300) == -signal.SIGKILL
+        process.stdout.close()
+        process.stderr.close()
         state, meta, warnings = checkpoint.restore_latest(root, like, {})
         assert warnings == []
         assert meta["iteration"] - said[-1] in (0, 1)
@@ -328,7 +330,7 @@ def test_kill_nine_while_saving(tmp_path):
 
 
 def test_a_process_that_saved_ends_by_itself_and_says_nothing(tmp_path):
-    output, noise = saver(tmp_path, 1).communicate(timeout=60)
+    output, noise = saver(tmp_path, 1).communicate(timeout=300)
     assert (output, noise) == ("0\n1\n", "")
 
 

@@ -175,6 +175,7 @@ def test_effective_batch_of_the_paper():
 
 @settings(deadline=None)
 @given(hundredths=st.integers(1, 100), steps=st.sampled_from([10, 50, 100, 200]))
+@example(hundredths=29, steps=100)
 def test_trained_sigmas_are_the_floor_in_exact_arithmetic(hundredths, steps):
     rollout = dataclasses.replace(TINY.rollout, steps=steps)
     policy = dataclasses.replace(TINY.policy, timestep_fraction=hundredths / 100)

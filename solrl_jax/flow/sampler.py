@@ -31,7 +31,8 @@ def sample(
 ) -> Float[Array, "b *latent"]:
     """Follows the flow from `noise` at sigmas[0] to latents at 0; float32 throughout, whatever `velocity` computes in.
 
-    sigmas: where each step starts; times: what the network is told there; table: `solver_table`; seeds: one a row, read only where a step adds noise.
+    sigmas: where each step starts; times: what the network is told there; table: `solver_table`; seeds: one a row, read
+    only where a step adds noise.
     """
 
     def step(carry, inputs):

@@ -7,6 +7,8 @@ compiled program serves all solvers. Sources: DDIM, arXiv 2010.02502 (eq. 12, wi
 DPM-Solver++ 2M, arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln((1 - sigma) / sigma)`.
 """
 
+import itertools
+
 import numpy as np
 from jaxtyping import Float
 
@@ -25,7 +27,7 @@ def solver_table(name: str, sigmas: Float[np.ndarray, "steps_plus_one"], eta: fl
         raise ValueError(f"rollout.solver={name!r}: accepted are {', '.join(SOLVERS)}")
     if eta and name != "ddim":
         raise ValueError(f"rollout.eta={eta}: only the ddim solver takes noise; {name} is deterministic")
-    steps = list(zip(sigmas[:-1], sigmas[1:], strict=True))
+    steps = list(itertools.pairwise(sigmas))
     if name == "dpm2":
         rows = [_first_order(*s) if i in (0, len(steps) - 1) else _second_order(sigmas[i - 1], *s) for i, s in enumerate(steps)]
     else:

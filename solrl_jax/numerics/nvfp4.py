@@ -76,19 +76,19 @@ def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."]) -> tup
     return scaled.astype(jnp.float4_e2m1fn).reshape(x.shape), scales
 
 
-def scaled_matmul(x: Float[Array, "... n_in"], q: QTensor) -> Float[Array, "... n_out"]:
+def scaled_matmul(x: Float[Array, "rows n_in"], q: QTensor) -> Float[Array, "rows n_out"]:
     """`x @ w` with both operands in NVFP4, accumulated in float32, in the dtype of `x`.
 
     `jax.lax.scaled_dot` is the native block-scaled dot where the device has FP4 units; elsewhere XLA expands it exactly,
     since e2m1 x e4m3 fits bfloat16. The float32 scales stay outside the product for the same reason.
     """
-    rows = _pad_blocks(x.reshape(-1, x.shape[-1]).astype(jnp.float32))
+    rows = _pad_blocks(x.astype(jnp.float32))
     row_scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / (E4M3_MAX * E2M1_MAX)
     codes, scales = quantize_blocks(rows, row_scale)
     y = jax.lax.scaled_dot(
         codes, unpack(q.codes), lhs_scale=scales, rhs_scale=q.scales,
         dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)  # fmt: skip
-    return (y * row_scale * q.tensor_scale).astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return (y * row_scale * q.tensor_scale).astype(x.dtype)
 
 
 def pack(codes: Array) -> UInt8[Array, "... half"]:

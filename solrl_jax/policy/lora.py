@@ -42,7 +42,7 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
 
 
 def init_adapters(key: Array, base: Params, targets: Sequence[str], rank: int) -> Adapters:
-    """Adapters on `targets`: A Gaussian with standard deviation 1 / rank (PEFT's "gaussian"), B zero. They change nothing yet."""
+    """Adapters on `targets`: A Gaussian of deviation 1 / rank (PEFT's "gaussian"), B zero. They change nothing yet."""
     flat = flatten(base)
 
     def one(index: int, path: str) -> dict[str, Array]:

@@ -108,10 +108,7 @@ def generate(
         for start in range(0, len(index), rows):
             part = slice(start, start + rows)
             chunk_index, chunk_seeds = place(pad_rows(index[part], rows)), place(pad_rows(seeds[part], rows))
-            if noise is None:
-                initial = draw_noise(chunk_seeds, shape)
-            else:
-                initial = place(pad_rows(noise[part], rows))
+            initial = draw_noise(chunk_seeds, shape) if noise is None else place(pad_rows(noise[part], rows))
             latents = sample_chunk(
                 backbone, grid.guided, params, prompted.conditioning, prompted.empty, chunk_index, chunk_seeds, initial, *arrays
             )

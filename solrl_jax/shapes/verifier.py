@@ -8,7 +8,6 @@ picture is judged alone; nothing is reduced over the batch, so the batch axis ma
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +19,17 @@ from solrl_jax.shapes import scenes
 # Displacement of each colour from the background, RGB in [0, 1]: a pixel covered to a share a lies at a times this.
 _BACKGROUND = np.asarray(scenes.BACKGROUND, np.float32) / 255
 _TINTS = np.asarray([scenes.PALETTE[c] for c in scenes.COLOURS], np.float32) / 255 - _BACKGROUND
-_N_COLOURS, _N_SHAPES = len(scenes.COLOURS), len(scenes.SHAPES)
 
 _KEPT = 8  # components looked at, the largest; a right picture has four at most
-# Rounds of label propagation. Each at least doubles the reach along a monotone path; convex blobs settle in three or four.
-# A contorted stain may stay in pieces, which changes nothing: it is no shape either way.
+# Rounds of label propagation: ragged blobs settle in two or three, nearly all random percolation clusters in four. A stain so
+# contorted that it stays in pieces is no shape either way.
 _ROUNDS = 4
+_NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 # Areas in pixels of a picture 32 wide; the smallest shape, a small triangle, has 18.
 _LEAST_AREA = 8.0
 _SIZE_EDGE = (max(scenes.DIAMETERS["small"]) + min(scenes.DIAMETERS["large"])) / 2
-# Intersection over union with an ideal shape, (worst, best) of the soft ramp, and the least a strict verdict takes. Clean
-# pictures reach 0.9; blurred ones 0.75; the next best shape stays 0.1 behind.
+# Intersection over union with an ideal shape: (worst, best) of the soft ramp, and the least a strict verdict takes. Right
+# shapes reach 0.95 clean and 0.8 blurred; the next best shape stays 0.12 behind, blurred 0.02.
 _FIT = (0.5, 0.8)
 _FIT_STRICT = 0.6
 _FIT_SCALE = 0.02
@@ -39,8 +38,10 @@ _EDGES = (1.0, 1.7, 2.4)  # widths of an edge in pixels, as drawn and under a Ga
 _HUE = (0.45, 0.15)
 _HUE_STRICT = 0.3
 _HUE_SCALE = 0.18
+_PEAK = (0.45, 0.8)  # cover of an object's most covered pixel: a pale object is not of its colour
+_PEAK_STRICT = 0.6
 # Weights of the score's terms; the relation's goes to the others where none is asked.
-_WEIGHTS = {"objects": 0.4, "colours": 0.15, "shapes": 0.15, "relation": 0.2, "alone": 0.1}
+_WEIGHTS = {"objects": 0.4, "colours": 0.12, "shapes": 0.12, "relation": 0.26, "alone": 0.1}
 
 
 @jax.tree_util.register_dataclass
@@ -76,6 +77,7 @@ class _Objects:
     present: Float[Array, " k"]  # soft, in [0, 1]
     hue: Float[Array, "k colours"]  # soft membership of each colour, in [0, 1]
     hue_gap: Float[Array, "k colours"]  # RGB distance
+    peak: Float[Array, " k"]  # cover of the most covered pixel
     fit: Float[Array, "k shapes"]  # intersection over union with the ideal shape
     shape: Float[Array, "k shapes"]  # soft membership of each shape, in [0, 1]
     diameter: Float[Array, " k"]  # width of the bounding box
@@ -89,8 +91,8 @@ def targets(prompts: Sequence[str]) -> Targets:
     rows = np.zeros((4, len(parsed), 2), np.int32)
     for i, scene in enumerate(parsed):
         for j, group in enumerate(scene.groups):
-            size = -1 if group.size is None else scenes.SIZES.index(group.size)
-            rows[:, i, j] = group.count, scenes.COLOURS.index(group.colour), scenes.SHAPES.index(group.shape), size
+            sized = -1 if group.size is None else scenes.SIZES.index(group.size)
+            rows[:, i, j] = group.count, scenes.COLOURS.index(group.colour), scenes.SHAPES.index(group.shape), sized
     relation = [-1 if s.relation is None else scenes.RELATIONS.index(s.relation) for s in parsed]
     count, colour, shape, size = map(jnp.asarray, rows)
     return Targets(count, colour, shape, size, jnp.asarray(relation, jnp.int32))
@@ -109,8 +111,7 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
 
 def _observe(image: Float[Array, "h w 3"]) -> _Objects:
     """Finds a picture's components and describes them."""
-    side = image.shape[1]
-    unit = side / scenes.BASE
+    unit = image.shape[1] / scenes.BASE
     offset = [image[..., c] - _BACKGROUND[c] for c in range(3)]  # planes: a last axis of three would not vectorise
     kind = _classify(offset)
     labels = _label(kind)
@@ -122,29 +123,30 @@ def _observe(image: Float[Array, "h w 3"]) -> _Objects:
     along = sum(offset[c] * tint[:, c, None, None] for c in range(3))
     mask = jnp.where(reach, jnp.clip(along, 0, 1), 0)
     mass = jnp.maximum(mask.sum((1, 2)), 1e-3)
-    ticks = jnp.arange(side) + 0.5
+    ticks = jnp.arange(image.shape[1]) + 0.5
     centroid = jnp.stack([(mask.sum(1) * ticks).sum(-1), (mask.sum(2) * ticks).sum(-1)], -1) / mass[:, None]
     # Least squares over the object's pixels: the colour at full cover, edges included.
     colour = [(mask * plane).sum((1, 2)) / jnp.maximum((mask**2).sum((1, 2)), 1e-3) for plane in offset]
     hue_gap = jnp.sqrt(jnp.sum((jnp.stack(colour, -1)[:, None] - _TINTS) ** 2, -1) + 1e-12)
-    hue = jax.nn.softmax(-0.5 * (hue_gap / _HUE_SCALE) ** 2, -1) * _ramp(hue_gap, *_HUE)
+    peak = mask.max((1, 2))
+    hue = jax.nn.softmax(-0.5 * (hue_gap / _HUE_SCALE) ** 2, -1) * _ramp(hue_gap, *_HUE) * _ramp(peak, *_PEAK)[:, None]
     diameters = jnp.sqrt(mass[:, None] * jnp.asarray([4 / np.pi, 1.0, 2.0]))  # of a circle, square, triangle of that area
     fit = _fit(mask, centroid, diameters)
     share = jax.nn.softmax(fit / _FIT_SCALE, -1)
     diameter = (share * diameters).sum(-1)
     # A triangle's centroid lies a sixth of its height below the middle of its bounding box.
     centre = centroid - jnp.stack([jnp.zeros_like(diameter), share[:, 2] * diameter / 6], -1)
-    kept = jnp.where(area >= _LEAST_AREA * unit**2, area, 0)
     return _Objects(
         area=area / unit**2,
         present=_ramp(mass / unit**2, 5.0, 12.0) * (area > 0),
         hue=hue,
         hue_gap=hue_gap,
+        peak=peak,
         fit=fit,
         shape=share * _ramp(fit, *_FIT),
         diameter=diameter / unit,
         centre=centre / unit,
-        specks=((kind >= 0).sum() - kept.sum()) / unit**2,
+        specks=((kind >= 0).sum() - jnp.where(area >= _LEAST_AREA * unit**2, area, 0).sum()) / unit**2,
     )
 
 
@@ -176,25 +178,20 @@ def _label(kind: Int[Array, "h w"]) -> Int[Array, "h w"]:
         # Hooking: what a pixel learns, the pixel it is named after learns too; else a ragged edge, whose every tooth is a
         # local maximum, would spread by one pixel a round. Then pointer jumping shortens the paths.
         flat = best.ravel().at[labels.ravel()].max(best.ravel())
-        for _ in range(2):
-            flat = flat[flat]
-        labels = flat.reshape(kind.shape)
+        flat = flat[flat]
+        labels = flat[flat].reshape(kind.shape)
     return labels
 
 
 def _largest(labels: Int[Array, "h w"], covered: Bool[Array, "h w"]) -> tuple[Int[Array, " k"], Int[Array, " k"]]:
     """Areas in pixels (0: there is none) and labels of the largest components, largest first."""
     areas = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(covered.ravel().astype(jnp.int32))
-    # Area and label in one number, of which a few maxima cost less than a general top_k.
+    # Area and label in one number (31 bits hold it up to 215 x 215 pixels): a few maxima cost less than a general top_k.
     keys = areas * labels.size + jnp.arange(labels.size)
     tops = [keys.max()]
     for _ in range(_KEPT - 1):
         tops.append(jnp.where(keys < tops[-1], keys, 0).max())
-    top = jnp.stack(tops)
-    return top // labels.size, top % labels.size
-
-
-_NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
+    return jnp.divmod(jnp.stack(tops), labels.size)
 
 
 def _shift(x: Array, dy: int, dx: int, fill: int) -> Array:
@@ -214,24 +211,21 @@ def _fit(
     mask: Float[Array, "k h w"], centroid: Float[Array, "k 2"], diameters: Float[Array, "k shapes"]
 ) -> Float[Array, "k shapes"]:
     """Soft intersection over union of each mask with the circle, square and triangle of its own area and centroid."""
-    ys, xs = (jnp.arange(n) + 0.5 for n in mask.shape[1:])
-    x = (xs - centroid[:, :1])[:, None, :]
-    y = (ys - centroid[:, 1:])[:, :, None]
+    ticks = jnp.arange(mask.shape[1]) + 0.5
+    x, y = (ticks - centroid[:, :1])[:, None, :], (ticks - centroid[:, 1:])[:, :, None]
     circle, square, triangle = (diameters[:, i, None, None] for i in range(3))
     radius = jnp.sqrt(x**2 + y**2 + 1e-12)
     depth = y + 2 * triangle / 3  # below the apex; the flanks fall two down for one across
     slope = 2 / np.sqrt(5)
-    mass = mask.sum((1, 2))[:, None]
     fits = []
     for width in _EDGES:
-        cover = partial(_cover, width=width)
         ideals = [
-            cover(circle / 2 - radius),
-            cover(square / 2 - jnp.abs(x)) * cover(square / 2 - jnp.abs(y)),
-            cover(slope * (depth / 2 - jnp.abs(x))) * cover(triangle - depth),
+            _cover(circle / 2 - radius, width),
+            _cover(square / 2 - jnp.abs(x), width) * _cover(square / 2 - jnp.abs(y), width),
+            _cover(slope * (depth / 2 - jnp.abs(x)), width) * _cover(triangle - depth, width),
         ]
         overlap = jnp.stack([jnp.minimum(mask, ideal).sum((1, 2)) for ideal in ideals], -1)
-        union = jnp.stack([ideal.sum((1, 2)) for ideal in ideals], -1) + mass - overlap
+        union = jnp.stack([ideal.sum((1, 2)) for ideal in ideals], -1) + diameters[:, 1:2] ** 2 - overlap
         fits.append(overlap / jnp.maximum(union, 1e-3))
     return jnp.stack(fits).max(0)
 
@@ -251,14 +245,14 @@ def _score(found: _Objects, target: Targets) -> Float[Array, ""]:
     asked = target.count > 0
     want = target.count.astype(jnp.float32)
     hue, shape = found.hue[:, target.colour], found.shape[:, target.shape]
-    large = _ramp(found.diameter - _SIZE_EDGE, -1.2, 1.2)[:, None]
+    large = _ramp(found.diameter, _SIZE_EDGE - 1.2, _SIZE_EDGE + 1.2)[:, None]
     size = jnp.where(target.size < 0, 1.0, jnp.where(target.size == 1, large, 1 - large))
     match = found.present[:, None] * hue * shape * size * asked  # [k, 2]
-    n_found = match.sum(0)
+    n_found, n_asked = match.sum(0), jnp.maximum(asked.sum(), 1)
 
     def tally(total: Array, wanted: Array) -> Array:
-        terms = jnp.clip(1 - jnp.abs(wanted - total) / jnp.maximum(wanted, 1), 0, 1)
-        return jnp.where(asked, terms, 0).sum() / jnp.maximum(asked.sum(), 1)
+        hits = jnp.clip(1 - jnp.abs(wanted - total) / jnp.maximum(wanted, 1), 0, 1)
+        return jnp.where(asked, hits, 0).sum() / n_asked
 
     # Two groups of one colour (shape) are asked for as one number of things of that colour (shape).
     alike_colour = jnp.where((target.colour[:, None] == target.colour) & asked, want, 0).sum(-1)
@@ -266,28 +260,26 @@ def _score(found: _Objects, target: Targets) -> Float[Array, ""]:
     shown = jnp.minimum(n_found / jnp.maximum(want, 1), 1)
     extra = jnp.maximum(found.present.sum() - n_found.sum(), 0) + found.specks / 20
     along, across = _displacement(match, found.centre, target.relation)
-    related = 0.5 * jax.nn.sigmoid((along - across) / 0.5) + 0.5 * jax.nn.sigmoid((along - 1) / 2)
+    related = 0.7 * jax.nn.sigmoid((along - across) / 0.5) + 0.3 * jax.nn.sigmoid((along - 1) / 2)
     terms = {
         "objects": tally(n_found, want),
         "colours": tally((found.present[:, None] * hue).sum(0), alike_colour),
         "shapes": tally((found.present[:, None] * shape).sum(0), alike_shape),
         "relation": related * shown[0] * shown[1],
-        "alone": jnp.exp(-extra) * jnp.where(asked, shown, 0).sum() / jnp.maximum(asked.sum(), 1),
+        "alone": jnp.exp(-extra) * jnp.where(asked, shown, 0).sum() / n_asked,
     }
     weights = {name: jnp.where(target.relation < 0, 0, w) if name == "relation" else w for name, w in _WEIGHTS.items()}
-    total = sum(terms[name] * weights[name] for name in terms)
-    return jnp.clip(total / sum(weights.values()), 0, 1)
+    return jnp.clip(sum(terms[name] * weights[name] for name in terms) / sum(weights.values()), 0, 1)
 
 
 def _strict(found: _Objects, target: Targets) -> Bool[Array, ""]:
     """The hard verdict on one picture; `target` without its batch axis."""
     counted = found.area >= _LEAST_AREA
     hue, shape = jnp.argmin(found.hue_gap, -1), jnp.argmax(found.fit, -1)
-    sound = counted & (found.hue_gap.min(-1) < _HUE_STRICT) & (found.fit.max(-1) > _FIT_STRICT)
+    sound = (found.hue_gap.min(-1) < _HUE_STRICT) & (found.fit.max(-1) > _FIT_STRICT) & (found.peak > _PEAK_STRICT)
     size = (found.diameter > _SIZE_EDGE).astype(jnp.int32)
-    member = sound[:, None] & (hue[:, None] == target.colour) & (shape[:, None] == target.shape)
-    member &= (target.size < 0) | (size[:, None] == target.size)
-    member &= target.count > 0
+    member = (counted & sound)[:, None] & (hue[:, None] == target.colour) & (shape[:, None] == target.shape)
+    member &= ((target.size < 0) | (size[:, None] == target.size)) & (target.count > 0)
     exact = (member.sum(0) == target.count).all() & (counted.sum() == target.count.sum()) & (found.specks < _LEAST_AREA)
     along, across = _displacement(member.astype(jnp.float32), found.centre, target.relation)
     x, y = found.centre.T

@@ -14,7 +14,8 @@ from scipy.ndimage import gaussian_filter, label
 
 from solrl_jax.shapes import scenes, verifier
 
-N = 1200  # pictures a bar is measured on; one size, so that `verify` compiles once
+N = 1000  # pictures a bar is measured on
+FEW = 64  # pictures elsewhere: two batch sizes in all, since each compiles for seconds
 
 
 @functools.cache
@@ -85,7 +86,7 @@ def test_pictures_wrong_in_one_attribute_fail(attribute, blur, noise):
     verdict = verifier.verify(_degraded(_pictures(shown, rng), blur, noise), verifier.targets(asked))
     assert verdict.strict.mean() <= 0.001
     assert verdict.score.max() < 0.95  # the least of the right pictures, above
-    assert verdict.score.mean() < 0.7
+    assert verdict.score.mean() < 0.8
 
 
 def _changed(scene, attribute, rng):
@@ -111,10 +112,11 @@ def test_an_extra_object_fails_and_costs():
     scene = scenes.parse("a red circle above a blue square")
     alone = scenes.Scene(scene.groups[:1], None)
     rng = np.random.default_rng(0)
-    pictures = np.concatenate([_pictures([scene], rng), _pictures([alone], rng)])
-    verdict = verifier.verify(pictures, verifier.targets([scenes.caption(alone)] * 2))
-    assert verdict.strict.tolist() == [False, True]
-    assert 0.5 < verdict.score[0] < 0.95 < verdict.score[1]
+    pictures = _pictures([scene, alone] * (FEW // 2), rng)
+    verdict = verifier.verify(pictures, verifier.targets([scenes.caption(alone)] * FEW))
+    assert verdict.strict.tolist() == [False, True] * (FEW // 2)
+    assert verdict.score[::2].min() > 0.5
+    assert verdict.score[::2].max() < 0.95 < verdict.score[1::2].min()
 
 
 def test_unrelated_and_empty_pictures_score_low():
@@ -131,34 +133,34 @@ def test_unrelated_and_empty_pictures_score_low():
 
 def test_scores_rank_pictures_without_ties():
     _, prompts, pictures = rendered()
-    first = jax.tree.map(lambda x: jnp.repeat(x[:1], 64, 0), verifier.targets(prompts))
-    noisy = _degraded(np.repeat(pictures[:1], 64, 0), 0.5, 0.03)
+    first = jax.tree.map(lambda x: jnp.repeat(x[:1], FEW, 0), verifier.targets(prompts))
+    noisy = _degraded(np.repeat(pictures[:1], FEW, 0), 0.5, 0.03)
     assert len(np.unique(verifier.verify(noisy, first).score)) >= 62
     # Fading an asked picture into the background lowers its score all the way down.
     background = np.asarray(scenes.BACKGROUND, np.float32) / 255
-    fade = np.linspace(1, 0, 64, dtype=np.float32)[:, None, None, None]
+    fade = np.linspace(1, 0, FEW, dtype=np.float32)[:, None, None, None]
     scores = np.asarray(verifier.verify(background + fade * (pictures[:1] - background), first).score)
     assert scores[0] > 0.95
     assert scores[-1] < 0.05
-    assert np.diff(scores).max() < 0.02  # never up by more than a pixel crossing half cover
+    assert np.diff(scores).max() < 0.005  # edge pixels that drop below half cover may tidy a shape a little
+    assert verifier.verify(background + 0.55 * (pictures - background), verifier.targets(prompts)).strict.sum() == 0
 
 
-@pytest.mark.parametrize("size", [48, 64])
-def test_larger_pictures_are_judged_alike(size):
+def test_larger_pictures_are_judged_alike():
     drawn, prompts, _ = rendered()
-    pictures = _pictures(drawn[:64], np.random.default_rng(0), size)
-    verdict = verifier.verify(pictures, verifier.targets(prompts[:64]))
+    pictures = _pictures(drawn[:FEW], np.random.default_rng(0), 2 * scenes.BASE)
+    verdict = verifier.verify(pictures, verifier.targets(prompts[:FEW]))
     assert verdict.strict.all()
     assert verdict.score.min() > 0.95
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from([1, 2, 4, 8, 16, 32]))
 def test_scores_of_any_picture_are_finite_and_in_range(seed, contrast, grain):
     rng = np.random.default_rng(seed)
-    coarse = rng.random((64, 32 // grain, 32 // grain, 3)) * contrast
+    coarse = rng.random((FEW, 32 // grain, 32 // grain, 3)) * contrast
     pictures = coarse.repeat(grain, 1).repeat(grain, 2).astype(np.float32)
-    targets = verifier.targets(scenes.draw_prompts(rng, 64, held_out=False))
+    targets = verifier.targets(scenes.draw_prompts(rng, FEW, held_out=False))
     score = np.asarray(verifier.verify(pictures, targets).score)
     assert np.isfinite(score).all()
     assert score.min() >= 0
@@ -173,14 +175,14 @@ def test_each_picture_is_judged_alone():
     shuffled = verifier.verify(pictures[order], _take(targets, order))
     np.testing.assert_array_equal(shuffled.score, whole.score[order])
     np.testing.assert_array_equal(shuffled.strict, whole.strict[order])
-    part = verifier.verify(pictures[:3], _take(targets, slice(3)))
+    part = verifier.verify(pictures[:FEW], _take(targets, slice(FEW)))
     # Another batch size may compile to another order of summation: a few float32 roundings.
-    np.testing.assert_allclose(part.score, whole.score[:3], atol=1e-5)
+    np.testing.assert_allclose(part.score, whole.score[:FEW], atol=1e-5)
 
 
 def test_a_sharded_batch_gives_the_same_verdicts():
     _, prompts, pictures = rendered()
-    pictures, targets = _degraded(pictures[:64], 0.5, 0.03), verifier.targets(prompts[:64])
+    pictures, targets = _degraded(pictures[:FEW], 0.5, 0.03), verifier.targets(prompts[:FEW])
     mesh = Mesh(np.asarray(jax.devices()), ("data",))
     placed = jax.device_put((pictures, targets), NamedSharding(mesh, PartitionSpec("data")))
     sharded, alone = verifier.verify(*placed), verifier.verify(pictures, targets)

@@ -1,0 +1,33 @@
+# Two commands: `make demo` trains the embedded pipeline and shows what it learned; `make test` runs every check.
+# Both set up a virtual environment of their own in .venv first; a second call re-uses it.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test clean
+
+demo: .venv/installed
+	$(BIN)/solrl train tiny run.dir=runs/demo
+	@echo "See runs/demo/pictures/before-after.png and runs/demo/pictures/reward.png"
+
+test: .venv/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11 to 3.13 is needed, this is " + sys.version'
+	$(PYTHON) -m venv .venv
+
+# PyTorch is an oracle of the tests, never of the product: the demo does without it
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/installed-test: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@ .venv/installed
+
+clean:
+	rm -rf .venv build dist

@@ -1,0 +1,193 @@
+"""`solrl`: the command line. Exit code 0; 1: the run failed; 2: bad input. Results on standard output, progress on error."""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from solrl_jax.config import Config, ConfigError
+from solrl_jax.files import InputError, RunError, first_line
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork nothing, and it warns as if we did
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it says at import that PyTorch is absent: so it should be
+
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+json_option = click.option("--json", "as_json", is_flag=True, help="End with one line of JSON on standard output.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="solrl_jax")
+def cli() -> None:
+    """RL post-training of text-to-image flow models: explore in FP4, train in BF16."""
+
+
+@cli.command()
+@click.argument("preset")
+@overrides_argument
+@json_option
+def train(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Train PRESET (see `solrl presets`); the same command resumes.
+
+    \b
+    solrl train tiny
+    solrl train tiny family=naive_quant train.iterations=20 run.dir=runs/x seed=1
+    """
+    from solrl_jax import trainer
+    from solrl_jax.presets import resolve
+    from solrl_jax.progress import Reporter
+
+    config = resolve(preset, overrides)
+    with Reporter() as report:
+        summary = trainer.run(config, report)
+    finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")
+
+
+@cli.command(name="eval")
+@click.argument("target", metavar="RUN_OR_MODEL")
+@overrides_argument
+@click.option("--preset", default="tiny", show_default=True, help="Prompts, reward and sampler for a bare model directory.")
+@json_option
+def evaluate(target: str, overrides: tuple[str, ...], preset: str, as_json: bool) -> None:
+    """Score a run's averaged policy, or a model directory, on the test prompts."""
+    from solrl_jax.evaluate import evaluate as score
+    from solrl_jax.experiment import build
+    from solrl_jax.sample import load_ema
+
+    config, run = configuration(target, overrides, preset)
+    experiment = build(config)
+    adapters, iteration = load_ema(run, config, experiment.backbone) if run else ({}, 0)
+    with bar(config.eval.prompts * config.eval.images_per_prompt, "evaluate") as shown:
+        result = score(experiment, experiment.policy(adapters), shown.update)
+    lines = [f"{name}: {mean:.4f} ± {result.errors[name]:.4f}" for name, mean in result.means.items()]
+    summary = {"target": target, "iteration": iteration, "images": config.eval.prompts * config.eval.images_per_prompt}
+    finish(summary | {"means": result.means, "standard_errors": result.errors}, as_json, "\n".join(lines))
+
+
+@cli.command()
+@click.argument("target", metavar="RUN_OR_PRESET")
+@overrides_argument
+@click.option("--prompts", default=8, show_default=True, type=click.IntRange(1), help="Test prompts, each with a whole pool.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Where rank.json and rank.png go (default: the run, or runs/rank)."
+)
+@json_option
+def rank(target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool) -> None:
+    """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full."""
+    from solrl_jax import files
+    from solrl_jax import rank as ranking
+    from solrl_jax.experiment import build
+    from solrl_jax.sample import load_ema
+
+    config, run = configuration(target, overrides, None)
+    folder = files.writable_directory(out or run or Path("runs/rank"))
+    experiment = build(config)
+    if prompts > len(experiment.test_prompts):
+        raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")
+    adapters = load_ema(run, config, experiment.backbone)[0] if run else {}
+    with bar(2 * prompts * config.rollout.candidates, "rank") as shown:
+        pools = ranking.explore_and_regenerate(experiment, adapters, prompts, lambda stage, rows, done: shown.update(done))
+    result = ranking.summarise(pools, config.rollout.kept)
+    ranking.write(folder, result, pools)
+    finish({"out": str(folder)} | {k: v for k, v in result.items() if k != "per_prompt"}, as_json, ranking.table(result))
+
+
+@cli.command()
+@click.argument("target", metavar="RUN_OR_MODEL_DIR")
+@click.option("--prompts", required=True, help="Text file of one prompt a line, or embedded:NAME.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory for the PNGs and arrays.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1))
+@click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), help="1: no classifier-free guidance.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
+@click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
+@click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
+@click.option("--precision", default="bf16", show_default=True, type=click.Choice(["bf16", "fp32", "nvfp4"]))
+@click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
+@json_option
+def sample(target: str, size: str | None, as_json: bool, **options: Any) -> None:
+    """Make pictures of prompts with a run's averaged policy, or with a diffusers model directory."""
+    from solrl_jax.sample import Request
+    from solrl_jax.sample import sample as make
+
+    height_width = None
+    if size is not None:
+        parts = size.lower().split("x")
+        if len(parts) != 2 or not all(p.isdigit() and int(p) > 0 for p in parts):
+            raise InputError(f"--size {size!r}: expected HEIGHTxWIDTH in pixels, e.g. 512x768")
+        height_width = (int(parts[0]), int(parts[1]))
+    with bar(None, "sample") as shown:
+        summary = make(target, Request(size=height_width, **options), shown.update)
+    finish(summary, as_json, f"{summary['images']} images in {summary['out']}")
+
+
+@cli.command()
+@json_option
+def presets(as_json: bool) -> None:
+    """List the presets: MODEL_FAMILY_REWARD, and the embedded `tiny`."""
+    from solrl_jax.presets import describe
+
+    rows = describe()
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    lines = ["  ".join(name.ljust(width) for name, width in widths.items())]
+    lines += ["  ".join(row[name].ljust(width) for name, width in widths.items()) for row in rows]
+    finish({"presets": rows}, as_json, "\n".join(line.rstrip() for line in lines))
+
+
+def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -> tuple[Config, Path | None]:
+    """The configuration that `target` means, and its run directory if it is one.
+
+    A run directory has its own; a preset is resolved; anything else is a model, for which `preset` gives the rest.
+    """
+    from solrl_jax.presets import override, preset_names, resolve
+    from solrl_jax.sample import is_run, read_run
+
+    if is_run(target):
+        return override(read_run(target), overrides), Path(target)
+    if target in preset_names():
+        return resolve(target, overrides), None
+    if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):
+        raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
+    return resolve(preset, (f"model.path={target}", *overrides)), None
+
+
+def bar(total: int | None, name: str):
+    """A progress bar on standard error, silent where that is no terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=name, unit="img", file=sys.stderr, disable=not sys.stderr.isatty())
+
+
+def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
+    click.echo(json.dumps(summary) if as_json else text)
+
+
+def main() -> None:
+    """The entry point: a user's mistake is one line on standard error, never a traceback."""
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # says that there is no TPU
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(1)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (ConfigError, InputError) as error:
+        fail(str(error), 2)
+    except RunError as error:
+        fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("interrupted", 1)
+    except MemoryError as error:
+        fail(f"out of memory: {first_line(error)}; a smaller rollout.chunk or optimizer.micro_batch needs less", 1)
+
+
+def fail(message: str, code: int) -> None:
+    click.echo(f"solrl: {message}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

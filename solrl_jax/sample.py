@@ -1,0 +1,168 @@
+"""Pictures of given prompts from a model directory, as diffusers would make them, or from a run, as its evaluation does."""
+
+import dataclasses
+import io
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from solrl_jax import checkpoint, files, pictures
+from solrl_jax.backbone import Backbone, Params, load_backbone
+from solrl_jax.config import Config
+from solrl_jax.experiment import quantize_policy
+from solrl_jax.files import InputError
+from solrl_jax.flow.scheduler import read_scheduler
+from solrl_jax.keys import candidate_seeds, initial_noise, prompt_uid
+from solrl_jax.policy.lora import Adapters, attach, matching
+from solrl_jax.presets import from_yaml, resolve
+from solrl_jax.prompts import load_prompts
+from solrl_jax.rollout.generate import Grid, generate, prepare
+from solrl_jax.sharding import make_mesh
+from solrl_jax.state import abstract_state
+
+# the preset that says which linears of a bare model directory are quantised, by pipeline
+RECIPES = {"SanaPipeline": "sana_sol_rl_pickscore"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The options of `solrl sample`; None takes what the run or the model has."""
+
+    prompts: str
+    out: Path
+    steps: int
+    guidance: float
+    seed: int
+    size: tuple[int, int] | None = None
+    latents: Path | None = None
+    precision: str = "bf16"
+    max_tokens: int | None = None
+    chunk: int = 16
+
+
+def is_run(path: str | Path) -> bool:
+    return (Path(path) / "config.yaml").is_file()
+
+
+def read_run(path: str | Path) -> Config:
+    """The configuration of a run directory. Raises InputError or ConfigError."""
+    if not is_run(path):
+        raise InputError(f"{path}: not a run directory (it has no config.yaml)")
+    return from_yaml((Path(path) / "config.yaml").read_text())
+
+
+def load_ema(folder: Path, config: Config, backbone: Backbone) -> tuple[dict, int]:
+    """The averaged adapters of a run's newest good checkpoint, and its iteration."""
+    targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
+    abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
+    restored = checkpoint.restore_latest(folder / "checkpoints", abstract, {})
+    if restored is None:
+        raise InputError(f"{folder}: has no checkpoint yet")
+    state, meta, _ = restored
+    return state.ema, meta["iteration"]
+
+
+def sample(target: str, request: Request, progress: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
+    """Writes one PNG an image, `grid.png`, `images.npy` [N, H, W, 3] in [0, 1] and `latents.npy` [N, C, h, w] to `request.out`.
+
+    Raises InputError in one line before anything is loaded or written, where that can be known so early.
+    """
+    prompts = load_prompts(request.prompts, "--prompts", distinct=False)
+    noise = None if request.latents is None else _read_latents(request.latents, len(prompts))
+    config = read_run(target) if is_run(target) else None
+    base_precision = "fp32" if request.precision == "fp32" else "bf16"
+    files.writable_directory(request.out)
+    backbone = load_backbone(config.model.path if config else target, base_precision, make_mesh(-1, 1))
+    pipeline = backbone.pipeline
+    try:
+        size = _size(request, config, backbone, noise)
+        tokens = pipeline.image_tokens(*size)
+        if config:
+            rollout = dataclasses.replace(config.rollout, guidance=request.guidance)
+            grid = Grid.of(rollout, request.steps, tokens)
+        else:
+            sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens)
+            grid = Grid.from_sigmas(sigmas, table, request.guidance, request.guidance > 1, times)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+    seeds = _seeds(prompts, request.seed)
+    if noise is None:
+        noise = np.asarray(jax.jit(initial_noise, static_argnums=1)(seeds, pipeline.latent_shape(*size)))
+    max_tokens = request.max_tokens or (config.model.max_tokens if config else pipeline.default_max_tokens)
+    samples = generate(
+        backbone, _policy(target, request, config, backbone), grid, prepare(backbone, None, tuple(prompts), max_tokens),
+        np.arange(len(prompts)), seeds, size, min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size)), None,
+        noise=noise, keep_images=True, progress=progress,
+    )  # fmt: skip
+    assert samples.images is not None
+    _write(request.out, samples.images, noise, prompts)
+    return {"out": str(request.out), "images": len(prompts), "height": size[0], "width": size[1], "steps": request.steps}
+
+
+def _policy(target: str, request: Request, config: Config | None, backbone: Backbone) -> Params:
+    """The base, with the run's adapters if there is a run, and NVFP4 leaves if that is the precision."""
+    base, scale = backbone.transformer, 1.0
+    adapters: Adapters = {}
+    if config:
+        adapters, _ = load_ema(Path(target), config, backbone)
+        scale = config.lora.alpha / config.lora.rank
+    if request.precision != "nvfp4":
+        return attach(base, adapters, scale)
+    patterns = config.model.quantize if config else resolve(RECIPES[backbone.pipeline.kind]).model.quantize
+    paths = tuple(matching(base, patterns, "model.quantize"))
+    return attach(base, adapters, scale, quantize_policy(base, adapters, scale, paths))
+
+
+def _seeds(prompts: list[str], seed: int) -> np.ndarray:
+    """A seed a line of the file; a prompt that comes twice gets its second candidate the second time."""
+    times: Counter[str] = Counter()
+    rows = []
+    for prompt in prompts:
+        uid = np.array([prompt_uid(prompt)], np.uint32)
+        rows.append(np.asarray(candidate_seeds(np.int32(seed), np.int32(0), uid, np.array([times[prompt]])))[0, 0])
+        times[prompt] += 1
+    return np.stack(rows)
+
+
+def _size(request: Request, config: Config | None, backbone: Backbone, noise: np.ndarray | None) -> tuple[int, int]:
+    """Height and width: given, or the latents', or the run's, or the model's own."""
+    default = (config.model.height, config.model.width) if config else backbone.pipeline.default_size
+    size = request.size or default
+    if noise is not None:
+        unit = default[0] // backbone.pipeline.latent_shape(*default)[0]
+        of_noise = (noise.shape[1] * unit, noise.shape[2] * unit)
+        if request.size not in (None, of_noise):
+            raise ValueError(f"--size {size[0]}x{size[1]}: the given latents are of {of_noise[0]}x{of_noise[1]}")
+        size = of_noise
+    shape = backbone.pipeline.latent_shape(*size)
+    if noise is not None and noise.shape[1:] != shape:
+        raise ValueError(f"--latents: have {noise.shape[3]} channels; this model's have {shape[2]}")
+    return size
+
+
+def _read_latents(path: Path, count: int) -> np.ndarray:
+    """Initial noise [N, C, h, w] from a file, as [N, h, w, C]."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--latents {path}: not a readable .npy file ({files.first_line(error)})") from error
+    if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:
+        wanted = f"float32 [N, C, h, w] with N = {count}, one a prompt"
+        raise InputError(f"--latents {path}: {array.dtype} {list(array.shape)}; expected {wanted}")
+    return np.ascontiguousarray(array.transpose(0, 2, 3, 1))
+
+
+def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: list[str]) -> None:
+    for name, array in (("images", images.astype(np.float32)), ("latents", noise.transpose(0, 3, 1, 2))):
+        buffer = io.BytesIO()
+        np.save(buffer, np.ascontiguousarray(array))
+        files.atomic_write(out / f"{name}.npy", buffer.getvalue())
+    for i, image in enumerate(images):
+        pictures.save_png(out / f"{i:05d}.png", image)
+    pictures.save_grid(out / "grid.png", images, min(len(images), 8), prompts)
