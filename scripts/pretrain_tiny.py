@@ -179,8 +179,10 @@ def near_miss(caption: str, rng: np.random.Generator) -> str:
 # ---------------------------------------------------------------------------------------------------------------- training
 
 
-def train(name: str, params, loss, batches, steps: int, rate: float, work: Path, average: float = 0.999):
-    """AdamW with warm-up and a cosine end; returns the averaged parameters. Resumes from `work/<name>.safetensors`.
+def train(name: str, params, loss, batches, steps: int, rate: float, work: Path, stop: int | None = None):
+    """AdamW with warm-up and a cosine end over `steps`; returns the averaged parameters. Resumes from `work/<name>.safetensors`.
+
+    stop: leave the schedule there, before its end.
 
     loss(params, batch, key) -> scalar; batches(step) -> batch. Both are functions of the step alone, so that an interrupted
     training ends where an uninterrupted one does.
@@ -203,7 +205,7 @@ def train(name: str, params, loss, batches, steps: int, rate: float, work: Path,
         value, gradient = jax.value_and_grad(loss)(state["params"], batch, key)
         update, opt = optimizer.update(gradient, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], update)
-        decay = jnp.minimum(average, (1 + state["step"]) / (10 + state["step"]))
+        decay = jnp.minimum(0.999, (1 + state["step"]) / (10 + state["step"]))
         mean = jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state["average"], params)
         return {"params": params, "average": mean, "opt": opt, "step": state["step"] + 1}, value
 
@@ -212,13 +214,13 @@ def train(name: str, params, loss, batches, steps: int, rate: float, work: Path,
         save_file({str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}, partial_path)
         partial_path.replace(path)
 
-    smooth, started = None, time.time()
-    for i in tqdm(range(int(state["step"]), steps), desc=name, mininterval=30):
+    smooth, started, last = None, time.time(), steps if stop is None else stop
+    for i in tqdm(range(int(state["step"]), last), desc=name, mininterval=30):
         state, value = step(state, batches(i))
         smooth = float(value) if smooth is None else 0.98 * smooth + 0.02 * float(value)
-        if (i + 1) % 100 == 0 or i + 1 == steps:
+        if (i + 1) % 100 == 0 or i + 1 == last:
             save(state)
-            print(f"{name} step {i + 1}/{steps} loss {smooth:.4f} {time.time() - started:.0f} s", flush=True)
+            print(f"{name} step {i + 1}/{last} loss {smooth:.4f} {time.time() - started:.0f} s", flush=True)
     return state["average"]
 
 
@@ -272,7 +274,7 @@ def train_flow(args, nets, latents, captions) -> dict:
         return latents[rows], ids[prompt], mask[prompt]
 
     params = {"flow": init_flow(args.seed), "text": init_text(args.seed + 1)}
-    return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work)
+    return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work, args.flow_stop)
 
 
 def train_clip(args, nets, images, captions) -> dict:
@@ -359,7 +361,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--flow-steps", type=int, default=4000)
-    parser.add_argument("--clip-steps", type=int, default=3000)
+    parser.add_argument("--flow-stop", type=int, default=2400, help="where the flow leaves its schedule: early enough to still fail often")
+    parser.add_argument("--clip-steps", type=int, default=1500)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
 

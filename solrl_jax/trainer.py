@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import yaml
 
 from solrl_jax import checkpoint, files, ledger, pictures
@@ -195,7 +196,8 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
 def _finish(experiment: Experiment, folder: Path, state: TrainState) -> None:
     """The pictures that tell the run: before and after, and the curves."""
     if experiment.config.eval.grid:
-        before, prompts = sample_grid(experiment, experiment.backbone.transformer)
+        unchanged = jax.tree.map(jnp.zeros_like, state.ema)  # the base, through the program that is compiled already
+        before, prompts = sample_grid(experiment, experiment.policy(unchanged))
         after, _ = sample_grid(experiment, experiment.policy(state.ema))
         pictures.save_before_after(folder / "pictures" / "before-after.png", before, after, prompts)
     rows = read_metrics(folder)

@@ -1,11 +1,11 @@
-"""Eight CPU devices for every test, set before JAX starts; strict promotion, so that a hidden dtype is an error."""
+"""Eight CPU devices for every test, set before JAX starts; compiled programs are shared between test processes."""
 
 import os
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import jax
-
-jax.config.update("jax_numpy_rank_promotion", "allow")
+# the command line is tested in processes of its own: they need not compile what another one has
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")

@@ -75,7 +75,9 @@ class Samples:
 def prepare(backbone: Backbone, reward: Reward | None, prompts: tuple[str, ...], max_tokens: int) -> Prompted:
     """Encodes prompts once, for any number of samples of each."""
     prepared = None if reward is None else reward.prepare(prompts)
-    return Prompted(prompts, backbone.encode(prompts, max_tokens), backbone.encode([""], max_tokens), prepared)
+    together = backbone.encode((*prompts, ""), max_tokens)
+    part = lambda rows: jax.tree.map(lambda c: c[rows], together)
+    return Prompted(prompts, part(slice(0, -1)), part(slice(-1, None)), prepared)
 
 
 def generate(

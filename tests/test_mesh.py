@@ -1,0 +1,95 @@
+"""Results do not depend on the batch, the chunk or the mesh (spec, section 2; eight CPU devices)."""
+
+import jax
+import numpy as np
+import pytest
+
+from solrl_jax import experiment as experiments
+from solrl_jax.rollout.generate import draw_noise, generate, prepare
+from solrl_jax.sharding import make_mesh, parameter_sharding
+from solrl_jax.train import iterate
+from tests.small import fresh_state, silent, small_config
+
+MESHES = {"one": ("mesh.data=1",), "data=8": ("mesh.data=8",), "data=2 fsdp=4": ("mesh.data=2", "mesh.fsdp=4")}
+REWARD_TOLERANCE = 1e-5
+ADAPTER_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def built():
+    return {name: experiments.build(small_config("unused", *overrides)) for name, overrides in MESHES.items()}
+
+
+def explore(experiment, rows):
+    """NVFP4 proxy rewards and latents of some of 24 candidates of a prompt."""
+    prompt = experiment.test_prompts[0]
+    seeds = experiment.seeds(0, 1, [prompt], 24)[0]
+    prompted = prepare(experiment.backbone, experiment.reward, (prompt,), experiment.config.model.max_tokens)
+    policy = experiment.exploring_policy(fresh_state(experiment).old, "nvfp4")
+    return generate(
+        experiment.backbone, policy, experiment.grid(4), prompted, np.zeros(len(rows), int), seeds[rows], experiment.size, 2,
+        experiment.reward,
+    )  # fmt: skip
+
+
+def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(built):
+    everyone = explore(built["one"], np.arange(24))
+    assert np.ptp(everyone.reward) > 100 * REWARD_TOLERANCE  # candidates differ
+    some = np.array([3, 17, 5])
+    for experiment in built.values():
+        for rows in (np.array([17]), some, np.arange(24)):
+            got = explore(experiment, rows)
+            np.testing.assert_allclose(got.reward, everyone.reward[rows], atol=REWARD_TOLERANCE)
+
+
+def test_initial_noise_is_the_same_to_the_bit(built):
+    seeds = built["one"].seeds(5, 9, ["a red circle"], 24)[0]
+    whole = None
+    for experiment in built.values():
+        with jax.set_mesh(experiment.backbone.mesh):
+            noise = np.asarray(draw_noise(seeds, (8, 8, 8)))
+            alone = np.concatenate([np.asarray(draw_noise(np.repeat(s[None], 8, 0), (8, 8, 8)))[:1] for s in seeds[:3]])
+        whole = noise if whole is None else whole
+        np.testing.assert_array_equal(noise, whole)
+        np.testing.assert_array_equal(alone, whole[:3])
+    assert abs(whole.mean()) < 0.05
+    assert abs(whole.std() - 1) < 0.05
+
+
+def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(built):
+    runs = {}
+    for name, experiment in built.items():
+        state, kept = fresh_state(experiment), []
+        start = jax.device_get(state.adapters)
+        for iteration in (1, 2):
+            state, outcome = iterate(experiment, state, iteration, silent)
+            kept.append(outcome.ledger["kept"])
+        runs[name] = (jax.device_get(state.adapters), kept)
+    one, kept_by_one = runs["one"]
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+    difference = lambda a, b: norm(jax.tree.map(np.subtract, a, b))
+    assert difference(one, start) / norm(one) > 10 * ADAPTER_TOLERANCE  # there was something to learn
+    for name, (adapters, kept) in runs.items():
+        np.testing.assert_array_equal(kept, kept_by_one, err_msg=name)
+        assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE, name
+
+
+def test_fsdp_splits_what_is_large_and_nothing_else(built):
+    experiment = built["data=2 fsdp=4"]
+    kernel = experiment.backbone.transformer["transformer_blocks"]["ff"]["conv_inverted"]["kernel"]
+    assert kernel.addressable_shards[0].data.size * 4 == kernel.size
+    bias = experiment.backbone.transformer["proj_out"]["bias"]
+    assert bias.addressable_shards[0].data.size == bias.size
+    adapters = fresh_state(experiment).adapters["transformer_blocks/attn1/to_q/kernel"]["a"]
+    assert adapters.addressable_shards[0].data.size * 4 == adapters.size
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(3, 4), (16, 1), (-1, 3)])
+def test_a_mesh_that_does_not_come_out_even_is_refused(data, fsdp):
+    with pytest.raises(ValueError, match=f"mesh.data={data}, mesh.fsdp={fsdp}"):
+        make_mesh(data, fsdp)
+
+
+def test_minus_one_takes_what_is_left():
+    assert dict(make_mesh(-1, 2).shape) == {"data": 4, "fsdp": 2}
+    assert parameter_sharding(make_mesh(1, 1), {"w": np.zeros((64, 128))})["w"].is_fully_replicated

@@ -1,0 +1,156 @@
+"""Stopping and going on: SIGKILL at any moment, Ctrl-C, a longer run, another run's directory, a full disk."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from solrl_jax import checkpoint, ledger, metrics, trainer
+from solrl_jax.files import InputError, RunError
+from solrl_jax.progress import Reporter
+from tests.small import SMALL, small_config
+
+ITERATIONS = 5
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    options = [*SMALL, f"train.iterations={ITERATIONS}", f"run.dir={run_dir}", *overrides]
+    return [sys.executable, "-m", "solrl_jax.cli", "train", "tiny", *options, "--json"]
+
+
+def run(run_dir: Path, *overrides: str, **options) -> dict:
+    with Reporter(bars=False) as report:
+        return trainer.run(small_config(run_dir, f"train.iterations={ITERATIONS}", *overrides), report)
+
+
+def arrays(run_dir: Path) -> dict[str, np.ndarray]:
+    """The last checkpoint's arrays, by key path, as stored."""
+    path = checkpoint.candidates(run_dir / "checkpoints")[0]
+    checkpoint.verify(path)
+    experiment = trainer.build(small_config(run_dir))
+    config = experiment.config
+    abstract = trainer.abstract_state(
+        experiment.backbone.transformer, list(experiment.targets), config.lora, config.optimizer, experiment.backbone.mesh
+    )
+    state, meta = checkpoint.restore(path, abstract)
+    assert meta["iteration"] == int(path.name)
+    return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def record(run_dir: Path) -> list[dict]:
+    """The metrics, without what a clock measured."""
+    return [{k: v for k, v in row.items() if "second" not in k} for row in metrics.read(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run(folder)
+    return folder
+
+
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    ours, theirs = arrays(run_dir), arrays(reference)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        np.testing.assert_array_equal(ours[key], value, err_msg=key)
+    assert record(run_dir) == record(reference)
+    assert ledger.read(run_dir / "ledger").equals(ledger.read(reference / "ledger"))
+
+
+def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uninterrupted):
+    rng, kills = random.Random(0), 0
+    for attempt in range(12):
+        with subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            if attempt < 3:  # somewhere in the iteration after the first line of progress, its saves and writes included
+                for line in process.stderr:
+                    if line.startswith("iteration"):
+                        break
+                time.sleep(rng.uniform(0, 1.0))
+                process.send_signal(signal.SIGKILL)
+            _, errors = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, errors
+        kills += 1
+    assert kills >= 1
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
+    with subprocess.Popen(
+        command(tmp_path, "run.checkpoint_every=5"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("iteration 2"):
+                break
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    summary = json.loads(out.strip().splitlines()[-1])
+    assert summary["interrupted"]
+    assert 2 <= summary["iterations"] < ITERATIONS
+    assert "Traceback" not in errors
+    assert [p.name for p in checkpoint.candidates(tmp_path / "checkpoints")] == [f"{summary['iterations']:06d}"]
+    run(tmp_path)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_used(tmp_path, uninterrupted, capsys):
+    run(tmp_path, "train.iterations=3")
+    newest = checkpoint.candidates(tmp_path / "checkpoints")[0]
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-7])
+    run(tmp_path)
+    said = capsys.readouterr().err
+    assert "skipped checkpoint" in said
+    assert newest.name in said
+    assert "resuming after iteration 2" in said
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_finished_run_started_again_changes_nothing(tmp_path, uninterrupted):
+    before = {p: p.read_bytes() for p in (uninterrupted / "ledger").iterdir()}
+    summary = run(uninterrupted)
+    assert summary["iterations"] == ITERATIONS
+    assert {p: p.read_bytes() for p in (uninterrupted / "ledger").iterdir()} == before
+
+
+def test_another_run_is_not_overwritten(uninterrupted):
+    with pytest.raises(InputError, match=r"holds another run.*optimizer.learning_rate: 0.0003 there, 0.001 here"):
+        run(uninterrupted, "optimizer.learning_rate=1e-3")
+
+
+def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch):
+    original, saves = checkpoint._write_arrays, []
+
+    def full(folder, state):
+        saves.append(folder)
+        if len(saves) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(folder, state)
+
+    monkeypatch.setattr(checkpoint, "_write_arrays", full)
+    with pytest.raises(RunError, match=r"disk full.*the last checkpoint is .*000002"):
+        run(tmp_path)
+    monkeypatch.undo()
+    run(tmp_path)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_two_processes_do_not_share_a_directory(tmp_path):
+    from solrl_jax.files import only_user
+
+    with only_user(tmp_path), pytest.raises(InputError, match=r"(?i)use|process"):
+        run(tmp_path)
