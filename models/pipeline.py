@@ -103,9 +103,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        value = json.loads(path.read_text())
+    except ValueError as error:  # of JSON or of UTF-8
         raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return value
 
 
 @functools.cache

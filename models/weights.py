@@ -8,7 +8,7 @@ a value: tensors that are missing, unexpected or of another shape are listed by 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,10 @@ def load_component(folder: Path, state: nnx.State, dtype: jnp.dtype) -> Params:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a component. Raises FileNotFoundError that says what was looked for."""
     for index in sorted(folder.glob("*.safetensors.index.json")):
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index}: not an index of shards ({type(error).__name__}: {error})") from error
         missing = [n for n in names if not (folder / n).exists()]
         if missing:
             raise FileNotFoundError(f"{folder}: {index.name} names files that are not there: {', '.join(missing)}")
@@ -111,12 +114,19 @@ def weight_files(folder: Path) -> list[Path]:
 def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: jnp.dtype) -> None:
     """Writes `config.json` and the weights in `dtype`; each file appears by rename."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{filename}.partial"
-    save_file({k: np.asarray(v).astype(dtype) for k, v in tensors.items()}, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / filename)
-    partial = folder / ".config.json.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(partial, folder / "config.json")
+    stored = {k: np.asarray(v).astype(dtype) for k, v in tensors.items()}
+    _appear(folder / filename, lambda partial: save_file(stored, partial, metadata={"format": "pt"}))
+    _appear(folder / "config.json", lambda partial: partial.write_text(json.dumps(config, indent=2) + "\n"))
+
+
+def _appear(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a hidden sibling of `path`, then renames it; nothing is left of a failure."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _check(table: list[Entry], found: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -125,7 +135,7 @@ def _check(table: list[Entry], found: Mapping[str, tuple[int, ...]], source: str
     problems += [f"unexpected {n} {s}" for n, s in found.items() if n not in wanted]
     problems += [f"{n} has shape {found[n]}, expected {s}" for n, s in wanted.items() if n in found and found[n] != s]
     if problems:
-        raise ValueError(f"{source}: {len(problems)} tensor(s) do not fit the network:\n  " + "\n  ".join(problems))
+        raise ValueError(f"{source}: {len(problems)} tensor(s) do not fit the network: " + "; ".join(problems))
 
 
 def _gather(e: Entry, read) -> np.ndarray:

@@ -8,7 +8,7 @@ Three networks are trained on rendered pictures of coloured shapes and their cap
 * vae: a small DC-AE, 32 x 32 pixels to 8 x 8 latents of 8 channels (L1 + L2, and noise on the latents so that the decoder
   forgives a flow that is not quite there);
 * flow: a SANA transformer and its Gemma-2 text encoder, together, on the flow-matching loss, with one prompt in ten left empty
-  so that guidance has something to lean on. It is stopped while it still fails often: reinforcement learning wants room;
+  so that guidance has something to lean on; on all scenes first, then on those that the prompt sets ask for. It is stopped while it still fails often: reinforcement learning wants room;
 * clip: a CLIP on the same pairs, every caption beside one that differs in a word.
 
 Everything is drawn from --seed. Each stage keeps its state in --work and goes on from there after an interruption.
@@ -149,6 +149,12 @@ def to_signed(images: np.ndarray) -> np.ndarray:
     return images.astype(np.float32) / 127.5 - 1
 
 
+def is_asked(caption: str) -> bool:
+    """Whether the prompt sets may hold it: one group of any count, or two single objects and how they lie to each other."""
+    scene = scenes.parse(caption)
+    return len(scene.groups) == 1 or sum(group.count for group in scene.groups) == 2
+
+
 def near_miss(caption: str, rng: np.random.Generator) -> str:
     """The caption with one attribute changed: what a reward has to tell apart."""
     scene = scenes.parse(caption)
@@ -267,9 +273,13 @@ def train_flow(args, nets, latents, captions) -> dict:
         v = flow(params["flow"])(x, hidden, mask.astype(bool), 1000 * sigma)
         return ((v - (noise - x0)) ** 2).mean()
 
+    asked = np.array([i for i, caption in enumerate(captions) if is_asked(caption)])
+
     def batches(i):
         rng = np.random.default_rng((args.seed, 2, i))
         rows = rng.integers(len(latents), size=args.batch)
+        if i >= args.flow_focus:
+            rows = asked[rows % len(asked)]
         prompt = np.where(rng.random(args.batch) < 0.1, 0, rows + 1)
         return latents[rows], ids[prompt], mask[prompt]
 
@@ -347,8 +357,9 @@ def export_prompts(seed: int) -> None:
     """Writes the prompt sets: captions seen in pre-training to train on, held-out ones to evaluate on."""
     folder = PIPELINES.parent / "prompt_sets"
     folder.mkdir(exist_ok=True)
-    for name, count, held_out in (("shapes-train", 2048, False), ("shapes-test", 256, True)):
-        prompts = scenes.draw_prompts(np.random.default_rng((seed, 4, held_out)), count, held_out)
+    for name, count, held_out in (("shapes-train", 1024, False), ("shapes-test", 256, True)):
+        drawn = scenes.draw_prompts(np.random.default_rng((seed, 4, held_out)), 8 * count, held_out)
+        prompts = [prompt for prompt in drawn if is_asked(prompt)][:count]
         (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
 
 
@@ -361,6 +372,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--flow-steps", type=int, default=4000)
+    parser.add_argument("--flow-focus", type=int, default=2600, help="from here on, only scenes that the prompt sets ask for")
     parser.add_argument("--flow-stop", type=int, default=2400, help="where the flow leaves its schedule: early enough to still fail often")
     parser.add_argument("--clip-steps", type=int, default=1500)
     args = parser.parse_args()

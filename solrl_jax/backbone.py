@@ -122,8 +122,8 @@ def load_backbone(path: str, precision: str, mesh: Mesh) -> Backbone:
             return jax.device_put(params, sharding.parameter_sharding(mesh, params))
 
         parts = [place(c) for c in (pipeline.transformer, pipeline.text_encoder, pipeline.vae)]
-    except (FileNotFoundError, ValueError) as error:
-        raise InputError(str(error)) from error
+    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
+        raise InputError(" ".join(str(error).split())) from error
     return Backbone(pipeline, mesh, dtype, *parts)
 
 

@@ -115,7 +115,7 @@ def sample(target: str, size: str | None, as_json: bool, **options: Any) -> None
     height_width = None
     if size is not None:
         parts = size.lower().split("x")
-        if len(parts) != 2 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        if len(parts) != 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
             raise InputError(f"--size {size!r}: expected HEIGHTxWIDTH in pixels, e.g. 512x768")
         height_width = (int(parts[0]), int(parts[1]))
     with bar(None, "sample") as shown:

@@ -149,7 +149,8 @@ def _size(request: Request, config: Config | None, backbone: Backbone, noise: np
 def _read_latents(path: Path, count: int) -> np.ndarray:
     """Initial noise [N, C, h, w] from a file, as [N, h, w, C]."""
     try:
-        array = np.load(path, allow_pickle=False)
+        with path.open("rb") as stream:
+            array = np.lib.format.read_array(stream, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise InputError(f"--latents {path}: not a readable .npy file ({files.first_line(error)})") from error
     if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:

@@ -43,6 +43,8 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
         divisible = [i for i, n in enumerate(leaf.shape) if n % size == 0]
         if size > 1 and divisible and np.prod(leaf.shape) >= SMALLEST_SHARDED:
             spec[max(divisible, key=lambda i: (leaf.shape[i], i))] = "fsdp"
+        while spec and spec[-1] is None:  # one spelling a placement: jit tells P() from P(None) and would compile again
+            spec.pop()
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map(place, tree)

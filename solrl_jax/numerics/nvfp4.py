@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, UInt8
 BLOCK = 16  # values under one E4M3 scale, along the contraction axis
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-# Below this the reciprocal of the tensor scale is not a finite float32, and XLA flushes such numbers to zero anyway.
-SMALLEST_SCALE = 2.0**-120
+# Up to this, a tensor scale times the smallest block scale (2^-9) is a float32 that XLA flushes to zero: no finite reciprocal.
+SMALLEST_SCALE = 2.0**-117
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "tensor_scale"], meta_fields=["n_in"])

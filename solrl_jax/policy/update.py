@@ -55,7 +55,7 @@ def update(
     def optimizer_step(state: TrainState, terms: Int[Array, "terms"]):
         total = jnp.maximum(batch.weight[terms % rows].sum(), 1.0)
         gradient, metrics = _accumulate(loss, state.adapters, terms, total, config.optimizer.micro_batch * backbone.mesh.size)
-        metrics["grad_norm"] = optax.global_norm(gradient)
+        metrics["grad_norm"] = optax.tree.norm(gradient)
         change, opt_state = optimizer.update(gradient, state.opt_state, state.adapters)
         adapters, step = optax.apply_updates(state.adapters, change), state.step + 1
         decay = jnp.minimum((1 + step) / (EMA_WARMUP + step), config.policy.ema_decay)
@@ -65,6 +65,8 @@ def update(
     metrics = {name: values.sum() if name == "skipped_micro_batches" else values.mean() for name, values in metrics.items()}
     decay = old_decay(state.step, config.policy.decay_type)
     state = dataclasses.replace(state, old=blend(state.old, state.adapters, decay))
+    # where it came from, so that the next iteration runs the same programs
+    state = jax.lax.with_sharding_constraint(state, sharding.parameter_sharding(backbone.mesh, state))
     return state, metrics | {"old_decay": decay}
 
 
@@ -91,7 +93,7 @@ def _accumulate(loss: Any, adapters: Adapters, terms: Int[Array, "terms"], total
 
     def one(carry, inputs):
         (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(adapters, *inputs, total)
-        finite = jnp.isfinite(value) & jnp.isfinite(optax.global_norm(gradient))
+        finite = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(gradient))
         keep = lambda tree: jax.tree.map(lambda x: jnp.where(finite, x, 0.0), tree)
         metrics = keep(metrics | {"loss": value}) | {"skipped_micro_batches": 1.0 - finite}
         return jax.tree.map(jnp.add, carry, (keep(gradient), metrics)), None

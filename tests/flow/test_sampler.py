@@ -1,0 +1,121 @@
+"""The scan over a solver's table: exact where the path is straight, and noise that depends on seeds alone."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from solrl_jax.flow.sampler import interpolate, sample
+from solrl_jax.flow.schedule import make_sigmas
+from solrl_jax.flow.solver import solver_table
+from solrl_jax.keys import candidate_seeds, initial_noise
+
+SHAPE, ROWS = (4, 4, 2), 3
+SOLVERS = {"euler": ("euler", 0.0), "dpm2": ("dpm2", 0.0), "ddim": ("ddim", 0.0), "stochastic ddim": ("ddim", 1.0)}
+SEEDS = candidate_seeds(np.int32(0), np.int32(0), np.array([7], np.uint32), np.arange(ROWS))[0]
+NOISE = initial_noise(SEEDS, SHAPE)
+TOLERANCE = 1e-5
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled(velocity, *arguments):
+    return sample(velocity, *arguments)
+
+
+def run(velocity, solver="euler", steps=6, noise=NOISE, seeds=SEEDS, schedule="linear"):
+    sigmas = make_sigmas(schedule, steps, 3.0, 1024)
+    starts = sigmas[:-1].astype(np.float32)
+    return compiled(velocity, noise, starts, 1000 * starts, solver_table(SOLVERS[solver][0], sigmas, SOLVERS[solver][1]), seeds)
+
+
+def curved(x, time):
+    return jnp.tanh(1.5 * x + time / 1000) - 0.7 * jnp.cos(3e-3 * time) * x
+
+
+def target(x, time):
+    """Straight lines to one picture: the velocity is (x - picture) / sigma."""
+    return (x - 0.5) / (time / 1000)
+
+
+def largest(x):
+    return float(np.abs(np.asarray(x)).max())
+
+
+@pytest.mark.parametrize("solver", ["euler", "dpm2", "ddim"])
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_a_constant_velocity_is_followed_exactly(solver, steps):
+    got = run(lambda x, time: jnp.full_like(x, 0.7), solver, steps)
+    np.testing.assert_allclose(got, NOISE - 0.7, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("schedule", ["linear", "sd3", "flux"])
+def test_straight_lines_end_where_they_lead(solver, schedule):
+    np.testing.assert_allclose(run(target, solver, schedule=schedule), np.full_like(NOISE, 0.5), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("solver", ["euler", "dpm2"])
+def test_the_scan_is_the_loop_over_the_table(solver):
+    sigmas = make_sigmas("linear", 6, 3.0, 1024)
+    x, previous = np.asarray(NOISE, np.float64), np.zeros_like(NOISE, np.float64)
+    for (a, b, c, _), sigma in zip(solver_table(solver, sigmas).astype(np.float64), sigmas, strict=False):
+        x0 = x - sigma * (np.tanh(1.5 * x + sigma) - 0.7 * np.cos(3 * sigma) * x)
+        x, previous = a * x + b * x0 + c * previous, x0
+    got = run(curved, solver)
+    np.testing.assert_allclose(got, x, atol=TOLERANCE, rtol=0)
+    assert largest(got - run(curved, {"euler": "dpm2", "dpm2": "euler"}[solver])) > 1e3 * TOLERANCE
+
+
+def test_the_network_is_told_the_times_of_the_steps():
+    starts = np.array([1.0, 0.5], np.float32)
+    euler = solver_table("euler", np.array([1.0, 0.5, 0.0]))
+    got = compiled(lambda x, time: jnp.full_like(x, time), NOISE, starts, np.array([3.0, 5.0], np.float32), euler, SEEDS)
+    np.testing.assert_allclose(got, NOISE - 0.5 * 3 - 0.5 * 5, atol=TOLERANCE)
+
+
+def test_latents_stay_float32_when_the_network_computes_in_bfloat16():
+    got = run(lambda x, time: curved(x.astype(jnp.bfloat16), time.astype(jnp.bfloat16)))
+    assert got.dtype == jnp.float32
+    assert TOLERANCE < largest(got - run(curved)) < 0.05
+    assert largest(got - got.astype(jnp.bfloat16).astype(jnp.float32)) > 0
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_same_seeds_give_the_same_bits_in_any_order(solver):
+    got, order = run(curved, solver), np.array([2, 0, 1])
+    np.testing.assert_array_equal(run(curved, solver), got)
+    np.testing.assert_array_equal(run(curved, solver, noise=NOISE[order], seeds=SEEDS[order]), got[order])
+    assert min(largest(got[i] - got[j]) for i, j in ((0, 1), (0, 2), (1, 2))) > 0.1
+
+
+def test_seeds_matter_to_a_stochastic_solver_only():
+    others = candidate_seeds(np.int32(1), np.int32(0), np.array([7], np.uint32), np.arange(ROWS))[0]
+    for solver in ("euler", "dpm2", "ddim"):
+        np.testing.assert_array_equal(run(curved, solver, seeds=others), run(curved, solver))
+    assert largest(run(curved, "stochastic ddim", seeds=others) - run(curved, "stochastic ddim")) > 0.1
+    # one row's seed is no concern of the other rows
+    mixed = jnp.concatenate([others[:1], SEEDS[1:]])
+    np.testing.assert_array_equal(run(curved, "stochastic ddim", seeds=mixed)[1:], run(curved, "stochastic ddim")[1:])
+
+
+def test_every_step_draws_fresh_standard_normal_noise():
+    """A table of x' = x + noise lays the draws bare."""
+    many = candidate_seeds(np.int32(0), np.int32(0), np.array([7], np.uint32), np.arange(256))[0]
+    initial, sums = initial_noise(many, SHAPE), []
+    for steps in (1, 2, 3):
+        sigmas, table = np.linspace(1, 0.1, steps, dtype=np.float32), np.tile(np.array([[1, 0, 0, 1]], np.float32), (steps, 1))
+        sums.append(compiled(lambda x, time: x, jnp.zeros_like(initial), sigmas, sigmas, table, many))
+    draws = np.stack([initial, sums[0], sums[1] - sums[0], sums[2] - sums[1]]).reshape(4, -1)
+    assert draws.std(1) == pytest.approx(np.ones(4), abs=0.03)  # 8192 numbers: 0.008 is one sigma
+    assert draws.mean(1) == pytest.approx(np.zeros(4), abs=0.05)
+    assert np.abs(np.corrcoef(draws) - np.eye(4)).max() < 0.05  # and none is the initial noise again
+
+
+def test_interpolate_is_clean_at_zero_and_noise_at_one():
+    x0 = jnp.ones((3, 2, 2, 1))
+    noise = jnp.full((3, 2, 2, 1), 5.0)
+    got = interpolate(x0, noise, jnp.array([0.0, 0.25, 1.0]))
+    np.testing.assert_array_equal(got[:, 0, 0, 0], [1, 2, 5])
+    assert got.shape == x0.shape
