@@ -357,9 +357,13 @@ def export_prompts(seed: int) -> None:
     """Writes the prompt sets: captions seen in pre-training to train on, held-out ones to evaluate on."""
     folder = PIPELINES.parent / "prompt_sets"
     folder.mkdir(exist_ok=True)
-    for name, count, held_out in (("shapes-train", 1024, False), ("shapes-test", 256, True)):
-        drawn = scenes.draw_prompts(np.random.default_rng((seed, 4, held_out)), 8 * count, held_out)
-        prompts = [prompt for prompt in drawn if is_asked(prompt)][:count]
+    for name, count, held_out in (("shapes-train", 480, False), ("shapes-test", 64, True)):
+        drawn = scenes.draw_prompts(np.random.default_rng((seed, 4, held_out)), 10 * count, held_out)
+        drawn = [prompt for prompt in drawn if is_asked(prompt)]
+        alone = [prompt for prompt in drawn if len(scenes.parse(prompt).groups) == 1]
+        pairs = [prompt for prompt in drawn if prompt not in alone]
+        chosen = {*alone[: count // 4], *pairs[: count - min(len(alone), count // 4)]}  # there are few of the former
+        prompts = [prompt for prompt in drawn if prompt in chosen]
         (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
 
 

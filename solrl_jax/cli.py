@@ -172,8 +172,10 @@ def main() -> None:
     except click.exceptions.Abort:
         sys.exit(1)
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        if "\n" in (message := error.format_message()):  # the help page, for a command without arguments
+            error.show()
+            sys.exit(error.exit_code)
+        fail(message, error.exit_code)
     except (ConfigError, InputError) as error:
         fail(str(error), 2)
     except RunError as error:

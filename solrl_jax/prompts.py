@@ -23,7 +23,8 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[str]:
     else:
         file = Path(path)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # a byte-order mark is no part of the first prompt; a line ends where an editor ends it, not at the likes of U+2028
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise InputError(f"{field}={path!r}: no such file; expected a text file of one prompt a line") from None
     except (OSError, UnicodeDecodeError) as error:

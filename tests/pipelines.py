@@ -1,4 +1,4 @@
-"""Small random SANA pipelines in diffusers' own layout, with weights strong enough that the picture depends on all it is told."""
+"""Small random SANA pipelines in diffusers' own layout, their weights strong enough that all they are told shows."""
 
 from pathlib import Path
 
@@ -10,20 +10,24 @@ from diffusers import (
     SanaPipeline,
     SanaTransformer2DModel,
 )
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
 
 MAX_TOKENS = 10  # the tokenizer's own limit
 COMPRESSION, CHANNELS = 4, 8  # pixels a latent vector stands for, in both directions; its length
 
-WORDS = """a an and above below left right of the one two three red green blue yellow circle square triangle star small large
-happy cat dog photo""".split()
+WORDS = [
+    "a", "an", "and", "above", "below", "left", "right", "of", "the", "one", "two", "three", "red", "green", "blue", "yellow",
+    "circle", "square", "triangle", "star", "small", "large", "happy", "cat", "dog", "photo",
+]  # fmt: skip
 STAGES = {
     "block_out_channels": (8, 16, 16), "layers_per_block": (1, 1, 1), "qkv_multiscales": ((), (), (5,)),
     "block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
 }  # fmt: skip
-VAE = {"latent_channels": CHANNELS, "attention_head_dim": 8, "scaling_factor": 0.4, "upsample_block_type": "interpolate",
-       "downsample_block_type": "Conv"} | {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in STAGES.items()}  # fmt: skip
+VAE = {
+    "latent_channels": CHANNELS, "attention_head_dim": 8, "scaling_factor": 0.4, "upsample_block_type": "interpolate",
+    "downsample_block_type": "Conv", **{f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in STAGES.items()},
+}  # fmt: skip
 TEXT = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "max_position_embeddings": 64,
@@ -67,11 +71,10 @@ def save_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) ->
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, <bos> first, <unk> for words that are not known."""
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *WORDS]
+    """One token a word, <bos> first, <unk> for what is not known; as in Gemma's, capitals and spaces at the end count."""
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"▁{w}" for w in WORDS)]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always")
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",

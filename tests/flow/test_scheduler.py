@@ -76,7 +76,9 @@ def test_a_scheduler_that_diffusers_wrote_is_read():
         for got, want in zip(read_scheduler(written, 6, TOKENS), read_scheduler(config, 6, TOKENS), strict=True):
             np.testing.assert_array_equal(got, want)
     defaults = json.loads(FlowMatchEulerDiscreteScheduler().to_json_string())
-    np.testing.assert_array_equal(read_scheduler(defaults, 6, TOKENS)[0], read_scheduler(defaults | {"shift": 1.0}, 6, TOKENS)[0])
+    np.testing.assert_array_equal(
+        read_scheduler(defaults, 6, TOKENS)[0], read_scheduler(defaults | {"shift": 1.0}, 6, TOKENS)[0]
+    )
 
 
 UNSUPPORTED = {

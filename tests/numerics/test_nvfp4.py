@@ -139,7 +139,23 @@ def test_zeros_have_a_zero_scale_where_torchao_has_its_floor():
     assert (scales == FLOOR).all()
     assert not (codes & 0x77).any()
     _, scales = torchao(x, np.float32(0))
-    assert (scales == 0x7F).all()  # NaN: 0 / 0
+    assert (scales & 0x7F == 0x7F).all()  # NaN: 0 / 0
+
+
+def test_exact_ties_under_other_scales_may_fall_either_way_when_compiled():
+    """XLA turns (1 / t) / s into 1 / (t s), one rounding less: the codes of exact ties, and of nothing else, then move."""
+    scale = np.float32(1.1)
+    row = np.concatenate([[6.0], HALF_WAY, [-6.0], -HALF_WAY]).astype(np.float32)
+    x = np.concatenate([row * np.float32(s) for s in (1, 1.125, 1.25, 1.5, 1.875, 448)])[None] * scale
+    codes, scales = torchao(x, scale)
+    for rule, tie in (("eager", False), ("compiled", True)):
+        our_codes, our_scales = ours(x, scale, rule)
+        np.testing.assert_array_equal(our_scales, scales)
+        if not tie:
+            np.testing.assert_array_equal(our_codes, codes)
+        value = lambda packed: np.abs(np.asarray(unpack(jnp.asarray(packed))).astype(np.float32)[0])
+        away = np.abs(np.abs(x[0]) / np.repeat(scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[0], BLOCK) / scale)
+        assert (np.abs(value(our_codes) - away) <= np.abs(away[:, None] - GRID).min(1) + 1e-5).all()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -283,7 +299,7 @@ EDGES = [0.0, -0.0, FLOAT32_MAX, -FLOAT32_MAX, 1e-45, 2.0**-126, -(2.0**-127), 2
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(EDGES)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(arrays(np.float32, (32, 2), elements=FINITE))
 def test_finite_input_never_gives_anything_else(w):
     codes, _ = RULES["eager"](jnp.asarray(w.T), jnp.asarray(np.abs(w.T).max(1, keepdims=True) / np.float32(2688)))

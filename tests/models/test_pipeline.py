@@ -1,0 +1,160 @@
+"""A SANA directory opened: what it refuses, and tokens, conditioning, velocity and images against diffusers, in float32."""
+
+import json
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from models.pipeline import open_pipeline
+from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, save_pipeline
+
+TOLERANCE = 1e-5
+PROMPTS = ["", "Star", " one  happy CAT \t", "two " * 30, "an astronaut on a horse"]
+# Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Ours and diffusers'; with an embedded guidance and a scaled time, so that both are seen to be passed on."""
+    folder = tmp_path_factory.mktemp("model")
+    changes = {"timestep_scale": 0.5, "guidance_embeds": True, "guidance_embeds_scale": 0.3}
+    reference = save_pipeline(folder, **changes)
+    return open_pipeline(folder), reference, folder
+
+
+def diffusers_prompts(reference, prompts, max_tokens):
+    text, mask, nothing, nothing_mask = reference.encode_prompt(
+        prompts, max_sequence_length=max_tokens, complex_human_instruction=None, device="cpu"
+    )
+    return text.numpy(), mask.numpy().astype(bool), nothing.numpy(), nothing_mask.numpy().astype(bool)
+
+
+def test_a_directory_says_what_it_is(opened):
+    pipeline, reference, folder = opened
+    assert (pipeline.kind, pipeline.folder) == ("SanaPipeline", folder)
+    assert pipeline.default_size == (32, 32)
+    assert pipeline.default_max_tokens == MAX_TOKENS
+    assert pipeline.latent_shape(32, 64) == (32 // COMPRESSION, 64 // COMPRESSION, CHANNELS)
+    assert pipeline.image_tokens(32, 64) == 8 * 16
+    assert pipeline.scheduler["flow_shift"] == 3.0
+    for ours, theirs in ((pipeline.transformer, reference.transformer), (pipeline.text_encoder, reference.text_encoder),
+                         (pipeline.vae, reference.vae)):  # fmt: skip
+        assert ours.size == sum(p.numel() for p in theirs.parameters())
+        assert sum(np.prod(x.shape) for x in jax.tree.leaves(ours.shapes(jnp.bfloat16))) == ours.size
+
+
+@pytest.mark.parametrize("size", [(33, 32), (32, 30), (0, 32), (-32, 32)])
+def test_sizes_that_are_no_multiples_are_refused(size, opened):
+    with pytest.raises(ValueError, match=rf"size {size[0]}x{size[1]}: this model takes multiples of {COMPRESSION} pixels"):
+        opened[0].latent_shape(*size)
+
+
+@pytest.mark.parametrize(
+    ("component", "fields", "message"),
+    [
+        ("transformer", {"in_channels": 16}, "transformer in_channels=16 does not fit the other components, which want 8"),
+        ("transformer", {"out_channels": 16}, "transformer out_channels=16 does not fit the other components, which want 8"),
+        ("transformer", {"caption_channels": 24}, "transformer caption_channels=24 .* which want 16"),
+        ("text_encoder", {"hidden_size": 24}, "transformer caption_channels=16 .* which want 24"),
+        ("transformer", {"cross_attention_dim": 64}, "transformer cross_attention_dim=64 .* which want 32"),
+        ("vae", {"latent_channels": 4}, "transformer in_channels=8 .* which want 4"),
+        ("transformer", {"dropout": 0.1}, "SanaTransformer2DModel: dropout=0.1"),
+        ("text_encoder", {"model_type": "llama"}, "Gemma2Model: model_type='llama'"),
+        ("vae", {"downsample_block_type": "pool"}, "AutoencoderDC config: downsample_block_type = 'pool'"),
+    ],
+)
+def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(component, fields, message, opened, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(opened[2], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    open_pipeline(folder)  # needs no weights
+    config = folder / component / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    with pytest.raises(ValueError, match=message):
+        open_pipeline(folder)
+
+
+@pytest.mark.parametrize(
+    "missing", ["transformer/config.json", "scheduler/scheduler_config.json", "tokenizer", "model_index.json"]
+)
+def test_an_incomplete_directory_is_refused_by_name(missing, opened, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(opened[2], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    if (folder / missing).is_dir():
+        shutil.rmtree(folder / missing)
+    else:
+        (folder / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=missing):
+        open_pipeline(folder)
+
+
+def test_tokens_are_lower_case_stripped_and_padded_on_the_right(opened):
+    tokens = opened[0].tokenize(["Red STAR  ", "\tred star", "red", "", "Red " * 20], 5)
+    red, star, pad, bos = 13, 20, 0, 1
+    assert tokens["ids"].tolist() == [
+        [bos, red, star, pad, pad], [bos, red, star, pad, pad], [bos, red, pad, pad, pad], [bos, pad, pad, pad, pad],
+        [bos, red, red, red, red],
+    ]  # fmt: skip
+    assert tokens["mask"].sum(1).tolist() == [3, 3, 2, 1, 5]
+    assert (tokens["ids"].dtype, tokens["mask"].dtype) == (np.int32, bool)
+
+
+@pytest.mark.parametrize("max_tokens", [3, MAX_TOKENS, 16])
+def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
+    pipeline, reference, _ = opened
+    tokens = pipeline.tokenize(PROMPTS, max_tokens)
+    asked = []
+    reference.text_encoder.forward, forward = (
+        lambda ids, **kw: (asked.append(ids.numpy()), forward(ids, **kw))[1], reference.text_encoder.forward)  # fmt: skip
+    try:
+        text, mask, nothing, nothing_mask = diffusers_prompts(reference, PROMPTS, max_tokens)
+    finally:
+        reference.text_encoder.forward = forward
+    np.testing.assert_array_equal(tokens["ids"], asked[0])
+    np.testing.assert_array_equal(tokens["mask"], mask)
+
+    got = jit(pipeline.encode_text)(pipeline.text_encoder.load(jnp.float32), tokens)
+    np.testing.assert_array_equal(got["mask"], mask)
+    difference = np.abs(np.asarray(got["text"]) - text)[mask].max() / np.abs(text[mask]).max()
+    print(f"conditioning, {max_tokens} tokens: {difference:.1e}")
+    assert difference < TOLERANCE
+    # the empty prompt, the first of these, is what guidance leads away from
+    np.testing.assert_array_equal(got["mask"][:1], nothing_mask[:1])
+    assert np.abs(np.asarray(got["text"])[0] - nothing[0])[mask[0]].max() / np.abs(text).max() < TOLERANCE
+
+
+def test_velocity_equals_that_of_diffusers(opened):
+    pipeline, reference, _ = opened
+    rng = np.random.default_rng(0)
+    latent = rng.standard_normal((len(PROMPTS), 4, 6, CHANNELS)).astype(np.float32)
+    time = np.array([1000, 731, 500, 33, 1], np.float32)
+    text, mask, _, _ = diffusers_prompts(reference, PROMPTS, 6)
+    run = jit(pipeline.velocity)
+    got = run(pipeline.transformer.load(jnp.float32), latent, {"text": text, "mask": mask}, time, np.float32(4.5))
+    with torch.no_grad():
+        want = reference.transformer(
+            torch.from_numpy(latent).permute(0, 3, 1, 2), torch.from_numpy(text), torch.from_numpy(time) * 0.5,
+            guidance=torch.full((len(PROMPTS),), 4.5 * 0.3), encoder_attention_mask=torch.from_numpy(mask).long(),
+            return_dict=False,
+        )[0].permute(0, 2, 3, 1).numpy()  # fmt: skip
+    difference = np.abs(np.asarray(got) - want).max() / np.abs(want).max()
+    print(f"velocity: {difference:.1e}")
+    assert difference < TOLERANCE
+
+
+def test_decoding_equals_diffusers_autoencoder_and_postprocessing(opened):
+    pipeline, reference, _ = opened
+    latent = 2 * np.random.default_rng(1).standard_normal((2, 6, 8, CHANNELS)).astype(np.float32)
+    got = np.asarray(jit(pipeline.decode)(pipeline.vae.load(jnp.float32), latent))
+    with torch.no_grad():
+        scaled = torch.from_numpy(latent).permute(0, 3, 1, 2) / reference.vae.config.scaling_factor
+        want = reference.image_processor.postprocess(reference.vae.decode(scaled, return_dict=False)[0], output_type="np")
+    assert got.shape == (2, 24, 32, 3)
+    assert {0.0, 1.0} <= set(want.ravel().tolist())  # both ends are cut off
+    print(f"decode: {np.abs(got - want).max():.1e}")
+    np.testing.assert_allclose(got, want, atol=TOLERANCE)

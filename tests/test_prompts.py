@@ -1,0 +1,127 @@
+"""Prompt files and the order in which a run goes through them."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from solrl_jax.files import InputError
+from solrl_jax.prompts import draw_prompts, load_prompts
+
+SETS = ("embedded:shapes-test", "embedded:shapes-train")
+PROMPTS = [f"prompt {i}" for i in range(12)]
+
+
+def write(tmp_path, content):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def test_blank_lines_and_spaces_are_dropped_and_order_is_kept(tmp_path):
+    path = write(tmp_path, "\n  b cat \n\n\t\na dog\n   \nc bird")
+    assert load_prompts(path, "f") == ["b cat", "a dog", "c bird"]
+
+
+def test_a_prompt_that_comes_twice_is_taken_once_unless_asked_otherwise(tmp_path):
+    path = write(tmp_path, "b\na\nb \nc\na\n")
+    assert load_prompts(path, "f") == ["b", "a", "c"]
+    assert load_prompts(path, "f", distinct=False) == ["b", "a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_every_kind_of_line_end_is_read(tmp_path, end):
+    assert load_prompts(write(tmp_path, f"a cat{end}ein Kätzchen{end}{end}"), "f") == ["a cat", "ein Kätzchen"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    assert load_prompts(write(tmp_path, b"\xef\xbb\xbfa cat\na dog\n"), "f") == ["a cat", "a dog"]
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_only_a_line_end_ends_a_prompt(tmp_path, inside):
+    assert load_prompts(write(tmp_path, f"a cat{inside}on a mat\na dog\n"), "f") == [f"a cat{inside}on a mat", "a dog"]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "  \n\t\n", b"\xef\xbb\xbf"])
+def test_a_file_without_a_prompt_is_refused(tmp_path, content):
+    path = write(tmp_path, content)
+    with pytest.raises(InputError, match=re.escape(f"prompts.train={path!r}: holds no prompt; expected one a line")):
+        load_prompts(path, "prompts.train")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    path = str(tmp_path / "absent.txt")
+    with pytest.raises(InputError, match=re.escape(f"prompts.train={path!r}: no such file; expected a text file")):
+        load_prompts(path, "prompts.train")
+
+
+@pytest.mark.parametrize("content", [b"a cat\n\xff\xfe\n", "a cat\n".encode("utf-16"), b"caf\xe9\n"])
+def test_a_file_that_is_not_text_is_refused(tmp_path, content):
+    path = write(tmp_path, content)
+    with pytest.raises(InputError, match=re.escape(f"--prompts={path!r}: cannot be read as UTF-8 text (")) as error:
+        load_prompts(path, "--prompts")
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_is_refused(tmp_path):
+    with pytest.raises(InputError, match=re.escape(f"f={str(tmp_path)!r}: cannot be read as UTF-8 text (")):
+        load_prompts(str(tmp_path), "f")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_embedded_sets_are_text_without_repetition(name):
+    prompts = load_prompts(name, "f")
+    assert prompts == load_prompts(name, "f", distinct=False)
+    assert len(prompts) >= 256
+    assert all(p == p.strip() and p.isascii() for p in prompts)
+
+
+def test_the_embedded_test_prompts_are_not_trained_on():
+    test, train = (set(load_prompts(name, "f")) for name in SETS)
+    assert not test & train
+
+
+def test_an_embedded_set_that_is_not_there_is_refused_with_those_that_are():
+    message = f"prompts.test='embedded:cats': no such embedded prompt set; there are {', '.join(SETS)}"
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_prompts("embedded:cats", "prompts.test")
+
+
+def draw(iterations, count, seed=0, prompts=PROMPTS):
+    return [draw_prompts(prompts, seed, i, count) for i in iterations]
+
+
+def test_an_epoch_visits_every_prompt_once():
+    for epoch in range(3):
+        drawn = draw(range(4 * epoch, 4 * epoch + 4), 3)
+        assert all(len(d) == 3 for d in drawn)
+        assert sorted(sum(drawn, [])) == sorted(PROMPTS)
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    epochs = [sum(draw(range(4 * e, 4 * e + 4), 3), []) for e in range(4)]
+    assert len({tuple(e) for e in epochs}) == 4
+    assert epochs[0] != PROMPTS
+
+
+@given(st.integers(1, 12), st.integers(0, 50), st.integers(0, 2**31 - 1))
+def test_iterations_of_an_epoch_are_disjoint_and_no_iteration_repeats_a_prompt(count, epoch, seed):
+    an_epoch = len(PROMPTS) // count
+    drawn = sum(draw(range(epoch * an_epoch, (epoch + 1) * an_epoch), count, seed), [])
+    assert len(drawn) == len(set(drawn)) == an_epoch * count  # what is left of an epoch is dropped
+    assert set(drawn) <= set(PROMPTS)
+
+
+def test_a_draw_is_a_function_of_its_arguments():
+    assert draw([7, 2, 7], 3) == [draw([7], 3)[0], draw([2], 3)[0], draw([7], 3)[0]]
+    assert draw(range(4), 3) != draw(range(4), 3, seed=1)
+    assert draw([0], 12)[0] != PROMPTS
+
+
+def test_over_many_epochs_what_is_dropped_is_not_always_the_same():
+    """Twelve prompts, five an iteration: two are left out of every epoch, each of them equally often."""
+    drawn = sum(draw(range(2 * 600), 5), [])
+    counts = [drawn.count(p) for p in PROMPTS]
+    assert counts == pytest.approx([500] * 12, abs=40)  # a standard deviation is 9
