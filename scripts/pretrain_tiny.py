@@ -357,12 +357,12 @@ def export_prompts(seed: int) -> None:
     """Writes the prompt sets: captions seen in pre-training to train on, held-out ones to evaluate on."""
     folder = PIPELINES.parent / "prompt_sets"
     folder.mkdir(exist_ok=True)
-    for name, count, held_out in (("shapes-train", 480, False), ("shapes-test", 64, True)):
+    for name, count, held_out in (("shapes-train", 256, False), ("shapes-test", 26, True)):
         drawn = scenes.draw_prompts(np.random.default_rng((seed, 4, held_out)), 10 * count, held_out)
         drawn = [prompt for prompt in drawn if is_asked(prompt)]
         alone = [prompt for prompt in drawn if len(scenes.parse(prompt).groups) == 1]
         pairs = [prompt for prompt in drawn if prompt not in alone]
-        chosen = {*alone[: count // 4], *pairs[: count - min(len(alone), count // 4)]}  # there are few of the former
+        chosen = {*alone[: 4 * count // 7], *pairs[: count - 4 * count // 7]}
         prompts = [prompt for prompt in drawn if prompt in chosen]
         (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
 
@@ -377,7 +377,7 @@ def main() -> None:
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--flow-steps", type=int, default=4000)
     parser.add_argument("--flow-focus", type=int, default=2600, help="from here on, only scenes that the prompt sets ask for")
-    parser.add_argument("--flow-stop", type=int, default=2400, help="where the flow leaves its schedule: early enough to still fail often")
+    parser.add_argument("--flow-stop", type=int, default=3700, help="where the flow leaves its schedule: early enough to still fail often")
     parser.add_argument("--clip-steps", type=int, default=1500)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

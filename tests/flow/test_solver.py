@@ -168,8 +168,8 @@ def test_ddim_keeps_the_marginal(grid, eta):
 
 def test_an_unknown_solver_and_noise_where_there_is_none_are_refused():
     sigmas = make_sigmas("linear", 4, 1.0, 1024)
-    with pytest.raises(ValueError, match="rollout.solver='heun': accepted are euler, dpm1, dpm2, ddim"):
+    with pytest.raises(ValueError, match=r"rollout\.solver='heun': accepted are euler, dpm1, dpm2, ddim"):
         solver_table("heun", sigmas)
     for name in ("euler", "dpm1", "dpm2"):
-        with pytest.raises(ValueError, match=f"rollout.eta=0.5: only the ddim solver takes noise; {name} is deterministic"):
+        with pytest.raises(ValueError, match=rf"rollout\.eta=0\.5: only the ddim solver takes noise; {name} is deterministic"):
             solver_table(name, sigmas, 0.5)

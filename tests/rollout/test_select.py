@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -14,6 +14,7 @@ MODES = ("best_worst", "best", "random")
 N, KEPT = 8, 4
 # few values, so that ties abound, and some that are no rewards
 TIED = arrays(np.float32, (3, N), elements=st.sampled_from([-1.0, 0.0, 0.5, 2.0, np.nan, np.inf, -np.inf]))
+unhurried = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 DISTINCT = arrays(np.float32, (2, N), elements=st.integers(-1000, 1000).map(float), unique=True)
 
 
@@ -53,6 +54,7 @@ def test_equal_rewards_are_ordered_by_index():
 
 
 @pytest.mark.parametrize("mode", ["best_worst", "best"])
+@unhurried
 @given(TIED)
 def test_selection_is_the_one_by_hand(mode, rewards):
     chosen, usable = select(rewards, KEPT, mode)
@@ -64,6 +66,7 @@ def test_selection_is_the_one_by_hand(mode, rewards):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@unhurried
 @given(TIED)
 def test_a_reward_that_is_not_finite_is_never_selected(mode, rewards):
     chosen, usable = select(rewards, KEPT, mode)
@@ -72,6 +75,7 @@ def test_a_reward_that_is_not_finite_is_never_selected(mode, rewards):
     assert (np.diff(chosen, axis=1) > 0).all()  # ascending, hence distinct
 
 
+@unhurried
 @given(TIED)
 def test_ranks_are_a_permutation_with_the_non_finite_last(rewards):
     places = rank(rewards)
@@ -84,6 +88,7 @@ def test_ranks_are_a_permutation_with_the_non_finite_last(rewards):
 
 
 @pytest.mark.parametrize("mode", ["best_worst", "best"])
+@unhurried
 @given(DISTINCT, st.permutations(range(N)))
 def test_without_ties_the_order_of_candidates_does_not_matter(mode, rewards, permutation):
     permutation = np.array(permutation)
@@ -91,6 +96,7 @@ def test_without_ties_the_order_of_candidates_does_not_matter(mode, rewards, per
     assert (np.sort(permutation[permuted], 1) == chosen).all()
 
 
+@unhurried
 @given(DISTINCT)
 def test_prompts_do_not_concern_each_other(rewards):
     alone = [select(row[None], KEPT, "best_worst")[0][0].tolist() for row in rewards]
@@ -123,7 +129,7 @@ def test_random_is_a_uniform_draw_from_the_seed():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="rollout.selection='worst': accepted are 'best_worst', 'best', 'random'"):
+    with pytest.raises(ValueError, match=r"rollout\.selection='worst': accepted are 'best_worst', 'best', 'random'"):
         select(np.zeros((1, 4)), 2, "worst")
 
 
@@ -131,6 +137,7 @@ def spread(x):
     return int(x.max() - x.min())
 
 
+@unhurried
 @given(
     arrays(np.int64, N, elements=st.integers(-100, 100)),
     arrays(np.int64, N, elements=st.integers(-10, 10)),
