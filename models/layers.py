@@ -106,10 +106,13 @@ class DepthwiseConv(nnx.Module):
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
         height, width = x.shape[1:3]
-        k = self.kernel.get_value()[:, :, 0].astype(x.dtype)
-        padded = jnp.pad(x, ((0, 0), (self.size // 2,) * 2, (self.size // 2,) * 2, (0, 0)))
+        # float32 inside, rounded once, as a convolution is: rounding every product makes BF16 2.5 times slower on CPU
+        k = self.kernel.get_value()[:, :, 0].astype(jnp.float32)
+        padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (self.size // 2,) * 2, (self.size // 2,) * 2, (0, 0)))
         y = sum(padded[:, i : i + height, j : j + width] * k[i, j] for i in range(self.size) for j in range(self.size))
-        return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
+        if self.bias is not None:
+            y = y + self.bias.get_value().astype(jnp.float32)
+        return y.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

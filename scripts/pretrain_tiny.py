@@ -8,7 +8,8 @@ Three networks are trained on rendered pictures of coloured shapes and their cap
 * vae: a small DC-AE, 32 x 32 pixels to 8 x 8 latents of 8 channels (L1 + L2, and noise on the latents so that the decoder
   forgives a flow that is not quite there);
 * flow: a SANA transformer and its Gemma-2 text encoder, together, on the flow-matching loss, with one prompt in ten left empty
-  so that guidance has something to lean on; on all scenes first, then on those that the prompt sets ask for. It is stopped while it still fails often: reinforcement learning wants room;
+  so that guidance has something to lean on; on all scenes first, then on those that the prompt sets ask for. It is
+  stopped while it still fails often: reinforcement learning wants room;
 * clip: a CLIP on the same pairs, every caption beside one that differs in a word.
 
 Everything is drawn from --seed. Each stage keeps its state in --work and goes on from there after an interruption.
@@ -186,7 +187,7 @@ def near_miss(caption: str, rng: np.random.Generator) -> str:
 
 
 def train(name: str, params, loss, batches, steps: int, rate: float, work: Path, stop: int | None = None):
-    """AdamW with warm-up and a cosine end over `steps`; returns the averaged parameters. Resumes from `work/<name>.safetensors`.
+    """AdamW with warm-up and a cosine end over `steps`; returns the averaged parameters. Resumes from `work`.
 
     stop: leave the schedule there, before its end.
 
@@ -377,8 +378,10 @@ def main() -> None:
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--flow-steps", type=int, default=4000)
     parser.add_argument("--flow-focus", type=int, default=2600, help="from here on, only scenes that the prompt sets ask for")
-    parser.add_argument("--flow-stop", type=int, default=3700, help="where the flow leaves its schedule: early enough to still fail often")
-    parser.add_argument("--clip-steps", type=int, default=1500)
+    parser.add_argument(
+        "--flow-stop", type=int, default=3700, help="where the flow leaves its schedule: early enough to still fail often"
+    )
+    parser.add_argument("--clip-steps", type=int, default=500)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
 
