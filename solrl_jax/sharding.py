@@ -22,6 +22,7 @@ def make_mesh(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None)
     Raises ValueError when the devices do not come out even.
     """
     devices = list(jax.devices() if devices is None else devices)
+    asked = data
     if data == -1:
         data = max(len(devices) // fsdp, 1)
         wanted = len(devices)
@@ -29,7 +30,7 @@ def make_mesh(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None)
         wanted = data * fsdp
     if data * fsdp != wanted or wanted > len(devices):
         raise ValueError(
-            f"mesh.data={data}, mesh.fsdp={fsdp}: need {data * fsdp} of the {len(devices)} device(s), all of them if data=-1"
+            f"mesh.data={asked}, mesh.fsdp={fsdp}: need {data * fsdp} of the {len(devices)} device(s), all of them if data=-1"
         )
     return jax.make_mesh((data, fsdp), AXES, (jax.sharding.AxisType.Auto,) * 2, devices=devices[: data * fsdp])
 

@@ -56,9 +56,12 @@ def test_initial_noise_is_the_same_to_the_bit(built):
     assert abs(whole.std() - 1) < 0.05
 
 
-def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(built):
+def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters():
+    """With NVFP4 exploration and float32 elsewhere: in BF16 XLA keeps or drops intermediate roundings as it fuses, program by
+    program, and Adam's first step makes the sign of the smallest gradients out of them (measured: 2e-3 instead of 1e-4)."""
     runs = {}
-    for name, experiment in built.items():
+    for name, overrides in MESHES.items():
+        experiment = experiments.build(small_config("unused", "rollout.precision=fp32", *overrides))
         state, kept = fresh_state(experiment), []
         start = jax.device_get(state.adapters)
         for iteration in (1, 2):

@@ -43,6 +43,31 @@ def _product(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_ou
     if isinstance(w, QTensor):
         return scaled_matmul(x, w)
     if isinstance(w, LowRank):
-        low = (x @ w.a.astype(x.dtype)) @ w.b.astype(x.dtype)
-        return x @ w.base.astype(x.dtype) + low * jnp.asarray(w.scale, x.dtype)
+        return x @ w.base.astype(x.dtype) + _low_rank(w.scale, x, w.a, w.b)
     return x @ w.astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _low_rank(scale: float, x: Float[Array, "rows n_in"], a: Array, b: Array) -> Float[Array, "rows n_out"]:
+    """`scale x a b` in the dtype of `x`, with gradients of `a` and `b` summed over rows in float32.
+
+    Left to itself, a product in BF16 rounds the gradient of its weight to BF16: per micro-batch, so that the result would
+    depend on how rows are grouped, and small contributions would be lost.
+    """
+    return _low_rank_forward(scale, x, a, b)[0]
+
+
+def _low_rank_forward(scale, x, a, b):
+    inner = x @ a.astype(x.dtype)
+    return inner @ b.astype(x.dtype) * jnp.asarray(scale, x.dtype), (x, inner, a, b)
+
+
+def _low_rank_backward(scale, saved, g):
+    x, inner, a, b = saved
+    g = g * jnp.asarray(scale, g.dtype)
+    g_inner = g @ b.astype(g.dtype).T
+    over_rows = lambda left, right: jnp.dot(left.T, right, preferred_element_type=jnp.float32)
+    return g_inner @ a.astype(g.dtype).T, over_rows(x, g_inner).astype(a.dtype), over_rows(inner, g).astype(b.dtype)
+
+
+_low_rank.defvjp(_low_rank_forward, _low_rank_backward)
