@@ -9,3 +9,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # the command line is tested in processes of its own: they need not compile what another one has
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+import jax  # noqa: E402 (after the environment is set)
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Compiled programs hold memory maps, of which a process has only so many."""
+    yield
+    jax.clear_caches()
