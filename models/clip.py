@@ -14,8 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import attention
+from models.embeddings import PatchProjection
 from models.layers import Embedding, LayerNorm, Linear, param, scan_blocks, stack
-from solrl_jax.numerics.matmul import matmul
 
 ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
@@ -178,7 +178,7 @@ class TextEmbeddings(nnx.Module):
 
 class VisionEmbeddings(nnx.Module):
     def __init__(self, c: CLIPVisionConfig, *, rngs: nnx.Rngs):
-        self.patch_embedding = PatchEmbedding(c.patch_size, c.num_channels, c.hidden_size, rngs=rngs)
+        self.patch_embedding = PatchProjection(c.patch_size, c.num_channels, c.hidden_size, bias=False, rngs=rngs)
         self.position_embedding = Embedding((c.image_size // c.patch_size) ** 2 + 1, c.hidden_size, rngs=rngs)
         self.class_embedding = param(jax.random.normal(rngs.params(), (c.hidden_size,)), "class_embedding")
         self.image = (c.image_size, c.image_size, c.num_channels)
@@ -189,22 +189,9 @@ class VisionEmbeddings(nnx.Module):
             raise ValueError(f"CLIPModel: images of shape {pixels.shape[1:]}; accepted: {self.image}")
         first = self.class_embedding.get_value().astype(pixels.dtype)
         first = jnp.broadcast_to(first, (len(pixels), 1, *first.shape))
-        x = jnp.concatenate([first, self.patch_embedding(pixels)], axis=1)
+        patches = self.patch_embedding(pixels)
+        x = jnp.concatenate([first, patches.reshape(len(pixels), -1, patches.shape[-1])], axis=1)
         return x + self.position_embedding(jnp.arange(x.shape[1])).astype(x.dtype)
-
-
-class PatchEmbedding(nnx.Module):
-    """A convolution whose stride is its width, hence a product of flattened patches and the flattened kernel."""
-
-    def __init__(self, patch: int, channels: int, features: int, *, rngs: nnx.Rngs):
-        scale = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        self.kernel = param(scale(rngs.params(), (patch, patch, channels, features), jnp.float32), "weight", "conv")
-
-    def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        kernel = self.kernel.get_value()
-        (patch, _, channels, features), (batch, height, width, _) = kernel.shape, pixels.shape
-        patches = pixels.reshape(batch, height // patch, patch, width // patch, patch, channels).swapaxes(2, 3)
-        return matmul(patches.reshape(batch, -1, patch * patch * channels), kernel.reshape(-1, features))
 
 
 class Encoder(nnx.Module):

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from models.attention import attention
+from models.embeddings import PatchProjection, TextProjection, TimestepMLP
 from models.layers import DepthwiseConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
-from solrl_jax.numerics.matmul import matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,39 +198,6 @@ class PatchEmbed(nnx.Module):
         return x.reshape(x.shape[0], rows * columns, d)
 
 
-class PatchProjection(nnx.Module):
-    """A convolution whose stride is its kernel size, as a product over flattened patches."""
-
-    def __init__(self, patch: int, n_in: int, n_out: int, *, rngs: nnx.Rngs):
-        init = nnx.initializers.xavier_uniform()
-        kernel = init(rngs.params(), (patch * patch * n_in, n_out)).reshape(patch, patch, n_in, n_out)
-        self.kernel = param(kernel, "weight", "conv")
-        self.bias = param(jnp.zeros(n_out), "bias")
-        self.patch = patch
-
-    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b rows columns d"]:
-        (b, h, w, c), p = x.shape, self.patch
-        patches = x.reshape(b, h // p, p, w // p, p, c).transpose(0, 1, 3, 2, 4, 5).reshape(b, h // p, w // p, p * p * c)
-        kernel = self.kernel.get_value().reshape(p * p * c, -1)
-        return matmul(patches, kernel) + self.bias.get_value().astype(x.dtype)
-
-
-class TextProjection(nnx.Module):
-    def __init__(self, n_in: int, d: int, *, rngs: nnx.Rngs):
-        self.linear_1, self.linear_2 = Linear(n_in, d, rngs=rngs), Linear(d, d, rngs=rngs)
-
-    def __call__(self, text: Float[Array, "b l n_in"]) -> Float[Array, "b l d"]:
-        return self.linear_2(jax.nn.gelu(self.linear_1(text), approximate=True))
-
-
-class TimestepMLP(nnx.Module):
-    def __init__(self, d: int, *, rngs: nnx.Rngs):
-        self.linear_1, self.linear_2 = Linear(256, d, rngs=rngs), Linear(d, d, rngs=rngs)
-
-    def __call__(self, value: Float[Array, "b"], dtype: jnp.dtype) -> Float[Array, "b d"]:
-        return self.linear_2(jax.nn.silu(self.linear_1(sinusoid(value).astype(dtype))))
-
-
 class TimestepHolder(nnx.Module):
     """Holds the time MLP one level deeper, as the released names have it (`time_embed.emb.timestep_embedder`)."""
 
@@ -261,14 +228,6 @@ class GuidedTimeEmbedding(nnx.Module):
     def __call__(self, timestep, guidance, dtype):
         embedded = self.timestep_embedder(timestep, dtype) + self.guidance_embedder(guidance, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded
-
-
-def sinusoid(value: Float[Array, "b"], dim: int = 256) -> Float[Array, "b {dim}"]:
-    """Cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000; float32."""
-    # on the host, in the order of operations of the released code: at t = 1000 one ulp of a frequency is 1e-4 of an angle
-    frequency = np.exp(np.float32(-math.log(10000)) * np.arange(dim // 2, dtype=np.float32) / np.float32(dim // 2))
-    angle = value.astype(jnp.float32)[:, None] * frequency
-    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
 
 
 def sincos_positions(d: int, rows: int, columns: int, base: int, scale: float) -> np.ndarray:
