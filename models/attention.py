@@ -1,8 +1,11 @@
 """Softmax attention: the one function through which every network here attends, and the one place that picks a kernel.
 
 Scaled dot products (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1) with heads that may share keys and values
-(arXiv 2305.13245), and optionally with the soft cap on the logits of Gemma 2 (arXiv 2408.00118, section 2).
+(arXiv 2305.13245), and optionally with the soft cap on the logits of Gemma 2 (arXiv 2408.00118, section 2) or with a bias added
+to them (the relative positions of T5, arXiv 1910.10683, section 2.1).
 """
+
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +20,26 @@ def attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    bias: Float[Array, "#b #n t s"] | None = None,
 ) -> Float[Array, "b t n h"]:
-    """`softmax(scale * q k^T) v` for each head, in the dtype of `q`; the softmax is taken in float32.
+    """`softmax(scale * q k^T + bias) v` for each head, in the dtype of `q`; the softmax is taken in float32.
 
     Query head `i` reads key head `i // (n / kv)`. `mask` is true where a query may look; a query that may look nowhere gets
     the mean of the values, so that padding stays finite. `scale` is `h ** -0.5` unless given. With `softcap` c, logits
-    become `c tanh(logits / c)` before the mask.
+    become `c tanh(logits / c)` before bias and mask. cuDNN reads the bias in the dtype of `q`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None:
-        return _softcapped(q, k, v, mask, scale, softcap)
-    if not flash_fits(q, k):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="xla")
-    if mask is not None:  # cuDNN reads it as a bias, whose shape it wants whole and sharded as the queries are
-        mask = jnp.broadcast_to(mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
+        return _softcapped(q, k, v, mask, scale, softcap, bias)
+    flash, whole = flash_fits(q, k), (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if flash and mask is not None:  # cuDNN reads it as a bias, whose shape it wants whole and sharded as the queries are
+        mask = jnp.broadcast_to(mask, whole)
+    kernel: Literal["cudnn", "xla"] = "cudnn" if flash else "xla"
+    optional: dict[str, Any] = {}
+    if bias is not None:  # cuDNN takes one for the whole batch
+        per_head = jnp.broadcast_to(bias, (bias.shape[0], *whole[1:]))
+        optional["bias"] = per_head.astype(q.dtype if flash else jnp.float32)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=kernel, **optional)
 
 
 def flash_fits(q: Array, k: Array) -> bool:
@@ -47,12 +55,14 @@ def flash_fits(q: Array, k: Array) -> bool:
     return jax.default_backend() == "gpu" and half and even and head % 8 == 0 and head <= 128
 
 
-def _softcapped(q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float) -> Array:
+def _softcapped(q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float, bias: Array | None) -> Array:
     """`attention` spelled out, because no fused kernel caps its logits."""
     (batch, t, heads, head), (s, kv) = q.shape, k.shape[1:3]
     q = q.reshape(batch, t, kv, heads // kv, head)
     logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = softcap * jnp.tanh(logits / softcap)
+    if bias is not None:
+        logits += jnp.broadcast_to(bias, (batch, heads, t, s)).reshape(logits.shape).astype(jnp.float32)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (batch, heads, t, s)).reshape(logits.shape)
         logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)  # finite: a row of -inf would be NaN

@@ -17,10 +17,17 @@ from models.attention import attention
 from models.embeddings import PatchProjection
 from models.layers import Embedding, LayerNorm, Linear, param, scan_blocks, stack
 
-ACTIVATIONS = {
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-}
+
+def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    x32 = x.astype(jnp.float32)  # rounded once: in BF16 each of the three steps would be
+    return (x32 * jax.nn.sigmoid(1.702 * x32)).astype(x.dtype)
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +149,14 @@ class TextModel(nnx.Module):
         length = input_ids.shape[1]
         causal = jnp.tril(jnp.ones((length, length), bool))
         x = self.encoder(self.embeddings(input_ids), causal & attention_mask.astype(bool)[:, None, None, :])
+        return self.final_layer_norm(self.at_end(x, input_ids))
+
+    def at_end(self, x: Float[Array, "b l d"], input_ids: Int[Array, "b l"]) -> Float[Array, "b d"]:
+        """The vectors at the first end-of-text tokens."""
         # Files older than transformers 4.31 say 2 there, which is wrong: their end of text is the highest id.
         end = self.config.eos_token_id
         position = jnp.argmax(input_ids if end == 2 else input_ids == end, axis=-1)
-        return self.final_layer_norm(jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0])
+        return jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
 
 
 class VisionModel(nnx.Module):

@@ -54,7 +54,9 @@ class TimestepMLP(nnx.Module):
 
 def sinusoid(value: Float[Array, "b"], dim: int = 256) -> Float[Array, "b {dim}"]:
     """Cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000; float32."""
-    # on the host, in the order of operations of the released code: at t = 1000 one ulp of a frequency is 1e-4 of an angle
-    frequency = np.exp(np.float32(-math.log(10000)) * np.arange(dim // 2, dtype=np.float32) / np.float32(dim // 2))
+    # on the host: the exponent in float32 as in the released code, its exponential rounded once (NumPy's own float32 `exp` is
+    # off by an ulp in every second one, and at t = 1000 an ulp of a frequency is 1e-4 of an angle)
+    exponent = np.float32(-math.log(10000)) * np.arange(dim // 2, dtype=np.float32) / np.float32(dim // 2)
+    frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
     angle = value.astype(jnp.float32)[:, None] * frequency
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)

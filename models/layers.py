@@ -11,7 +11,7 @@ Three conventions hold for all of them:
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,24 +28,32 @@ LAYOUTS = ("same", "linear", "pointwise", "conv")
 
 M = TypeVar("M", bound=nnx.Module)
 P = TypeVar("P")
+X = TypeVar("X")
 
 
 def param(value: Array, torch_name: str, layout: str = "same") -> nnx.Param:
     """A parameter that knows how PyTorch stores it (`layout`: one of `LAYOUTS`)."""
-    return nnx.Param(value, torch_name=torch_name, layout=layout, below_stack=0)
+    return nnx.Param(value, torch_name=torch_name, layout=layout, below_stack=0, first_layer=None)
 
 
-def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
-    """`n` modules of one kind as one module whose parameters have a leading axis of `n`, to be applied by `scan_blocks`."""
+def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int | None = None) -> M:
+    """`n` modules of one kind as one module whose parameters have a leading axis of `n`, to be applied by `scan_blocks`.
+
+    first: set where layers of several kinds share one released list. Each run of equal ones is then a stack, held in a
+    container that has the list's name, under any key; its layers are `first`, `first + 1`, ... of that list.
+    """
     build = nnx.split_rngs(splits=n)(nnx.vmap(make, in_axes=(0,), out_axes=0))
     blocks = build(rngs)
     for path, variable in nnx.to_flat_state(nnx.state(blocks, nnx.Param)):
-        variable.set_metadata(below_stack=len(path))  # where in a tensor's name the layer index goes
+        variable.set_metadata(below_stack=len(path), first_layer=first)  # where in a tensor's name which layer index goes
     return blocks
 
 
-def scan_blocks(blocks: nnx.Module, apply: Callable[[nnx.Module, Array], Array], x: Array) -> Array:
-    """Applies stacked `blocks` in order: `x = apply(block, x)`. One block is compiled, however many there are."""
+def scan_blocks(blocks: Any, apply: Callable[[Any, X], X], x: X) -> X:
+    """Applies stacked `blocks` in order: `x = apply(block, x)`. One block is compiled, however many there are.
+
+    x: an array, or a tree of arrays where several streams run side by side.
+    """
     graphdef, params = nnx.split(blocks)
     step = lambda x, p: (apply(nnx.merge(graphdef, gather(p)), x), None)
     return jax.lax.scan(step, x, params)[0]

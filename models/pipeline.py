@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.weights import Params, load_component, parameter_count
+from models.weights import Params, Placement, check_component, load_component, parameter_count
 
 Conditioning = dict[str, Array]  # what the network is told of a prompt; every leaf has a leading axis of prompts
 Tokens = dict[str, np.ndarray]  # what the text encoder is given; likewise
@@ -49,8 +49,13 @@ class Component:
         """The network with these parameters."""
         return nnx.merge(self.graphdef, params)
 
-    def load(self, dtype: jnp.dtype) -> Params:
-        return load_component(self.folder, self.state, dtype)
+    def check(self) -> None:
+        """Raises what `load` would raise for tensors that do not fit; reads no more than the headers of the files."""
+        check_component(self.folder, self.state)
+
+    def load(self, dtype: jnp.dtype, place: Placement | None = None) -> Params:
+        """The parameters in `dtype`; place: from a parameter's path and shape to where it lies on a mesh."""
+        return load_component(self.folder, self.state, dtype, place)
 
     def shapes(self, dtype: jnp.dtype) -> Params:
         """The parameters' shapes as a tree of ShapeDtypeStruct."""
@@ -60,6 +65,14 @@ class Component:
     def size(self) -> int:
         return parameter_count(self.state)
 
+    @functools.cached_property
+    def stacked(self) -> frozenset[str]:
+        """The top-level names under which all parameters are layers of a stack (`models.layers.stack`)."""
+        depths: dict[str, list[int]] = {}
+        for path, variable in nnx.to_flat_state(self.state):
+            depths.setdefault(str(path[0]), []).append(variable.get_metadata()["below_stack"])
+        return frozenset(name for name, below in depths.items() if all(below))
+
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
@@ -68,17 +81,20 @@ class Pipeline:
     kind: str  # the class name in model_index.json
     folder: Path
     transformer: Component
-    text_encoder: Component
+    text_encoders: dict[str, Component]  # by folder
     vae: Component
     scheduler: dict[str, Any]  # scheduler_config.json
     velocity: VelocityFn
-    encode_text: Callable[[Params, Tokens], Conditioning]
+    encode_text: Callable[[dict[str, Params], Tokens], Conditioning]  # parameters by folder
     decode: Callable[[Params, Float[Array, "b h w c"]], Float[Array, "b H W 3"]]  # images in [0, 1], float32
     tokenize: Callable[[Sequence[str], int], Tokens]  # prompts, most tokens a prompt
     latent_shape: Callable[[int, int], tuple[int, int, int]]  # from the image's height and width; ValueError if they do not fit
     image_tokens: Callable[[int, int], int]
     default_max_tokens: int
     default_size: tuple[int, int]  # height and width the model was made for
+    vae_dtype: jnp.dtype | None = None  # the one dtype that decoding works in, where there is one
+    embedded_guidance: bool = False  # the network is told the guidance scale; there is no second evaluation without the prompt
+    own_sigmas: bool = False  # the pipeline gives its scheduler `linspace(1, 1/n, n)` instead of taking the default grid
 
 
 def open_pipeline(folder: Path) -> Pipeline:
@@ -87,9 +103,11 @@ def open_pipeline(folder: Path) -> Pipeline:
     Raises FileNotFoundError or ValueError, in one line, for what is missing or of a kind that is not ported.
     """
     # imported here because each of them imports this file
+    from models.flux_pipeline import open_flux
     from models.sana_pipeline import open_sana
+    from models.sd3_pipeline import open_sd3
 
-    known = {"SanaPipeline": open_sana}
+    known = {"SanaPipeline": open_sana, "FluxPipeline": open_flux, "StableDiffusion3Pipeline": open_sd3}
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")
     kind = read_json(folder / "model_index.json").get("_class_name")
@@ -122,3 +140,39 @@ def load_tokenizer(folder: Path):
     named = read_json(folder / "tokenizer_config.json").get("tokenizer_class", "")
     plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
     return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(str(folder), local_files_only=True)
+
+
+def tokenize_padded(folder: Path, prompts: Sequence[str], length: int) -> np.ndarray:
+    """Token ids [prompts, length] int32, padded and truncated to `length` as the tokenizer in `folder` does it."""
+    encoded = load_tokenizer(folder)(
+        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np"
+    )
+    return encoded["input_ids"].astype("int32")
+
+
+def clip_length(folder: Path, *positions: int) -> int:
+    """The length of texts for CLIP: its tokenizer's. Raises ValueError if a tower has fewer `positions` than that."""
+    length = load_tokenizer(folder).model_max_length
+    if length > min(positions):
+        raise ValueError(f"{folder}: model_max_length={length}; accepted: up to {min(positions)}, the positions of its encoder")
+    return length
+
+
+def to_unit_range(image: Float[Array, "b H W 3"]) -> Float[Array, "b H W 3"]:
+    """From [-1, 1], overshoots included, to [0, 1] float32."""
+    return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+
+
+def fitting_latent(height: int, width: int, compression: int, patch: int) -> tuple[int, int]:
+    """Height and width of the latent of an image. Raises ValueError for an image that is no whole number of patches."""
+    unit = compression * patch
+    if height % unit or width % unit or height <= 0 or width <= 0:
+        raise ValueError(f"size {height}x{width}: this model takes multiples of {unit} pixels in both directions")
+    return height // compression, width // compression
+
+
+def check_fit(folder: Path, *facts: tuple[str, int | None, int | None]) -> None:
+    """The components were made for each other: (name, value, what the others want). Raises ValueError for the first misfit."""
+    for name, value, wanted in facts:
+        if value != wanted:
+            raise ValueError(f"{folder}: {name}={value} does not fit the other components, which want {wanted}")

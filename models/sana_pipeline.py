@@ -8,7 +8,17 @@ from jaxtyping import Array, Float
 
 from models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
 from models.gemma2 import Gemma2Config, Gemma2Model
-from models.pipeline import Component, Conditioning, Pipeline, Tokens, load_tokenizer, read_json
+from models.pipeline import (
+    Component,
+    Conditioning,
+    Pipeline,
+    Tokens,
+    check_fit,
+    fitting_latent,
+    load_tokenizer,
+    read_json,
+    to_unit_range,
+)
 from models.sana import SanaConfig, SanaTransformer2DModel
 from models.weights import Params
 
@@ -35,8 +45,8 @@ def open_sana(folder: Path) -> Pipeline:
             padding_side="right", return_tensors="np")  # fmt: skip
         return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
 
-    def encode_text(params: Params, tokens: Tokens) -> Conditioning:
-        return {"text": text_encoder(params)(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}
+    def encode_text(params: dict[str, Params], tokens: Tokens) -> Conditioning:
+        return {"text": text_encoder(params["text_encoder"])(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}
 
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
         embedded = None
@@ -46,22 +56,18 @@ def open_sana(folder: Path) -> Pipeline:
         return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep, embedded)
 
     def decode(params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        image = vae(params).decode(latent / vae_config.scaling_factor)
-        return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+        return to_unit_range(vae(params).decode(latent / vae_config.scaling_factor))
 
     compression = vae_config.spatial_compression
 
     def latent_shape(height: int, width: int) -> tuple[int, int, int]:
-        unit = compression * config.patch_size
-        if height % unit or width % unit or height <= 0 or width <= 0:
-            raise ValueError(f"size {height}x{width}: this model takes multiples of {unit} pixels in both directions")
-        return height // compression, width // compression, config.in_channels
+        return *fitting_latent(height, width, compression, config.patch_size), config.in_channels
 
     return Pipeline(
         kind="SanaPipeline",
         folder=folder,
         transformer=transformer,
-        text_encoder=text_encoder,
+        text_encoders={"text_encoder": text_encoder},
         vae=vae,
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
@@ -78,11 +84,10 @@ def open_sana(folder: Path) -> Pipeline:
 def _check_fit(folder: Path, config: SanaConfig, vae: AutoencoderDCConfig) -> None:
     """The components were made for each other, and the network predicts a velocity and nothing beside it."""
     text = Gemma2Config.from_dict(read_json(folder / "text_encoder" / "config.json"))
-    for name, value, wanted in (
+    check_fit(
+        folder,
         ("transformer in_channels", config.in_channels, vae.latent_channels),
         ("transformer out_channels", config.out_channels or config.in_channels, config.in_channels),
         ("transformer caption_channels", config.caption_channels, text.hidden_size),
         ("transformer cross_attention_dim", config.cross_attention_dim, config.width),
-    ):
-        if value != wanted:
-            raise ValueError(f"{folder}: {name}={value} does not fit the other components, which want {wanted}")
+    )

@@ -2,13 +2,16 @@
 
 Every parameter says in its metadata how PyTorch names and orders it (`models.layers.param`), so one function derives the
 table for every network: our path, the tensor's name, the shape it has there. Loading checks the whole table before it reads
-a value: tensors that are missing, unexpected or of another shape are listed by name, all at once.
+a value: tensors that are missing, unexpected or of another shape are listed by name, all at once. Then each tensor goes from
+its file to the devices that hold a part of it; a parameter is never whole on the host unless it is small.
 """
 
 import dataclasses
+import functools
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
+from models.tensor_files import STORED_DTYPES, Stored, read_header, weight_files
+
 Params = dict[Any, Any]
+Placement = Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]  # a parameter's path and shape
+Index = tuple[range, ...]  # a part of a tensor: a range over each axis
+
+PART = 2**28  # bytes of a parameter that are assembled on the host before they go to the devices
+
+# Tensors of older files that say nothing, each with the parameter beside which that is so: positions are 0, 1, 2, ...,
+# and the encoder of T5 has no table of tokens of its own.
+REDUNDANT = {
+    "text_model.embeddings.position_ids": "text_model.embeddings.position_embedding.weight",
+    "vision_model.embeddings.position_ids": "vision_model.embeddings.position_embedding.weight",
+    "encoder.embed_tokens.weight": "shared.weight",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +53,11 @@ class Entry:
     def torch_shape(self) -> tuple[int, ...]:
         return _to_torch_shape(self.shape, self.layout)
 
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Of the parameter: layers first when stacked."""
+        return (len(self.names), *self.shape) if self.stacked else self.shape
+
 
 def entries(state: nnx.State) -> list[Entry]:
     """The table of a network's parameters, from its (abstract) state."""
@@ -45,8 +67,11 @@ def entries(state: nnx.State) -> list[Entry]:
         depth = meta["below_stack"]
         if depth:
             # the layer index goes just below the list's own name: text.layers.attn.weight -> text.layers.3.attn.weight
-            above, below = path[:-depth], path[-depth:-1]
-            names = tuple(_join(*above, i, *below, meta["torch_name"]) for i in range(shape[0]))
+            above, below, first = path[:-depth], path[-depth:-1], meta["first_layer"]
+            if first is not None:  # one run of a list of several kinds: the list's name is one level further up
+                above = above[:-1]
+            layers = range(first or 0, (first or 0) + shape[0])
+            names = tuple(_join(*above, i, *below, meta["torch_name"]) for i in layers)
             shape = shape[1:]
         else:
             names = (_join(*path[:-1], meta["torch_name"]),)
@@ -76,39 +101,38 @@ def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
     return out
 
 
-def load_component(folder: Path, state: nnx.State, dtype: jnp.dtype) -> Params:
-    """Parameters of one component (`folder` holds one safetensors file or shards with an index), cast to `dtype`."""
-    files = weight_files(folder)
-    handles, shapes = {}, {}
-    for file in files:
-        try:
-            handle = safe_open(file, framework="numpy")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: not a readable safetensors file ({error})") from error
-        for name in handle.keys():  # noqa: SIM118 (not a mapping)
-            handles[name], shapes[name] = handle, tuple(handle.get_slice(name).get_shape())
+def load_component(folder: Path, state: nnx.State, dtype: jnp.dtype, place: Placement | None = None) -> Params:
+    """Parameters of the component in `folder`, cast to `dtype`; tensor by tensor, each put where it belongs as it is read.
+
+    place: from a parameter's path and shape to its sharding; None: arrays on JAX's default device.
+    No more than `PART` bytes, or one tensor if that is more, are on the host at a time, and a process reads no rows of a file
+    that none of its devices holds. Raises ValueError that lists every tensor that does not fit, before anything is placed.
+    """
+    table, stored = check_component(folder, state)
+    return _nest({e.path: _place(e, stored, jnp.dtype(dtype), place) for e in table})
+
+
+def check_component(folder: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
+    """The network's table and where each tensor of `folder` lies, from the headers of its files alone.
+
+    Raises ValueError listing every tensor that is missing, unexpected, mis-shaped, there twice or not of floating point.
+    """
+    stored: dict[str, Stored] = {}
+    problems = []
+    for file in weight_files(folder):
+        for tensor in read_header(file):
+            if (other := stored.setdefault(tensor.name, tensor)) is not tensor:
+                problems.append(f"{tensor.name} is both in {other.file.name} and in {file.name}")
     table = entries(state)
-    _check(table, shapes, str(folder))
-    read = lambda name: handles[name].get_tensor(name)
-    return _nest({e.path: jnp.asarray(_gather(e, read), dtype) for e in table})
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a component. Raises FileNotFoundError that says what was looked for."""
-    for index in sorted(folder.glob("*.safetensors.index.json")):
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{index}: not an index of shards ({type(error).__name__}: {error})") from error
-        missing = [n for n in names if not (folder / n).exists()]
-        if missing:
-            raise FileNotFoundError(f"{folder}: {index.name} names files that are not there: {', '.join(missing)}")
-        return [folder / n for n in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) != 1:
-        found = ", ".join(f.name for f in files) or "none"
-        raise FileNotFoundError(f"{folder}: expected one .safetensors file or an index of shards, found {found}")
-    return files
+    names = {name for e in table for name in e.names}
+    problems += [
+        f"{name} is {tensor.dtype}, expected one of {', '.join(STORED_DTYPES)}"
+        for name, tensor in stored.items()
+        if name in names and tensor.dtype not in STORED_DTYPES
+    ]
+    shapes = {name: t.shape for name, t in stored.items() if name in names or REDUNDANT.get(name) not in names}
+    _check(table, shapes, str(folder), problems)
+    return table, stored
 
 
 def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: jnp.dtype) -> None:
@@ -129,9 +153,9 @@ def _appear(path: Path, write: Callable[[Path], Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _check(table: list[Entry], found: Mapping[str, tuple[int, ...]], source: str) -> None:
+def _check(table: list[Entry], found: Mapping[str, tuple[int, ...]], source: str, problems: Sequence[str] = ()) -> None:
     wanted = {name: e.torch_shape for e in table for name in e.names}
-    problems = [f"missing {n} {s}" for n, s in wanted.items() if n not in found]
+    problems = [*problems, *(f"missing {n} {s}" for n, s in wanted.items() if n not in found)]
     problems += [f"unexpected {n} {s}" for n, s in found.items() if n not in wanted]
     problems += [f"{n} has shape {found[n]}, expected {s}" for n, s in wanted.items() if n in found and found[n] != s]
     if problems:
@@ -141,6 +165,98 @@ def _check(table: list[Entry], found: Mapping[str, tuple[int, ...]], source: str
 def _gather(e: Entry, read) -> np.ndarray:
     tensors = [_from_torch(read(name), e.layout) for name in e.names]
     return np.stack(tensors) if e.stacked else tensors[0]
+
+
+def _place(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, place: Placement | None) -> jax.Array:
+    """One parameter, read and placed; in parts along its leading axis if it is large."""
+    if place is None:
+        whole = tuple(map(range, e.full_shape))
+        return jnp.asarray(_read_parts(e, stored, dtype, [whole])[0])
+    sharding = place(e.path, e.full_shape)
+    if not e.full_shape:
+        return _put(e, stored, dtype, sharding, slice(None))
+    rows = sharding.shard_shape(e.full_shape)[0]  # of each device's shard; `step` of them at a time
+    step = rows
+    if e.stacked or e.layout == "same":  # else our leading axis is not the file's: each part would read all of the tensor
+        step = max(1, PART * rows // max(1, _host_bytes(e, dtype, sharding)))
+    if step >= rows:
+        return _put(e, stored, dtype, sharding, slice(None))
+    array = jnp.zeros(e.full_shape, dtype, device=sharding)
+    for start in range(0, rows, step):
+        part = _put(e, stored, dtype, sharding, slice(start, start + step))
+        array = _fill(sharding)(array, part, np.int32(start))
+    return array.block_until_ready()
+
+
+def _put(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, sharding: NamedSharding, rows: slice) -> jax.Array:
+    """An array that holds, on each device, the given leading rows of that device's shard of the parameter."""
+    shards = _shards(e, sharding)
+    parts = [(index[0][rows], *index[1:]) if index else index for index in shards]
+    pieces = []
+    for host, devices in zip(_read_parts(e, stored, dtype, parts), shards.values(), strict=True):
+        pieces += [jax.device_put(host, device) for device in devices]
+    jax.block_until_ready(pieces)  # the host's copies end with this call, not when a device comes to them
+    shape = e.full_shape
+    if shape:
+        whole = sharding.shard_shape(shape)[0]
+        shape = (shape[0] // whole * len(range(whole)[rows]), *shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+@functools.cache
+def _fill(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
+    """(array, part, start): `part` written into `array` from row `start` of every device's shard, in place, by each device."""
+    spec = sharding.spec
+    write = lambda array, part, start: jax.lax.dynamic_update_slice_in_dim(array, part, start, axis=0)
+    shards = jax.shard_map(write, mesh=sharding.mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=spec, check_vma=False)
+    return jax.jit(shards, donate_argnums=0)
+
+
+def _shards(e: Entry, sharding: NamedSharding) -> dict[Index, list[jax.Device]]:
+    """The parts of a parameter that this process's devices hold, each with the devices that hold it."""
+    shards: dict[Index, list[jax.Device]] = {}
+    for device, slices in sharding.addressable_devices_indices_map(e.full_shape).items():
+        index = tuple(range(n)[s] for s, n in zip(slices or (), e.full_shape, strict=True))
+        shards.setdefault(index, []).append(device)
+    return shards
+
+
+def _host_bytes(e: Entry, dtype: np.dtype, sharding: NamedSharding) -> int:
+    """What the shards of this process hold together, replicas once."""
+    return len(_shards(e, sharding)) * math.prod(sharding.shard_shape(e.full_shape)) * dtype.itemsize
+
+
+def _read_parts(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, parts: Sequence[Index]) -> list[np.ndarray]:
+    """Parts of a parameter, given by ranges over its axes. Each tensor is read once, whichever parts want something of it."""
+    hosts = [np.empty([len(r) for r in index], dtype) for index in parts]
+    wanted: dict[str, list[tuple[Index, np.ndarray]]] = {}
+    for index, host in zip(parts, hosts, strict=True):
+        if e.stacked:
+            for slot, layer in enumerate(index[0]):
+                wanted.setdefault(e.names[layer], []).append((index[1:], host[slot, ...]))
+        else:
+            wanted.setdefault(e.names[0], []).append((index, host))
+    for name, targets in wanted.items():
+        _read(stored[name], e.layout, targets)
+    return hosts
+
+
+def _read(tensor: Stored, layout: str, targets: list[tuple[Index, np.ndarray]]) -> None:
+    """Fills each target, an array in our axis order, with its part of the tensor; a few rows of the file at a time."""
+    views = [  # in the file's axis order
+        (_to_torch_index(index, layout), _to_torch(out, layout)) if tensor.shape else ((range(1),), out[None])
+        for index, out in targets
+    ]
+    first, last = min(index[0].start for index, _ in views), max(index[0].stop for index, _ in views)
+    for start, rows_read in tensor.rows(first, last):
+        stop = start + len(rows_read)
+        # cast before it is reordered: both are then several times faster than in one assignment
+        block = rows_read.astype(targets[0][1].dtype, copy=False)
+        for (rows, *columns), view in views:
+            low, high = max(start, rows.start), min(stop, rows.stop)
+            if low < high:
+                cut = tuple(slice(r.start, r.stop) for r in (range(low - start, high - start), *columns))
+                view[low - rows.start : high - rows.start] = block[cut]
 
 
 def _from_torch(t: np.ndarray, layout: str) -> np.ndarray:
@@ -163,6 +279,17 @@ def _to_torch(t: np.ndarray, layout: str) -> np.ndarray:
         case "conv":
             return t.transpose(3, 2, 0, 1)
     return t
+
+
+def _to_torch_index(index: Index, layout: str) -> Index:
+    match layout:
+        case "linear":
+            return index[::-1]
+        case "pointwise":
+            return (*index[::-1], range(1), range(1))
+        case "conv":
+            return (index[3], index[2], index[0], index[1])
+    return index
 
 
 def _to_torch_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:

@@ -18,8 +18,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from models.layers import gather
+from models.pipeline import Component, Pipeline, open_pipeline
 from models.pipeline import Conditioning as Conditioning
-from models.pipeline import Pipeline, open_pipeline
+from models.tensor_files import without_variants
+from models.weights import Entry, entries
 from models.weights import Params as Params
 from solrl_jax import sharding
 from solrl_jax.files import InputError
@@ -37,7 +39,7 @@ class Backbone:
     mesh: Mesh
     dtype: jnp.dtype  # the networks compute in it
     transformer: Params  # the frozen base, split over fsdp
-    text_encoder: Params
+    text_encoders: dict[str, Params]
     vae: Params
 
     def velocity(
@@ -48,20 +50,28 @@ class Backbone:
         time: [] or [b], in 0..1000.
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
-        return self.pipeline.velocity(gather_small(params), latent.astype(self.dtype), conditioning, time, guidance)
+        return self.pipeline.velocity(
+            gather_small(self.pipeline.transformer, params), latent.astype(self.dtype), conditioning, time, guidance
+        )
 
     def encode(self, prompts: Sequence[str], max_tokens: int) -> Conditioning:
         """What the network is told of each prompt, on every device."""
         tokens = self.pipeline.tokenize(prompts, max_tokens)
-        return self._encode(self.text_encoder, tokens)
+        with jax.set_mesh(self.mesh):
+            return self._encode(self.text_encoders, tokens)
 
-    @partial(jax.jit, static_argnums=0)
-    def _encode(self, params: Params, tokens: Any) -> Conditioning:
-        return self.pipeline.encode_text(params, tokens)
+    @partial(sharding.jit, static_argnums=0)
+    def _encode(self, params: dict[str, Params], tokens: Any) -> Conditioning:
+        encoders = self.pipeline.text_encoders
+        return self.pipeline.encode_text({name: gather_small(encoders[name], p) for name, p in params.items()}, tokens)
 
     def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Images in [0, 1] float32 from latents; params: `vae`."""
-        return self.pipeline.decode(gather(params), latent.astype(self.dtype))
+        return self.pipeline.decode(gather(params), latent.astype(self.pipeline.vae_dtype or self.dtype))
+
+    def parameter_table(self) -> list[Entry]:
+        """How the transformer's parameters are named and ordered in released files."""
+        return entries(self.pipeline.transformer.state)
 
     def __hash__(self) -> int:  # a static argument of jit: one backbone, one identity
         return id(self)
@@ -70,9 +80,9 @@ class Backbone:
         return self is other
 
 
-def gather_small(params: Params) -> Params:
+def gather_small(component: Component, params: Params) -> Params:
     """Whole arrays on every device for everything but the stacked blocks, which are gathered a layer at a time."""
-    return {k: v if k == "transformer_blocks" else gather(v) for k, v in params.items()}
+    return {k: v if k in component.stacked else gather(v) for k, v in params.items()}
 
 
 def find_model(path: str) -> Path:
@@ -96,15 +106,38 @@ def find_model(path: str) -> Path:
 
 def _from_hub(name: str) -> Path:
     """A snapshot of a hub repository: downloaded unless HF_HUB_OFFLINE is set, then only from the cache."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
-    patterns = ["model_index.json", "*/*.json", "*/*.safetensors", "tokenizer*/*", "scheduler/*"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        try:
+            files = HfApi().list_repo_files(name)
+        except Exception:  # no network, or none is wanted: what the cache has, be it whole or not, which loading will tell
+            files = ["model_index.json"]
+        return Path(snapshot_download(name, allow_patterns=pipeline_files(files)))
     except Exception as error:  # the hub client raises a dozen unrelated kinds; to the user they are one
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"model.path={name!r}: cannot be had from the hub{offline}: {reason}") from error
+
+
+def pipeline_files(files: Sequence[str]) -> list[str]:
+    """Of all files of a repository those that a pipeline is read from: its components' configs, tokenizers and weights.
+
+    Others lie beside them: the same weights in another precision or as pickles, or in the layout of another program, at the
+    top level or in a folder that has no config.
+    """
+    folders: dict[str, list[str]] = {}
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        folders.setdefault(folder, []).append(name)
+    wanted = ["model_index.json"]
+    for folder, names in folders.items():
+        if "/" in folder or not folder or not any(name.endswith("config.json") for name in names):
+            continue
+        weights = without_variants(names)
+        rest = [n for n in names if folder.startswith("tokenizer") or (n.endswith(".json") and ".index." not in n)]
+        wanted += [f"{folder}/{name}" for name in {*weights, *rest}]
+    return sorted(wanted)
 
 
 def load_backbone(path: str, precision: str, mesh: Mesh) -> Backbone:
@@ -117,14 +150,17 @@ def load_backbone(path: str, precision: str, mesh: Mesh) -> Backbone:
     try:
         pipeline = open_pipeline(folder)
 
-        def place(component) -> Params:
-            params = component.load(dtype)
-            return jax.device_put(params, sharding.parameter_sharding(mesh, params))
+        def place(_: tuple, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+            return sharding.parameter_sharding(mesh, jax.ShapeDtypeStruct(shape, dtype))
 
-        parts = [place(c) for c in (pipeline.transformer, pipeline.text_encoder, pipeline.vae)]
+        for component in (pipeline.transformer, *pipeline.text_encoders.values(), pipeline.vae):
+            component.check()  # of all of them, before minutes go by with the first one
+        transformer = pipeline.transformer.load(dtype, place)
+        text_encoders = {name: component.load(dtype, place) for name, component in pipeline.text_encoders.items()}
+        vae = pipeline.vae.load(pipeline.vae_dtype or dtype, place)
     except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
         raise InputError(" ".join(str(error).split())) from error
-    return Backbone(pipeline, mesh, dtype, *parts)
+    return Backbone(pipeline, mesh, dtype, transformer, text_encoders, vae)
 
 
 def pad_rows(x: np.ndarray, count: int) -> np.ndarray:

@@ -146,6 +146,7 @@ class Lora(Section):
     rank: Count
     alpha: Positive
     targets: Annotated[tuple[Regex, ...], Field(min_length=1)]
+    init: Text | None  # a LoRA of diffusers or PEFT to start from; null: start from the base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,7 @@ class Optimizer(Section):
     """AdamW."""
 
     learning_rate: Positive
+    decay_steps: Natural  # optimiser steps over which the rate falls linearly to 0; 0: it never falls
     beta1: Decay
     beta2: Decay
     eps: Positive

@@ -3,10 +3,10 @@
 import dataclasses
 from functools import partial
 
-import jax
 import numpy as np
 from jaxtyping import UInt32
 
+from solrl_jax import sharding
 from solrl_jax.backbone import Backbone, Params, load_backbone
 from solrl_jax.config import Config
 from solrl_jax.files import InputError
@@ -18,7 +18,7 @@ from solrl_jax.rollout.generate import Grid
 from solrl_jax.sharding import make_mesh
 
 # merged in one program, layer stacks at once; the base is read, never copied
-quantize_policy = jax.jit(merge_and_quantize, static_argnums=(2, 3))
+quantize_policy = sharding.jit(merge_and_quantize, static_argnums=(2, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Experiment:
 
     def grid(self, steps: int) -> Grid:
         """The run's solver and schedule with `steps` steps."""
-        return Grid.of(self.config.rollout, steps, self.backbone.pipeline.image_tokens(*self.size))
+        pipeline = self.backbone.pipeline
+        return Grid.of(self.config.rollout, steps, pipeline.image_tokens(*self.size), pipeline.embedded_guidance)
 
     def policy(self, adapters: Adapters) -> Params:
         """The policy of `adapters`, exactly: the base with the adapters beside it, in the training precision."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from solrl_jax import sharding
 from solrl_jax.backbone import EMBEDDED_FOLDER
 from solrl_jax.files import InputError
 from solrl_jax.shapes import verifier
@@ -102,7 +103,7 @@ def make_reward(weights: Mapping[str, float]) -> Reward:
     )
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(sharding.jit, static_argnums=0)
 def score_images(reward: Reward, params: Any, images: Float[Array, "b H W 3"], prepared: Any, index: Array) -> Scores:
     """Scores of pictures [b], each against the prompt that `index` [b] names among the prepared ones."""
     return reward.score(params, images, jax.tree.map(lambda x: jnp.asarray(x)[index], prepared))

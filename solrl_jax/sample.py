@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +15,24 @@ import numpy as np
 from solrl_jax import checkpoint, files, pictures
 from solrl_jax.backbone import Backbone, Params, load_backbone
 from solrl_jax.config import Config
-from solrl_jax.experiment import quantize_policy
+from solrl_jax.experiment import Experiment, quantize_policy
 from solrl_jax.files import InputError
 from solrl_jax.flow.scheduler import read_scheduler
 from solrl_jax.keys import candidate_seeds, initial_noise, prompt_uid
 from solrl_jax.policy.lora import Adapters, attach, matching
+from solrl_jax.policy.lora_files import import_lora
 from solrl_jax.presets import from_yaml, resolve
 from solrl_jax.prompts import load_prompts
 from solrl_jax.rollout.generate import Grid, generate, prepare
 from solrl_jax.sharding import make_mesh
-from solrl_jax.state import abstract_state
+from solrl_jax.state import abstract_state, read_start
 
 # the preset that says which linears of a bare model directory are quantised, by pipeline
-RECIPES = {"SanaPipeline": "sana_sol_rl_pickscore"}
+RECIPES = {
+    "SanaPipeline": "sana_sol_rl_pickscore",
+    "FluxPipeline": "flux1_sol_rl_pickscore",
+    "StableDiffusion3Pipeline": "sd3_sol_rl_pickscore",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Request:
     latents: Path | None = None
     precision: str = "bf16"
     max_tokens: int | None = None
+    lora: Path | None = None
     chunk: int = 16
 
 
@@ -56,7 +63,7 @@ def read_run(path: str | Path) -> Config:
     return from_yaml((Path(path) / "config.yaml").read_text())
 
 
-def load_ema(folder: Path, config: Config, backbone: Backbone) -> tuple[dict, int]:
+def load_ema(folder: Path, config: Config, backbone: Backbone) -> tuple[Adapters, int]:
     """The averaged adapters of a run's newest good checkpoint, and its iteration."""
     targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
     abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
@@ -67,6 +74,22 @@ def load_ema(folder: Path, config: Config, backbone: Backbone) -> tuple[dict, in
     return state.ema, meta["iteration"]
 
 
+def load_policy(run: Path | None, experiment: Experiment) -> tuple[Adapters, int]:
+    """The averaged adapters of `run` and its iteration; without a run, those that `lora.init` names, before the first."""
+    config, backbone = experiment.config, experiment.backbone
+    if run:
+        return load_ema(run, config, backbone)
+    return read_start(config.lora, experiment.targets, backbone.parameter_table()), 0
+
+
+def output_directory(path: Path) -> Path:
+    """The directory `path` that `--out` names, made if need be. Raises InputError where nothing can be written there."""
+    try:
+        return files.writable_directory(path)
+    except InputError as error:
+        raise InputError(str(error).replace("the run directory", "--out", 1)) from error
+
+
 def sample(target: str, request: Request, progress: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
     """Writes one PNG an image, `grid.png`, `images.npy` [N, H, W, 3] in [0, 1] and `latents.npy` [N, C, h, w] to `request.out`.
 
@@ -75,8 +98,10 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     prompts = load_prompts(request.prompts, "--prompts", distinct=False)
     noise = None if request.latents is None else _read_latents(request.latents, len(prompts))
     config = read_run(target) if is_run(target) else None
+    if config and request.lora is not None:
+        raise InputError(f"--lora {request.lora}: {target} is a run and has its own adapters; name a model directory")
     base_precision = "fp32" if request.precision == "fp32" else "bf16"
-    files.writable_directory(request.out)
+    output_directory(request.out)
     backbone = load_backbone(config.model.path if config else target, base_precision, make_mesh(-1, 1))
     pipeline = backbone.pipeline
     try:
@@ -84,10 +109,11 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
         tokens = pipeline.image_tokens(*size)
         if config:
             rollout = dataclasses.replace(config.rollout, guidance=request.guidance)
-            grid = Grid.of(rollout, request.steps, tokens)
+            grid = Grid.of(rollout, request.steps, tokens, pipeline.embedded_guidance)
         else:
-            sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens)
-            grid = Grid.from_sigmas(sigmas, table, request.guidance, request.guidance > 1, times)
+            sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas)
+            guided = request.guidance > 1 and not pipeline.embedded_guidance
+            grid = Grid.from_sigmas(sigmas, table, request.guidance, guided, times)
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -106,12 +132,18 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
 
 
 def _policy(target: str, request: Request, config: Config | None, backbone: Backbone) -> Params:
-    """The base, with the run's adapters if there is a run, and NVFP4 leaves if that is the precision."""
+    """The base, with the adapters of the run or the file if there is one, and NVFP4 leaves if that is the precision."""
     base, scale = backbone.transformer, 1.0
     adapters: Adapters = {}
     if config:
         adapters, _ = load_ema(Path(target), config, backbone)
         scale = config.lora.alpha / config.lora.rank
+    elif request.lora is not None:
+        try:
+            adapters, settings = import_lora(request.lora, backbone.parameter_table())
+        except InputError as error:
+            raise InputError(f"--lora: {error}") from error
+        scale = settings.scale
     if request.precision != "nvfp4":
         return attach(base, adapters, scale)
     patterns = config.model.quantize if config else resolve(RECIPES[backbone.pipeline.kind]).model.quantize
@@ -167,3 +199,13 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: list[str])
     for i, image in enumerate(images):
         pictures.save_png(out / f"{i:05d}.png", image)
     pictures.save_grid(out / "grid.png", images, min(len(images), 8), prompts)
+    with files.writing(out):
+        for path in out.iterdir():
+            if _number(path.name) >= len(images) and path.is_file():  # of an earlier call with more prompts
+                path.unlink()
+
+
+def _number(name: str) -> int:
+    """Which image's PNG a file name is, counted from 0; -1 if it is none's."""
+    digits = re.fullmatch(r"([0-9]{5,})\.png", name)
+    return int(digits[1]) if digits and name == f"{int(digits[1]):05d}.png" else -1

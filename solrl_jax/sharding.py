@@ -5,6 +5,7 @@ on every group of `data`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp")
 ROWS = PartitionSpec(AXES)  # the leading axis of anything that has a row a sample
+# Every stage is compiled with it. XLA may otherwise keep float32 where BF16 is asked for, as it happens to fuse: each program
+# differently, so that results would depend on the mesh (gradients by 4 %, measured).
+jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 SMALLEST_SHARDED = 2**12  # elements; splitting less costs more in messages than it saves in memory
 
 

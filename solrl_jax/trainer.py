@@ -29,7 +29,7 @@ from solrl_jax.metrics import read as read_metrics
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.presets import from_yaml, to_yaml
 from solrl_jax.progress import Interrupted, Reporter
-from solrl_jax.state import TrainState, abstract_state, init_state
+from solrl_jax.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.train import iterate
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
@@ -43,9 +43,10 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
     """
     folder = files.writable_directory(config.run.dir)
     with files.only_user(folder):
-        _claim(folder, config)
+        _refuse_another_run(folder, config)
         experiment = build(config)
         state, done = _restore(experiment, folder, report)
+        atomic_write(folder / "config.yaml", to_yaml(config))  # the directory is this run's once all input has been accepted
         _describe(experiment, folder, done, report)
         with Metrics(
             folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1
@@ -114,15 +115,14 @@ def _evaluate(experiment: Experiment, folder: Path, ema: Adapters, done: int, re
     return scores | errors
 
 
-def _claim(folder: Path, config: Config) -> None:
-    """Makes the directory this run's, or checks that it is. What may change between starts: lengths, logging, devices."""
+def _refuse_another_run(folder: Path, config: Config) -> None:
+    """Checks that a run that is there is this one. What may change between starts: lengths, logging, devices."""
     path = folder / "config.yaml"
     if path.exists():
         there = from_yaml(path.read_text())
         if fingerprint(there) != fingerprint(config):
             changed = ", ".join(_differences(yaml.safe_load(to_yaml(there)), yaml.safe_load(to_yaml(config))))
             raise InputError(f"run.dir={str(folder)!r} holds another run ({changed}); name another directory, or remove it")
-    atomic_write(path, to_yaml(config))
 
 
 def fingerprint(config: Config) -> str:
@@ -153,7 +153,8 @@ def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[Tr
     abstract = abstract_state(base, targets, config.lora, config.optimizer, mesh)
     restored = checkpoint.restore_latest(folder / "checkpoints", abstract, {"fingerprint": fingerprint(config)})
     if restored is None:
-        return init_state(jax.random.key(config.seed), base, targets, config.lora, config.optimizer, mesh), 0
+        start = read_start(config.lora, targets, experiment.backbone.parameter_table())
+        return init_state(jax.random.key(config.seed), base, targets, config.lora, config.optimizer, mesh, start=start), 0
     state, meta, warnings = restored
     for warning in warnings:
         report.line(warning)
@@ -170,7 +171,7 @@ def _save(folder: Path, config: Config, state: TrainState, done: int) -> None:
 def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter) -> None:
     """Says and records what runs where."""
     config, mesh, backbone = experiment.config, experiment.backbone.mesh, experiment.backbone
-    device = jax.devices()[0]
+    device, pipeline = jax.devices()[0], backbone.pipeline
     native = device.platform == "gpu" and float(getattr(device, "compute_capability", "0")) >= 10.0
     precision = config.rollout.explore.precision
     how = {"nvfp4": "native block-scaled products" if native else "no FP4 units here: expanded exactly, not faster"}
@@ -181,8 +182,8 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
         "devices": f"{mesh.size} x {device.device_kind}",
         "mesh": dict(mesh.shape),
         "exploration": f"{precision} ({how.get(precision, 'native')})",
-        "parameters": {"transformer": backbone.pipeline.transformer.size, "text_encoder": backbone.pipeline.text_encoder.size,
-                       "vae": backbone.pipeline.vae.size},
+        "parameters": {"transformer": pipeline.transformer.size, **{name: c.size for name, c in pipeline.text_encoders.items()},
+                       "vae": pipeline.vae.size},
         "adapted": list(experiment.targets),
         "quantized": list(experiment.quantized),
         "started_after_iteration": done,

@@ -1,17 +1,37 @@
-"""Small random SANA pipelines in diffusers' own layout, their weights strong enough that all they are told shows."""
+"""Small random pipelines in diffusers' own layout, their weights strong enough that all they are told shows."""
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from diffusers import (
     AutoencoderDC,
+    AutoencoderKL,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
 )
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+from solrl_jax.sample import Request, sample
 
 MAX_TOKENS = 10  # the tokenizer's own limit
 COMPRESSION, CHANNELS = 4, 8  # pixels a latent vector stands for, in both directions; its length
@@ -39,6 +59,28 @@ TRANSFORMER = {
     "mlp_ratio": 2.5, "sample_size": 8, "patch_size": 1,
 }  # fmt: skip
 
+KL_COMPRESSION, KL_CHANNELS, CLIP_TOKENS = 2, 4, 9  # of FLUX and SD3: pixels a latent each way, its length; CLIP's text length
+KL = {
+    "latent_channels": KL_CHANNELS, "block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1,
+    "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2, "scaling_factor": 0.4,
+    "shift_factor": 0.3, "use_quant_conv": False, "use_post_quant_conv": False,
+}  # fmt: skip
+CLIP_L = {  # an end of text of 2 is what released files say: it means the highest token
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 12,
+    "max_position_embeddings": CLIP_TOKENS, "hidden_act": "quick_gelu", "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
+}  # fmt: skip
+CLIP_G = CLIP_L | {"hidden_size": 24, "num_hidden_layers": 3, "projection_dim": 20, "hidden_act": "gelu"}
+T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 3, "feed_forward_proj": "gated-gelu"}
+FLUX = {
+    "in_channels": 4 * KL_CHANNELS, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
+    "joint_attention_dim": 24, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
+}  # fmt: skip
+SD3 = {
+    "sample_size": 8, "patch_size": 2, "in_channels": KL_CHANNELS, "out_channels": KL_CHANNELS, "num_layers": 3,
+    "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 48, "caption_projection_dim": 32,
+    "pooled_projection_dim": 32, "pos_embed_max_size": 9, "qk_norm": "rms_norm", "dual_attention_layers": (),
+}  # fmt: skip
+
 
 def dpm(**changes) -> DPMSolverMultistepScheduler:
     """The scheduler that SANA is released with."""
@@ -48,6 +90,11 @@ def dpm(**changes) -> DPMSolverMultistepScheduler:
 
 def euler(**changes) -> FlowMatchEulerDiscreteScheduler:
     return FlowMatchEulerDiscreteScheduler(**{"shift": 2.0} | changes)
+
+
+def dynamic(**changes) -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler that FLUX.1-dev is released with."""
+    return euler(**{"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15} | changes)
 
 
 def save_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> SanaPipeline:
@@ -64,10 +111,82 @@ def save_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) ->
     for name, network in networks.items():
         network.eval().requires_grad_(False)
         {"transformer": _strengthen_transformer, "text_encoder": _strengthen_text, "vae": _strengthen_vae}[name](network)
-    pipeline = SanaPipeline(tokenizer=make_tokenizer(), scheduler=scheduler or dpm(), **networks)
+    return _saved(SanaPipeline(tokenizer=make_tokenizer(), scheduler=scheduler or dpm(), **networks), folder)
+
+
+def save_flux_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> FluxPipeline:
+    """As `save_pipeline`, like FLUX.1-dev."""
+    torch.manual_seed(seed)
+    tokenizer, tokenizer_2 = make_clip_tokenizer(), make_t5_tokenizer()
+    network = FluxTransformer2DModel(**FLUX | transformer)
+    pipeline = FluxPipeline(
+        scheduler=scheduler or dynamic(),
+        vae=_strong(AutoencoderKL(**KL), _strengthen_vae),
+        text_encoder=_clip(CLIPTextModel, CLIP_L, tokenizer),
+        tokenizer=tokenizer,
+        text_encoder_2=_t5(network.config.joint_attention_dim, tokenizer_2),
+        tokenizer_2=tokenizer_2,
+        transformer=_strong(network, _strengthen_transformer),
+    )
+    _saved(pipeline, folder)
+    # transformers 5 leaves out the prefix that released files have
+    tensors = {f"text_model.{name}": t for name, t in pipeline.text_encoder.state_dict().items()}
+    save_file(tensors, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
+    return pipeline
+
+
+def save_sd3_pipeline(
+    folder: Path, scheduler=None, seed: int = 0, with_t5: bool = True, **transformer
+) -> StableDiffusion3Pipeline:
+    """As `save_pipeline`, like Stable Diffusion 3.5 Large; with_t5: whether it has its third text encoder."""
+    torch.manual_seed(seed)
+    tokenizers = make_clip_tokenizer(), make_clip_tokenizer(second=True), make_t5_tokenizer() if with_t5 else None
+    network = _strong(SD3Transformer2DModel(**SD3 | transformer), _strengthen_transformer)
+    network.pos_embed.pos_embed.normal_()  # stored, so that no formula gives it
+    return _saved(
+        StableDiffusion3Pipeline(
+            transformer=network,
+            scheduler=scheduler or euler(shift=3.0),
+            vae=_strong(AutoencoderKL(**KL), _strengthen_vae),
+            text_encoder=_clip(CLIPTextModelWithProjection, CLIP_L, tokenizers[0]),
+            tokenizer=tokenizers[0],
+            text_encoder_2=_clip(CLIPTextModelWithProjection, CLIP_G, tokenizers[1]),
+            tokenizer_2=tokenizers[1],
+            text_encoder_3=_t5(network.config.joint_attention_dim, tokenizers[2]) if with_t5 else None,
+            tokenizer_3=tokenizers[2],
+        ),
+        folder,
+    )
+
+
+def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **request) -> tuple[np.ndarray, np.ndarray]:
+    """Images [n, H, W, 3] by `solrl_jax.sample`, in float32 unless asked otherwise, and the noise it says it began with."""
+    out.mkdir(exist_ok=True)
+    (out / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    if latents is not None:
+        np.save(out / "noise.npy", latents)
+        request["latents"] = out / "noise.npy"
+    sample(str(folder), Request(str(out / "prompts.txt"), out / "images", **{"precision": "fp32", "seed": 0} | request))
+    return np.load(out / "images" / "images.npy"), np.load(out / "images" / "latents.npy")
+
+
+def _saved(pipeline, folder: Path):
     pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _strong(network: torch.nn.Module, strengthen) -> torch.nn.Module:
+    strengthen(network.eval().requires_grad_(False))
+    return network
+
+
+def _clip(kind, fields: dict, tokenizer: CLIPTokenizer) -> torch.nn.Module:
+    return _strong(kind(CLIPTextConfig(**fields, vocab_size=len(tokenizer))), _strengthen_clip)
+
+
+def _t5(width: int, tokenizer: T5Tokenizer) -> T5EncoderModel:
+    return _strong(T5EncoderModel(T5Config(**T5, d_model=width, vocab_size=len(tokenizer))), _strengthen_t5)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -81,6 +200,25 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="right", model_max_length=MAX_TOKENS)  # fmt: skip
 
 
+def make_clip_tokenizer(second: bool = False) -> CLIPTokenizer:
+    """About one token a word, capitals like small letters; the two that SD3 has differ in order and in what they pad with."""
+    letters = [c for c in map(chr, range(33, 127)) if not c.isupper()]
+    merges = [(word[:i], word[i] + "</w>" * (i == len(word) - 1)) for word in WORDS for i in range(1, len(word))]
+    pieces = [*letters, *(f"{c}</w>" for c in letters), *map("".join, merges)]
+    pieces = sorted(set(pieces), reverse=second)
+    vocabulary = {piece: i for i, piece in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
+    pad = "!" if second else "<|endoftext|>"
+    return CLIPTokenizer(vocabulary, list(dict.fromkeys(merges)), pad_token=pad, model_max_length=CLIP_TOKENS)
+
+
+def make_t5_tokenizer() -> T5Tokenizer:
+    """One token a word, another for each letter of what is no word; capitals are none of either."""
+    words = [(f"▁{word}", -1.0) for word in WORDS]
+    letters = [(c, -5.0) for c in "▁" + "".join(map(chr, range(97, 123)))]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words, *(x for x in letters if (f"▁{x[0]}", -1.0) not in words)]
+    return T5Tokenizer(vocabulary, extra_ids=0, model_max_length=20)
+
+
 def _strengthen_transformer(network: torch.nn.Module) -> None:
     for p in network.parameters():
         p.copy_(torch.randn_like(p) * (0.5 if p.ndim < 2 else p[0].numel() ** -0.5))
@@ -89,6 +227,24 @@ def _strengthen_transformer(network: torch.nn.Module) -> None:
 def _strengthen_text(network: torch.nn.Module) -> None:
     for name, p in network.named_parameters():
         p.copy_(torch.randn_like(p) * (0.5 if p.ndim == 1 else 1.0 if "embed" in name else 1.5 * p.shape[1] ** -0.5))
+
+
+def _strengthen_clip(network: torch.nn.Module) -> None:
+    for name, p in network.named_parameters():
+        if p.ndim < 2:
+            p.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
+        else:
+            p.normal_(0, 1.0 if "embedding" in name else 1.2 * p.shape[1] ** -0.5)
+
+
+def _strengthen_t5(network: T5EncoderModel) -> None:
+    for name, p in network.named_parameters():
+        if p.ndim == 1:
+            p.normal_(1.0, 0.3)
+        elif "shared" in name or "relative_attention_bias" in name:
+            p.normal_()
+        else:  # q carries the factor that the logits lack
+            p.normal_(0, (p.shape[1] * (network.config.d_kv if ".q." in name else 1)) ** -0.5)
 
 
 def _strengthen_vae(network: torch.nn.Module) -> None:

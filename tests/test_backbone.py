@@ -1,12 +1,22 @@
 """The model on the mesh: how it is found, where its parameters lie, and that where they lie changes nothing (to 1e-5)."""
 
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from models import weights
 from solrl_jax import sharding
-from solrl_jax.backbone import EMBEDDED_FOLDER, find_model, load_backbone, pad_rows
+from solrl_jax.backbone import EMBEDDED_FOLDER, find_model, load_backbone, pad_rows, pipeline_files
 from solrl_jax.files import InputError
 from tests.pipelines import CHANNELS, MAX_TOKENS, save_pipeline
 
@@ -55,7 +65,7 @@ def test_a_model_that_is_not_there_is_one_line_that_says_what_was_tried(path, me
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", jnp.float32), ("bf16", jnp.bfloat16)])
 def test_every_parameter_has_the_dtype_of_the_precision(precision, dtype, folder):
     backbone = load_backbone(str(folder), precision, sharding.make_mesh(1, 1))
-    parts = (backbone.transformer, backbone.text_encoder, backbone.vae)
+    parts = (backbone.transformer, backbone.text_encoders, backbone.vae)
     assert {leaf.dtype for leaf in jax.tree.leaves(parts)} == {jnp.dtype(dtype)}
     assert backbone.dtype == dtype
 
@@ -68,9 +78,140 @@ def test_large_parameters_are_split_over_fsdp_and_small_ones_are_whole(backbones
     assert len(large.addressable_shards) == 8
     assert {shard.data.size for shard in large.addressable_shards} == {large.size // 4}
     assert small.sharding.is_fully_replicated
-    for leaf in jax.tree.leaves((split.transformer, split.text_encoder, split.vae)):
+    for leaf in jax.tree.leaves((split.transformer, split.text_encoders, split.vae)):
         parts = leaf.size // leaf.addressable_shards[0].data.size
         assert parts == (4 if leaf.size >= sharding.SMALLEST_SHARDED else 1), leaf.shape
+
+
+def test_each_parameter_is_placed_as_it_is_read(folder, monkeypatch, backbones):
+    """No array of a component is whole on one device first; each lies where `parameter_sharding` says."""
+    monkeypatch.setattr(weights, "PART", 4096)
+    whole, split = backbones
+    monkeypatch.setattr(jax, "device_put", one_device_only(jax.device_put))
+    loaded = load_backbone(str(folder), "fp32", split.mesh)
+    trees = [(b.transformer, b.text_encoders, b.vae) for b in (whole, split, loaded)]
+    assert jax.tree.map(lambda x: x.sharding, trees[2]) == sharding.parameter_sharding(split.mesh, trees[2])
+    for (path, one), two, three in zip(
+        jax.tree_util.tree_leaves_with_path(trees[0]), *map(jax.tree.leaves, trees[1:]), strict=True
+    ):
+        np.testing.assert_array_equal(one, two, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_array_equal(one, three, err_msg=jax.tree_util.keystr(path))
+
+
+def one_device_only(device_put):
+    def put(x, device):
+        assert isinstance(x, np.ndarray)
+        assert isinstance(device, jax.Device)
+        return device_put(x, device)
+
+    return put
+
+
+def test_every_component_is_checked_before_the_first_is_loaded(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "model")
+    vae = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    save_file(load_file(vae) | {"stranger": np.zeros(3, np.float32)}, vae)
+    monkeypatch.setattr(weights, "_place", lambda *_: pytest.fail("a parameter was placed"))
+    with pytest.raises(InputError, match=r"vae: 1 tensor\(s\) do not fit the network: unexpected stranger \(3,\)$"):
+        load_backbone(str(tmp_path / "model"), "fp32", sharding.make_mesh(1, 1))
+
+
+SHARDS = ["model.bf16-00001-of-00002.safetensors", "model.bf16-00002-of-00002.safetensors"]
+BESIDE = [  # what released repositories hold beside a pipeline
+    "README.md", ".gitattributes", "flux1-dev.safetensors", "ae.safetensors", "text_encoders/t5xxl_fp16.safetensors",
+    "transformer/diffusion_pytorch_model.fp16.safetensors", "transformer/diffusion_pytorch_model.bin",
+    "vae/diffusion_pytorch_model.safetensors.index.fp16.json", "vae/diffusion_pytorch_model.fp16-00001-of-00001.safetensors",
+    "text_encoder/pytorch_model.bin.index.json", "text_encoder/pytorch_model-00001-of-00001.bin", "vae/flax_model.msgpack",
+    "onnx/vae/config.json", "onnx/vae/model.safetensors", "sd3.5_large.safetensors", "example.json",
+]  # fmt: skip
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def repository(folder, tmp_path_factory):
+    """A pipeline as it lies on the hub, its text encoder only as shards of a variant; and the files that are of it."""
+    root = tmp_path_factory.mktemp("repository")
+    shutil.copytree(folder, root, dirs_exist_ok=True)
+    text = root / "text_encoder"
+    tensors = load_file(text / "model.safetensors")
+    place = {name: SHARDS[i % 2] for i, name in enumerate(tensors)}
+    for file in SHARDS:
+        save_file({n: t for n, t in tensors.items() if place[n] == file}, text / file)
+    (text / "model.safetensors").unlink()
+    (text / "model.safetensors.index.bf16.json").write_text(json.dumps({"weight_map": place}))
+    wanted = sorted(str(f.relative_to(root)) for f in root.rglob("*") if f.is_file())
+    for name in BESIDE:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("not of the pipeline")
+    return root, wanted
+
+
+def test_of_a_repository_only_the_pipeline_is_wanted(repository):
+    root, wanted = repository
+    files = [str(f.relative_to(root)) for f in root.rglob("*") if f.is_file()]
+    assert len(files) == len(wanted) + len(BESIDE)
+    assert pipeline_files(files) == wanted
+    tokenizer = [f"tokenizer_2/{name}" for name in ("merges.txt", "spiece.model", "tokenizer_config.json", "vocab.json")]
+    assert pipeline_files([*files, *tokenizer]) == sorted([*wanted, *tokenizer])
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as its client asks of it to download a snapshot of `owner/model`."""
+
+    root = None
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/owner/model/tree/"):
+            files = [f for f in self.root.rglob("*") if f.is_file()]
+            tree = [
+                {"type": "file", "path": str(f.relative_to(self.root)), "size": f.stat().st_size, "oid": f"{i:040x}"}
+                for i, f in enumerate(files)
+            ]
+            self.answer(json.dumps(tree).encode())
+        elif path.startswith("/api/models/owner/model"):
+            self.answer(json.dumps({"_id": "0", "id": "owner/model", "modelId": "owner/model", "sha": COMMIT}).encode())
+        elif path.startswith(prefix := f"/owner/model/resolve/{COMMIT}/"):
+            name = path.removeprefix(prefix)
+            self.answer((self.root / name).read_bytes(), ETag=f'"{hash(name) % 2**64:040x}"', **{"X-Repo-Commit": COMMIT})
+        else:
+            self.send_error(404)
+
+    do_HEAD = do_GET
+
+    def answer(self, body, **headers):
+        self.send_response(200)
+        for key, value in {"Content-Length": len(body), "Content-Type": "application/json", **headers}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(repository, backbones, tmp_path, monkeypatch):
+    root, wanted = repository
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("OurHub", (Hub,), {"root": root}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:  # in a process of its own: the client reads its environment once
+        online = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        code = "from solrl_jax.backbone import find_model; print(find_model('owner/model'))"
+        environment = os.environ | online | {"HF_HUB_CACHE": str(tmp_path), "HF_HOME": str(tmp_path / "home")}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0, done.stderr
+    snapshot = tmp_path / "models--owner--model" / "snapshots" / COMMIT
+    assert done.stdout.strip() == str(snapshot)
+    assert sorted(str(f.relative_to(snapshot)) for f in snapshot.rglob("*") if f.is_file()) == wanted
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    loaded = load_backbone("owner/model", "fp32", sharding.make_mesh(1, 1))
+    assert loaded.pipeline.folder == snapshot
+    want = backbones[0].text_encoders["text_encoder"]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), loaded.text_encoders["text_encoder"], want))
 
 
 def relative(ours, theirs) -> float:

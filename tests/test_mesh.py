@@ -12,7 +12,7 @@ from tests.small import fresh_state, silent, small_config
 
 MESHES = {"one": ("mesh.data=1",), "data=8": ("mesh.data=8",), "data=2 fsdp=4": ("mesh.data=2", "mesh.fsdp=4")}
 REWARD_TOLERANCE = 1e-5
-ADAPTER_TOLERANCE = 1e-4
+ADAPTER_TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,11 @@ def test_initial_noise_is_the_same_to_the_bit(built):
     assert abs(whole.std() - 1) < 0.05
 
 
-def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters():
-    """With NVFP4 exploration and float32 elsewhere: in BF16 XLA keeps or drops intermediate roundings as it fuses, program by
-    program, and Adam's first step makes the sign of the smallest gradients out of them (measured: 2e-3 instead of 1e-4)."""
+def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(built):
+    """In BF16, exploring in NVFP4. Measured: no difference at all; the tolerance leaves room for the order of float32 sums."""
     runs = {}
-    for name, overrides in MESHES.items():
-        experiment = experiments.build(small_config("unused", "rollout.precision=fp32", *overrides))
+    for name, experiment in built.items():
+        assert experiment.config.rollout.precision == "bf16"
         state, kept = fresh_state(experiment), []
         start = jax.device_get(state.adapters)
         for iteration in (1, 2):
@@ -71,7 +70,7 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters():
     one, kept_by_one = runs["one"]
     norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
     difference = lambda a, b: norm(jax.tree.map(np.subtract, a, b))
-    assert difference(one, start) / norm(one) > 10 * ADAPTER_TOLERANCE  # there was something to learn
+    assert difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE  # there was something to learn
     for name, (adapters, kept) in runs.items():
         np.testing.assert_array_equal(kept, kept_by_one, err_msg=name)
         assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE, name

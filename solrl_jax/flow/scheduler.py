@@ -27,18 +27,26 @@ DPM = {
 }  # fmt: skip
 
 
-def read_scheduler(config: dict[str, Any], steps: int, tokens: int) -> tuple[Float[np.ndarray, "n"], np.ndarray, Table]:
+def read_scheduler(
+    config: dict[str, Any], steps: int, tokens: int, own_sigmas: bool = False
+) -> tuple[Float[np.ndarray, "n"], np.ndarray, Table]:
     """Sigmas [steps + 1], times [steps] as the network is told them, and the solver's table, from a scheduler_config.json.
 
-    tokens: image tokens of one latent, for a schedule that depends on the resolution. Raises ValueError naming a setting
+    tokens: image tokens of one latent, for a schedule that depends on the resolution; own_sigmas: the pipeline gives its
+    scheduler `linspace(1, 1/n, n)` to shift (FLUX) instead of asking it for a grid. Raises ValueError naming a setting
     that is not supported, its value and what is accepted.
     """
     kind = config.get("_class_name")
     match kind:
         case "FlowMatchEulerDiscreteScheduler":
             _accept(kind, config, EULER)
-            dynamic = config.get("use_dynamic_shifting", False)
-            sigmas = flux(steps, tokens) if dynamic else sd3(steps, config.get("shift", 1.0))
+            shift = config.get("shift", 1.0)
+            if config.get("use_dynamic_shifting", False):
+                sigmas = flux(steps, tokens)
+            elif own_sigmas:
+                sigmas = np.append(shift_sigmas(np.linspace(1.0, 1 / steps, steps), shift), 0.0)
+            else:
+                sigmas = sd3(steps, shift)
             return sigmas, 1000 * sigmas[:-1], solver_table("euler", sigmas)
         case "DPMSolverMultistepScheduler":
             _accept(kind, config, DPM)

@@ -35,7 +35,7 @@ class PolicyBatch:
     seeds: UInt32[Array, "b 2"]  # the candidates': training noise and sigmas are drawn from them
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(sharding.jit, static_argnums=(0, 1), donate_argnums=2)
 def update(
     backbone: Backbone, config: Config, state: TrainState, base: Params, conditioning: Conditioning, batch: PolicyBatch,
     sigmas: Float[Array, "steps"], times: Float[Array, "steps"],

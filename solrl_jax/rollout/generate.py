@@ -37,10 +37,13 @@ class Grid:
     guided: bool  # classifier-free: two evaluations a step
 
     @classmethod
-    def of(cls, rollout: Any, steps: int, tokens: int) -> "Grid":
-        """The grid of a `config.Rollout` with `steps` steps for latents of `tokens` image tokens."""
+    def of(cls, rollout: Any, steps: int, tokens: int, embedded_guidance: bool) -> "Grid":
+        """The grid of a `config.Rollout` with `steps` steps for latents of `tokens` image tokens.
+
+        embedded_guidance: the network is told its guidance, and one evaluation a step is enough.
+        """
         sigmas = make_sigmas(rollout.schedule, steps, rollout.shift, tokens)
-        guided = rollout.guidance != 1.0 and rollout.schedule != "flux"  # FLUX.1 is told its guidance instead
+        guided = rollout.guidance != 1.0 and not embedded_guidance
         return cls.from_sigmas(sigmas, solver_table(rollout.solver, sigmas, rollout.eta), rollout.guidance, guided)
 
     @classmethod
@@ -129,12 +132,12 @@ def generate(
     )
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(sharding.jit, static_argnums=1)
 def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Array, "b ..."]:
     return sharding.split_rows(initial_noise(seeds, shape))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(sharding.jit, static_argnums=(0, 1))
 def sample_chunk(
     backbone: Backbone, guided: bool, params: Params, conditioning: Conditioning, empty: Conditioning,
     index: Int[Array, "b"], seeds: UInt32[Array, "b 2"], noise: Float[Array, "b h w c"],
@@ -155,6 +158,6 @@ def sample_chunk(
     return sampler.sample(velocity, sharding.split_rows(noise), sigmas, times, table, seeds)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(sharding.jit, static_argnums=0)
 def decode_chunk(backbone: Backbone, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
     return backbone.decode(params, latents)

@@ -43,7 +43,8 @@ def test_a_directory_says_what_it_is(opened):
     assert pipeline.latent_shape(32, 64) == (32 // COMPRESSION, 64 // COMPRESSION, CHANNELS)
     assert pipeline.image_tokens(32, 64) == 8 * 16
     assert pipeline.scheduler["flow_shift"] == 3.0
-    for ours, theirs in ((pipeline.transformer, reference.transformer), (pipeline.text_encoder, reference.text_encoder),
+    for ours, theirs in ((pipeline.transformer, reference.transformer), 
+        (pipeline.text_encoders["text_encoder"], reference.text_encoder),
                          (pipeline.vae, reference.vae)):  # fmt: skip
         assert ours.size == sum(p.numel() for p in theirs.parameters())
         assert sum(np.prod(x.shape) for x in jax.tree.leaves(ours.shapes(jnp.bfloat16))) == ours.size
@@ -119,7 +120,7 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
     np.testing.assert_array_equal(tokens["ids"], asked[0])
     np.testing.assert_array_equal(tokens["mask"], mask)
 
-    got = jit(pipeline.encode_text)(pipeline.text_encoder.load(jnp.float32), tokens)
+    got = jit(pipeline.encode_text)({"text_encoder": pipeline.text_encoders["text_encoder"].load(jnp.float32)}, tokens)
     np.testing.assert_array_equal(got["mask"], mask)
     difference = np.abs(np.asarray(got["text"]) - text)[mask].max() / np.abs(text[mask]).max()
     print(f"conditioning, {max_tokens} tokens: {difference:.1e}")

@@ -1,6 +1,9 @@
 """Weight files: every layout against PyTorch's own layers, every way a component is stored, and what is said of bad ones."""
 
+import io
 import json
+import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 from flax import nnx
-from safetensors.numpy import load_file
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
 
-from models import weights
-from models.layers import Conv, DepthwiseConv, Linear, RMSNorm, param, stack
-from models.weights import entries, from_torch, load_component, parameter_count, save_component, to_torch, weight_files
+from models import tensor_files, weights
+from models.layers import Conv, DepthwiseConv, Embedding, Linear, RMSNorm, param, stack
+from models.tensor_files import weight_files, without_variants
+from models.weights import check_component, entries, from_torch, load_component, parameter_count, save_component, to_torch
 
 FILE = "model.safetensors"
 
@@ -142,6 +147,50 @@ def test_shards_with_an_index_load_as_one_file_does(theirs, network, tmp_path):
         np.testing.assert_array_equal(one[name], two[name], err_msg=name)
 
 
+VARIANTS = {  # as diffusers and transformers have named them over time
+    "one file": ["model.fp16.safetensors"],
+    "shards": ["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors",
+               "model.safetensors.index.fp16.json"],
+    "shards, older": ["model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors",
+                      "model.fp16.safetensors.index.json"],
+    "an average": ["diffusion_pytorch_model.non_ema.safetensors"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_variant_is_read_only_where_there_is_nothing_else(kind, theirs, network, tmp_path):
+    names, plain = VARIANTS[kind], ["diffusion_pytorch_model.safetensors"]
+    others = ["config.json", "model.fp16.bin", "model.bin.index.fp16.json", "README.md"]
+    assert without_variants([*names, *plain, *others]) == plain
+    assert without_variants([*names, *others]) == sorted(names)
+    tensors = {name: t + 1 for name, t in theirs.state_dict().items()}
+    files = [n for n in names if n.endswith(".safetensors")]
+    place = {name: files[i % len(files)] for i, name in enumerate(tensors)}
+    for file in files:
+        safetensors.torch.save_file({n: t for n, t in tensors.items() if place[n] == file}, tmp_path / file)
+    if len(names) > 1:
+        (tmp_path / names[2]).write_text(json.dumps({"weight_map": place}))
+    for other in others:
+        (tmp_path / other).write_text("{}")
+    temperature = lambda: float(load_component(tmp_path, network[1], jnp.float32)["temperature"])
+    assert [p.name for p in weight_files(tmp_path)] == files
+    assert temperature() == float(theirs.temperature) + 1
+    save_shards(tmp_path, theirs)
+    assert len(weight_files(tmp_path)) == 2
+    assert temperature() == float(theirs.temperature)
+
+
+def test_variants_that_cannot_be_chosen_between_are_refused(tmp_path):
+    for name in ("model.fp16.safetensors", "model.non_ema.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError, match=r"found model\.fp16\.safetensors, model\.non_ema\.safetensors"):
+        weight_files(tmp_path)
+    for name in ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError, match=r"found diffusion_pytorch_model\..*index\.json, model\..*index\.json"):
+        weight_files(tmp_path)
+
+
 def test_files_that_cannot_be_chosen_between_are_refused(theirs, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"expected one \.safetensors file or an index of shards, found none"):
         weight_files(tmp_path)
@@ -175,6 +224,58 @@ def test_all_problems_of_a_file_are_listed_at_once_in_one_line(theirs, network, 
                  "linear.weight has shape (3, 4), expected (4, 3)"):  # fmt: skip
         assert part in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_a_tensor_that_is_not_of_plain_floating_point_is_refused_by_name(dtype, theirs, network, tmp_path):
+    tensors = theirs.state_dict()
+    tensors |= {name: tensors[name].to(dtype) for name in ("linear.weight", "blocks.2.inner.conv.bias")}
+    safetensors.torch.save_file(tensors, tmp_path / FILE)
+    with pytest.raises(ValueError, match=r"2 tensor\(s\) do not fit") as error:
+        check_component(tmp_path, network[1])
+    for name in ("linear.weight", "blocks.2.inner.conv.bias"):
+        assert re.search(rf"{re.escape(name)} is [A-Z0-9_]+, expected one of BF16, F16, F32, F64", str(error.value))
+    assert "\n" not in str(error.value)
+
+
+def test_a_tensor_in_two_shards_is_refused(theirs, network, tmp_path):
+    first, second = save_shards(tmp_path, theirs)
+    both = safetensors.torch.load_file(tmp_path / first) | safetensors.torch.load_file(tmp_path / second)
+    safetensors.torch.save_file({n: t for n, t in both.items() if n != "temperature"}, tmp_path / second)
+    with pytest.raises(ValueError, match=rf"linear\.weight is both in {first} and in {second}"):
+        load_component(tmp_path, network[1], jnp.float32)
+
+
+class Tied(nnx.Module):
+    """The parameters beside which older files hold tensors that say nothing."""
+
+    def __init__(self, table: bool, rngs):
+        self.norm = RMSNorm(5, eps=1e-6)
+        if table:
+            self.shared = Embedding(7, 3, rngs=rngs)
+            embeddings = lambda: nnx.Dict(embeddings=nnx.Dict(position_embedding=Embedding(4, 3, rngs=rngs)))
+            self.text_model, self.vision_model = embeddings(), embeddings()
+
+
+def test_what_older_files_repeat_is_passed_over_beside_what_it_repeats_and_nowhere_else(tmp_path):
+    old = {
+        "encoder.embed_tokens.weight": torch.zeros(7, 3),
+        "text_model.embeddings.position_ids": torch.arange(4)[None],
+        "vision_model.embeddings.position_ids": torch.arange(4)[None],
+    }
+    states = [nnx.state(nnx.eval_shape(lambda table=table: Tied(table, nnx.Rngs(0)))) for table in (True, False)]
+    full, bare = ({name: torch.randn(e.torch_shape) for e in entries(s) for name in e.names} for s in states)
+    assert len(full) == 4
+    safetensors.torch.save_file(full | old, tmp_path / FILE)
+    params = load_component(tmp_path, states[0], jnp.float32)
+    np.testing.assert_array_equal(params["shared"]["embedding"], full["shared.weight"].numpy())
+    safetensors.torch.save_file(full | old | {"decoder.embed_tokens.weight": torch.zeros(7, 3)}, tmp_path / FILE)
+    with pytest.raises(ValueError, match=r"1 tensor\(s\) do not fit the network: unexpected decoder.embed_tokens.weight"):
+        load_component(tmp_path, states[0], jnp.float32)
+    safetensors.torch.save_file(bare | old, tmp_path / FILE)
+    with pytest.raises(ValueError, match=r"3 tensor\(s\) do not fit") as error:
+        load_component(tmp_path, states[1], jnp.float32)
+    assert all(f"unexpected {name}" in str(error.value) for name in old)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
@@ -212,3 +313,159 @@ def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(theirs, tmp_pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", FILE]
     assert json.loads((tmp_path / "config.json").read_text()) == {"width": 3}
     np.testing.assert_array_equal(load_file(tmp_path / FILE)["norm.weight"], tensors["norm.weight"])
+
+
+AXES = ("data", "fsdp")
+SPLITS = {  # the axis of a parameter that is split over `fsdp`, counted from its first or its last
+    "whole": None, "first": 0, "last": -1, "last but one": -2,
+}  # fmt: skip
+
+
+class Large(nnx.Module):
+    """A parameter of every layout, each axis a multiple of four; some stacked, one in a run of a list of several kinds."""
+
+    def __init__(self, rngs):
+        self.temperature = param(jnp.zeros(()), "temperature")
+        self.table = Embedding(24, 8, rngs=rngs)
+        self.linear = Linear(12, 8, rngs=rngs)
+        self.pointwise = Linear(4, 8, layout="pointwise", bias=False, rngs=rngs)
+        self.conv = Conv(4, 8, 4, rngs=rngs)
+        block = lambda r: nnx.Dict(linear=Linear(12, 8, rngs=r), conv=Conv(4, 8, 4, rngs=r), norm=RMSNorm(8, eps=1e-6))
+        self.blocks = stack(8, block, rngs)
+        self.mixed = nnx.Dict(run=stack(4, block, rngs, first=3))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The abstract state, a folder of three shards in BF16, and the parameters they hold."""
+    folder, rng = tmp_path_factory.mktemp("large"), np.random.default_rng(0)
+    state = nnx.split(nnx.eval_shape(lambda: Large(nnx.Rngs(0))))[1]
+    tensors = {name: rng.standard_normal(e.torch_shape).astype(ml_dtypes.bfloat16) for e in entries(state) for name in e.names}
+    assert "mixed.6.linear.weight" in tensors
+    place = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(tensors)}
+    for file in set(place.values()):
+        save_file({n: t for n, t in tensors.items() if place[n] == file}, folder / file)
+    (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": place}))
+    return state, folder, flat(from_torch(state, tensors))
+
+
+def placement(split, placed=None):
+    """On 2 x 4 devices: the axis split over `fsdp`, where a parameter has it and it comes out even."""
+    mesh = jax.make_mesh((2, 4), AXES, (jax.sharding.AxisType.Auto,) * 2)
+
+    def place(path, shape):
+        if placed is not None:
+            placed[jax.tree_util.keystr(tuple(jax.tree_util.DictKey(p) for p in path))] = shape
+        spec = [None] * len(shape)
+        if split is not None and -len(shape) <= split < len(shape) and shape[split] % 4 == 0:
+            spec[split] = "fsdp"
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return place
+
+
+@pytest.mark.parametrize("part", [1, 500, 2**28])
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_shard_of_every_parameter_is_its_part_of_the_tensors(split, part, large, monkeypatch):
+    """Whatever axis is split and however small the parts and the reads are; each array lies as asked, replicas included."""
+    state, folder, want = large
+    monkeypatch.setattr(weights, "PART", part)
+    monkeypatch.setattr(tensor_files, "BLOCK", 2**22 if part > 500 else 70)
+    placed = {}
+    place = placement(SPLITS[split], placed)
+    params = load_component(folder, state, jnp.float32, place)
+    assert placed == {name: value.shape for name, value in want.items()}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        assert leaf.sharding == place(tuple(k.key for k in path), leaf.shape), name
+        assert leaf.dtype == jnp.float32
+        assert len(leaf.addressable_shards) == 8
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, want[name].astype(np.float32)[shard.index], err_msg=name)
+    kernel = params["blocks"]["linear"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // (1 if split == "whole" else 4)
+
+
+class Counted(io.BufferedReader):
+    """A file opened for reading that counts what is read of all such files."""
+
+    reads: ClassVar[list[int]] = []
+
+    def __init__(self, file, mode):
+        assert mode == "rb"
+        super().__init__(io.FileIO(file))
+
+    def readinto(self, buffer):
+        self.reads.append(len(buffer))
+        return super().readinto(buffer)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The sizes of all reads of tensors."""
+    monkeypatch.setattr(Counted, "reads", [])
+    monkeypatch.setattr(tensor_files, "open", Counted, raising=False)
+    return Counted.reads
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_each_byte_is_read_once_a_little_at_a_time(split, large, reads, monkeypatch):
+    state, folder, want = large
+    monkeypatch.setattr(tensor_files, "BLOCK", 256)
+    load_component(folder, state, jnp.float32, placement(SPLITS[split]))
+    assert sum(reads) == sum(value.nbytes for value in want.values())
+    assert max(reads) == 256
+
+
+def test_a_process_reads_no_rows_that_its_devices_do_not_hold(large, reads):
+    state, folder, want = large
+    (entry,) = (e for e in entries(state) if e.path == ("blocks", "linear", "kernel"))
+    _, stored = check_component(folder, state)
+    index = (range(2, 4), range(12), range(6, 8))  # two of eight layers, a quarter of the rows of each
+    (got,) = weights._read_parts(entry, stored, np.dtype(np.float32), [index])
+    np.testing.assert_array_equal(got, want["['blocks']['linear']['kernel']"][2:4, :, 6:8].astype(np.float32))
+    assert sum(reads) == 2 * 2 * 12 * 2
+
+
+def test_the_host_never_holds_more_than_a_part(large, monkeypatch):
+    """The largest buffer that is assembled, for all devices together: `PART`, or one layer where that is more."""
+    state, folder, _ = large
+    sizes, read = [], weights._read_parts
+
+    def watched(e, stored, dtype, parts):
+        hosts = read(e, stored, dtype, parts)
+        sizes.append((sum(h.nbytes for h in hosts), e.path))
+        return hosts
+
+    monkeypatch.setattr(weights, "_read_parts", watched)
+    monkeypatch.setattr(weights, "PART", 1100)
+    load_component(folder, state, jnp.bfloat16, placement(-1))
+    by_itself = ("conv", "kernel")  # one tensor, of which no part is a run of the file's rows
+    assert 1000 < max(size for size, path in sizes if path != by_itself) <= 1100
+    assert [size for size, path in sizes if path == ("blocks", "conv", "kernel")] == [1024] * 8
+
+
+def test_nothing_is_placed_where_something_does_not_fit(large, tmp_path):
+    state, folder, _ = large
+    tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    save_file({n: t for n, t in tensors.items() if n != "mixed.6.norm.weight"}, tmp_path / FILE)
+    placed = {}
+    with pytest.raises(ValueError, match=r"missing mixed\.6\.norm\.weight \(8,\)"):
+        load_component(tmp_path, state, jnp.float32, placement(0, placed))
+    assert not placed
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(large, tmp_path, monkeypatch):
+    state, folder, _ = large
+    tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    save_file(tensors, tmp_path / FILE)
+    check = weights.check_component
+
+    def then_cut(folder, state):
+        checked = check(folder, state)
+        (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-10])
+        return checked
+
+    monkeypatch.setattr(weights, "check_component", then_cut)
+    with pytest.raises(ValueError, match=rf"{FILE}: ended within [a-z0-9.]+$"):
+        load_component(tmp_path, state, jnp.float32, placement(0))

@@ -1,0 +1,99 @@
+"""The safetensors files of a component: which they are, what they hold, and rows of a tensor without the rest of it.
+
+Tensors are read by plain reads into small buffers. Pages of a memory map, the usual way, count as the process's memory until
+the map is closed: a whole file, by the end of it.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+BLOCK = 2**22  # bytes read at a time: fits the cache in which they are then cast and reordered
+STORED_DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    name: str
+    file: Path
+    dtype: str  # the format's own name
+    shape: tuple[int, ...]
+    start: int  # byte of the file
+
+    def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The rows `first` to `last` of the leading axis, some at a time: (row that an array starts at, array).
+
+        An array is good until the next one is asked for. A tensor without axes counts as one row.
+        """
+        dtype, shape = np.dtype(STORED_DTYPES[self.dtype]), self.shape[1:]
+        row = math.prod(shape) * dtype.itemsize
+        step = max(1, BLOCK // max(1, row))
+        buffer = np.empty(min(step, last - first) * row, np.uint8)
+        with open(self.file, "rb") as file:
+            file.seek(self.start + first * row)
+            for start in range(first, last, step):
+                data = buffer[: (min(start + step, last) - start) * row]
+                if file.readinto(data.data) != len(data):
+                    raise ValueError(f"{self.file}: ended within {self.name}")
+                yield start, data.view(dtype).reshape(-1, *shape)
+
+
+def read_header(file: Path) -> list[Stored]:
+    """The tensors of a file. Raises ValueError for a file that is damaged or of another kind."""
+    try:
+        with safe_open(file, framework="numpy"):
+            pass  # the library has checked that the header is sound and that the file is as long as it says
+        with open(file, "rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: not a readable safetensors file ({error})") from error
+    return [
+        Stored(name, file, field["dtype"], tuple(field["shape"]), 8 + size + field["data_offsets"][0])
+        for name, field in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a component: one, or those that an index of shards names; never a variant if there is a choice.
+
+    Raises FileNotFoundError that says what was looked for.
+    """
+    names = without_variants(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    indices = [n for n in names if n.endswith(".json")]
+    files = [n for n in names if not n.endswith(".json")]
+    if len(indices) == 1:
+        index = folder / indices[0]
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index}: not an index of shards ({type(error).__name__}: {error})") from error
+        missing = [n for n in files if not (folder / n).exists()]
+        if missing:
+            raise FileNotFoundError(f"{folder}: {index.name} names files that are not there: {', '.join(missing)}")
+    elif indices or len(files) != 1:
+        found = ", ".join(indices or files) or "none"
+        raise FileNotFoundError(f"{folder}: expected one .safetensors file or an index of shards, found {found}")
+    return [folder / n for n in files]
+
+
+def without_variants(names: Iterable[str]) -> list[str]:
+    """Of the names in a folder, those of safetensors files and their indices; without `model.fp16.safetensors` and the like
+    (a *variant* of `model.safetensors`: another precision, or an average) where others are left."""
+    kept = sorted(n for n in names if n.endswith(".safetensors") or (".safetensors.index." in n and n.endswith(".json")))
+    return [n for n in kept if not _variant(n)] or kept
+
+
+def _variant(name: str) -> str:
+    """`fp16` of `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors`, `model.safetensors.index.fp16.json`, ..."""
+    _, *parts = name.split(".")
+    return ".".join(p.split("-")[0] for p in parts if p not in ("safetensors", "index", "json"))

@@ -1,0 +1,76 @@
+"""Decoding an image tile by tile, so that the memory of a decoder is that of one tile and not of the image."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+
+def decode_tiled(
+    decode: Callable[[Float[Array, "b th tw c"]], Float[Array, "b tH tW k"]],
+    latent: Float[Array, "b h w c"],
+    tile: int,
+    overlap: int,
+    compression: int,
+) -> Float[Array, "b H W k"]:
+    """`decode(latent)` from equal square tiles that overlap, one at a time; H = h * compression. For use under `jit`.
+
+    tile, overlap: in latent pixels. Neighbours share `overlap` or more (tiles are spread evenly, and stop at the border); over
+    what they share, one fades into the other linearly. A direction in which the latent fits into one tile is not divided.
+
+    What a decoder sees of the whole image it sees of the tile only: of normalisation over all pixels and of attention the
+    result is another one than the untiled, everywhere. Of convolutions it is the same, but near the borders of tiles.
+
+    Raises ValueError for an overlap as large as the tile, and for a decoder whose compression is another one.
+    """
+    if not 0 <= overlap < tile:
+        raise ValueError(f"decode_tiled: overlap={overlap} with tile={tile}; accepted: 0 <= overlap < tile")
+    batch, height, width, channels = latent.shape
+    ys, y_ramps = _axis(height, tile, overlap, compression)
+    xs, x_ramps = _axis(width, tile, overlap, compression)
+    rows, columns = min(tile, height), min(tile, width)
+
+    out = jax.eval_shape(decode, jax.ShapeDtypeStruct((batch, rows, columns, channels), latent.dtype))
+    if out.shape[1:3] != (rows * compression, columns * compression):
+        got = "x".join(map(str, out.shape[1:3]))
+        raise ValueError(
+            f"decode_tiled: a tile of {rows}x{columns} becomes {got} pixels; want compression={compression} each way"
+        )
+    empty = lambda h, w: jnp.zeros((batch, h * compression, w * compression, out.shape[-1]), jnp.float32)
+
+    # Two loops, not one over the grid: where four tiles meet, blending is bilinear only if rows are whole before they blend.
+    def add_row(image: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
+        y, y_ramp = row
+
+        def add_tile(strip: Array, column: tuple[Array, Array]) -> tuple[Array, None]:
+            x, x_ramp = column
+            part = jax.lax.dynamic_slice(latent, (0, y, x, 0), (batch, rows, columns, channels))
+            return _blend(strip, decode(part), x * compression, x_ramp[:, None], axis=2), None
+
+        strip = jax.lax.scan(add_tile, empty(rows, width), (xs, x_ramps))[0]
+        return _blend(image, strip, y * compression, y_ramp[:, None, None], axis=1), None
+
+    return jax.lax.scan(add_row, empty(height, width), (ys, y_ramps))[0].astype(out.dtype)
+
+
+def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, Array]:
+    """Where tiles start along one axis [n], and how much each counts against those before it, by its pixels [n, pixels].
+
+    A tile counts for nothing where it begins and for all where the one before it ends: 1/2n, 3/2n, ... over n shared pixels.
+    """
+    if size <= tile:
+        return jnp.zeros(1, jnp.int32), jnp.ones((1, size * compression))
+    count = -((overlap - size) // (tile - overlap))  # the fewest tiles that share `overlap` and cover `size`
+    starts = np.arange(count) * (size - tile) // (count - 1)
+    shared = np.concatenate([[0], starts[:-1] + tile - starts[1:]]) * compression
+    pixel = np.arange(tile * compression) + 0.5
+    ramps = np.minimum(pixel / np.maximum(shared, 0.5)[:, None], 1.0)  # 0.5: nothing shared, all counts
+    return jnp.asarray(starts, jnp.int32), jnp.asarray(ramps, jnp.float32)
+
+
+def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) -> Array:
+    """`canvas` with `piece` over it from `start` on; in this form equal values blend to themselves exactly."""
+    before = jax.lax.dynamic_slice_in_dim(canvas, start, piece.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(canvas, before + ramp * (piece - before), start, axis)

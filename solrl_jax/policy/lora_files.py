@@ -1,0 +1,348 @@
+"""Adapters in the files that others read: diffusers' one safetensors file, and the adapter directory of PEFT.
+
+Both hold two tensors a linear, under its released name: `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank] (for a 1x1
+convolution with two axes of one more), which are our `a` and `b` transposed, one pair a layer where we stack layers. The linear
+gains `alpha / rank * B A`. Where they differ:
+
+              key                                     alpha
+    diffusers transformer.MODULE.lora_A.weight        JSON in the header's `lora_adapter_metadata`, keys under `transformer.`
+    PEFT      base_model.model.MODULE.lora_A.weight   `adapter_config.json` beside `adapter_model.safetensors`
+
+diffusers takes alpha = rank where the header says nothing. A key `MODULE.alpha`, which other tools write, is refused by its
+SANA and SD3 pipelines, and by its FLUX pipeline beside that JSON: we read such keys and do not write them.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from solrl_jax import files
+from solrl_jax.files import InputError
+from solrl_jax.policy.lora import Adapters
+
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_DIFFUSERS, _PEFT = "transformer.", "base_model.model."  # before a module's name
+_METADATA = "lora_adapter_metadata"
+_A, _B, _ALPHA = "lora_A.weight", "lora_B.weight", "alpha"
+_KEY = re.compile(r"(?:transformer\.|base_model\.model\.)?(?P<module>.+)\.(?P<part>lora_[AB]\.weight|alpha)")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSettings:
+    """What a file says beside its matrices."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / self.rank
+
+
+class Entry(Protocol):
+    """A parameter of the network, as `models.weights.entries` describes it."""
+
+    @property
+    def path(self) -> tuple[Any, ...]: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...  # of its tensors: one a layer when stacked
+    @property
+    def layout(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # of one tensor, in our axis order
+    @property
+    def stacked(self) -> bool: ...
+
+
+Table = Iterable[Entry]  # all parameters of the network that adapters are on
+Tensors = dict[str, np.ndarray]
+
+
+def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
+    """Raises InputError in one line where an export of that form cannot go; the exports begin with it."""
+    if form == "diffusers":
+        if path.suffix != ".safetensors" or path.is_dir():
+            raise InputError(f"{path}: a LoRA of diffusers is one file; give it a name that ends in .safetensors")
+    elif path.exists() and not path.is_dir():
+        raise InputError(f"{path}: is a file; PEFT's format is a directory, name another one")
+    elif path.is_dir() and (strange := sorted({f.name for f in path.iterdir()} - {PEFT_FILE, PEFT_CONFIG})):
+        raise InputError(f"{path}: holds {', '.join(strange)}, which an export would remove; name another directory")
+
+
+def export_diffusers(
+    path: Path, adapters: Adapters, settings: LoraSettings, table: Table, *, dtype: Any = jnp.float32, fold: bool = False
+) -> None:
+    """Writes the file `path` that `load_lora_weights` of diffusers' SANA, FLUX and SD3 pipelines reads.
+
+    fold: multiply B by alpha / rank and say alpha = rank, for readers that do not look into the header.
+    Raises InputError for adapters that do not fit the network, are not finite or change nothing.
+    """
+    check_target(path, "diffusers")
+    if fold:
+        adapters = {p: {"a": ab["a"], "b": settings.scale * ab["b"]} for p, ab in adapters.items()}
+        settings = LoraSettings(settings.rank, settings.rank)
+    table = list(table)
+    modules = _to_modules(adapters, settings, table)
+    metadata = {f"{_DIFFUSERS}{k}": v for k, v in _peft_config(modules, settings, table).items()}
+    with files.atomic(path) as partial:
+        _save(partial, path, modules, _DIFFUSERS, dtype, {_METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
+
+
+def export_peft(folder: Path, adapters: Adapters, settings: LoraSettings, table: Table, *, dtype: Any = jnp.float32) -> None:
+    """Writes the directory `folder` that `PeftModel.from_pretrained` reads onto the transformer; it appears whole, by rename.
+
+    An earlier export there is replaced. Raises InputError as `export_diffusers`, and for a directory that holds other files.
+    """
+    folder = folder.absolute()
+    check_target(folder, "peft")
+    table = list(table)
+    modules = _to_modules(adapters, settings, table)
+    config = _peft_config(modules, settings, table) | {"inference_mode": True}
+    temporary, replaced = (folder.with_name(prefix + folder.name) for prefix in (files.PARTIAL, files.REMOVING))
+    with files.writing(folder):
+        shutil.rmtree(replaced, ignore_errors=True)  # left by an export that was killed
+        try:
+            with files.atomic(temporary / PEFT_FILE) as partial:
+                _save(partial, folder, modules, _PEFT, dtype, {})
+            files.atomic_write(temporary / PEFT_CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+            files.publish(temporary, folder, replaced=replaced)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def import_lora(path: Path, table: Table) -> tuple[Adapters, LoraSettings]:
+    """The adapters in a file of diffusers or a directory of PEFT, float32, for the network that `table` describes.
+
+    A linear of which the file has no layer gets no adapter; where it has only some layers of a stack, the others are zeros in
+    both factors, which neither change anything nor learn (an export leaves them out again). Raises InputError, in one line
+    that lists every offender, for keys that belong to no linear of the network, shapes that do not fit, values that are not
+    finite, and ranks or alphas that differ between modules.
+    """
+    file, tensors, config = _read(path)
+    slots = _slots(table)
+    modules, alphas, strange = _by_module(tensors, slots)
+    if strange:
+        raise InputError(f"{file}: {len(strange)} key(s) fit no linear of this network: {', '.join(strange)}")
+    if not modules:
+        raise InputError(f"{file}: holds no adapter (keys that end in .{_A} and .{_B})")
+    rank = _check(file, modules, slots)
+    settings = LoraSettings(rank, _alpha(file, modules.keys(), alphas, config, rank))
+    adapters: dict[str, dict[str, np.ndarray]] = {}
+    for module, pair in modules.items():
+        slot = slots[module]
+        ab = adapters.setdefault(slot.path, {k: np.zeros(s, np.float32) for k, s in slot.shapes(rank).items()})
+        for key, part in (("a", _A), ("b", _B)):
+            ab[key][slot.layer] = pair[part].reshape(pair[part].shape[:2]).T  # an index of () is the whole array
+    return {p: {k: jnp.asarray(v) for k, v in adapters[p].items()} for p in sorted(adapters)}, settings
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """Where the adapter of one released linear lies in ours."""
+
+    path: str
+    layer: tuple[int, ...]  # () where nothing is stacked
+    layers: tuple[int, ...]  # how many there are; likewise
+    n_in: int
+    n_out: int
+    ones: tuple[int, ...]  # axes that a 1x1 convolution has and we do not
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Of our factors, all layers together."""
+        return {"a": (*self.layers, self.n_in, rank), "b": (*self.layers, rank, self.n_out)}
+
+    def torch_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Of the file's factors, one layer."""
+        return {_A: (rank, self.n_in, *self.ones), _B: (self.n_out, rank, *self.ones)}
+
+
+def _slots(table: Table) -> dict[str, _Slot]:
+    """{released module: slot} of every linear."""
+    slots = {}
+    for e in table:
+        if e.layout in ("linear", "pointwise") and len(e.shape) == 2:
+            path, ones = "/".join(map(str, e.path)), (1, 1) if e.layout == "pointwise" else ()
+            for i, name in enumerate(e.names):
+                layer, layers = ((i,), (len(e.names),)) if e.stacked else ((), ())
+                slots[_module(name)] = _Slot(path, layer, layers, *e.shape, ones)
+    return slots
+
+
+def _module(tensor: str) -> str:
+    """The module whose parameter a tensor is."""
+    return tensor.rpartition(".")[0]
+
+
+def _to_modules(adapters: Adapters, settings: LoraSettings, table: Table) -> dict[str, Tensors]:
+    """{released module: its two matrices as PyTorch orders them}, without the layers that are zero in both."""
+    slots, out = _slots(table), {}
+    host = {path: {k: np.asarray(v) for k, v in ab.items()} for path, ab in adapters.items()}
+    if unknown := sorted(host.keys() - {slot.path for slot in slots.values()}):
+        raise InputError(f"adapters on what is no linear of this network: {', '.join(unknown)}")
+    for module, slot in slots.items():
+        if (ab := host.get(slot.path)) is None:
+            continue
+        for key, shape in slot.shapes(settings.rank).items():
+            if ab[key].shape != shape:
+                raise InputError(f"adapter {slot.path}: {key} is {list(ab[key].shape)}; this network wants {list(shape)}")
+        a, b = ab["a"][slot.layer], ab["b"][slot.layer]
+        if a.any() or b.any():
+            out[module] = {_A: a.T.reshape(a.T.shape + slot.ones), _B: b.T.reshape(b.T.shape + slot.ones)}
+    return out
+
+
+def _peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) -> dict[str, Any]:
+    """The fields of PEFT's `LoraConfig`."""
+    targets = sorted(modules)
+    others = {_module(name) for e in table for name in e.names} - set(targets)
+    # PEFT takes a name in a list for the end of a longer one too (the last linear `proj_out` for each block's), and a string
+    # for a regular expression of whole names
+    ambiguous = any(m.endswith(tuple(f".{t}" for t in targets)) for m in others)
+    return {
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "lora_alpha": int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,
+        "target_modules": "|".join(map(re.escape, targets)) if ambiguous else targets,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "task_type": None,
+    }
+
+
+def _save(file: Path, target: Path, modules: Mapping[str, Tensors], prefix: str, dtype: Any, metadata: dict[str, str]) -> None:
+    """Writes the tensors, then reads the file back: all are there, as given, finite, and they change something.
+    `target`: where `file` will appear, for messages."""
+    with np.errstate(over="ignore"):  # what is too large for `dtype` is found below, by name
+        tensors = {f"{prefix}{m}.{part}": t.astype(dtype, order="C") for m, pair in modules.items() for part, t in pair.items()}
+    save_file(tensors, file, metadata={"format": "pt"} | metadata)
+    read, _ = _open(file)
+    if read.keys() != tensors.keys() or any(read[k].tobytes() != t.tobytes() for k, t in tensors.items()):
+        raise files.RunError(f"{target}: does not read back as it was written")
+    if endless := sorted(k for k, t in read.items() if not np.isfinite(t).all()):
+        raise InputError(f"{target}: {len(endless)} adapter(s) are not finite in {jnp.dtype(dtype)}: {', '.join(endless)}")
+    if not any(_changes(read[f"{prefix}{m}.{_A}"], read[f"{prefix}{m}.{_B}"]) for m in modules):
+        raise InputError(f"{target}: nothing to export: these adapters change nothing (every product B A is zero; untrained?)")
+
+
+def _changes(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether some row of A meets a column of B, neither zero."""
+    return bool((a.reshape(len(a), -1).any(1) & b.reshape(b.shape[:2]).any(0)).any())
+
+
+def _read(path: Path) -> tuple[Path, Tensors, dict[str, Any] | None]:
+    """The file that `path` means, its tensors, and the fields of its `LoraConfig` where it has one."""
+    if path.is_dir():
+        found = sorted(path.glob("*.safetensors"))
+        named = [f for f in found if f.name in (PEFT_FILE, DIFFUSERS_FILE)]
+        if len(named or found) != 1:
+            there = ", ".join(f.name for f in path.iterdir()) or "nothing"
+            raise InputError(f"{path}: expected one of {PEFT_FILE}, {DIFFUSERS_FILE}, or one .safetensors file; found {there}")
+        path = (named or found)[0]
+    tensors, metadata = _open(path)
+    if any(key.startswith(_PEFT) for key in tensors) or path.name == PEFT_FILE:
+        return path, tensors, _fields(path.with_name(PEFT_CONFIG), None)
+    if _METADATA not in metadata:
+        return path, tensors, None
+    fields = _fields(path, metadata[_METADATA])
+    return path, tensors, {k.removeprefix(_DIFFUSERS): v for k, v in fields.items()}
+
+
+def _open(file: Path) -> tuple[Tensors, dict[str, str]]:
+    """The tensors and the metadata of a safetensors file."""
+    if not file.is_file():
+        raise InputError(f"{file}: no such file or directory")
+    try:
+        with safe_open(file, framework="numpy") as handle:
+            return {k: handle.get_tensor(k) for k in handle.keys()}, handle.metadata() or {}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file}: not a readable safetensors file ({files.first_line(error)})") from error
+
+
+def _fields(file: Path, text: str | None) -> dict[str, Any]:
+    """The JSON object `text`, which stands in `file`; all of `file` if None."""
+    if text is None and not file.is_file():
+        raise InputError(f"{file}: no such file; an adapter of PEFT has its alpha there")
+    try:
+        return dict(json.loads(file.read_text() if text is None else text))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{file}: its LoRA configuration is not a JSON object ({files.first_line(error)})") from error
+
+
+def _by_module(tensors: Tensors, slots: Mapping[str, _Slot]) -> tuple[dict[str, Tensors], dict[str, float], list[str]]:
+    """{module: matrices}, {module: alpha}, and the keys that are of no linear or say one thing twice."""
+    modules: dict[str, Tensors] = {}
+    alphas: dict[str, float] = {}
+    strange = []
+    for key, tensor in sorted(tensors.items()):
+        match = _KEY.fullmatch(key)
+        if match is None or match["module"] not in slots:
+            strange.append(key)
+        elif match["part"] == _ALPHA and tensor.size == 1 and match["module"] not in alphas:
+            alphas[match["module"]] = float(tensor.reshape(()))
+        elif match["part"] != _ALPHA and match["part"] not in modules.setdefault(match["module"], {}):
+            modules[match["module"]][match["part"]] = tensor.astype(np.float32)
+        else:
+            strange.append(key)
+    return modules, alphas, strange
+
+
+def _check(file: Path, modules: Mapping[str, Tensors], slots: Mapping[str, _Slot]) -> int:
+    """The rank of all modules; InputError lists what does not fit."""
+    ranks: dict[int, str] = {}  # with a module of it
+    problems = []
+    for module, pair in modules.items():
+        if missing := {_A, _B} - pair.keys():
+            problems.append(f"{module}.{missing.pop()} is missing")
+            continue
+        rank = len(pair[_A]) if pair[_A].ndim else 0
+        ranks.setdefault(rank, module)
+        for part, shape in slots[module].torch_shapes(rank).items():
+            if pair[part].shape != shape or not rank:
+                problems.append(f"{module}.{part} is {list(pair[part].shape)}, expected {list(shape)}")
+            elif not np.isfinite(pair[part]).all():
+                problems.append(f"{module}.{part} is not finite")
+    if problems:
+        raise InputError(f"{file}: {len(problems)} tensor(s) do not fit the network: {'; '.join(problems)}")
+    if len(ranks) > 1:
+        listed = ", ".join(f"{r} ({ranks[r]})" for r in sorted(ranks))
+        raise InputError(f"{file}: modules of different ranks, {listed}; accepted is one rank for all")
+    return next(iter(ranks))
+
+
+def _alpha(
+    file: Path, modules: Iterable[str], alphas: Mapping[str, float], config: Mapping[str, Any] | None, rank: int
+) -> float:
+    """The one alpha of all modules: of the configuration and keys `MODULE.alpha`, or the rank where neither says."""
+    stated = set(alphas.values())
+    if config is None:
+        stated |= {float(rank)} if set(modules) - alphas.keys() else set()
+    else:
+        if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
+            raise InputError(f"{file}: accepted is plain LoRA, not peft_type={config.get('peft_type')!r} or DoRA")
+        if config.get("r") != rank and not config.get("rank_pattern"):
+            raise InputError(f"{file}: its configuration has r={config.get('r')!r}, its tensors are of rank {rank}")
+        # rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(rank)
+        factor = math.sqrt(rank) if config.get("use_rslora") else 1.0
+        for value in (config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()):
+            if not isinstance(value, int | float):
+                raise InputError(f"{file}: its configuration has lora_alpha={value!r}; accepted is a number")
+            stated.add(factor * value)
+    if len(stated) > 1 or not all(0 < x < math.inf for x in stated):
+        raise InputError(f"{file}: modules of alpha {', '.join(map(str, sorted(stated)))}; accepted is one, above 0, for all")
+    return stated.pop()

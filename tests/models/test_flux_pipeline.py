@@ -1,0 +1,205 @@
+"""A FLUX directory opened: what it refuses, and tokens, conditioning and whole images against diffusers, in float32."""
+
+import json
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from models.pipeline import open_pipeline
+from solrl_jax.backbone import load_backbone
+from solrl_jax.files import InputError
+from solrl_jax.sharding import make_mesh
+from tests import pipelines
+from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, sample_images, save_flux_pipeline
+
+TOLERANCE = 1e-5  # largest difference over largest value
+IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
+# an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than either takes; words and signs not known
+PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is most of the time spent here
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Like FLUX.1-dev and like FLUX.1-schnell: folder and diffusers' own form."""
+    root = tmp_path_factory.mktemp("flux")
+    schnell = partial(save_flux_pipeline, scheduler=pipelines.euler(shift=1.0), seed=1, guidance_embeds=False)
+    return {name: (root / name, save(root / name)) for name, save in {"dev": save_flux_pipeline, "schnell": schnell}.items()}
+
+
+def test_a_directory_says_what_it_is(folders):
+    folder, reference = folders["dev"]
+    pipeline = open_pipeline(folder)
+    assert (pipeline.kind, pipeline.folder) == ("FluxPipeline", folder)
+    assert pipeline.default_size == (reference.default_sample_size * KL_COMPRESSION,) * 2
+    assert pipeline.default_max_tokens == reference.tokenizer_2.model_max_length
+    assert pipeline.latent_shape(32, 64) == (32 // KL_COMPRESSION, 64 // KL_COMPRESSION, KL_CHANNELS)
+    assert pipeline.image_tokens(32, 64) == 8 * 16
+    assert pipeline.scheduler["use_dynamic_shifting"] is True
+    assert pipeline.embedded_guidance
+    assert pipeline.vae_dtype == jnp.float32
+    names = {name: getattr(reference, name) for name in ("transformer", "vae", "text_encoder", "text_encoder_2")}
+    components = {"transformer": pipeline.transformer, "vae": pipeline.vae, **pipeline.text_encoders}
+    assert components.keys() == names.keys()
+    for name, network in names.items():
+        assert components[name].size == sum(p.numel() for p in network.parameters()), name
+
+
+@pytest.mark.parametrize("size", [(34, 32), (32, 30), (0, 32)])
+def test_sizes_that_are_no_whole_tokens_are_refused(size, folders):
+    with pytest.raises(ValueError, match=rf"size {size[0]}x{size[1]}: this model takes multiples of 4 pixels"):
+        open_pipeline(folders["dev"][0]).latent_shape(*size)
+
+
+@pytest.fixture
+def copy(folders, tmp_path):
+    """The directory without weights."""
+    return shutil.copytree(folders["dev"][0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+def test_opening_needs_no_weights(copy):
+    open_pipeline(copy)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("transformer/config", {"in_channels": 32}, "transformer in_channels=32 .* which want 16"),
+        ("transformer/config", {"out_channels": 32}, "transformer out_channels=32 .* which want 16"),
+        ("transformer/config", {"joint_attention_dim": 32}, "transformer joint_attention_dim=32 .* which want 24"),
+        ("transformer/config", {"pooled_projection_dim": 12}, "transformer pooled_projection_dim=12 .* which want 16"),
+        ("text_encoder/config", {"hidden_size": 24}, "transformer pooled_projection_dim=16 .* which want 24"),
+        ("text_encoder_2/config", {"d_model": 32}, "transformer joint_attention_dim=24 .* which want 32"),
+        ("vae/config", {"latent_channels": 8}, "transformer in_channels=16 .* which want 32"),
+        ("transformer/config", {"patch_size": 2}, "FluxTransformer2DModel: patch_size=2"),
+        ("text_encoder/config", {"model_type": "bert"}, "CLIPTextEncoderConfig: model_type='bert'"),
+        ("text_encoder_2/config", {"model_type": "umt5"}, "T5EncoderModel: model_type='umt5'"),
+        ("vae/config", {"act_fn": "relu"}, "AutoencoderKL config: act_fn = 'relu'"),
+        ("tokenizer/tokenizer_config", {"model_max_length": 77}, "tokenizer: model_max_length=77; accepted: up to 9"),
+    ],
+)
+def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(file, fields, message, copy):
+    path = copy / f"{file}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(InputError, match=message) as refused:
+        load_backbone(str(copy), "fp32", make_mesh(1, 1))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "missing", ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae", "scheduler"]
+)
+def test_a_missing_component_is_refused_by_name(missing, copy):
+    shutil.rmtree(copy / missing)
+    with pytest.raises(InputError, match=rf"{copy / missing}[/:]") as refused:
+        load_backbone(str(copy), "fp32", make_mesh(1, 1))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("missing", ["text_encoder", "text_encoder_2"])
+def test_missing_weights_of_a_text_encoder_are_refused_by_name(missing, folders, tmp_path):
+    shutil.copytree(folders["dev"][0], tmp_path / "model")
+    (tmp_path / "model" / missing / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=rf"model/{missing}: expected one .safetensors file"):
+        load_backbone(str(tmp_path / "model"), "fp32", make_mesh(1, 1))
+
+
+@pytest.fixture(scope="module")
+def encoders(folders):
+    pipeline = open_pipeline(folders["dev"][0])
+    return pipeline, {name: part.load(jnp.float32) for name, part in pipeline.text_encoders.items()}, jit(pipeline.encode_text)
+
+
+@pytest.mark.parametrize("max_tokens", [5, 16])
+def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
+    (pipeline, params, encode), reference = encoders, folders["dev"][1]
+    asked: dict[str, np.ndarray] = {}
+    hooks = [
+        getattr(reference, name).register_forward_pre_hook(lambda _, args, n=name: asked.update({n: args[0].numpy()}))
+        for name in ("text_encoder", "text_encoder_2")
+    ]
+    text, pooled, _ = reference.encode_prompt(PROMPTS, device="cpu", max_sequence_length=max_tokens)
+    for hook in hooks:
+        hook.remove()
+    tokens = pipeline.tokenize(PROMPTS, max_tokens)
+    assert tokens["clip"].shape == (len(PROMPTS), CLIP_TOKENS)
+    np.testing.assert_array_equal(tokens["clip"], asked["text_encoder"])
+    np.testing.assert_array_equal(tokens["t5"], asked["text_encoder_2"])
+
+    got = encode(params, tokens)
+    for name, want in (("text", text.numpy()), ("pooled", pooled.numpy())):
+        error = np.abs(got[name] - want).max() / np.abs(want).max()
+        print(f"{name}, {max_tokens} tokens: {error:.1e}")
+        assert error < TOLERANCE
+        assert np.abs(want - np.roll(want, 1, axis=0)).max(axis=tuple(range(1, want.ndim))).min() > 0.1  # prompts differ
+
+    # a capital letter is another word to T5 and none to CLIP
+    small = pipeline.tokenize([p.lower() for p in PROMPTS], max_tokens)
+    assert (small["t5"][1] != tokens["t5"][1]).any()
+    np.testing.assert_array_equal(small["clip"], tokens["clip"])
+
+
+def diffusers_images(reference, latents, steps, guidance, scheduler=None, prompts=PROMPTS, max_tokens=12):
+    reference.scheduler = scheduler or reference.scheduler
+    (n, channels, h, w), noise = latents.shape, torch.from_numpy(latents)
+    return reference(
+        prompts, height=h * KL_COMPRESSION, width=w * KL_COMPRESSION, num_inference_steps=steps, guidance_scale=guidance,
+        latents=reference._pack_latents(noise, n, channels, h, w), output_type="np", max_sequence_length=max_tokens,
+    ).images  # fmt: skip
+
+
+CASES = [("dev", 4, 3.5, (16, 24)), ("dev", 10, 1.0, (40, 32)), ("schnell", 4, 3.5, (24, 16)), ("schnell", 10, 1.0, (16, 16))]
+
+
+@pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)
+def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, tmp_path):
+    folder, reference = folders[model]
+    shape = (len(PROMPTS) - 1, KL_CHANNELS, *(n // KL_COMPRESSION for n in size))
+    latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    prompts = [p.strip() for p in PROMPTS[1:]]  # of a file, which has no spaces at the ends of lines
+    released = reference.scheduler
+    run = lambda **other: diffusers_images(
+        reference, **dict(latents=latents, steps=steps, guidance=guidance, scheduler=released, prompts=prompts) | other
+    )
+    want = run()
+    got, _ = sample_images(folder, tmp_path, prompts, latents, steps=steps, guidance=guidance, max_tokens=12)
+    assert got.shape == (len(prompts), *size, 3)
+    print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
+    assert np.abs(got - want).max() <= IMAGE_TOLERANCE
+
+    # the case can fail: everything an image is made from moves every one by many tolerances
+    others = {
+        "prompt": dict(prompts=prompts[1:] + prompts[:1]),
+        "noise": dict(latents=latents[:, ::-1].copy()),
+        "steps": dict(steps=steps + 1),
+        "shift": dict(scheduler=pipelines.dynamic(base_shift=0.6) if model == "dev" else pipelines.euler(shift=1.1)),
+        "length of text": dict(max_tokens=13),
+        **({"guidance": dict(guidance=4.5 - guidance)} if model == "dev" else {}),  # 1.0 for 3.5, 3.5 for 1.0
+    }
+    for name, other in others.items():
+        moved = np.abs(run(**other) - want).max(axis=(1, 2, 3))
+        assert moved.min() > 30 * IMAGE_TOLERANCE, name
+    reference.scheduler = released
+    if model == "schnell" and steps == 4:
+        unguided, _ = sample_images(folder, tmp_path, prompts, latents, steps=steps, guidance=0.0, max_tokens=12)
+        np.testing.assert_array_equal(unguided, got)  # it is not told the guidance, nor evaluated twice
+
+
+def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
+    folder, reference = folders["dev"]
+    prompts = [p.strip() for p in PROMPTS[1:]]
+    low, latents = sample_images(
+        folder, tmp_path, prompts, size=(16, 24), steps=4, guidance=3.5, max_tokens=12, precision="nvfp4"
+    )
+    assert latents.shape == (4, KL_CHANNELS, 8, 12)
+    assert abs(latents.std() - 1) < 0.1
+    want = diffusers_images(reference, latents, 4, 3.5, prompts=prompts)
+    difference, correlation = np.abs(low - want).mean(), np.corrcoef(low.ravel(), want.ravel())[0, 1]
+    print(f"nvfp4: mean difference {difference:.4f}, correlation {correlation:.4f}")
+    assert 0.003 < difference < 0.1
+    assert correlation > 0.9

@@ -1,0 +1,226 @@
+"""`models.t5` against transformers' `T5EncoderModel`; and the bias of `models.attention`, which serves it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from models import attention as attention_module
+from models.attention import attention
+from models.t5 import T5Config, T5EncoderModel, relative_buckets
+from models.weights import entries, from_torch, load_component, parameter_count, to_torch
+
+TOLERANCE = 1e-5  # largest difference over largest value
+BASE = {
+    "vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+# changes to the config, shape of the ids, whether padding is masked
+CASES = {
+    "version 1.1": ({}, (2, 13), False),
+    "version 1": ({"feed_forward_proj": "relu", "num_layers": 3}, (3, 11), True),
+    "heads wider than the model": ({"d_kv": 16, "num_heads": 5, "num_layers": 3}, (2, 7), False),
+    "heads narrower than the model": ({"d_kv": 4, "num_heads": 3, "d_model": 40}, (1, 9), True),
+    "few buckets, short reach": (
+        {"relative_attention_num_buckets": 10, "relative_attention_max_distance": 7, "layer_norm_epsilon": 0.05}, (4, 17), True,
+    ),
+    "beyond the last bucket": ({"num_layers": 1, "d_ff": 20}, (1, 151), False),
+}  # fmt: skip
+
+XXL = {
+    "architectures": ["T5EncoderModel"], "d_ff": 10240, "d_kv": 64, "d_model": 4096, "dense_act_fn": "gelu_new",
+    "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True, "is_gated_act": True, "layer_norm_epsilon": 1e-06,
+    "model_type": "t5", "num_decoder_layers": 24, "num_heads": 64, "num_layers": 24, "pad_token_id": 0,
+    "relative_attention_max_distance": 128, "relative_attention_num_buckets": 32, "tie_word_embeddings": False,
+    "use_cache": True, "vocab_size": 32128,
+}  # fmt: skip
+
+
+def reference_model(overrides: dict, seed: int = 0):
+    """transformers' model with weights strong enough that every one of them shows, and logits of a few units."""
+    model = transformers.T5EncoderModel(transformers.T5Config(**BASE | overrides)).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        if p.ndim == 1:
+            p.copy_(1 + 0.3 * noise)
+        elif "shared" in name or "relative_attention_bias" in name:
+            p.copy_(noise)
+        else:  # q carries the factor that the logits lack
+            p.copy_(noise * p.shape[1] ** -0.5 * (model.config.d_kv**-0.5 if ".q." in name else 1.0))
+    return model
+
+
+def released(reference) -> dict:
+    """The tensors that a released file holds: the table of tokens once."""
+    tied = {"encoder.embed_tokens.weight"}
+    return {name: t for name, t in reference.state_dict().items() if name not in tied}
+
+
+def port(reference):
+    """The state, the graph and parameters of our network with the weights of `reference`."""
+    config = T5Config.from_dict(reference.config.to_dict())
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: T5EncoderModel(config, rngs=nnx.Rngs(0))))
+    params = from_torch(state, {name: t.numpy() for name, t in released(reference).items()})
+    return state, graphdef, jax.tree.map(jnp.asarray, params)
+
+
+def prompts(shape: tuple, masked: bool, seed: int = 1):
+    ids = np.random.default_rng(seed).integers(0, BASE["vocab_size"], shape)
+    return ids, np.arange(shape[1]) < np.array([shape[1] - 2, shape[1], 5, 1])[: shape[0], None] if masked else None
+
+
+def relative(ours, theirs) -> float:
+    return float(np.abs(np.asarray(ours, np.float64) - np.asarray(theirs)).max() / np.abs(np.asarray(theirs)).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_input_gradient_equal_transformers(case):
+    overrides, shape, masked = CASES[case]
+    reference = reference_model(overrides, seed=list(CASES).index(case))
+    _, graphdef, params = port(reference)
+    ids, mask = prompts(shape, masked)
+    cotangent = np.random.default_rng(2).standard_normal((*shape, reference.config.d_model)).astype(np.float32)
+
+    @jax.jit
+    def run(params, ids, mask):
+        model = nnx.merge(graphdef, params)
+        _, back = jax.vjp(lambda x: model.encoder(x, mask), model.shared(ids))
+        return model(ids, mask), back(cotangent)[0]
+
+    x = reference.shared(torch.tensor(ids)).requires_grad_()
+    theirs = reference(inputs_embeds=x, attention_mask=None if mask is None else torch.tensor(mask).long()).last_hidden_state
+    (theirs * torch.tensor(cotangent)).sum().backward()
+    theirs = theirs.detach().numpy()
+    ours, gradient = run(params, ids, mask)
+    errors = relative(ours, theirs), relative(gradient, x.grad.numpy())
+    print(f"{case}: forward {errors[0]:.1e}, gradient {errors[1]:.1e}")
+    assert max(errors) < TOLERANCE
+
+    # the case can fail: each parameter, each token and the mask move the output by many tolerances
+    leaves, tree = jax.tree.flatten(params)
+    for i, leaf in enumerate(leaves):
+        other = [*leaves[:i], jnp.roll(leaf, 1, axis=-1), *leaves[i + 1 :]]
+        assert relative(run(jax.tree.unflatten(tree, other), ids, mask)[0], theirs) > 300 * TOLERANCE, i
+    assert relative(run(params, np.roll(ids, 1, axis=1), mask)[0], theirs) > 1000 * TOLERANCE
+    if mask is not None:
+        assert relative(run(params, ids, np.ones_like(mask))[0], theirs) > 1000 * TOLERANCE
+        padding = np.where(mask, ids, (ids + 1) % BASE["vocab_size"])
+        assert np.array_equal(np.asarray(run(params, padding, mask)[0])[mask], ours[mask])
+
+
+def test_bfloat16_is_as_near_as_torch():
+    """Distance of each BF16 network to float32, and ours computes in the dtype of its table."""
+    overrides = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 4}
+    reference = reference_model(overrides, seed=7)
+    _, graphdef, params = port(reference)
+    ids, _ = prompts((8, 40), masked=False)
+    exact = reference(torch.tensor(ids)).last_hidden_state.numpy()
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    ours = jax.jit(lambda params, ids: nnx.merge(graphdef, params)(ids))(half, ids)
+    assert ours.dtype == jnp.bfloat16
+    theirs = reference.to(torch.bfloat16)(torch.tensor(ids)).last_hidden_state.float().numpy()
+    distance = lambda y: np.linalg.norm(np.asarray(y, np.float32) - exact) / np.linalg.norm(exact)
+    print(f"bfloat16: ours {distance(ours):.2e}, torch {distance(theirs):.2e}")
+    assert 1e-4 < distance(ours) < 1.1 * distance(theirs)
+
+
+@pytest.mark.parametrize(("count", "reach"), [(32, 128), (32, 100), (10, 7), (4, 2), (7, 20), (64, 256), (32, 9)])
+def test_buckets_equal_transformers(count, reach):
+    length = 600
+    offset = torch.arange(length) - torch.arange(length)[:, None]
+    theirs = T5Attention._relative_position_bucket(offset, bidirectional=True, num_buckets=count, max_distance=reach)
+    ours = relative_buckets(length, count, reach)
+    assert np.array_equal(ours, theirs.numpy())
+    assert len(np.unique(ours)) > count // 2
+
+
+def test_a_saved_component_loads(tmp_path):
+    """What transformers writes is what we read: the bias under block 0, the table of tokens once; and the way back."""
+    reference = reference_model({})
+    reference.save_pretrained(tmp_path)
+    state, _, params = port(reference)
+    loaded = load_component(tmp_path, state, jnp.float32)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), loaded, params))
+    back = to_torch(state, params)
+    assert back.keys() == released(reference).keys()
+    assert all(np.array_equal(back[name], t.numpy()) for name, t in released(reference).items())
+
+
+@pytest.mark.parametrize("proj", ["gated-gelu", "relu"])
+def test_released_size(proj):
+    fields = XXL | {"feed_forward_proj": proj, "is_gated_act": proj != "relu"}
+    fields |= {"dense_act_fn": "gelu_new" if proj == "gated-gelu" else "relu"}
+    config = T5Config.from_dict(fields)
+    with torch.device("meta"):
+        reference = transformers.T5EncoderModel(transformers.T5Config(**fields))
+    assert config == T5Config.from_dict(reference.config.to_dict())
+    _, state = nnx.split(nnx.eval_shape(lambda: T5EncoderModel(config, rngs=nnx.Rngs(0))))
+    assert parameter_count(state) == {"gated-gelu": 4_762_310_656, "relu": 3_755_677_696}[proj]
+    theirs = {name: tuple(t.shape) for name, t in released(reference).items()}
+    assert {name: e.torch_shape for e in entries(state) for name in e.names} == theirs
+    assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in theirs
+
+
+def test_defaults_are_those_of_transformers():
+    assert T5Config.from_dict({}) == T5Config.from_dict(transformers.T5Config().to_dict()) == T5Config()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "umt5"), ("is_decoder", True), ("feed_forward_proj", "gated-silu"), ("dense_act_fn", "gelu"),
+        ("is_gated_act", False), ("num_layers", 0), ("d_kv", 6.5), ("relative_attention_num_buckets", 3),
+        ("relative_attention_max_distance", 8),
+    ],
+)  # fmt: skip
+def test_unsupported_value_is_named(field, value):
+    with pytest.raises(ValueError, match=rf"T5EncoderModel: {field}=.*accepted"):
+        T5Config.from_dict(BASE | {field: value})
+
+
+B, T, S, N, H = 2, 5, 7, 6, 8
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("kv", "shape", "masked"), [(6, (1, N), True), (2, (B, 1), False), (2, (B, N), True)])
+def test_attention_bias_and_its_gradient(kv, shape, masked, softcap):
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    arrays = [draw(B, T, N, H), draw(B, S, kv, H), draw(B, S, kv, H), draw(*shape, T, S)]
+    mask = rng.random((B, 1, T, S)) < 0.6 if masked else np.ones((1, 1, 1, S), bool)
+    mask[..., 0] = True
+    cotangent = draw(B, T, N, H)
+
+    q, k, v, bias = theirs = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in arrays]
+    logits = torch.einsum("btnh,bsnh->bnts", q, k.repeat_interleave(N // kv, dim=2))
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) + bias
+    weights = logits.masked_fill(~torch.tensor(mask), -torch.inf).softmax(-1)
+    out = torch.einsum("bnts,bsnh->btnh", weights, v.repeat_interleave(N // kv, dim=2))
+    (out * torch.tensor(cotangent)).sum().backward()
+
+    f = lambda q, k, v, bias: attention(q, k, v, jnp.asarray(mask), scale=1.0, softcap=softcap, bias=bias)
+    ours, gradients = jax.jit(lambda *a: (f(*a), jax.vjp(f, *a)[1](cotangent)))(*arrays)
+    assert relative(ours, out.detach()) < 1e-6
+    for g, t in zip(gradients, theirs, strict=True):
+        assert relative(g, t.grad) < 3e-6
+    assert relative(jax.jit(f)(*arrays[:3], -arrays[3]), out.detach()) > 0.1
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("gpu", ((1, N, 4, 10), "bfloat16")), ("cpu", ((1, N, 4, 10), "float32"))])
+def test_the_kernel_gets_the_bias_it_wants(monkeypatch, backend, expected):
+    asked = {}
+
+    def record(q, k, v, *, bias, **others):
+        asked.update(bias=(bias.shape, str(bias.dtype)))
+        return q
+
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(attention_module.jax.nn, "dot_product_attention", record)
+    q, k = jnp.zeros((B, 4, N, H), jnp.bfloat16), jnp.zeros((B, 10, N, H), jnp.bfloat16)
+    attention(q, k, k, bias=jnp.zeros((1, 1, 4, 10), jnp.float16))
+    assert asked == {"bias": expected}
