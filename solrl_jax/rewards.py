@@ -27,12 +27,14 @@ Scores = dict[str, Float[Array, "b"]]
 class Reward:
     """prepare(prompts) -> pytree of arrays, a row a prompt; score(params, images [b, H, W, 3] in [0, 1], prepared) -> scores.
 
-    `score` returns the reward itself under "reward" and may add others to watch (as "strict", a success or not).
+    `score` returns the reward itself under "reward" and may add `others` (as "strict", a success or not), to watch or to train
+    on as well.
     """
 
     params: Any
     prepare: Callable[[Sequence[str]], Any]
     score: Callable[[Any, Float[Array, "b H W 3"], Any], Scores]
+    others: tuple[str, ...] = ()
 
 
 def shapes_reward() -> Reward:
@@ -48,7 +50,7 @@ def shapes_reward() -> Reward:
         except ValueError as error:
             raise InputError(f"reward 'shapes': {error}") from error
 
-    return Reward(None, prepare, score)
+    return Reward(None, prepare, score, others=("strict",))
 
 
 def tiny_clip_reward() -> Reward:
@@ -80,13 +82,17 @@ REWARDS: dict[str, Callable[[], Reward]] = {"shapes": shapes_reward, "tiny-clip"
 
 
 def make_reward(weights: Mapping[str, float]) -> Reward:
-    """The weighted sum of named rewards as one. Its scores also hold every part, as `name` and `name/strict`.
+    """The weighted sum of named scores as one reward: `shapes` is that reward itself, `shapes/strict` another of its scores.
 
-    Raises InputError for a name that is not known.
+    Its own scores also hold every part, under these names. Raises InputError for a name that is not known.
     """
-    if unknown := sorted(set(weights) - set(REWARDS)):
+    names = sorted({name.split("/")[0] for name in weights})
+    if unknown := [name for name in names if name not in REWARDS]:
         raise InputError(f"reward.weights: unknown reward {', '.join(map(repr, unknown))}; there are {', '.join(REWARDS)}")
-    parts = {name: REWARDS[name]() for name in weights}
+    parts = {name: REWARDS[name]() for name in names}
+    given = [n for name, part in parts.items() for n in (name, *(f"{name}/{other}" for other in part.others))]
+    if absent := [name for name in weights if name not in given]:
+        raise InputError(f"reward.weights: unknown score {', '.join(map(repr, absent))}; there are {', '.join(given)}")
 
     def score(params: dict[str, Any], images: Array, prepared: dict[str, Any]) -> Scores:
         out: Scores = {}
@@ -100,6 +106,7 @@ def make_reward(weights: Mapping[str, float]) -> Reward:
         params={name: part.params for name, part in parts.items()},
         prepare=lambda prompts: {name: part.prepare(prompts) for name, part in parts.items()},
         score=score,
+        others=tuple(given),
     )
 
 

@@ -58,6 +58,16 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(pictures):
     assert both["shapes/strict"].all()
 
 
+def test_any_score_of_a_reward_may_be_trained_on(pictures):
+    wrong = (np.arange(4) + 1) % 4
+    mixed = scores({"shapes": 0.5, "shapes/strict": 0.5}, pictures[wrong], np.arange(4))
+    np.testing.assert_allclose(mixed["reward"], 0.5 * mixed["shapes"] + 0.5 * mixed["shapes/strict"], rtol=1e-6)
+    assert set(mixed) == {"reward", "shapes", "shapes/strict"}
+    assert (mixed["reward"] < mixed["shapes"]).all()  # partial credit, no success
+    only = scores({"shapes/strict": 1.0}, pictures, np.arange(4))["reward"]
+    np.testing.assert_array_equal(only, 1.0)
+
+
 def test_a_picture_scores_the_same_whatever_its_batch_mates(pictures):
     whole = scores({"shapes": 1.0, "tiny-clip": 1.0}, pictures, np.arange(4))["reward"]
     mixed = scores({"shapes": 1.0, "tiny-clip": 1.0}, pictures[[2, 0, 0, 3]], np.array([2, 0, 0, 3]))["reward"]
@@ -67,5 +77,7 @@ def test_a_picture_scores_the_same_whatever_its_batch_mates(pictures):
 def test_unknown_rewards_and_unreadable_prompts_are_named():
     with pytest.raises(InputError, match=r"unknown reward 'beauty', 'truth'; there are shapes, tiny-clip"):
         make_reward({"truth": 1.0, "beauty": 1.0})
+    with pytest.raises(InputError, match=r"unknown score 'shapes/lenient'; there are shapes, shapes/strict"):
+        make_reward({"shapes": 1.0, "shapes/lenient": 1.0})
     with pytest.raises(InputError, match=r"reward 'shapes': .*a red dog"):
         make_reward({"shapes": 1.0}).prepare(["a red dog"])
