@@ -36,7 +36,7 @@ def open_sd3(folder: Path) -> Pipeline:
     read = lambda part: read_json(folder / part / "config.json")
     config, vae_config = SD3Config.from_dict(read("transformer")), AutoencoderKLConfig.from_dict(read("vae"))
     clip_configs = {part: CLIPTextEncoderConfig.from_dict(read(part)) for part in CLIPS}
-    with_t5 = read_json(folder / "model_index.json").get(T5, [None])[0] is not None
+    with_t5 = (read_json(folder / "model_index.json").get(T5) or [None])[0] is not None
     t5_config = T5Config.from_dict(read(T5)) if with_t5 else None
     _check_fit(folder, config, vae_config, clip_configs, t5_config)
 

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -16,6 +17,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork nothing, and
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it says at import that PyTorch is absent: so it should be
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+def finite(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
+    """A click callback: ranges let infinity and NaN pass."""
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not finite")
+    return value
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="End with one line of JSON on standard output.")
 
 
@@ -55,11 +65,11 @@ def evaluate(target: str, overrides: tuple[str, ...], preset: str, as_json: bool
     """Score a run's averaged policy, or a model directory, on the test prompts."""
     from solrl_jax.evaluate import evaluate as score
     from solrl_jax.experiment import build
-    from solrl_jax.sample import load_ema
+    from solrl_jax.sample import load_policy
 
     config, run = configuration(target, overrides, preset)
     experiment = build(config)
-    adapters, iteration = load_ema(run, config, experiment.backbone) if run else ({}, 0)
+    adapters, iteration = load_policy(run, experiment)
     with bar(config.eval.prompts * config.eval.images_per_prompt, "evaluate") as shown:
         result = score(experiment, experiment.policy(adapters), shown.update)
     lines = [f"{name}: {mean:.4f} ± {result.errors[name]:.4f}" for name, mean in result.means.items()]
@@ -77,17 +87,16 @@ def evaluate(target: str, overrides: tuple[str, ...], preset: str, as_json: bool
 @json_option
 def rank(target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool) -> None:
     """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full."""
-    from solrl_jax import files
     from solrl_jax import rank as ranking
     from solrl_jax.experiment import build
-    from solrl_jax.sample import load_ema
+    from solrl_jax.sample import load_policy, output_directory
 
     config, run = configuration(target, overrides, None)
-    folder = files.writable_directory(out or run or Path("runs/rank"))
+    folder = output_directory(out or run or Path("runs/rank"))
     experiment = build(config)
     if prompts > len(experiment.test_prompts):
         raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")
-    adapters = load_ema(run, config, experiment.backbone)[0] if run else {}
+    adapters, _ = load_policy(run, experiment)
     with bar(2 * prompts * config.rollout.candidates, "rank") as shown:
         pools = ranking.explore_and_regenerate(experiment, adapters, prompts, lambda stage, rows, done: shown.update(done))
     result = ranking.summarise(pools, config.rollout.kept)
@@ -100,11 +109,12 @@ def rank(target: str, overrides: tuple[str, ...], prompts: int, out: Path | None
 @click.option("--prompts", required=True, help="Text file of one prompt a line, or embedded:NAME.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory for the PNGs and arrays.")
 @click.option("--steps", default=10, show_default=True, type=click.IntRange(1))
-@click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), help="1: no classifier-free guidance.")
+@click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite, help="1: unguided.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
 @click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
 @click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
 @click.option("--precision", default="bf16", show_default=True, type=click.Choice(["bf16", "fp32", "nvfp4"]))
+@click.option("--lora", type=click.Path(path_type=Path), help="For a model: a LoRA file or folder of diffusers or PEFT.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
 @json_option
 def sample(target: str, size: str | None, as_json: bool, **options: Any) -> None:
@@ -121,6 +131,38 @@ def sample(target: str, size: str | None, as_json: bool, **options: Any) -> None
     with bar(None, "sample") as shown:
         summary = make(target, Request(size=height_width, **options), shown.update)
     finish(summary, as_json, f"{summary['images']} images in {summary['out']}")
+
+
+@cli.command()
+@click.argument("run", metavar="RUN")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A .safetensors file; a directory for peft.")
+@click.option("--format", "form", default="diffusers", show_default=True, type=click.Choice(["diffusers", "peft"]))
+@click.option("--dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
+@click.option("--fold-alpha", is_flag=True, help="diffusers: alpha / rank goes into B, for readers that know no alpha.")
+@json_option
+def export(run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, fold_alpha: bool, as_json: bool) -> None:
+    """Write a run's averaged policy as a LoRA that diffusers or PEFT loads."""
+    from solrl_jax.backbone import DTYPES, load_backbone
+    from solrl_jax.policy import lora_files
+    from solrl_jax.sample import load_ema, output_directory, read_run
+    from solrl_jax.sharding import make_mesh
+
+    config = read_run(run)
+    if fold_alpha and form == "peft":
+        raise InputError("--fold-alpha: only with --format diffusers; PEFT always reads alpha")
+    lora_files.check_target(out, form)
+    output_directory(out.parent)
+    backbone = load_backbone(config.model.path, "bf16", make_mesh(-1, 1))  # for its names, and where the adapters lie
+    adapters, iteration = load_ema(Path(run), config, backbone)
+    rank, alpha = config.lora.rank, config.lora.alpha
+    settings, table = lora_files.LoraSettings(rank, alpha), backbone.parameter_table()
+    if form == "peft":
+        lora_files.export_peft(out, adapters, settings, table, dtype=DTYPES[dtype])
+    else:
+        lora_files.export_diffusers(out, adapters, settings, table, dtype=DTYPES[dtype], fold=fold_alpha)
+    told = {"iteration": iteration, "rank": rank, "alpha": float(rank) if fold_alpha else alpha}  # as the file says it
+    text = f"the averaged policy after iteration {iteration}, rank {rank}, alpha {told['alpha']:g}: {out}"
+    finish({"out": str(out), "format": form, "dtype": dtype} | told, as_json, text)
 
 
 @cli.command()

@@ -34,9 +34,14 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
 def overlap(proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool = True) -> Float[np.ndarray, "p"]:
     """The share of the `top` truly best (or worst) candidates that are among the proxy's `within` best (worst), by prompt.
 
-    The paper's Top-4 match is `top=4, within=K/2`: are the extremes found among those that are kept?
+    The paper's Top-4 match is `top=4, within=K/2`: are the extremes found among those that are kept? A reward that is not
+    finite is neither best nor worst: where fewer than `top` true ones are finite, the share is of those, and NaN of none.
     """
-    sign = -1 if best else 1
-    order = lambda x, count: np.argsort(np.where(np.isfinite(x), sign * x, np.inf), axis=1, kind="stable")[:, :count]
-    found = order(proxy, within)
-    return np.array([np.isin(t, f).mean() for t, f in zip(order(true, top), found, strict=True)])
+
+    def extremes(x: Float[np.ndarray, "n"], count: int) -> np.ndarray:
+        finite = np.isfinite(x)
+        order = np.argsort(np.where(finite, -x if best else x, np.inf), kind="stable")
+        return order[: min(count, finite.sum())]
+
+    pairs = [(extremes(t, top), extremes(p, within)) for p, t in zip(proxy, true, strict=True)]
+    return np.array([np.isin(wanted, found).mean() if len(wanted) else np.nan for wanted, found in pairs])

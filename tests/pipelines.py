@@ -1,7 +1,10 @@
 """Small random pipelines in diffusers' own layout, their weights strong enough that all they are told shows."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import torch
 from diffusers import (
@@ -170,6 +173,16 @@ def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **r
     return np.load(out / "images" / "images.npy"), np.load(out / "images" / "latents.npy")
 
 
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Without LLVM's optimisations, which are half of the time of tests of small networks."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 def _saved(pipeline, folder: Path):
     pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
@@ -215,7 +228,7 @@ def make_t5_tokenizer() -> T5Tokenizer:
     """One token a word, another for each letter of what is no word; capitals are none of either."""
     words = [(f"▁{word}", -1.0) for word in WORDS]
     letters = [(c, -5.0) for c in "▁" + "".join(map(chr, range(97, 123)))]
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words, *(x for x in letters if (f"▁{x[0]}", -1.0) not in words)]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words, *letters]
     return T5Tokenizer(vocabulary, extra_ids=0, model_max_length=20)
 
 

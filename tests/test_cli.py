@@ -2,15 +2,25 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 from solrl_jax import cli, metrics
+from solrl_jax.backbone import load_backbone
+from solrl_jax.policy.lora_files import LoraSettings, import_lora
+from solrl_jax.sample import load_ema, read_run
+from solrl_jax.sharding import make_mesh
 from tests.small import SMALL
+
+TINY = "embedded:tiny-sana"
+SAMPLE = ("--prompts", "embedded:shapes-test", "--steps", "1", "--out", "{dir}/out")
 
 
 def solrl(*arguments: str, monkeypatch, capsys) -> tuple[int, str, str]:
@@ -35,10 +45,21 @@ def trained(tmp_path_factory):
     """A finished run of two iterations, made by the command in a process of its own."""
     folder = tmp_path_factory.mktemp("runs") / "cli"
     arguments = ["train", "tiny", *SMALL, "train.iterations=2", "eval.every=1", f"run.dir={folder}", "--json"]
-    arguments += ["run.tensorboard=true", "reward=tiny-clip"]
+    # the schedule is the one that the model directory itself names, so that both can make the same pictures
+    arguments += ["run.tensorboard=true", "reward=tiny-clip", "rollout.schedule=sd3"]
     done = subprocess.run([sys.executable, "-m", "solrl_jax.cli", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout.strip().splitlines()[-1]), done.stderr
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    """The LoRA file of that run, float32, in a directory that was not there."""
+    file = tmp_path_factory.mktemp("lora") / "new" / "lora.safetensors"
+    result = CliRunner().invoke(cli.cli, ["export", str(trained[0]), "--out", str(file), "--json"], catch_exceptions=False)
+    said = {"out": str(file), "format": "diffusers", "dtype": "fp32", "iteration": 2, "rank": 32, "alpha": 64.0}
+    assert json.loads(result.stdout) == said
+    return file
 
 
 def test_train_leaves_everything_a_run_has(trained):
@@ -98,17 +119,140 @@ def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
     assert same["largest_difference"] == 0
 
 
-def test_sample_from_a_run_differs_from_its_base(trained, call, tmp_path):
+def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported, call, tmp_path):
     folder, _, _ = trained
     (tmp_path / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
     options = ("--prompts", str(tmp_path / "prompts.txt"), "--steps", "3", "--precision", "fp32", "--seed", "4")
+    stale, mine = ("00002.png", "00117.png", "123456.png"), ("2.png", "0000007.png", "00003.txt", "a00003.png", "00004.png")
+    (tmp_path / "run" / mine[-1]).mkdir(parents=True)  # no file, hence none of ours
+    for name in (*stale, *mine[:-1]):
+        (tmp_path / "run" / name).write_text("of an earlier call")
     assert call("sample", str(folder), *options, "--out", str(tmp_path / "run"))[0] == 0
-    noise = str(tmp_path / "run" / "latents.npy")
-    assert call("sample", "embedded:tiny-sana", *options, "--latents", noise, "--out", str(tmp_path / "base"))[0] == 0
-    ours, base = (np.load(tmp_path / name / "images.npy") for name in ("run", "base"))
+    made = ("00000.png", "00001.png", "grid.png", "images.npy", "latents.npy")
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {*made, *mine}
+    model = ("sample", "embedded:tiny-sana", *options, "--latents", str(tmp_path / "run" / "latents.npy"), "--max-tokens", "24")
+    assert call(*model, "--out", str(tmp_path / "base"))[0] == 0
+    assert call(*model, "--lora", str(exported), "--out", str(tmp_path / "lora"))[0] == 0
+    ours, base, lora = (np.load(tmp_path / name / "images.npy") for name in ("run", "base", "lora"))
     assert ours.shape == base.shape == (2, 32, 32, 3)
     assert ours.dtype == np.float32
     assert Image.open(tmp_path / "run" / "00001.png").size == (32, 32)
+    moved, rounding = np.abs(ours - base).max(axis=(1, 2, 3)), np.abs(ours - lora).max()
+    print(f"run and base: {moved.min():.1e}, run and its LoRA: {rounding:.1e}")
+    assert rounding < 1e-5
+    assert moved.min() > 1e-3
+
+
+def test_export_writes_the_averaged_adapters_in_every_form(trained, exported, call, tmp_path):
+    config, backbone = read_run(trained[0]), load_backbone("embedded:tiny-sana", "bf16", make_mesh(-1, 1))
+    ema, iteration = load_ema(trained[0], config, backbone)
+    table = backbone.parameter_table()
+    assert iteration == 2
+    cases = {  # by what is asked for: alpha as the file says it, what B is multiplied by, dtype
+        ("--format", "peft"): (64.0, 1, jnp.float32),
+        ("--fold-alpha",): (32.0, 2, jnp.float32),
+        ("--dtype", "bf16"): (64.0, 1, jnp.bfloat16),
+    }
+    files = {(): (64.0, 1, jnp.float32)} | cases
+    for number, (options, (alpha, factor, dtype)) in enumerate(files.items()):
+        out = exported if not options else tmp_path / (f"{number}" if "peft" in options else f"{number}.safetensors")
+        if options:
+            code, said, _ = call("export", str(trained[0]), "--out", str(out), *options)
+            assert (code, said) == (0, f"the averaged policy after iteration 2, rank 32, alpha {alpha:g}: {out}\n")
+        got, settings = import_lora(out, table)
+        assert settings == LoraSettings(32, alpha)
+        assert got.keys() == ema.keys()
+        for path, ab in ema.items():
+            assert np.asarray(ab["b"]).any(), path
+            for key, value in (("a", ab["a"]), ("b", factor * ab["b"])):
+                np.testing.assert_array_equal(got[path][key], value.astype(dtype).astype(jnp.float32), err_msg=f"{path} {key}")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2.safetensors", "3.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "1").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_path):
+    _, summary, _ = trained
+    start = shutil.copy(exported, tmp_path / "start.safetensors")
+    command = ["train", "tiny", *SMALL, "reward=tiny-clip", "rollout.schedule=sd3", "train.iterations=1", "eval.grid=0"]
+    command += [f"run.dir={tmp_path / 'run'}", "--json"]
+    # what does not fit leaves nothing that would make the directory another run's
+    for change, said in (
+        (f"lora.init={tmp_path / 'nowhere'}", f"lora.init='{tmp_path / 'nowhere'}': {tmp_path / 'nowhere'}: no such file"),
+        (f"lora.init={start} lora.rank=8", "is of rank 32, but lora.rank=8; they must be equal"),
+        (f"lora.init={start} lora.targets=[transformer_blocks/attn1/to_q/kernel]", "transformer_blocks/attn2/to_v/kernel"),
+    ):
+        code, out, error = call(*command, *change.split())
+        assert (code, out, len(error.splitlines())) == (2, "", 1)
+        assert said in error
+        assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+
+    code, out, error = call(*command, f"lora.init={start}")
+    assert code == 0, error
+    began = json.loads(out.strip().splitlines()[-1])
+    assert began["before"] == summary["after"]  # to the last bit
+    assert began["before"] != summary["before"]
+    assert began["after"] != began["before"]
+
+    start.unlink()  # not read again
+    code, out, error = call(*command, f"lora.init={start}")
+    assert code == 0, error
+    assert "resuming after iteration 1" in error
+    assert json.loads(out.strip().splitlines()[-1]) == began
+    code, _, error = call(*command)
+    assert code == 2
+    assert "holds another run (lora.init: '" in error
+    assert "start.safetensors' there, None here)" in error
+
+
+def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
+    _, summary, _ = trained
+    overrides = [o for o in SMALL if o.startswith(("eval", "rollout", "train", "optimizer", "mesh", "policy"))]
+    overrides += ["reward=tiny-clip", "rollout.schedule=sd3", f"lora.init={exported}"]
+    code, out, _ = call("eval", "embedded:tiny-sana", *overrides, "--json")
+    assert code == 0
+    means = {f"eval/{k}": v for k, v in json.loads(out.strip().splitlines()[-1])["means"].items()}
+    assert means["eval/reward"] == pytest.approx(summary["after"]["eval/reward"], abs=1e-6)
+    assert means["eval/reward"] != pytest.approx(summary["before"]["eval/reward"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("sample", "{run}", *SAMPLE, "--lora", "{file}"), "--lora {file}: {run} is a run and has its own adapters"),
+        (("sample", TINY, *SAMPLE, "--lora", "{dir}/none"), "--lora: {dir}/none: no such file or directory"),
+        (("sample", TINY, *SAMPLE, "--guidance", "inf"), "Invalid value for '--guidance': inf is not finite"),
+        (("sample", TINY, *SAMPLE, "--guidance", "nan"), "Invalid value for '--guidance': nan is not finite"),
+        (("sample", TINY, "--prompts", "embedded:shapes-test", "--out", "{file}"), "--out {file} is a file; name another one"),
+        (("rank", "tiny", "--out", "{file}/below"), "--out {file}/below cannot be written"),
+        (("export", "{dir}/none", "--out", "{dir}/x.safetensors"), "{dir}/none: not a run directory"),
+        (("export", "{empty}", "--out", "{dir}/x.safetensors"), "{empty}: has no checkpoint yet"),
+        (("export", "{run}", "--out", "{dir}/x"), "{dir}/x: a LoRA of diffusers is one file; give it a name that ends in"),
+        (("export", "{run}", "--out", "{file}", "--format", "peft"), "{file}: is a file; PEFT's format is a directory"),
+        (("export", "{run}", "--out", "{run}", "--format", "peft"), "which an export would remove; name another directory"),
+        (("export", "{run}", "--out", "{file}/x.safetensors"), "--out {file} is a file"),
+        (
+            ("export", "{run}", "--out", "{dir}/x", "--format", "peft", "--fold-alpha"),
+            "--fold-alpha: only with --format diffusers",
+        ),
+        (("export", "{run}", "--out", "{dir}/x", "--dtype", "fp16"), "'fp16' is not one of 'fp32', 'bf16'"),
+        (("export", "{run}"), "Missing option '--out'"),
+    ],
+)
+def test_a_lora_or_an_output_that_cannot_be_is_one_line_and_nothing_is_written(
+    arguments, said, trained, exported, call, tmp_path
+):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(trained[0] / "config.yaml", empty)
+    names = {"run": trained[0], "file": exported, "dir": tmp_path, "empty": empty}
+    before = {p: p.stat().st_mtime_ns for p in [*exported.parent.rglob("*"), *trained[0].rglob("*")]}
+    code, out, error = call(*(a.format(**names) for a in arguments))
+    assert (code, out) == (2, "")
+    assert error.startswith("solrl: ")
+    assert said.format(**names) in error
+    assert len(error.strip().splitlines()) == 1
+    assert {p: p.stat().st_mtime_ns for p in [*exported.parent.rglob("*"), *trained[0].rglob("*")]} == before
+    assert {p.name for p in tmp_path.rglob("*")} <= {"empty", "config.yaml", "out"}
 
 
 def test_presets_lists_them_all(call):

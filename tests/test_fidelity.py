@@ -106,6 +106,20 @@ def test_overlap_counts_a_reward_that_is_not_finite_to_neither_end():
     assert overlap(true, proxy, 1, 2, best=False).tolist() == [1]
 
 
+def test_overlap_where_fewer_rewards_are_finite_than_are_asked_for():
+    """The others are no filling: none of them is found, or to be found."""
+    true = np.array([[5.0, 4.0, 3.0, 2.0, 1.0]])
+    few = np.array([[NAN, np.inf, 3.0, -np.inf, NAN]])
+    for best in (True, False):
+        assert overlap(few, true, 2, 4, best=best).tolist() == [0]  # was 0.5 or 1: indices of what is not finite, in order
+        assert overlap(few, true, 3, 4, best=best).tolist() == [1 / 3]
+        assert overlap(true, few, 2, 3, best=best).tolist() == [1]  # the one there is, third from either end
+        assert overlap(true, few, 2, 2, best=best).tolist() == [0]
+        assert overlap(few, few, 4, 4, best=best).tolist() == [1]
+        assert overlap(np.full((1, 5), NAN), true, 2, 5, best=best).tolist() == [0]
+        assert np.isnan(overlap(true, np.full((1, 5), NAN), 2, 5, best=best)).tolist() == [True]
+
+
 def test_chance_overlap_is_the_share_that_is_kept():
     rng = np.random.default_rng(3)
     got = overlap(rng.standard_normal((400, 24)), rng.standard_normal((400, 24)), 4, 6)

@@ -42,6 +42,8 @@ def read_scheduler(
             _accept(kind, config, EULER)
             shift = config.get("shift", 1.0)
             if config.get("use_dynamic_shifting", False):
+                if not own_sigmas:  # diffusers would shift another grid, or have no shift to give
+                    raise ValueError(f"{kind}: use_dynamic_shifting=True; accepted for this kind of pipeline: False")
                 sigmas = flux(steps, tokens)
             elif own_sigmas:
                 sigmas = np.append(shift_sigmas(np.linspace(1.0, 1 / steps, steps), shift), 0.0)

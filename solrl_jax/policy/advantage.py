@@ -16,6 +16,7 @@ def advantages(rewards: Float[Array, "p k"], *, clip: float, global_std: bool, m
     The standard deviation (population) is over all kept samples of the iteration, or over the prompt's own if not
     `global_std`. A non-finite reward takes no part in the statistics and gets advantage 0. Modes: `all`; `positive_only`
     and `negative_only` zero the other sign; `one_only` gives 1 where A > 0, else 0; `binary` gives the sign.
+    Raises ValueError for another mode.
     """
     finite = jnp.isfinite(rewards)
     r = jnp.where(finite, rewards, 0.0)
@@ -27,6 +28,8 @@ def advantages(rewards: Float[Array, "p k"], *, clip: float, global_std: bool, m
         spread = jnp.sqrt(mean_over(centred**2, 1))
     a = jnp.clip(centred / (spread + STD_FLOOR), -clip, clip)
     match mode:
+        case "all":
+            return a
         case "positive_only":
             return jnp.maximum(a, 0.0)
         case "negative_only":
@@ -35,7 +38,7 @@ def advantages(rewards: Float[Array, "p k"], *, clip: float, global_std: bool, m
             return jnp.where(a > 0, 1.0, 0.0)
         case "binary":
             return jnp.sign(a)
-    return a
+    raise ValueError(f"advantage mode {mode!r}: accepted are {', '.join(MODES)}")
 
 
 def optimality(advantages: Float[Array, "..."], clip: float) -> Float[Array, "..."]:

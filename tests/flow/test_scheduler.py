@@ -44,13 +44,30 @@ def test_flow_match_euler_equals_diffusers(steps, shift):
 def test_dynamic_shifting_equals_diffusers(steps):
     theirs = FlowMatchEulerDiscreteScheduler.from_config(FLUX)
     theirs.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=MU)
-    sigmas, times, table = read_scheduler(FLUX, steps, TOKENS)
+    sigmas, times, table = read_scheduler(FLUX, steps, TOKENS, own_sigmas=True)
     np.testing.assert_allclose(sigmas, theirs.sigmas, atol=1e-6, rtol=0)
     np.testing.assert_allclose(times, theirs.timesteps, atol=1e-3, rtol=0)
     np.testing.assert_array_equal(table, solver_table("euler", sigmas))
     if steps > 2:
-        assert np.abs(sigmas - read_scheduler(FLUX, steps, 4 * TOKENS)[0]).max() > 0.01
+        assert np.abs(sigmas - read_scheduler(FLUX, steps, 4 * TOKENS, own_sigmas=True)[0]).max() > 0.01
         assert np.abs(sigmas - read_scheduler(SD3, steps, TOKENS)[0]).max() > 0.01
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_fixed_shift_of_a_pipelines_own_sigmas_equals_diffusers(steps, shift):
+    theirs = FlowMatchEulerDiscreteScheduler.from_config(SD3 | {"shift": shift})
+    theirs.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))
+    sigmas, times, _ = read_scheduler(SD3 | {"shift": shift}, steps, TOKENS, own_sigmas=True)
+    np.testing.assert_allclose(sigmas, theirs.sigmas, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(times, theirs.timesteps, atol=1e-3, rtol=0)
+    if steps > 2:
+        assert np.abs(sigmas - read_scheduler(SD3 | {"shift": shift}, steps, TOKENS)[0]).max() > 0.01
+
+
+def test_dynamic_shifting_of_a_grid_that_is_not_the_pipelines_own_is_refused():
+    with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler: use_dynamic_shifting=True; accepted for this kind"):
+        read_scheduler(FLUX, 6, TOKENS)
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -73,7 +90,8 @@ def test_a_scheduler_that_diffusers_wrote_is_read():
     for config, scheduler in zip((SD3, FLUX, SANA), classes, strict=True):
         written = json.loads(scheduler.from_config(config).to_json_string())  # all settings, most at their defaults
         assert len(written) > len(config)
-        for got, want in zip(read_scheduler(written, 6, TOKENS), read_scheduler(config, 6, TOKENS), strict=True):
+        own = config is FLUX
+        for got, want in zip(read_scheduler(written, 6, TOKENS, own), read_scheduler(config, 6, TOKENS, own), strict=True):
             np.testing.assert_array_equal(got, want)
     defaults = json.loads(FlowMatchEulerDiscreteScheduler().to_json_string())
     np.testing.assert_array_equal(

@@ -15,13 +15,18 @@ from solrl_jax.backbone import load_backbone
 from solrl_jax.files import InputError
 from solrl_jax.sharding import make_mesh
 from tests import pipelines
-from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, sample_images, save_flux_pipeline
+from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, quick_compilation, sample_images, save_flux_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
 # an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than either takes; words and signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is most of the time spent here
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +117,11 @@ def test_missing_weights_of_a_text_encoder_are_refused_by_name(missing, folders,
 @pytest.fixture(scope="module")
 def encoders(folders):
     pipeline = open_pipeline(folders["dev"][0])
-    return pipeline, {name: part.load(jnp.float32) for name, part in pipeline.text_encoders.items()}, jit(pipeline.encode_text)
+    return (
+        pipeline,
+        {name: part.load(jnp.float32) for name, part in pipeline.text_encoders.items()},
+        jax.jit(pipeline.encode_text),
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [5, 16])

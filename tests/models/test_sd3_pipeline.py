@@ -15,14 +15,19 @@ from solrl_jax.backbone import load_backbone
 from solrl_jax.files import InputError
 from solrl_jax.sharding import make_mesh
 from tests import pipelines
-from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, SD3, sample_images, save_sd3_pipeline
+from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, SD3, quick_compilation, sample_images, save_sd3_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
 # an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than any takes; words and signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
 ENCODERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is most of the time spent here
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +118,31 @@ def test_a_missing_component_is_refused_by_name(missing, copy):
     assert "\n" not in str(refused.value)
 
 
+def test_tokenizers_in_their_older_files_are_read(folders, tmp_path):
+    """As the released models have them: a vocabulary and merges instead of one `tokenizer.json`."""
+    folder = shutil.copytree(folders["large"][0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    for tokenizer in ("tokenizer", "tokenizer_2"):
+        whole = folder / tokenizer / "tokenizer.json"
+        parts = json.loads(whole.read_text())["model"]
+        whole.unlink()
+        (whole.parent / "vocab.json").write_text(json.dumps(parts["vocab"]))
+        merges = ["#version: 0.2", *map(" ".join, parts["merges"])]
+        (whole.parent / "merges.txt").write_text("\n".join(merges) + "\n")
+        config = whole.parent / "tokenizer_config.json"
+        old = {"add_prefix_space": False, "do_lower_case": True, "errors": "replace", "tokenizer_class": "CLIPTokenizer"}
+        kept = {k: v for k, v in json.loads(config.read_text()).items() if k.endswith("_token") or k == "model_max_length"}
+        config.write_text(json.dumps(old | kept))
+    got, want = (open_pipeline(path).tokenize(PROMPTS, 12) for path in (folder, folders["large"][0]))
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
 @pytest.fixture(scope="module", params=["large", "no-t5"])
 def encoders(request, folders):
     folder, reference = folders[request.param]
     pipeline = open_pipeline(folder)
     params = {name: part.load(jnp.float32) for name, part in pipeline.text_encoders.items()}
-    return pipeline, reference, params, jit(pipeline.encode_text)
+    return pipeline, reference, params, jax.jit(pipeline.encode_text)
 
 
 @pytest.mark.parametrize("max_tokens", [5, 16])

@@ -60,6 +60,11 @@ def test_advantages_equal_the_reference(case, global_std, mode):
     assert np.abs(want).max() > 0.2
 
 
+def test_a_mode_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"^advantage mode 'positive': accepted are all, positive_only, .*, binary$"):
+        ours(rewards(), mode="positive")
+
+
 def test_the_cases_tell_the_options_apart():
     r = rewards()
     results = [reference(r, CLIP, g, m) for g in (True, False) for m in ("all", "positive_only", "negative_only")]
