@@ -1,0 +1,241 @@
+"""Measures loading: time, and host memory beyond the arrays that are placed.
+
+    python scripts/bench_load.py --gigabytes 8 --out benchmarks/load-cpu.json
+
+Writes a checkpoint of random numbers in the released layout (the transformer of Stable Diffusion 3.5 Large in BF16, with as
+many layers as the size asks for, in shards with an index), drops it from the page cache, loads it as training does, compares
+every tensor with its file and deletes it.
+
+On a GPU the arrays are not in host memory; on the CPU they are, and are taken off: `host_bytes_peak` is the largest value over
+time of the resident memory of the process, interpreter and libraries included, less the arrays on the mesh. The bar is that it
+stays below the largest shard plus 1 GB.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from safetensors import safe_open
+
+from models.sd3 import SD3Config, SD3Transformer2DModel
+from models.weights import Entry, entries, load_component, parameter_count
+from solrl_jax.sharding import make_mesh, parameter_sharding
+
+# the released config but for the number of layers
+LARGE = {
+    "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_attention_heads": 38, "attention_head_dim": 64,
+    "joint_attention_dim": 4096, "caption_projection_dim": 2432, "pooled_projection_dim": 2048, "out_channels": 16,
+    "pos_embed_max_size": 192, "qk_norm": "rms_norm",
+}  # fmt: skip
+GB = 10**9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="at least this much (default: 8)")
+    parser.add_argument("--shard-gigabytes", type=float, default=2.0, help="at most this much a shard (default: 2)")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices that split the parameters (default: 1)")
+    parser.add_argument("--folder", type=Path, default=None, help="where the checkpoint is written (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=None, help="a JSON file for the result, which is printed as well")
+    args = parser.parse_args()
+    state, layers = network(args.gigabytes * GB)
+    folder = Path(tempfile.mkdtemp(prefix="bench-load-", dir=args.folder))
+    try:
+        sizes = write(folder, entries(state), int(args.shard_gigabytes * GB))
+        result = measure(folder, state, args.fsdp)
+    finally:
+        shutil.rmtree(folder)
+    checkpoint = {
+        "architecture": "SD3Transformer2DModel", "layers": layers, "parameters": parameter_count(state), "dtype": "BF16",
+        "bytes": sum(sizes), "shards": len(sizes), "largest_shard_bytes": max(sizes),
+    }  # fmt: skip
+    bar = max(sizes) + GB
+    peak = result["host_bytes_peak"]
+    result |= {
+        "bytes_per_second": round(sum(sizes) / result["seconds"]),
+        "bar_bytes": bar,
+        "peak_over_bar": round(peak / bar, 3),
+        "within_bar": peak < bar,
+    }
+    report = {"date": datetime.date.today().isoformat(), "device": device(), "versions": versions()}
+    text = json.dumps(report | {"checkpoint": checkpoint, "load": result}, indent=2)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n")
+
+
+def network(size: float) -> tuple[nnx.State, int]:
+    """The abstract network with the fewest layers that make `size` bytes in BF16, and how many these are."""
+
+    def state(layers: int) -> nnx.State:
+        config = SD3Config.from_dict(LARGE | {"num_layers": layers})
+        return nnx.split(nnx.eval_shape(lambda: SD3Transformer2DModel(config, rngs=nnx.Rngs(0))))[1]
+
+    two, three = 2 * parameter_count(state(2)), 2 * parameter_count(state(3))
+    layers = max(2, 2 - int((two - size) // (three - two)))
+    return state(layers), layers
+
+
+def write(folder: Path, table: list[Entry], shard: int) -> list[int]:
+    """The tensors of `table`, random, in shards of at most `shard` bytes; returns the sizes of the files."""
+    shapes = {name: e.torch_shape for e in table for name in e.names}
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(shapes):
+        bytes_ = 2 * int(np.prod(shapes[name]))
+        if shards[-1] and size + bytes_ > shard:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += bytes_
+    place = {}
+    for i, names in enumerate(shards):
+        file = f"diffusion_pytorch_model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        place |= dict.fromkeys(names, file)
+        write_shard(folder / file, {name: shapes[name] for name in names})
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    return [file.stat().st_size for file in sorted(folder.glob("*.safetensors"))]
+
+
+def write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            for block in noise(name, int(np.prod(shape))):
+                file.write(block.data)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it is read from the disk, not from memory
+
+
+def noise(name: str, count: int, block: int = 2**20) -> Iterator[np.ndarray]:
+    """`count` BF16 numbers that depend on the name, as bytes, some at a time."""
+    draw = np.random.default_rng(list(name.encode())).standard_normal(block, np.float32)
+    numbers = draw.astype(ml_dtypes.bfloat16).view(np.uint8)
+    for start in range(0, count, block):
+        yield np.roll(numbers, 2 * (start // block))[: 2 * min(block, count - start)]
+
+
+def measure(folder: Path, state: nnx.State, fsdp: int) -> dict:
+    """Loads, sampling memory meanwhile; then compares every tensor with its file."""
+    mesh = make_mesh(1, fsdp)
+    jnp.zeros(1).block_until_ready()  # the backend has started
+    with HostMemory() as memory:
+
+        def place(_: tuple, shape: tuple[int, ...]) -> NamedSharding:
+            memory.begun += 2 * math.prod(shape)
+            return parameter_sharding(mesh, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+        began, computed = time.perf_counter(), time.process_time()
+        params = jax.block_until_ready(load_component(folder, state, jnp.dtype(jnp.bfloat16), place))
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - computed
+    check(folder, state, params)
+    return {
+        "fsdp": fsdp,
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu_seconds, 1),
+        "arrays_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+        "host_bytes_before": memory.before,
+        "host_bytes_peak": memory.peak,
+        "host_bytes_peak_with_unfinished_arrays": memory.peak_unfinished,
+        "resident_bytes_peak": memory.peak_resident,
+        "samples": memory.samples,
+    }
+
+
+class HostMemory:
+    """Samples the resident memory of this process, less the arrays on the mesh if those are in host memory.
+
+    `peak` leaves out the arrays of all parameters whose placing has `begun`: as long as a buffer of the host lasts, the array
+    that it goes into is there. `peak_unfinished` leaves out only arrays that JAX lists at the time, which are not those that a
+    program is just writing: an upper bound.
+    """
+
+    def __init__(self, seconds: float = 0.005):
+        self.seconds, self.samples, self.begun = seconds, 0, 0
+        self.peak = self.peak_unfinished = self.peak_resident = 0
+        self.on_host = jax.default_backend() == "cpu"
+
+    def __enter__(self):
+        self.before = self._resident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self):
+        while not self._stop.wait(self.seconds):
+            begun, listed = self.begun, self._listed()
+            resident = self._resident()
+            listed = min(listed, self._listed())
+            self.samples += 1
+            self.peak_resident = max(self.peak_resident, resident)
+            self.peak = max(self.peak, resident - begun * self.on_host)
+            self.peak_unfinished = max(self.peak_unfinished, resident - listed * self.on_host)
+
+    @staticmethod
+    def _resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    @staticmethod
+    def _listed() -> int:
+        """Pieces on single devices, of which an array is about to be made, do not count: to a GPU they are still on the way."""
+        return sum(a.nbytes for a in jax.live_arrays() if isinstance(a.sharding, NamedSharding))
+
+
+def check(folder: Path, state: nnx.State, params: dict) -> None:
+    """Raises ValueError naming a tensor that is not what its file says."""
+    files = {name: file for file in folder.glob("*.safetensors") for name in safe_open(file, "numpy").keys()}  # noqa: SIM118
+    for e in entries(state):
+        leaf = params
+        for key in e.path:
+            leaf = leaf[key]
+        for i, name in enumerate(e.names):
+            with safe_open(files[name], "numpy") as file:
+                stored = file.get_tensor(name)
+            value = np.asarray(leaf[i] if e.stacked else leaf)
+            ours = {"linear": lambda v: v.T, "conv": lambda v: v.transpose(3, 2, 0, 1), "same": lambda v: v}[e.layout](value)
+            if not np.array_equal(ours.view(np.uint16), stored.view(np.uint16)):
+                raise ValueError(f"{name}: loaded otherwise than stored")
+
+
+def device() -> str:
+    if jax.default_backend() == "cpu":
+        return f"{os.cpu_count()} CPU cores"
+    return f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in ("jax", "jaxlib", "numpy", "safetensors")}
+
+
+if __name__ == "__main__":
+    main()
