@@ -14,14 +14,10 @@ test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	# several processes: one that compiles all of this runs out of memory maps inside XLA
+	# two at a time, a file a process; in two rounds, because a process that compiles all of it runs out of memory maps inside XLA
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest tests/flow tests/numerics tests/policy tests/rollout tests/shapes
-	$(BIN)/coverage run -m pytest tests/models
-	$(BIN)/coverage run -m pytest tests/test_[a-l]*.py
-	$(BIN)/coverage run -m pytest tests/test_[m-p]*.py
-	$(BIN)/coverage run -m pytest tests/test_re*.py tests/test_sample.py
-	$(BIN)/coverage run -m pytest tests/test_train.py
+	$(BIN)/coverage run -m pytest -n 2 --dist loadfile tests/models tests/policy tests/flow tests/numerics tests/rollout tests/shapes
+	$(BIN)/coverage run -m pytest -n 2 --dist loadfile tests/test_*.py
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 

@@ -1,0 +1,131 @@
+"""How long the released transformers take to compile, from shapes alone: no weight is made.
+
+    python scripts/bench_compile.py                          # FLUX.1-dev, SD3.5-Large and SANA 1.6B, forward and LoRA gradient
+    python scripts/bench_compile.py --model flux1 --out benchmarks/compile-cpu.json
+
+For each: the velocity of a batch of one at the recipe's resolution in BF16, and its gradient with respect to LoRA adapters of
+the recipe's targets; seconds to trace and to compile ahead of time, as a share of the limit of 10 s. The peer in the same run
+is the same number of plain transformer blocks (attention and MLP, no modulation) of the same width, scanned likewise.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import time
+from datetime import date
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import attention
+from models.flux import FluxConfig, FluxTransformer2DModel
+from models.layers import LayerNorm, Linear, scan_blocks, stack
+from models.sana import SanaConfig, SanaTransformer2DModel
+from models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax.policy.lora import attach, init_adapters, matching
+from solrl_jax.presets import resolve
+
+LIMIT = 10.0  # seconds, for either program
+BF16 = jnp.bfloat16
+shaped = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
+TIME = shaped(1, dtype=jnp.float32)
+LARGE = SD3Config(
+    num_layers=38, num_attention_heads=38, caption_projection_dim=2432, pos_embed_max_size=192, qk_norm="rms_norm"
+)
+# preset of the model -> network, batch of inputs at the recipe's resolution, blocks, width, image and text tokens
+MODELS = {
+    "flux1": (
+        lambda r: FluxTransformer2DModel(FluxConfig(guidance_embeds=True), rngs=r),
+        (shaped(1, 64, 64, 16), shaped(1, 128, 4096), shaped(1, 768), TIME, TIME), 57, 3072, 1024 + 128,
+    ),
+    "sd3": (
+        lambda r: SD3Transformer2DModel(LARGE, rngs=r),
+        (shaped(1, 128, 128, 16), shaped(1, 205, 4096), shaped(1, 2048), TIME), 38, 2432, 4096 + 205,
+    ),
+    "sana": (
+        lambda r: SanaTransformer2DModel(SanaConfig(), rngs=r),
+        (shaped(1, 32, 32, 32), shaped(1, 300, 2304), shaped(1, 300, dtype=bool), TIME), 20, 2240, 1024,
+    ),
+}  # fmt: skip
+
+
+class PlainBlock(nnx.Module):
+    def __init__(self, d: int, head: int, *, rngs: nnx.Rngs):
+        self.norm1, self.norm2 = (LayerNorm(d, eps=1e-6, affine=False) for _ in range(2))
+        self.to_q, self.to_k, self.to_v, self.to_out = (Linear(d, d, rngs=rngs) for _ in range(4))
+        self.up, self.down = Linear(d, 4 * d, rngs=rngs), Linear(4 * d, d, rngs=rngs)
+        self.head = head
+
+    def __call__(self, x):
+        h = self.norm1(x)
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head)
+        x = x + self.to_out(attention(heads(self.to_q(h)), heads(self.to_k(h)), heads(self.to_v(h))).reshape(x.shape))
+        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+
+
+def abstract(make) -> tuple[nnx.GraphDef, dict]:
+    """A network's graph and its parameters as shapes in BF16."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    return graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, BF16), nnx.to_pure_dict(state))
+
+
+def seconds_to_compile(function, *arguments) -> dict[str, float]:
+    started = time.perf_counter()
+    lowered = jax.jit(function).lower(*arguments)
+    traced = time.perf_counter()
+    lowered.compile()
+    done = time.perf_counter()
+    return {"trace": round(traced - started, 2), "compile": round(done - traced, 2), "total": round(done - started, 2)}
+
+
+def measure(name: str) -> dict:
+    make, inputs, blocks, width, tokens = MODELS[name]
+    graphdef, params = abstract(make)
+    lora = resolve(f"{name}_sol_rl_pickscore").lora
+    targets = matching(params, lora.targets, "lora.targets")
+    adapters = jax.eval_shape(lambda key: init_adapters(key, params, targets, lora.rank), jax.random.key(0))
+
+    def velocity(params, *inputs):
+        return nnx.merge(graphdef, params)(*inputs)
+
+    def loss(adapters, params, *inputs):
+        return (velocity(attach(params, adapters, lora.alpha / lora.rank), *inputs).astype(jnp.float32) ** 2).mean()
+
+    head = next(h for h in (128, 64, 32) if width % h == 0)
+    plain_graph, plain = abstract(lambda r: stack(blocks, lambda r: PlainBlock(width, head, rngs=r), r))
+    plain_forward = lambda p, x: scan_blocks(nnx.merge(plain_graph, p), lambda block, x: block(x), x)
+    result = {
+        "forward": seconds_to_compile(velocity, params, *inputs),
+        "lora_gradient": seconds_to_compile(jax.grad(loss), adapters, params, *inputs),
+        "plain_blocks": seconds_to_compile(plain_forward, plain, shaped(1, tokens, width)),
+    }
+    for program in ("forward", "lora_gradient"):
+        result[program]["share_of_limit"] = round(result[program]["total"] / LIMIT, 3)
+        result[program]["times_plain_blocks"] = round(result[program]["total"] / result["plain_blocks"]["total"], 1)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[*MODELS], action="append", help="may be given several times (default: all)")
+    parser.add_argument("--out", type=Path, help="where the JSON goes, beside standard output")
+    args = parser.parse_args()
+    jax.config.update("jax_enable_compilation_cache", False)
+    report = {
+        "date": date.today().isoformat(),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "versions": {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")},
+        "limit_seconds": LIMIT,
+        "models": {name: measure(name) for name in args.model or MODELS},
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
