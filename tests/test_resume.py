@@ -128,8 +128,8 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path, uninterrupted):
 
 
 def test_another_run_is_not_overwritten(uninterrupted):
-    with pytest.raises(InputError, match=r"holds another run.*optimizer.learning_rate: 0.0003 there, 0.001 here"):
-        run(uninterrupted, "optimizer.learning_rate=1e-3")
+    with pytest.raises(InputError, match=r"holds another run.*optimizer.learning_rate: 0.001 there, 0.002 here"):
+        run(uninterrupted, "optimizer.learning_rate=2e-3")
 
 
 def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch):

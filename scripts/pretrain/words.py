@@ -1,0 +1,43 @@
+"""Word tokenizers over the embedded world's vocabulary, each with the special tokens of the one that it stands for."""
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from solrl_jax.shapes import scenes
+
+VOCAB_SIZE = 32  # of every table of tokens, a few entries spare
+MAX_TOKENS = 24  # of `tiny-sana` and `tiny-clip`
+SHORT = 12  # of the others, whose networks look at padding too: the longest caption has 10 words
+
+
+def gemma_tokenizer(end: bool = False) -> PreTrainedTokenizerFast:
+    """One token a word; `end` adds the end-of-text token that CLIP pools at (Gemma's own adds only a beginning)."""
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *scenes.VOCABULARY]
+    return _tokenizer(words, "<bos> $A <eos>" if end else "<bos> $A", ("<bos>", "<eos>"), MAX_TOKENS)
+
+
+def clip_tokenizer() -> PreTrainedTokenizerFast:
+    """As CLIP's, beginning and end of text are the last two ids."""
+    return _tokenizer(["<pad>", "<unk>", *scenes.VOCABULARY, "<bos>", "<eos>"], "<bos> $A <eos>", ("<bos>", "<eos>"), SHORT)
+
+
+CLIP_END = 2 + len(scenes.VOCABULARY) + 1  # the id of the end of text in `clip_tokenizer`
+
+
+def t5_tokenizer() -> PreTrainedTokenizerFast:
+    """As T5's: an end but no beginning; padding 0, end 1, unknown 2."""
+    return _tokenizer(["<pad>", "<eos>", "<unk>", *scenes.VOCABULARY], "$A <eos>", ("<eos>",), SHORT)
+
+
+def _tokenizer(words: list[str], template: str, added: tuple[str, ...], length: int) -> PreTrainedTokenizerFast:
+    """added: the special tokens that `template` adds to a text."""
+    assert len(words) <= VOCAB_SIZE
+    ids = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(token, ids[token]) for token in added]
+    )
+    special = {f"{token[1:-1]}_token": token for token in ("<pad>", "<bos>", "<eos>", "<unk>") if token in ids}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", model_max_length=length, **special)
