@@ -81,9 +81,9 @@ def _unsupported(field: str, value: Any, accepted: str) -> ValueError:
 
 
 class FluxTransformer2DModel(nnx.Module):
-    def __init__(self, config: FluxConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: FluxConfig, *, remat: str = "none", rngs: nnx.Rngs):
         c, d = config, config.width
-        self.config = config
+        self.config, self.remat = config, remat
         self.time_text_embed = TimeTextEmbedding(d, c.pooled_projection_dim, guided=c.guidance_embeds, rngs=rngs)
         self.context_embedder = Linear(c.joint_attention_dim, d, rngs=rngs)
         self.x_embedder = Linear(c.in_channels, d, rngs=rngs)
@@ -120,10 +120,13 @@ class FluxTransformer2DModel(nnx.Module):
         image = self.x_embedder(pack(latent))
         text = self.context_embedder(text.astype(dtype))
         text, image = scan_blocks(
-            self.transformer_blocks, lambda block, streams: block(*streams, condition, rotation), (text, image)
+            self.transformer_blocks,
+            lambda block, streams: block(*streams, condition, rotation),
+            (text, image),
+            remat=self.remat,
         )
         x = jnp.concatenate([text, image], axis=1)
-        x = scan_blocks(self.single_transformer_blocks, lambda block, x: block(x, condition, rotation), x)
+        x = scan_blocks(self.single_transformer_blocks, lambda block, x: block(x, condition, rotation), x, remat=self.remat)
         return unpack(self.proj_out(self.norm_out(x[:, length:], condition)), rows, columns)
 
 

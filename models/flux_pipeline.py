@@ -29,7 +29,7 @@ MAX_TOKENS = 512  # of T5
 SAMPLE_SIZE = 128  # latents a side that the model was made for; its config does not say
 
 
-def open_flux(folder: Path) -> Pipeline:
+def open_flux(folder: Path, remat: str) -> Pipeline:
     """Reads a directory in the layout of `black-forest-labs/FLUX.1-dev` (or `-schnell`)."""
     read = lambda part: read_json(folder / part / "config.json")
     config, vae_config = FluxConfig.from_dict(read("transformer")), AutoencoderKLConfig.from_dict(read("vae"))
@@ -41,7 +41,7 @@ def open_flux(folder: Path) -> Pipeline:
         ("transformer joint_attention_dim", config.joint_attention_dim, t5_config.d_model),
         ("transformer pooled_projection_dim", config.pooled_projection_dim, clip_config.hidden_size),
     )
-    transformer = Component.of(folder / "transformer", lambda _: lambda r: FluxTransformer2DModel(config, rngs=r))
+    transformer = Component.of(folder / "transformer", lambda _: lambda r: FluxTransformer2DModel(config, remat=remat, rngs=r))
     clip = Component.of(folder / "text_encoder", lambda _: lambda r: CLIPTextModel(clip_config, rngs=r))
     t5 = Component.of(folder / "text_encoder_2", lambda _: lambda r: T5EncoderModel(t5_config, rngs=r))
     vae = Component.of(folder / "vae", lambda _: lambda r: AutoencoderKL(vae_config, rngs=r))

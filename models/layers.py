@@ -26,6 +26,11 @@ from solrl_jax.numerics.matmul import matmul
 #   "conv": [kh, kw, in / groups, out] from [out, in / groups, kh, kw].
 LAYOUTS = ("same", "linear", "pointwise", "conv")
 
+# What the backward pass through a stack of blocks finds in memory and what it computes again (arXiv 1604.06174):
+#   "none": every intermediate is kept, gathered weights under FSDP among them;  "products": outputs of matrix products are;
+#   "blocks": only what goes into each block.
+REMAT = {"none": None, "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "blocks": None}
+
 M = TypeVar("M", bound=nnx.Module)
 P = TypeVar("P")
 X = TypeVar("X")
@@ -49,13 +54,15 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
     return blocks
 
 
-def scan_blocks(blocks: Any, apply: Callable[[Any, X], X], x: X) -> X:
+def scan_blocks(blocks: Any, apply: Callable[[Any, X], X], x: X, *, remat: str = "none") -> X:
     """Applies stacked `blocks` in order: `x = apply(block, x)`. One block is compiled, however many there are.
 
-    x: an array, or a tree of arrays where several streams run side by side.
+    x: an array, or a tree of arrays where several streams run side by side. remat: what a gradient recomputes (`REMAT`).
     """
     graphdef, params = nnx.split(blocks)
     step = lambda x, p: (apply(nnx.merge(graphdef, gather(p)), x), None)
+    if remat != "none":
+        step = jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)  # the scan itself keeps it from being undone
     return jax.lax.scan(step, x, params)[0]
 
 

@@ -97,8 +97,8 @@ class Pipeline:
     own_sigmas: bool = False  # the pipeline gives its scheduler `linspace(1, 1/n, n)` instead of taking the default grid
 
 
-def open_pipeline(folder: Path) -> Pipeline:
-    """Reads the directory of a pipeline; no weight is loaded yet.
+def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:
+    """Reads the directory of a pipeline; no weight is loaded yet. remat: of the transformer (`models.layers.REMAT`).
 
     Raises FileNotFoundError or ValueError, in one line, for what is missing or of a kind that is not ported.
     """
@@ -113,7 +113,7 @@ def open_pipeline(folder: Path) -> Pipeline:
     kind = read_json(folder / "model_index.json").get("_class_name")
     if kind not in known:
         raise ValueError(f"{folder / 'model_index.json'}: _class_name={kind!r}; accepted: {', '.join(known)}")
-    return known[kind](folder)
+    return known[kind](folder, remat)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -65,9 +65,9 @@ class SanaConfig:
 
 
 class SanaTransformer2DModel(nnx.Module):
-    def __init__(self, config: SanaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: SanaConfig, *, remat: str = "none", rngs: nnx.Rngs):
         c, d = config, config.width
-        self.config = config
+        self.config, self.remat = config, remat
         self.patch_embed = PatchEmbed(c, rngs=rngs)
         self.time_embed = (GuidedTimeEmbedding if c.guidance_embeds else TimeEmbedding)(d, rngs=rngs)
         self.caption_projection = TextProjection(c.caption_channels, d, rngs=rngs)
@@ -96,7 +96,12 @@ class SanaTransformer2DModel(nnx.Module):
         modulation = modulation.reshape(batch, 6, -1)
         text = self.caption_norm(self.caption_projection(text.astype(x.dtype)))
 
-        x = scan_blocks(self.transformer_blocks, lambda block, x: block(x, text, text_mask, modulation, (rows, columns)), x)
+        x = scan_blocks(
+            self.transformer_blocks,
+            lambda block, x: block(x, text, text_mask, modulation, (rows, columns)),
+            x,
+            remat=self.remat,
+        )
 
         shift, scale = jnp.split(self.scale_shift_table.get_value().astype(x.dtype) + embedded[:, None], 2, axis=1)
         x = self.proj_out(self.norm_out(x) * (1 + scale) + shift)

@@ -25,14 +25,14 @@ from models.weights import Params
 MAX_TOKENS = 300
 
 
-def open_sana(folder: Path) -> Pipeline:
+def open_sana(folder: Path, remat: str) -> Pipeline:
     """Reads a directory in the layout of `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`."""
     config = SanaConfig.from_dict(read_json(folder / "transformer" / "config.json"))
     vae_config = AutoencoderDCConfig.from_dict(read_json(folder / "vae" / "config.json"))
     _check_fit(folder, config, vae_config)
 
     transformer = Component.of(
-        folder / "transformer", lambda d: lambda r: SanaTransformer2DModel(SanaConfig.from_dict(d), rngs=r)
+        folder / "transformer", lambda d: lambda r: SanaTransformer2DModel(SanaConfig.from_dict(d), remat=remat, rngs=r)
     )
     text_encoder = Component.of(folder / "text_encoder", lambda d: lambda r: Gemma2Model(Gemma2Config.from_dict(d), rngs=r))
     vae = Component.of(folder / "vae", lambda d: lambda r: AutoencoderDC(AutoencoderDCConfig.from_dict(d), rngs=r))

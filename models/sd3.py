@@ -77,9 +77,9 @@ class SD3Transformer2DModel(nnx.Module):
     """The blocks are of up to three kinds (see `JointTransformerBlock`). Each run of equal ones is a stack, and
     `transformer_blocks` holds the stacks by the layers they are, first and last: "0-12", "13-22", "23-23"."""
 
-    def __init__(self, config: SD3Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: SD3Config, *, remat: str = "none", rngs: nnx.Rngs):
         c, d = config, config.width
-        self.config = config
+        self.config, self.remat = config, remat
         self.pos_embed = PatchEmbed(c, rngs=rngs)
         self.time_text_embed = TimeTextEmbedding(c, rngs=rngs)
         self.context_embedder = Linear(c.joint_attention_dim, d, rngs=rngs)
@@ -105,7 +105,9 @@ class SD3Transformer2DModel(nnx.Module):
         streams: Any = (x, self.context_embedder(text.astype(dtype)))
         # by first layer: a run's place in the tree depends on how its key sorts
         for key in sorted(self.transformer_blocks, key=lambda key: int(key.split("-")[0])):
-            streams = scan_blocks(self.transformer_blocks[key], lambda block, s: block(*s, condition), streams)
+            streams = scan_blocks(
+                self.transformer_blocks[key], lambda block, s: block(*s, condition), streams, remat=self.remat
+            )
         x, (scale, shift) = self.norm_out(streams[0], condition)
         x = self.proj_out(modulate(x, shift, scale))
         x = x.reshape(batch, height // p, width // p, p, p, -1).transpose(0, 1, 3, 2, 4, 5)

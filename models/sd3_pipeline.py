@@ -31,7 +31,7 @@ CLIPS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 T5 = "text_encoder_3"
 
 
-def open_sd3(folder: Path) -> Pipeline:
+def open_sd3(folder: Path, remat: str) -> Pipeline:
     """Reads a directory in the layout of `stabilityai/stable-diffusion-3.5-large`; T5 may be left out, as it may there."""
     read = lambda part: read_json(folder / part / "config.json")
     config, vae_config = SD3Config.from_dict(read("transformer")), AutoencoderKLConfig.from_dict(read("vae"))
@@ -43,7 +43,7 @@ def open_sd3(folder: Path) -> Pipeline:
     def open_clip(part: str) -> Component:
         return Component.of(folder / part, lambda _: lambda r: CLIPTextModelWithProjection(clip_configs[part], rngs=r))
 
-    transformer = Component.of(folder / "transformer", lambda _: lambda r: SD3Transformer2DModel(config, rngs=r))
+    transformer = Component.of(folder / "transformer", lambda _: lambda r: SD3Transformer2DModel(config, remat=remat, rngs=r))
     clips = {part: open_clip(part) for part in CLIPS}
     t5 = None if t5_config is None else Component.of(folder / T5, lambda _: lambda r: T5EncoderModel(t5_config, rngs=r))
     vae = Component.of(folder / "vae", lambda _: lambda r: AutoencoderKL(vae_config, rngs=r))

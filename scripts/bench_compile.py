@@ -29,6 +29,7 @@ from solrl_jax.presets import resolve
 
 LIMIT = 10.0  # seconds, for either program
 BF16 = jnp.bfloat16
+REMAT = "blocks"  # as the recipes train
 shaped = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
 TIME = shaped(1, dtype=jnp.float32)
 LARGE = SD3Config(
@@ -37,15 +38,15 @@ LARGE = SD3Config(
 # preset of the model -> network, batch of inputs at the recipe's resolution, blocks, width, image and text tokens
 MODELS = {
     "flux1": (
-        lambda r: FluxTransformer2DModel(FluxConfig(guidance_embeds=True), rngs=r),
+        lambda r: FluxTransformer2DModel(FluxConfig(guidance_embeds=True), remat=REMAT, rngs=r),
         (shaped(1, 64, 64, 16), shaped(1, 128, 4096), shaped(1, 768), TIME, TIME), 57, 3072, 1024 + 128,
     ),
     "sd3": (
-        lambda r: SD3Transformer2DModel(LARGE, rngs=r),
+        lambda r: SD3Transformer2DModel(LARGE, remat=REMAT, rngs=r),
         (shaped(1, 128, 128, 16), shaped(1, 205, 4096), shaped(1, 2048), TIME), 38, 2432, 4096 + 205,
     ),
     "sana": (
-        lambda r: SanaTransformer2DModel(SanaConfig(), rngs=r),
+        lambda r: SanaTransformer2DModel(SanaConfig(), remat=REMAT, rngs=r),
         (shaped(1, 32, 32, 32), shaped(1, 300, 2304), shaped(1, 300, dtype=bool), TIME), 20, 2240, 1024,
     ),
 }  # fmt: skip

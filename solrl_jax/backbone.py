@@ -140,7 +140,7 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
     return sorted(wanted)
 
 
-def load_backbone(path: str, precision: str, mesh: Mesh) -> Backbone:
+def load_backbone(path: str, precision: str, mesh: Mesh, remat: str = "none") -> Backbone:
     """Opens and loads the pipeline `path` onto `mesh`; the networks run in `precision` (`bf16` or `fp32`).
 
     Raises InputError in one line for a model that is absent, incomplete or of an unknown kind.
@@ -148,7 +148,7 @@ def load_backbone(path: str, precision: str, mesh: Mesh) -> Backbone:
     folder = find_model(path)
     dtype = DTYPES[precision]
     try:
-        pipeline = open_pipeline(folder)
+        pipeline = open_pipeline(folder, remat)
 
         def place(_: tuple, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
             return sharding.parameter_sharding(mesh, jax.ShapeDtypeStruct(shape, dtype))

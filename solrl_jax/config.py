@@ -73,6 +73,7 @@ class Model(Section):
     height: Count  # pixels
     width: Count  # pixels
     max_tokens: Count  # length of the text that conditions it
+    remat: Literal["none", "products", "blocks"]  # what gradients compute again instead of keeping it in memory
     quantize: tuple[Regex, ...]  # kernels that are held in NVFP4 when the precision is nvfp4
 
 

@@ -76,7 +76,7 @@ def build(config: Config) -> Experiment:
         mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
     except ValueError as error:
         raise InputError(str(error)) from error
-    backbone = load_backbone(config.model.path, config.rollout.precision, mesh)
+    backbone = load_backbone(config.model.path, config.rollout.precision, mesh, config.model.remat)
     match = partial(matching, backbone.transformer)
     try:
         backbone.pipeline.latent_shape(config.model.height, config.model.width)
