@@ -50,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(
             f"--{stage}-stop", type=int, default=3700, help="where it leaves its schedule: early enough to still fail often"
         )
+        parser.add_argument(f"--{stage}-more", type=int, default=0, help="steps of a second leg, from where it left the first")
     return parser.parse_args()
 
 

@@ -72,7 +72,7 @@ def train_flow(args: Namespace, nets: dict, latents: np.ndarray, captions: list[
         return latents[rows], ids[prompts], mask[prompts]
 
     params = {"flow": init_flow(args.seed), "text": init_text(args.seed + 1)}
-    return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work, args.flow_stop)
+    return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work, args.flow_stop, args.flow_more)
 
 
 def flow_loss(velocity: Callable[[jax.Array, jax.Array], jax.Array], x0: jax.Array, key: jax.Array) -> jax.Array:

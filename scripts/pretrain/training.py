@@ -23,18 +23,21 @@ def train(
     rate: float,
     work: Path,
     stop: int | None = None,
+    more: int = 0,
 ) -> Any:
     """AdamW with warm-up and a cosine end over `steps`; returns the averaged parameters. Resumes from `work`.
 
-    stop: leave the schedule there, before its end.
+    stop: leave the schedule there, before its end; more: from there on, so many steps from half the rate to a tenth of it.
 
     loss(params, batch, key) -> scalar; batches(step) -> batch. Both are functions of the step alone, so that an interrupted
     training ends where an uninterrupted one does.
     """
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, rate, 100, steps, rate / 20), b2=0.99, weight_decay=1e-3),
-    )
+    last = steps if stop is None else stop
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, 100, steps, rate / 20)
+    if more:
+        schedule = optax.join_schedules([schedule, optax.cosine_decay_schedule(rate / 2, more, 0.2)], [last])
+        last += more
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=1e-3))
     params = jax.tree.map(lambda x: jnp.array(np.asarray(x)), params)  # of no weak type, which would compile a step twice
     # a copy: donated buffers may appear once
     state = {"params": params, "average": jax.tree.map(jnp.copy, params), "opt": optimizer.init(params), "step": jnp.int32(0)}
@@ -52,7 +55,7 @@ def train(
         mean = jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state["average"], params)
         return {"params": params, "average": mean, "opt": opt, "step": state["step"] + 1}, value
 
-    smooth, started, last = None, time.time(), steps if stop is None else stop
+    smooth, started = None, time.time()
     for i in tqdm(range(int(state["step"]), last), desc=name, mininterval=30):
         state, value = step(state, batches(i))
         smooth = float(value) if smooth is None else 0.98 * smooth + 0.02 * float(value)
