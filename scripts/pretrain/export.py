@@ -9,7 +9,7 @@ import numpy as np
 from models.weights import Params, save_component, to_torch
 from pretrain.data import is_asked
 from pretrain.networks import CLIP, FLOW, TEXT, VAE
-from pretrain.words import gemma_tokenizer
+from pretrain.words import MAX_TOKENS, clip_tokenizer, gemma_tokenizer
 from solrl_jax.shapes import scenes
 
 SCHEDULER = {
@@ -43,7 +43,7 @@ def export_sana(nets: dict, vae: Params, flow: Params, scale: float, folder: Pat
 def export_clip(nets: dict, params: Params, folder: Path) -> None:
     """Writes `tiny-clip` in the layout of transformers' CLIPModel."""
     save_component(folder, "model.safetensors", CLIP, to_torch(nets["clip"][0].state, params), np.float32)
-    gemma_tokenizer(end=True).save_pretrained(folder)
+    clip_tokenizer(MAX_TOKENS).save_pretrained(folder)
 
 
 def export_prompts(seed: int, folder: Path) -> None:

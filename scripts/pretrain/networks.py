@@ -12,7 +12,7 @@ from models.clip import CLIPConfig, CLIPModel
 from models.gemma2 import Gemma2Config, Gemma2Model
 from models.sana import SanaConfig, SanaTransformer2DModel
 from models.weights import Params
-from pretrain.words import MAX_TOKENS, VOCAB_SIZE
+from pretrain.words import CLIP_END, MAX_TOKENS, VOCAB_SIZE
 
 VAE = {
     "in_channels": 3, "latent_channels": 8, "attention_head_dim": 32,
@@ -42,7 +42,7 @@ CLIP_TOWER = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads"
 CLIP = {
     "architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": 64,
     "text_config": CLIP_TOWER | {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_TOKENS,
-                                 "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+                                 "pad_token_id": 0, "bos_token_id": CLIP_END - 1, "eos_token_id": CLIP_END},
     "vision_config": CLIP_TOWER | {"num_hidden_layers": 3, "image_size": 32, "patch_size": 4, "num_channels": 3},
 }  # fmt: skip
 MAKERS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from models.weights import Params
 from pretrain.data import asked_rows, near_miss, to_signed
 from pretrain.training import train
-from pretrain.words import MAX_TOKENS, gemma_tokenizer
+from pretrain.words import MAX_TOKENS, clip_tokenizer, gemma_tokenizer
 
 
 def train_vae(args: Namespace, nets: dict, images: np.ndarray) -> Params:
@@ -109,7 +109,7 @@ def row_drawer(
 
 def train_clip(args: Namespace, nets: dict, images: np.ndarray, captions: list[str]) -> Params:
     network, init = nets["clip"]
-    tokenizer = gemma_tokenizer(end=True)
+    tokenizer = clip_tokenizer(MAX_TOKENS)
 
     def loss(params, batch, key):
         pixels, ids, mask = batch

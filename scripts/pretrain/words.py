@@ -10,15 +10,15 @@ MAX_TOKENS = 24  # of `tiny-sana` and `tiny-clip`
 SHORT = 12  # of the others, whose networks look at padding too: the longest caption has 10 words
 
 
-def gemma_tokenizer(end: bool = False) -> PreTrainedTokenizerFast:
-    """One token a word; `end` adds the end-of-text token that CLIP pools at (Gemma's own adds only a beginning)."""
+def gemma_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word, after a beginning; Gemma's adds no end."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *scenes.VOCABULARY]
-    return _tokenizer(words, "<bos> $A <eos>" if end else "<bos> $A", ("<bos>", "<eos>"), MAX_TOKENS)
+    return _tokenizer(words, "<bos> $A", ("<bos>", "<eos>"), MAX_TOKENS)
 
 
-def clip_tokenizer() -> PreTrainedTokenizerFast:
-    """As CLIP's, beginning and end of text are the last two ids."""
-    return _tokenizer(["<pad>", "<unk>", *scenes.VOCABULARY, "<bos>", "<eos>"], "<bos> $A <eos>", ("<bos>", "<eos>"), SHORT)
+def clip_tokenizer(length: int = SHORT) -> PreTrainedTokenizerFast:
+    """As CLIP's, beginning and end of text are the last two ids; CLIP pools at the end, which has seen the whole text."""
+    return _tokenizer(["<pad>", "<unk>", *scenes.VOCABULARY, "<bos>", "<eos>"], "<bos> $A <eos>", ("<bos>", "<eos>"), length)
 
 
 CLIP_END = 2 + len(scenes.VOCABULARY) + 1  # the id of the end of text in `clip_tokenizer`
