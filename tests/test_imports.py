@@ -14,7 +14,7 @@ ORDER = [
     ("solrl_jax.files", "solrl_jax.config", "solrl_jax.presets", "solrl_jax.keys", "solrl_jax.sharding", "solrl_jax.progress"),
     ("solrl_jax.backbone", "solrl_jax.prompts"),
     ("solrl_jax.flow",),
-    ("solrl_jax.shapes", "solrl_jax.rewards", "solrl_jax.fidelity"),
+    ("solrl_jax.shapes", "solrl_jax.rewards", "solrl_jax.fidelity", "solrl_jax.testing"),
     ("solrl_jax.rollout", "solrl_jax.policy", "solrl_jax.state", "solrl_jax.experiment"),
     ("solrl_jax.train", "solrl_jax.evaluate", "solrl_jax.rank"),
     ("solrl_jax.checkpoint", "solrl_jax.ledger", "solrl_jax.metrics", "solrl_jax.pictures"),
