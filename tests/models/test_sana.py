@@ -10,9 +10,11 @@ from flax import nnx
 from models.sana import SanaConfig, SanaTransformer2DModel
 from models.weights import from_torch, parameter_count, to_torch
 
+# Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly all cut off by the ReLU divides
+# by almost nothing, and in float32 even PyTorch is 4e-5 from its own float64.
 BASE = dict(
-    in_channels=6, out_channels=6, num_attention_heads=4, attention_head_dim=8, num_layers=2, num_cross_attention_heads=2,
-    cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=24, mlp_ratio=2.5, sample_size=8,
+    in_channels=6, out_channels=6, num_attention_heads=2, attention_head_dim=32, num_layers=2, num_cross_attention_heads=2,
+    cross_attention_head_dim=32, cross_attention_dim=64, caption_channels=24, mlp_ratio=2.5, sample_size=8,
 )  # fmt: skip
 CASES = {
     "released": {},
@@ -20,10 +22,9 @@ CASES = {
     "attention-bias": dict(attention_bias=True, norm_eps=1e-5),
     "patches-and-positions": dict(patch_size=2, interpolation_scale=1.5, num_layers=3),
     "affine-norm": dict(norm_elementwise_affine=True, mlp_ratio=3.0, out_channels=None),
-    "unequal-cross-heads": dict(num_cross_attention_heads=8, cross_attention_head_dim=4, timestep_scale=0.5),
+    "unequal-cross-heads": dict(num_cross_attention_heads=8, cross_attention_head_dim=8, timestep_scale=0.5),
 }
 TOLERANCE = 1e-5  # largest difference over largest value
-GRADIENT_TOLERANCE = 1e-4  # the normalisation of linear attention amplifies rounding on the way back (measured: 5e-5)
 
 
 def build(overrides: dict, seed: int = 0):
@@ -97,7 +98,7 @@ def test_forward_and_input_gradient_equal_diffusers(case):
         assert relative(ours(*(x | {name: value}).values()), want) > 20 * TOLERANCE, name
 
     objective = lambda latent: (ours(latent, *list(x.values())[1:]) * cotangent(*want.shape)).sum()
-    assert relative(jax.jit(jax.grad(objective))(x["latent"]), run_torch(theirs, x, grad=True)) < GRADIENT_TOLERANCE
+    assert relative(jax.jit(jax.grad(objective))(x["latent"]), run_torch(theirs, x, grad=True)) < TOLERANCE
 
 
 def test_another_size_runs_through_the_same_weights():
@@ -133,7 +134,7 @@ def test_every_bad_tensor_is_listed_at_once():
     with pytest.raises(ValueError, match="3 tensor") as error:
         from_torch(state, tensors, "the file")
     for part in ("the file", "missing proj_out.bias (6,)", "unexpected stranger.weight (3,)",
-                 "transformer_blocks.1.attn1.to_q.weight has shape (3, 5), expected (32, 32)"):  # fmt: skip
+                 "transformer_blocks.1.attn1.to_q.weight has shape (3, 5), expected (64, 64)"):  # fmt: skip
         assert part in str(error.value)
 
 
