@@ -32,6 +32,8 @@ test: .venv/installed-test
 
 .venv/installed-test: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	# an oracle too, without its requirements: its torchvision does not load beside the PyTorch of machines without a GPU
+	$(BIN)/python -m pip install --quiet --no-deps 'open_clip_torch==3.3.0'
 	touch $@ .venv/installed
 
 clean:

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.layers import gather
 from models.weights import Params, Placement, check_component, load_component, parameter_count
 
 Conditioning = dict[str, Array]  # what the network is told of a prompt; every leaf has a leading axis of prompts
@@ -73,6 +74,10 @@ class Component:
             depths.setdefault(str(path[0]), []).append(variable.get_metadata()["below_stack"])
         return frozenset(name for name, below in depths.items() if all(below))
 
+    def gathered(self, params: Params) -> Params:
+        """Whole arrays on every device for everything but the stacked blocks, which are gathered a layer at a time."""
+        return {name: value if name in self.stacked else gather(value) for name, value in params.items()}
+
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
@@ -94,7 +99,13 @@ class Pipeline:
     default_size: tuple[int, int]  # height and width the model was made for
     vae_dtype: jnp.dtype | None = None  # the one dtype that decoding works in, where there is one
     embedded_guidance: bool = False  # the network is told the guidance scale; there is no second evaluation without the prompt
+    instruct: Callable[[Sequence[str], int, str], Tokens] | None = None  # as tokenize, for prompts after an instruction
     own_sigmas: bool = False  # the pipeline gives its scheduler `linspace(1, 1/n, n)` instead of taking the default grid
+
+    @property
+    def compression(self) -> int:
+        """Pixels that a latent stands for in either direction."""
+        return self.default_size[0] // self.latent_shape(*self.default_size)[0]
 
 
 def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:

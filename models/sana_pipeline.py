@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
@@ -39,14 +40,37 @@ def open_sana(folder: Path, remat: str) -> Pipeline:
     tokenizer = folder / "tokenizer"
 
     def tokenize(prompts: Sequence[str], max_tokens: int) -> Tokens:
-        """Lower-cased, stripped, padded on the right to `max_tokens`; without the instruction prefix, as the recipe trains."""
+        """Lower-cased, stripped, padded on the right to `max_tokens`; without an instruction, as the recipe trains."""
+        return with_instruction(prompts, max_tokens, "", 0)
+
+    def instruct(prompts: Sequence[str], max_tokens: int, instruction: str) -> Tokens:
+        """The instruction, as it is, before each prompt; of all tokens the first and the last `max_tokens` - 1 are kept.
+
+        The released text is the default of `complex_human_instruction` of diffusers' `SanaPipeline`, `chi_prompt` in the
+        authors' configs: its lines joined by line breaks.
+        """
+        # 2: of the instruction's own tokens the one that begins the text, and the one that runs into the prompt
+        return with_instruction(prompts, max_tokens, instruction, len(load_tokenizer(tokenizer).encode(instruction)) - 2)
+
+    def with_instruction(prompts: Sequence[str], max_tokens: int, instruction: str, more: int) -> Tokens:
+        """`more`: tokens that the encoder sees beside those that are kept. kept: the places of those, a row a prompt."""
+        length = max_tokens + more
         encoded = load_tokenizer(tokenizer)(
-            [p.lower().strip() for p in prompts], padding="max_length", max_length=max_tokens, truncation=True,
+            [instruction + p.lower().strip() for p in prompts], padding="max_length", max_length=length, truncation=True,
             padding_side="right", return_tensors="np")  # fmt: skip
-        return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
+        kept = np.concatenate([[0], np.arange(length - max_tokens + 1, length)]).astype("int32")
+        return {
+            "ids": encoded["input_ids"].astype("int32"),
+            "mask": encoded["attention_mask"].astype(bool),
+            "kept": np.tile(kept, (len(prompts), 1)),
+        }
 
     def encode_text(params: dict[str, Params], tokens: Tokens) -> Conditioning:
-        return {"text": text_encoder(params["text_encoder"])(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}
+        text = text_encoder(params["text_encoder"])(tokens["ids"], tokens["mask"])
+        return {
+            "text": jnp.take_along_axis(text, tokens["kept"][..., None], axis=1),
+            "mask": jnp.take_along_axis(tokens["mask"], tokens["kept"], axis=1),
+        }
 
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
         embedded = None
@@ -74,6 +98,7 @@ def open_sana(folder: Path, remat: str) -> Pipeline:
         encode_text=encode_text,
         decode=decode,
         tokenize=tokenize,
+        instruct=instruct,
         latent_shape=latent_shape,
         image_tokens=lambda height, width: height * width // (compression * config.patch_size) ** 2,
         default_max_tokens=min(MAX_TOKENS, load_tokenizer(tokenizer).model_max_length),

@@ -37,6 +37,7 @@ REDUNDANT = {
     "vision_model.embeddings.position_ids": "vision_model.embeddings.position_embedding.weight",
     "encoder.embed_tokens.weight": "shared.weight",
 }
+LEFT_OUT = "text_model."  # by transformers 5, of the names of `CLIPTextModel`, of which it is the one part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,8 @@ def from_torch(state: nnx.State, tensors: Mapping[str, np.ndarray], source: str 
     Raises ValueError listing every tensor of `source` that is missing, unexpected or mis-shaped.
     """
     table = entries(state)
-    _check(table, {name: tuple(t.shape) for name, t in tensors.items()}, source)
+    wanted = {name: e.torch_shape for e in table for name in e.names}
+    _check(wanted, {name: tuple(t.shape) for name, t in tensors.items()}, source)
     return _nest({e.path: _gather(e, tensors.__getitem__) for e in table})
 
 
@@ -108,7 +110,13 @@ def load_component(folder: Path, state: nnx.State, dtype: jnp.dtype, place: Plac
     No more than `PART` bytes, or one tensor if that is more, are on the host at a time, and a process reads no rows of a file
     that none of its devices holds. Raises ValueError that lists every tensor that does not fit, before anything is placed.
     """
-    table, stored = check_component(folder, state)
+    return load_tensors(*check_component(folder, state), dtype, place)
+
+
+def load_tensors(
+    table: Sequence[Entry], stored: Mapping[str, Stored], dtype: jnp.dtype, place: Placement | None = None
+) -> Params:
+    """`load_component` for tensors that have been found: `stored` has each name of the table."""
     return _nest({e.path: _place(e, stored, jnp.dtype(dtype), place) for e in table})
 
 
@@ -117,22 +125,40 @@ def check_component(folder: Path, state: nnx.State) -> tuple[list[Entry], dict[s
 
     Raises ValueError listing every tensor that is missing, unexpected, mis-shaped, there twice or not of floating point.
     """
+    table = _as_spelt(entries(state), weight_files(folder))
+    wanted = {name: e.torch_shape for e in table for name in e.names}
+    return table, find_tensors(weight_files(folder), wanted, str(folder), lambda name: REDUNDANT.get(name) in wanted)
+
+
+def _as_spelt(table: list[Entry], files: Sequence[Path]) -> list[Entry]:
+    """The table under the names of the files: without `LEFT_OUT` where all of the network is below it and the files omit it."""
+    if not all(name.startswith(LEFT_OUT) for e in table for name in e.names):
+        return table
+    if any(tensor.name.startswith(LEFT_OUT) for file in files for tensor in read_header(file)):
+        return table
+    return [dataclasses.replace(e, names=tuple(name.removeprefix(LEFT_OUT) for name in e.names)) for e in table]
+
+
+def find_tensors(
+    files: Sequence[Path], wanted: Mapping[str, tuple[int, ...]], source: str, ignored: Callable[[str], bool]
+) -> dict[str, Stored]:
+    """Where in `files` each of the wanted tensors lies, from the headers alone. ignored: of those that are not wanted.
+
+    Raises ValueError listing every tensor that is missing, unexpected, mis-shaped, there twice or not of floating point.
+    """
     stored: dict[str, Stored] = {}
     problems = []
-    for file in weight_files(folder):
+    for file in files:
         for tensor in read_header(file):
             if (other := stored.setdefault(tensor.name, tensor)) is not tensor:
                 problems.append(f"{tensor.name} is both in {other.file.name} and in {file.name}")
-    table = entries(state)
-    names = {name for e in table for name in e.names}
     problems += [
         f"{name} is {tensor.dtype}, expected one of {', '.join(STORED_DTYPES)}"
         for name, tensor in stored.items()
-        if name in names and tensor.dtype not in STORED_DTYPES
+        if name in wanted and tensor.dtype not in STORED_DTYPES
     ]
-    shapes = {name: t.shape for name, t in stored.items() if name in names or REDUNDANT.get(name) not in names}
-    _check(table, shapes, str(folder), problems)
-    return table, stored
+    _check(wanted, {name: t.shape for name, t in stored.items() if name in wanted or not ignored(name)}, source, problems)
+    return stored
 
 
 def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: jnp.dtype) -> None:
@@ -153,8 +179,9 @@ def _appear(path: Path, write: Callable[[Path], Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _check(table: list[Entry], found: Mapping[str, tuple[int, ...]], source: str, problems: Sequence[str] = ()) -> None:
-    wanted = {name: e.torch_shape for e in table for name in e.names}
+def _check(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str, problems: Sequence[str] = ()
+) -> None:
     problems = [*problems, *(f"missing {n} {s}" for n, s in wanted.items() if n not in found)]
     problems += [f"unexpected {n} {s}" for n, s in found.items() if n not in wanted]
     problems += [f"{n} has shape {found[n]}, expected {s}" for n, s in wanted.items() if n in found and found[n] != s]

@@ -1,4 +1,4 @@
-"""The model on the mesh: the only file here that opens `models/`.
+"""The model on the mesh. Beside `text_encoders.py` and rewards that are networks, the only file here that opens `models/`.
 
 A `Backbone` is a pipeline's pure functions with the loaded, placed parameters beside them. What a parameter tree looks like
 inside is not known to anyone else in this package: LoRA targets and quantised linears are chosen by path patterns.
@@ -9,22 +9,24 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from models.layers import gather
-from models.pipeline import Component, Pipeline, open_pipeline
 from models.pipeline import Conditioning as Conditioning
+from models.pipeline import Pipeline as Pipeline
+from models.pipeline import open_pipeline
 from models.tensor_files import without_variants
+from models.tiling import decode_tiled
 from models.weights import Entry, entries
 from models.weights import Params as Params
 from solrl_jax import sharding
+from solrl_jax.encodings import open_cache
 from solrl_jax.files import InputError
+from solrl_jax.text_encoders import TextEncoders, in_one_line
 
 EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parent / "pipelines"
@@ -39,8 +41,10 @@ class Backbone:
     mesh: Mesh
     dtype: jnp.dtype  # the networks compute in it
     transformer: Params  # the frozen base, split over fsdp
-    text_encoders: dict[str, Params]
+    text_encoders: TextEncoders
     vae: Params
+    instruction: str | None = None  # before every prompt but negative ones, for a model that knows such a thing
+    tile: int | None = None  # pixels a side of what is decoded at once; None: the whole image
 
     def velocity(
         self, params: Params, latent: Float[Array, "b *latent"], conditioning: Conditioning, time: Array, guidance: Array
@@ -51,23 +55,22 @@ class Backbone:
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
         return self.pipeline.velocity(
-            gather_small(self.pipeline.transformer, params), latent.astype(self.dtype), conditioning, time, guidance
+            self.pipeline.transformer.gathered(params), latent.astype(self.dtype), conditioning, time, guidance
         )
 
-    def encode(self, prompts: Sequence[str], max_tokens: int) -> Conditioning:
-        """What the network is told of each prompt, on every device."""
-        tokens = self.pipeline.tokenize(prompts, max_tokens)
-        with jax.set_mesh(self.mesh):
-            return self._encode(self.text_encoders, tokens)
-
-    @partial(sharding.jit, static_argnums=0)
-    def _encode(self, params: dict[str, Params], tokens: Any) -> Conditioning:
-        encoders = self.pipeline.text_encoders
-        return self.pipeline.encode_text({name: gather_small(encoders[name], p) for name, p in params.items()}, tokens)
+    def encode(self, prompts: Sequence[str], max_tokens: int, *, negative: bool = False) -> Conditioning:
+        """What the network is told of each prompt, on every device. negative: what guidance leads away from."""
+        encoding, _ = self.text_encoders.encode(prompts, max_tokens, None if negative else self.instruction)
+        return jax.device_put(encoding, sharding.replicated(self.mesh))
 
     def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Images in [0, 1] float32 from latents; params: `vae`."""
-        return self.pipeline.decode(gather(params), latent.astype(self.pipeline.vae_dtype or self.dtype))
+        decode = partial(self.pipeline.decode, gather(params))
+        latent = latent.astype(self.pipeline.vae_dtype or self.dtype)
+        if self.tile is None:
+            return decode(latent)
+        tile = self.tile // self.pipeline.compression
+        return decode_tiled(decode, latent, tile, tile // 4, self.pipeline.compression)
 
     def parameter_table(self) -> list[Entry]:
         """How the transformer's parameters are named and ordered in released files."""
@@ -78,11 +81,6 @@ class Backbone:
 
     def __eq__(self, other: object) -> bool:
         return self is other
-
-
-def gather_small(component: Component, params: Params) -> Params:
-    """Whole arrays on every device for everything but the stacked blocks, which are gathered a layer at a time."""
-    return {k: v if k in component.stacked else gather(v) for k, v in params.items()}
 
 
 def find_model(path: str) -> Path:
@@ -140,29 +138,45 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
     return sorted(wanted)
 
 
-def load_backbone(path: str, precision: str, mesh: Mesh, remat: str = "none") -> Backbone:
-    """Opens and loads the pipeline `path` onto `mesh`; the networks run in `precision` (`bf16` or `fp32`).
-
-    Raises InputError in one line for a model that is absent, incomplete or of an unknown kind.
-    """
+def open_model(path: str, remat: str = "none") -> Pipeline:
+    """The pipeline that `path` names, without its weights. Raises InputError for one that is absent or of an unknown kind."""
     folder = find_model(path)
-    dtype = DTYPES[precision]
-    try:
-        pipeline = open_pipeline(folder, remat)
+    with in_one_line():
+        return open_pipeline(folder, remat)
 
-        def place(_: tuple, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
-            return sharding.parameter_sharding(mesh, jax.ShapeDtypeStruct(shape, dtype))
 
-        for component in (pipeline.transformer, *pipeline.text_encoders.values(), pipeline.vae):
+def load_backbone(
+    model: str | Pipeline,
+    precision: str,
+    mesh: Mesh,
+    remat: str = "none",
+    *,
+    cache: str | None = None,
+    instruction: str | None = None,
+    tile: int | None = None,
+) -> Backbone:
+    """Loads a pipeline, open already or named by its path, onto `mesh`; the networks run in `precision` (`bf16` or `fp32`).
+
+    cache, instruction (its text) and tile: as in `config.Model`.
+    Raises InputError in one line for a model that is absent, incomplete, of an unknown kind or one that cannot have these.
+    """
+    pipeline = open_model(model, remat) if isinstance(model, str) else model
+    if tile is not None and tile % pipeline.compression:
+        raise InputError(f"model.tile={tile}: must be a multiple of {pipeline.compression}, the pixels of a latent, or null")
+    dtype, place = DTYPES[precision], sharding.placement(mesh)
+    text_encoders = open_text_encoders(pipeline, precision, mesh, cache)
+    text_encoders.check_instruction(instruction)
+    with in_one_line():
+        for component in (pipeline.transformer, pipeline.vae):
             component.check()  # of all of them, before minutes go by with the first one
         transformer = pipeline.transformer.load(dtype, place)
-        text_encoders = {name: component.load(dtype, place) for name, component in pipeline.text_encoders.items()}
         vae = pipeline.vae.load(pipeline.vae_dtype or dtype, place)
-    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
-        raise InputError(" ".join(str(error).split())) from error
-    return Backbone(pipeline, mesh, dtype, transformer, text_encoders, vae)
+    return Backbone(pipeline, mesh, dtype, transformer, text_encoders, vae, instruction, tile)
 
 
-def pad_rows(x: np.ndarray, count: int) -> np.ndarray:
-    """`x` with its first row repeated up to `count` rows: every chunk runs the one compiled program."""
-    return x if len(x) == count else np.concatenate([x, np.repeat(x[:1], count - len(x), axis=0)])
+def open_text_encoders(pipeline: Pipeline, precision: str, mesh: Mesh, cache: str | None) -> TextEncoders:
+    """The text encoders, checked but not loaded. Raises InputError in one line for weights that do not fit."""
+    with in_one_line():
+        for component in pipeline.text_encoders.values():
+            component.check()
+    return TextEncoders(pipeline, mesh, DTYPES[precision], open_cache(cache))

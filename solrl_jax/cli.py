@@ -56,6 +56,25 @@ def train(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
     finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")
 
 
+@cli.command()
+@click.argument("preset")
+@overrides_argument
+@json_option
+def encode(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Fill the cache with PRESET's encoded prompts: training then never loads the text encoders.
+
+    \b
+    solrl encode flux1_sol_rl_pickscore model.cache=/data/prompts
+    """
+    from solrl_jax.experiment import fill_cache
+    from solrl_jax.presets import resolve
+
+    with bar(None, "encode", "prompt") as shown:
+        summary = fill_cache(resolve(preset, overrides), shown.update)
+    size = f"{summary['bytes_each'] / 1e6:.2g} MB each"
+    finish(summary, as_json, f"{summary['prompts']} prompts, {summary['encoded']} new, {size}: {summary['cache']}")
+
+
 @cli.command(name="eval")
 @click.argument("target", metavar="RUN_OR_MODEL")
 @overrides_argument
@@ -110,6 +129,13 @@ def rank(target: str, overrides: tuple[str, ...], prompts: int, out: Path | None
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory for the PNGs and arrays.")
 @click.option("--steps", default=10, show_default=True, type=click.IntRange(1))
 @click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite, help="1: unguided.")
+@click.option(
+    "--true-cfg", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite,
+    help="For FLUX.1, whose guidance is embedded: classifier-free guidance as well.",
+)  # fmt: skip
+@click.option("--negative", default="", help="What guidance leads away from (default: the empty prompt).")
+@click.option("--instruction", metavar="FILE", help="SANA: a file with the instruction that goes before every prompt.")
+@click.option("--tile", metavar="PIXELS", type=click.IntRange(1), help="Decode in tiles of that side, which needs less memory.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
 @click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
 @click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
@@ -166,6 +192,25 @@ def export(run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, 
 
 
 @cli.command()
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A .safetensors file; for SANA, a directory.")
+@click.option("--base", type=click.Path(path_type=Path), help="SANA: a pipeline's directory, whose other parts are added.")
+@click.option("--force", is_flag=True, help="Replace what is there.")
+@json_option
+def convert(file: Path, out: Path, base: Path | None, force: bool, as_json: bool) -> None:
+    """Turn a torch pickle (.pth, .pt, .bin, .ckpt) into safetensors, once; a native SANA checkpoint into a transformer.
+
+    \b
+    solrl convert HPS_v2.1_compressed.pt --out HPS_v2.1.safetensors
+    solrl convert SANA_LinearFFN.pth --out sana-linear --base Sana_1600M_1024px_BF16_diffusers
+    """
+    from solrl_jax import convert as conversion
+
+    summary = conversion.convert(file, out, base, force=force)
+    finish(summary, as_json, conversion.describe(summary))
+
+
+@cli.command()
 @json_option
 def presets(as_json: bool) -> None:
     """List the presets: MODEL_FAMILY_REWARD, and the embedded `tiny`."""
@@ -195,11 +240,11 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -
     return resolve(preset, (f"model.path={target}", *overrides)), None
 
 
-def bar(total: int | None, name: str):
+def bar(total: int | None, name: str, unit: str = "img"):
     """A progress bar on standard error, silent where that is no terminal."""
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=name, unit="img", file=sys.stderr, disable=not sys.stderr.isatty())
+    return tqdm(total=total, desc=name, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty())
 
 
 def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:

@@ -73,6 +73,9 @@ class Model(Section):
     height: Count  # pixels
     width: Count  # pixels
     max_tokens: Count  # length of the text that conditions it
+    instruction: Text | None  # a file with the text that goes before every prompt (SANA); null: none
+    cache: str | None  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
+    tile: Count | None  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
     remat: Literal["none", "products", "blocks"]  # what gradients compute again instead of keeping it in memory
     quantize: tuple[Regex, ...]  # kernels that are held in NVFP4 when the precision is nvfp4
 
@@ -100,6 +103,7 @@ class Rollout(Section):
     schedule: Literal["linear", "sd3", "flux"]
     shift: Positive  # of the sigmas; 'flux' derives its own from the resolution and does not read this
     guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
+    true_guidance: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
     chunk: Count  # rows a device runs at once
     precision: Literal["bf16", "fp32"]  # of regeneration, update and evaluation
 
@@ -124,6 +128,8 @@ class Reward(Section):
 
     # compared but not hashed: a configuration is a static argument of jit
     weights: Annotated[dict[str, Number], Field(min_length=1)] = dataclasses.field(hash=False)
+    # where files of released rewards are, by the names of `rewards/sources.py`; those that are not named: the hub, `weights/`
+    paths: dict[str, Text] = dataclasses.field(hash=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

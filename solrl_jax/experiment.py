@@ -1,19 +1,23 @@
 """An `Experiment`: a configuration made real. What training, evaluation and ranking share, loaded and checked once."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from solrl_jax import sharding
-from solrl_jax.backbone import Backbone, Params, load_backbone
+from solrl_jax.backbone import Backbone, Params, load_backbone, open_model, open_text_encoders
 from solrl_jax.config import Config
 from solrl_jax.files import InputError
 from solrl_jax.keys import candidate_seeds, prompt_uid
 from solrl_jax.policy.lora import Adapters, attach, matching, merge_and_quantize
-from solrl_jax.prompts import load_prompts
-from solrl_jax.rewards import Reward, make_reward
+from solrl_jax.prompts import load_instruction, load_prompts
+from solrl_jax.rewards.base import Reward
+from solrl_jax.rewards.mixture import open_reward
 from solrl_jax.rollout.generate import Grid
 from solrl_jax.sharding import make_mesh
 
@@ -66,22 +70,64 @@ class Experiment:
 
 def build(config: Config) -> Experiment:
     """Checks everything that can be checked cheaply, then loads. Raises InputError in one line."""
-    reward = make_reward(config.reward.weights)
-    train, test = load_prompts(config.prompts.train, "prompts.train"), load_prompts(config.prompts.test, "prompts.test")
+    model, rollout = config.model, config.rollout
+    load_reward = open_reward(config.reward.weights, config.reward.paths)
+    train, test = load_prompt_sets(config)
     for field, wanted, there in (("train.prompts", config.train.prompts, train), ("eval.prompts", config.eval.prompts, test)):
         if wanted > len(there):
             raise InputError(f"{field}={wanted}: must be at most the {len(there)} distinct prompts of its file")
+    instruction = read_instruction(config)
+    mesh = open_mesh(config)
+    reward = load_reward(mesh)
     reward.prepare(train[:1] + test[:1])  # a prompt the reward cannot read is found before the weights are
+    pipeline = open_model(model.path, model.remat)
+    if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
+        why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
+        raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
     try:
-        mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
+        pipeline.latent_shape(model.height, model.width)
     except ValueError as error:
         raise InputError(str(error)) from error
-    backbone = load_backbone(config.model.path, config.rollout.precision, mesh, config.model.remat)
+    backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
     match = partial(matching, backbone.transformer)
     try:
-        backbone.pipeline.latent_shape(config.model.height, config.model.width)
         targets = match(config.lora.targets, "lora.targets")
-        quantized = match(config.model.quantize, "model.quantize")
+        quantized = match(model.quantize, "model.quantize")
     except ValueError as error:
         raise InputError(str(error)) from error
     return Experiment(config, backbone, reward, tuple(targets), tuple(quantized), train, test)
+
+
+def load_prompt_sets(config: Config) -> tuple[list[str], list[str]]:
+    """The prompts to train on and those to test on."""
+    return load_prompts(config.prompts.train, "prompts.train"), load_prompts(config.prompts.test, "prompts.test")
+
+
+def read_instruction(config: Config) -> str | None:
+    path = config.model.instruction
+    return None if path is None else load_instruction(path, "model.instruction")
+
+
+def open_mesh(config: Config) -> Mesh:
+    try:
+        return make_mesh(config.mesh.data, config.mesh.fsdp)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def fill_cache(config: Config, progress: Callable[[int], None] = lambda prompts: None) -> dict[str, Any]:
+    """Encodes all that a run of `config` will ask of the text encoders, so that it need not load them: both prompt sets and
+    the empty prompt. Nothing but the text encoders is loaded. progress: told of prompts done. Returns what `--json` prints."""
+    prompts = list(dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set]))
+    instruction, mesh, tokens = read_instruction(config), open_mesh(config), config.model.max_tokens
+    encoders = open_text_encoders(open_model(config.model.path), config.rollout.precision, mesh, config.model.cache)
+    if encoders.cache is None:
+        raise InputError("model.cache=None: expected a directory to be filled, or '' for the user's own")
+    encoders.check_instruction(instruction)
+    empty, encoded = encoders.encode([""], tokens)
+    for start in range(0, len(prompts), encoders.chunk):
+        part = prompts[start : start + encoders.chunk]
+        encoded += encoders.encode(part, tokens, instruction)[1]
+        progress(len(part))
+    size = sum(x.nbytes for x in empty.values())
+    return {"cache": str(encoders.cache.folder), "prompts": len(prompts) + 1, "encoded": encoded, "bytes_each": size}

@@ -27,7 +27,7 @@ PAPER = {
     "family": ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"),
     "reward": ("pickscore", "clipscore", "hpsv2", "imagereward"),
 }
-_WEIGHTS = "reward.weights"  # the one field whose own keys are free
+_FREE = ("reward.weights", "reward.paths")  # the fields whose own keys are free
 _ADAPTER = pydantic.TypeAdapter(Config)
 
 
@@ -197,7 +197,7 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
                 problems.append(f"unknown {key} '{raw}': {_nearest(raw, _choices(key))}")
         elif key == "preset":
             problems.append(f"preset={shown(value)}: is chosen by name, not by an override")
-        elif key in known_keys() or key.rpartition(".")[0] == _WEIGHTS:
+        elif key in known_keys() or key.rpartition(".")[0] in _FREE:
             settings.append((key, value))
         else:
             problems.append(_unknown_key(key))

@@ -1,4 +1,4 @@
-"""Prompt sets: a text file of one prompt a line, and the order in which a run goes through it."""
+"""Prompt sets: a text file of one prompt a line, the order in which a run goes through it, and what goes before each prompt."""
 
 from pathlib import Path
 
@@ -33,6 +33,22 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[str]:
     if not prompts:
         raise InputError(f"{field}={path!r}: holds no prompt; expected one a line")
     return list(dict.fromkeys(prompts)) if distinct else prompts
+
+
+def load_instruction(path: str, field: str) -> str:
+    """The text of a file, to be put before every prompt; the end of its last line is no part of it. Errors name `field`.
+
+    Raises InputError when the file is absent, not text, or blank.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
+    except FileNotFoundError:
+        raise InputError(f"{field}={path!r}: no such file; expected a text file that holds the instruction") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{field}={path!r}: cannot be read as UTF-8 text ({error})") from error
+    if not text.strip():
+        raise InputError(f"{field}={path!r}: holds no instruction")
+    return text
 
 
 def draw_prompts(prompts: list[str], seed: int, iteration: int, count: int) -> list[str]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from solrl_jax import checkpoint, files, pictures
-from solrl_jax.backbone import Backbone, Params, load_backbone
+from solrl_jax.backbone import Backbone, Params, Pipeline, load_backbone, open_model
 from solrl_jax.config import Config
 from solrl_jax.experiment import Experiment, quantize_policy
 from solrl_jax.files import InputError
@@ -22,7 +22,7 @@ from solrl_jax.keys import candidate_seeds, initial_noise, prompt_uid
 from solrl_jax.policy.lora import Adapters, attach, matching
 from solrl_jax.policy.lora_files import import_lora
 from solrl_jax.presets import from_yaml, resolve
-from solrl_jax.prompts import load_prompts
+from solrl_jax.prompts import load_instruction, load_prompts
 from solrl_jax.rollout.generate import Grid, generate, prepare
 from solrl_jax.sharding import make_mesh
 from solrl_jax.state import abstract_state, read_start
@@ -49,6 +49,10 @@ class Request:
     precision: str = "bf16"
     max_tokens: int | None = None
     lora: Path | None = None
+    negative: str = ""
+    true_cfg: float = 1.0
+    instruction: str | None = None
+    tile: int | None = None
     chunk: int = 16
 
 
@@ -100,35 +104,63 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     config = read_run(target) if is_run(target) else None
     if config and request.lora is not None:
         raise InputError(f"--lora {request.lora}: {target} is a run and has its own adapters; name a model directory")
-    base_precision = "fp32" if request.precision == "fp32" else "bf16"
+    mine = _model_options(request, config)
     output_directory(request.out)
-    backbone = load_backbone(config.model.path if config else target, base_precision, make_mesh(-1, 1))
-    pipeline = backbone.pipeline
-    try:
-        size = _size(request, config, backbone, noise)
-        tokens = pipeline.image_tokens(*size)
-        if config:
-            rollout = dataclasses.replace(config.rollout, guidance=request.guidance)
-            grid = Grid.of(rollout, request.steps, tokens, pipeline.embedded_guidance)
-        else:
-            sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas)
-            guided = request.guidance > 1 and not pipeline.embedded_guidance
-            grid = Grid.from_sigmas(sigmas, table, request.guidance, guided, times)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-
+    pipeline = open_model(config.model.path if config else target)
+    grid, size = _grid(request, config, pipeline, noise)
+    backbone = load_backbone(pipeline, "fp32" if request.precision == "fp32" else "bf16", make_mesh(-1, 1), **mine)
     seeds = _seeds(prompts, request.seed)
     if noise is None:
         noise = np.asarray(jax.jit(initial_noise, static_argnums=1)(seeds, pipeline.latent_shape(*size)))
     max_tokens = request.max_tokens or (config.model.max_tokens if config else pipeline.default_max_tokens)
+    prompted = prepare(backbone, None, tuple(prompts), max_tokens, request.negative)
+    backbone.text_encoders.release()  # there is nothing more to encode
     samples = generate(
-        backbone, _policy(target, request, config, backbone), grid, prepare(backbone, None, tuple(prompts), max_tokens),
-        np.arange(len(prompts)), seeds, size, min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size)), None,
+        backbone, _policy(target, request, config, backbone), grid, prompted, np.arange(len(prompts)), seeds, size,
+        min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size)), None,
         noise=noise, keep_images=True, progress=progress,
     )  # fmt: skip
     assert samples.images is not None
     _write(request.out, samples.images, noise, prompts)
     return {"out": str(request.out), "images": len(prompts), "height": size[0], "width": size[1], "steps": request.steps}
+
+
+def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
+    """What `load_backbone` is asked for beside the model: the request's, else the run's."""
+    path, field = request.instruction, "--instruction"
+    if path is None and config:
+        path, field = config.model.instruction, "model.instruction"
+    return {
+        "cache": config.model.cache if config else None,
+        "instruction": None if path is None else load_instruction(path, field),
+        "tile": request.tile or (config.model.tile if config else None),
+    }
+
+
+def _grid(
+    request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None
+) -> tuple[Grid, tuple[int, int]]:
+    """The steps to take, and height and width. Raises InputError for options that this model cannot follow."""
+    embedded = pipeline.embedded_guidance
+    if request.instruction is not None and pipeline.instruct is None:
+        raise InputError(f"--instruction {request.instruction}: a {pipeline.kind} takes none")
+    if request.tile and request.tile % pipeline.compression:
+        raise InputError(f"--tile {request.tile}: must be a multiple of {pipeline.compression}, the pixels of a latent")
+    if request.true_cfg != 1 and not embedded:
+        raise InputError(f"--true-cfg {request.true_cfg}: a {pipeline.kind} takes --guidance, which is classifier-free")
+    scale, option = (request.true_cfg, "--true-cfg") if embedded else (request.guidance, "--guidance")
+    if request.negative and scale <= 1:
+        raise InputError(f"--negative {request.negative!r}: is not seen without {option} above 1, which is {scale}")
+    try:
+        size = _size(request, config, pipeline, noise)
+        tokens = pipeline.image_tokens(*size)
+        if config:
+            rollout = dataclasses.replace(config.rollout, guidance=request.guidance, true_guidance=request.true_cfg)
+            return Grid.of(rollout, request.steps, tokens, embedded), size
+        sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas)
+        return Grid.from_sigmas(sigmas, table, request.guidance, scale > 1, times, scale), size
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def _policy(target: str, request: Request, config: Config | None, backbone: Backbone) -> Params:
@@ -162,17 +194,16 @@ def _seeds(prompts: list[str], seed: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def _size(request: Request, config: Config | None, backbone: Backbone, noise: np.ndarray | None) -> tuple[int, int]:
+def _size(request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None) -> tuple[int, int]:
     """Height and width: given, or the latents', or the run's, or the model's own."""
-    default = (config.model.height, config.model.width) if config else backbone.pipeline.default_size
+    default = (config.model.height, config.model.width) if config else pipeline.default_size
     size = request.size or default
     if noise is not None:
-        unit = default[0] // backbone.pipeline.latent_shape(*default)[0]
-        of_noise = (noise.shape[1] * unit, noise.shape[2] * unit)
+        of_noise = (noise.shape[1] * pipeline.compression, noise.shape[2] * pipeline.compression)
         if request.size not in (None, of_noise):
             raise ValueError(f"--size {size[0]}x{size[1]}: the given latents are of {of_noise[0]}x{of_noise[1]}")
         size = of_noise
-    shape = backbone.pipeline.latent_shape(*size)
+    shape = pipeline.latent_shape(*size)
     if noise is not None and noise.shape[1:] != shape:
         raise ValueError(f"--latents: have {noise.shape[3]} channels; this model's have {shape[2]}")
     return size

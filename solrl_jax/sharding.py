@@ -4,7 +4,7 @@ Two axes: rows (candidates, samples) are split over both; the frozen base and th
 on every group of `data`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,11 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(place, tree)
 
 
+def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
+    """Where a parameter of some path and shape belongs, one at a time (`models.weights.Placement`)."""
+    return lambda path, shape: parameter_sharding(mesh, jax.ShapeDtypeStruct(shape, np.float32))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
@@ -66,3 +71,8 @@ def rows(mesh: Mesh) -> NamedSharding:
 def split_rows(x: jax.Array) -> jax.Array:
     """Constrains the leading axis to be split over the ambient mesh's devices."""
     return jax.lax.with_sharding_constraint(x, ROWS)
+
+
+def pad_rows(x: np.ndarray, count: int) -> np.ndarray:
+    """`x` with its first row repeated up to `count` rows: every chunk runs the one compiled program."""
+    return x if len(x) == count else np.concatenate([x, np.repeat(x[:1], count - len(x), axis=0)])

@@ -131,6 +131,7 @@ def fingerprint(config: Config) -> str:
     for key in ("run", "eval", "mesh", "preset", "prompts"):
         tree.pop(key)
     tree["train"].pop("iterations")
+    tree["model"].pop("cache")  # what is read from it is what would be computed, to the bit
     tree["prompts"] = config.prompts.train
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -141,7 +142,7 @@ def _differences(there: dict, here: dict, prefix: str = "") -> list[str]:
         a, b = there.get(key), here.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             out += _differences(a, b, f"{prefix}{key}.")
-        elif a != b and f"{prefix}{key}".split(".")[0] not in ("run", "eval", "mesh"):
+        elif a != b and f"{prefix}{key}".split(".")[0] not in ("run", "eval", "mesh") and prefix + key != "model.cache":
             out.append(f"{prefix}{key}: {a!r} there, {b!r} here")
     return sorted(out)
 

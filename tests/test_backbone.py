@@ -1,5 +1,6 @@
 """The model on the mesh: how it is found, where its parameters lie, and that where they lie changes nothing (to 1e-5)."""
 
+import dataclasses
 import http.server
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import weights
+from models.tiling import decode_tiled
 from solrl_jax import sharding
-from solrl_jax.backbone import EMBEDDED_FOLDER, find_model, load_backbone, pad_rows, pipeline_files
+from solrl_jax.backbone import EMBEDDED_FOLDER, find_model, load_backbone, pipeline_files
 from solrl_jax.files import InputError
-from tests.pipelines import CHANNELS, MAX_TOKENS, save_pipeline
+from solrl_jax.rollout.generate import decode_chunk
+from tests.pipelines import CHANNELS, KL_CHANNELS, MAX_TOKENS, save_flux_pipeline, save_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 PROMPTS = ["a red star", "one happy cat left of the green triangle", ""]
@@ -65,7 +69,7 @@ def test_a_model_that_is_not_there_is_one_line_that_says_what_was_tried(path, me
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", jnp.float32), ("bf16", jnp.bfloat16)])
 def test_every_parameter_has_the_dtype_of_the_precision(precision, dtype, folder):
     backbone = load_backbone(str(folder), precision, sharding.make_mesh(1, 1))
-    parts = (backbone.transformer, backbone.text_encoders, backbone.vae)
+    parts = (backbone.transformer, backbone.text_encoders.params(), backbone.vae)
     assert {leaf.dtype for leaf in jax.tree.leaves(parts)} == {jnp.dtype(dtype)}
     assert backbone.dtype == dtype
 
@@ -78,7 +82,7 @@ def test_large_parameters_are_split_over_fsdp_and_small_ones_are_whole(backbones
     assert len(large.addressable_shards) == 8
     assert {shard.data.size for shard in large.addressable_shards} == {large.size // 4}
     assert small.sharding.is_fully_replicated
-    for leaf in jax.tree.leaves((split.transformer, split.text_encoders, split.vae)):
+    for leaf in jax.tree.leaves((split.transformer, split.text_encoders.params(), split.vae)):
         parts = leaf.size // leaf.addressable_shards[0].data.size
         assert parts == (4 if leaf.size >= sharding.SMALLEST_SHARDED else 1), leaf.shape
 
@@ -89,7 +93,7 @@ def test_each_parameter_is_placed_as_it_is_read(folder, monkeypatch, backbones):
     whole, split = backbones
     monkeypatch.setattr(jax, "device_put", one_device_only(jax.device_put))
     loaded = load_backbone(str(folder), "fp32", split.mesh)
-    trees = [(b.transformer, b.text_encoders, b.vae) for b in (whole, split, loaded)]
+    trees = [(b.transformer, b.text_encoders.params(), b.vae) for b in (whole, split, loaded)]
     assert jax.tree.map(lambda x: x.sharding, trees[2]) == sharding.parameter_sharding(split.mesh, trees[2])
     for (path, one), two, three in zip(
         jax.tree_util.tree_leaves_with_path(trees[0]), *map(jax.tree.leaves, trees[1:]), strict=True
@@ -210,8 +214,8 @@ def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(repository
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     loaded = load_backbone("owner/model", "fp32", sharding.make_mesh(1, 1))
     assert loaded.pipeline.folder == snapshot
-    want = backbones[0].text_encoders["text_encoder"]
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), loaded.text_encoders["text_encoder"], want))
+    got, want = (b.text_encoders.params()["text_encoder"] for b in (loaded, backbones[0]))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, want))
 
 
 def relative(ours, theirs) -> float:
@@ -252,7 +256,35 @@ def test_the_time_may_be_one_for_all_or_one_a_row(backbones):
     assert relative(each[1], one[1]) > 20 * TOLERANCE
 
 
+def test_an_image_decoded_in_tiles_is_much_like_the_whole_and_needs_much_less_memory(tmp_path):
+    save_flux_pipeline(tmp_path)
+    whole = load_backbone(str(tmp_path), "fp32", sharding.make_mesh(1, 1))
+    latents = np.random.default_rng(0).standard_normal((2, 32, 32, KL_CHANNELS)).astype(np.float32)
+    tiled, wide = dataclasses.replace(whole, tile=32), dataclasses.replace(whole, tile=64)
+
+    def temporary(backbone):
+        latent = jax.ShapeDtypeStruct((1, 128, 128, KL_CHANNELS), jnp.float32)  # of 256 pixels a side
+        return decode_chunk.lower(backbone, whole.vae, latent).compile().memory_analysis().temp_size_in_bytes
+
+    with jax.set_mesh(whole.mesh):
+        one, other = (np.asarray(decode_chunk(backbone, whole.vae, latents)) for backbone in (whole, tiled))
+        want = jax.jit(lambda vae, z: decode_tiled(partial(whole.pipeline.decode, vae), z, 16, 4, 2))(whole.vae, latents)
+        needed, needed_tiled = temporary(whole), temporary(wide)
+    np.testing.assert_allclose(other, want, atol=1e-6)
+    difference, another = np.abs(other - one).mean(), np.abs(one[0] - one[1]).mean()
+    print(f"{difference:.3f}, between two images {another:.3f}; {needed / 1e6:.0f} MB, in tiles {needed_tiled / 1e6:.0f} MB")
+    # not equal: the norms and the attention of a tile see the tile alone
+    assert 1e-4 < difference < another / 8
+    assert needed_tiled < needed / 8
+
+
+@pytest.mark.parametrize("tile", [2, 10, 33])
+def test_tiles_are_whole_latents(tile, folder):
+    with pytest.raises(InputError, match=rf"^model.tile={tile}: must be a multiple of 4, the pixels of a latent, or null$"):
+        load_backbone(str(folder), "fp32", sharding.make_mesh(1, 1), tile=tile)
+
+
 def test_rows_are_padded_with_the_first():
     rows = np.arange(6).reshape(3, 2)
-    np.testing.assert_array_equal(pad_rows(rows, 5), [[0, 1], [2, 3], [4, 5], [0, 1], [0, 1]])
-    assert pad_rows(rows, 3) is rows
+    np.testing.assert_array_equal(sharding.pad_rows(rows, 5), [[0, 1], [2, 3], [4, 5], [0, 1], [0, 1]])
+    assert sharding.pad_rows(rows, 3) is rows

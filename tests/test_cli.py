@@ -279,7 +279,7 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "model.height=30"), "size 30x32"),
         (("train", "tiny", "eval.prompts=5000"), "eval.prompts=5000: must be at most"),
         (("train", "tiny", "mesh.data=64"), "mesh.data=64"),
-        (("train", "sana_sol_rl_pickscore"), "unknown reward 'pickscore'"),
+        (("train", "sana_sol_rl_pickscore"), "reward 'pickscore': yuvalkirstain/PickScore_v1"),
         (("eval", "nowhere"), "'nowhere': no run directory and no preset"),
         (("rank", "nowhere"), "'nowhere': no run directory and no preset"),
         (("sample", "nowhere", "--prompts", "embedded:shapes-test", "--out", "o"), "model.path='nowhere': no such directory"),

@@ -42,7 +42,10 @@ BAD = [
     (("preset=x",), "preset='x': is chosen by name, not by an override"),
     (("model=sanna",), "unknown model 'sanna': did you mean 'sana'?"),
     (("family=solrl",), "unknown family 'solrl': did you mean 'sol_rl'?"),
-    (("reward=qqq",), "unknown reward 'qqq': expected one of clipscore, hpsv2, imagereward, pickscore, shapes, tiny-clip"),
+    (
+        ("reward=qqq",),
+        "unknown reward 'qqq': expected one of aesthetic, clipscore, hpsv2, imagereward, pickscore, shapes, tiny-clip",
+    ),
     (("train.iterations=x",), "train.iterations='x': expected an integer"),
     (("train.iterations=1.0",), "train.iterations=1.0: expected an integer"),
     (("seed=true",), "seed=True: expected an integer"),
@@ -83,6 +86,9 @@ BAD = [
     (("policy.ema_decay=1",), "policy.ema_decay=1: must be below 1"),
     (("policy.decay_type=3",), "policy.decay_type=3: must be at most 2"),
     (("model.path=",), "model.path='': must not be empty"),
+    (("model.cache=1",), "model.cache=1: expected text (in quotes if it looks like a number or a date)"),
+    (("model.tile=1.5",), "model.tile=1.5: expected an integer"),
+    (("model.instruction=",), "model.instruction='': must not be empty"),
     (("lora.rank=0", "foo", "zeed=1"), "override 'foo': .*; unknown key 'zeed': did you mean 'seed'?; lora.rank=0: must be .*"),
     (("lora.rank=0", "rollout.kept=97"), "rollout.kept=97: must be at most .*=96; lora.rank=0: must be at least 1"),
 ]
@@ -94,12 +100,28 @@ def test_the_impossible_is_refused_in_one_helpful_line(overrides, expected):
     assert re.fullmatch(pattern, message("sana_sol_rl_pickscore", *overrides))
 
 
-AT_LEAST_ONE = ["model.height", "model.width", "model.max_tokens", "rollout.explore.steps", "rollout.steps", "rollout.chunk"]
+AT_LEAST_ONE = [
+    "model.height",
+    "model.width",
+    "model.max_tokens",
+    "model.tile",
+    "rollout.explore.steps",
+    "rollout.steps",
+    "rollout.chunk",
+]
 AT_LEAST_ONE += ["lora.rank", "optimizer.steps_per_iteration", "optimizer.micro_batch", "train.iterations", "train.prompts"]
 AT_LEAST_ONE += ["eval.steps", "eval.prompts", "eval.images_per_prompt", "run.checkpoint_every", "run.keep_checkpoints"]
 POSITIVE = ["rollout.shift", "policy.beta", "policy.advantage_clip", "policy.timestep_fraction", "lora.alpha"]
 POSITIVE += ["optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm"]
-NOT_NEGATIVE = ["rollout.guidance", "policy.kl_weight", "optimizer.weight_decay", "eval.every", "eval.grid", "eval.seed"]
+NOT_NEGATIVE = [
+    "rollout.guidance",
+    "rollout.true_guidance",
+    "policy.kl_weight",
+    "optimizer.weight_decay",
+    "eval.every",
+    "eval.grid",
+    "eval.seed",
+]
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from solrl_jax import experiment as experiments
-from solrl_jax import rewards
 from solrl_jax.flow.schedule import flux, sd3
 from solrl_jax.flow.solver import solver_table
 from solrl_jax.numerics.matmul import LowRank
 from solrl_jax.numerics.nvfp4 import QTensor, dequantize
 from solrl_jax.policy.lora import flatten
 from solrl_jax.policy.update import update
-from solrl_jax.rewards import Reward, score_images
+from solrl_jax.rewards import mixture as rewards
+from solrl_jax.rewards.base import Reward, score_images
 from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.train import iterate
 from tests.pipelines import quick_compilation, save_flux_pipeline, save_sd3_pipeline

@@ -205,7 +205,7 @@ def test_files_and_fields_agree():
 
 
 def leaves(tree: dict, prefix: str = "") -> set[str]:
-    inner = lambda key, value: isinstance(value, dict) and key != "reward.weights"
+    inner = lambda key, value: isinstance(value, dict) and key not in ("reward.weights", "reward.paths")
     return {
         leaf
         for name, value in tree.items()

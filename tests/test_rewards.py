@@ -9,7 +9,8 @@ from transformers import CLIPModel
 
 from solrl_jax.backbone import EMBEDDED_FOLDER
 from solrl_jax.files import InputError
-from solrl_jax.rewards import make_reward, score_images
+from solrl_jax.rewards.base import score_images
+from solrl_jax.rewards.mixture import make_reward
 from solrl_jax.shapes import scenes
 
 PROMPTS = ("a red circle", "two small blue squares", "a large yellow triangle above a cyan circle", "three purple squares")
@@ -75,7 +76,7 @@ def test_a_picture_scores_the_same_whatever_its_batch_mates(pictures):
 
 
 def test_unknown_rewards_and_unreadable_prompts_are_named():
-    with pytest.raises(InputError, match=r"unknown reward 'beauty', 'truth'; there are shapes, tiny-clip"):
+    with pytest.raises(InputError, match=r"unknown reward 'beauty', 'truth'; there are shapes, tiny-clip, pickscore, "):
         make_reward({"truth": 1.0, "beauty": 1.0})
     with pytest.raises(InputError, match=r"unknown score 'shapes/lenient'; there are shapes, shapes/strict"):
         make_reward({"shapes": 1.0, "shapes/lenient": 1.0})

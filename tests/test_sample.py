@@ -3,6 +3,7 @@
 Pictures are compared in float32 on the 0..1 scale, from the same initial noise; largest difference at most 1e-3.
 """
 
+import inspect
 import json
 import shutil
 import subprocess
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from diffusers import SanaPipeline
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from solrl_jax import cli
+from solrl_jax import sample as sampling
 from tests import pipelines
 
 TOLERANCE = 1e-3
@@ -67,14 +70,16 @@ def sample(model, prompts, out, *options):
     return np.load(out / "images.npy"), np.load(out / "latents.npy"), json.loads(result.stdout.splitlines()[-1])
 
 
-def diffusers_images(pipeline, scheduler, latents, steps, guidance, prompts=PROMPTS, timestep_scale=1.0):
+def diffusers_images(
+    pipeline, scheduler, latents, steps, guidance, prompts=PROMPTS, timestep_scale=1.0, negative="", instruction=None
+):
     pipeline.scheduler = scheduler
     pipeline.transformer.register_to_config(timestep_scale=timestep_scale)
     height, width = (n * pipelines.COMPRESSION for n in latents.shape[2:])
     return pipeline(
         prompts, height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
-        latents=torch.from_numpy(latents), use_resolution_binning=False, output_type="np", complex_human_instruction=None,
-        max_sequence_length=pipelines.MAX_TOKENS,
+        latents=torch.from_numpy(latents), use_resolution_binning=False, output_type="np", negative_prompt=negative,
+        complex_human_instruction=instruction, max_sequence_length=pipelines.MAX_TOKENS,
     ).images  # fmt: skip
 
 
@@ -106,6 +111,44 @@ def test_images_equal_those_of_diffusers(scheduler, steps, guidance, size, model
         given = dict(scheduler=as_saved(), latents=latents, steps=steps, guidance=guidance) | other
         moved = np.abs(diffusers_images(reference, **given) - want).max(axis=(1, 2, 3))
         assert moved.min() > 20 * TOLERANCE, name
+
+
+# the text that SANA is released with, as diffusers has it: a list of lines
+RELEASED = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+
+
+def test_an_instruction_and_a_negative_prompt_are_those_of_diffusers(models, prompt_file, tmp_path):
+    folder, reference = models
+    latents, negative, run = noise((32, 32)), "Two small blue dog ", {}
+    for name, lines in (("released", RELEASED), ("short", ["Photo of"]), ("none", None)):
+        given = dict(scheduler=pipelines.euler(), latents=latents, steps=4, guidance=4.5, instruction=lines)
+        run[name] = diffusers_images(reference, **given, negative=negative)
+        run[name, "no negative"] = diffusers_images(reference, **given)
+    np.save(tmp_path / "noise.npy", latents)
+    for name, lines in (("released", RELEASED), ("short", ["Photo of"])):
+        (tmp_path / "instruction.txt").write_text("\n".join(lines) + "\n")  # as editors end a file
+        got, _, _ = sample(
+            folder / "euler", prompt_file, tmp_path / "out", "--latents", tmp_path / "noise.npy", "--precision", "fp32",
+            "--steps", 4, "--guidance", 4.5, "--negative", negative, "--instruction", tmp_path / "instruction.txt")  # fmt: skip
+        difference = np.abs(got - run[name]).max()
+        print(f"instruction {name}: {difference:.1e}")
+        assert difference <= TOLERANCE
+        for other in ("none", "short" if name == "released" else "released", (name, "no negative")):
+            assert np.abs(run[other] - run[name]).max(axis=(1, 2, 3)).min() > 20 * TOLERANCE, (name, other)
+
+
+def test_text_encoders_are_gone_before_the_first_step(models, prompt_file, tmp_path, monkeypatch):
+    class Enough(Exception):
+        pass
+
+    def generate(backbone, params, grid, prompted, *rest, **options):
+        assert prompted.conditioning["text"].shape[0] == len(PROMPTS)
+        assert not backbone.text_encoders.loaded
+        raise Enough
+
+    monkeypatch.setattr(sampling, "generate", generate)
+    with pytest.raises(Enough):
+        sample(models[0] / "euler", prompt_file, tmp_path / "out", "--precision", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +341,12 @@ def test_latents_that_cannot_be_used_are_one_line(case, models, prompt_file, tmp
         (["--prompts", "{dir}/image.txt"], "image.txt': cannot be read as UTF-8 text"),
         (["--prompts", "embedded:nothing"], "no such embedded prompt set"),
         (["--latents", "{dir}/noise.npy", "--size", "32x64"], "--size 32x64: the given latents are of 32x32"),
+        (["--negative", "a cat"], "--negative 'a cat': is not seen without --guidance above 1, which is 1.0"),
+        (["--true-cfg", "2"], "--true-cfg 2.0: a SanaPipeline takes --guidance, which is classifier-free"),
+        (["--instruction", "{dir}/absent.txt"], "--instruction='{dir}/absent.txt': no such file; expected a text file"),
+        (["--instruction", "{dir}/blank.txt"], "--instruction='{dir}/blank.txt': holds no instruction"),
+        (["--instruction", "{dir}/image.txt"], "--instruction='{dir}/image.txt': cannot be read as UTF-8 text"),
+        (["--tile", "10"], "--tile 10: must be a multiple of 4, the pixels of a latent"),
     ],
 )
 def test_options_that_cannot_be_used_are_one_line(options, message, models, prompt_file, tmp_path, monkeypatch, capsys):
@@ -306,7 +355,7 @@ def test_options_that_cannot_be_used_are_one_line(options, message, models, prom
     np.save(tmp_path / "noise.npy", noise((32, 32)))
     options = [o.format(dir=tmp_path) for o in options]
     arguments = ["sample", models[0] / "dpm", "--prompts", prompt_file, "--out", tmp_path / "out", *options]
-    assert_refused(*run_main(arguments, monkeypatch, capsys), tmp_path / "out", message)
+    assert_refused(*run_main(arguments, monkeypatch, capsys), tmp_path / "out", message.format(dir=tmp_path))
 
 
 @pytest.mark.parametrize(

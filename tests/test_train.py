@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from solrl_jax import experiment as experiments
-from solrl_jax import rewards
 from solrl_jax.keys import seed_numbers
 from solrl_jax.numerics.matmul import LowRank
 from solrl_jax.numerics.nvfp4 import QTensor, dequantize
 from solrl_jax.policy.lora import flatten
 from solrl_jax.policy.update import blend, old_decay, update
-from solrl_jax.rewards import Reward, score_images
+from solrl_jax.rewards import mixture as rewards
+from solrl_jax.rewards.base import Reward, score_images
 from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.rollout.select import rank
 from solrl_jax.train import iterate

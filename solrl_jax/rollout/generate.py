@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from solrl_jax import sharding
-from solrl_jax.backbone import Backbone, Conditioning, Params, pad_rows
+from solrl_jax.backbone import Backbone, Conditioning, Params
 from solrl_jax.flow import sampler
 from solrl_jax.flow.schedule import make_sigmas
 from solrl_jax.flow.solver import solver_table
 from solrl_jax.keys import initial_noise
-from solrl_jax.rewards import Reward, score_images
+from solrl_jax.rewards.base import Reward, score_images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,28 +28,36 @@ class Grid:
     """A schedule and a solver, as arrays: another number of steps is another shape, nothing else is compiled in.
 
     sigmas [steps]: where steps start; times [steps]: what the network is told (0..1000); table [steps, 4]: the solver.
+    guidance: what the network is told of it, if it is told; scale: of classifier-free guidance, read if there is any.
     """
 
     sigmas: Float[np.ndarray, "steps"]
     times: Float[np.ndarray, "steps"]
     table: Float[np.ndarray, "steps 4"]
     guidance: float
+    scale: float
     guided: bool  # classifier-free: two evaluations a step
 
     @classmethod
     def of(cls, rollout: Any, steps: int, tokens: int, embedded_guidance: bool) -> "Grid":
         """The grid of a `config.Rollout` with `steps` steps for latents of `tokens` image tokens.
 
-        embedded_guidance: the network is told its guidance, and one evaluation a step is enough.
+        embedded_guidance: the network is told `guidance`, so that classifier-free is `true_guidance`.
         """
         sigmas = make_sigmas(rollout.schedule, steps, rollout.shift, tokens)
-        guided = rollout.guidance != 1.0 and not embedded_guidance
-        return cls.from_sigmas(sigmas, solver_table(rollout.solver, sigmas, rollout.eta), rollout.guidance, guided)
+        table = solver_table(rollout.solver, sigmas, rollout.eta)
+        scale = rollout.true_guidance if embedded_guidance else rollout.guidance
+        return cls.from_sigmas(sigmas, table, rollout.guidance, scale != 1.0, scale=scale)
 
     @classmethod
-    def from_sigmas(cls, sigmas: np.ndarray, table: np.ndarray, guidance: float, guided: bool, times=None) -> "Grid":
+    def from_sigmas(
+        cls, sigmas: np.ndarray, table: np.ndarray, guidance: float, guided: bool, times: np.ndarray | None = None,
+        scale: float | None = None,
+    ) -> "Grid":  # fmt: skip
+        """times: 1000 `sigmas` if None; scale: `guidance` if None."""
         starts = sigmas[:-1].astype(np.float32)
-        return cls(starts, 1000 * starts if times is None else times.astype(np.float32), table, guidance, guided)
+        times = 1000 * starts if times is None else times.astype(np.float32)
+        return cls(starts, times, table, guidance, guidance if scale is None else scale, guided)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Prompted:
 
     prompts: tuple[str, ...]
     conditioning: Conditioning
-    empty: Conditioning  # of the empty prompt, for guidance
+    negative: Conditioning  # what guidance leads away from: one row
     prepared: Any
 
 
@@ -75,12 +83,13 @@ class Samples:
         return self.scores["reward"]
 
 
-def prepare(backbone: Backbone, reward: Reward | None, prompts: tuple[str, ...], max_tokens: int) -> Prompted:
+def prepare(
+    backbone: Backbone, reward: Reward | None, prompts: tuple[str, ...], max_tokens: int, negative: str = ""
+) -> Prompted:
     """Encodes prompts once, for any number of samples of each."""
     prepared = None if reward is None else reward.prepare(prompts)
-    together = backbone.encode((*prompts, ""), max_tokens)
-    part = lambda rows: jax.tree.map(lambda c: c[rows], together)
-    return Prompted(prompts, part(slice(0, -1)), part(slice(-1, None)), prepared)
+    conditioning = backbone.encode(prompts, max_tokens)
+    return Prompted(prompts, conditioning, backbone.encode((negative,), max_tokens, negative=True), prepared)
 
 
 def generate(
@@ -106,16 +115,24 @@ def generate(
     rows = chunk * mesh.size
     place = lambda x: jax.device_put(x, sharding.rows(mesh))
     whole = lambda x: jax.device_put(x, sharding.replicated(mesh))
-    arrays = whole((grid.sigmas, grid.times, grid.table, np.float32(grid.guidance)))
+    arrays = whole((grid.sigmas, grid.times, grid.table, np.float32(grid.guidance), np.float32(grid.scale)))
     prepared = whole(prompted.prepared)
     collected: list[tuple[Array, dict[str, Array], Array | None]] = []
     with jax.set_mesh(mesh):
         for start in range(0, len(index), rows):
             part = slice(start, start + rows)
-            chunk_index, chunk_seeds = place(pad_rows(index[part], rows)), place(pad_rows(seeds[part], rows))
-            initial = draw_noise(chunk_seeds, shape) if noise is None else place(pad_rows(noise[part], rows))
+            chunk_index, chunk_seeds = place(sharding.pad_rows(index[part], rows)), place(sharding.pad_rows(seeds[part], rows))
+            initial = draw_noise(chunk_seeds, shape) if noise is None else place(sharding.pad_rows(noise[part], rows))
             latents = sample_chunk(
-                backbone, grid.guided, params, prompted.conditioning, prompted.empty, chunk_index, chunk_seeds, initial, *arrays
+                backbone,
+                grid.guided,
+                params,
+                prompted.conditioning,
+                prompted.negative,
+                chunk_index,
+                chunk_seeds,
+                initial,
+                *arrays,
             )
             images = decode_chunk(backbone, backbone.vae, latents)
             scores = {} if reward is None else score_images(reward, reward.params, images, prepared, chunk_index)
@@ -139,21 +156,21 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
 
 @partial(sharding.jit, static_argnums=(0, 1))
 def sample_chunk(
-    backbone: Backbone, guided: bool, params: Params, conditioning: Conditioning, empty: Conditioning,
+    backbone: Backbone, guided: bool, params: Params, conditioning: Conditioning, negative: Conditioning,
     index: Int[Array, "b"], seeds: UInt32[Array, "b 2"], noise: Float[Array, "b h w c"],
-    sigmas: Array, times: Array, table: Array, guidance: Array,
+    sigmas: Array, times: Array, table: Array, guidance: Array, scale: Array,
 ) -> Float[Array, "b h w c"]:  # fmt: skip
     """Noise to clean latents for one chunk."""
     of_rows = jax.tree.map(lambda c: c[index], conditioning)
-    of_nothing = jax.tree.map(lambda c: jnp.broadcast_to(c, (len(index), *c.shape[1:])), empty)
+    opposite = jax.tree.map(lambda c: jnp.broadcast_to(c, (len(index), *c.shape[1:])), negative)
 
     def velocity(x: Array, time: Array) -> Array:
         prompt = backbone.velocity(params, x, of_rows, time, guidance)
         if not guided:
             return prompt
         # classifier-free guidance (arXiv 2207.12598)
-        nothing = backbone.velocity(params, x, of_nothing, time, guidance).astype(jnp.float32)
-        return nothing + guidance * (prompt.astype(jnp.float32) - nothing)
+        away = backbone.velocity(params, x, opposite, time, guidance).astype(jnp.float32)
+        return away + scale * (prompt.astype(jnp.float32) - away)
 
     return sampler.sample(velocity, sharding.split_rows(noise), sigmas, times, table, seeds)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from safetensors.numpy import save_file
 
 from models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
 from models.weights import entries, from_torch, load_component, parameter_count, save_component, to_torch
@@ -72,6 +73,21 @@ def port(reference, projected: bool):
     graphdef, state = nnx.split(nnx.eval_shape(lambda: KINDS[projected][1](config, rngs=nnx.Rngs(0))))
     params = from_torch(state, {name: t.numpy() for name, t in released(reference).items()})
     return state, graphdef, jax.tree.map(jnp.asarray, params)
+
+
+@pytest.mark.parametrize("prefix", ["", "text_model."])
+def test_files_of_transformers_4_and_5_are_read_alike(prefix, tmp_path):
+    reference = reference_model({"eos_token_id": 2}, projected=False)
+    state, _, want = port(reference, projected=False)
+    tensors = {prefix + name.removeprefix("text_model."): t.numpy() for name, t in reference.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    got = load_component(tmp_path, state, jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    odd = "final_layer_norm.bias"  # both spellings in one file are no spelling
+    tensors[("" if prefix else "text_model.") + odd] = tensors.pop(prefix + odd)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"do not fit the network: missing text_model\..*; unexpected "):
+        load_component(tmp_path, state, jnp.float32)
 
 
 def texts(count: int, length: int, seed: int = 1) -> np.ndarray:

@@ -153,12 +153,13 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, 
     np.testing.assert_array_equal(small["clip"], tokens["clip"])
 
 
-def diffusers_images(reference, latents, steps, guidance, scheduler=None, prompts=PROMPTS, max_tokens=12):
+def diffusers_images(reference, latents, steps, guidance, scheduler=None, prompts=PROMPTS, max_tokens=12, **more):
     reference.scheduler = scheduler or reference.scheduler
     (n, channels, h, w), noise = latents.shape, torch.from_numpy(latents)
     return reference(
         prompts, height=h * KL_COMPRESSION, width=w * KL_COMPRESSION, num_inference_steps=steps, guidance_scale=guidance,
         latents=reference._pack_latents(noise, n, channels, h, w), output_type="np", max_sequence_length=max_tokens,
+        **more,
     ).images  # fmt: skip
 
 
@@ -197,6 +198,34 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
     if model == "schnell" and steps == 4:
         unguided, _ = sample_images(folder, tmp_path, prompts, latents, steps=steps, guidance=0.0, max_tokens=12)
         np.testing.assert_array_equal(unguided, got)  # it is not told the guidance, nor evaluated twice
+
+
+def test_classifier_free_guidance_beside_the_embedded_is_that_of_diffusers(folders, tmp_path):
+    folder, reference = folders["dev"]
+    latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)
+    prompts, negative = [p.strip() for p in PROMPTS[1:]], "three blue dog"
+    ask = lambda scale, negative, guidance=3.5: diffusers_images(
+        reference, latents, 4, guidance, prompts=prompts, true_cfg_scale=scale, negative_prompt=[negative] * 4
+    )
+    want = ask(2.5, negative)
+    options = dict(steps=4, guidance=3.5, true_cfg=2.5, max_tokens=12)
+    got, _ = sample_images(folder, tmp_path, prompts, latents, **options, negative=negative)
+    print(f"{np.abs(got - want).max():.1e}")
+    assert np.abs(got - want).max() <= IMAGE_TOLERANCE
+    without, _ = sample_images(folder, tmp_path, prompts, latents, **options)  # away from the empty prompt
+    assert np.abs(without - ask(2.5, "")).max() <= IMAGE_TOLERANCE
+    for other in (ask(1.0, negative), ask(3.0, negative), ask(2.5, ""), ask(2.5, negative, guidance=1.0)):
+        assert np.abs(other - want).max(axis=(1, 2, 3)).min() > 30 * IMAGE_TOLERANCE
+
+
+def test_what_flux_does_not_have_is_refused(folders, tmp_path):
+    folder, options = folders["dev"][0], dict(steps=1, guidance=3.5)
+    (tmp_path / "text").write_text("Photo of")
+    with pytest.raises(InputError, match=r"^--negative 'a cat': is not seen without --true-cfg above 1, which is 1.0$"):
+        sample_images(folder, tmp_path, ["a dog"], **options, negative="a cat")
+    with pytest.raises(InputError, match=r"^--instruction .*/text: a FluxPipeline takes none$"):
+        sample_images(folder, tmp_path, ["a dog"], **options, instruction=str(tmp_path / "text"))
+    assert not list((tmp_path / "images").iterdir())
 
 
 def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):

@@ -10,8 +10,8 @@ from flax import nnx
 from models.sana import SanaConfig, SanaTransformer2DModel
 from models.weights import from_torch, parameter_count, to_torch
 
-# Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly all cut off by the ReLU divides
-# by almost nothing, and in float32 even PyTorch is 4e-5 from its own float64.
+# Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly all cut off by the ReLU
+# divides by almost nothing, and in float32 even PyTorch is 4e-5 from its own float64.
 BASE = dict(
     in_channels=6, out_channels=6, num_attention_heads=2, attention_head_dim=32, num_layers=2, num_cross_attention_heads=2,
     cross_attention_head_dim=32, cross_attention_dim=64, caption_channels=24, mlp_ratio=2.5, sample_size=8,

@@ -180,12 +180,13 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders):
         assert (small[name][1] != tokens[name][1]).any() == (name == "text_encoder_3"), name
 
 
-def diffusers_images(reference, latents, steps, guidance, prompts, scheduler, max_tokens=12):
+def diffusers_images(reference, latents, steps, guidance, prompts, scheduler, max_tokens=12, negative=""):
     reference.scheduler = scheduler
     height, width = (n * KL_COMPRESSION for n in latents.shape[2:])
     return reference(
         prompts, height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
         latents=torch.from_numpy(latents), output_type="np", max_sequence_length=max_tokens,
+        negative_prompt=negative,
     ).images  # fmt: skip
 
 
@@ -217,6 +218,19 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
     for name, other in others.items():
         moved = np.abs(diffusers_images(reference, **given | other) - want).max(axis=(1, 2, 3))
         assert moved.min() > 30 * IMAGE_TOLERANCE, name
+
+
+def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
+    folder, reference = folders["large"]
+    latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)
+    prompts, negative = [p.strip() for p in PROMPTS[1:]], "Three blue dog"
+    given = dict(latents=latents, steps=4, guidance=4.5, prompts=prompts, scheduler=pipelines.euler(shift=3.0))
+    want, nothing = diffusers_images(reference, **given, negative=negative), diffusers_images(reference, **given)
+    options = dict(steps=4, guidance=4.5, max_tokens=12, negative=negative)
+    got, _ = sample_images(folder, tmp_path, prompts, latents, **options)
+    print(f"{np.abs(got - want).max():.1e}")
+    assert np.abs(got - want).max() <= IMAGE_TOLERANCE
+    assert np.abs(nothing - want).max(axis=(1, 2, 3)).min() > 30 * IMAGE_TOLERANCE
 
 
 def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):

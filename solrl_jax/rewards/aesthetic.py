@@ -1,0 +1,56 @@
+"""The LAION aesthetic predictor (arXiv 2210.08402, section 3): how much people would like a picture, whatever was asked for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from models.clip import CLIPConfig, VisionModel
+from models.image_resize import Preprocessing
+from models.layers import Linear
+from models.pipeline import read_json
+from models.score_head import ScoreHead
+from models.tensor_files import weight_files
+from solrl_jax.rewards.base import Loader, Reward, Scores
+from solrl_jax.rewards.clip import unit
+from solrl_jax.rewards.network import Network
+from solrl_jax.rewards.sources import find
+
+OF_TEXTS = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")  # not read
+
+
+class ImageEncoder(nnx.Module):
+    """The half of `models.clip.CLIPModel` that sees pictures, under its names."""
+
+    def __init__(self, c: CLIPConfig, *, rngs: nnx.Rngs):
+        self.vision_model = VisionModel(c.vision_config, rngs=rngs)
+        self.visual_projection = Linear(c.vision_config.hidden_size, c.projection_dim, bias=False, rngs=rngs)
+
+    def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b e"]:
+        return self.visual_projection(self.vision_model(pixels))
+
+
+def aesthetic(paths: Mapping[str, str]) -> Loader:
+    """About 1 to 10, from the direction of the picture's vector in OpenAI's ViT-L/14; the prompt has no say."""
+    head_file, folder = find("aesthetic", paths), find("aesthetic/clip", paths)
+    config = CLIPConfig.from_dict(read_json(folder / "config.json"))
+    encoder = Network.of(
+        lambda rngs: ImageEncoder(config, rngs=rngs), weight_files(folder), lambda tensor: tensor.startswith(OF_TEXTS)
+    )
+    head = Network.of(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), [head_file])
+    preprocess = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")
+
+    def prepare(prompts: Sequence[str]) -> np.ndarray:
+        return np.zeros(len(prompts), np.float32)
+
+    def score(params: dict[str, Any], images: Array, nothing: Array) -> Scores:
+        vector = unit(encoder(params["encoder"])(preprocess(images)))
+        return {"reward": head(params["head"])(vector)}
+
+    def load(mesh: Mesh | None) -> Reward:
+        return Reward({"encoder": encoder.load(mesh), "head": head.load(mesh)}, prepare, score)
+
+    return load

@@ -1,0 +1,98 @@
+"""Rewards that are cosines of picture and prompt in a CLIP (arXiv 2103.00020), each on the scale of its peers.
+
+What a reward sees of a picture, and in which library that was so, is its `Preprocessing`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from models.clip import CLIPConfig, CLIPModel
+from models.image_resize import MEAN, STD, Preprocessing
+from models.pipeline import read_json
+from models.tensor_files import weight_files
+from models.weights import REDUNDANT
+from solrl_jax.backbone import EMBEDDED_FOLDER
+from solrl_jax.rewards.base import Loader, Reward, Scores
+from solrl_jax.rewards.network import Network
+from solrl_jax.rewards.sources import find
+from solrl_jax.rewards.texts import Tokenize, clip_texts, open_clip_texts, open_tokenizer
+
+# HPS v2.1 is OpenCLIP's ViT-H-14; its file says no sizes. A text ends at its highest token (2: `models.clip.TextModel.at_end`).
+HPS = CLIPConfig.from_dict({
+    "projection_dim": 1024,
+    "text_config": {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "hidden_act": "gelu", "eos_token_id": 2,
+    },
+    "vision_config": {
+        "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "hidden_act": "gelu", "patch_size": 14,
+    },
+})  # fmt: skip
+
+
+def clipscore(paths: Mapping[str, str]) -> Loader:
+    """CLIPScore (arXiv 2104.08718) by OpenAI's ViT-L/14: `exp(logit_scale) / 100` times the cosine, about the cosine itself."""
+    config, network = _open(paths, "clipscore")
+    preprocessing = Preprocessing(config.vision_config.image_size, "bilinear", eight_bit=False, fit="crop")
+    texts = clip_texts(find("clipscore", paths), config.text_config.max_position_embeddings)
+    return _cosine(network, preprocessing, texts, lambda model: jnp.exp(model.logit_scale.get_value()) / 100)
+
+
+def pickscore(paths: Mapping[str, str]) -> Loader:
+    """PickScore v1 (arXiv 2305.01569) by a fine-tuned ViT-H/14: `exp(logit_scale) / 26` times the cosine, about 0.8."""
+    config, network = _open(paths, "pickscore")
+    preprocessing = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")
+    texts = clip_texts(find("pickscore/tokenizer", paths), config.text_config.max_position_embeddings)
+    return _cosine(network, preprocessing, texts, lambda model: jnp.exp(model.logit_scale.get_value()) / 26)
+
+
+def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
+    """HPS v2.1 (arXiv 2306.09341) by a fine-tuned ViT-H/14 in OpenCLIP's layout: the cosine, about 0.3."""
+    network = Network.of_open_clip(lambda rngs: CLIPModel(config, rngs=rngs), find("hpsv2", paths))
+    preprocessing = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=False, fit="pad")
+    texts = open_clip_texts(find("hpsv2/tokenizer", paths), config.text_config.max_position_embeddings)
+    return _cosine(network, preprocessing, texts, lambda model: jnp.ones(()))
+
+
+def tiny_clip() -> Reward:
+    """Cosine of picture and prompt in the embedded CLIP, about -0.2 to 0.6. Pictures have the size that it takes."""
+    folder = EMBEDDED_FOLDER / "tiny-clip"
+    config = CLIPConfig.from_dict(read_json(folder / "config.json"))
+    network = Network.of(lambda rngs: CLIPModel(config, rngs=rngs), weight_files(folder))
+    texts = clip_texts(folder, open_tokenizer(folder).model_max_length)
+    return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))(None)
+
+
+def _open(paths: Mapping[str, str], name: str) -> tuple[CLIPConfig, Network]:
+    """A CLIP of transformers' layout."""
+    folder = find(name, paths)
+    config = CLIPConfig.from_dict(read_json(folder / "config.json"))
+    ignored = lambda tensor: tensor in REDUNDANT
+    return config, Network.of(lambda rngs: CLIPModel(config, rngs=rngs), weight_files(folder), ignored)
+
+
+def _cosine(
+    network: Network,
+    preprocess: Callable[[Float[Array, "b H W 3"]], Float[Array, "b h w 3"]],
+    tokenize: Tokenize,
+    scale: Callable[[CLIPModel], Array],
+) -> Loader:
+    def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
+        model = network(params)
+        image = unit(model.encode_image(preprocess(images)))
+        text = unit(model.encode_text(tokens["ids"], tokens["mask"]))
+        return {"reward": scale(model) * (image * text).sum(-1)}
+
+    def load(mesh: Mesh | None) -> Reward:
+        return Reward(network.load(mesh), tokenize, score)
+
+    return load
+
+
+def unit(x: Float[Array, "b d"]) -> Float[Array, "b d"]:
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)

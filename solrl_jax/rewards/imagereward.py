@@ -1,0 +1,30 @@
+"""ImageReward v1.0 (arXiv 2304.05977): human preference by a fine-tuned BLIP that reads prompt and picture together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from models.blip import UNUSED, ImageReward, ImageRewardConfig
+from models.image_resize import Preprocessing
+from solrl_jax.rewards.base import Loader, Reward, Scores
+from solrl_jax.rewards.network import Network
+from solrl_jax.rewards.sources import find
+from solrl_jax.rewards.texts import image_reward_texts
+
+
+def imagereward(paths: Mapping[str, str], config: ImageRewardConfig = ImageRewardConfig()) -> Loader:  # noqa: B008 - frozen
+    """The standardised reward, about -2 to 2. Pictures are resized and cropped as Pillow and torchvision do it."""
+    build = lambda rngs: ImageReward(config, rngs=rngs)
+    network = Network.of(build, [find("imagereward", paths)], lambda tensor: tensor.startswith(UNUSED))
+    preprocess = Preprocessing(config.image_size, "bicubic", eight_bit=True, fit="crop")
+    tokenize = image_reward_texts(find("imagereward/tokenizer", paths), config.tokens)
+
+    def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
+        return {"reward": network(params)(preprocess(images), tokens["ids"], tokens["mask"])}
+
+    def load(mesh: Mesh | None) -> Reward:
+        return Reward(network.load(mesh), tokenize, score)
+
+    return load

@@ -1,0 +1,56 @@
+"""A scoring network: found and checked at once, loaded when everything else has been, gathered where it computes."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.layers import gather
+from models.open_clip import find_open_clip
+from models.tensor_files import Stored
+from models.weights import Entry, Params, entries, find_tensors, load_tensors
+from solrl_jax import sharding
+
+Build = Callable[[nnx.Rngs], nnx.Module]
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The static graph of a network, its table of parameters, and where in which files they lie."""
+
+    graphdef: nnx.GraphDef
+    table: Sequence[Entry]
+    stored: dict[str, Stored]
+
+    @classmethod
+    def of(cls, build: Build, files: Sequence[Path], ignored: Callable[[str], bool] = lambda name: False) -> "Network":
+        """The network with the tensors of `files`; ignored: of those it does not have. ValueError lists what does not fit."""
+        graphdef, table = _abstract(build)
+        wanted = {name: e.torch_shape for e in table for name in e.names}
+        return cls(graphdef, table, find_tensors(files, wanted, ", ".join(map(str, files)), ignored))
+
+    @classmethod
+    def of_open_clip(cls, build: Build, file: Path) -> "Network":
+        """A CLIP whose tensors are named and fused as OpenCLIP does it."""
+        graphdef, table = _abstract(build)
+        return cls(graphdef, *find_open_clip(table, file))
+
+    def load(self, mesh: Mesh | None) -> Params:
+        """The parameters in float32, the precision in which the peers score; on `mesh` as the policy's base is."""
+        return load_tensors(self.table, self.stored, jnp.float32, None if mesh is None else sharding.placement(mesh))
+
+    def __call__(self, params: Params) -> Any:
+        """The network with these parameters: whole ones, but for stacks, which are gathered a layer at a time as they run."""
+        stacks = {e.path for e in self.table if e.stacked}
+        whole = lambda path, x: x if tuple(key.key for key in path) in stacks else gather(x)
+        return nnx.merge(self.graphdef, jax.tree_util.tree_map_with_path(whole, params))
+
+
+def _abstract(build: Build) -> tuple[nnx.GraphDef, list[Entry]]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+    return graphdef, entries(state)

@@ -1,0 +1,102 @@
+"""Where the files of released rewards come from: a path of the configuration, the hub or its cache, or `weights/`."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from solrl_jax.files import InputError
+
+TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
+FOLDER = "weights"  # of files that were converted; relative to where the run is started
+
+
+@dataclasses.dataclass(frozen=True)
+class Hub:
+    """A repository of the hub, of which these files are needed. Instead of it: a directory with them, or another repository."""
+
+    name: str
+    files: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A safetensors file that `solrl convert` makes of a released pickle. Elsewhere: that file, or its directory."""
+
+    file: str
+    pickle: str
+    origin: str
+
+
+CLIP = ("config.json", "model.safetensors")
+SOURCES: dict[str, Hub | Converted] = {  # by what `reward.paths` calls them
+    "clipscore": Hub("openai/clip-vit-large-patch14", (*CLIP, *TOKENIZER[1:])),
+    "pickscore": Hub("yuvalkirstain/PickScore_v1", CLIP),
+    "pickscore/tokenizer": Hub("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", TOKENIZER),
+    "hpsv2": Converted("HPS_v2.1_compressed.safetensors", "HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2"),
+    "hpsv2/tokenizer": Hub("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", TOKENIZER),
+    "imagereward": Converted("ImageReward.safetensors", "ImageReward.pt", "https://huggingface.co/THUDM/ImageReward"),
+    "imagereward/tokenizer": Hub("google-bert/bert-base-uncased", TOKENIZER),
+    "aesthetic": Converted(
+        "sac+logos+ava1-l14-linearMSE.safetensors",
+        "sac+logos+ava1-l14-linearMSE.pth",
+        "https://github.com/christophschuhmann/improved-aesthetic-predictor",
+    ),
+    "aesthetic/clip": Hub("openai/clip-vit-large-patch14", CLIP),
+}
+
+
+def find(name: str, paths: Mapping[str, str]) -> Path:
+    """What `name` stands for: the directory of a `Hub` source, with all its files in it, or the file of a `Converted` one.
+
+    Raises InputError in one line that says what is missing, where it comes from and where to put it.
+    """
+    source = SOURCES[name]
+    return _find_converted(name, source, paths) if isinstance(source, Converted) else _find_hub(name, source, paths)
+
+
+def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> Path:
+    path = Path(paths.get(name, FOLDER))
+    if path.is_dir():
+        path /= source.file
+    elif name not in paths:
+        path = Path(FOLDER, source.file)
+    if path.is_file() and path.suffix == ".safetensors":
+        return path
+    wrong = "no such file" if not path.is_file() else "not a .safetensors file"
+    raise InputError(
+        f"reward '{_reward(name)}': {path}: {wrong}; download {source.pickle} from {source.origin}, then run"
+        f" `solrl convert {source.pickle} --out {Path(FOLDER, source.file)}`, or say where it is: reward.paths.{name}=PATH"
+    )
+
+
+def _find_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
+    given = paths.get(name, source.name)
+    remedy = f"reward.paths.{name}=DIRECTORY with {', '.join(source.files)} of https://huggingface.co/{source.name}"
+    folder = Path(given)
+    if not folder.is_dir():
+        if given.count("/") != 1 or given.startswith((".", "/", "~")):
+            raise InputError(f"reward '{_reward(name)}': {given}: no such directory; expected {remedy}")
+        folder = _from_hub(name, given, source.files, remedy)
+    if missing := [file for file in source.files if not (folder / file).is_file()]:
+        raise InputError(f"reward '{_reward(name)}': {folder}: no {', '.join(missing)}; expected {remedy}")
+    return folder
+
+
+def _from_hub(name: str, repository: str, files: tuple[str, ...], remedy: str) -> Path:
+    """A snapshot with these files: downloaded unless HF_HUB_OFFLINE is set, then only from the cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(files)))
+    except Exception as error:  # the hub client raises a dozen unrelated kinds; to the user they are one
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"reward '{_reward(name)}': {repository}: {', '.join(files)} cannot be had from the hub{offline}: {reason};"
+            f" or give {remedy}"
+        ) from error
+
+
+def _reward(name: str) -> str:
+    return name.split("/")[0]

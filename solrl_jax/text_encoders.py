@@ -1,0 +1,140 @@
+"""From prompts to what the network is told of them: tokens, the cache of encodings, and the encoders when they are needed."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from models.pipeline import Conditioning, Pipeline, Tokens
+from models.tensor_files import weight_files
+from models.weights import Params
+from solrl_jax import sharding
+from solrl_jax.encodings import Cache, Encoding, key_of
+from solrl_jax.files import InputError
+
+ENCODED_ROWS = 8  # prompts that a device encodes at once
+REVISION = 1  # of what encoders compute: raised with every change of `models/` that changes a bit of an encoding
+
+
+class TextEncoders:
+    """The text encoders of a pipeline, and the cache of what they said: the one object here that changes.
+
+    They are loaded when a prompt comes that the cache lacks, and then stay until `release`. Prompts are encoded in chunks of
+    `ENCODED_ROWS` on every device, always: one program, and a prompt's encoding depends neither on its batch mates nor on the
+    mesh. So it makes no difference, to the last bit, whether an encoding was computed now or read.
+
+    The key of an encoding stands for the content of the weight files, the configs, the dtype and the tokens, which hold all
+    that prompt, tokenizer, longest length and instruction have to say. It does not say on what device and by which XLA it was
+    computed: a cache that is filled on one machine is good on another, up to what their rounding differs.
+    """
+
+    def __init__(self, pipeline: Pipeline, mesh: Mesh, dtype: jnp.dtype, cache: Cache | None):
+        self.pipeline, self.mesh, self.dtype, self.cache = pipeline, mesh, dtype, cache
+        self._params: dict[str, Params] | None = None
+        self._identity: str | None = None
+        self._shapes: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+
+    @property
+    def loaded(self) -> bool:
+        return self._params is not None
+
+    @property
+    def chunk(self) -> int:
+        """Prompts that are encoded at once."""
+        return ENCODED_ROWS * self.mesh.size
+
+    def params(self) -> dict[str, Params]:
+        """The parameters by folder, loaded if they are not there."""
+        if self._params is None:
+            if self.cache is not None:
+                self.cache.check_writable()  # before minutes go by for what could not be kept
+            encoders, place = self.pipeline.text_encoders, sharding.placement(self.mesh)
+            with in_one_line():
+                self._params = {name: part.load(self.dtype, place) for name, part in encoders.items()}
+        return self._params
+
+    def check_instruction(self, instruction: str | None) -> None:
+        """Raises InputError for an instruction to a model that knows none."""
+        if instruction is not None and self.pipeline.instruct is None:
+            raise InputError(f"model.instruction: a {self.pipeline.kind} takes none; accepted: null")
+
+    def release(self) -> None:
+        """Frees the parameters; the next prompt that the cache lacks loads them again."""
+        self._params = None
+
+    def encode(self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None) -> tuple[Encoding, int]:
+        """Encodings with a row a prompt, on the host, and how many of them were not in the cache. There is a prompt or more."""
+        if instruction is None:
+            tokens = self.pipeline.tokenize(prompts, max_tokens)
+        else:
+            assert self.pipeline.instruct is not None  # `load_backbone` has refused it
+            tokens = self.pipeline.instruct(prompts, max_tokens, instruction)
+        rows: list[Encoding | None] = [None] * len(prompts)
+        if self.cache is not None:
+            like = self._like(tokens)
+            identity = f"{self.identity()} {[(name, x.shape, x.dtype.name) for name, x in sorted(like.items())]}"
+            keys = [key_of(identity, {name: x[i] for name, x in tokens.items()}) for i in range(len(prompts))]
+            rows = [self.cache.read(key, like) for key in keys]
+        missing = [i for i, row in enumerate(rows) if row is None]
+        for i, row in zip(missing, self._compute({name: x[missing] for name, x in tokens.items()}), strict=True):
+            rows[i] = row
+            if self.cache is not None:
+                self.cache.write(keys[i], row)
+        whole = [row for row in rows if row is not None]
+        return {name: np.stack([row[name] for row in whole]) for name in whole[0]}, len(missing)
+
+    def identity(self) -> str:
+        """Names the encoders by content: two that differ in a bit of a weight, in a config or in dtype have two names."""
+        if self._identity is None:
+            assert self.cache is not None
+            parts: dict[str, Any] = {}
+            with in_one_line():
+                for name, component in self.pipeline.text_encoders.items():
+                    files = [component.folder / "config.json", *weight_files(component.folder)]
+                    parts[name] = [(file.name, self.cache.digest(file)) for file in files]
+            facts = [REVISION, self.pipeline.kind, jnp.dtype(self.dtype).name, parts]
+            self._identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return self._identity
+
+    def _like(self, tokens: Tokens) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Names, shapes and dtypes of one prompt's encoding."""
+        shapes = str({name: x.shape[1:] for name, x in tokens.items()})
+        if shapes not in self._shapes:
+            one = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for name, x in tokens.items()}
+            params = {name: part.shapes(self.dtype) for name, part in self.pipeline.text_encoders.items()}
+            out = jax.eval_shape(self.pipeline.encode_text, params, one)
+            self._shapes[shapes] = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in out.items()}
+        return self._shapes[shapes]
+
+    def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
+        """The encodings of prompts, one at a time."""
+        length, count = len(next(iter(tokens.values()))), self.chunk
+        for start in range(0, length, count):
+            part = {name: x[start : start + count] for name, x in tokens.items()}
+            placed = {name: jax.device_put(sharding.pad_rows(x, count), sharding.rows(self.mesh)) for name, x in part.items()}
+            with jax.set_mesh(self.mesh):
+                out = jax.device_get(encode_chunk(self, self.params(), placed))
+            yield from ({name: x[i] for name, x in out.items()} for i in range(min(count, length - start)))
+
+
+@partial(sharding.jit, static_argnums=0)
+def encode_chunk(encoders: TextEncoders, params: dict[str, Params], tokens: Any) -> Conditioning:
+    parts = encoders.pipeline.text_encoders
+    out = encoders.pipeline.encode_text({name: parts[name].gathered(p) for name, p in params.items()}, tokens)
+    return jax.tree.map(sharding.split_rows, out)
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """What reading a model raises, as InputError in one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
+        raise InputError(" ".join(str(error).split())) from error
