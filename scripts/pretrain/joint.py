@@ -58,7 +58,8 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
     """Trains the pipeline `name` through its own functions, those that sample from it later, and writes it to `args.out`."""
     blueprint = BLUEPRINTS[name].scaled(latents.scale, latents.shift)
     stage = name.removeprefix("tiny-")
-    steps, focus, stop, more = (getattr(args, f"{stage}_{which}") for which in ("steps", "focus", "stop", "more"))
+    options = ("steps", "focus", "balance", "noise", "stop", "more")
+    steps, focus, balance, noise, stop, more = (getattr(args, f"{stage}_{which}") for which in options)
     folder = args.work / name
     blueprint.write(folder)
     pipeline = open_pipeline(folder)
@@ -75,7 +76,7 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
 
         return flow_loss(velocity, x0, key)
 
-    draw = row_drawer(captions, args.seed, STREAMS[name], args.batch, focus)
+    draw = row_drawer(captions, args.seed, STREAMS[name], args.batch, focus, balance, noise)
 
     def batches(i):
         rows, prompts = draw(i)

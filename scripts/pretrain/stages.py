@@ -14,6 +14,7 @@ from models.weights import Params
 from pretrain.data import asked_rows, near_miss, to_signed
 from pretrain.training import train
 from pretrain.words import MAX_TOKENS, clip_tokenizer, gemma_tokenizer
+from solrl_jax.shapes import scenes
 
 
 def train_vae(args: Namespace, nets: dict, images: np.ndarray) -> Params:
@@ -65,7 +66,7 @@ def train_flow(args: Namespace, nets: dict, latents: np.ndarray, captions: list[
 
         return flow_loss(velocity, x0, key)
 
-    draw = row_drawer(captions, args.seed, 2, args.batch, args.flow_focus)
+    draw = row_drawer(captions, args.seed, 2, args.batch, args.flow_focus, args.flow_balance, args.flow_noise)
 
     def batches(i):
         rows, prompts = draw(i)
@@ -88,21 +89,30 @@ def flow_loss(velocity: Callable[[jax.Array, jax.Array], jax.Array], x0: jax.Arr
 
 
 def row_drawer(
-    captions: list[str], seed: int, stream: int, batch: int, focus: int
+    captions: list[str], seed: int, stream: int, batch: int, focus: int, balance: int, noise: int
 ) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
     """A function from the step to the pictures of its batch and their prompts.
 
     A prompt is the picture's row in `["", *captions]`, and one in ten is the empty one. From step `focus` on there are only
-    pictures that the prompt sets ask for.
+    pictures that the prompt sets ask for; from `balance` on, two groups and their relation are in half of them, as there;
+    from `noise` on, three prompts in ten are another picture's, as alt texts of the web are wrong: the network knows better
+    than it does, and that is what reinforcement learning is there to bring out.
     """
     asked = asked_rows(captions)
+    paired = np.array([len(scenes.parse(captions[row]).groups) == 2 for row in asked])
+    singles, pairs = asked[~paired], asked[paired]
 
     def draw(i):
         rng = np.random.default_rng((seed, stream, i))
         rows = rng.integers(len(captions), size=batch)
-        if i >= focus:
+        if i >= balance:
+            rows = np.where(rng.random(batch) < 0.5, pairs[rows % len(pairs)], singles[rows % len(singles)])
+        elif i >= focus:
             rows = asked[rows % len(asked)]
-        return rows, np.where(rng.random(batch) < 0.1, 0, rows + 1)
+        prompts = np.where(rng.random(batch) < 0.1, 0, rows + 1)
+        if i >= noise:
+            prompts = np.where(rng.random(batch) < 0.3, rng.permutation(prompts), prompts)
+        return rows, prompts
 
     return draw
 
