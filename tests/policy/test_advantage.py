@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from solrl_jax.policy.advantage import MODES, STD_FLOOR, advantages, optimality
+from solrl_jax.policy.advantage import LEVELS, MODES, STD_FLOOR, advantages, optimality
 
 TOLERANCE = 1e-5
 CLIP = 5.0
@@ -128,7 +128,10 @@ def test_only_differences_within_a_prompt_count():
 
 
 def test_optimality_maps_the_clipped_range_to_zero_and_one():
-    np.testing.assert_allclose(optimality(np.array([-5, -2.5, 0, 1, 2.5, 5]), CLIP), [0, 0.25, 0.5, 0.6, 0.75, 1], rtol=1e-6)
+    np.testing.assert_allclose(
+        optimality(np.array([-5, -2.5, 0, 1, 2.5, 5]), CLIP), [0, 0.25, 0.5, 0.6, 0.75, 1], atol=0.5 / LEVELS
+    )
+    np.testing.assert_array_equal(optimality(np.float32([1, 1 + 1e-6, 1 - 1e-6]), CLIP), [np.round(0.6 * LEVELS) / LEVELS] * 3)
     np.testing.assert_array_equal(optimality(np.array([-9.0, 9.0]), CLIP), [0, 1])
     np.testing.assert_allclose(optimality(np.array([1.0]), 2.0), [0.75])
     assert (optimality(ours(rewards(), mode="positive_only"), CLIP) >= 0.5).all()
