@@ -5,7 +5,6 @@ inside is not known to anyone else in this package: LoRA targets and quantised l
 """
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,10 @@ from models.tensor_files import without_variants
 from models.tiling import decode_tiled
 from models.weights import Entry, entries
 from models.weights import Params as Params
-from solrl_jax import sharding
+from solrl_jax import hub, sharding
 from solrl_jax.encodings import open_cache
-from solrl_jax.files import InputError
-from solrl_jax.text_encoders import TextEncoders, in_one_line
+from solrl_jax.files import InputError, in_one_line
+from solrl_jax.text_encoders import TextEncoders
 
 EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parent / "pipelines"
@@ -97,25 +96,19 @@ def find_model(path: str) -> Path:
         return folder
     if Path(path).is_dir():
         return Path(path)
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        return _from_hub(path)
+    if hub.is_name(path):
+        return hub.snapshot(path, lambda: _listed(path), f"model.path={path!r}:")
     raise InputError(f"model.path={path!r}: no such directory (and not of the form OWNER/NAME of a hub)")
 
 
-def _from_hub(name: str) -> Path:
-    """A snapshot of a hub repository: downloaded unless HF_HUB_OFFLINE is set, then only from the cache."""
-    from huggingface_hub import HfApi, snapshot_download
+def _listed(name: str) -> list[str]:
+    """The files of a hub repository that a pipeline is read from."""
+    from huggingface_hub import HfApi
 
     try:
-        try:
-            files = HfApi().list_repo_files(name)
-        except Exception:  # no network, or none is wanted: what the cache has, be it whole or not, which loading will tell
-            files = ["model_index.json"]
-        return Path(snapshot_download(name, allow_patterns=pipeline_files(files)))
-    except Exception as error:  # the hub client raises a dozen unrelated kinds; to the user they are one
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"model.path={name!r}: cannot be had from the hub{offline}: {reason}") from error
+        return pipeline_files(HfApi().list_repo_files(name))
+    except Exception:  # no network, or none is wanted: what the cache has, be it whole or not, which loading will tell
+        return pipeline_files(["model_index.json"])
 
 
 def pipeline_files(files: Sequence[str]) -> list[str]:
@@ -149,7 +142,6 @@ def load_backbone(
     model: str | Pipeline,
     precision: str,
     mesh: Mesh,
-    remat: str = "none",
     *,
     cache: str | None = None,
     instruction: str | None = None,
@@ -160,7 +152,7 @@ def load_backbone(
     cache, instruction (its text) and tile: as in `config.Model`.
     Raises InputError in one line for a model that is absent, incomplete, of an unknown kind or one that cannot have these.
     """
-    pipeline = open_model(model, remat) if isinstance(model, str) else model
+    pipeline = open_model(model) if isinstance(model, str) else model
     if tile is not None and tile % pipeline.compression:
         raise InputError(f"model.tile={tile}: must be a multiple of {pipeline.compression}, the pixels of a latent, or null")
     dtype, place = DTYPES[precision], sharding.placement(mesh)

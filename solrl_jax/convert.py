@@ -91,7 +91,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     if file.suffix == ".safetensors":
         raise InputError(f"{file}: is a safetensors file already")
     if base is not None:
-        with _in_one_line(base, base):
+        with files.in_one_line():
             kind = read_json(base / INDEX).get("_class_name")
         if kind != "SanaPipeline":
             raise InputError(f"--base {base}: {INDEX} has _class_name={kind!r}; accepted: 'SanaPipeline'")
@@ -166,10 +166,8 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
 
 def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> dict[str, Any]:
     """The directory `out` of a native SANA checkpoint: checked by the network's own loader, then named."""
-    try:
+    with files.in_one_line(lambda said: f"--base {base}: {said}"):
         config = None if base is None else SanaConfig.from_dict(read_json(base / TRANSFORMER / "config.json"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--base {base}: {error}") from error
     grid = tensors.get(sana_native.POSITIONS)
     try:
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -182,12 +180,14 @@ def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> d
         files.atomic_write(folder / TRANSFORMER / "config.json", json.dumps(plan.config, indent=2) + "\n")
         for name in copied:
             _copy(Path(base or "", name), folder / name)
-        with _in_one_line(folder, base or out):  # what does not fit is known before the weights are written
+        with files.in_one_line(
+            lambda said: said.replace(str(folder), str(base or out))
+        ):  # what does not fit is known before the weights are written
             network = _network(folder) if base is None else open_pipeline(folder).transformer
         # parts of tensors are views: still nothing is read
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
-        with _in_one_line(folder, out):
+        with files.in_one_line(lambda said: said.replace(str(folder), str(out))):
             network.check()
     return {
         "kind": "sana",
@@ -246,15 +246,6 @@ def _copy(source: Path, target: Path) -> None:
             return
     shutil.copyfile(source, target)
     files.sync(target)
-
-
-@contextlib.contextmanager
-def _in_one_line(folder: Path, shown: Path) -> Iterator[None]:
-    """What a loader says of `folder` becomes an InputError about `shown`."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise InputError(" ".join(str(error).split()).replace(str(folder), str(shown))) from error
 
 
 def _write(path: Path, tensors: Tensors) -> None:

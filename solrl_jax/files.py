@@ -41,6 +41,15 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+@contextlib.contextmanager
+def in_one_line(shown: Callable[[str], str] = str) -> Iterator[None]:
+    """What reading a model's files raises, as InputError in one line; shown: from that line to the one that the user sees."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
+        raise InputError(shown(" ".join(str(error).split()))) from error
+
+
 def disk_reason(error: BaseException) -> str | None:
     """Why the disk refused, in a few words; None when `error` is not about the disk.
 

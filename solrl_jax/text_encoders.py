@@ -1,6 +1,5 @@
 """From prompts to what the network is told of them: tokens, the cache of encodings, and the encoders when they are needed."""
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from models.tensor_files import weight_files
 from models.weights import Params
 from solrl_jax import sharding
 from solrl_jax.encodings import Cache, Encoding, key_of
-from solrl_jax.files import InputError
+from solrl_jax.files import InputError, in_one_line
 
 ENCODED_ROWS = 8  # prompts that a device encodes at once
 REVISION = 1  # of what encoders compute: raised with every change of `models/` that changes a bit of an encoding
@@ -129,12 +128,3 @@ def encode_chunk(encoders: TextEncoders, params: dict[str, Params], tokens: Any)
     parts = encoders.pipeline.text_encoders
     out = encoders.pipeline.encode_text({name: parts[name].gathered(p) for name, p in params.items()}, tokens)
     return jax.tree.map(sharding.split_rows, out)
-
-
-@contextlib.contextmanager
-def in_one_line() -> Iterator[None]:
-    """What reading a model raises, as InputError in one line."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
-        raise InputError(" ".join(str(error).split())) from error

@@ -11,7 +11,15 @@ FORBIDDEN = {"torch", "diffusers", "torchao", "torchvision", "tensorflow"}
 ORDER = [
     ("solrl_jax.numerics",),
     ("models",),
-    ("solrl_jax.files", "solrl_jax.config", "solrl_jax.presets", "solrl_jax.keys", "solrl_jax.sharding", "solrl_jax.progress"),
+    (
+        "solrl_jax.files",
+        "solrl_jax.hub",
+        "solrl_jax.config",
+        "solrl_jax.presets",
+        "solrl_jax.keys",
+        "solrl_jax.sharding",
+        "solrl_jax.progress",
+    ),
     ("solrl_jax.encodings", "solrl_jax.prompts"),
     ("solrl_jax.text_encoders",),
     ("solrl_jax.backbone",),

@@ -10,14 +10,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from solrl_jax import sharding
-from solrl_jax.files import InputError
+from solrl_jax.files import InputError, in_one_line
 from solrl_jax.rewards.aesthetic import aesthetic
 from solrl_jax.rewards.base import Loader, Reward, Scores
 from solrl_jax.rewards.clip import clipscore, hpsv2, pickscore, tiny_clip
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.shapes import shapes_reward
 from solrl_jax.rewards.sources import SOURCES
-from solrl_jax.text_encoders import in_one_line
 
 # those that are shipped with the package
 REWARDS: dict[str, Callable[[], Reward]] = {"shapes": shapes_reward, "tiny-clip": tiny_clip}

@@ -1,10 +1,10 @@
 """Where the files of released rewards come from: a path of the configuration, the hub or its cache, or `weights/`."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from solrl_jax import hub
 from solrl_jax.files import InputError
 
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
@@ -75,27 +75,13 @@ def _find_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
     remedy = f"reward.paths.{name}=DIRECTORY with {', '.join(source.files)} of https://huggingface.co/{source.name}"
     folder = Path(given)
     if not folder.is_dir():
-        if given.count("/") != 1 or given.startswith((".", "/", "~")):
+        if not hub.is_name(given):
             raise InputError(f"reward '{_reward(name)}': {given}: no such directory; expected {remedy}")
-        folder = _from_hub(name, given, source.files, remedy)
+        what = f"reward '{_reward(name)}': {given}: {', '.join(source.files)}"
+        folder = hub.snapshot(given, lambda: source.files, what, f"; or give {remedy}")
     if missing := [file for file in source.files if not (folder / file).is_file()]:
         raise InputError(f"reward '{_reward(name)}': {folder}: no {', '.join(missing)}; expected {remedy}")
     return folder
-
-
-def _from_hub(name: str, repository: str, files: tuple[str, ...], remedy: str) -> Path:
-    """A snapshot with these files: downloaded unless HF_HUB_OFFLINE is set, then only from the cache."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repository, allow_patterns=list(files)))
-    except Exception as error:  # the hub client raises a dozen unrelated kinds; to the user they are one
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"reward '{_reward(name)}': {repository}: {', '.join(files)} cannot be had from the hub{offline}: {reason};"
-            f" or give {remedy}"
-        ) from error
 
 
 def _reward(name: str) -> str:

@@ -8,7 +8,7 @@ import ftfy
 import numpy as np
 
 from models.pipeline import load_tokenizer
-from solrl_jax.files import InputError
+from solrl_jax.files import in_one_line
 
 Tokens = dict[str, np.ndarray]  # "ids" int32 and "mask" bool (true on tokens), [prompts, length]
 Tokenize = Callable[[Sequence[str]], Tokens]
@@ -16,10 +16,8 @@ Tokenize = Callable[[Sequence[str]], Tokens]
 
 def open_tokenizer(folder: Path):
     """The tokenizer in `folder`. Raises InputError in one line if there is none that can be read."""
-    try:
+    with in_one_line(lambda said: f"{folder}: {said}"):
         return load_tokenizer(folder)
-    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines
-        raise InputError(f"{folder}: " + " ".join(str(error).split())) from error
 
 
 def clip_texts(folder: Path, length: int) -> Tokenize:

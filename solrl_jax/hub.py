@@ -1,0 +1,27 @@
+"""Files from the Hugging Face hub or its local cache, and one line where they cannot be had."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from solrl_jax.files import InputError
+
+
+def is_name(path: str) -> bool:
+    """Whether `path`, which is no directory, is of the form OWNER/NAME of a repository."""
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy: str = "") -> Path:
+    """The directory with the files of the repository `name`: downloaded unless HF_HUB_OFFLINE is set, then from the cache.
+
+    patterns: says which files, and may ask the hub. Raises InputError that begins with `what` and ends with `remedy`.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns())))
+    except Exception as error:  # the hub client raises a dozen unrelated kinds; to the user they are one
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{what} cannot be had from the hub{offline}: {reason}{remedy}") from error
