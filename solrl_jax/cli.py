@@ -211,16 +211,39 @@ def convert(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
 
 
 @cli.command()
+@click.option("--show", metavar="PRESET", help="Its prompt sets, and those prompts that its first iteration draws.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @json_option
-def presets(as_json: bool) -> None:
-    """List the presets: MODEL_FAMILY_REWARD, and the embedded `tiny`."""
-    from solrl_jax.presets import describe
+def presets(show: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """List the presets: MODEL_FAMILY_REWARD, and the embedded `tiny`.
 
+    \b
+    solrl presets --show flux1_sol_rl_hpsv2 prompts.train=my-prompts.txt
+    """
+    from solrl_jax.presets import describe, resolve
+
+    if show is not None:
+        from solrl_jax.experiment import describe_prompts
+
+        summary = describe_prompts(resolve(show, overrides))
+        return finish({"preset": show} | summary, as_json, prompts_text(show, summary))
+    if overrides:
+        raise InputError(f"{overrides[0]}: settings are for one preset; expected --show PRESET before them")
     rows = describe()
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     lines = ["  ".join(name.ljust(width) for name, width in widths.items())]
     lines += ["  ".join(row[name].ljust(width) for name, width in widths.items()) for row in rows]
     finish({"presets": rows}, as_json, "\n".join(line.rstrip() for line in lines))
+
+
+def prompts_text(preset: str, summary: dict[str, Any]) -> str:
+    """`experiment.describe_prompts` for a terminal."""
+    sets = [f"{summary[name]} prompts to {name} on ({summary['files'][name]})" for name in ("train", "test")]
+    lines = [f"{preset}: {sets[0]}, {sets[1]}, {summary['shared']} in both; the first iteration draws"]
+    lines += [
+        "  " + row["prompt"] + (f"  {json.dumps(row['metadata'])}" if row["metadata"] else "") for row in summary["first"]
+    ]
+    return "\n".join(lines)
 
 
 def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -> tuple[Config, Path | None]:

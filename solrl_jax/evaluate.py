@@ -1,7 +1,7 @@
 """Held-out prompts, fixed seeds, the training precision: how good a policy is."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -34,7 +34,7 @@ def evaluate(experiment: Experiment, params: Params, progress: Callable[[int], N
     return Evaluation(means, errors, scores)
 
 
-def sample_grid(experiment: Experiment, params: Params) -> tuple[Float[np.ndarray, "p m h w 3"], list[str]]:
+def sample_grid(experiment: Experiment, params: Params) -> tuple[Float[np.ndarray, "p m h w 3"], Sequence[str]]:
     """The pictures of fixed prompts and seeds that show how a policy changes: `eval.grid` in all, four a prompt."""
     a_prompt = min(4, experiment.config.eval.grid)
     count = min(experiment.config.eval.grid // a_prompt, len(experiment.test_prompts))
@@ -47,7 +47,7 @@ def _sample(experiment: Experiment, params: Params, prompts: int, images: int, k
     config = experiment.config
     chosen = experiment.test_prompts[:prompts]
     seeds = experiment.seeds(config.eval.seed, EVALUATION, chosen, images)
-    prompted = prepare(experiment.backbone, experiment.reward, tuple(chosen), config.model.max_tokens)
+    prompted = prepare(experiment.backbone, experiment.reward, chosen, config.model.max_tokens)
     return generate(
         experiment.backbone, params, experiment.grid(config.eval.steps), prompted, np.repeat(np.arange(prompts), images),
         seeds.reshape(-1, 2), experiment.size, config.rollout.chunk, experiment.reward, keep_images=keep, progress=progress,

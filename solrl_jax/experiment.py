@@ -1,7 +1,7 @@
 """An `Experiment`: a configuration made real. What training, evaluation and ranking share, loaded and checked once."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from solrl_jax.config import Config
 from solrl_jax.files import InputError
 from solrl_jax.keys import candidate_seeds, prompt_uid
 from solrl_jax.policy.lora import Adapters, attach, matching, merge_and_quantize
-from solrl_jax.prompts import load_instruction, load_prompts
+from solrl_jax.prompts import Prompt, draw_prompts, load_instruction, load_prompts
 from solrl_jax.rewards.base import Reward
 from solrl_jax.rewards.mixture import open_reward
 from solrl_jax.rollout.generate import Grid
@@ -34,8 +34,8 @@ class Experiment:
     reward: Reward
     targets: tuple[str, ...]  # parameters with an adapter
     quantized: tuple[str, ...]  # parameters held in NVFP4 while exploring in that precision
-    train_prompts: list[str]
-    test_prompts: list[str]
+    train_prompts: list[Prompt]
+    test_prompts: list[Prompt]
 
     @property
     def scale(self) -> float:
@@ -62,7 +62,7 @@ class Experiment:
         codes = quantize_policy(self.backbone.transformer, adapters, self.scale, self.quantized)
         return attach(self.backbone.transformer, adapters, self.scale, codes)
 
-    def seeds(self, root: int, iteration: int, prompts: list[str], candidates: int) -> UInt32[np.ndarray, "p n 2"]:
+    def seeds(self, root: int, iteration: int, prompts: Sequence[str], candidates: int) -> UInt32[np.ndarray, "p n 2"]:
         """The seeds of `candidates` candidates of each prompt, on the host."""
         uids = np.array([prompt_uid(p) for p in prompts], np.uint32)
         return np.asarray(candidate_seeds(np.int32(root), np.int32(iteration), uids, np.arange(candidates)))
@@ -98,9 +98,22 @@ def build(config: Config) -> Experiment:
     return Experiment(config, backbone, reward, tuple(targets), tuple(quantized), train, test)
 
 
-def load_prompt_sets(config: Config) -> tuple[list[str], list[str]]:
+def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to train on and those to test on."""
     return load_prompts(config.prompts.train, "prompts.train"), load_prompts(config.prompts.test, "prompts.test")
+
+
+def describe_prompts(config: Config) -> dict[str, Any]:
+    """How many distinct prompts there are to train and to test on, in which files, and those of the first iteration."""
+    train, test = load_prompt_sets(config)
+    first = draw_prompts(train, config.seed, 0, min(config.train.prompts, len(train)))
+    return {
+        "files": dataclasses.asdict(config.prompts),
+        "train": len(train),
+        "test": len(test),
+        "shared": len(set(train) & set(test)),
+        "first": [{"prompt": str(p), "metadata": dict(p.metadata)} for p in first],
+    }
 
 
 def read_instruction(config: Config) -> str | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]
 class Pools:
     """Rewards of the same candidates: explored, and regenerated in the training precision at full steps."""
 
-    prompts: list[str]
+    prompts: Sequence[str]
     proxy: Float[np.ndarray, "p n"]
     true: Float[np.ndarray, "p n"]
 
@@ -34,7 +34,7 @@ def explore_and_regenerate(experiment: Experiment, adapters: Adapters, prompts: 
     config, rollout = experiment.config, experiment.config.rollout
     chosen = experiment.test_prompts[:prompts]
     seeds = experiment.seeds(config.eval.seed, EVALUATION - 1, chosen, rollout.candidates)
-    prompted = prepare(experiment.backbone, experiment.reward, tuple(chosen), config.model.max_tokens)
+    prompted = prepare(experiment.backbone, experiment.reward, chosen, config.model.max_tokens)
     exploring = experiment.exploring_policy(adapters, rollout.explore.precision)
     pool = roll_out(experiment, exploring, rollout.explore.steps, prompted, seeds, "explore", progress)
     full = roll_out(experiment, experiment.policy(adapters), rollout.steps, prompted, seeds, "regenerate", progress)

@@ -5,7 +5,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     if noise is None:
         noise = np.asarray(jax.jit(initial_noise, static_argnums=1)(seeds, pipeline.latent_shape(*size)))
     max_tokens = request.max_tokens or (config.model.max_tokens if config else pipeline.default_max_tokens)
-    prompted = prepare(backbone, None, tuple(prompts), max_tokens, request.negative)
+    prompted = prepare(backbone, None, prompts, max_tokens, request.negative)
     backbone.text_encoders.release()  # there is nothing more to encode
     samples = generate(
         backbone, _policy(target, request, config, backbone), grid, prompted, np.arange(len(prompts)), seeds, size,
@@ -183,7 +183,7 @@ def _policy(target: str, request: Request, config: Config | None, backbone: Back
     return attach(base, adapters, scale, quantize_policy(base, adapters, scale, paths))
 
 
-def _seeds(prompts: list[str], seed: int) -> np.ndarray:
+def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
     """A seed a line of the file; a prompt that comes twice gets its second candidate the second time."""
     times: Counter[str] = Counter()
     rows = []
@@ -222,7 +222,7 @@ def _read_latents(path: Path, count: int) -> np.ndarray:
     return np.ascontiguousarray(array.transpose(0, 2, 3, 1))
 
 
-def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: list[str]) -> None:
+def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[str]) -> None:
     for name, array in (("images", images.astype(np.float32)), ("latents", noise.transpose(0, 3, 1, 2))):
         buffer = io.BytesIO()
         np.save(buffer, np.ascontiguousarray(array))

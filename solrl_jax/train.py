@@ -43,7 +43,7 @@ def iterate(experiment: Experiment, state: TrainState, iteration: int, progress:
     clock = Clock()
 
     prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
-    prompted = prepare(experiment.backbone, experiment.reward, tuple(prompts), config.model.max_tokens)
+    prompted = prepare(experiment.backbone, experiment.reward, prompts, config.model.max_tokens)
     seeds = experiment.seeds(config.seed, iteration, prompts, rollout.candidates)
     clock.lap("encode")
 

@@ -255,6 +255,22 @@ def test_a_lora_or_an_output_that_cannot_be_is_one_line_and_nothing_is_written(
     assert {p.name for p in tmp_path.rglob("*")} <= {"empty", "config.yaml", "out"}
 
 
+def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a dog", "tag": "one"}\n{"prompt": "a cat"}\n{"prompt": "a dog", "tag": "one"}\n')
+    code, out, _ = call("presets", "--show", "tiny", f"prompts.train={prompts}")
+    assert code == 0
+    assert out.startswith(f"tiny: 2 prompts to train on ({prompts}), 26 prompts to test on (embedded:shapes-test), 0 in both;")
+    shown = [
+        json.loads(call("presets", "--show", "tiny", f"prompts.train={prompts}", f"seed={s}", "--json")[1]) for s in (0, 0, 7)
+    ]
+    assert shown[0] == shown[1]
+    assert sorted(row["prompt"] for row in shown[2]["first"]) == ["a cat", "a dog"]
+    assert {row["prompt"]: row["metadata"] for row in shown[0]["first"]} == {"a cat": {}, "a dog": {"tag": "one"}}
+    code, _, err = call("presets", "train.prompts=1")
+    assert (code, err) == (2, "solrl: train.prompts=1: settings are for one preset; expected --show PRESET before them\n")
+
+
 def test_presets_lists_them_all(call):
     code, out, _ = call("presets")
     assert code == 0

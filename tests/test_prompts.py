@@ -1,5 +1,7 @@
 """Prompt files and the order in which a run goes through them."""
 
+import json
+import pickle
 import re
 
 import pytest
@@ -7,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from solrl_jax.files import InputError
-from solrl_jax.prompts import draw_prompts, load_prompts
+from solrl_jax.prompts import Prompt, draw_prompts, load_prompts
 
 SETS = ("embedded:shapes-test", "embedded:shapes-train")
 PROMPTS = [f"prompt {i}" for i in range(12)]
 
 
-def write(tmp_path, content):
-    path = tmp_path / "prompts.txt"
+def write(tmp_path, content, name="prompts.txt"):
+    path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(path)
 
@@ -68,6 +70,41 @@ def test_a_file_that_is_not_text_is_refused(tmp_path, content):
 def test_a_directory_is_refused(tmp_path):
     with pytest.raises(InputError, match=re.escape(f"f={str(tmp_path)!r}: cannot be read as UTF-8 text (")):
         load_prompts(str(tmp_path), "f")
+
+
+def test_a_jsonl_file_says_beside_each_prompt_what_rewards_are_told(tmp_path):
+    dog = {"prompt": " a red dog ", "tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}]}
+    lines = [dog, {"prompt": "ein Kätzchen"}, dog]
+    path = write(tmp_path, "\n\n".join(map(json.dumps, lines)), "geneval.jsonl")
+    prompts = load_prompts(path, "f")
+    assert prompts == ["a red dog", "ein Kätzchen"]
+    assert [p.metadata for p in prompts] == [{"tag": "colors", "include": dog["include"]}, {}]
+    assert len(load_prompts(path, "f", distinct=False)) == 3
+    drawn = draw_prompts(prompts, 0, 0, 2)
+    assert {p: p.metadata for p in drawn} == {p: p.metadata for p in prompts}
+
+
+def test_a_prompt_is_its_text_wherever_it_goes():
+    prompt = Prompt("a dog", {"tag": "single_object"})
+    assert {prompt: 1} == {"a dog": 1}
+    assert json.dumps(prompt) == '"a dog"'
+    assert pickle.loads(pickle.dumps(prompt)).metadata == {"tag": "single_object"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a red dog", "line 2: not JSON ("),
+        ('["a red dog"]', 'line 2: expected an object with the text under "prompt"'),
+        ('{"text": "a red dog"}', 'line 2: expected an object with the text under "prompt"'),
+        ('{"prompt": " "}', 'line 2: expected an object with the text under "prompt"'),
+        ('{"prompt": "a cat", "tag": "colors"}', "'a cat' comes twice, with different metadata"),
+    ],
+)
+def test_a_jsonl_line_that_is_no_prompt_is_refused(tmp_path, line, message):
+    path = write(tmp_path, '{"prompt": "a cat"}\n' + line, "prompts.jsonl")
+    with pytest.raises(InputError, match=re.escape(f"prompts.train={path!r}: {message}")):
+        load_prompts(path, "prompts.train")
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -5,7 +5,7 @@ goes through the same instructions whatever its batch mates or the number of dev
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from solrl_jax.flow import sampler
 from solrl_jax.flow.schedule import make_sigmas
 from solrl_jax.flow.solver import solver_table
 from solrl_jax.keys import initial_noise
+from solrl_jax.prompts import Prompt
 from solrl_jax.rewards.base import Reward, score_images
 
 
@@ -64,7 +65,7 @@ class Grid:
 class Prompted:
     """Everything a set of prompts means to the networks: what conditions them, what rewards compare with."""
 
-    prompts: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
     conditioning: Conditioning
     negative: Conditioning  # what guidance leads away from: one row
     prepared: Any
@@ -84,12 +85,12 @@ class Samples:
 
 
 def prepare(
-    backbone: Backbone, reward: Reward | None, prompts: tuple[str, ...], max_tokens: int, negative: str = ""
+    backbone: Backbone, reward: Reward | None, prompts: Sequence[Prompt], max_tokens: int, negative: str = ""
 ) -> Prompted:
     """Encodes prompts once, for any number of samples of each."""
     prepared = None if reward is None else reward.prepare(prompts)
     conditioning = backbone.encode(prompts, max_tokens)
-    return Prompted(prompts, conditioning, backbone.encode((negative,), max_tokens, negative=True), prepared)
+    return Prompted(tuple(prompts), conditioning, backbone.encode((negative,), max_tokens, negative=True), prepared)
 
 
 def generate(
