@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -71,6 +72,29 @@ def rows(mesh: Mesh) -> NamedSharding:
 def split_rows(x: jax.Array) -> jax.Array:
     """Constrains the leading axis to be split over the ambient mesh's devices."""
     return jax.lax.with_sharding_constraint(x, ROWS)
+
+
+def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
+    """`f` of `count` rows at a time on every device of the ambient mesh, one after another; what is missing is filled up.
+
+    tree: arrays with rows first; so is what `f` returns. Every product in `f` then has the same number of rows, and rounds the
+    same way, however many there are in all.
+    """
+    devices = max(jax.sharding.get_abstract_mesh().size, 1)
+    each = len(jax.tree.leaves(tree)[0]) // devices
+    parts = -(-each // count)
+
+    def split(x: jax.Array) -> jax.Array:  # [rows] to [parts, devices * count], each device's rows staying on it
+        x = x.reshape(devices, each, *x.shape[1:])
+        x = jnp.concatenate([x, jnp.repeat(x[:, :1], parts * count - each, axis=1)], axis=1)
+        return x.reshape(devices, parts, count, *x.shape[2:]).swapaxes(0, 1).reshape(parts, devices * count, *x.shape[2:])
+
+    def join(x: jax.Array) -> jax.Array:
+        x = x.reshape(parts, devices, count, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(devices, parts * count, *x.shape[3:])[:, :each].reshape(devices * each, *x.shape[3:])
+
+    place = split_rows if devices > 1 else lambda x: x
+    return jax.tree.map(join, jax.lax.map(lambda part: f(jax.tree.map(place, part)), jax.tree.map(split, tree)))
 
 
 def pad_rows(x: np.ndarray, count: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from models.score_head import ScoreHead
 from models.tensor_files import weight_files
 from solrl_jax.rewards.base import Loader, Reward, Scores
 from solrl_jax.rewards.clip import unit
-from solrl_jax.rewards.network import Network
+from solrl_jax.rewards.network import Network, in_rows
 from solrl_jax.rewards.sources import find
 
 OF_TEXTS = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")  # not read
@@ -51,6 +51,6 @@ def aesthetic(paths: Mapping[str, str]) -> Loader:
         return {"reward": head(params["head"])(vector)}
 
     def load(mesh: Mesh | None) -> Reward:
-        return Reward({"encoder": encoder.load(mesh), "head": head.load(mesh)}, prepare, score)
+        return Reward({"encoder": encoder.load(mesh), "head": head.load(mesh)}, prepare, in_rows(score))
 
     return load

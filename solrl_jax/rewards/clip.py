@@ -17,7 +17,7 @@ from models.tensor_files import weight_files
 from models.weights import REDUNDANT
 from solrl_jax.backbone import EMBEDDED_FOLDER
 from solrl_jax.rewards.base import Loader, Reward, Scores
-from solrl_jax.rewards.network import Network
+from solrl_jax.rewards.network import Network, in_rows
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import Tokenize, clip_texts, open_clip_texts, open_tokenizer
 
@@ -89,7 +89,7 @@ def _cosine(
         return {"reward": scale(model) * (image * text).sum(-1)}
 
     def load(mesh: Mesh | None) -> Reward:
-        return Reward(network.load(mesh), tokenize, score)
+        return Reward(network.load(mesh), tokenize, in_rows(score))
 
     return load
 

@@ -9,7 +9,7 @@ from jaxtyping import Array
 from models.blip import UNUSED, ImageReward, ImageRewardConfig
 from models.image_resize import Preprocessing
 from solrl_jax.rewards.base import Loader, Reward, Scores
-from solrl_jax.rewards.network import Network
+from solrl_jax.rewards.network import Network, in_rows
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import image_reward_texts
 
@@ -25,6 +25,6 @@ def imagereward(paths: Mapping[str, str], config: ImageRewardConfig = ImageRewar
         return {"reward": network(params)(preprocess(images), tokens["ids"], tokens["mask"])}
 
     def load(mesh: Mesh | None) -> Reward:
-        return Reward(network.load(mesh), tokenize, score)
+        return Reward(network.load(mesh), tokenize, in_rows(score))
 
     return load

@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from models.layers import gather
 from models.open_clip import find_open_clip
 from models.tensor_files import Stored
 from models.weights import Entry, Params, entries, find_tensors, load_tensors
 from solrl_jax import sharding
+from solrl_jax.rewards.base import Scores
 
 Build = Callable[[nnx.Rngs], nnx.Module]
+ROWS = 8  # pictures that a device scores at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +57,8 @@ class Network:
 def _abstract(build: Build) -> tuple[nnx.GraphDef, list[Entry]]:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
     return graphdef, entries(state)
+
+
+def in_rows(score: Callable[[Params, Array, Any], Scores]) -> Callable[[Params, Array, Any], Scores]:
+    """`score`, with `ROWS` pictures on every device at once: memory is bounded, and a score does not depend on the chunk."""
+    return lambda params, images, prepared: sharding.map_rows(lambda rows: score(params, *rows), (images, prepared), ROWS)
