@@ -3,7 +3,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Whole runs. What they go through the others do too, and to count it would take as long again as to compile it.
+# Not counted for coverage, which takes as long again as to compile: networks against PyTorch, and whole runs. What they go
+# through the others do too.
+NETWORKS := tests/models
 WHOLE := $(addprefix tests/test_,train.py sample.py other_models.py mesh.py resume.py)
 
 .PHONY: demo test clean
@@ -18,9 +20,10 @@ test: .venv/installed-test
 	$(BIN)/mypy
 	# two at a time, a file a process; in rounds, because a process that compiles all of it runs out of memory maps inside XLA
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n 2 --dist loadfile tests/models tests/policy tests/flow tests/numerics tests/rollout tests/shapes
-	$(BIN)/coverage run -m pytest -n 2 --dist loadfile $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(NETWORKS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(WHOLE)
+	$(BIN)/coverage run -m pytest -n 2 --dist loadfile tests/policy tests/flow tests/numerics tests/rollout tests/shapes
+	$(BIN)/coverage run -m pytest -n 2 --dist loadfile $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
