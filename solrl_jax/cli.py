@@ -6,11 +6,11 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 
-from solrl_jax.config import Config, ConfigError
+from solrl_jax.config import Config, ConfigError, Precision
 from solrl_jax.files import InputError, RunError, first_line
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork nothing, and it warns as if we did
@@ -100,27 +100,70 @@ def evaluate(target: str, overrides: tuple[str, ...], preset: str, as_json: bool
 @click.argument("target", metavar="RUN_OR_PRESET")
 @overrides_argument
 @click.option("--prompts", default=8, show_default=True, type=click.IntRange(1), help="Test prompts, each with a whole pool.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Where rank.json and rank.png go (default: the run, or runs/rank)."
-)
+@click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the run's).")
+@click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the run's).")
+@click.option("--candidates", metavar="N,N,...", help="Sizes of the pools (default: the run's).")
+@click.option("--out", type=click.Path(path_type=Path), help="Where tables and pictures go (default: the run, or runs/rank).")
 @json_option
-def rank(target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool) -> None:
-    """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full."""
+def rank(
+    target: str, overrides: tuple[str, ...], prompts: int, formats: str | None, steps: str | None, candidates: str | None,
+    out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
+
+    \b
+    solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --formats nvfp4,fp8,bf16 --steps 4,6,10
+    """
     from solrl_jax import rank as ranking
     from solrl_jax.experiment import build
+    from solrl_jax.numerics.formats import FORMATS
     from solrl_jax.sample import load_policy, output_directory
 
     config, run = configuration(target, overrides, None)
+    settings = ranking.settings(config.rollout, formats, steps, candidates)
     folder = output_directory(out or run or Path("runs/rank"))
     experiment = build(config)
     if prompts > len(experiment.test_prompts):
         raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")
     adapters, _ = load_policy(run, experiment)
-    with bar(2 * prompts * config.rollout.candidates, "rank") as shown:
-        pools = ranking.explore_and_regenerate(experiment, adapters, prompts, lambda stage, rows, done: shown.update(done))
-    result = ranking.summarise(pools, config.rollout.kept)
-    ranking.write(folder, result, pools)
-    finish({"out": str(folder)} | {k: v for k, v in result.items() if k != "per_prompt"}, as_json, ranking.table(result))
+    total = ranking.rounds(settings) * prompts * max(s.candidates for s in settings)
+    with bar(total, "rank") as shown:
+        show = lambda stage, rows, done: shown.update(done)
+        pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, show)
+    results = [ranking.summarise(pools, setting, config.rollout.kept) for setting in settings]
+    ranking.write(folder, results, pools)
+    means = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
+    text = "\n".join([ranking.table(results), *(f"{name}: {how}" for name, how in means.items())])
+    finish({"out": str(folder), "formats": means, "settings": ranking.without_prompts(results)}, as_json, text)
+
+
+@cli.command()
+@click.argument("target", metavar="RUN_OR_PRESET")
+@overrides_argument
+@json_option
+def linears(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """List the linears of a model: quantised or not and why, and the bytes they take before and after. Loads no weights.
+
+    \b
+    solrl linears tiny rollout.explore.precision=mxfp4
+    """
+    import dataclasses
+
+    from solrl_jax import linears as lines
+    from solrl_jax.backbone import DTYPES, open_model
+    from solrl_jax.experiment import device_facts
+    from solrl_jax.numerics.formats import resolve
+
+    config, _ = configuration(target, overrides, None)
+    device = device_facts()
+    form = resolve(config.rollout.explore.precision, device)
+    shapes = open_model(config.model.path).transformer.shapes(DTYPES[config.rollout.precision])
+    try:
+        rows = lines.report(shapes, config.model.quantize, form)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    summary = {"exploration": form.describe(device), **lines.totals(rows), "per_linear": list(map(dataclasses.asdict, rows))}
+    finish(summary, as_json, lines.table(rows, form))
 
 
 @cli.command()
@@ -139,7 +182,7 @@ def rank(target: str, overrides: tuple[str, ...], prompts: int, out: Path | None
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
 @click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
 @click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
-@click.option("--precision", default="bf16", show_default=True, type=click.Choice(["bf16", "fp32", "nvfp4"]))
+@click.option("--precision", default="bf16", show_default=True, type=click.Choice(get_args(Precision)))
 @click.option("--lora", type=click.Path(path_type=Path), help="For a model: a LoRA file or folder of diffusers or PEFT.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
 @json_option
@@ -156,7 +199,7 @@ def sample(target: str, size: str | None, as_json: bool, **options: Any) -> None
         height_width = (int(parts[0]), int(parts[1]))
     with bar(None, "sample") as shown:
         summary = make(target, Request(size=height_width, **options), shown.update)
-    finish(summary, as_json, f"{summary['images']} images in {summary['out']}")
+    finish(summary, as_json, f"{summary['images']} images in {summary['out']}, {summary['precision']}")
 
 
 @cli.command()

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, Strict
 
 
 class ConfigError(ValueError):
@@ -46,6 +46,10 @@ Text = Annotated[str, Field(min_length=1)]
 Regex = Annotated[str, AfterValidator(_regex)]
 
 
+# of exploration: the formats of `numerics/formats.py`; auto: the fastest of them that the device runs natively
+Precision = Literal["auto", "nvfp4", "nvfp4_w", "mxfp4", "mxfp8", "fp8", "bf16", "fp32"]
+
+
 class Section:
     """Base of all sections: refuses unknown keys."""
 
@@ -65,6 +69,15 @@ def _check(*rules: tuple[bool, str, Any, str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantize(Section):
+    """Which linears a format that quantises leaves in the training precision; all others it takes (`linears.py`)."""
+
+    skip: tuple[Text, ...]  # parts of their paths
+    min_dim: NotNegative  # those whose larger side is at most this many times the width of the network's blocks
+    fused: tuple[Regex, ...]  # linears of one module that count as one, outputs together, as the rule's authors hold them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Section):
     """The pipeline that is post-trained."""
 
@@ -77,15 +90,17 @@ class Model(Section):
     cache: str | None  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
     tile: Count | None  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
     remat: Literal["none", "products", "blocks"]  # what gradients compute again instead of keeping it in memory
-    quantize: tuple[Regex, ...]  # kernels that are held in NVFP4 when the precision is nvfp4
+    quantize: Quantize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explore(Section):
     """How the N candidates are drafted."""
 
-    precision: Literal["bf16", "nvfp4", "fp32"]
+    precision: Precision
     steps: Count
+    floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
+    audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +125,8 @@ class Rollout(Section):
     def __post_init__(self) -> None:
         n, k, explored, field = self.candidates, self.kept, self.explore.steps, "rollout.explore.steps"
         full = f"rollout.steps={self.steps}"
+        compared = "must be {} with rollout.regenerate=false, which has nothing to compare a proxy with"
+        floor, audit = self.explore.floor, self.explore.audit_every
         follows = self.regenerate or explored == self.steps
         even = self.selection != "best_worst" or k % 2 == 0
         _check(
@@ -117,6 +134,8 @@ class Rollout(Section):
             (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
             (not self.regenerate or explored <= self.steps, field, explored, f"must be at most {full}"),
             # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
+            (self.regenerate or floor is None, "rollout.explore.floor", floor, compared.format("null")),
+            (self.regenerate or not audit, "rollout.explore.audit_every", audit, compared.format(0)),
             (follows, field, explored, f"must equal {full} with rollout.regenerate=false"),
             (self.eta == 0 or self.solver == "ddim", "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
         )
@@ -124,12 +143,22 @@ class Rollout(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reward(Section):
-    """The reward is the weighted sum of the named ones."""
+    """The reward is the weighted sum of the named ones (`rewards/mixture.py`)."""
 
     # compared but not hashed: a configuration is a static argument of jit
     weights: Annotated[dict[str, Number], Field(min_length=1)] = dataclasses.field(hash=False)
     # where files of released rewards are, by the names of `rewards/sources.py`; those that are not named: the hub, `weights/`
     paths: dict[str, Text] = dataclasses.field(hash=False)
+    options: dict[str, dict[str, JsonValue]] = dataclasses.field(hash=False)  # keywords of plug-ins and of rewards outside JAX
+    watched: tuple[Text, ...]  # scored at evaluations, never trained on
+    # of rewards outside JAX:
+    workers: Count  # processes that score
+    timeout: Positive  # seconds that a process may take for the pictures it is given at once
+    on_failure: Literal["stop", "skip"]  # skip: pictures whose scoring fails have no score
+
+    def __post_init__(self) -> None:
+        both = [name for name in self.watched if name in self.weights]
+        _check((not both, "reward.watched", both, "must not name what reward.weights trains on"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +273,6 @@ class Config(Section):
         explored, kept = self.train.prompts * self.rollout.candidates, self.train.prompts * self.rollout.kept
         chunk, micro, steps = self.rollout.chunk, self.optimizer.micro_batch, self.optimizer.steps_per_iteration
         fraction, terms = self.policy.timestep_fraction, kept * self.trained_sigmas
-        low = self.rollout.explore.precision == "nvfp4"
         _check(
             (explored % chunk == 0, "rollout.chunk", chunk, f"must divide train.prompts * rollout.candidates = {explored}"),
             (kept % micro == 0, "optimizer.micro_batch", micro, f"must divide train.prompts * rollout.kept = {kept}"),
@@ -256,12 +284,6 @@ class Config(Section):
                 terms % steps == 0,
                 *("optimizer.steps_per_iteration", steps),
                 f"must divide train.prompts * rollout.kept * trained sigmas = {terms}",
-            ),
-            (
-                not low or bool(self.model.quantize),
-                "model.quantize",
-                (),
-                "must not be empty with rollout.explore.precision=nvfp4",
             ),
         )
 

@@ -2,27 +2,31 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from solrl_jax import sharding
-from solrl_jax.backbone import Backbone, Params, load_backbone, open_model, open_text_encoders
+from solrl_jax.backbone import DTYPES, Backbone, Params, load_backbone, open_model, open_text_encoders
 from solrl_jax.config import Config
 from solrl_jax.files import InputError
 from solrl_jax.keys import candidate_seeds, prompt_uid
+from solrl_jax.linears import quantized_paths
+from solrl_jax.monitor import Level, levels
+from solrl_jax.numerics.formats import FORMATS, Device, Format, resolve
 from solrl_jax.policy.lora import Adapters, attach, matching, merge_and_quantize
 from solrl_jax.prompts import Prompt, draw_prompts, load_instruction, load_prompts
 from solrl_jax.rewards.base import Reward
-from solrl_jax.rewards.mixture import open_reward
+from solrl_jax.rewards.host import trial
+from solrl_jax.rewards.mixture import open_rewards
 from solrl_jax.rollout.generate import Grid
 from solrl_jax.sharding import make_mesh
 
 # merged in one program, layer stacks at once; the base is read, never copied
-quantize_policy = sharding.jit(merge_and_quantize, static_argnums=(2, 3))
+quantize_policy = sharding.jit(merge_and_quantize, static_argnums=(2, 3, 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +36,10 @@ class Experiment:
     config: Config
     backbone: Backbone
     reward: Reward
+    evaluated: Reward  # the same with what is watched beside it
     targets: tuple[str, ...]  # parameters with an adapter
-    quantized: tuple[str, ...]  # parameters held in NVFP4 while exploring in that precision
+    quantized: tuple[str, ...]  # parameters that are quantised while exploring in a format that quantises
+    device: Device  # what the mesh is of
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
 
@@ -41,6 +47,17 @@ class Experiment:
     def scale(self) -> float:
         """What the product of an adapter's two factors is multiplied by: alpha / rank."""
         return self.config.lora.alpha / self.config.lora.rank
+
+    @property
+    def format(self) -> Format:
+        """What exploration runs in: the format that `rollout.explore.precision` names, or means on these devices."""
+        return resolve(self.config.rollout.explore.precision, self.device)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """How exploration may be done, from what is configured to the most faithful."""
+        rollout = self.config.rollout
+        return levels(self.format, rollout.explore.steps, rollout.steps, rollout.precision)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -56,10 +73,11 @@ class Experiment:
         return attach(self.backbone.transformer, adapters, self.scale)
 
     def exploring_policy(self, adapters: Adapters, precision: str) -> Params:
-        """The policy that explores: the same, or with the quantised linears merged and in NVFP4 ("sync" in the paper)."""
-        if precision != "nvfp4":
+        """The policy that explores: the same, or with linears merged and in the format of that name ("sync" in the paper)."""
+        quantize = FORMATS[precision].quantize
+        if quantize is None:
             return self.policy(adapters)
-        codes = quantize_policy(self.backbone.transformer, adapters, self.scale, self.quantized)
+        codes = quantize_policy(self.backbone.transformer, adapters, self.scale, self.quantized, quantize)
         return attach(self.backbone.transformer, adapters, self.scale, codes)
 
     def seeds(self, root: int, iteration: int, prompts: Sequence[str], candidates: int) -> UInt32[np.ndarray, "p n 2"]:
@@ -71,15 +89,18 @@ class Experiment:
 def build(config: Config) -> Experiment:
     """Checks everything that can be checked cheaply, then loads. Raises InputError in one line."""
     model, rollout = config.model, config.rollout
-    load_reward = open_reward(config.reward.weights, config.reward.paths)
+    load_reward = open_rewards(config.reward)
     train, test = load_prompt_sets(config)
     for field, wanted, there in (("train.prompts", config.train.prompts, train), ("eval.prompts", config.eval.prompts, test)):
         if wanted > len(there):
             raise InputError(f"{field}={wanted}: must be at most the {len(there)} distinct prompts of its file")
     instruction = read_instruction(config)
     mesh = open_mesh(config)
-    reward = load_reward(mesh)
-    reward.prepare(train[:1] + test[:1])  # a prompt the reward cannot read is found before the weights are
+    reward, evaluated = load_reward(mesh)
+    for scored, prompts in ((reward, train[:1]), (evaluated, test[:1])):  # one it cannot score is found before the weights are
+        scored.prepare(prompts)
+        if scored.host is not None:
+            trial(scored.host, prompts, (model.height, model.width))
     pipeline = open_model(model.path, model.remat)
     if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
         why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
@@ -88,14 +109,19 @@ def build(config: Config) -> Experiment:
         pipeline.latent_shape(model.height, model.width)
     except ValueError as error:
         raise InputError(str(error)) from error
-    backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
-    match = partial(matching, backbone.transformer)
+    shapes, device = pipeline.transformer.shapes(DTYPES[rollout.precision]), device_facts()
     try:
-        targets = match(config.lora.targets, "lora.targets")
-        quantized = match(model.quantize, "model.quantize")
+        targets = matching(shapes, config.lora.targets, "lora.targets")
+        quantized = quantized_paths(shapes, model.quantize, resolve(rollout.explore.precision, device))
     except ValueError as error:
         raise InputError(str(error)) from error
-    return Experiment(config, backbone, reward, tuple(targets), tuple(quantized), train, test)
+    backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
+    return Experiment(config, backbone, reward, evaluated, tuple(targets), quantized, device, train, test)
+
+
+def device_facts() -> Device:
+    """What there is to run on; all devices of a mesh are of one kind."""
+    return Device.of(jax.devices()[0])
 
 
 def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import importlib.metadata
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,9 @@ PAPER = {
     "family": ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"),
     "reward": ("pickscore", "clipscore", "hpsv2", "imagereward"),
 }
-_FREE = ("reward.weights", "reward.paths")  # the fields whose own keys are free
+ENTRY_POINTS = "solrl_jax.rewards"  # the group under which other packages name rewards
+_OPTIONS = "reward.options"
+_FREE = ("reward.weights", "reward.paths", _OPTIONS)  # the fields whose own keys are free
 _ADAPTER = pydantic.TypeAdapter(Config)
 
 
@@ -41,7 +44,7 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of `preset` with `key=value` overrides, later ones winning. Raises ConfigError with all problems.
 
     A key is dotted (`rollout.kept=12`), its value YAML (`reward.weights={pickscore: 1, clipscore: 1}`); `model=`, `family=`
-    and `reward=` choose another file for that part.
+    and `reward=` choose another file for that part; `reward=` also takes a plug-in's name, to be trained on alone.
     """
     if preset not in preset_names():
         raise ConfigError(f"unknown preset '{preset}': {_nearest(preset, preset_names())}")
@@ -169,17 +172,38 @@ def _merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> No
 
 
 def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    parent, _, last = key.rpartition(".")
-    for name in filter(None, parent.split(".")):
-        tree = tree[name]
+    *parents, last = _path(key, value)
+    for name in parents:
+        tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):  # an earlier override put something else in the section's place: `_build` says so
             return
-    _merge(tree, {last: value}, f"{parent}." if parent else "")
+    _merge(tree, {last: value}, "".join(f"{name}." for name in parents))
+
+
+def _free(key: str) -> str | None:
+    """The field, if any, that `key` is one of the free keys of."""
+    return next((field for field in _FREE if key.startswith(f"{field}.")), None)
+
+
+def _path(key: str, value: Any) -> list[str]:
+    """`key` name by name. A free key is one name, dots and all; `reward.options.NAME.OPTION` sets one option of a reward."""
+    field = _free(key)
+    if field is None:
+        return key.split(".")
+    own = key.removeprefix(f"{field}.")
+    reward, dot, option = own.rpartition(".")
+    return [*field.split("."), *((reward, option) if field == _OPTIONS and dot and not isinstance(value, dict) else (own,))]
+
+
+def _is_plugin(name: str) -> bool:
+    return ":" in name or name in importlib.metadata.entry_points(group=ENTRY_POINTS).names
 
 
 def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, str], list[str]]:
     """(fields to set, in order; files chosen for parts; problems)."""
-    settings, chosen, problems = [], {}, []
+    settings: list[tuple[str, Any]] = []
+    chosen: dict[str, str] = {}
+    problems: list[str] = []
     for text in overrides:
         key, equals, raw = (piece.strip() for piece in text.partition("="))
         if not (key and equals):
@@ -193,11 +217,13 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
         if key in PARTS and not isinstance(value, Mapping):
             if raw in _choices(key):
                 chosen[key] = raw
+            elif key == "reward" and _is_plugin(raw):
+                settings.append(("reward.weights", {raw: 1.0}))
             else:
                 problems.append(f"unknown {key} '{raw}': {_nearest(raw, _choices(key))}")
         elif key == "preset":
             problems.append(f"preset={shown(value)}: is chosen by name, not by an override")
-        elif key in known_keys() or key.rpartition(".")[0] in _FREE:
+        elif key in known_keys() or _free(key):
             settings.append((key, value))
         else:
             problems.append(_unknown_key(key))

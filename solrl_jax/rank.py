@@ -1,8 +1,11 @@
 """`solrl rank`: whole pools explored and regenerated, and how well the proxy ranks (spec, section 2)."""
 
+import csv
 import dataclasses
+import io
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,13 @@ import numpy as np
 from jaxtyping import Float
 
 from solrl_jax import files, pictures
+from solrl_jax.backbone import Params
+from solrl_jax.config import Rollout
 from solrl_jax.evaluate import EVALUATION
-from solrl_jax.experiment import Experiment
+from solrl_jax.experiment import Experiment, device_facts
 from solrl_jax.fidelity import overlap, rank_correlations
+from solrl_jax.files import InputError
+from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.generate import prepare
 from solrl_jax.train import roll_out
@@ -21,44 +28,99 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
+class Setting:
+    """How candidates are explored."""
+
+    precision: str
+    steps: int
+    candidates: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Pools:
-    """Rewards of the same candidates: explored, and regenerated in the training precision at full steps."""
+    """Rewards of the same candidates: regenerated in the training precision at full steps, and explored in several ways."""
 
     prompts: Sequence[str]
-    proxy: Float[np.ndarray, "p n"]
     true: Float[np.ndarray, "p n"]
+    proxies: Mapping[tuple[str, int], Float[np.ndarray, "p n"]]  # by precision and steps
 
 
-def explore_and_regenerate(experiment: Experiment, adapters: Adapters, prompts: int, progress: Progress) -> Pools:
-    """Both rewards of N candidates of each of the first `prompts` test prompts."""
+def settings(rollout: Rollout, formats: str | None, steps: str | None, candidates: str | None) -> list[Setting]:
+    """Every combination of the lists "a,b,..." that the command line gives, the run's own where it gives none.
+
+    Raises InputError in one line for an entry that cannot be.
+    """
+
+    def parsed(option: str, text: str | None, own: Any, parse: Callable[[str], Any], expected: str) -> list[Any]:
+        if text is None:
+            return [own]
+        try:
+            return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+        except (ValueError, KeyError):
+            raise InputError(f"{option} {text}: expected a comma-separated list of {expected}") from None
+
+    def count(text: str) -> int:
+        if (number := int(text)) < 1:
+            raise ValueError
+        return number
+
+    device = device_facts()
+    name = lambda text: resolve(text, device).name
+    chosen = parsed("--formats", formats, name(rollout.explore.precision), name, ", ".join((*FORMATS, AUTO)))
+    numbers = parsed("--steps", steps, rollout.explore.steps, count, "integers of at least 1")
+    pools = parsed("--candidates", candidates, rollout.candidates, count, "integers of at least 1")
+    return [Setting(*values) for values in itertools.product(chosen, numbers, pools)]
+
+
+def explore_and_regenerate(
+    experiment: Experiment, adapters: Adapters, prompts: int, settings: Sequence[Setting], progress: Progress
+) -> Pools:
+    """Both rewards of the first `prompts` test prompts' candidates, as many as the largest of `settings` has.
+
+    Every pair of precision and steps is explored once: a smaller pool is the beginning of a larger one.
+    """
     config, rollout = experiment.config, experiment.config.rollout
     chosen = experiment.test_prompts[:prompts]
-    seeds = experiment.seeds(config.eval.seed, EVALUATION - 1, chosen, rollout.candidates)
+    seeds = experiment.seeds(config.eval.seed, EVALUATION - 1, chosen, max(s.candidates for s in settings))
     prompted = prepare(experiment.backbone, experiment.reward, chosen, config.model.max_tokens)
-    exploring = experiment.exploring_policy(adapters, rollout.explore.precision)
-    pool = roll_out(experiment, exploring, rollout.explore.steps, prompted, seeds, "explore", progress)
-    full = roll_out(experiment, experiment.policy(adapters), rollout.steps, prompted, seeds, "regenerate", progress)
-    shape = (len(chosen), rollout.candidates)
-    return Pools(chosen, pool.reward.reshape(shape), full.reward.reshape(shape))
+
+    def rewards(params: Params, steps: int, stage: str) -> Float[np.ndarray, "p n"]:
+        return roll_out(experiment, params, steps, prompted, seeds, stage, progress).reward.reshape(seeds.shape[:2])
+
+    true = rewards(experiment.policy(adapters), rollout.steps, "regenerate")
+    proxies = {}
+    for precision in dict.fromkeys(s.precision for s in settings):
+        exploring = experiment.exploring_policy(adapters, precision)
+        for steps in dict.fromkeys(s.steps for s in settings if s.precision == precision):
+            proxies[precision, steps] = rewards(exploring, steps, "explore")
+    return Pools(chosen, true, proxies)
 
 
-def summarise(pools: Pools, kept: int, top: int = 4) -> dict[str, Any]:
+def rounds(settings: Sequence[Setting]) -> int:
+    """How often `explore_and_regenerate` goes through all candidates."""
+    return 1 + len({(s.precision, s.steps) for s in settings})
+
+
+def summarise(pools: Pools, setting: Setting, kept: int, top: int = 4) -> dict[str, Any]:
     """Means over prompts, and a row a prompt.
 
     top_k_match: share of the `top` truly best that are among the proxy's kept / 2 best; bottom_k_match likewise at the other
-    end. range_kept: true range of the proxy's extremes over the true range of the pool; at least 1 - 4 Delta / range.
+    end. largest_difference: Delta, the largest of true and proxy reward. range_kept: true range of the proxy's extremes over
+    the true range of the pool; range_bound: what it is at least, 1 - 4 Delta / range (spec, section 2).
     """
+    true, proxies = pools.true[:, : setting.candidates], pools.proxies[setting.precision, setting.steps]
+    proxies, kept = proxies[:, : setting.candidates], min(kept, setting.candidates)
     ends = max(kept // 2, 1)
-    correlations = rank_correlations(pools.proxy, pools.true)
-    best = overlap(pools.proxy, pools.true, top, ends)
-    worst = overlap(pools.proxy, pools.true, top, ends, best=False)
+    correlations = rank_correlations(proxies, true)
+    best = overlap(proxies, true, top, ends)
+    worst = overlap(proxies, true, top, ends, best=False)
     rows = []
     for i, prompt in enumerate(pools.prompts):
-        finite = np.isfinite(pools.proxy[i]) & np.isfinite(pools.true[i])
-        proxy, true = pools.proxy[i][finite], pools.true[i][finite]
-        order = np.argsort(-proxy, kind="stable")
-        extremes = true[np.concatenate([order[:ends], order[-ends:]])] if len(true) else true
-        spread = float(np.ptp(true)) if len(true) else float("nan")
+        finite = np.isfinite(proxies[i]) & np.isfinite(true[i])
+        x, y = proxies[i][finite], true[i][finite]
+        order = np.argsort(-x, kind="stable")
+        spread, delta = (float(np.ptp(y)), float(np.abs(x - y).max())) if len(y) else (np.nan, np.nan)
+        share = lambda part, spread=spread: float(part) / spread if spread > 0 else 1.0
         rows.append(
             {
                 "prompt": prompt,
@@ -66,27 +128,44 @@ def summarise(pools: Pools, kept: int, top: int = 4) -> dict[str, Any]:
                 "kendall": correlations.per_prompt[i][1],
                 "top_k_match": float(best[i]),
                 "bottom_k_match": float(worst[i]),
-                "largest_difference": float(np.abs(proxy - true).max()) if len(true) else float("nan"),
+                "largest_difference": delta,
                 "true_range": spread,
-                "range_kept": float(np.ptp(extremes)) / spread if spread > 0 else 1.0,
+                "range_kept": share(np.ptp(y[np.concatenate([order[:ends], order[-ends:]])])) if len(y) else np.nan,
+                "range_bound": max(0.0, share(spread - 4 * delta)),
             }
         )
-    names = [name for name in rows[0] if name != "prompt"]
     with np.errstate(all="ignore"):
-        means = {name: float(np.nanmean([row[name] for row in rows])) for name in names}
+        means = {name: float(np.nanmean([row[name] for row in rows])) for name in rows[0] if name != "prompt"}
     means["largest_difference"] = float(np.nanmax([row["largest_difference"] for row in rows]))
-    return {"prompts": len(rows), "candidates": pools.proxy.shape[1], "top_k": top, "kept": kept, **means, "per_prompt": rows}
+    return dataclasses.asdict(setting) | {"kept": kept, "top_k": top, "prompts": len(rows), **means, "per_prompt": rows}
 
 
-def write(folder: Path, result: dict[str, Any], pools: Pools) -> None:
-    """`rank.json` and a scatter plot."""
-    files.atomic_write(folder / "rank.json", json.dumps(result, indent=2) + "\n")
-    pictures.save_correlation(folder / "rank.png", pools.proxy, pools.true)
+def write(folder: Path, results: Sequence[dict[str, Any]], pools: Pools) -> None:
+    """`rank.json`, `rank.csv` with a row a setting, a scatter plot of the first setting, and curves if there are several."""
+    files.atomic_write(folder / "rank.json", json.dumps(results, indent=2) + "\n")
+    buffer = io.StringIO()
+    rows = without_prompts(results)
+    writer = csv.DictWriter(buffer, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    files.atomic_write(folder / "rank.csv", buffer.getvalue())
+    first = Setting(*(results[0][field.name] for field in dataclasses.fields(Setting)))
+    proxy, true = pools.proxies[first.precision, first.steps], pools.true
+    pictures.save_correlation(folder / "rank.png", proxy[:, : first.candidates], true[:, : first.candidates])
+    if len(results) > 1:
+        pictures.save_sweep(folder / "rank-sweep.png", rows, ("spearman", "kendall", "top_k_match"))
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result for a terminal."""
-    columns = ("spearman", "kendall", "top_k_match", "bottom_k_match", "largest_difference", "range_kept")
-    head = f"{'prompt':<58}" + "".join(f"{name:>20}" for name in columns)
-    line = lambda name, row: f"{name[:56]:<58}" + "".join(f"{row[c]:>20.3f}" for c in columns)
-    return "\n".join([head, *(line(row["prompt"], row) for row in result["per_prompt"]), line("all prompts", result)])
+def without_prompts(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name != "per_prompt"} for row in results]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The results for a terminal: a row a setting; of a single setting, a row a prompt before."""
+    columns = ("spearman", "kendall", "top_k_match", "bottom_k_match", "largest_difference", "range_kept", "range_bound")
+    line = lambda name, row: f"{name[:48]:<50}" + "".join(f"{row[c]:>20.3f}" for c in columns)
+    lines = [f"{'':<50}" + "".join(f"{name:>20}" for name in columns)]
+    if len(results) == 1:
+        lines += [line(row["prompt"], row) for row in results[0]["per_prompt"]]
+    lines += [line(f"{r['precision']}, {r['steps']} steps, {r['kept']} of {r['candidates']} kept", r) for r in results]
+    return "\n".join(lines)

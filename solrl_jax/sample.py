@@ -13,12 +13,15 @@ import jax
 import numpy as np
 
 from solrl_jax import checkpoint, files, pictures
-from solrl_jax.backbone import Backbone, Params, Pipeline, load_backbone, open_model
+from solrl_jax.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone, open_model
 from solrl_jax.config import Config
-from solrl_jax.experiment import Experiment, quantize_policy
+from solrl_jax.experiment import Experiment, device_facts, quantize_policy
 from solrl_jax.files import InputError
 from solrl_jax.flow.scheduler import read_scheduler
 from solrl_jax.keys import candidate_seeds, initial_noise, prompt_uid
+from solrl_jax.linears import quantized_paths
+from solrl_jax.numerics.formats import Format
+from solrl_jax.numerics.formats import resolve as resolve_format
 from solrl_jax.policy.lora import Adapters, attach, matching
 from solrl_jax.policy.lora_files import import_lora
 from solrl_jax.presets import from_yaml, resolve
@@ -108,21 +111,27 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     output_directory(request.out)
     pipeline = open_model(config.model.path if config else target)
     grid, size = _grid(request, config, pipeline, noise)
-    backbone = load_backbone(pipeline, "fp32" if request.precision == "fp32" else "bf16", make_mesh(-1, 1), **mine)
+    device = device_facts()
+    form = resolve_format(request.precision, device)
+    computed = "fp32" if form.name == "fp32" else "bf16"
+    quantized = _quantized(config, pipeline, form, computed)
+    backbone = load_backbone(pipeline, computed, make_mesh(-1, 1), **mine)
     seeds = _seeds(prompts, request.seed)
     if noise is None:
         noise = np.asarray(jax.jit(initial_noise, static_argnums=1)(seeds, pipeline.latent_shape(*size)))
     max_tokens = request.max_tokens or (config.model.max_tokens if config else pipeline.default_max_tokens)
     prompted = prepare(backbone, None, prompts, max_tokens, request.negative)
     backbone.text_encoders.release()  # there is nothing more to encode
+    policy = _policy(target, request, config, backbone, form, quantized)
     samples = generate(
-        backbone, _policy(target, request, config, backbone), grid, prompted, np.arange(len(prompts)), seeds, size,
+        backbone, policy, grid, prompted, np.arange(len(prompts)), seeds, size,
         min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size)), None,
         noise=noise, keep_images=True, progress=progress,
     )  # fmt: skip
     assert samples.images is not None
     _write(request.out, samples.images, noise, prompts)
-    return {"out": str(request.out), "images": len(prompts), "height": size[0], "width": size[1], "steps": request.steps}
+    made = {"out": str(request.out), "images": len(prompts), "height": size[0], "width": size[1], "steps": request.steps}
+    return made | {"precision": form.describe(device)}
 
 
 def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
@@ -163,8 +172,21 @@ def _grid(
         raise InputError(str(error)) from error
 
 
-def _policy(target: str, request: Request, config: Config | None, backbone: Backbone) -> Params:
-    """The base, with the adapters of the run or the file if there is one, and NVFP4 leaves if that is the precision."""
+def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precision: str) -> tuple[str, ...]:
+    """The linears that `form` takes, by the rules of the run, or of the preset for such a pipeline; none if it takes none."""
+    if form.quantize is None:
+        return ()
+    rules = (config or resolve(RECIPES[pipeline.kind])).model.quantize
+    try:
+        return quantized_paths(pipeline.transformer.shapes(DTYPES[precision]), rules, form)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _policy(
+    target: str, request: Request, config: Config | None, backbone: Backbone, form: Format, quantized: tuple[str, ...]
+) -> Params:
+    """The base, with the adapters of the run or the file if there is one, and leaves of `form` where it quantises."""
     base, scale = backbone.transformer, 1.0
     adapters: Adapters = {}
     if config:
@@ -176,11 +198,9 @@ def _policy(target: str, request: Request, config: Config | None, backbone: Back
         except InputError as error:
             raise InputError(f"--lora: {error}") from error
         scale = settings.scale
-    if request.precision != "nvfp4":
+    if form.quantize is None:
         return attach(base, adapters, scale)
-    patterns = config.model.quantize if config else resolve(RECIPES[backbone.pipeline.kind]).model.quantize
-    paths = tuple(matching(base, patterns, "model.quantize"))
-    return attach(base, adapters, scale, quantize_policy(base, adapters, scale, paths))
+    return attach(base, adapters, scale, quantize_policy(base, adapters, scale, quantized, form.quantize))
 
 
 def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:

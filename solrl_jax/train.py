@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from solrl_jax.experiment import Experiment
-from solrl_jax.fidelity import rank_correlations
+from solrl_jax.fidelity import overlap, rank_correlations
 from solrl_jax.keys import prompt_uid, seed_numbers
 from solrl_jax.policy.advantage import advantages, optimality
 from solrl_jax.policy.update import PolicyBatch, update
@@ -37,9 +37,14 @@ class Outcome:
     ledger: dict[str, Any]
 
 
-def iterate(experiment: Experiment, state: TrainState, iteration: int, progress: Progress) -> tuple[TrainState, Outcome]:
-    """One iteration, from 1. The new state depends on the arguments alone, not on devices or chunks (up to rounding)."""
-    config, rollout = experiment.config, experiment.config.rollout
+def iterate(
+    experiment: Experiment, state: TrainState, iteration: int, progress: Progress, level: int = 0
+) -> tuple[TrainState, Outcome]:
+    """One iteration, from 1. The new state depends on the arguments alone, not on devices or chunks (up to rounding).
+
+    level: of `Experiment.levels`, how to explore; 0 is as configured.
+    """
+    config, rollout, explore = experiment.config, experiment.config.rollout, experiment.levels[level]
     clock = Clock()
 
     prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
@@ -47,9 +52,9 @@ def iterate(experiment: Experiment, state: TrainState, iteration: int, progress:
     seeds = experiment.seeds(config.seed, iteration, prompts, rollout.candidates)
     clock.lap("encode")
 
-    exploring = jax.block_until_ready(experiment.exploring_policy(state.old, rollout.explore.precision))
+    exploring = jax.block_until_ready(experiment.exploring_policy(state.old, explore.precision))
     clock.lap("sync")
-    pool = roll_out(experiment, exploring, rollout.explore.steps, prompted, seeds, "explore", progress)
+    pool = roll_out(experiment, exploring, explore.steps, prompted, seeds, "explore", progress)
     clock.lap("explore")
 
     proxy = pool.reward.reshape(len(prompts), -1)
@@ -60,6 +65,11 @@ def iterate(experiment: Experiment, state: TrainState, iteration: int, progress:
     else:
         kept = take(pool, chosen + rollout.candidates * np.arange(len(prompts))[:, None])
     clock.lap("regenerate")
+    audited = {}
+    if rollout.explore.audit_every and iteration % rollout.explore.audit_every == 0:
+        whole = roll_out(experiment, experiment.policy(state.old), rollout.steps, prompted, seeds, "audit", progress)
+        audited = audit(proxy, whole.reward.reshape(proxy.shape), rollout.kept)
+        clock.lap("audit")
 
     rewards = np.where(usable[:, None], kept.reward.reshape(chosen.shape), np.nan)
     policy = config.policy
@@ -83,9 +93,10 @@ def iterate(experiment: Experiment, state: TrainState, iteration: int, progress:
     trained = {name: float(value) for name, value in jax.device_get(trained).items()}
     clock.lap("update")
 
-    metrics = trained | summarise(proxy, chosen, rewards, kept, pool) | clock.report(pool, kept if rollout.regenerate else None)
+    metrics = trained | summarise(proxy, chosen, rewards, kept, pool) | audited | {"fidelity/level": float(level)}
+    metrics |= clock.report(pool, kept if rollout.regenerate else None)
     return state, Outcome(
-        metrics, ledger_columns(experiment, iteration, prompts, seeds, proxy, chosen, usable, rewards, advantage)
+        metrics, ledger_columns(rollout, explore, iteration, prompts, seeds, proxy, chosen, usable, rewards, advantage)
     )
 
 
@@ -116,14 +127,25 @@ def summarise(proxy: np.ndarray, chosen: np.ndarray, rewards: np.ndarray, kept: 
         **{f"kept/{name}": mean(scores) for name, scores in kept.scores.items()},
         "kept/spread": mean(np.nanmax(rewards, 1, initial=-np.inf) - np.nanmin(rewards, 1, initial=np.inf)),
         "nonfinite_rewards": float((~np.isfinite(proxy)).sum() + (~np.isfinite(kept.reward)).sum()),
+        **{f"reward_failures/{name}": float(n + kept.failed.get(name, 0)) for name, n in pool.failed.items()},
         "fidelity/spearman": correlations.spearman,
         "fidelity/kendall": correlations.kendall,
     }
 
 
-def ledger_columns(experiment, iteration, prompts, seeds, proxy, chosen, usable, rewards, advantage) -> dict[str, Any]:
+def audit(proxy: np.ndarray, true: np.ndarray, kept: int, top: int = 4) -> dict[str, float]:
+    """How well the proxy ranks whole pools [prompts, candidates]: correlations, and how many of the best four are kept."""
+    correlations = rank_correlations(proxy, true)
+    return {
+        "fidelity/pool/spearman": correlations.spearman,
+        "fidelity/pool/kendall": correlations.kendall,
+        f"fidelity/pool/top_{top}_match": float(np.nanmean(overlap(proxy, true, top, max(kept // 2, 1)))),
+    }
+
+
+def ledger_columns(rollout, explore, iteration, prompts, seeds, proxy, chosen, usable, rewards, advantage) -> dict[str, Any]:
     """Every candidate of the iteration, prompt by prompt."""
-    rollout, (count, n) = experiment.config.rollout, proxy.shape
+    count, n = proxy.shape
     kept = np.zeros(proxy.shape, bool)
     np.put_along_axis(kept, chosen, np.broadcast_to(usable[:, None], chosen.shape), axis=1)
     column = lambda values: np.repeat(np.asarray(values), n)
@@ -138,8 +160,8 @@ def ledger_columns(experiment, iteration, prompts, seeds, proxy, chosen, usable,
         "prompt_uid": column(np.array([prompt_uid(p) for p in prompts], np.uint32)),
         "candidate": np.tile(np.arange(n, dtype=np.int32), count),
         "seed": seed_numbers(seeds).reshape(-1),
-        "precision": rollout.explore.precision,
-        "steps": rollout.explore.steps,
+        "precision": explore.precision,
+        "steps": explore.steps,
         "proxy_reward": proxy.reshape(-1).astype(np.float32),
         "rank": rank(proxy).reshape(-1).astype(np.int32),
         "kept": kept.reshape(-1),

@@ -8,7 +8,6 @@ run.dir/checkpoints/000010/     the state after iteration 10
 run.dir/pictures/               fixed prompts and seeds before, during and after; the reward curve
 """
 
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -17,20 +16,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import yaml
 
 from solrl_jax import checkpoint, files, ledger, pictures
 from solrl_jax.config import Config, batch_line
 from solrl_jax.evaluate import evaluate, sample_grid
 from solrl_jax.experiment import Experiment, build
-from solrl_jax.files import InputError, atomic_write
+from solrl_jax.files import atomic_write
+from solrl_jax.identity import fingerprint, refuse_another_run
+from solrl_jax.linears import report as report_linears
+from solrl_jax.linears import totals
 from solrl_jax.metrics import Metrics
 from solrl_jax.metrics import read as read_metrics
+from solrl_jax.monitor import WINDOW, level_after
 from solrl_jax.policy.lora import Adapters
-from solrl_jax.presets import from_yaml, to_yaml
+from solrl_jax.presets import to_yaml
 from solrl_jax.progress import Interrupted, Reporter
+from solrl_jax.rewards.host import RewardError
 from solrl_jax.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.train import iterate
+from solrl_jax.watch import hacking
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
@@ -38,12 +42,12 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tran
 def run(config: Config, report: Reporter) -> dict[str, Any]:
     """Trains, or goes on with, the run that `config` describes; returns what `--json` prints.
 
-    An interruption saves the last whole iteration and returns with "interrupted" true. Raises InputError for what the user
-    can mend, RunError when the run failed for another reason.
+    An interruption saves the last whole iteration and returns with "interrupted" true; so does a reward that fails, but that
+    it is raised then. Raises InputError for what the user can mend, RunError when the run failed for another reason.
     """
     folder = files.writable_directory(config.run.dir)
     with files.only_user(folder):
-        _refuse_another_run(folder, config)
+        refuse_another_run(folder, config)
         experiment = build(config)
         state, done = _restore(experiment, folder, report)
         atomic_write(folder / "config.yaml", to_yaml(config))  # the directory is this run's once all input has been accepted
@@ -54,15 +58,19 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
             ledger.discard_after(folder / "ledger", done)
             try:
                 state, done = _loop(experiment, folder, state, done, metrics, report)
-                interrupted = False
+                interrupted, failure = False, None
             except Interrupted as stop:
                 state, done, interrupted = stop.state, stop.done, True
+                failure = stop.__cause__ if isinstance(stop.__cause__, RewardError) else None
+                what = "interrupted" if failure is None else "failed"
                 if done:
-                    _save(folder, config, state, done)
-                    report.line(f"interrupted: saved after iteration {done}; the same command goes on from there")
+                    _save(folder, experiment, state, done)
+                    report.line(f"{what}: saved after iteration {done}; the same command goes on from there")
                 else:
-                    report.line("interrupted before the end of the first iteration: nothing to save")
+                    report.line(f"{what} before the end of the first iteration: nothing to save")
             metrics.write_csv()
+            if failure is not None:
+                raise failure
         if not interrupted:
             _finish(experiment, folder, state)
         return _summary(folder, done, interrupted)
@@ -73,25 +81,47 @@ def _loop(experiment: Experiment, folder: Path, state: TrainState, done: int, me
     config = experiment.config
     report.start(config.train.iterations, done)
     try:
-        if done == 0:
-            metrics.log(0, _evaluate(experiment, folder, state.ema, 0, report))
+        if _is_due(config, done) and not any(r["iteration"] == done and "eval/reward" in r for r in read_metrics(folder)):
+            metrics.log(done, _evaluate(experiment, folder, state.ema, done, report))
         while done < config.train.iterations:
-            after, outcome = iterate(experiment, state, done + 1, report.stage)
+            level = _level(experiment, folder, report)
+            after, outcome = iterate(experiment, state, done + 1, report.stage, level)
             state, done = after, done + 1
             ledger.write(folder / "ledger", done, outcome.ledger)
             row = outcome.metrics
-            last = done == config.train.iterations
-            if last or (config.eval.every and done % config.eval.every == 0):
-                row = row | _evaluate(experiment, folder, state.ema, done, report)
-            metrics.log(done, row)
+            try:
+                if _is_due(config, done):
+                    row = row | _evaluate(experiment, folder, state.ema, done, report)
+            finally:  # an evaluation that does not end is made up for by the next start
+                metrics.log(done, row)
             report.iteration(done, row)
-            if last or done % config.run.checkpoint_every == 0:
-                _save(folder, config, state, done)
+            if done == config.train.iterations or done % config.run.checkpoint_every == 0:
+                _save(folder, experiment, state, done)
         return state, done
-    except KeyboardInterrupt:
-        raise Interrupted(state, done) from None
+    except (KeyboardInterrupt, RewardError) as error:
+        raise Interrupted(state, done) from error
     finally:
         report.stop()
+
+
+def _level(experiment: Experiment, folder: Path, report: Reporter) -> int:
+    """How the next iteration explores, of `Experiment.levels`; says so where that is news."""
+    floor, ladder = experiment.config.rollout.explore.floor, experiment.levels
+    if floor is None:
+        return 0
+    reported = [(int(row["fidelity/level"]), row["fidelity/spearman"]) for row in read_metrics(folder) if row["iteration"]]
+    history = [(level, float("nan") if value is None else value) for level, value in reported]
+    level = level_after(history, floor, len(ladder) - 1)
+    if history and level != history[-1][0]:
+        values = ", ".join(f"{value:.2f}" for _, value in history[-WINDOW:])
+        how = f"{ladder[level].precision}, {ladder[level].steps} steps"
+        report.line(f"exploring in {how} from now on: Spearman of the kept samples was {values}, the floor is {floor:g}")
+    return level
+
+
+def _is_due(config: Config, done: int) -> bool:
+    """Whether there is an evaluation after iteration `done`."""
+    return done in (0, config.train.iterations) or bool(config.eval.every and done % config.eval.every == 0)
 
 
 def _evaluate(experiment: Experiment, folder: Path, ema: Adapters, done: int, report: Reporter) -> dict[str, float]:
@@ -112,39 +142,13 @@ def _evaluate(experiment: Experiment, folder: Path, ema: Adapters, done: int, re
         f"evaluation after iteration {done}: "
         + ", ".join(f"{name} {mean:.3f} ± {result.errors[name]:.3f}" for name, mean in result.means.items())
     )
-    return scores | errors
-
-
-def _refuse_another_run(folder: Path, config: Config) -> None:
-    """Checks that a run that is there is this one. What may change between starts: lengths, logging, devices."""
-    path = folder / "config.yaml"
-    if path.exists():
-        there = from_yaml(path.read_text())
-        if fingerprint(there) != fingerprint(config):
-            changed = ", ".join(_differences(yaml.safe_load(to_yaml(there)), yaml.safe_load(to_yaml(config))))
-            raise InputError(f"run.dir={str(folder)!r} holds another run ({changed}); name another directory, or remove it")
-
-
-def fingerprint(config: Config) -> str:
-    """Names everything that the trained adapters depend on; equal fingerprints may resume one another."""
-    tree = yaml.safe_load(to_yaml(config))
-    for key in ("run", "eval", "mesh", "preset", "prompts"):
-        tree.pop(key)
-    tree["train"].pop("iterations")
-    tree["model"].pop("cache")  # what is read from it is what would be computed, to the bit
-    tree["prompts"] = config.prompts.train
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _differences(there: dict, here: dict, prefix: str = "") -> list[str]:
-    out = []
-    for key in there.keys() | here.keys():
-        a, b = there.get(key), here.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            out += _differences(a, b, f"{prefix}{key}.")
-        elif a != b and f"{prefix}{key}".split(".")[0] not in ("run", "eval", "mesh") and prefix + key != "model.cache":
-            out.append(f"{prefix}{key}: {a!r} there, {b!r} here")
-    return sorted(out)
+    row = scores | errors | {f"eval/reward_failures/{name}": float(count) for name, count in result.failed.items()}
+    if config.reward.watched:
+        lines = hacking(read_metrics(folder), row, config.reward.watched)
+        for line in lines:
+            report.line(line)
+        row["eval/hacking"] = float(bool(lines))
+    return row
 
 
 def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[TrainState, int]:
@@ -152,7 +156,8 @@ def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[Tr
     config, base, mesh = experiment.config, experiment.backbone.transformer, experiment.backbone.mesh
     targets = list(experiment.targets)
     abstract = abstract_state(base, targets, config.lora, config.optimizer, mesh)
-    restored = checkpoint.restore_latest(folder / "checkpoints", abstract, {"fingerprint": fingerprint(config)})
+    expected = {"fingerprint": fingerprint(config, experiment.format.name)}
+    restored = checkpoint.restore_latest(folder / "checkpoints", abstract, expected)
     if restored is None:
         start = read_start(config.lora, targets, experiment.backbone.parameter_table())
         return init_state(jax.random.key(config.seed), base, targets, config.lora, config.optimizer, mesh, start=start), 0
@@ -163,9 +168,10 @@ def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[Tr
     return state, meta["iteration"]
 
 
-def _save(folder: Path, config: Config, state: TrainState, done: int) -> None:
+def _save(folder: Path, experiment: Experiment, state: TrainState, done: int) -> None:
     """The key of the run is its seed, and the cursor through the prompts is the iteration: both are named for the reader."""
-    meta = {"fingerprint": fingerprint(config), "key": config.seed, "prompt_cursor": done * config.train.prompts}
+    config, named = experiment.config, fingerprint(experiment.config, experiment.format.name)
+    meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.prompts}
     checkpoint.save(folder / "checkpoints", done, state, meta, keep=config.run.keep_checkpoints)
 
 
@@ -173,25 +179,27 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
     """Says and records what runs where."""
     config, mesh, backbone = experiment.config, experiment.backbone.mesh, experiment.backbone
     device, pipeline = jax.devices()[0], backbone.pipeline
-    native = device.platform == "gpu" and float(getattr(device, "compute_capability", "0")) >= 10.0
-    precision = config.rollout.explore.precision
-    how = {"nvfp4": "native block-scaled products" if native else "no FP4 units here: expanded exactly, not faster"}
+    form, rows = experiment.format, report_linears(backbone.transformer, config.model.quantize, experiment.format)
     facts = {
         "solrl_jax": importlib.metadata.version("solrl_jax"),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": f"{mesh.size} x {device.device_kind}",
         "mesh": dict(mesh.shape),
-        "exploration": f"{precision} ({how.get(precision, 'native')})",
+        "exploration": {
+            "precision": config.rollout.explore.precision, "format": form.name, "native": form.native(experiment.device),
+            "means": form.describe(experiment.device),
+        },
         "parameters": {"transformer": pipeline.transformer.size, **{name: c.size for name, c in pipeline.text_encoders.items()},
                        "vae": pipeline.vae.size},
         "adapted": list(experiment.targets),
-        "quantized": list(experiment.quantized),
+        "quantized": [row.path for row in rows if not row.kept],
+        "linears": totals(rows),
         "started_after_iteration": done,
     }  # fmt: skip
     atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n")
     report.line(f"{config.preset}: {config.model.name}, {config.family}, {'+'.join(config.reward.weights)} -> {folder}")
-    report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {facts['exploration']}")
+    report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {form.describe(experiment.device)}")
     report.line(batch_line(config, mesh.size))
 
 
@@ -210,6 +218,11 @@ def _finish(experiment: Experiment, folder: Path, state: TrainState) -> None:
         {"explored pool": "pool/reward", "kept, as trained on": "kept/reward", "held-out prompts": "eval/reward"} | strict,
         {"Spearman, proxy and regenerated": "fidelity/spearman"}, labels=("reward", "fidelity"), title=folder.name,
     )  # fmt: skip
+    if watched := experiment.config.reward.watched:
+        pictures.save_curve(
+            folder / "pictures" / "watched.png", rows, {"held-out prompts": "eval/reward"},
+            {name: f"eval/{name}" for name in watched}, labels=("trained on", "watched"), title=folder.name,
+        )  # fmt: skip
 
 
 def _summary(folder: Path, done: int, interrupted: bool) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The command line as others script against it: exit codes, one-line errors, JSON, files."""
 
+import csv
 import json
 import os
 import shutil
@@ -74,7 +75,7 @@ def test_train_leaves_everything_a_run_has(trained):
         assert (folder / name).exists(), name
     assert list((folder / "tensorboard").iterdir())
     assert "2 prompts x 4 kept x 2 sigmas = 16 terms" in said
-    assert "no FP4 units here: expanded exactly" in said
+    assert "exploration in nvfp4 (weights and activations in E2M1, blocks of 16; emulated: cpu has no units for it)" in said
     rows = metrics.read(folder)
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert {"seconds/explore", "images_per_second/explore", "fidelity/spearman", "loss"} <= rows[1].keys()
@@ -102,21 +103,46 @@ def test_eval_of_a_model_directory(call):
 def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
     folder, _, _ = trained
     code, out, _ = call("rank", str(folder), "--prompts", "2", "--out", str(tmp_path / "rank"), "--json")
-    result = json.loads(out.strip().splitlines()[-1])
+    (result,) = json.loads(out.strip().splitlines()[-1])["settings"]
     assert code == 0
     assert -1 <= result["spearman"] <= 1
-    assert result["prompts"] == 2
-    rows = json.loads((tmp_path / "rank" / "rank.json").read_text())["per_prompt"]
+    assert (result["precision"], result["steps"], result["candidates"], result["prompts"]) == ("nvfp4", 2, 8, 2)
+    rows = json.loads((tmp_path / "rank" / "rank.json").read_text())[0]["per_prompt"]
     assert len(rows) == 2
     assert {"spearman", "kendall", "top_k_match", "bottom_k_match", "largest_difference"} <= rows[0].keys()
     assert Image.open(tmp_path / "rank" / "rank.png").size[0] > 100
-    code, out, _ = call("rank", "tiny", *SMALL, "rollout.explore.precision=bf16", "rollout.explore.steps=3", "--prompts", "1",
-                        "--out", str(tmp_path / "same"))  # fmt: skip
-    assert code == 0
-    assert "all prompts" in out
-    same = json.loads((tmp_path / "same" / "rank.json").read_text())
-    assert same["spearman"] == pytest.approx(1.0)  # the proxy is the truth
-    assert same["largest_difference"] == 0
+    assert not (tmp_path / "rank" / "rank-sweep.png").exists()
+
+    out = tmp_path / "sweep"
+    sweep = ("--formats", "nvfp4,bf16", "--steps", "2,3", "--candidates", "4,8", "--prompts", "1", "--out", str(out))
+    assert call("rank", "tiny", *SMALL, *sweep)[0] == 0
+    with (out / "rank.csv").open() as stream:
+        table = {(row["precision"], int(row["steps"]), int(row["candidates"])): row for row in csv.DictReader(stream)}
+    assert len(table) == 8
+    for size in (4, 8):  # the proxy is the truth, and nowhere else
+        assert {key for key, row in table.items() if float(row["largest_difference"]) == 0} >= {("bf16", 3, size)}
+        assert float(table["bf16", 3, size]["spearman"]) == pytest.approx(1.0)
+        assert float(table["bf16", 3, size]["range_bound"]) == pytest.approx(1.0)
+        for key in (("bf16", 2, size), ("nvfp4", 2, size), ("nvfp4", 3, size)):
+            assert float(table[key]["largest_difference"]) > 1e-4
+            assert float(table[key]["range_kept"]) >= float(table[key]["range_bound"])
+    assert Image.open(out / "rank-sweep.png").size[0] > 600
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--formats", "nvfp4,fp5"), "--formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, "),
+        (("--steps", "4,0"), "--steps 4,0: expected a comma-separated list of integers of at least 1"),
+        (("--candidates", "all"), "--candidates all: expected a comma-separated list of integers of at least 1"),
+    ],
+)
+def test_rank_refuses_a_list_that_is_none(call, tmp_path, options, message):
+    code, _, err = call("rank", "tiny", *options, "--out", str(tmp_path / "rank"))
+    assert code == 2
+    assert err.startswith(f"solrl: {message}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "rank").exists()
 
 
 def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported, call, tmp_path):

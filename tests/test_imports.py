@@ -24,11 +24,18 @@ ORDER = [
     ("solrl_jax.text_encoders",),
     ("solrl_jax.backbone",),
     ("solrl_jax.flow",),
-    ("solrl_jax.shapes", "solrl_jax.rewards", "solrl_jax.fidelity", "solrl_jax.testing"),
-    ("solrl_jax.rollout", "solrl_jax.policy", "solrl_jax.state", "solrl_jax.experiment"),
+    (
+        "solrl_jax.shapes",
+        "solrl_jax.rewards",
+        "solrl_jax.fidelity",
+        "solrl_jax.monitor",
+        "solrl_jax.testing",
+        "solrl_jax.watch",
+    ),
+    ("solrl_jax.rollout", "solrl_jax.policy", "solrl_jax.linears", "solrl_jax.state", "solrl_jax.experiment"),
     ("solrl_jax.train", "solrl_jax.evaluate", "solrl_jax.rank"),
     ("solrl_jax.checkpoint", "solrl_jax.ledger", "solrl_jax.metrics", "solrl_jax.pictures"),
-    ("solrl_jax.trainer", "solrl_jax.sample", "solrl_jax.convert"),
+    ("solrl_jax.identity", "solrl_jax.trainer", "solrl_jax.sample", "solrl_jax.convert"),
     ("solrl_jax.cli",),
 ]
 # what only writes files may be used by whatever shows results

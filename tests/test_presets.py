@@ -77,13 +77,11 @@ def test_shared_numbers_are_the_papers():
 
 # What each rule must take and leave; the paths are those of diffusers' modules, the layers of a list without their index.
 MATCHES = {
-    ("sana", "lora"): {"attn1/to_q", "attn1/to_k", "attn1/to_v", "attn1/to_out/0", "attn2/to_q", "attn2/to_k", "attn2/to_v"}
+    "sana": {"attn1/to_q", "attn1/to_k", "attn1/to_v", "attn1/to_out/0", "attn2/to_q", "attn2/to_k", "attn2/to_v"}
     | {"attn2/to_out/0"},
-    ("sana", "quantize"): {"attn2/to_k", "attn2/to_v", "ff/conv_inverted", "ff/conv_point"},
-    ("sd3", "lora"): {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "attn/add_q_proj", "attn/add_k_proj"}
+    "sd3": {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "attn/add_q_proj", "attn/add_k_proj"}
     | {"attn/add_v_proj", "attn/to_add_out"},
-    ("sd3", "quantize"): {"ff/net/0/proj", "ff/net/2"},
-    ("flux1", "lora"): {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "single attn/to_q", "single attn/to_k"}
+    "flux1": {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "single attn/to_q", "single attn/to_k"}
     | {"single attn/to_v"},
 }
 SANA = [f"attn{i}/to_{x}" for i in "12" for x in ("q", "k", "v", "out/0")] + [
@@ -105,10 +103,9 @@ def full_path(short: str, model: str = "") -> str:
     return f"{'single_' if single else ''}transformer_blocks/{stack}{short.removeprefix('single ')}/kernel"
 
 
-@pytest.mark.parametrize(("model", "rule"), MATCHES)
-def test_rules_match_exactly_the_kernels_of_the_recipe(model, rule):
-    config = resolve(f"{model}_sol_rl_hpsv2")
-    patterns = config.lora.targets if rule == "lora" else config.model.quantize
+@pytest.mark.parametrize("model", MATCHES)
+def test_adapters_are_on_exactly_the_kernels_of_the_recipe(model):
+    patterns = resolve(f"{model}_sol_rl_hpsv2").lora.targets
     outside = [
         "proj_out/kernel",
         "x_embedder/kernel",
@@ -117,17 +114,8 @@ def test_rules_match_exactly_the_kernels_of_the_recipe(model, rule):
     ]
     inside = [full_path(short, model) for short in KERNELS[model]]
     matched = {p for p in [*inside, *outside] if any(re.fullmatch(r, p) for r in patterns)}
-    assert matched == {full_path(short, model) for short in MATCHES[model, rule]}
+    assert matched == {full_path(short, model) for short in MATCHES[model]}
     assert all(any(re.fullmatch(r, p) for p in matched) for r in patterns)
-
-
-def test_flux_in_low_precision_is_all_of_the_blocks_and_the_last_projection():
-    patterns = resolve("flux1_sol_rl_hpsv2").model.quantize
-    matches = lambda path: any(re.fullmatch(r, path) for r in patterns)
-    assert all(map(matches, [*map(full_path, KERNELS["flux1"]), "proj_out/kernel"]))
-    assert not any(map(matches, ["x_embedder/kernel", "context_embedder/kernel", "norm_out/linear/kernel"]))
-    assert not matches("time_text_embed/timestep_embedder/linear_1/kernel")
-    assert not matches("transformer_blocks/attn/norm_q/scale")
 
 
 def test_tiny_is_the_embedded_world():
@@ -205,7 +193,7 @@ def test_files_and_fields_agree():
 
 
 def leaves(tree: dict, prefix: str = "") -> set[str]:
-    inner = lambda key, value: isinstance(value, dict) and key not in ("reward.weights", "reward.paths")
+    inner = lambda key, value: isinstance(value, dict) and key not in ("reward.weights", "reward.paths", "reward.options")
     return {
         leaf
         for name, value in tree.items()

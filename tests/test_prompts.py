@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from solrl_jax.files import InputError
 from solrl_jax.prompts import Prompt, draw_prompts, load_prompts
 
-SETS = ("embedded:shapes-test", "embedded:shapes-train")
+KINDS = ("geneval-shapes", "ocr", "shapes")
+SETS = tuple(f"embedded:{kind}-{part}" for kind in KINDS for part in ("test", "train"))
 PROMPTS = [f"prompt {i}" for i in range(12)]
 
 
@@ -114,8 +115,9 @@ def test_embedded_sets_are_text_without_repetition(name):
     assert all(p == p.strip() and p.isascii() for p in prompts)
 
 
-def test_the_embedded_test_prompts_are_not_trained_on():
-    test, train = (set(load_prompts(name, "f")) for name in SETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_embedded_test_prompts_are_not_trained_on(kind):
+    test, train = (set(load_prompts(f"embedded:{kind}-{part}", "f")) for part in ("test", "train"))
     assert not test & train
 
 

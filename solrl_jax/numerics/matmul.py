@@ -1,7 +1,7 @@
 """`matmul(x, w)`: the product of every linear layer, chosen by what kind of leaf the weight is.
 
-Precision is a leaf type. The BF16 policy, its LoRA-adapted form and its NVFP4 copy are one network with other leaves:
-an array, a `LowRank`, a `QTensor`.
+Precision is a leaf type. The BF16 policy, its LoRA-adapted form and its quantised copies are one network with other leaves:
+an array, a `LowRank`, one of `Quantized` (`formats.py` has a name for each).
 """
 
 import dataclasses
@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from solrl_jax.numerics.nvfp4 import QTensor, scaled_matmul
+from solrl_jax.numerics import fp8, mx, nvfp4
+from solrl_jax.numerics.fp8 import FP8Tensor
+from solrl_jax.numerics.mx import MXTensor
+from solrl_jax.numerics.nvfp4 import QTensor, WeightOnly
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
@@ -29,7 +32,8 @@ class LowRank:
     scale: float
 
 
-Weight: TypeAlias = Array | LowRank | QTensor
+Quantized: TypeAlias = QTensor | WeightOnly | MXTensor | FP8Tensor
+Weight: TypeAlias = Array | LowRank | Quantized
 
 
 def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
@@ -40,11 +44,30 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
 
 
 def _product(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
-    if isinstance(w, QTensor):
-        return scaled_matmul(x, w)
-    if isinstance(w, LowRank):
-        return x @ w.base.astype(x.dtype) + _low_rank(w.scale, x, w.a, w.b)
+    match w:
+        case LowRank():
+            return x @ w.base.astype(x.dtype) + _low_rank(w.scale, x, w.a, w.b)
+        case QTensor():
+            return nvfp4.scaled_matmul(x, w)
+        case WeightOnly():
+            return nvfp4.weight_only_matmul(x, w)
+        case MXTensor():
+            return mx.scaled_matmul(x, w)
+        case FP8Tensor():
+            return fp8.scaled_matmul(x, w)
     return x @ w.astype(x.dtype)
+
+
+def dequantize(w: Quantized) -> Float[Array, "... n_in n_out"]:
+    """The float32 matrix that a quantised leaf stands for."""
+    match w:
+        case QTensor():
+            return nvfp4.dequantize(w)
+        case WeightOnly():
+            return nvfp4.dequantize(w.weight)
+        case MXTensor():
+            return mx.dequantize(w)
+    return fp8.dequantize(w)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

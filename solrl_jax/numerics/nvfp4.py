@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+from solrl_jax.numerics.blocks import block_scaled_dot, nbytes, pack, pad_blocks, unpack
+
 BLOCK = 16  # values under one E4M3 scale, along the contraction axis
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -37,13 +39,13 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         """Bytes the arrays hold: 4.5 bits a value and one float32 a matrix."""
-        return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes
+        return nbytes(self)
 
 
 def quantize(w: Float[Array, "... n_in n_out"]) -> QTensor:
     """Quantises weight matrices, one float32 scale each. Finite input never gives NaN; an all-zero block gives zeros."""
     n_in = w.shape[-2]
-    rows = _pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32))
+    rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32), BLOCK)
     tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (E4M3_MAX * E2M1_MAX)
     codes, scales = quantize_blocks(rows, tensor_scale[..., None, None])
     return QTensor(pack(codes), scales, tensor_scale, n_in)
@@ -51,9 +53,7 @@ def quantize(w: Float[Array, "... n_in n_out"]) -> QTensor:
 
 def dequantize(q: QTensor) -> Float[Array, "... n_in n_out"]:
     """The float32 matrix [..., in, out] that `q` stands for."""
-    codes = unpack(q.codes).astype(jnp.float32)
-    blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK) * q.scales.astype(jnp.float32)[..., None]
-    rows = blocks.reshape(codes.shape) * q.tensor_scale[..., None, None]
+    rows = _under_block_scales(q, jnp.float32) * q.tensor_scale[..., None, None]
     return jnp.swapaxes(rows[..., : q.n_in], -1, -2)
 
 
@@ -77,31 +77,38 @@ def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."]) -> tup
 
 
 def scaled_matmul(x: Float[Array, "rows n_in"], q: QTensor) -> Float[Array, "rows n_out"]:
-    """`x @ w` with both operands in NVFP4, accumulated in float32, in the dtype of `x`.
-
-    `jax.lax.scaled_dot` is the native block-scaled dot where the device has FP4 units; elsewhere XLA expands it exactly,
-    since e2m1 x e4m3 fits bfloat16. The float32 scales stay outside the product for the same reason.
-    """
-    rows = _pad_blocks(x.astype(jnp.float32))
+    """`x @ w` with both operands in NVFP4, accumulated in float32, in the dtype of `x`."""
+    rows = pad_blocks(x.astype(jnp.float32), BLOCK)
     row_scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / (E4M3_MAX * E2M1_MAX)
     codes, scales = quantize_blocks(rows, row_scale)
-    y = jax.lax.scaled_dot(
-        codes, unpack(q.codes), lhs_scale=scales, rhs_scale=q.scales,
-        dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)  # fmt: skip
+    y = block_scaled_dot(codes, scales, unpack(q.codes), q.scales)
     return (y * row_scale * q.tensor_scale).astype(x.dtype)
 
 
-def pack(codes: Array) -> UInt8[Array, "... half"]:
-    """float4_e2m1fn [..., k] to bytes [..., k / 2]: XLA's own float4 arrays take a byte an element in memory."""
-    return jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint8)
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class WeightOnly:
+    """A weight matrix in NVFP4 whose product is with activations as they are: it saves memory, and no time."""
+
+    weight: QTensor
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self)
 
 
-def unpack(packed: UInt8[Array, "... half"]) -> Array:
-    """Bytes [..., k / 2] to float4_e2m1fn [..., k]."""
-    codes = jax.lax.bitcast_convert_type(packed, jnp.float4_e2m1fn)
-    return codes.reshape(*packed.shape[:-1], -1)
+def quantize_weight_only(w: Float[Array, "... n_in n_out"]) -> WeightOnly:
+    return WeightOnly(quantize(w))
 
 
-def _pad_blocks(x: Float[Array, "... k"]) -> Float[Array, "... padded"]:
-    missing = -x.shape[-1] % BLOCK
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+def weight_only_matmul(x: Float[Array, "rows n_in"], q: WeightOnly) -> Float[Array, "rows n_out"]:
+    """`x @ w` in the dtype of `x`, which holds the weight but for its tensor scale exactly, accumulated in float32."""
+    w = _under_block_scales(q.weight, x.dtype)[:, : q.weight.n_in]
+    y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return (y * q.weight.tensor_scale).astype(x.dtype)
+
+
+def _under_block_scales(q: QTensor, dtype: jnp.dtype) -> Float[Array, "... n_out padded_in"]:
+    """What the codes stand for under their block scales: e2m1 x e4m3, which is exact in bfloat16."""
+    codes = unpack(q.codes).astype(dtype)
+    return (codes.reshape(*codes.shape[:-1], -1, BLOCK) * q.scales.astype(dtype)[..., None]).reshape(codes.shape)

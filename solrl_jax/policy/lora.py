@@ -1,20 +1,19 @@
 """LoRA adapters (arXiv 2106.09685) as a flat dictionary beside the frozen base, and the ways to put them onto it.
 
 An adapter tree is `{parameter path: {"a": [..., in, rank], "b": [..., rank, out]}}` in float32. A policy is the base with
-some leaves replaced: by `LowRank` (exact, for sampling in BF16 and for gradients), by `QTensor` (merged and quantised, for
+some leaves replaced: by `LowRank` (exact, for sampling in BF16 and for gradients), by one of `Quantized` (merged, for
 exploration). No layer knows which policy it belongs to.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from solrl_jax.numerics.matmul import LowRank
-from solrl_jax.numerics.nvfp4 import QTensor, quantize
+from solrl_jax.numerics.matmul import LowRank, Quantized
 
 Params = dict[Any, Any]
 Adapters = dict[str, dict[str, Array]]
@@ -53,25 +52,31 @@ def init_adapters(key: Array, base: Params, targets: Sequence[str], rank: int) -
     return {path: one(i, path) for i, path in enumerate(targets)}
 
 
-def attach(base: Params, adapters: Adapters, scale: float, quantized: Mapping[str, QTensor] | None = None) -> Params:
-    """The policy's parameters: `LowRank` where there is an adapter, but the merged `QTensor` where one is given."""
+def attach(base: Params, adapters: Adapters, scale: float, quantized: Mapping[str, Quantized] | None = None) -> Params:
+    """The policy's parameters: `LowRank` where there is an adapter, but the merged and quantised leaf where one is given."""
     flat = flatten(base)
     leaves: dict[str, Any] = {path: LowRank(flat[path], ab["a"], ab["b"], scale) for path, ab in adapters.items()}
     return replace(base, leaves | dict(quantized or {}))
 
 
-def merge_and_quantize(base: Params, adapters: Adapters, scale: float, paths: Sequence[str]) -> dict[str, QTensor]:
-    """NVFP4 copies of the linears at `paths`, adapters merged in float32 first: `Q(W + scale A B)`.
+def merge_and_quantize(
+    base: Params, adapters: Adapters, scale: float, paths: Sequence[str], quantize: Callable[[Array], Quantized]
+) -> dict[str, Quantized]:
+    """Quantised copies of the linears at `paths`, adapters merged in float32 first: `quantize(W + scale A B)`.
 
     The other linears need no copy: they keep the base's array and the adapter beside it, which is exact and takes no memory.
+    A stack is done a layer at a time: merged whole, in float32, it would take twice what the base does.
     """
     flat = flatten(base)
 
-    def one(path: str) -> QTensor:
-        w = flat[path].astype(jnp.float32)
-        if path in adapters:
-            w = w + scale * adapters[path]["a"] @ adapters[path]["b"]
-        return quantize(w)
+    def layer(matrices: tuple[Array, dict[str, Array]]) -> Quantized:
+        w, adapter = matrices
+        w = w.astype(jnp.float32)
+        return quantize(w + scale * adapter["a"] @ adapter["b"] if adapter else w)
+
+    def one(path: str) -> Quantized:
+        matrices = flat[path], adapters.get(path, {})
+        return jax.lax.map(layer, matrices) if flat[path].ndim == 3 else layer(matrices)
 
     return {path: one(path) for path in paths}
 

@@ -4,6 +4,7 @@ A chunk is `chunk` rows on every device, always: a shorter one is filled up. So 
 goes through the same instructions whatever its batch mates or the number of devices, and memory is known beforehand.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from solrl_jax.flow.solver import solver_table
 from solrl_jax.keys import initial_noise
 from solrl_jax.prompts import Prompt
 from solrl_jax.rewards.base import Reward, score_images
+from solrl_jax.rewards.host import scoring, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +75,15 @@ class Prompted:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Rows in the order asked for. latents: float32 [b, h, w, c]; scores: name -> [b]; images [b, H, W, 3] if kept."""
+    """Rows in the order asked for. latents: float32 [b, h, w, c]; scores: name -> [b]; images [b, H, W, 3] if kept.
+
+    failed: of each reward outside JAX, how many rows it could not score; their scores are NaN.
+    """
 
     latents: Float[np.ndarray, "b h w c"]
     scores: dict[str, np.ndarray]
     images: Float[np.ndarray, "b H W 3"] | None
+    failed: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def reward(self) -> Float[np.ndarray, "b"]:
@@ -111,6 +117,7 @@ def generate(
     """Samples each row: the prompt `index` names, from the noise its seed stands for (or from `noise` if given).
 
     params: the policy, whatever its leaves. chunk: rows a device runs at once. progress: told of rows done.
+    Rewards outside JAX score a chunk while the next one is made; RewardError when one fails and the run is to stop then.
     """
     mesh, shape = backbone.mesh, backbone.pipeline.latent_shape(*size)
     rows = chunk * mesh.size
@@ -119,7 +126,16 @@ def generate(
     arrays = whole((grid.sigmas, grid.times, grid.table, np.float32(grid.guidance), np.float32(grid.scale)))
     prepared = whole(prompted.prepared)
     collected: list[tuple[Array, dict[str, Array], Array | None]] = []
-    with jax.set_mesh(mesh):
+    host = None if reward is None else reward.host
+    with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
+        beside = None if host is None else stack.enter_context(scoring(host, [prompted.prompts[i] for i in index]))
+
+        def fetch(number: int) -> None:
+            latents, scores, images = jax.device_get(collected[number])
+            if beside is not None:
+                beside.add(images)
+            collected[number] = (latents, scores, images if keep_images else None)
+
         for start in range(0, len(index), rows):
             part = slice(start, start + rows)
             chunk_index, chunk_seeds = place(sharding.pad_rows(index[part], rows)), place(sharding.pad_rows(seeds[part], rows))
@@ -136,17 +152,22 @@ def generate(
                 *arrays,
             )
             images = decode_chunk(backbone, backbone.vae, latents)
-            scores = {} if reward is None else score_images(reward, reward.params, images, prepared, chunk_index)
-            collected.append((latents, scores, images if keep_images else None))
+            scores: dict[str, Array] = {}
+            if reward is not None and reward.score is not None:
+                scores = score_images(reward, reward.params, images, prepared, chunk_index)
+            collected.append((latents, scores, images if keep_images or beside is not None else None))
             if len(collected) > 1:  # one chunk ahead of the device, no more: the queue holds memory
-                collected[-2] = jax.device_get(collected[-2])
+                fetch(-2)
             progress(len(index[part]))
-    collected[-1] = jax.device_get(collected[-1])
+        fetch(-1)
+        outside = {} if beside is None else beside.finish()
     join = lambda parts: np.concatenate(parts)[: len(index)]
+    joined = {name: join([c[1][name] for c in collected]) for name in collected[0][1]} | outside
     return Samples(
         latents=join([c[0] for c in collected]),
-        scores={name: join([c[1][name] for c in collected]) for name in collected[0][1]},
+        scores=joined if host is None else total(host, joined),
         images=join([c[2] for c in collected]) if keep_images else None,
+        failed={} if beside is None else beside.failed,
     )
 
 

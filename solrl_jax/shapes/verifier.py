@@ -70,6 +70,22 @@ class Verdict:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Things:
+    """The objects of n pictures as the strict verdict names them, at most k a picture, the largest first.
+
+    colour, shape, size: indices into scenes.COLOURS, SHAPES, SIZES; -1 where none is clear, and where there is no object.
+    centre (x, y), diameter: of the bounding box, a square, in pixels of a picture 32 wide.
+    """
+
+    colour: Int[Array, "n k"]
+    shape: Int[Array, "n k"]
+    size: Int[Array, "n k"]
+    centre: Float[Array, "n k 2"]
+    diameter: Float[Array, "n k"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class _Objects:
     """The components of one picture, largest first. Lengths in pixels of a picture 32 wide."""
 
@@ -107,6 +123,18 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
         return Verdict(_score(objects, target), _strict(objects, target))
 
     return jax.vmap(one)(images, targets)
+
+
+@jax.jit
+def find(images: Float[Array, "n h w 3"]) -> Things:
+    """What pictures (RGB in [0, 1], square) show, whatever was asked."""
+
+    def one(image: Float[Array, "h w 3"]) -> Things:
+        found = _observe(image.astype(jnp.float32))
+        colour, shape, size = jnp.where(found.area >= _LEAST_AREA, jnp.stack(_named(found)), -1)
+        return Things(colour, shape, size, found.centre, found.diameter)
+
+    return jax.vmap(one)(images)
 
 
 def _observe(image: Float[Array, "h w 3"]) -> _Objects:
@@ -275,10 +303,8 @@ def _score(found: _Objects, target: Targets) -> Float[Array, ""]:
 def _strict(found: _Objects, target: Targets) -> Bool[Array, ""]:
     """The hard verdict on one picture; `target` without its batch axis."""
     counted = found.area >= _LEAST_AREA
-    hue, shape = jnp.argmin(found.hue_gap, -1), jnp.argmax(found.fit, -1)
-    sound = (found.hue_gap.min(-1) < _HUE_STRICT) & (found.fit.max(-1) > _FIT_STRICT) & (found.peak > _PEAK_STRICT)
-    size = (found.diameter > _SIZE_EDGE).astype(jnp.int32)
-    member = (counted & sound)[:, None] & (hue[:, None] == target.colour) & (shape[:, None] == target.shape)
+    colour, shape, size = _named(found)
+    member = counted[:, None] & (colour[:, None] == target.colour) & (shape[:, None] == target.shape)
     member &= ((target.size < 0) | (size[:, None] == target.size)) & (target.count > 0)
     exact = (member.sum(0) == target.count).all() & (counted.sum() == target.count.sum()) & (found.specks < _LEAST_AREA)
     along, across = _displacement(member.astype(jnp.float32), found.centre, target.relation)
@@ -286,6 +312,14 @@ def _strict(found: _Objects, target: Targets) -> Bool[Array, ""]:
     place = jnp.stack([y, -y, x, -x])[target.relation]  # grows from the first group to the second
     parted = jnp.where(member[:, 0], place, -jnp.inf).max() < jnp.where(member[:, 1], place, jnp.inf).min()
     return exact & ((target.relation < 0) | (along > across) & parted)
+
+
+def _named(found: _Objects) -> tuple[Int[Array, " k"], Int[Array, " k"], Int[Array, " k"]]:
+    """The colour, shape and size that the strict verdict gives each component: indices, -1 where none is clear."""
+    coloured = (found.hue_gap.min(-1) < _HUE_STRICT) & (found.peak > _PEAK_STRICT)
+    colour = jnp.where(coloured, jnp.argmin(found.hue_gap, -1), -1)
+    shape = jnp.where(found.fit.max(-1) > _FIT_STRICT, jnp.argmax(found.fit, -1), -1)
+    return colour, shape, (found.diameter > _SIZE_EDGE).astype(jnp.int32)
 
 
 def _displacement(

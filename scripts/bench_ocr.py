@@ -1,0 +1,102 @@
+"""How many pictures the `ocr` reward scores in a minute.
+
+    python scripts/bench_ocr.py --out benchmarks/ocr-cpu.json
+
+Draws the words of the embedded prompt set on plain, noisy and busy grounds, 512 x 512, and scores them in processes of one
+engine thread each, as a run does: first as a fresh process does, engine made and all, then again with the engines there. The
+bar is 100 pictures a minute on 2 cores, for the slower of both, by the clock; `cpu_seconds` is what they took of the processor,
+whatever else the machine was doing (`load_average`, before).
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from scipy.ndimage import gaussian_filter
+
+from solrl_jax.prompts import EMBEDDED_FOLDER
+from solrl_jax.rewards.ocr import ocr, target
+
+BAR = 100  # pictures a minute
+PIECE = 5  # pictures handed over at once
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=100, help="pictures to score (default: 100)")
+    parser.add_argument("--size", type=int, default=512, help="pixels a side (default: 512)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="processes that score (default: one a core)")
+    parser.add_argument("--out", type=Path, help="where the JSON goes, beside standard output")
+    args = parser.parse_args()
+    prompts = (EMBEDDED_FOLDER / "ocr-train.txt").read_text().splitlines()[: args.images]
+    load = round(os.getloadavg()[0], 1)
+    images = np.stack([draw(prompt, args.size, i) for i, prompt in enumerate(prompts)])
+    with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
+        runs = {name: measure(pool, images, prompts) for name in ("fresh", "warm")}
+    slowest = min(run["images_per_minute"] for run in runs.values())
+    packages = ("rapidocr", "onnxruntime", "opencv-python-headless", "numpy")
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "device": f"{os.cpu_count()} CPU cores",
+        "load_average": load,
+        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
+        "images": len(images), "size": args.size, "processes": args.processes, "threads_per_process": 1,
+        **runs,
+        "bar_images_per_minute": BAR, "times_bar": round(slowest / BAR, 2), "within_bar": slowest >= BAR,
+    }  # fmt: skip
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n")
+
+
+def draw(prompt: str, size: int, seed: int) -> np.ndarray:
+    """A picture of the quoted words, float32 [size, size, 3]: every third ground plain, noisy, or with coarse blotches."""
+    rng = np.random.default_rng(seed)
+    ground = np.full((size, size, 3), rng.uniform(0.6, 1.0, 3))
+    if seed % 3 == 1:
+        ground += rng.normal(0, 0.08, ground.shape)
+    elif seed % 3 == 2:
+        blotches = gaussian_filter(rng.normal(0, 1, ground.shape), (size / 16, size / 16, 0))
+        ground += 0.15 * blotches / blotches.std()
+    picture = Image.fromarray(np.uint8(255 * np.clip(ground, 0, 1)))
+    ink = tuple(int(c) for c in rng.integers(0, 90, 3))
+    font = ImageFont.load_default(float(rng.uniform(0.06, 0.1)) * size)
+    place = tuple(float(x) for x in rng.uniform(0.4, 0.6, 2) * size)
+    ImageDraw.Draw(picture).text(place, target(prompt, {}).replace(" ", "\n"), ink, font, anchor="mm", align="center")
+    return np.asarray(picture, np.float32) / 255
+
+
+def measure(pool: ProcessPoolExecutor, images: np.ndarray, prompts: list[str]) -> dict[str, float]:
+    pieces = [slice(start, start + PIECE) for start in range(0, len(images), PIECE)]
+    began = time.perf_counter()
+    waiting = [pool.submit(score, images[piece], prompts[piece]) for piece in pieces]
+    done = [piece.result() for piece in waiting]
+    seconds = time.perf_counter() - began
+    scores = np.concatenate([scores for scores, _ in done])
+    return {
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(sum(cpu for _, cpu in done), 1),
+        "images_per_minute": round(60 * len(images) / seconds),
+        "mean_score": round(float(scores.mean()), 3),
+        "share_of_ones": round(float((scores == 1).mean()), 3),
+    }
+
+
+def score(images: np.ndarray, prompts: list[str]) -> tuple[np.ndarray, float]:
+    began = time.process_time()
+    return ocr(images, prompts, [{}] * len(prompts)), time.process_time() - began
+
+
+if __name__ == "__main__":
+    main()

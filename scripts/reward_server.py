@@ -1,0 +1,51 @@
+"""A reward as a service, for a scorer that needs an environment of its own: the standard library, NumPy and Pillow.
+
+    python reward_server.py module.path:function --port 8000            # in the scorer's environment
+    solrl train tiny reward=http://127.0.0.1:8000/                      # where the training runs
+
+function(images float32 [n, H, W, 3] in [0, 1], prompts, metadata) -> scores [n], or a mapping that holds them as "reward".
+"""
+
+import argparse
+import base64
+import http.server
+import importlib
+import io
+import json
+import os
+import sys
+
+import numpy as np
+from PIL import Image
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("function", help="module.path:function, from the working directory too")
+parser.add_argument("--host", default="127.0.0.1")
+parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+options = parser.parse_args()
+sys.path.append(os.getcwd())
+module, _, name = options.function.partition(":")
+function = getattr(importlib.import_module(module), name)
+
+
+class Service(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        try:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            pictures = [np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))) for png in asked["images"]]
+            scores = function(np.stack(pictures).astype(np.float32) / 255, asked["prompts"], asked["metadata"])
+            numbers = np.asarray(scores["reward"] if isinstance(scores, dict) else scores, float)
+            answer = {"scores": [float(n) if np.isfinite(n) else None for n in numbers]}
+            status, kind, body = 200, "application/json", json.dumps(answer)
+        except Exception as error:
+            status, kind, body = 500, "text/plain", f"{type(error).__name__}: {error}"
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body.encode())))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+with http.server.HTTPServer((options.host, options.port), Service) as server:
+    print(f"scoring with {options.function} at http://{options.host}:{server.server_port}/", flush=True)
+    server.serve_forever()

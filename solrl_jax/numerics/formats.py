@@ -1,0 +1,84 @@
+"""The formats that exploration may run in, by name: what a weight becomes, what it takes, which devices multiply it natively.
+
+Peers and specifications: NVFP4 (arXiv 2509.25149), MXFP4 and MXFP8 (OCP Microscaling Formats 1.0), FP8 (arXiv 2209.05433).
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array
+
+from solrl_jax.numerics import fp8, mx, nvfp4
+from solrl_jax.numerics.matmul import Quantized
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What decides which products are native: JAX's platform and device kind, and on CUDA the compute capability."""
+
+    platform: str  # "cpu", "gpu", "tpu"
+    kind: str = ""
+    capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper; (0, 0) where there is none, as on GPUs that are not NVIDIA's
+
+    @classmethod
+    def of(cls, device: Any) -> "Device":
+        """The facts of a `jax.Device`."""
+        found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+        return cls(device.platform, device.device_kind, (int(found[1]), int(found[2])) if found else (0, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One way to hold the quantised linears. Everything else in a network stays in the precision that it trains in."""
+
+    name: str
+    description: str
+    bits: float  # a weight takes with its share of block scales; a float32 scale a matrix or a channel comes on top
+    quantize: Callable[[Array], Quantized] | None  # weights [..., in, out] to a leaf; None: nothing is quantised
+    native: Callable[[Device], bool]  # whether the device has units for its products; elsewhere XLA expands them, exactly
+
+    def describe(self, device: Device) -> str:
+        """What runs on `device`, as it is printed and kept in a run's record."""
+        how = "native" if self.native(device) else f"emulated: {device.kind or device.platform} has no units for it"
+        return f"{self.name} ({self.description}; {how})"
+
+
+def _cuda(*capability: int) -> Callable[[Device], bool]:
+    return lambda device: device.platform == "gpu" and device.capability >= capability
+
+
+def _fp8_units(device: Device) -> bool:
+    """Ada, Hopper and later; of TPUs the seventh generation. The ones before it multiply BF16 and integers."""
+    return _cuda(8, 9)(device) or device.kind.startswith("TPU7")
+
+
+_everywhere = lambda device: True
+_block_scaled_units = _cuda(10, 0)  # Blackwell
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("fp32", "no linear is quantised", 32, None, _everywhere),
+        Format("bf16", "no linear is quantised", 16, None, _everywhere),
+        Format("fp8", "weights a channel and activations a token in E4M3", 8, fp8.quantize, _fp8_units),
+        Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, mx.quantize_mxfp8, _block_scaled_units),
+        Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, mx.quantize_mxfp4, _block_scaled_units),
+        Format("nvfp4", "weights and activations in E2M1, blocks of 16", 4.5, nvfp4.quantize, _block_scaled_units),
+        # no device has a product of two types: weights are decoded, and the product is one of BF16
+        Format("nvfp4_w", "weights alone in E2M1, blocks of 16", 4.5, nvfp4.quantize_weight_only, lambda device: False),
+    )
+}
+AUTO = "auto"
+_FASTEST_FIRST = ("nvfp4", "fp8")
+
+
+def resolve(name: str, device: Device) -> Format:
+    """The format of that name; of "auto" the fastest one that `device` runs natively, which is BF16 where nothing is faster.
+
+    Of the four-bit ones NVFP4 is the paper's: as fast as MXFP4, with a finer scale for half as many values.
+    """
+    if name == AUTO:
+        name = next((fast for fast in _FASTEST_FIRST if FORMATS[fast].native(device)), "bf16")
+    return FORMATS[name]

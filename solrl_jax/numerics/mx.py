@@ -1,0 +1,91 @@
+"""MXFP4 and MXFP8: blocks of 32 under one power of two each (OCP Microscaling Formats 1.0, sections 5.2, 5.3 and 6.3).
+
+    scale = 2^(floor(log2(amax(block))) - emax)      code = element(clip(x / scale))      emax: 2 for E2M1, 8 for E4M3
+
+Rounding is to nearest, ties to the even code. The scale is the specification's, which lets the largest values of a block
+saturate: of E2M1 what lies beyond 6 / 8 of the next power of two, of E4M3 beyond 7 / 8. A block has all its scale in E8M0:
+there is none a row or a matrix, and a candidate's reward does not depend on its batch mates.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from solrl_jax.numerics.blocks import block_scaled_dot, nbytes, pack, pad_blocks, unpack
+
+BLOCK = 32  # values under one E8M0 scale, along the contraction axis
+# element type: (largest value, exponent of the largest power of two)
+ELEMENTS = {jnp.float4_e2m1fn: (6.0, 2), jnp.float8_e4m3fn: (448.0, 8)}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["n_in"])
+@dataclasses.dataclass(frozen=True)
+class MXTensor:
+    """A weight matrix [in, out] in MXFP4 or MXFP8, held as the block-scaled dot wants it: contraction axis last.
+
+    Invariants: `w[i, o] = element(codes)[o, i] * scales[o, i // 32]`; codes are float8_e4m3fn [..., out, in], or E2M1 two a
+    byte, the even index in the low nibble; `in` is padded with zeros to a multiple of 32, `n_in` is the true one; leading axes
+    (stacked layers) are free.
+    """
+
+    codes: Array
+    scales: Float[Array, "... n_out blocks"]  # float8_e8m0fnu
+    n_in: int
+
+    @property
+    def elements(self) -> Array:
+        """The codes in their own type, an array element each."""
+        return unpack(self.codes) if self.codes.dtype == jnp.uint8 else self.codes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the arrays hold: 4.25 or 8.25 bits a value."""
+        return nbytes(self)
+
+
+def quantize_mxfp4(w: Float[Array, "... n_in n_out"]) -> MXTensor:
+    return _quantize(w, jnp.float4_e2m1fn)
+
+
+def quantize_mxfp8(w: Float[Array, "... n_in n_out"]) -> MXTensor:
+    return _quantize(w, jnp.float8_e4m3fn)
+
+
+def _quantize(w: Float[Array, "... n_in n_out"], element) -> MXTensor:
+    rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32), BLOCK)
+    codes, scales = quantize_blocks(rows, element)
+    return MXTensor(pack(codes) if element == jnp.float4_e2m1fn else codes, scales, w.shape[-2])
+
+
+def dequantize(q: MXTensor) -> Float[Array, "... n_in n_out"]:
+    """The float32 matrix [..., in, out] that `q` stands for."""
+    codes = q.elements.astype(jnp.float32)
+    rows = codes.reshape(*codes.shape[:-1], -1, BLOCK) * q.scales.astype(jnp.float32)[..., None]
+    return jnp.swapaxes(rows.reshape(codes.shape)[..., : q.n_in], -1, -2)
+
+
+def quantize_blocks(x: Float[Array, "... k"], element) -> tuple[Array, Array]:
+    """Codes (of type `element`, [..., k]) and block scales (float8_e8m0fnu [..., k / 32]) of float32 `x`.
+
+    As torchao's floor mode, but where a scale would be below 2^-126, the smallest float32 that XLA does not flush to zero: such
+    a block has the least scale and zero codes. A block with a NaN has NaN for its scale.
+    """
+    largest, exponent = ELEMENTS[element]
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    amax = jnp.max(jnp.abs(blocks), axis=-1)
+    biased = (jax.lax.bitcast_convert_type(amax, jnp.int32) >> 23) - exponent  # exponents as float32 and E8M0 both hold them
+    divisor = jnp.where(biased >= 1, jax.lax.bitcast_convert_type(biased << 23, jnp.float32), jnp.inf)
+    # E4M3 does not saturate by itself: above 464 it gives NaN
+    codes = jnp.clip(blocks / divisor[..., None], -largest, largest).astype(element).reshape(x.shape)
+    bits = jnp.where(jnp.isnan(amax), 255, jnp.maximum(biased, 0)).astype(jnp.uint8)
+    return codes, jax.lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
+
+
+def scaled_matmul(x: Float[Array, "rows n_in"], q: MXTensor) -> Float[Array, "rows n_out"]:
+    """`x @ w` with both operands in the format of `q`, accumulated in float32, in the dtype of `x`."""
+    w = q.elements
+    codes, scales = quantize_blocks(pad_blocks(x.astype(jnp.float32), BLOCK), w.dtype.type)
+    return block_scaled_dot(codes, scales, w, q.scales).astype(x.dtype)

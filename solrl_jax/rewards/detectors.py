@@ -1,0 +1,84 @@
+"""What finds objects in pictures for the `geneval` reward: the embedded world's verifier, or a function of the user's."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from solrl_jax.shapes import scenes, verifier
+
+BLOCK = 16  # pictures judged at once: another number of them compiles nothing
+LARGEST = 215  # pixels a side that the verifier can count
+
+
+@dataclasses.dataclass(frozen=True)
+class Detection:
+    """One object. box: x0, y0, x1, y1 in pixels, y down; color: None if none is clear; confidence: in [0, 1]."""
+
+    name: str
+    box: tuple[float, float, float, float]
+    color: str | None
+    confidence: float
+
+
+Detect = Callable[[Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]]  # a list a picture
+
+
+@dataclasses.dataclass(frozen=True)
+class Detector:
+    """`classes` and `colors` are all that it can find; None: not known."""
+
+    detect: Detect
+    classes: tuple[str, ...] | None = None
+    colors: tuple[str, ...] | None = None
+
+
+@functools.cache
+def open_detector(name: str) -> Detector:
+    """The detector "shapes", or the function that "module.path:function" names. Raises ValueError in one line."""
+    if name == "shapes":
+        return Detector(detect_shapes, SHAPE_CLASSES, scenes.COLOURS)
+    module, colon, function = name.partition(":")
+    expected = "expected 'shapes' or 'module.path:function'"
+    if not (module and colon and function):
+        raise ValueError(f"reward 'geneval': detector={name!r}: {expected}")
+    try:
+        detect = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"reward 'geneval': detector={name!r}: {expected} ({' '.join(str(error).split())})") from error
+    if not callable(detect):
+        raise ValueError(f"reward 'geneval': detector={name!r}: {expected} ({function} is no function)")
+    return Detector(detect)
+
+
+SHAPE_CLASSES = (*scenes.SHAPES, *(f"{size} {shape}" for size in scenes.SIZES for shape in scenes.SHAPES))
+
+
+def detect_shapes(images: Float[np.ndarray, "n s s 3"]) -> list[list[Detection]]:
+    """The objects of the embedded world as its strict verdict sees them, each as "circle" and as "small circle".
+
+    There is no doubt about them: the confidence is 1. What has no clear shape is no object.
+    """
+    n, height, width, _ = images.shape
+    if height != width or width > LARGEST:
+        raise ValueError(f"detector 'shapes': pictures {width} x {height}; expected squares of at most {LARGEST} pixels a side")
+    found: list[list[Detection]] = []
+    for start in range(0, n, BLOCK):
+        rows = np.minimum(np.arange(start, start + BLOCK), n - 1)
+        things = verifier.find(images[rows])
+        colour, shape, size, centre, diameter = (
+            np.asarray(x) for x in (things.colour, things.shape, things.size, things.centre, things.diameter)
+        )
+        lo, hi = ((centre + sign * diameter[..., None] / 2) * (width / scenes.BASE) for sign in (-1, 1))
+        for i in range(min(BLOCK, n - start)):
+            objects = []
+            for j in np.flatnonzero(shape[i] >= 0):
+                tint = scenes.COLOURS[colour[i, j]] if colour[i, j] >= 0 else None
+                box = (float(lo[i, j, 0]), float(lo[i, j, 1]), float(hi[i, j, 0]), float(hi[i, j, 1]))
+                plain = scenes.SHAPES[shape[i, j]]
+                objects += [Detection(name, box, tint, 1.0) for name in (plain, f"{scenes.SIZES[size[i, j]]} {plain}")]
+            found.append(objects)
+    return found

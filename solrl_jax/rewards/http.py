@@ -1,0 +1,60 @@
+"""A reward service: pictures and prompts go out, scores come back, for scorers that need an environment of their own.
+
+POST {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}, answered by {"scores": [...]}, a number or
+null for each picture. `scripts/reward_server.py` is the other side.
+"""
+
+import base64
+import functools
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import requests
+import urllib3
+from jaxtyping import Float
+from PIL import Image
+
+from solrl_jax.files import first_line
+from solrl_jax.pictures import to_uint8
+from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.outside import Metadata
+
+RETRIED = (429, 502, 503, 504)  # answers of a service that is busy or about to start
+
+
+def http(
+    images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata], *, url: str, timeout: float
+) -> Float[np.ndarray, "n"]:
+    """What the service at `url` answers, NaN for null. timeout: seconds that all attempts have together."""
+    body: Any = {"images": [png(image) for image in images], "prompts": list(prompts), "metadata": [dict(m) for m in metadata]}
+    try:
+        answer = session(timeout).post(url, json=body, timeout=timeout)
+    except requests.RequestException as error:
+        reason = getattr(error.args[0] if error.args else None, "reason", error)
+        raise Failure(f"no answer ({str(reason).rsplit(': ', 1)[-1]})") from None
+    if not answer.ok:
+        raise Failure(f"status {answer.status_code} ({first_line(ValueError(answer.text.strip() or answer.reason))})")
+    try:
+        return np.array([math.nan if score is None else score for score in answer.json()["scores"]], float)
+    except (ValueError, TypeError, KeyError):
+        raise Failure('expected {"scores": [...]} for an answer') from None
+
+
+def png(image: Float[np.ndarray, "H W 3"]) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(to_uint8(image)).save(buffer, format="PNG", compress_level=1)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@functools.cache
+def session(timeout: float) -> requests.Session:
+    """Connections that are kept; attempts are repeated after 0, 1, 2, 4, ... seconds, half of `timeout` in all."""
+    attempts = 1 + int(math.log2(1 + timeout / 2))
+    retry = urllib3.Retry(attempts, backoff_factor=0.5, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False)
+    out = requests.Session()
+    for scheme in ("http://", "https://"):
+        out.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
+    return out

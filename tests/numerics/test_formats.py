@@ -1,0 +1,433 @@
+"""What holds for every format: its laws, its bytes, its product, the device that runs it, and the call that CUDA gets for it.
+
+What is NVFP4's alone (codes that equal torchao's, its tensor scale) is in `test_nvfp4.py`.
+"""
+
+import re
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import get_args
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+from models.layers import Linear, scan_blocks, stack
+from solrl_jax.backbone import open_model
+from solrl_jax.config import Precision
+from solrl_jax.experiment import quantize_policy
+from solrl_jax.linears import quantized_paths
+from solrl_jax.numerics import mx
+from solrl_jax.numerics.blocks import pack
+from solrl_jax.numerics.formats import AUTO, FORMATS, Device, resolve
+from solrl_jax.numerics.matmul import dequantize, matmul
+from solrl_jax.policy.lora import attach, merge_and_quantize
+from solrl_jax.presets import resolve as preset
+from solrl_jax.sharding import make_mesh, parameter_sharding, rows
+
+QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
+CODES = [name for name in QUANTISING if name != "nvfp4_w"]  # whose codes and scales are those of nvfp4
+BLOCK = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8": 64}  # values under one scale, of the 64 that are tested
+TINY, FLOAT32_MAX = 2.0**-126, float(np.finfo(np.float32).max)
+# without shrinking, which takes minutes for arrays: a failure prints them whole
+drawn = settings(
+    max_examples=25, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+
+quantize = cache(lambda name: jax.jit(FORMATS[name].quantize))
+decode = jax.jit(dequantize)
+product = jax.jit(matmul)
+
+
+def round_trip(name, w):
+    return np.asarray(decode(quantize(name)(w)))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def grid(dtype):
+    """The magnitudes that a type of four or eight bits has."""
+    values = np.arange(256 if dtype == ml_dtypes.float8_e4m3fn else 16, dtype=np.uint8).view(dtype).astype(np.float64)
+    return np.unique(np.abs(values[np.isfinite(values)]))
+
+
+GRIDS = {name: grid(ml_dtypes.float8_e4m3fn if "8" in name else ml_dtypes.float4_e2m1fn) for name in CODES}
+
+
+# --- laws ---
+
+
+# whole float32 range, with its ends and the numbers around the smallest usable scales made likely
+EDGES = [0.0, -0.0, FLOAT32_MAX, -FLOAT32_MAX, 1e-45, TINY, -TINY / 2, 2.0**-106, 2.0**-124, 2.0**-118, 448 * TINY, 1e-32, 1.0]
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(EDGES)
+ORDINARY = st.floats(2.0**-20, 2.0**20, width=32)
+SIGNED = st.builds(lambda x, sign: x * sign, ORDINARY, st.sampled_from([-1.0, 1.0])) | st.just(0.0)
+
+
+@pytest.mark.parametrize("name", QUANTISING)
+@drawn
+@given(arrays(np.float32, (64, 1), elements=FINITE))
+def test_finite_input_never_gives_anything_else(name, w):
+    assert np.isfinite(round_trip(name, w)).all()
+    unit = np.full((1, 64), 1e-3, np.float32)
+    assert not np.isnan(product(unit, quantize(name)(w))).any()
+    activations = w.T * np.float32(2.0**-30 if name == "nvfp4_w" else 1)  # not quantised, they overflow as those of BF16 do
+    assert not np.isnan(product(activations, quantize(name)(unit.T))).any()
+
+
+@pytest.mark.parametrize("name", CODES)
+@drawn
+@given(arrays(np.float32, (64, 1), elements=SIGNED), st.integers(-40, 40))
+def test_signs_and_powers_of_two_go_through_and_a_second_time_changes_nothing(name, w, k):
+    once = quantize(name)(w)
+    back = np.asarray(decode(once))
+    np.testing.assert_array_equal(round_trip(name, -w), -back)
+    np.testing.assert_array_equal(round_trip(name, np.ldexp(w, k)), np.ldexp(back, k))
+    twice = quantize(name)(back)
+    chex.assert_trees_all_equal(twice.codes, once.codes)
+    # to the bit, but for the last one of a float32 scale: amax / 448 times 448 is not always amax
+    same = lambda scales: np.asarray(scales).astype(np.float64)
+    np.testing.assert_allclose(same(twice.scales), same(once.scales), rtol=2.0**-23 if name == "fp8" else 0)
+
+
+@pytest.mark.parametrize("name", CODES)
+@drawn
+@given(arrays(np.float32, (64, 1), elements=SIGNED))
+def test_what_is_larger_stays_no_smaller(name, w):
+    by_block = lambda x: np.abs(x).T.reshape(-1, BLOCK[name])
+    before, after = by_block(w), by_block(round_trip(name, w))
+    order = np.argsort(before, axis=1, kind="stable")
+    assert (np.diff(np.take_along_axis(after, order, 1), axis=1) >= 0).all()
+
+
+def units(name, q):
+    """What the code of 1.0 stands for in the place of each value."""
+    one = {"mxfp4": np.uint8(0x22), "mxfp8": jnp.float8_e4m3fn(1), "fp8": jnp.float8_e4m3fn(1)}[name]
+    return np.asarray(dequantize(replace(q, codes=jnp.full_like(q.codes, one))), np.float64)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8"])  # NVFP4's is in its own file
+@drawn
+@given(arrays(np.float32, (64, 1), elements=SIGNED))
+def test_every_code_is_the_nearest_or_the_largest(name, w):
+    q = quantize(name)(w)
+    unit = units(name, q)
+    live, values = unit > 0, GRIDS[name]
+    scaled = np.abs(w[live].astype(np.float64)) / unit[live]
+    error = np.abs(scaled - np.abs(np.asarray(decode(q), np.float64)[live]) / unit[live])
+    inside = scaled <= values[-1]
+    nearest = np.abs(scaled[inside, None] - values).min(-1)
+    assert (error[inside] <= nearest + 1e-6 * scaled[inside]).all()  # half a step at most; and float32 rounding at a tie
+    # what lies beyond the largest code saturates: of MX up to the next power of two, of FP8 by rounding alone
+    beyond = {"mxfp4": 8 / 6, "mxfp8": 512 / 448, "fp8": 1 + 1e-6}[name]
+    np.testing.assert_allclose(error[~inside], scaled[~inside] - values[-1], rtol=1e-6, atol=1e-4)
+    assert (scaled <= values[-1] * beyond).all()
+    assert not w[~live].any()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8"])
+def test_what_a_format_can_say_it_says_exactly(name):
+    values = GRIDS[name]
+    signed = np.concatenate([values, -values]).astype(np.float32)
+    w = np.resize(signed, (-(-len(signed) // 64) * 64, 2)).copy()
+    w[:: BLOCK[name] // 2] = values[-1]  # each scale is the one that is wanted
+    w *= np.float32([2.0**-7, 2.0**12])
+    np.testing.assert_array_equal(round_trip(name, w), w)
+    assert len(np.unique(np.abs(w))) > len(values)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_what_is_not_finite_stays_so_and_in_its_own_channel_and_row(name):
+    w = normal(64, 4)
+    for bad in (np.inf, -np.inf, np.nan):
+        spoiled = w.copy()
+        spoiled[5, 2] = bad
+        assert not np.isfinite(round_trip(name, spoiled)[5, 2])
+        if name != "nvfp4":  # a matrix of NVFP4 has one float32 scale
+            np.testing.assert_array_equal(round_trip(name, spoiled)[:, [0, 1, 3]], round_trip(name, w)[:, [0, 1, 3]])
+        x, q = spoiled.T, quantize(name)(normal(64, 8, seed=1))
+        got, clean = np.asarray(product(x, q)), np.asarray(product(w.T, q))
+        assert not np.isfinite(got[2]).any()
+        np.testing.assert_array_equal(got[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_nothing_but_zeros_gives_zeros(name):
+    w = np.zeros((64, 4), np.float32)
+    w[:, 1], w[:, 2], w[::2, 3] = -0.0, 1e-45, TINY / 2  # subnormal numbers are zeros to XLA
+    assert not round_trip(name, w).any()
+    w[:, 0] = normal(64)
+    assert round_trip(name, w)[:, 0].any()
+    assert not round_trip(name, w)[:, 1:].any()
+
+
+ERRORS = {  # of a matrix and of a product, relative
+    "nvfp4": (0.0950, 0.135), "nvfp4_w": (0.0950, 0.095), "mxfp4": (0.1141, 0.162), "mxfp8": (0.0299, 0.042),
+    "fp8": (0.0265, 0.037),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_error_on_gaussian_numbers_is_that_of_the_format(name):
+    x, w = normal(128, 256, seed=1), normal(256, 256)
+    relative = lambda got, want: np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+    error, of_product = ERRORS[name]
+    assert relative(round_trip(name, w), w) == pytest.approx(error, rel=0.02)
+    got = np.asarray(product(x, quantize(name)(w)))
+    assert relative(got, x.astype(np.float64) @ w) == pytest.approx(of_product, rel=0.03)
+
+
+# --- against PyTorch ---
+
+
+ELEMENTS = {"mxfp4": (jnp.float4_e2m1fn, torch.float4_e2m1fn_x2), "mxfp8": (jnp.float8_e4m3fn, torch.float8_e4m3fn)}
+
+
+def mx_data():
+    rng = np.random.default_rng(3)
+    x = normal(64, 256)
+    steps = np.concatenate([g := grid(ml_dtypes.float4_e2m1fn), (g[1:] + g[:-1]) / 2, -g, -(g[1:] + g[:-1]) / 2])[:28]
+    ties = np.concatenate([np.concatenate([steps, [6, 7, -7.99, 4]]) * 2.0**k for k in range(-4, 12)]).astype(np.float32)
+    zeros = x.reshape(-1, 32) * (rng.random((512, 1)) > 0.3)
+    return {
+        "normal": x,
+        "heavy tails": rng.standard_cauchy((64, 256)).astype(np.float32),
+        "many magnitudes": (np.exp(8 * rng.standard_normal((64, 256))) * rng.choice([-1, 1], (64, 256))).astype(np.float32),
+        "ties, and what saturates": ties[None],
+        "zero blocks": zeros.reshape(x.shape).astype(np.float32),
+        "large": x * np.float32(7e37),
+        "small": x * np.float32(2.0**-110),
+    }
+
+
+MX_DATA = mx_data()
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("case", MX_DATA)
+def test_mx_bits_equal_torchaos(case, name):
+    x, (ours, theirs) = MX_DATA[case], ELEMENTS[name]
+    codes, scales = jax.jit(mx.quantize_blocks, static_argnums=1)(x, ours)
+    their_scales, their_codes = to_mx(torch.from_numpy(x), theirs, 32, ScaleCalculationMode.FLOOR)
+    np.testing.assert_array_equal(np.asarray(scales).view(np.uint8), their_scales.view(torch.uint8).numpy())
+    bits = np.asarray(pack(codes) if name == "mxfp4" else codes).view(np.uint8)
+    np.testing.assert_array_equal(bits, their_codes.view(torch.uint8).numpy())
+    assert len(np.unique(bits)) > 8
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_where_mx_differs_from_torchao_nothing_is_left_to_say(name):
+    """Where the scale would be 2^-127 or less, torchao codes the block as if it were 2^-126 and says 2^-127; ours is zero."""
+    ours, theirs = ELEMENTS[name]
+    exponent = mx.ELEMENTS[ours][1]
+    x = np.full((1, 32), 2.0 ** (exponent - 127), np.float32)
+    codes, scales = mx.quantize_blocks(jnp.asarray(x), ours)
+    assert np.asarray(scales).view(np.uint8) == 0
+    assert not np.asarray(codes).astype(np.float32).any()
+    their_scales, their_codes = to_mx(torch.from_numpy(x), theirs, 32, ScaleCalculationMode.FLOOR)
+    assert their_scales.view(torch.uint8).item() == 0
+    assert their_codes.view(torch.uint8).any()
+    codes, scales = mx.quantize_blocks(jnp.asarray(2 * x), ours)  # the next power of two is exact
+    assert (np.asarray(codes).astype(np.float64) * np.asarray(scales).astype(np.float64)[0] == 2 * x).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_fp8_bits_equal_pytorchs(scale):
+    w = normal(256, 64) * np.float32(scale)
+    q = quantize("fp8")(w)
+    expected = np.abs(w).max(0) / np.float32(448)
+    np.testing.assert_allclose(q.scales, expected, rtol=2.0**-23)
+    theirs = (torch.from_numpy(w.T.copy()) / torch.from_numpy(np.array(q.scales))[:, None]).clamp(-448, 448)
+    np.testing.assert_array_equal(np.asarray(q.codes).view(np.uint8), theirs.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+
+
+# --- leaves ---
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "more"),
+    [("nvfp4", 4.5, 4), ("nvfp4_w", 4.5, 4), ("mxfp4", 4.25, 0), ("mxfp8", 8.25, 0), ("fp8", 8, 4 * 48)],
+)  # more: bytes of float32 scales a matrix of 48 channels
+def test_a_value_takes_the_bits_that_the_format_says(name, bits, more):
+    for shape, matrices in (((64, 48), 1), ((3, 64, 48), 3)):
+        q = quantize(name)(normal(*shape))
+        assert q.nbytes == np.prod(shape) * bits / 8 + more * matrices
+        # what the device holds, the host's CPU too: float4 arrays of XLA would take twice as much
+        assert sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(q)) == q.nbytes
+    assert FORMATS[name].bits == bits
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_stacked_matrices_are_quantised_one_by_one(name):
+    w = normal(3, 64, 24) * np.array([1, 100, 0], np.float32)[:, None, None]
+    stacked = quantize(name)(w)
+    for layer in range(3):
+        chex.assert_trees_all_equal(jax.tree.map(lambda x, layer=layer: x[layer], stacked), quantize(name)(w[layer]))
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_width_that_is_no_multiple_of_a_block_is_filled_with_zeros(name):
+    w = normal(20, 6)
+    assert round_trip(name, w).shape == (20, 6)
+    np.testing.assert_array_equal(round_trip(name, w), round_trip(name, np.pad(w, ((0, 44), (0, 0))))[:20])
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_bfloat16_is_quantised_as_the_float32_of_the_same_value(name):
+    w = jnp.asarray(normal(32, 8), jnp.bfloat16)
+    np.testing.assert_array_equal(round_trip(name, w), round_trip(name, w.astype(jnp.float32)))
+
+
+# --- the product ---
+
+
+@pytest.mark.parametrize("name", QUANTISING)
+def test_the_product_is_that_of_the_dequantised_operands(name):
+    """Each row is quantised as a matrix of its own would be."""
+    x, w = normal(7, 40) * np.logspace(-3, 3, 7, dtype=np.float32)[:, None], normal(40, 24, seed=1)
+    q = quantize(name)(w)
+    operand = x if name == "nvfp4_w" else round_trip(name, x[..., None])[..., 0]
+    got, matrix = np.asarray(product(x, q), np.float64), np.asarray(decode(q), np.float64)
+    relative = lambda got, want: np.abs(got - want).max() / np.abs(want).max()
+    for row in range(len(x)):
+        assert relative(got[row], operand[row].astype(np.float64) @ matrix) < 1e-6
+        assert name == "nvfp4_w" or relative(got[row], x[row] @ matrix) > 3e-3  # activations are quantised
+        assert relative(got[row], operand[row] @ w) > 3e-3  # and so are weights
+    assert product(x.astype(jnp.bfloat16), q).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", QUANTISING)
+def test_a_row_does_not_depend_on_the_other_rows(name):
+    x, q = normal(6, 64), quantize(name)(normal(64, 24, seed=1))
+    factors = np.array([1, 1e3, 1e-3, 1, 1e3, 1e-3], np.float32)[:, None]
+    np.testing.assert_array_equal(product(x, q)[::3], product(x * factors, q)[::3])
+    np.testing.assert_allclose(product(x, q)[2:3], product(x[2:3], q), rtol=1e-5, atol=1e-5)  # another kernel's sums
+
+
+def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
+    """Merged and quantised where the base lies, then gathered a layer at a time in the scan over the blocks."""
+    graphdef, state = nnx.split(stack(3, lambda r: Linear(64, 64, rngs=r), nnx.Rngs(0)))
+    base, x = {"blocks": nnx.to_pure_dict(state)}, normal(16, 64)
+
+    @jax.jit
+    def forward(policies, x):
+        through = lambda params: scan_blocks(nnx.merge(graphdef, params["blocks"]), lambda block, x: x + block(x), x)
+        return {name: through(params) for name, params in policies.items()}
+
+    def run(mesh):
+        placed = jax.device_put(base, parameter_sharding(mesh, base))
+        with jax.set_mesh(mesh):
+            quantized = lambda name: quantize_policy(placed, {}, 1.0, ("blocks/kernel",), FORMATS[name].quantize)
+            policies = {name: attach(placed, {}, 1.0, quantized(name)) for name in QUANTISING}
+            return jax.device_get(forward(policies | {"bf16": placed}, jax.device_put(x, rows(mesh))))
+
+    one, eight = run(make_mesh(1, 1, jax.devices()[:1])), run(make_mesh(2, 4))
+    chex.assert_trees_all_equal(eight, one)
+    assert all(np.abs(one[name] - one["bf16"]).max() > 1e-3 for name in QUANTISING)
+
+
+# --- what CUDA is given, seen without one ---
+
+
+@pytest.fixture(scope="module")
+def network():
+    """SANA in miniature, abstract: what it holds, what its rules leave to be quantised, and what goes in."""
+    pipeline, shape = open_model("embedded:tiny-sana"), lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
+    params = pipeline.transformer.shapes(jnp.bfloat16)
+    paths = quantized_paths(params, preset("tiny").model.quantize, FORMATS["nvfp4"])
+    conditioning = {"text": shape(2, 24, 64), "mask": shape(2, 24, dtype=bool)}
+    inputs = (shape(2, *pipeline.latent_shape(32, 32)), conditioning, shape(2, dtype=jnp.float32), shape(dtype=jnp.float32))
+    return pipeline, params, paths, inputs
+
+
+@pytest.fixture(scope="module")
+def lowered(network):
+    """From a format and a platform to the forward pass of the network as StableHLO. Its four blocks are one scanned body."""
+    pipeline, params, paths, inputs = network
+
+    @cache
+    def lower(name, platform="cuda"):
+        merge = partial(merge_and_quantize, adapters={}, scale=1.0, paths=paths, quantize=FORMATS[name].quantize)
+        leaves = jax.eval_shape(merge, params) if FORMATS[name].quantize else {}
+        traced = jax.jit(pipeline.velocity).trace(attach(params, {}, 1.0, leaves), *inputs)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    return lower
+
+
+DOT = "stablehlo.dot_general"
+# The custom call is in one function for each shape; the linears of SANA's text, keys and values, share theirs.
+CUSTOM, COMPOSITE = "@__op$block_scaled_dot(", 'composite "xla.scaled_dot"'
+CALLS = {"nvfp4": (CUSTOM, 3), "mxfp8": (CUSTOM, 3), "mxfp4": (COMPOSITE, 4)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_block_scaled_products_lower_to_xlas_own_on_cuda(network, lowered, name):
+    text, (call, times) = lowered(name), CALLS[name]
+    assert len(network[2]) == 4
+    assert (text.count(call), text.count(CUSTOM) + text.count(COMPOSITE)) == (times, times)
+    if call == CUSTOM:  # a composite brings its own expansion along
+        assert text.count(DOT) == lowered("bf16").count(DOT) - 4  # no product of those linears is left in BF16
+    assert CUSTOM not in lowered(name, "cpu")  # no other platform has it
+
+
+def test_fp8_products_lower_to_dots_of_fp8_operands(network, lowered):
+    """XLA's GEMM rewriter turns a dot of two E4M3 operands into cuBLAS's FP8 GEMM (`MatchFp8Param`, gemm_rewriter.cc)."""
+    text = lowered("fp8")
+    operands = [re.findall(r"tensor<(?:\d+x)*(\w+)>", line.rsplit(" : ", 1)[1]) for line in text.splitlines() if DOT in line]
+    assert operands.count(["f8E4M3FN", "f8E4M3FN", "f32"]) == len(network[2]) == 4
+    assert len(operands) == lowered("bf16").count(DOT)
+
+
+# --- devices ---
+
+
+CPU, AMD = Device("cpu", "cpu"), Device("gpu", "AMD Instinct MI300X")
+DEVICES = [
+    (Device("gpu", "NVIDIA B200", (10, 0)), "nvfp4", {"nvfp4", "mxfp4", "mxfp8", "fp8"}),
+    (Device("gpu", "NVIDIA GeForce RTX 5090", (12, 0)), "nvfp4", {"nvfp4", "mxfp4", "mxfp8", "fp8"}),
+    (Device("gpu", "NVIDIA H200", (9, 0)), "fp8", {"fp8"}),
+    (Device("gpu", "NVIDIA L40S", (8, 9)), "fp8", {"fp8"}),
+    (Device("gpu", "NVIDIA A100", (8, 0)), "bf16", set()),
+    (AMD, "bf16", set()),
+    (Device("tpu", "TPU7x"), "fp8", {"fp8"}),
+    (Device("tpu", "TPU v6 lite"), "bf16", set()),
+    (Device("tpu", "TPU v5p"), "bf16", set()),
+    (CPU, "bf16", set()),
+]
+
+
+@pytest.mark.parametrize(("device", "auto", "native"), DEVICES, ids=[d.kind for d, *_ in DEVICES])
+def test_what_a_device_runs_natively_and_what_auto_makes_of_it(device, auto, native):
+    assert resolve(AUTO, device).name == auto
+    assert {name for name in QUANTISING if FORMATS[name].native(device)} == native
+    for name, form in FORMATS.items():
+        assert resolve(name, device) is form
+        told = form.describe(device)
+        assert told.startswith(f"{name} (")
+        assert ("emulated" in told) == (name in QUANTISING and name not in native)
+
+
+def test_the_facts_of_a_device_are_jaxs():
+    made = lambda **facts: Device.of(SimpleNamespace(platform="gpu", device_kind="x", **facts))
+    assert made(compute_capability="10.0").capability == (10, 0)
+    assert made(compute_capability="gfx942").capability == made().capability == (0, 0)
+    assert Device.of(jax.devices()[0]).platform == "cpu"
+
+
+def test_every_name_of_the_configuration_is_a_format():
+    assert set(get_args(Precision)) == {*FORMATS, AUTO}

@@ -1,0 +1,180 @@
+"""Which linears are quantised: the peers' sets at the released sizes, from shapes alone, and what the report tells of them."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from click.testing import CliRunner
+from flax import nnx
+
+from models.flux import FluxConfig, FluxTransformer2DModel
+from models.sana import SanaConfig, SanaTransformer2DModel
+from models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax import cli
+from solrl_jax.backbone import open_model
+from solrl_jax.linears import quantized_paths, report, table, totals, why_kept
+from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.policy.lora import flatten
+from solrl_jax.presets import resolve
+
+NETWORKS = {  # the released ones, and small ones of the same kind
+    "sana": (
+        SanaTransformer2DModel,
+        SanaConfig,
+        {"num_layers": 20, "num_attention_heads": 70, "num_cross_attention_heads": 20, "cross_attention_head_dim": 112,
+         "cross_attention_dim": 2240},
+        {"num_layers": 2, "num_attention_heads": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 64,
+         "cross_attention_dim": 128},
+    ),
+    "sd3": (
+        SD3Transformer2DModel,
+        SD3Config,
+        {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm",
+         "pos_embed_max_size": 192, "dual_attention_layers": ()},
+        {"num_layers": 3, "num_attention_heads": 2, "caption_projection_dim": 128, "qk_norm": "rms_norm",
+         "pos_embed_max_size": 9, "dual_attention_layers": ()},
+    ),
+    "flux1": (
+        FluxTransformer2DModel,
+        FluxConfig,
+        {"guidance_embeds": True},
+        {"guidance_embeds": True, "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 1},
+    ),
+}  # fmt: skip
+
+
+def shapes(name, small=False):
+    """The parameters of a network in BF16, abstract."""
+    network, config, *sizes = NETWORKS[name]
+    made = nnx.eval_shape(lambda: network(config.from_dict(sizes[small]), rngs=nnx.Rngs(0)))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), nnx.to_pure_dict(nnx.state(made)))
+
+
+def rules(name):
+    return resolve(f"{name}_sol_rl_hpsv2").model.quantize
+
+
+def modules(paths):
+    """Paths without what they all end in and, for SD3, without which layers of the list they hold."""
+    return {re.sub(r"/\d+-\d+/", "/", path.removesuffix("/kernel")) for path in paths}
+
+
+ATTENTION = {f"attn/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")}
+PEERS = {  # the modules that are quantised, and how many linears they are in the peers' layout
+    "sana": ({f"transformer_blocks/{x}" for x in ("attn2/to_k", "attn2/to_v", "ff/conv_inverted", "ff/conv_point")}, 60),
+    "sd3": ({f"transformer_blocks/ff/net/{x}" for x in ("0/proj", "2")}, 76),
+    "flux1": (
+        {f"transformer_blocks/{x}" for x in ATTENTION | {"norm1/linear", "norm1_context/linear"}}
+        | {f"transformer_blocks/{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2")}
+        | {f"single_transformer_blocks/{x}" for x in ("attn/to_q", "attn/to_k", "attn/to_v", "norm/linear")}
+        | {f"single_transformer_blocks/{x}" for x in ("proj_mlp", "proj_out")}
+        | {"proj_out"},
+        19 * 14 + 38 * 6 + 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_released_sizes_quantise_what_the_peers_do(name):
+    params, (expected, count) = shapes(name), PEERS[name]
+    paths = quantized_paths(params, rules(name), FORMATS["nvfp4"])
+    assert modules(paths) == expected
+    found = totals(report(params, rules(name), FORMATS["nvfp4"]))["quantized"]
+    assert found - (20 if name == "sana" else 0) == count  # keys and values of SANA's text are one linear there
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_same_rules_choose_the_same_modules_in_a_small_network(name):
+    assert modules(quantized_paths(shapes(name, small=True), rules(name), FORMATS["nvfp4"])) == PEERS[name][0]
+    tiny = resolve("tiny", [f"model=tiny-{name.removesuffix('1')}"]).model.quantize
+    assert tiny == rules(name)
+
+
+def test_each_rule_matters():
+    params, mine = shapes("sana"), rules("sana")
+    chosen = lambda **changes: modules(quantized_paths(params, dataclasses.replace(mine, **changes), FORMATS["nvfp4"]))
+    base = PEERS["sana"][0]
+    assert base - chosen(fused=()) == {"transformer_blocks/attn2/to_k", "transformer_blocks/attn2/to_v"}
+    narrow = {f"transformer_blocks/{x}" for x in ("attn1/to_out/0", "attn2/to_q", "attn2/to_out/0")}
+    assert chosen(min_dim=0.99) - base == narrow
+    assert chosen(skip=tuple(s for s in mine.skip if s != "time_embed")) - base == {"time_embed/linear"}
+    assert chosen(skip=(*mine.skip, "attn2")) == {x for x in base if "ff" in x}
+
+
+def test_reasons_are_told():
+    told = why_kept(shapes("sana"), rules("sana"))
+    assert told["transformer_blocks/attn1/to_q/kernel"] == "skip attn1/to_q"
+    assert told["transformer_blocks/attn2/to_q/kernel"] == "min_dim 2240"
+    assert told["transformer_blocks/attn2/to_k/kernel"] == ""
+    assert not any("patch_embed" in path or "conv_depth" in path for path in told)  # convolutions
+    everything = flatten(shapes("sana"))
+    assert all(path in told for path in everything if path.endswith("/kernel") and len(everything[path].shape) < 4)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_w", "mxfp4", "mxfp8", "fp8", "bf16"])
+def test_bytes_before_and_after(name):
+    """Of the widest linear of FLUX.1-dev, and in all."""
+    rows = report(shapes("flux1"), rules("flux1"), FORMATS[name])
+    row = next(row for row in rows if row.path == "single_transformer_blocks/proj_out/kernel")
+    assert (row.layers, row.n_in, row.n_out) == (38, 15360, 3072)
+    weights = 38 * 15360 * 3072
+    assert row.bytes_before == 2 * weights
+    scales = {"nvfp4": 38 * 4, "nvfp4_w": 38 * 4, "fp8": 38 * 3072 * 4}.get(name, 0)
+    assert row.bytes_after == weights * FORMATS[name].bits / 8 + scales
+    sums = totals(rows)
+    assert sums["bytes_before"] - sums["quantized_bytes_before"] == sums["bytes_after"] - sums["quantized_bytes_after"]
+    if name == "bf16":
+        assert sums["quantized"] == 0
+        assert {row.kept for row in rows} == {"bf16", *(f"skip {s}" for s in rules("flux1").skip)}
+    else:
+        assert sums["quantized_bytes_after"] / sums["quantized_bytes_before"] == pytest.approx(
+            FORMATS[name].bits / 16,
+            rel=2e-3,  # the float32 scales
+        )
+    told = table(rows, FORMATS[name]).splitlines()
+    assert len(told) == len(rows) + 1
+    assert told[-1].startswith(f"{sums['quantized']} of {sums['linears']} linears in {name}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"skip": ("time_embed", "atn1")}, r"^model\.quantize\.skip: 'atn1' is in no linear's name; there are .*attn1/to_q"),
+        (
+            {"fused": ("attn2/to_[kv]",)},
+            r"^model\.quantize\.fused: 'attn2/to_\[kv\]' matches no linear; there are .*attn1/to_q",
+        ),
+        (
+            {"min_dim": 9.0},
+            r"^model\.quantize: leaves no linear to quantise \(.*3 by skip time_embed, .*7 by min_dim 1152.*\)$",
+        ),
+    ],
+)
+def test_rules_that_cannot_be_meant_are_refused(changes, message):
+    wrong = dataclasses.replace(rules("sana"), **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        quantized_paths(shapes("sana", small=True), wrong, FORMATS["fp8"])
+    assert "\n" not in str(error.value)
+    if "min_dim" in changes:  # to one that quantises nothing it is all the same
+        assert quantized_paths(shapes("sana", small=True), wrong, FORMATS["bf16"]) == ()
+
+
+def test_the_command_lists_them_without_loading_weights(monkeypatch):
+    def load(*_):
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("models.pipeline.load_component", load)
+    call = lambda *arguments: CliRunner().invoke(cli.cli, ["linears", "tiny", *arguments], catch_exceptions=False).output
+    summary = json.loads(call("--json", "rollout.explore.precision=mxfp4"))
+    rows = report(open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["mxfp4"])
+    assert summary.pop("exploration").startswith("mxfp4 (")
+    assert summary.pop("per_linear") == [dataclasses.asdict(row) for row in rows]
+    assert summary == totals(rows)
+    assert (summary["quantized"], summary["linears"]) == (16, 46)
+    text = call()
+    assert "conv_point/kernel" in text
+    assert "stays: skip attn1/to_q" in text
+    assert "16 of 46 linears in nvfp4" in text
