@@ -140,21 +140,23 @@ def rank(
 @cli.command()
 @click.argument("target", metavar="RUN_OR_PRESET")
 @overrides_argument
+@click.option("--errors", is_flag=True, help="Load the weights, a run's averaged policy merged, and measure what each loses.")
 @json_option
-def linears(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
+def linears(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool) -> None:
     """List the linears of a model: quantised or not and why, and the bytes they take before and after. Loads no weights.
 
     \b
-    solrl linears tiny rollout.explore.precision=mxfp4
+    solrl linears tiny rollout.explore.precision=mxfp4 --errors
     """
     import dataclasses
 
     from solrl_jax import linears as lines
     from solrl_jax.backbone import DTYPES, open_model
-    from solrl_jax.experiment import device_facts
+    from solrl_jax.experiment import build, device_facts
     from solrl_jax.numerics.formats import resolve
+    from solrl_jax.sample import load_policy
 
-    config, _ = configuration(target, overrides, None)
+    config, run = configuration(target, overrides, None)
     device = device_facts()
     form = resolve(config.rollout.explore.precision, device)
     shapes = open_model(config.model.path).transformer.shapes(DTYPES[config.rollout.precision])
@@ -162,6 +164,10 @@ def linears(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
         rows = lines.report(shapes, config.model.quantize, form)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if errors:
+        experiment = build(config)
+        adapters, _ = load_policy(run, experiment)
+        rows = lines.with_errors(rows, experiment.backbone.transformer, adapters, experiment.scale, form)
     summary = {"exploration": form.describe(device), **lines.totals(rows), "per_linear": list(map(dataclasses.asdict, rows))}
     finish(summary, as_json, lines.table(rows, form))
 

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
+from solrl_jax import sharding
 from solrl_jax.config import Quantize
 from solrl_jax.numerics.blocks import nbytes
 from solrl_jax.numerics.formats import Format
-from solrl_jax.policy.lora import Params, flatten
+from solrl_jax.numerics.matmul import dequantize
+from solrl_jax.policy.lora import Adapters, Params, by_layer, flatten
 
 Shaped = Array | jax.ShapeDtypeStruct
 
@@ -32,6 +35,7 @@ class Linear:
     kept: str  # why it stays as it is; '' if it is quantised
     bytes_before: int
     bytes_after: int
+    errors: tuple[float, ...] = ()  # of each layer's matrix, |quantised - exact| / |exact|; empty where not measured
 
 
 def quantized_paths(params: Params, rules: Quantize, form: Format) -> tuple[str, ...]:
@@ -82,6 +86,20 @@ def report(params: Params, rules: Quantize, form: Format) -> list[Linear]:
     return rows
 
 
+def with_errors(rows: Sequence[Linear], params: Params, adapters: Adapters, scale: float, form: Format) -> list[Linear]:
+    """The report with what quantising costs each matrix, adapters merged (Frobenius norms, in float32)."""
+    norm = jnp.linalg.norm
+
+    def error(w: Array) -> Array:
+        assert form.quantize is not None
+        return norm(dequantize(form.quantize(w)) - w) / norm(w)
+
+    measure = sharding.jit(lambda w, adapter: jnp.atleast_1d(by_layer(error, w, adapter, scale)))
+    flat = flatten(params)
+    measured = lambda path: tuple(map(float, measure(flat[path], adapters.get(path))))
+    return [row if row.kept else dataclasses.replace(row, errors=measured(row.path)) for row in rows]
+
+
 def totals(rows: Sequence[Linear]) -> dict[str, int]:
     """Linears, a layer of a stack being one, and bytes."""
     chosen = [row for row in rows if not row.kept]
@@ -98,7 +116,8 @@ def totals(rows: Sequence[Linear]) -> dict[str, int]:
 def table(rows: Sequence[Linear], form: Format) -> str:
     """The report for a terminal."""
     path = max(len(row.path) for row in rows)
-    told = lambda row: f"stays: {row.kept}" if row.kept else form.name
+    errors = lambda row: f", error {min(row.errors):.4f} to {max(row.errors):.4f}" if row.errors else ""
+    told = lambda row: f"stays: {row.kept}" if row.kept else form.name + errors(row)
     shape = lambda row: f"{row.layers} x {row.n_in} -> {row.n_out}"
     lines = [
         f"{row.path:<{path}}  {shape(row):>22}  {_mb(row.bytes_before)} -> {_mb(row.bytes_after)}  {told(row)}" for row in rows

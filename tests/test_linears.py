@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from flax import nnx
@@ -14,11 +15,13 @@ from models.flux import FluxConfig, FluxTransformer2DModel
 from models.sana import SanaConfig, SanaTransformer2DModel
 from models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax import cli
-from solrl_jax.backbone import open_model
+from solrl_jax.backbone import load_backbone, open_model
 from solrl_jax.linears import quantized_paths, report, table, totals, why_kept
 from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.numerics.nvfp4 import dequantize, quantize
 from solrl_jax.policy.lora import flatten
 from solrl_jax.presets import resolve
+from solrl_jax.sharding import make_mesh
 
 NETWORKS = {  # the released ones, and small ones of the same kind
     "sana": (
@@ -171,10 +174,32 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     summary = json.loads(call("--json", "rollout.explore.precision=mxfp4"))
     rows = report(open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["mxfp4"])
     assert summary.pop("exploration").startswith("mxfp4 (")
-    assert summary.pop("per_linear") == [dataclasses.asdict(row) for row in rows]
+    assert summary.pop("per_linear") == [dataclasses.asdict(row) | {"errors": []} for row in rows]
     assert summary == totals(rows)
     assert (summary["quantized"], summary["linears"]) == (16, 46)
     text = call()
     assert "conv_point/kernel" in text
     assert "stays: skip attn1/to_q" in text
     assert "16 of 46 linears in nvfp4" in text
+
+
+def test_the_report_measures_what_each_layer_loses(tmp_path):
+    """Against the same sum by NumPy; a coarser format loses more."""
+
+    def measured(precision):
+        call = ("linears", "tiny", f"rollout.explore.precision={precision}", "--errors", "--json")
+        out = CliRunner().invoke(cli.cli, call, catch_exceptions=False).stdout
+        return {row["path"]: row for row in json.loads(out.splitlines()[-1])["per_linear"]}
+
+    fine, coarse = measured("fp8"), measured("nvfp4")
+    assert {path for path, row in coarse.items() if row["errors"]} == {path for path, row in coarse.items() if not row["kept"]}
+    network = load_backbone(open_model("embedded:tiny-sana"), "bf16", make_mesh(1, 1)).transformer
+    for path, row in coarse.items():
+        if not row["kept"]:
+            assert len(row["errors"]) == row["layers"] == 4
+            stack = np.asarray(flatten(network)[path], np.float32)
+            lost = [np.asarray(dequantize(quantize(jnp.asarray(w)))) - w for w in stack]
+            wanted = [np.linalg.norm(d) / np.linalg.norm(w) for d, w in zip(lost, stack, strict=True)]
+            np.testing.assert_allclose(row["errors"], wanted, rtol=2e-3)  # ties fall otherwise as programs fuse
+            assert np.ptp(wanted) > 4e-4  # layers differ
+            assert max(fine[path]["errors"]) < 0.5 * min(row["errors"])

@@ -7,6 +7,7 @@ exploration). No layer knows which policy it belongs to.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -69,16 +70,18 @@ def merge_and_quantize(
     """
     flat = flatten(base)
 
-    def layer(matrices: tuple[Array, dict[str, Array]]) -> Quantized:
-        w, adapter = matrices
+    return {path: by_layer(quantize, flat[path], adapters.get(path), scale) for path in paths}
+
+
+def by_layer(f: Callable[[Array], Any], w: Array, adapter: dict[str, Array] | None, scale: float) -> Any:
+    """`f` of a linear [in, out] with its adapter merged, in float32; of a stack of them, of one after another."""
+
+    def layer(matrices: tuple[Array, dict[str, Array]]) -> Any:
+        w, ab = matrices
         w = w.astype(jnp.float32)
-        return quantize(w + scale * adapter["a"] @ adapter["b"] if adapter else w)
+        return f(w + scale * ab["a"] @ ab["b"] if ab else w)
 
-    def one(path: str) -> Quantized:
-        matrices = flat[path], adapters.get(path, {})
-        return jax.lax.map(layer, matrices) if flat[path].ndim == 3 else layer(matrices)
-
-    return {path: one(path) for path in paths}
+    return (partial(jax.lax.map, layer) if w.ndim == 3 else layer)((w, adapter or {}))
 
 
 def flatten(params: Params) -> dict[str, Any]:
