@@ -18,12 +18,13 @@ test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	# two at a time, a file a process; in rounds, because a process that compiles all of it runs out of memory maps inside XLA
+	# three at a time, also on two cores, for one often waits; in rounds, because a process that compiles all runs out of
+	# memory maps inside XLA
 	$(BIN)/coverage erase
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(NETWORKS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(WHOLE)
-	$(BIN)/coverage run -m pytest -n 2 --dist loadfile tests/policy tests/flow tests/numerics tests/rollout tests/shapes
-	$(BIN)/coverage run -m pytest -n 2 --dist loadfile $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(NETWORKS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(WHOLE)
+	$(BIN)/coverage run -m pytest -n 3 --dist loadfile tests/policy tests/flow tests/numerics tests/rollout tests/shapes
+	$(BIN)/coverage run -m pytest -n 3 --dist loadfile $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
