@@ -88,7 +88,7 @@ def evaluate(target: str, overrides: tuple[str, ...], preset: str, as_json: bool
 
     config, run = configuration(target, overrides, preset)
     experiment = build(config)
-    adapters, iteration = load_policy(run, experiment)
+    adapters, iteration = load_policy(run, config, experiment.backbone)
     with bar(config.eval.prompts * config.eval.images_per_prompt, "evaluate") as shown:
         result = score(experiment, experiment.policy(adapters), shown.update)
     lines = [f"{name}: {mean:.4f} ± {result.errors[name]:.4f}" for name, mean in result.means.items()]
@@ -125,7 +125,7 @@ def rank(
     experiment = build(config)
     if prompts > len(experiment.test_prompts):
         raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")
-    adapters, _ = load_policy(run, experiment)
+    adapters, _ = load_policy(run, config, experiment.backbone)
     total = ranking.rounds(settings) * prompts * max(s.candidates for s in settings)
     with bar(total, "rank") as shown:
         show = lambda stage, rows, done: shown.update(done)
@@ -151,23 +151,25 @@ def linears(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool
     import dataclasses
 
     from solrl_jax import linears as lines
-    from solrl_jax.backbone import DTYPES, open_model
-    from solrl_jax.experiment import build, device_facts
+    from solrl_jax.backbone import DTYPES, load_backbone, open_model
+    from solrl_jax.experiment import device_facts
     from solrl_jax.numerics.formats import resolve
     from solrl_jax.sample import load_policy
+    from solrl_jax.sharding import make_mesh
 
     config, run = configuration(target, overrides, None)
     device = device_facts()
     form = resolve(config.rollout.explore.precision, device)
-    shapes = open_model(config.model.path).transformer.shapes(DTYPES[config.rollout.precision])
+    pipeline = open_model(config.model.path)
+    shapes = pipeline.transformer.shapes(DTYPES[config.rollout.precision])
     try:
         rows = lines.report(shapes, config.model.quantize, form)
     except ValueError as error:
         raise InputError(str(error)) from error
     if errors:
-        experiment = build(config)
-        adapters, _ = load_policy(run, experiment)
-        rows = lines.with_errors(rows, experiment.backbone.transformer, adapters, experiment.scale, form)
+        backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
+        adapters, _ = load_policy(run, config, backbone)
+        rows = lines.with_errors(rows, backbone.transformer, adapters, config.lora.alpha / config.lora.rank, form)
     summary = {"exploration": form.describe(device), **lines.totals(rows), "per_linear": list(map(dataclasses.asdict, rows))}
     finish(summary, as_json, lines.table(rows, form))
 

@@ -25,7 +25,7 @@ from solrl_jax.rewards.mixture import open_rewards
 from solrl_jax.rollout.generate import Grid
 from solrl_jax.sharding import make_mesh
 
-# merged in one program, layer stacks at once; the base is read, never copied
+# merged in one program, a layer of a stack at a time; the base is read, never copied
 quantize_policy = sharding.jit(merge_and_quantize, static_argnums=(2, 3, 4))
 
 

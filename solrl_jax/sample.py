@@ -15,7 +15,7 @@ import numpy as np
 from solrl_jax import checkpoint, files, pictures
 from solrl_jax.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone, open_model
 from solrl_jax.config import Config
-from solrl_jax.experiment import Experiment, device_facts, quantize_policy
+from solrl_jax.experiment import device_facts, quantize_policy
 from solrl_jax.files import InputError
 from solrl_jax.flow.scheduler import read_scheduler
 from solrl_jax.keys import candidate_seeds, initial_noise, prompt_uid
@@ -81,12 +81,12 @@ def load_ema(folder: Path, config: Config, backbone: Backbone) -> tuple[Adapters
     return state.ema, meta["iteration"]
 
 
-def load_policy(run: Path | None, experiment: Experiment) -> tuple[Adapters, int]:
+def load_policy(run: Path | None, config: Config, backbone: Backbone) -> tuple[Adapters, int]:
     """The averaged adapters of `run` and its iteration; without a run, those that `lora.init` names, before the first."""
-    config, backbone = experiment.config, experiment.backbone
     if run:
         return load_ema(run, config, backbone)
-    return read_start(config.lora, experiment.targets, backbone.parameter_table()), 0
+    targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
+    return read_start(config.lora, targets, backbone.parameter_table()), 0
 
 
 def output_directory(path: Path) -> Path:

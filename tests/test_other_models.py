@@ -165,5 +165,4 @@ def test_parameters_split_over_devices_train_the_same(trained):
     moments = lambda state: jax.tree.leaves(optax.tree.get(state.opt_state, "mu"))
     norm = lambda arrays: np.sqrt(sum(np.sum(np.square(x)) for x in arrays))
     difference = norm([x - y for x, y in zip(jax.device_get(moments(got)), moments(state), strict=True)])
-    print(name, difference / norm(moments(state)))
     assert difference < GRADIENT_TOLERANCE * norm(moments(state))
