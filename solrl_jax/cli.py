@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import click
 
-from solrl_jax.config import Config, ConfigError, Precision
+from solrl_jax.config import ConfigError, Precision
 from solrl_jax.files import InputError, RunError, first_line
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork nothing, and it warns as if we did
@@ -84,7 +84,7 @@ def evaluate(target: str, overrides: tuple[str, ...], preset: str, as_json: bool
     """Score a run's averaged policy, or a model directory, on the test prompts."""
     from solrl_jax.evaluate import evaluate as score
     from solrl_jax.experiment import build
-    from solrl_jax.sample import load_policy
+    from solrl_jax.runs import configuration, load_policy
 
     config, run = configuration(target, overrides, preset)
     experiment = build(config)
@@ -117,7 +117,7 @@ def rank(
     from solrl_jax import rank as ranking
     from solrl_jax.experiment import build
     from solrl_jax.numerics.formats import FORMATS
-    from solrl_jax.sample import load_policy, output_directory
+    from solrl_jax.runs import configuration, load_policy, output_directory
 
     config, run = configuration(target, overrides, None)
     settings = ranking.settings(config.rollout, formats, steps, candidates)
@@ -154,7 +154,7 @@ def linears(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool
     from solrl_jax.backbone import DTYPES, load_backbone, open_model
     from solrl_jax.experiment import device_facts
     from solrl_jax.numerics.formats import resolve
-    from solrl_jax.sample import load_policy
+    from solrl_jax.runs import configuration, load_policy
     from solrl_jax.sharding import make_mesh
 
     config, run = configuration(target, overrides, None)
@@ -221,7 +221,7 @@ def export(run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, 
     """Write a run's averaged policy as a LoRA that diffusers or PEFT loads."""
     from solrl_jax.backbone import DTYPES, load_backbone
     from solrl_jax.policy import lora_files
-    from solrl_jax.sample import load_ema, output_directory, read_run
+    from solrl_jax.runs import load_ema, output_directory, read_run
     from solrl_jax.sharding import make_mesh
 
     config = read_run(run)
@@ -295,23 +295,6 @@ def prompts_text(preset: str, summary: dict[str, Any]) -> str:
         "  " + row["prompt"] + (f"  {json.dumps(row['metadata'])}" if row["metadata"] else "") for row in summary["first"]
     ]
     return "\n".join(lines)
-
-
-def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -> tuple[Config, Path | None]:
-    """The configuration that `target` means, and its run directory if it is one.
-
-    A run directory has its own; a preset is resolved; anything else is a model, for which `preset` gives the rest.
-    """
-    from solrl_jax.presets import override, preset_names, resolve
-    from solrl_jax.sample import is_run, read_run
-
-    if is_run(target):
-        return override(read_run(target), overrides), Path(target)
-    if target in preset_names():
-        return resolve(target, overrides), None
-    if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):
-        raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
-    return resolve(preset, (f"model.path={target}", *overrides)), None
 
 
 def bar(total: int | None, name: str, unit: str = "img"):

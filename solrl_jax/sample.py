@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from solrl_jax import checkpoint, files, pictures
+from solrl_jax import files, pictures
 from solrl_jax.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone, open_model
 from solrl_jax.config import Config
 from solrl_jax.experiment import device_facts, quantize_policy
@@ -22,13 +22,13 @@ from solrl_jax.keys import candidate_seeds, initial_noise, prompt_uid
 from solrl_jax.linears import quantized_paths
 from solrl_jax.numerics.formats import Format
 from solrl_jax.numerics.formats import resolve as resolve_format
-from solrl_jax.policy.lora import Adapters, attach, matching
+from solrl_jax.policy.lora import Adapters, attach
 from solrl_jax.policy.lora_files import import_lora
-from solrl_jax.presets import from_yaml, resolve
+from solrl_jax.presets import resolve
 from solrl_jax.prompts import load_instruction, load_prompts
 from solrl_jax.rollout.generate import Grid, generate, prepare
+from solrl_jax.runs import is_run, load_ema, output_directory, read_run
 from solrl_jax.sharding import make_mesh
-from solrl_jax.state import abstract_state, read_start
 
 # the preset that says which linears of a bare model directory are quantised, by pipeline
 RECIPES = {
@@ -57,44 +57,6 @@ class Request:
     instruction: str | None = None
     tile: int | None = None
     chunk: int = 16
-
-
-def is_run(path: str | Path) -> bool:
-    return (Path(path) / "config.yaml").is_file()
-
-
-def read_run(path: str | Path) -> Config:
-    """The configuration of a run directory. Raises InputError or ConfigError."""
-    if not is_run(path):
-        raise InputError(f"{path}: not a run directory (it has no config.yaml)")
-    return from_yaml((Path(path) / "config.yaml").read_text())
-
-
-def load_ema(folder: Path, config: Config, backbone: Backbone) -> tuple[Adapters, int]:
-    """The averaged adapters of a run's newest good checkpoint, and its iteration."""
-    targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
-    abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
-    restored = checkpoint.restore_latest(folder / "checkpoints", abstract, {})
-    if restored is None:
-        raise InputError(f"{folder}: has no checkpoint yet")
-    state, meta, _ = restored
-    return state.ema, meta["iteration"]
-
-
-def load_policy(run: Path | None, config: Config, backbone: Backbone) -> tuple[Adapters, int]:
-    """The averaged adapters of `run` and its iteration; without a run, those that `lora.init` names, before the first."""
-    if run:
-        return load_ema(run, config, backbone)
-    targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
-    return read_start(config.lora, targets, backbone.parameter_table()), 0
-
-
-def output_directory(path: Path) -> Path:
-    """The directory `path` that `--out` names, made if need be. Raises InputError where nothing can be written there."""
-    try:
-        return files.writable_directory(path)
-    except InputError as error:
-        raise InputError(str(error).replace("the run directory", "--out", 1)) from error
 
 
 def sample(target: str, request: Request, progress: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:

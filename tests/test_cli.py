@@ -16,7 +16,7 @@ from PIL import Image
 from solrl_jax import cli, metrics
 from solrl_jax.backbone import load_backbone
 from solrl_jax.policy.lora_files import LoraSettings, import_lora
-from solrl_jax.sample import load_ema, read_run
+from solrl_jax.runs import load_ema, read_run
 from solrl_jax.sharding import make_mesh
 from tests.small import SMALL
 
