@@ -3,9 +3,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Not counted for coverage, which takes as long again as to compile: networks against PyTorch, and whole runs. What they go
-# through the others do too.
-NETWORKS := tests/models
+# Not counted for coverage, which takes as long again as to compile: the parts by themselves, networks against PyTorch, and
+# whole runs. What they go through the others do too.
+PARTS := $(addprefix tests/,models policy flow numerics rollout shapes)
 WHOLE := $(addprefix tests/test_,train.py sample.py other_models.py mesh.py resume.py)
 
 .PHONY: demo test clean
@@ -21,9 +21,8 @@ test: .venv/installed-test
 	# three at a time, also on two cores, for one often waits; in rounds, because a process that compiles all runs out of
 	# memory maps inside XLA
 	$(BIN)/coverage erase
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(NETWORKS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PARTS)
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(WHOLE)
-	$(BIN)/coverage run -m pytest -n 3 --dist loadfile tests/policy tests/flow tests/numerics tests/rollout tests/shapes
 	$(BIN)/coverage run -m pytest -n 3 --dist loadfile $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered

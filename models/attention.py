@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from solrl_jax.numerics import split
+
 
 def attention(
     q: Float[Array, "b t n h"],
@@ -29,6 +31,7 @@ def attention(
     become `c tanh(logits / c)` before bias and mask. cuDNN reads the bias in the dtype of `q`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (split.split(split.join(x, 2), 2) for x in (q, k, v))  # by heads; what is before is whole, as norms want it
     if softcap is not None:
         return _softcapped(q, k, v, mask, scale, softcap, bias)
     flash, whole = flash_fits(q, k), (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -39,7 +42,8 @@ def attention(
     if bias is not None:  # cuDNN takes one for the whole batch
         per_head = jnp.broadcast_to(bias, (bias.shape[0], *whole[1:]))
         optional["bias"] = per_head.astype(q.dtype if flash else jnp.float32)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=kernel, **optional)
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=kernel, **optional)
+    return split.join(split.split(out, 2), 2)
 
 
 def flash_fits(q: Array, k: Array) -> bool:

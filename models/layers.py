@@ -19,7 +19,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from solrl_jax.numerics.matmul import matmul
+from solrl_jax.numerics import split
+from solrl_jax.numerics.matmul import LowRank, Quantized, matmul, outputs_divided
 
 # How PyTorch orders the axes of a parameter that we hold as
 #   "same": unchanged;  "linear": [in, out] from [out, in];  "pointwise": [in, out] from a 1x1 convolution [out, in, 1, 1];
@@ -67,14 +68,25 @@ def scan_blocks(blocks: Any, apply: Callable[[Any, X], X], x: X, *, remat: str =
 
 
 def gather(params: P) -> P:
-    """Whole weights on every device of the ambient mesh, from shards: no contraction is ever split over devices.
+    """Weights from shards, whole on every device of the ambient mesh: no contraction is ever split over devices.
 
     Inside `scan_blocks` this gathers one layer at a time, which is what makes FSDP save memory; and because each device
-    then runs the same products on its own rows, a row's result does not depend on the mesh.
+    then runs the same products on its own rows, a row's result does not depend on the mesh. Over the axis `tensor`, if there
+    is one, the outputs of linears stay divided (`numerics.split`).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return params
-    return jax.lax.with_sharding_constraint(params, PartitionSpec())
+
+    if split.ways() == 1:
+        return jax.lax.with_sharding_constraint(params, PartitionSpec())
+
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        matrix = not isinstance(leaf, jax.Array) or leaf.ndim == 2  # not a convolution's
+        linear = matrix and any(getattr(key, "key", None) == "kernel" for key in path)
+        return outputs_divided(leaf, split.ways()) if linear else PartitionSpec()
+
+    is_leaf = lambda x: isinstance(x, LowRank | Quantized)
+    return jax.lax.with_sharding_constraint(params, jax.tree_util.tree_map_with_path(place, params, is_leaf=is_leaf))
 
 
 class Linear(nnx.Module):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -22,7 +21,7 @@ from models.tensor_files import without_variants
 from models.tiling import decode_tiled
 from models.weights import Entry, entries
 from models.weights import Params as Params
-from solrl_jax import hub, sharding
+from solrl_jax import hosts, hub, sharding
 from solrl_jax.encodings import open_cache
 from solrl_jax.files import InputError, in_one_line
 from solrl_jax.text_encoders import TextEncoders
@@ -37,7 +36,7 @@ class Backbone:
     """A pipeline with its parameters, on a mesh."""
 
     pipeline: Pipeline
-    mesh: Mesh
+    mesh: Mesh  # of the transformer; text encoders and autoencoder lie on its `sharding.rows_only`
     dtype: jnp.dtype  # the networks compute in it
     transformer: Params  # the frozen base, split over fsdp
     text_encoders: TextEncoders
@@ -60,7 +59,7 @@ class Backbone:
     def encode(self, prompts: Sequence[str], max_tokens: int, *, negative: bool = False) -> Conditioning:
         """What the network is told of each prompt, on every device. negative: what guidance leads away from."""
         encoding, _ = self.text_encoders.encode(prompts, max_tokens, None if negative else self.instruction)
-        return jax.device_put(encoding, sharding.replicated(self.mesh))
+        return hosts.put(encoding, sharding.replicated(self.mesh))
 
     def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Images in [0, 1] float32 from latents; params: `vae`."""
@@ -155,14 +154,14 @@ def load_backbone(
     pipeline = open_model(model) if isinstance(model, str) else model
     if tile is not None and tile % pipeline.compression:
         raise InputError(f"model.tile={tile}: must be a multiple of {pipeline.compression}, the pixels of a latent, or null")
-    dtype, place = DTYPES[precision], sharding.placement(mesh)
-    text_encoders = open_text_encoders(pipeline, precision, mesh, cache)
+    dtype, rows = DTYPES[precision], sharding.rows_only(mesh)
+    text_encoders = open_text_encoders(pipeline, precision, rows, cache)
     text_encoders.check_instruction(instruction)
     with in_one_line():
         for component in (pipeline.transformer, pipeline.vae):
             component.check()  # of all of them, before minutes go by with the first one
-        transformer = pipeline.transformer.load(dtype, place)
-        vae = pipeline.vae.load(pipeline.vae_dtype or dtype, place)
+        transformer = pipeline.transformer.load(dtype, sharding.placement(mesh))
+        vae = pipeline.vae.load(pipeline.vae_dtype or dtype, sharding.placement(rows))
     return Backbone(pipeline, mesh, dtype, transformer, text_encoders, vae, instruction, tile)
 
 

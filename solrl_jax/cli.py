@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,6 +30,30 @@ def finite(_context: click.Context, _parameter: click.Parameter, value: float) -
 json_option = click.option("--json", "as_json", is_flag=True, help="End with one line of JSON on standard output.")
 
 
+def hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of a command that several hosts run together; each may come from the environment."""
+    for option in (
+        click.option("--coordinator", metavar="HOST:PORT", envvar="SOLRL_COORDINATOR", help="With --hosts N: the first's."),
+        click.option("--host", type=int, envvar="SOLRL_HOST", help="With --hosts N: which of them this is, from 0."),
+        click.option(
+            "--hosts", metavar="N|auto", envvar="SOLRL_HOSTS",
+            help="Processes that run this command together; auto: as SLURM, Open MPI, Kubernetes or a TPU pod says.",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def join_hosts(hosts: str | None, host: int | None, coordinator: str | None) -> None:
+    if hosts is None:
+        if host is not None or coordinator is not None:
+            raise InputError("--host and --coordinator: only with --hosts N")
+        return
+    from solrl_jax.hosts import initialise
+
+    initialise(hosts, host, coordinator)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="solrl_jax")
 def cli() -> None:
@@ -38,22 +63,28 @@ def cli() -> None:
 @cli.command()
 @click.argument("preset")
 @overrides_argument
+@hosts_options
 @json_option
-def train(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
+def train(
+    preset: str, overrides: tuple[str, ...], hosts: str | None, host: int | None, coordinator: str | None, as_json: bool
+) -> None:
     """Train PRESET (see `solrl presets`); the same command resumes.
 
     \b
     solrl train tiny
     solrl train tiny family=naive_quant train.iterations=20 run.dir=runs/x seed=1
+    srun solrl train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir=/shared/run
     """
     from solrl_jax import trainer
     from solrl_jax.presets import resolve
     from solrl_jax.progress import Reporter
 
     config = resolve(preset, overrides)
+    join_hosts(hosts, host, coordinator)
     with Reporter() as report:
         summary = trainer.run(config, report)
-    finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")
+    if report.speaks:
+        finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")
 
 
 @cli.command()

@@ -230,10 +230,11 @@ class Eval(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh(Section):
-    """How many devices share the rows, and how many also share the parameters."""
+    """How many devices share the rows, how many of these also share the parameters, and how many share each product."""
 
     data: Integer  # -1: all the devices that are left
     fsdp: Count
+    tensor: Count
 
     def __post_init__(self) -> None:
         _check((self.data == -1 or self.data >= 1, "mesh.data", self.data, "must be at least 1, or -1 for all devices left"))

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import UInt32
+from jaxtyping import Array, UInt32
 
 from solrl_jax import sharding
 from solrl_jax.backbone import DTYPES, Backbone, Params, load_backbone, open_model, open_text_encoders
@@ -17,6 +18,7 @@ from solrl_jax.keys import candidate_seeds, prompt_uid
 from solrl_jax.linears import quantized_paths
 from solrl_jax.monitor import Level, levels
 from solrl_jax.numerics.formats import FORMATS, Device, Format, resolve
+from solrl_jax.numerics.matmul import Quantized
 from solrl_jax.policy.lora import Adapters, attach, matching, merge_and_quantize
 from solrl_jax.prompts import Prompt, draw_prompts, load_instruction, load_prompts
 from solrl_jax.rewards.base import Reward
@@ -25,8 +27,14 @@ from solrl_jax.rewards.mixture import open_rewards
 from solrl_jax.rollout.generate import Grid
 from solrl_jax.sharding import make_mesh
 
-# merged in one program, a layer of a stack at a time; the base is read, never copied
-quantize_policy = sharding.jit(merge_and_quantize, static_argnums=(2, 3, 4))
+
+@partial(sharding.jit, static_argnums=(0, 3, 4, 5))
+def quantize_policy(
+    mesh: Mesh, base: Params, adapters: Adapters, scale: float, paths: Sequence[str], quantize: Callable[[Array], Quantized]
+) -> dict[str, Quantized]:
+    """`merge_and_quantize` in one program; the base is read, never copied, and codes are split over devices as weights are."""
+    codes = merge_and_quantize(base, adapters, scale, paths, quantize)
+    return jax.lax.with_sharding_constraint(codes, sharding.parameter_sharding(mesh, codes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +85,8 @@ class Experiment:
         quantize = FORMATS[precision].quantize
         if quantize is None:
             return self.policy(adapters)
-        codes = quantize_policy(self.backbone.transformer, adapters, self.scale, self.quantized, quantize)
+        base = self.backbone.transformer
+        codes = quantize_policy(self.backbone.mesh, base, adapters, self.scale, self.quantized, quantize)
         return attach(self.backbone.transformer, adapters, self.scale, codes)
 
     def seeds(self, root: int, iteration: int, prompts: Sequence[str], candidates: int) -> UInt32[np.ndarray, "p n 2"]:
@@ -96,7 +105,7 @@ def build(config: Config) -> Experiment:
             raise InputError(f"{field}={wanted}: must be at most the {len(there)} distinct prompts of its file")
     instruction = read_instruction(config)
     mesh = open_mesh(config)
-    reward, evaluated = load_reward(mesh)
+    reward, evaluated = load_reward(sharding.rows_only(mesh))
     for scored, prompts in ((reward, train[:1]), (evaluated, test[:1])):  # one it cannot score is found before the weights are
         scored.prepare(prompts)
         if scored.host is not None:
@@ -149,7 +158,7 @@ def read_instruction(config: Config) -> str | None:
 
 def open_mesh(config: Config) -> Mesh:
     try:
-        return make_mesh(config.mesh.data, config.mesh.fsdp)
+        return make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     except ValueError as error:
         raise InputError(str(error)) from error
 

@@ -5,7 +5,10 @@ import sys
 import threading
 from typing import Any
 
+import jax
 from tqdm import tqdm
+
+from solrl_jax import hosts
 
 
 class Interrupted(Exception):
@@ -20,7 +23,8 @@ class Reporter:
     """Bars and lines on standard error; standard output is left to results. As a context manager it also handles signals."""
 
     def __init__(self, *, bars: bool = True) -> None:
-        self._bars = bars and sys.stderr.isatty()
+        self.speaks = hosts.first()
+        self._bars = bars and self.speaks and sys.stderr.isatty()
         self._bar: tqdm | None = None
         self._stage, self._rows, self._of = "", 0, 0
         self._reward = ""
@@ -54,8 +58,11 @@ class Reporter:
             self._bar = None
 
     def stage(self, name: str, rows: int, done: int) -> None:
-        """`done` more of `rows` rows of a stage. Raises KeyboardInterrupt here, between chunks, when asked to stop."""
-        if self._stopping:
+        """`done` more of `rows` rows of a stage. Raises KeyboardInterrupt here, between chunks, when asked to stop.
+
+        Several hosts stop together, between stages.
+        """
+        if self._asked(between_stages=not done):
             raise KeyboardInterrupt
         self._rows = self._rows + done if name == self._stage and done else 0
         self._stage, self._of = name, rows
@@ -70,11 +77,18 @@ class Reporter:
             fidelity, seconds = metrics.get("fidelity/spearman", float("nan")), metrics.get("seconds", float("nan"))
             pool = metrics.get("pool/reward", float("nan"))
             self.line(f"iteration {done}: pool {pool:.3f}, kept {reward:.3f}, spearman {fidelity:.2f}, {seconds:.1f} s")
-        if self._stopping:
+        if self._asked(between_stages=True):
             raise KeyboardInterrupt
+
+    def _asked(self, *, between_stages: bool) -> bool:
+        if jax.process_count() == 1:
+            return self._stopping
+        return between_stages and bool(hosts.anywhere(self._stopping))
 
     def line(self, text: str) -> None:
         """One line that stays."""
+        if not self.speaks:
+            return
         tqdm.write(text, file=sys.stderr)
         sys.stderr.flush()
 

@@ -162,7 +162,7 @@ def _policy(
         scale = settings.scale
     if form.quantize is None:
         return attach(base, adapters, scale)
-    return attach(base, adapters, scale, quantize_policy(base, adapters, scale, quantized, form.quantize))
+    return attach(base, adapters, scale, quantize_policy(backbone.mesh, base, adapters, scale, quantized, form.quantize))
 
 
 def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:

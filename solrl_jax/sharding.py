@@ -1,7 +1,8 @@
 """The mesh and where things lie on it. One device is the mesh of size one: there is no other path.
 
-Two axes: rows (candidates, samples) are split over both; the frozen base and the adapters are split over `fsdp` and whole
-on every group of `data`.
+Three axes. Rows (candidates, samples) are split over `data` and `fsdp`. The frozen base and the adapters are split over `fsdp`
+and whole on every group of `data`. The products of the transformer are divided over `tensor` by their outputs
+(`numerics.split`); all else that is computed for rows has no use for that axis and takes its devices for rows (`rows_only`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,52 +14,86 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp")
-ROWS = PartitionSpec(AXES)  # the leading axis of anything that has a row a sample
+from solrl_jax.numerics.matmul import LowRank, Quantized, outputs_divided
+from solrl_jax.numerics.split import TENSOR
+
+AXES = ("data", "fsdp", TENSOR)
+AUTO = (jax.sharding.AxisType.Auto,) * len(AXES)
+ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a sample
 # Every stage is compiled with it. XLA may otherwise keep float32 where BF16 is asked for, as it happens to fuse: each program
 # differently, so that results would depend on the mesh (gradients by 4 %, measured).
 jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 SMALLEST_SHARDED = 2**12  # elements; splitting less costs more in messages than it saves in memory
 
 
-def make_mesh(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A `data` x `fsdp` mesh; `data = -1` takes all the devices that are left.
+def make_mesh(data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A `data` x `fsdp` x `tensor` mesh; `data = -1` takes all the devices that are left.
 
     Raises ValueError when the devices do not come out even.
     """
     devices = list(jax.devices() if devices is None else devices)
-    asked = data
+    asked, group = data, fsdp * tensor
     if data == -1:
-        data = max(len(devices) // fsdp, 1)
+        data = max(len(devices) // group, 1)
         wanted = len(devices)
     else:
-        wanted = data * fsdp
-    if data * fsdp != wanted or wanted > len(devices):
+        wanted = data * group
+    if data * group != wanted or wanted > len(devices):
         raise ValueError(
-            f"mesh.data={asked}, mesh.fsdp={fsdp}: need {data * fsdp} of the {len(devices)} device(s), all of them if data=-1"
+            f"mesh.data={asked}, mesh.fsdp={fsdp}, mesh.tensor={tensor}: need {data * group} of the {len(devices)} device(s), "
+            "all of them if data=-1"
         )
-    return jax.make_mesh((data, fsdp), AXES, (jax.sharding.AxisType.Auto,) * 2, devices=devices[: data * fsdp])
+    return jax.make_mesh((data, fsdp, tensor), AXES, AUTO, devices=devices[: data * group])
+
+
+def rows_only(mesh: Mesh) -> Mesh:
+    """The same devices in the same order, those of an axis `tensor` holding rows and shards of parameters as well."""
+    data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
+    return Mesh(mesh.devices.reshape(data, fsdp * tensor, 1), AXES, axis_types=AUTO)
+
+
+def row_groups(mesh: Mesh) -> int:
+    """How many parts rows are split into."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
-    """A sharding a leaf: its largest axis that `fsdp` divides is split over `fsdp`; small leaves are whole everywhere."""
-    size = mesh.shape["fsdp"]
+    """A sharding a leaf: its largest axis that `fsdp` divides is split over `fsdp`; small leaves are whole everywhere.
 
-    def place(leaf) -> NamedSharding:
-        spec: list[str | None] = [None] * leaf.ndim
-        divisible = [i for i, n in enumerate(leaf.shape) if n % size == 0]
-        if size > 1 and divisible and np.prod(leaf.shape) >= SMALLEST_SHARDED:
-            spec[max(divisible, key=lambda i: (leaf.shape[i], i))] = "fsdp"
-        while spec and spec[-1] is None:  # one spelling a placement: jit tells P() from P(None) and would compile again
-            spec.pop()
-        return NamedSharding(mesh, PartitionSpec(*spec))
+    The outputs of linears (what is called kernel, and the factor b of adapters) are split over `tensor` beforehand.
+    """
+    size, tensor = mesh.shape["fsdp"], mesh.shape[TENSOR]
 
-    return jax.tree.map(place, tree)
+    def split(leaf: Any, spec: PartitionSpec) -> NamedSharding:
+        if np.prod(leaf.shape) < SMALLEST_SHARDED:
+            return NamedSharding(mesh, PartitionSpec())
+        names = [*spec, *[None] * (leaf.ndim - len(spec))]
+        left = [n // tensor if name else n for n, name in zip(leaf.shape, names, strict=True)]
+        divisible = [i for i, n in enumerate(left) if n % size == 0]
+        if size > 1 and divisible:
+            axis = max(divisible, key=lambda i: (left[i], i))
+            names[axis] = (TENSOR, "fsdp") if names[axis] else "fsdp"
+        while names and names[-1] is None:  # one spelling a placement: jit tells P() from P(None) and would compile again
+            names.pop()
+        return NamedSharding(mesh, PartitionSpec(*names))
+
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = next((str(key.key) for key in reversed(path) if hasattr(key, "key")), "")
+        linear = name.rpartition("/")[2] == "kernel" or name == "b"
+        divided = linear and (isinstance(leaf, LowRank | Quantized) or leaf.ndim in (2, 3))
+        specs = outputs_divided(leaf, tensor) if divided else jax.tree.map(lambda _: PartitionSpec(), leaf)
+        return jax.tree.map(split, leaf, specs)
+
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, LowRank | Quantized))
 
 
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
     """Where a parameter of some path and shape belongs, one at a time (`models.weights.Placement`)."""
-    return lambda path, shape: parameter_sharding(mesh, jax.ShapeDtypeStruct(shape, np.float32))
+
+    def place(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
+        return parameter_sharding(mesh, {path[-1]: jax.ShapeDtypeStruct(shape, np.float32)})[path[-1]]
+
+    return place
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from models.pipeline import Conditioning, Pipeline, Tokens
 from models.tensor_files import weight_files
 from models.weights import Params
-from solrl_jax import sharding
+from solrl_jax import hosts, sharding
 from solrl_jax.encodings import Cache, Encoding, key_of
 from solrl_jax.files import InputError, in_one_line
 
@@ -81,7 +81,7 @@ class TextEncoders:
             identity = f"{self.identity()} {[(name, x.shape, x.dtype.name) for name, x in sorted(like.items())]}"
             keys = [key_of(identity, {name: x[i] for name, x in tokens.items()}) for i in range(len(prompts))]
             rows = [self.cache.read(key, like) for key in keys]
-        missing = [i for i, row in enumerate(rows) if row is None]
+        missing = np.flatnonzero(hosts.anywhere([row is None for row in rows])).tolist()  # hosts compute together or not at all
         for i, row in zip(missing, self._compute({name: x[missing] for name, x in tokens.items()}), strict=True):
             rows[i] = row
             if self.cache is not None:
@@ -117,9 +117,9 @@ class TextEncoders:
         length, count = len(next(iter(tokens.values()))), self.chunk
         for start in range(0, length, count):
             part = {name: x[start : start + count] for name, x in tokens.items()}
-            placed = {name: jax.device_put(sharding.pad_rows(x, count), sharding.rows(self.mesh)) for name, x in part.items()}
+            placed = {name: hosts.put(sharding.pad_rows(x, count), sharding.rows(self.mesh)) for name, x in part.items()}
             with jax.set_mesh(self.mesh):
-                out = jax.device_get(encode_chunk(self, self.params(), placed))
+                out = hosts.fetch(encode_chunk(self, self.params(), placed))
             yield from ({name: x[i] for name, x in out.items()} for i in range(min(count, length - start)))
 
 

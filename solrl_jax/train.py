@@ -77,11 +77,11 @@ def iterate(
         jnp.asarray(rewards), clip=policy.advantage_clip, global_std=policy.global_std, mode=policy.advantage_mode
     )
     batch = PolicyBatch(
-        latents=jnp.asarray(kept.latents),
-        optimality=optimality(advantage, policy.advantage_clip).reshape(-1),
-        weight=jnp.asarray(np.isfinite(rewards).reshape(-1), jnp.float32),
-        prompt=jnp.repeat(jnp.arange(len(prompts)), rollout.kept),
-        seeds=jnp.asarray(kept_seeds.reshape(-1, 2)),
+        latents=kept.latents,
+        optimality=np.asarray(optimality(advantage, policy.advantage_clip)).reshape(-1),
+        weight=np.isfinite(rewards).reshape(-1).astype(np.float32),
+        prompt=np.repeat(np.arange(len(prompts), dtype=np.int32), rollout.kept),
+        seeds=kept_seeds.reshape(-1, 2),
     )
     progress("update", len(batch.weight), 0)
     grid = experiment.grid(rollout.steps)

@@ -8,16 +8,18 @@ run.dir/checkpoints/000010/     the state after iteration 10
 run.dir/pictures/               fixed prompts and seeds before, during and after; the reward curve
 """
 
+import contextlib
 import importlib.metadata
 import json
 import platform
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from solrl_jax import checkpoint, files, ledger, pictures
+from solrl_jax import checkpoint, files, hosts, ledger, pictures
 from solrl_jax.config import Config, batch_line
 from solrl_jax.evaluate import evaluate, sample_grid
 from solrl_jax.experiment import Experiment, build
@@ -32,6 +34,7 @@ from solrl_jax.policy.lora import Adapters
 from solrl_jax.presets import to_yaml
 from solrl_jax.progress import Interrupted, Reporter
 from solrl_jax.rewards.host import RewardError
+from solrl_jax.sharding import row_groups
 from solrl_jax.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.train import iterate
 from solrl_jax.watch import hacking
@@ -45,35 +48,36 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
     An interruption saves the last whole iteration and returns with "interrupted" true; so does a reward that fails, but that
     it is raised then. Raises InputError for what the user can mend, RunError when the run failed for another reason.
     """
-    folder = files.writable_directory(config.run.dir)
-    with files.only_user(folder):
-        refuse_another_run(folder, config)
+    folder = Path(config.run.dir)
+    with contextlib.ExitStack() as stack:
+        hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))
+        hosts.write(lambda: refuse_another_run(folder, config))
         experiment = build(config)
         state, done = _restore(experiment, folder, report)
-        atomic_write(folder / "config.yaml", to_yaml(config))  # the directory is this run's once all input has been accepted
+        # the directory is this run's once all input has been accepted
+        hosts.write(lambda: atomic_write(folder / "config.yaml", to_yaml(config)))
         _describe(experiment, folder, done, report)
-        with Metrics(
-            folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1
-        ) as metrics:
-            ledger.discard_after(folder / "ledger", done)
-            try:
-                state, done = _loop(experiment, folder, state, done, metrics, report)
-                interrupted, failure = False, None
-            except Interrupted as stop:
-                state, done, interrupted = stop.state, stop.done, True
-                failure = stop.__cause__ if isinstance(stop.__cause__, RewardError) else None
-                what = "interrupted" if failure is None else "failed"
-                if done:
-                    _save(folder, experiment, state, done)
-                    report.line(f"{what}: saved after iteration {done}; the same command goes on from there")
-                else:
-                    report.line(f"{what} before the end of the first iteration: nothing to save")
-            metrics.write_csv()
-            if failure is not None:
-                raise failure
+        metrics = Metrics(folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1)
+        hosts.write(lambda: stack.enter_context(metrics))
+        hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
+        try:
+            state, done = _loop(experiment, folder, state, done, metrics, report)
+            interrupted, failure = False, None
+        except Interrupted as stop:
+            state, done, interrupted = stop.state, stop.done, True
+            failure = stop.__cause__ if isinstance(stop.__cause__, RewardError) else None
+            what = "interrupted" if failure is None else "failed"
+            if done:
+                _save(folder, experiment, state, done)
+                report.line(f"{what}: saved after iteration {done}; the same command goes on from there")
+            else:
+                report.line(f"{what} before the end of the first iteration: nothing to save")
+        hosts.write(metrics.write_csv)
+        if failure is not None:
+            raise failure
         if not interrupted:
             _finish(experiment, folder, state)
-        return _summary(folder, done, interrupted)
+        return hosts.agreed(lambda: _summary(folder, done, interrupted))
 
 
 def _loop(experiment: Experiment, folder: Path, state: TrainState, done: int, metrics: Metrics, report: Reporter):
@@ -81,19 +85,19 @@ def _loop(experiment: Experiment, folder: Path, state: TrainState, done: int, me
     config = experiment.config
     report.start(config.train.iterations, done)
     try:
-        if _is_due(config, done) and not any(r["iteration"] == done and "eval/reward" in r for r in read_metrics(folder)):
-            metrics.log(done, _evaluate(experiment, folder, state.ema, done, report))
+        if _is_due(config, done) and not hosts.agreed(lambda: _is_evaluated(folder, done)):
+            _log(metrics, done, _evaluate(experiment, folder, state.ema, done, report))
         while done < config.train.iterations:
-            level = _level(experiment, folder, report)
+            level = hosts.agreed(lambda: _level(experiment, folder, report))
             after, outcome = iterate(experiment, state, done + 1, report.stage, level)
             state, done = after, done + 1
-            ledger.write(folder / "ledger", done, outcome.ledger)
+            hosts.write(partial(ledger.write, folder / "ledger", done, outcome.ledger))
             row = outcome.metrics
             try:
                 if _is_due(config, done):
                     row = row | _evaluate(experiment, folder, state.ema, done, report)
             finally:  # an evaluation that does not end is made up for by the next start
-                metrics.log(done, row)
+                _log(metrics, done, row)
             report.iteration(done, row)
             if done == config.train.iterations or done % config.run.checkpoint_every == 0:
                 _save(folder, experiment, state, done)
@@ -102,6 +106,10 @@ def _loop(experiment: Experiment, folder: Path, state: TrainState, done: int, me
         raise Interrupted(state, done) from error
     finally:
         report.stop()
+
+
+def _log(metrics: Metrics, done: int, row: dict[str, float]) -> None:
+    hosts.write(lambda: metrics.log(done, row))
 
 
 def _level(experiment: Experiment, folder: Path, report: Reporter) -> int:
@@ -119,6 +127,10 @@ def _level(experiment: Experiment, folder: Path, report: Reporter) -> int:
     return level
 
 
+def _is_evaluated(folder: Path, done: int) -> bool:
+    return any(row["iteration"] == done and "eval/reward" in row for row in read_metrics(folder))
+
+
 def _is_due(config: Config, done: int) -> bool:
     """Whether there is an evaluation after iteration `done`."""
     return done in (0, config.train.iterations) or bool(config.eval.every and done % config.eval.every == 0)
@@ -132,10 +144,8 @@ def _evaluate(experiment: Experiment, folder: Path, ema: Adapters, done: int, re
     result = evaluate(experiment, policy, lambda rows: report.stage("evaluate", total, rows))
     if config.eval.grid:
         images, prompts = sample_grid(experiment, policy)
-        captions = [p for p in prompts for _ in range(images.shape[1])]
-        pictures.save_grid(
-            folder / "pictures" / f"iteration-{done:06d}.png", images.reshape(-1, *images.shape[2:]), images.shape[1], captions
-        )
+        captions, path = [p for p in prompts for _ in range(images.shape[1])], folder / "pictures" / f"iteration-{done:06d}.png"
+        hosts.write(lambda: pictures.save_grid(path, images.reshape(-1, *images.shape[2:]), images.shape[1], captions))
     scores = {f"eval/{name}": mean for name, mean in result.means.items()}
     errors = {f"eval/{name}/standard_error": error for name, error in result.errors.items()}
     report.line(
@@ -144,7 +154,7 @@ def _evaluate(experiment: Experiment, folder: Path, ema: Adapters, done: int, re
     )
     row = scores | errors | {f"eval/reward_failures/{name}": float(count) for name, count in result.failed.items()}
     if config.reward.watched:
-        lines = hacking(read_metrics(folder), row, config.reward.watched)
+        lines = hosts.agreed(lambda: hacking(read_metrics(folder), row, config.reward.watched))
         for line in lines:
             report.line(line)
         row["eval/hacking"] = float(bool(lines))
@@ -185,6 +195,7 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "devices": f"{mesh.size} x {device.device_kind}",
+        "hosts": jax.process_count(),
         "mesh": dict(mesh.shape),
         "exploration": {
             "precision": config.rollout.explore.precision, "format": form.name, "native": form.native(experiment.device),
@@ -197,10 +208,10 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
         "linears": totals(rows),
         "started_after_iteration": done,
     }  # fmt: skip
-    atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n")
+    hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
     report.line(f"{config.preset}: {config.model.name}, {config.family}, {'+'.join(config.reward.weights)} -> {folder}")
     report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {form.describe(experiment.device)}")
-    report.line(batch_line(config, mesh.size))
+    report.line(batch_line(config, row_groups(mesh)))
 
 
 def _finish(experiment: Experiment, folder: Path, state: TrainState) -> None:
@@ -209,7 +220,11 @@ def _finish(experiment: Experiment, folder: Path, state: TrainState) -> None:
         unchanged = jax.tree.map(jnp.zeros_like, state.ema)  # the base, through the program that is compiled already
         before, prompts = sample_grid(experiment, experiment.policy(unchanged))
         after, _ = sample_grid(experiment, experiment.policy(state.ema))
-        pictures.save_before_after(folder / "pictures" / "before-after.png", before, after, prompts)
+        hosts.write(lambda: pictures.save_before_after(folder / "pictures" / "before-after.png", before, after, prompts))
+    hosts.write(lambda: _draw_curves(experiment, folder))
+
+
+def _draw_curves(experiment: Experiment, folder: Path) -> None:
     rows = read_metrics(folder)
     name = next(iter(experiment.config.reward.weights))
     strict = {"strict success, held-out": f"eval/{name}/strict"} if any(f"eval/{name}/strict" in row for row in rows) else {}

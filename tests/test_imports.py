@@ -18,6 +18,7 @@ ORDER = [
         "solrl_jax.presets",
         "solrl_jax.keys",
         "solrl_jax.sharding",
+        "solrl_jax.hosts",
         "solrl_jax.progress",
     ),
     ("solrl_jax.encodings", "solrl_jax.prompts"),

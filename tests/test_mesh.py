@@ -10,36 +10,44 @@ from solrl_jax.sharding import make_mesh, parameter_sharding
 from solrl_jax.train import iterate
 from tests.small import fresh_state, silent, small_config
 
-MESHES = {"one": ("mesh.data=1",), "data=8": ("mesh.data=8",), "data=2 fsdp=4": ("mesh.data=2", "mesh.fsdp=4")}
+MESHES = {
+    "one": ("mesh.data=1",),
+    "data=8": ("mesh.data=8",),
+    "fsdp=8": ("mesh.data=1", "mesh.fsdp=8"),
+    "data=2 fsdp=4": ("mesh.data=2", "mesh.fsdp=4"),
+    "data=2 fsdp=2 tensor=2": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+}
 REWARD_TOLERANCE = 1e-5
 ADAPTER_TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
 def built():
-    return {name: experiments.build(small_config("unused", *overrides)) for name, overrides in MESHES.items()}
+    """Eight terms an iteration: one micro-batch on four groups of devices or on eight, four one after another on one device."""
+    return {
+        name: experiments.build(small_config("unused", "policy.timestep_fraction=0.34", *overrides))
+        for name, overrides in MESHES.items()
+    }
 
 
 def explore(experiment, rows):
-    """NVFP4 proxy rewards and latents of some of 24 candidates of a prompt."""
-    prompt = experiment.test_prompts[0]
-    seeds = experiment.seeds(0, 1, [prompt], 24)[0]
-    prompted = prepare(experiment.backbone, experiment.reward, (prompt,), experiment.config.model.max_tokens)
+    """NVFP4 proxy rewards of some of 24 candidates of a prompt."""
+    prompts, config = experiment.test_prompts[:2], experiment.config
+    seeds = experiment.seeds(0, 1, prompts[:1], 24)[0]
+    prompted = prepare(experiment.backbone, experiment.reward, prompts, config.model.max_tokens)
     policy = experiment.exploring_policy(fresh_state(experiment).old, "nvfp4")
     return generate(
-        experiment.backbone, policy, experiment.grid(4), prompted, np.zeros(len(rows), int), seeds[rows], experiment.size, 2,
-        experiment.reward,
-    )  # fmt: skip
+        experiment.backbone, policy, experiment.grid(config.rollout.explore.steps), prompted, np.zeros(len(rows), int),
+        seeds[rows], experiment.size, config.rollout.chunk, experiment.reward,
+    ).reward  # fmt: skip
 
 
 def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(built):
     everyone = explore(built["one"], np.arange(24))
-    assert np.ptp(everyone.reward) > 100 * REWARD_TOLERANCE  # candidates differ
-    some = np.array([3, 17, 5])
-    for experiment in built.values():
-        for rows in (np.array([17]), some, np.arange(24)):
-            got = explore(experiment, rows)
-            np.testing.assert_allclose(got.reward, everyone.reward[rows], atol=REWARD_TOLERANCE)
+    assert np.ptp(everyone) > 100 * REWARD_TOLERANCE  # candidates differ
+    for name in ("one", "data=2 fsdp=4", "data=2 fsdp=2 tensor=2"):
+        for rows in (np.array([17]), np.array([3, 17, 5]), np.arange(24)):
+            np.testing.assert_allclose(explore(built[name], rows), everyone[rows], atol=REWARD_TOLERANCE, err_msg=name)
 
 
 def test_initial_noise_is_the_same_to_the_bit(built):
@@ -66,13 +74,14 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(buil
         for iteration in (1, 2):
             state, outcome = iterate(experiment, state, iteration, silent)
             kept.append(outcome.ledger["kept"])
-        runs[name] = (jax.device_get(state.adapters), kept)
-    one, kept_by_one = runs["one"]
+        runs[name] = (jax.device_get(state.adapters), kept, outcome.ledger["proxy_reward"])
+    one, kept_by_one, scored_by_one = runs["one"]
     norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
     difference = lambda a, b: norm(jax.tree.map(np.subtract, a, b))
     assert difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE  # there was something to learn
-    for name, (adapters, kept) in runs.items():
+    for name, (adapters, kept, scored) in runs.items():
         np.testing.assert_array_equal(kept, kept_by_one, err_msg=name)
+        np.testing.assert_allclose(scored, scored_by_one, atol=REWARD_TOLERANCE, err_msg=name)
         assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE, name
 
 
@@ -86,12 +95,12 @@ def test_fsdp_splits_what_is_large_and_nothing_else(built):
     assert adapters.addressable_shards[0].data.size * 4 == adapters.size
 
 
-@pytest.mark.parametrize(("data", "fsdp"), [(3, 4), (16, 1), (-1, 3)])
-def test_a_mesh_that_does_not_come_out_even_is_refused(data, fsdp):
-    with pytest.raises(ValueError, match=f"mesh.data={data}, mesh.fsdp={fsdp}"):
-        make_mesh(data, fsdp)
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(3, 4, 1), (16, 1, 1), (-1, 3, 1), (2, 2, 3)])
+def test_a_mesh_that_does_not_come_out_even_is_refused(data, fsdp, tensor):
+    with pytest.raises(ValueError, match=f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}"):
+        make_mesh(data, fsdp, tensor)
 
 
 def test_minus_one_takes_what_is_left():
-    assert dict(make_mesh(-1, 2).shape) == {"data": 4, "fsdp": 2}
+    assert dict(make_mesh(-1, 2).shape) == {"data": 4, "fsdp": 2, "tensor": 1}
     assert parameter_sharding(make_mesh(1, 1), {"w": np.zeros((64, 128))})["w"].is_fully_replicated

@@ -6,13 +6,13 @@ an array, a `LowRank`, one of `Quantized` (`formats.py` has a name for each).
 
 import dataclasses
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from solrl_jax.numerics import fp8, mx, nvfp4
+from solrl_jax.numerics import fp8, mx, nvfp4, split
 from solrl_jax.numerics.fp8 import FP8Tensor
 from solrl_jax.numerics.mx import MXTensor
 from solrl_jax.numerics.nvfp4 import QTensor, WeightOnly
@@ -40,13 +40,26 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     """`x @ w` in the dtype of `x`, for any kind of weight leaf."""
     # rows flattened: XLA then sees a plain matrix product forwards and backwards, three times faster on CPU
     rows = x.reshape(-1, x.shape[-1])
-    return _product(rows, w).reshape(*x.shape[:-1], -1)
+    return split.join(_product(rows, w)).reshape(*x.shape[:-1], -1)
+
+
+def outputs_divided(w: Weight, ways: int) -> Any:
+    """Of a leaf [..., in, out], a `PartitionSpec` an array: outputs divided `ways` ways over the mesh axis `tensor`."""
+    if isinstance(w, LowRank):  # adapters are small, and their gradients are sums over outputs
+        whole = split.spec_of((), None, ways)
+        return LowRank(outputs_divided(w.base, ways), whole, whole, w.scale)
+    if isinstance(w, Quantized):
+        inner = w.weight if isinstance(w, WeightOnly) else w
+        axis = inner.codes.ndim - 2  # the outputs are before the contraction, in the scales too
+    else:
+        axis = w.ndim - 1
+    return jax.tree.map(lambda x: split.spec_of(x.shape, axis if axis < x.ndim else None, ways), w)
 
 
 def _product(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
     match w:
         case LowRank():
-            return x @ w.base.astype(x.dtype) + _low_rank(w.scale, x, w.a, w.b)
+            return _dense(x, w.base.astype(x.dtype)) + _low_rank(w.scale, x, w.a, w.b)
         case QTensor():
             return nvfp4.scaled_matmul(x, w)
         case WeightOnly():
@@ -55,7 +68,33 @@ def _product(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_ou
             return mx.scaled_matmul(x, w)
         case FP8Tensor():
             return fp8.scaled_matmul(x, w)
-    return x @ w.astype(x.dtype)
+    return _dense(x, w.astype(x.dtype))
+
+
+def _dense(x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]) -> Float[Array, "rows n_out"]:
+    return x @ w if split.ways() == 1 else _divided(x, w)
+
+
+@jax.custom_vjp
+def _divided(x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]) -> Float[Array, "rows n_out"]:
+    """`x @ w`, each device some of its columns; likewise its gradient, for which a device is sent whole rows of `w`."""
+    return x @ _at(w, -1)
+
+
+def _divided_forward(x, w):
+    return _divided(x, w), (x, w)
+
+
+def _divided_backward(saved, g):
+    x, w = saved
+    return split.join(g @ _at(w, 0).T), x.T @ g
+
+
+_divided.defvjp(_divided_forward, _divided_backward)
+
+
+def _at(w: Float[Array, "n_in n_out"], axis: int) -> Float[Array, "n_in n_out"]:
+    return jax.lax.with_sharding_constraint(w, split.spec_of(w.shape, axis, split.ways())) if split.ways() > 1 else w
 
 
 def dequantize(w: Quantized) -> Float[Array, "... n_in n_out"]:
@@ -82,7 +121,7 @@ def _low_rank(scale: float, x: Float[Array, "rows n_in"], a: Array, b: Array) ->
 
 def _low_rank_forward(scale, x, a, b):
     inner = x @ a.astype(x.dtype)
-    return inner @ b.astype(x.dtype) * jnp.asarray(scale, x.dtype), (x, inner, a, b)
+    return inner @ _at(b, -1).astype(x.dtype) * jnp.asarray(scale, x.dtype), (x, inner, a, b)
 
 
 def _low_rank_backward(scale, saved, g):

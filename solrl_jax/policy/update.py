@@ -54,7 +54,8 @@ def update(
 
     def optimizer_step(state: TrainState, terms: Int[Array, "terms"]):
         total = jnp.maximum(batch.weight[terms % rows].sum(), 1.0)
-        gradient, metrics = _accumulate(loss, state.adapters, terms, total, config.optimizer.micro_batch * backbone.mesh.size)
+        micro = config.optimizer.micro_batch * sharding.row_groups(backbone.mesh)
+        gradient, metrics = _accumulate(loss, state.adapters, terms, total, micro)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         change, opt_state = optimizer.update(gradient, state.opt_state, state.adapters)
         adapters, step = optax.apply_updates(state.adapters, change), state.step + 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from solrl_jax import config, sharding
+from solrl_jax import config, hosts, sharding
 from solrl_jax.files import InputError, in_one_line
 from solrl_jax.rewards.aesthetic import aesthetic
 from solrl_jax.rewards.base import Loader, Reward, Scores
@@ -158,4 +158,4 @@ def _open(name: str, options: Options, workers: Workers) -> Reward | HostReward:
 
 
 def _placed(params: Any, mesh: Mesh | None) -> Any:
-    return params if mesh is None else jax.device_put(params, sharding.parameter_sharding(mesh, params))
+    return params if mesh is None else jax.tree.map(hosts.put, params, sharding.parameter_sharding(mesh, params))

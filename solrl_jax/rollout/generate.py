@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from solrl_jax import sharding
+from solrl_jax import hosts, sharding
 from solrl_jax.backbone import Backbone, Conditioning, Params
 from solrl_jax.flow import sampler
 from solrl_jax.flow.schedule import make_sigmas
@@ -23,7 +23,8 @@ from solrl_jax.flow.solver import solver_table
 from solrl_jax.keys import initial_noise
 from solrl_jax.prompts import Prompt
 from solrl_jax.rewards.base import Reward, score_images
-from solrl_jax.rewards.host import scoring, total
+from solrl_jax.rewards.division import divided_scoring
+from solrl_jax.rewards.host import total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,54 +121,59 @@ def generate(
     Rewards outside JAX score a chunk while the next one is made; RewardError when one fails and the run is to stop then.
     """
     mesh, shape = backbone.mesh, backbone.pipeline.latent_shape(*size)
-    rows = chunk * mesh.size
-    place = lambda x: jax.device_put(x, sharding.rows(mesh))
-    whole = lambda x: jax.device_put(x, sharding.replicated(mesh))
+    scoring_mesh = sharding.rows_only(mesh)  # decodes and scores as many rows as its larger number of devices take at once
+    rows, scored = chunk * sharding.row_groups(mesh), chunk * scoring_mesh.size
+    place = lambda x, where=mesh: hosts.put(x, sharding.rows(where))
+    whole = lambda x, where=mesh: hosts.put(x, sharding.replicated(where))
     arrays = whole((grid.sigmas, grid.times, grid.table, np.float32(grid.guidance), np.float32(grid.scale)))
-    prepared = whole(prompted.prepared)
+    prepared = whole(prompted.prepared, scoring_mesh)
     collected: list[tuple[Array, dict[str, Array], Array | None]] = []
     host = None if reward is None else reward.host
-    with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
-        beside = None if host is None else stack.enter_context(scoring(host, [prompted.prompts[i] for i in index]))
+    with contextlib.ExitStack() as stack:
+        beside = None
+        if host is not None:
+            of_rows, where = [prompted.prompts[i] for i in index], sharding.rows(scoring_mesh)
+            beside = stack.enter_context(divided_scoring(host, of_rows, scored, where))
 
         def fetch(number: int) -> None:
-            latents, scores, images = jax.device_get(collected[number])
-            if beside is not None:
+            latents, scores, images = collected[number]
+            if beside is not None and images is not None:
                 beside.add(images)
-            collected[number] = (latents, scores, images if keep_images else None)
+            collected[number] = hosts.fetch((latents, scores, images if keep_images else None))
 
-        for start in range(0, len(index), rows):
-            part = slice(start, start + rows)
-            chunk_index, chunk_seeds = place(sharding.pad_rows(index[part], rows)), place(sharding.pad_rows(seeds[part], rows))
-            initial = draw_noise(chunk_seeds, shape) if noise is None else place(sharding.pad_rows(noise[part], rows))
-            latents = sample_chunk(
-                backbone,
-                grid.guided,
-                params,
-                prompted.conditioning,
-                prompted.negative,
-                chunk_index,
-                chunk_seeds,
-                initial,
-                *arrays,
-            )
-            images = decode_chunk(backbone, backbone.vae, latents)
-            scores: dict[str, Array] = {}
-            if reward is not None and reward.score is not None:
-                scores = score_images(reward, reward.params, images, prepared, chunk_index)
+        def latents_of(part: slice) -> Float[Array, "rows h w c"]:
+            chunk_index, chunk_seeds = (place(sharding.pad_rows(x[part], rows)) for x in (index, seeds))
+            with jax.set_mesh(mesh):
+                initial = draw_noise(chunk_seeds, shape) if noise is None else place(sharding.pad_rows(noise[part], rows))
+                return sample_chunk(
+                    backbone, grid.guided, params, prompted.conditioning, prompted.negative, chunk_index, chunk_seeds, initial,
+                    *arrays,
+                )  # fmt: skip
+
+        for start in range(0, len(index), scored):
+            parts = [latents_of(slice(i, i + rows)) for i in range(start, min(start + scored, len(index)), rows)]
+            parts += parts[:1] * (scored // rows - len(parts))
+            with jax.set_mesh(scoring_mesh):
+                latents = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+                latents = jax.device_put(latents, sharding.rows(scoring_mesh))
+                images = decode_chunk(backbone, backbone.vae, latents)
+                scores: dict[str, Array] = {}
+                if reward is not None and reward.score is not None:
+                    of_prompt = place(sharding.pad_rows(index[start : start + scored], scored), scoring_mesh)
+                    scores = score_images(reward, reward.params, images, prepared, of_prompt)
             collected.append((latents, scores, images if keep_images or beside is not None else None))
             if len(collected) > 1:  # one chunk ahead of the device, no more: the queue holds memory
                 fetch(-2)
-            progress(len(index[part]))
+            progress(len(index[start : start + scored]))
         fetch(-1)
-        outside = {} if beside is None else beside.finish()
+        outside, failed = ({}, {}) if beside is None else beside.finish()
     join = lambda parts: np.concatenate(parts)[: len(index)]
     joined = {name: join([c[1][name] for c in collected]) for name in collected[0][1]} | outside
     return Samples(
         latents=join([c[0] for c in collected]),
         scores=joined if host is None else total(host, joined),
         images=join([c[2] for c in collected]) if keep_images else None,
-        failed={} if beside is None else beside.failed,
+        failed=failed,
     )
 
 

@@ -331,12 +331,14 @@ def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
     def run(mesh):
         placed = jax.device_put(base, parameter_sharding(mesh, base))
         with jax.set_mesh(mesh):
-            quantized = lambda name: quantize_policy(placed, {}, 1.0, ("blocks/kernel",), FORMATS[name].quantize)
+            quantized = lambda name: quantize_policy(mesh, placed, {}, 1.0, ("blocks/kernel",), FORMATS[name].quantize)
             policies = {name: attach(placed, {}, 1.0, quantized(name)) for name in QUANTISING}
             return jax.device_get(forward(policies | {"bf16": placed}, jax.device_put(x, rows(mesh))))
 
-    one, eight = run(make_mesh(1, 1, jax.devices()[:1])), run(make_mesh(2, 4))
+    one, eight = run(make_mesh(1, 1, devices=jax.devices()[:1])), run(make_mesh(2, 4))
+    tensor = run(make_mesh(2, 2, 2))  # products divided by their outputs
     chex.assert_trees_all_equal(eight, one)
+    chex.assert_trees_all_equal(tensor, one)
     assert all(np.abs(one[name] - one["bf16"]).max() > 1e-3 for name in QUANTISING)
 
 

@@ -1,0 +1,86 @@
+"""Products divided over the axis `tensor`: the same numbers to the bit, forwards and backwards, and really divided."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.attention import attention
+from models.layers import gather
+from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.numerics.matmul import LowRank, matmul
+from solrl_jax.sharding import jit, make_mesh, parameter_sharding
+
+ROWS, N_IN, N_OUT = 24, 160, 96
+LEAVES = ("array", "low rank", *(name for name, form in FORMATS.items() if form.quantize is not None))
+
+
+@pytest.fixture(scope="module")
+def operands():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    return normal(ROWS, N_IN), normal(N_IN, N_OUT), {"a": rng.normal(size=(N_IN, 4)), "b": rng.normal(size=(4, N_OUT))}
+
+
+def leaf(kind, operands):
+    _, w, adapter = operands
+    if kind == "array":
+        return w
+    if kind == "low rank":
+        return LowRank(w, jnp.float32(adapter["a"]), jnp.float32(adapter["b"]), 0.5)
+    return FORMATS[kind].quantize(w)
+
+
+def on_mesh(tensor, params, x, f):
+    """`f(gathered params, x)` on 2 x 1 x `tensor` devices, and the compiled program."""
+    mesh = make_mesh(2, 1, tensor, devices=jax.devices()[: 2 * tensor])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, parameter_sharding(mesh, params))
+        x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
+        program = jit(lambda params, x: f(gather(params), x)).lower(placed, x).compile()
+        return jax.device_get(program(placed, x)), program.as_text()
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+def test_a_product_is_the_same_to_the_bit(kind, operands):
+    params, x = {"kernel": leaf(kind, operands)}, operands[0]
+    product = lambda params, x: matmul(x, params["kernel"])
+    (one, _), (four, text) = on_mesh(1, params, x, product), on_mesh(4, params, x, product)
+    np.testing.assert_array_equal(four, one)
+    assert np.abs(np.asarray(one, np.float32)).max() > 10
+    columns = [int(n) for n in re.findall(r"= \w+\[\d+,(\d+)\]\S* (?:dot|custom-call)\(", text)]
+    assert N_OUT // 4 in columns, columns
+    assert N_OUT not in columns, columns  # nobody computes all of the outputs
+    assert "all-reduce" not in text  # nor a part of one
+
+
+def test_gradients_are_the_same_to_the_bit(operands):
+    params, x = {"kernel": leaf("low rank", operands)}, operands[0]
+
+    def gradients(params, x):
+        loss = lambda adapter, x: (matmul(x, LowRank(params["kernel"].base, *adapter, 0.5)).astype(jnp.float32) ** 2).sum()
+        return jax.grad(loss, argnums=(0, 1))((params["kernel"].a, params["kernel"].b), x)
+
+    (one, _), (four, _) = on_mesh(1, params, x, gradients), on_mesh(4, params, x, gradients)
+    chex.assert_trees_all_equal(four, one)
+
+
+def test_heads_are_divided_and_attend_the_same(operands):
+    q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 10, 8, 16)), jnp.bfloat16) for i in range(3))
+    f = lambda params, q: attention(q, params["k"], params["v"])
+    loss = lambda params, q: (f(params, q).astype(jnp.float32) ** 2).sum()
+    both = lambda params, q: (f(params, q), jax.grad(loss, argnums=1)(params, q))
+    (one, _), (four, text) = on_mesh(1, {"k": k, "v": v}, q, both), on_mesh(4, {"k": k, "v": v}, q, both)
+    chex.assert_trees_all_equal(four, one)
+    assert re.search(r"\[1,2,10,10\]", text), "two of eight heads on each device"
+
+
+def test_an_axis_that_does_not_come_out_even_stays_whole(operands):
+    x, w = operands[0], operands[1][:, :90]
+    product = lambda params, x: matmul(x, params["kernel"])
+    (one, _), (four, _) = on_mesh(1, {"kernel": w}, x, product), on_mesh(4, {"kernel": w}, x, product)
+    np.testing.assert_array_equal(four, one)

@@ -1,0 +1,84 @@
+"""Several hosts: two processes of four devices train as one of eight does, and a dead one ends the run, which then goes on."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from solrl_jax import hosts, ledger, metrics, trainer
+from solrl_jax.files import InputError
+from solrl_jax.progress import Reporter
+from tests.small import SMALL, small_config
+from tests.test_resume import arrays, record
+
+# scored by a network, and outside JAX by the host that made the picture
+REWARD = ("reward.weights={shapes: 1.0, tests.outside:mean: 1.0}", "reward.workers=1")
+MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+LIMIT = 60  # seconds in which a run ends after one of its processes has
+
+
+def start(folder: Path, host: int, port: int) -> subprocess.Popen:
+    settings = [*SMALL, *MESH, *REWARD, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    return subprocess.Popen(
+        [sys.executable, "-m", "solrl_jax.cli", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
+        env=os.environ | {"XLA_FLAGS": flags}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
+
+
+def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
+    with Reporter(bars=False) as report:
+        trainer.run(small_config(tmp_path / "one", *REWARD, "mesh.data=8"), report)
+
+    port = free_port()
+    first, second = (start(tmp_path / "two", host, port) for host in (0, 1))
+    assert first.stderr is not None
+    for line in first.stderr:
+        if line.startswith("iteration 1"):
+            break
+    second.send_signal(signal.SIGKILL)
+    died = time.monotonic()
+    _, errors = first.communicate()
+    second.communicate()
+    assert time.monotonic() - died < LIMIT
+    assert first.returncode != 0
+    assert "host" in errors or "heartbeat" in errors, errors
+
+    port = free_port()
+    both = [start(tmp_path / "two", host, port) for host in (0, 1)]
+    told = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert "resuming after iteration 1" in told[0][1]
+    assert told[1] == ("", "")  # the first speaks for all
+    ours, theirs = arrays(tmp_path / "two"), arrays(tmp_path / "one")
+    for key, value in theirs.items():
+        np.testing.assert_array_equal(ours[key], value, err_msg=key)
+    assert ledger.read(tmp_path / "two" / "ledger").equals(ledger.read(tmp_path / "one" / "ledger"))
+    assert record(tmp_path / "two") == record(tmp_path / "one")
+    assert len({row["pool/tests.outside:mean"] for row in metrics.read(tmp_path / "two") if row["iteration"]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("two",), "--hosts 'two': expected a number of processes from 1, or auto"),
+        (("2",), "--hosts 2: needs --host and --coordinator too, or --hosts auto"),
+        (("2", 2, "localhost:1"), "--host 2: must be from 0 to 1, with --hosts 2"),
+        (("auto", 1), "--host: only with --hosts N, not with --hosts auto"),
+    ],
+)
+def test_what_does_not_name_the_hosts_is_refused(given, told):
+    with pytest.raises(InputError, match=f"^{told}$"):
+        hosts.initialise(*given)
