@@ -43,7 +43,7 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
         settings = {"num_processes": int(hosts), "process_id": host, "coordinator_address": coordinator}
     elif stray := [name for name, value in given.items() if value is not None]:
         raise InputError(f"{stray[0]}: only with --hosts N, not with --hosts {AUTO}")
-    if "cpu" in (jax.config.jax_platforms or ""):  # processes on CPUs speak to each other through gloo
+    if "cpu" in (jax.config.read("jax_platforms") or ""):  # processes on CPUs speak to each other through gloo
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)
     try:
@@ -117,7 +117,7 @@ def fetch(tree: Any) -> Any:
 
 def rows_held(where: NamedSharding, count: int) -> list[int]:
     """Which of `count` rows, split as `where` says, this process's devices hold, in order."""
-    slices = {index[0].indices(count)[:2] for index in where.addressable_devices_indices_map((count,)).values()}
+    slices = {index[0].indices(count)[:2] for index in where.addressable_devices_indices_map((count,)).values() if index}
     return sorted({row for start, stop in slices for row in range(start, stop)})
 
 

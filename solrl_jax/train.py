@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from solrl_jax import hosts, sharding
 from solrl_jax.experiment import Experiment
 from solrl_jax.fidelity import overlap, rank_correlations
 from solrl_jax.keys import prompt_uid, seed_numbers
@@ -76,16 +77,18 @@ def iterate(
     advantage = advantages(
         jnp.asarray(rewards), clip=policy.advantage_clip, global_std=policy.global_std, mode=policy.advantage_mode
     )
+    mesh = experiment.backbone.mesh
+    everywhere = lambda x: hosts.put(x, sharding.replicated(mesh))
     batch = PolicyBatch(
-        latents=kept.latents,
-        optimality=np.asarray(optimality(advantage, policy.advantage_clip)).reshape(-1),
-        weight=np.isfinite(rewards).reshape(-1).astype(np.float32),
-        prompt=np.repeat(np.arange(len(prompts), dtype=np.int32), rollout.kept),
-        seeds=kept_seeds.reshape(-1, 2),
+        latents=everywhere(kept.latents),
+        optimality=everywhere(optimality(advantage, policy.advantage_clip).reshape(-1)),
+        weight=everywhere(np.isfinite(rewards).reshape(-1).astype(np.float32)),
+        prompt=everywhere(np.repeat(np.arange(len(prompts), dtype=np.int32), rollout.kept)),
+        seeds=everywhere(kept_seeds.reshape(-1, 2)),
     )
     progress("update", len(batch.weight), 0)
     grid = experiment.grid(rollout.steps)
-    with jax.set_mesh(experiment.backbone.mesh):
+    with jax.set_mesh(mesh):
         state, trained = update(
             experiment.backbone, config, state, experiment.backbone.transformer, prompted.conditioning, batch,
             grid.sigmas, grid.times,

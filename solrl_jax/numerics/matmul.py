@@ -46,7 +46,7 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
 def outputs_divided(w: Weight, ways: int) -> Any:
     """Of a leaf [..., in, out], a `PartitionSpec` an array: outputs divided `ways` ways over the mesh axis `tensor`."""
     if isinstance(w, LowRank):  # adapters are small, and their gradients are sums over outputs
-        whole = split.spec_of((), None, ways)
+        whole: Any = split.spec_of((), None, ways)
         return LowRank(outputs_divided(w.base, ways), whole, whole, w.scale)
     if isinstance(w, Quantized):
         inner = w.weight if isinstance(w, WeightOnly) else w
