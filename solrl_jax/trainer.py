@@ -32,6 +32,7 @@ from solrl_jax.policy.lora import Adapters
 from solrl_jax.presets import to_yaml
 from solrl_jax.progress import Interrupted, Reporter
 from solrl_jax.rewards.host import RewardError
+from solrl_jax.saving import Saver
 from solrl_jax.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.train import iterate
 from solrl_jax.watch import hacking
@@ -52,19 +53,23 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
         state, done = _restore(experiment, folder, report)
         atomic_write(folder / "config.yaml", to_yaml(config))  # the directory is this run's once all input has been accepted
         _describe(experiment, folder, done, report)
-        with Metrics(
-            folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1
-        ) as metrics:
+        with (
+            Metrics(
+                folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1
+            ) as metrics,
+            Saver(folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best) as saver,
+        ):
             ledger.discard_after(folder / "ledger", done)
             try:
-                state, done = _loop(experiment, folder, state, done, metrics, report)
+                state, done = _loop(experiment, folder, state, done, metrics, saver, report)
                 interrupted, failure = False, None
             except Interrupted as stop:
                 state, done, interrupted = stop.state, stop.done, True
                 failure = stop.__cause__ if isinstance(stop.__cause__, RewardError) else None
                 what = "interrupted" if failure is None else "failed"
                 if done:
-                    _save(folder, experiment, state, done)
+                    _save(saver, folder, experiment, state, done)
+                    saver.wait()
                     report.line(f"{what}: saved after iteration {done}; the same command goes on from there")
                 else:
                     report.line(f"{what} before the end of the first iteration: nothing to save")
@@ -76,13 +81,17 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
         return _summary(folder, done, interrupted)
 
 
-def _loop(experiment: Experiment, folder: Path, state: TrainState, done: int, metrics: Metrics, report: Reporter):
+def _loop(
+    experiment: Experiment, folder: Path, state: TrainState, done: int, metrics: Metrics, saver: Saver, report: Reporter
+):  # fmt: skip
     """From iteration `done` + 1 to the last."""
     config = experiment.config
     report.start(config.train.iterations, done)
     try:
         if _is_due(config, done) and not any(r["iteration"] == done and "eval/reward" in r for r in read_metrics(folder)):
             metrics.log(done, _evaluate(experiment, folder, state.ema, done, report))
+            if done and config.run.keep_best:
+                _save(saver, folder, experiment, state, done)  # again, with its evaluation
         while done < config.train.iterations:
             level = _level(experiment, folder, report)
             after, outcome = iterate(experiment, state, done + 1, report.stage, level)
@@ -95,8 +104,9 @@ def _loop(experiment: Experiment, folder: Path, state: TrainState, done: int, me
             finally:  # an evaluation that does not end is made up for by the next start
                 metrics.log(done, row)
             report.iteration(done, row)
-            if done == config.train.iterations or done % config.run.checkpoint_every == 0:
-                _save(folder, experiment, state, done)
+            evaluated = config.run.keep_best and _is_due(config, done)
+            if done == config.train.iterations or done % config.run.checkpoint_every == 0 or evaluated:
+                _save(saver, folder, experiment, state, done)
         return state, done
     except (KeyboardInterrupt, RewardError) as error:
         raise Interrupted(state, done) from error
@@ -168,11 +178,16 @@ def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[Tr
     return state, meta["iteration"]
 
 
-def _save(folder: Path, experiment: Experiment, state: TrainState, done: int) -> None:
-    """The key of the run is its seed, and the cursor through the prompts is the iteration: both are named for the reader."""
+def _save(saver: Saver, folder: Path, experiment: Experiment, state: TrainState, done: int) -> None:
+    """The key of the run is its seed, and the cursor through the prompts is the iteration: both are named for the reader.
+
+    The evaluation after the iteration is in the record already, if there was one.
+    """
     config, named = experiment.config, fingerprint(experiment.config, experiment.format.name)
     meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.prompts}
-    checkpoint.save(folder / "checkpoints", done, state, meta, keep=config.run.keep_checkpoints)
+    rows = [row for row in read_metrics(folder) if row["iteration"] == done and "eval/reward" in row]
+    scores = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
+    saver.save(done, state, meta | {"evaluation": scores or None})
 
 
 def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter) -> None:

@@ -92,6 +92,34 @@ def test_eval_of_a_run_repeats_its_last_evaluation(trained, call):
     assert result["means"]["reward"] == pytest.approx(summary["after"]["eval/reward"], abs=1e-6)
 
 
+def test_a_checkpoint_may_be_named(trained, call, tmp_path):
+    folder, rewards = trained[0], [row["eval/reward"] for row in metrics.read(trained[0])]
+    code, out, _ = call("eval", str(folder), "--checkpoint", "1", "--json")
+    result = json.loads(out.strip().splitlines()[-1])
+    assert (code, result["iteration"]) == (0, 1)
+    assert result["means"]["reward"] == pytest.approx(rewards[1], abs=1e-6)
+    assert rewards[1] != pytest.approx(rewards[2], abs=1e-6)
+    best = 1 if rewards[1] > rewards[2] else 2
+    code, out, _ = call("export", str(folder), "--out", str(tmp_path / "x.safetensors"), "--checkpoint", "best", "--json")
+    assert (code, json.loads(out)["iteration"]) == (0, best)
+    pictures = []
+    for which in ("1", "2", "latest"):
+        options = ("--prompts", "embedded:shapes-test", "--steps", "1", "--out", str(tmp_path / which))
+        assert call("sample", str(folder), *options, "--checkpoint", which)[0] == 0
+        pictures.append(np.load(tmp_path / which / "images.npy"))
+    assert (pictures[0] != pictures[1]).any()
+    assert (pictures[1] == pictures[2]).all()
+
+
+def test_a_named_checkpoint_that_is_damaged_is_not_replaced_by_another(trained, call, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "000001" / "meta.json").open("a").write(" ")
+    code, _, error = call("export", str(tmp_path / "run"), "--out", str(tmp_path / "x.safetensors"), "--checkpoint", "1")
+    assert (code, error.count("\n")) == (1, 1)
+    assert "checkpoints/000001: meta.json has" in error
+    assert not (tmp_path / "x.safetensors").exists()
+
+
 def test_eval_of_a_model_directory(call):
     overrides = [o for o in SMALL if o.startswith(("eval", "rollout", "train", "optimizer", "mesh", "policy"))]
     code, out, _ = call("eval", "embedded:tiny-sana", *overrides, "--json")
@@ -262,6 +290,16 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         ),
         (("export", "{run}", "--out", "{dir}/x", "--dtype", "fp16"), "'fp16' is not one of 'fp32', 'bf16'"),
         (("export", "{run}"), "Missing option '--out'"),
+        (
+            ("export", "{run}", "--out", "{dir}/x.safetensors", "--checkpoint", "7"),
+            "--checkpoint 7: {run}/checkpoints has 1, 2",
+        ),
+        (("eval", "{run}", "--checkpoint", "newest"), "--checkpoint newest: must be best, latest or an iteration"),
+        (
+            ("eval", "{empty}", "--checkpoint", "best"),
+            "--checkpoint best: no checkpoint in {empty}/checkpoints holds an evalua",
+        ),
+        (("sample", TINY, *SAMPLE, "--checkpoint", "best"), f"--checkpoint best: {TINY} is no run directory"),
     ],
 )
 def test_a_lora_or_an_output_that_cannot_be_is_one_line_and_nothing_is_written(
