@@ -26,6 +26,14 @@ def finite(_context: click.Context, _parameter: click.Parameter, value: float) -
     return value
 
 
+def iterations(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
+    """A click callback: numbers of iterations, given one by one or with commas."""
+    parts = [part for value in values for part in value.split(",")]
+    if wrong := [part for part in parts if not part.isdecimal()]:
+        raise click.BadParameter(f"{wrong[0]!r} is no iteration; expected e.g. 3 or 3,10")
+    return tuple(map(int, parts))
+
+
 checkpoint_option = click.option(
     "--checkpoint", default="latest", show_default=True, metavar="best|latest|ITERATION",
     help="Which of a run's; best: with the highest eval/reward.",
@@ -42,8 +50,12 @@ def cli() -> None:
 @cli.command()
 @click.argument("preset")
 @overrides_argument
+@click.option(
+    "--profile", multiple=True, metavar="ITER", callback=iterations,
+    help="Write a trace of that iteration for TensorBoard and Perfetto; may be repeated, or several with commas.",
+)  # fmt: skip
 @json_option
-def train(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
+def train(preset: str, overrides: tuple[str, ...], profile: tuple[int, ...], as_json: bool) -> None:
     """Train PRESET (see `solrl presets`); the same command resumes.
 
     \b
@@ -56,7 +68,7 @@ def train(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     config = resolve(preset, overrides)
     with Reporter() as report:
-        summary = trainer.run(config, report)
+        summary = trainer.run(config, report, profile)
     finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")
 
 

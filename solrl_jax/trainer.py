@@ -5,19 +5,21 @@ run.dir/run.json                versions, devices, what is native and what is em
 run.dir/metrics.jsonl, .csv     one row an iteration (0: before training), and TensorBoard's files
 run.dir/ledger/                 every candidate of every iteration, Parquet
 run.dir/checkpoints/000010/     the state after iteration 10
+run.dir/profile/                traces of the iterations that were asked for
 run.dir/pictures/               fixed prompts and seeds before, during and after; the reward curve
 """
 
 import importlib.metadata
 import json
 import platform
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from solrl_jax import checkpoint, files, ledger, pictures
+from solrl_jax import checkpoint, files, ledger, pictures, profiling
 from solrl_jax.config import Config, batch_line
 from solrl_jax.evaluate import evaluate, sample_grid
 from solrl_jax.experiment import Experiment, build
@@ -40,12 +42,14 @@ from solrl_jax.watch import hacking
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
-def run(config: Config, report: Reporter) -> dict[str, Any]:
+def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict[str, Any]:
     """Trains, or goes on with, the run that `config` describes; returns what `--json` prints.
 
     An interruption saves the last whole iteration and returns with "interrupted" true; so does a reward that fails, but that
     it is raised then. Raises InputError for what the user can mend, RunError when the run failed for another reason.
+    profile: the iterations of which a trace is written.
     """
+    profiling.refuse(profile, Path(config.run.dir), config.train.iterations)
     folder = files.writable_directory(config.run.dir)
     with files.only_user(folder):
         refuse_another_run(folder, config)
@@ -61,7 +65,7 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
         ):
             ledger.discard_after(folder / "ledger", done)
             try:
-                state, done = _loop(experiment, folder, state, done, metrics, saver, report)
+                state, done = _loop(experiment, folder, state, done, metrics, saver, report, profile)
                 interrupted, failure = False, None
             except Interrupted as stop:
                 state, done, interrupted = stop.state, stop.done, True
@@ -82,7 +86,8 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
 
 
 def _loop(
-    experiment: Experiment, folder: Path, state: TrainState, done: int, metrics: Metrics, saver: Saver, report: Reporter
+    experiment: Experiment, folder: Path, state: TrainState, done: int, metrics: Metrics, saver: Saver, report: Reporter,
+    profile: Collection[int],
 ):  # fmt: skip
     """From iteration `done` + 1 to the last."""
     config = experiment.config
@@ -94,7 +99,8 @@ def _loop(
                 _save(saver, folder, experiment, state, done)  # again, with its evaluation
         while done < config.train.iterations:
             level = _level(experiment, folder, report)
-            after, outcome = iterate(experiment, state, done + 1, report.stage, level)
+            with profiling.traced(folder, done + 1, profile):
+                after, outcome = iterate(experiment, state, done + 1, report.stage, level)
             state, done = after, done + 1
             ledger.write(folder / "ledger", done, outcome.ledger)
             row = outcome.metrics

@@ -38,6 +38,7 @@ ORDER = [
     (
         "solrl_jax.checkpoint",
         "solrl_jax.saving",
+        "solrl_jax.profiling",
         "solrl_jax.ledger",
         "solrl_jax.metrics",
         "solrl_jax.pictures",
