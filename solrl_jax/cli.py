@@ -27,6 +27,18 @@ def finite(_context: click.Context, _parameter: click.Parameter, value: float) -
     return value
 
 
+def iterations(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
+    """A click callback: numbers of iterations, given one by one or with commas."""
+    parts = [part for value in values for part in value.split(",")]
+    if wrong := [part for part in parts if not part.isdecimal()]:
+        raise click.BadParameter(f"{wrong[0]!r} is no iteration; expected e.g. 3 or 3,10")
+    return tuple(map(int, parts))
+
+
+checkpoint_option = click.option(
+    "--checkpoint", default="latest", show_default=True, metavar="best|latest|ITERATION",
+    help="Which of a run's; best: with the highest eval/reward.",
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="End with one line of JSON on standard output.")
 
 
@@ -63,11 +75,16 @@ def cli() -> None:
 @cli.command()
 @click.argument("preset")
 @overrides_argument
+@click.option(
+    "--profile", multiple=True, metavar="ITER", callback=iterations,
+    help="Write a trace of that iteration for TensorBoard and Perfetto; may be repeated, or several with commas.",
+)  # fmt: skip
 @hosts_options
 @json_option
 def train(
-    preset: str, overrides: tuple[str, ...], hosts: str | None, host: int | None, coordinator: str | None, as_json: bool
-) -> None:
+    preset: str, overrides: tuple[str, ...], profile: tuple[int, ...], hosts: str | None, host: int | None,
+    coordinator: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Train PRESET (see `solrl presets`); the same command resumes.
 
     \b
@@ -82,7 +99,7 @@ def train(
     config = resolve(preset, overrides)
     join_hosts(hosts, host, coordinator)
     with Reporter() as report:
-        summary = trainer.run(config, report)
+        summary = trainer.run(config, report, profile)
     if report.speaks:
         finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")
 
@@ -110,16 +127,18 @@ def encode(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.argument("target", metavar="RUN_OR_MODEL")
 @overrides_argument
 @click.option("--preset", default="tiny", show_default=True, help="Prompts, reward and sampler for a bare model directory.")
+@checkpoint_option
 @json_option
-def evaluate(target: str, overrides: tuple[str, ...], preset: str, as_json: bool) -> None:
+def evaluate(target: str, overrides: tuple[str, ...], preset: str, checkpoint: str, as_json: bool) -> None:
     """Score a run's averaged policy, or a model directory, on the test prompts."""
     from solrl_jax.evaluate import evaluate as score
     from solrl_jax.experiment import build
-    from solrl_jax.runs import configuration, load_policy
+    from solrl_jax.runs import configuration, find_checkpoint, load_policy
 
     config, run = configuration(target, overrides, preset)
+    chosen = find_checkpoint(target, checkpoint)
     experiment = build(config)
-    adapters, iteration = load_policy(run, config, experiment.backbone)
+    adapters, iteration = load_policy(run, config, experiment.backbone, chosen)
     with bar(config.eval.prompts * config.eval.images_per_prompt, "evaluate") as shown:
         result = score(experiment, experiment.policy(adapters), shown.update)
     lines = [f"{name}: {mean:.4f} ± {result.errors[name]:.4f}" for name, mean in result.means.items()]
@@ -224,6 +243,7 @@ def linears(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool
 @click.option("--precision", default="bf16", show_default=True, type=click.Choice(get_args(Precision)))
 @click.option("--lora", type=click.Path(path_type=Path), help="For a model: a LoRA file or folder of diffusers or PEFT.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
+@checkpoint_option
 @json_option
 def sample(target: str, size: str | None, as_json: bool, **options: Any) -> None:
     """Make pictures of prompts with a run's averaged policy, or with a diffusers model directory."""
@@ -247,21 +267,25 @@ def sample(target: str, size: str | None, as_json: bool, **options: Any) -> None
 @click.option("--format", "form", default="diffusers", show_default=True, type=click.Choice(["diffusers", "peft"]))
 @click.option("--dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
 @click.option("--fold-alpha", is_flag=True, help="diffusers: alpha / rank goes into B, for readers that know no alpha.")
+@checkpoint_option
 @json_option
-def export(run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, fold_alpha: bool, as_json: bool) -> None:
+def export(
+    run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, fold_alpha: bool, checkpoint: str, as_json: bool
+) -> None:
     """Write a run's averaged policy as a LoRA that diffusers or PEFT loads."""
     from solrl_jax.backbone import DTYPES, load_backbone
     from solrl_jax.policy import lora_files
-    from solrl_jax.runs import load_ema, output_directory, read_run
+    from solrl_jax.runs import find_checkpoint, load_ema, output_directory, read_run
     from solrl_jax.sharding import make_mesh
 
     config = read_run(run)
     if fold_alpha and form == "peft":
         raise InputError("--fold-alpha: only with --format diffusers; PEFT always reads alpha")
     lora_files.check_target(out, form)
+    chosen = find_checkpoint(run, checkpoint)
     output_directory(out.parent)
     backbone = load_backbone(config.model.path, "bf16", make_mesh(-1, 1))  # for its names, and where the adapters lie
-    adapters, iteration = load_ema(Path(run), config, backbone)
+    adapters, iteration = load_ema(Path(run), config, backbone, chosen)
     rank, alpha = config.lora.rank, config.lora.alpha
     settings, table = lora_files.LoraSettings(rank, alpha), backbone.parameter_table()
     if form == "peft":

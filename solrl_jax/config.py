@@ -246,7 +246,8 @@ class Run(Section):
 
     dir: str  # '' becomes runs/<preset>-<family>-seed<seed>
     checkpoint_every: Count  # iterations
-    keep_checkpoints: Count
+    keep_checkpoints: Count  # the newest
+    keep_best: Natural  # beside them, those with the highest eval/reward: what is evaluated is then saved too; 0: none
     tensorboard: Flag
     wandb: Flag
 

@@ -5,9 +5,8 @@ devices. So two rules hold: what decides which program runs next is the same eve
 the run directory is told, the first process tells it (`write`), for all to go on or to fail together.
 """
 
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +14,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from solrl_jax.files import InputError, RunError
+from solrl_jax import consensus
+from solrl_jax.files import InputError
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -59,45 +59,22 @@ def first() -> bool:
 
 def write(act: Callable[[], Any]) -> None:
     """Does `act` in the first process, for which the others wait. An InputError or RunError is raised everywhere."""
-    agreed(lambda: act() and None)
+    consensus.first("write", lambda: act() and None)
 
 
 def agreed(find: Callable[[], T]) -> T:
     """What `find` returns in the first process (JSON), everywhere. An InputError or RunError is raised everywhere."""
-    if jax.process_count() == 1:
-        return find()
-    outcome: dict[str, Any] = {}
-    failure: Exception | None = None
-    if first():
-        try:
-            outcome = {"value": find()}
-        except (InputError, RunError) as error:
-            outcome, failure = {"error": str(error), "input": isinstance(error, InputError)}, error
-    outcome = everyones(outcome)[0]
-    if failure is not None:
-        raise failure
-    if "error" in outcome:
-        raise (InputError if outcome["input"] else RunError)(outcome["error"])
-    return outcome["value"]
+    return consensus.first("agreed", find)
 
 
-def anywhere(flag: Any) -> Any:
-    """Where a process has a true element (a flag, or a NumPy array of one shape everywhere)."""
-    if jax.process_count() == 1:
-        return flag
-    return np.asarray(multihost_utils.process_allgather(np.asarray(flag))).any(0)
-
-
-def everyones(value: Any) -> list[Any]:
+def everyones(value: T) -> list[T]:
     """The JSON value of each process, in their order."""
-    if jax.process_count() == 1:
-        return [value]
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: len(data)] = data
-    rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return consensus.together("everyones", lambda: value)
+
+
+def anywhere(flags: Sequence[bool]) -> list[bool]:
+    """Of each flag, whether it is true in a process; there are as many everywhere."""
+    return [any(of_all) for of_all in zip(*everyones(list(flags)), strict=True)]
 
 
 def put(tree: Any, where: NamedSharding) -> Any:

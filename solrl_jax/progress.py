@@ -83,7 +83,7 @@ class Reporter:
     def _asked(self, *, between_stages: bool) -> bool:
         if jax.process_count() == 1:
             return self._stopping
-        return between_stages and bool(hosts.anywhere(self._stopping))
+        return between_stages and hosts.anywhere([self._stopping])[0]
 
     def line(self, text: str) -> None:
         """One line that stays."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from solrl_jax import checkpoint, files
 from solrl_jax.backbone import Backbone
 from solrl_jax.config import Config
-from solrl_jax.files import InputError
+from solrl_jax.files import InputError, RunError
 from solrl_jax.policy.lora import Adapters, matching
 from solrl_jax.presets import from_yaml, override, preset_names, resolve
 from solrl_jax.state import abstract_state, read_start
@@ -36,10 +36,42 @@ def read_run(path: str | Path) -> Config:
     return from_yaml((Path(path) / "config.yaml").read_text())
 
 
-def load_ema(folder: Path, config: Config, backbone: Backbone) -> tuple[Adapters, int]:
-    """The averaged adapters of a run's newest good checkpoint, and its iteration."""
+def find_checkpoint(target: str | Path, which: str) -> Path | None:
+    """The checkpoint that `--checkpoint` names in the run directory `target`; None: the newest good one, whichever that is.
+
+    which: "latest"; "best", the one with the highest eval/reward; or an iteration. Raises InputError in one line for anything
+    else, for a target that is no run, and for a checkpoint that is not there.
+    """
+    if which == "latest":
+        return None
+    asked, root = f"--checkpoint {which}", Path(target) / "checkpoints"
+    if which != "best" and not which.isdecimal():
+        raise InputError(f"{asked}: must be best, latest or an iteration")
+    if not is_run(target):
+        raise InputError(f"{asked}: {target} is no run directory; only runs have checkpoints")
+    if which == "best":
+        if best := checkpoint.ranked(root):
+            return best[0]
+        raise InputError(f"{asked}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves whatever is evaluated")
+    there = {checkpoint.iteration_of(path): path for path in reversed(checkpoint.candidates(root))}
+    if int(which) not in there:
+        raise InputError(f"{asked}: {root} has {', '.join(map(str, there)) or 'none'}")
+    return there[int(which)]
+
+
+def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
+    """The averaged adapters of a run's checkpoint, and its iteration.
+
+    path: as `find_checkpoint` returns it. Raises RunError for one that is damaged, InputError for a run that has none.
+    """
     targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
     abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
+    if path is not None:
+        try:
+            state, meta = checkpoint.restore(path, abstract)
+        except checkpoint.CheckpointError as error:
+            raise RunError(f"checkpoint {error}") from error
+        return state.ema, meta["iteration"]
     restored = checkpoint.restore_latest(folder / "checkpoints", abstract, {})
     if restored is None:
         raise InputError(f"{folder}: has no checkpoint yet")
@@ -47,10 +79,13 @@ def load_ema(folder: Path, config: Config, backbone: Backbone) -> tuple[Adapters
     return state.ema, meta["iteration"]
 
 
-def load_policy(run: Path | None, config: Config, backbone: Backbone) -> tuple[Adapters, int]:
-    """The averaged adapters of `run` and its iteration; without a run, those that `lora.init` names, before the first."""
+def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
+    """The averaged adapters of `run` and its iteration; without a run, those that `lora.init` names, before the first.
+
+    path: see `load_ema`.
+    """
     if run:
-        return load_ema(run, config, backbone)
+        return load_ema(run, config, backbone, path)
     targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
     return read_start(config.lora, targets, backbone.parameter_table()), 0
 

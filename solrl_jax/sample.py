@@ -27,7 +27,7 @@ from solrl_jax.policy.lora_files import import_lora
 from solrl_jax.presets import resolve
 from solrl_jax.prompts import load_instruction, load_prompts
 from solrl_jax.rollout.generate import Grid, generate, prepare
-from solrl_jax.runs import is_run, load_ema, output_directory, read_run
+from solrl_jax.runs import find_checkpoint, is_run, load_ema, output_directory, read_run
 from solrl_jax.sharding import make_mesh
 
 # the preset that says which linears of a bare model directory are quantised, by pipeline
@@ -52,6 +52,7 @@ class Request:
     precision: str = "bf16"
     max_tokens: int | None = None
     lora: Path | None = None
+    checkpoint: str = "latest"  # of a run, see `runs.find_checkpoint`
     negative: str = ""
     true_cfg: float = 1.0
     instruction: str | None = None
@@ -69,6 +70,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     config = read_run(target) if is_run(target) else None
     if config and request.lora is not None:
         raise InputError(f"--lora {request.lora}: {target} is a run and has its own adapters; name a model directory")
+    chosen = find_checkpoint(target, request.checkpoint)
     mine = _model_options(request, config)
     output_directory(request.out)
     pipeline = open_model(config.model.path if config else target)
@@ -84,7 +86,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     max_tokens = request.max_tokens or (config.model.max_tokens if config else pipeline.default_max_tokens)
     prompted = prepare(backbone, None, prompts, max_tokens, request.negative)
     backbone.text_encoders.release()  # there is nothing more to encode
-    policy = _policy(target, request, config, backbone, form, quantized)
+    policy = _policy(target, chosen, request, config, backbone, form, quantized)
     samples = generate(
         backbone, policy, grid, prompted, np.arange(len(prompts)), seeds, size,
         min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size)), None,
@@ -146,13 +148,14 @@ def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precisio
 
 
 def _policy(
-    target: str, request: Request, config: Config | None, backbone: Backbone, form: Format, quantized: tuple[str, ...]
-) -> Params:
+    target: str, chosen: Path | None, request: Request, config: Config | None, backbone: Backbone, form: Format,
+    quantized: tuple[str, ...],
+) -> Params:  # fmt: skip
     """The base, with the adapters of the run or the file if there is one, and leaves of `form` where it quantises."""
     base, scale = backbone.transformer, 1.0
     adapters: Adapters = {}
     if config:
-        adapters, _ = load_ema(Path(target), config, backbone)
+        adapters, _ = load_ema(Path(target), config, backbone, chosen)
         scale = config.lora.alpha / config.lora.rank
     elif request.lora is not None:
         try:

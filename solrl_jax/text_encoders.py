@@ -81,7 +81,9 @@ class TextEncoders:
             identity = f"{self.identity()} {[(name, x.shape, x.dtype.name) for name, x in sorted(like.items())]}"
             keys = [key_of(identity, {name: x[i] for name, x in tokens.items()}) for i in range(len(prompts))]
             rows = [self.cache.read(key, like) for key in keys]
-        missing = np.flatnonzero(hosts.anywhere([row is None for row in rows])).tolist()  # hosts compute together or not at all
+        missing = [
+            i for i, absent in enumerate(hosts.anywhere([row is None for row in rows])) if absent
+        ]  # hosts compute together or not at all
         for i, row in zip(missing, self._compute({name: x[missing] for name, x in tokens.items()}), strict=True):
             rows[i] = row
             if self.cache is not None:

@@ -6,7 +6,9 @@ Nothing computed in low precision enters the loss. The four families are four se
 which precision they are explored, and whether the kept ones are regenerated or trained on as they are.
 """
 
+import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,16 +50,17 @@ def iterate(
     config, rollout, explore = experiment.config, experiment.config.rollout, experiment.levels[level]
     clock = Clock()
 
+    clock.start("encode")
     prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
     prompted = prepare(experiment.backbone, experiment.reward, prompts, config.model.max_tokens)
     seeds = experiment.seeds(config.seed, iteration, prompts, rollout.candidates)
-    clock.lap("encode")
 
+    clock.start("sync")
     exploring = jax.block_until_ready(experiment.exploring_policy(state.old, explore.precision))
-    clock.lap("sync")
+    clock.start("explore")
     pool = roll_out(experiment, exploring, explore.steps, prompted, seeds, "explore", progress)
-    clock.lap("explore")
 
+    clock.start("regenerate")
     proxy = pool.reward.reshape(len(prompts), -1)
     chosen, usable = select(proxy, rollout.kept, rollout.selection, seed=(config.seed, iteration))
     kept_seeds = np.take_along_axis(seeds, chosen[..., None], axis=1)
@@ -65,13 +68,13 @@ def iterate(
         kept = roll_out(experiment, experiment.policy(state.old), rollout.steps, prompted, kept_seeds, "regenerate", progress)
     else:
         kept = take(pool, chosen + rollout.candidates * np.arange(len(prompts))[:, None])
-    clock.lap("regenerate")
     audited = {}
     if rollout.explore.audit_every and iteration % rollout.explore.audit_every == 0:
+        clock.start("audit")
         whole = roll_out(experiment, experiment.policy(state.old), rollout.steps, prompted, seeds, "audit", progress)
         audited = audit(proxy, whole.reward.reshape(proxy.shape), rollout.kept)
-        clock.lap("audit")
 
+    clock.start("update")
     rewards = np.where(usable[:, None], kept.reward.reshape(chosen.shape), np.nan)
     policy = config.policy
     advantage = advantages(
@@ -94,7 +97,7 @@ def iterate(
             grid.sigmas, grid.times,
         )  # fmt: skip
     trained = {name: float(value) for name, value in jax.device_get(trained).items()}
-    clock.lap("update")
+    clock.stop()
 
     metrics = trained | summarise(proxy, chosen, rewards, kept, pool) | audited | {"fidelity/level": float(level)}
     metrics |= clock.report(pool, kept if rollout.regenerate else None)
@@ -175,18 +178,40 @@ def ledger_columns(rollout, explore, iteration, prompts, seeds, proxy, chosen, u
 
 
 class Clock:
-    """Wall time by stage, in seconds."""
+    """Wall time by stage and what of it went into compiling, in seconds; a trace that is being written shows the stages."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self._compiled, self._before = _compilations(), len(_compilations())
+        self._stage, self._began, self._shown = "", 0.0, contextlib.ExitStack()
 
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage], self._last = now - self._last, now
+    def start(self, stage: str) -> None:
+        """Ends the stage before, if there was one."""
+        self.stop()
+        self._shown.enter_context(jax.profiler.TraceAnnotation(stage))
+        self._stage, self._began = stage, time.perf_counter()
+
+    def stop(self) -> None:
+        if self._stage:
+            self.seconds[self._stage], self._stage = time.perf_counter() - self._began, ""
+        self._shown.close()
 
     def report(self, pool: Samples, kept: Samples | None) -> dict[str, float]:
         rates = {"images_per_second/explore": len(pool.reward) / self.seconds["explore"]}
         if kept is not None:
             rates["images_per_second/regenerate"] = len(kept.reward) / self.seconds["regenerate"]
-        return {f"seconds/{stage}": s for stage, s in self.seconds.items()} | rates | {"seconds": sum(self.seconds.values())}
+        total = {"seconds": sum(self.seconds.values()), "seconds/compile": sum(self._compiled[self._before :])}
+        return {f"seconds/{stage}": s for stage, s in self.seconds.items()} | rates | total
+
+
+@functools.cache
+def _compilations() -> list[float]:
+    """Seconds of every compilation since the first call, in order, or of reading it from jax's cache; jax adds to it."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seconds

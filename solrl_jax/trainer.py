@@ -5,6 +5,7 @@ run.dir/run.json                versions, devices, what is native and what is em
 run.dir/metrics.jsonl, .csv     one row an iteration (0: before training), and TensorBoard's files
 run.dir/ledger/                 every candidate of every iteration, Parquet
 run.dir/checkpoints/000010/     the state after iteration 10
+run.dir/profile/                traces of the iterations that were asked for
 run.dir/pictures/               fixed prompts and seeds before, during and after; the reward curve
 """
 
@@ -12,6 +13,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from solrl_jax import checkpoint, files, hosts, ledger, pictures
+from solrl_jax import checkpoint, files, hosts, ledger, pictures, profiling
 from solrl_jax.config import Config, batch_line
 from solrl_jax.evaluate import evaluate, sample_grid
 from solrl_jax.experiment import Experiment, build
@@ -34,6 +36,7 @@ from solrl_jax.policy.lora import Adapters
 from solrl_jax.presets import to_yaml
 from solrl_jax.progress import Interrupted, Reporter
 from solrl_jax.rewards.host import RewardError
+from solrl_jax.saving import Saver
 from solrl_jax.sharding import row_groups
 from solrl_jax.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.train import iterate
@@ -42,14 +45,16 @@ from solrl_jax.watch import hacking
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
-def run(config: Config, report: Reporter) -> dict[str, Any]:
+def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict[str, Any]:
     """Trains, or goes on with, the run that `config` describes; returns what `--json` prints.
 
     An interruption saves the last whole iteration and returns with "interrupted" true; so does a reward that fails, but that
     it is raised then. Raises InputError for what the user can mend, RunError when the run failed for another reason.
+    profile: the iterations of which a trace is written.
     """
     folder = Path(config.run.dir)
     with contextlib.ExitStack() as stack:
+        hosts.write(lambda: profiling.refuse(profile, folder, config.train.iterations))
         hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))
         hosts.write(lambda: refuse_another_run(folder, config))
         experiment = build(config)
@@ -59,19 +64,22 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
         _describe(experiment, folder, done, report)
         metrics = Metrics(folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1)
         hosts.write(lambda: stack.enter_context(metrics))
+        saver = stack.enter_context(Saver(folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best))
         hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
         try:
-            state, done = _loop(experiment, folder, state, done, metrics, report)
+            state, done = _loop(experiment, folder, state, done, metrics, saver, report, profile)
             interrupted, failure = False, None
         except Interrupted as stop:
             state, done, interrupted = stop.state, stop.done, True
             failure = stop.__cause__ if isinstance(stop.__cause__, RewardError) else None
             what = "interrupted" if failure is None else "failed"
             if done:
-                _save(folder, experiment, state, done)
+                _save(saver, folder, experiment, state, done)
+                saver.wait()
                 report.line(f"{what}: saved after iteration {done}; the same command goes on from there")
             else:
                 report.line(f"{what} before the end of the first iteration: nothing to save")
+        saver.wait()
         hosts.write(metrics.write_csv)
         if failure is not None:
             raise failure
@@ -80,16 +88,22 @@ def run(config: Config, report: Reporter) -> dict[str, Any]:
         return hosts.agreed(lambda: _summary(folder, done, interrupted))
 
 
-def _loop(experiment: Experiment, folder: Path, state: TrainState, done: int, metrics: Metrics, report: Reporter):
+def _loop(
+    experiment: Experiment, folder: Path, state: TrainState, done: int, metrics: Metrics, saver: Saver, report: Reporter,
+    profile: Collection[int],
+):  # fmt: skip
     """From iteration `done` + 1 to the last."""
     config = experiment.config
     report.start(config.train.iterations, done)
     try:
         if _is_due(config, done) and not hosts.agreed(lambda: _is_evaluated(folder, done)):
             _log(metrics, done, _evaluate(experiment, folder, state.ema, done, report))
+            if done and config.run.keep_best:
+                _save(saver, folder, experiment, state, done)  # again, with its evaluation
         while done < config.train.iterations:
             level = hosts.agreed(lambda: _level(experiment, folder, report))
-            after, outcome = iterate(experiment, state, done + 1, report.stage, level)
+            with profiling.traced(folder, done + 1, profile):
+                after, outcome = iterate(experiment, state, done + 1, report.stage, level)
             state, done = after, done + 1
             hosts.write(partial(ledger.write, folder / "ledger", done, outcome.ledger))
             row = outcome.metrics
@@ -99,8 +113,9 @@ def _loop(experiment: Experiment, folder: Path, state: TrainState, done: int, me
             finally:  # an evaluation that does not end is made up for by the next start
                 _log(metrics, done, row)
             report.iteration(done, row)
-            if done == config.train.iterations or done % config.run.checkpoint_every == 0:
-                _save(folder, experiment, state, done)
+            evaluated = config.run.keep_best and _is_due(config, done)
+            if done == config.train.iterations or done % config.run.checkpoint_every == 0 or evaluated:
+                _save(saver, folder, experiment, state, done)
         return state, done
     except (KeyboardInterrupt, RewardError) as error:
         raise Interrupted(state, done) from error
@@ -178,11 +193,16 @@ def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[Tr
     return state, meta["iteration"]
 
 
-def _save(folder: Path, experiment: Experiment, state: TrainState, done: int) -> None:
-    """The key of the run is its seed, and the cursor through the prompts is the iteration: both are named for the reader."""
+def _save(saver: Saver, folder: Path, experiment: Experiment, state: TrainState, done: int) -> None:
+    """The key of the run is its seed, and the cursor through the prompts is the iteration: both are named for the reader.
+
+    The evaluation after the iteration is in the record already, if there was one.
+    """
     config, named = experiment.config, fingerprint(experiment.config, experiment.format.name)
     meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.prompts}
-    checkpoint.save(folder / "checkpoints", done, state, meta, keep=config.run.keep_checkpoints)
+    rows = [row for row in read_metrics(folder) if row["iteration"] == done and "eval/reward" in row]
+    scores = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
+    saver.save(done, state, meta | {"evaluation": scores or None})
 
 
 def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter) -> None:

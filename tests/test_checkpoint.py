@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -22,46 +21,10 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from solrl_jax import checkpoint
+from solrl_jax import checkpoint, saving
 from solrl_jax.checkpoint import CheckpointError
 from solrl_jax.files import InputError, RunError
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Policy:
-    weights: dict
-    optimizer: tuple
-    step: jax.Array
-
-
-def make_state(number: int) -> Policy:
-    """A state of every kind of node and of dtypes that are easily lost; `number` decides its values."""
-    key = jax.random.key(number)
-    weights = {
-        "a/b": {"kernel": jax.random.normal(key, (16, 8)), "c.d": jax.random.normal(key, (8,), jnp.bfloat16)},
-        "codes": jax.random.bits(key, (8, 2), jnp.uint8),
-        "scales": jax.random.normal(key, (8,)).astype(jnp.float8_e4m3fn),
-        "nan": jnp.array([jnp.nan, -0.0, jnp.inf, number]),
-        "empty": jnp.zeros((0, 3), jnp.bfloat16),
-        "flags": jnp.array([True, False, number % 2 == 0]),
-        "list": [jnp.uint32(number), jnp.int32(-number)],
-    }
-    floats = {"kernel": weights["a/b"]["kernel"]}
-    optimizer = optax.adamw(1e-3)
-    _, moments = optimizer.update(floats, optimizer.init(floats), floats)
-    return Policy(weights, moments, jnp.int32(number))
-
-
-def abstract(state, sharding=None):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
-
-
-def assert_same_bits(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (key, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype), key
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), key
+from tests.states import Policy, abstract, assert_same_bits, make_state
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +32,7 @@ def saved(tmp_path_factory):
     """A root that holds iterations 1 and 2.  Tests that damage it copy it first."""
     root = tmp_path_factory.mktemp("checkpoints")
     for iteration in (1, 2):
-        checkpoint.save(root, iteration, make_state(iteration), {"config": "abc", "cursor": [iteration, 7]})
+        saving.save(root, iteration, make_state(iteration), {"config": "abc", "cursor": [iteration, 7]})
     return root
 
 
@@ -95,14 +58,19 @@ def test_nothing_saved_is_none(tmp_path):
 
 
 def test_a_state_moves_between_meshes(tmp_path):
-    mesh = jax.make_mesh((4, 2), ("data", "model"))
-    spread, whole = NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P())
+    """From 8 devices to 4 of them, otherwise split, to one, and back."""
+    eight, four = (
+        jax.make_mesh(shape, ("data", "fsdp"), devices=jax.devices()[: shape[0] * shape[1]]) for shape in ((2, 4), (2, 2))
+    )
     one = SingleDeviceSharding(jax.devices()[3])
-    state = {"w": jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16), "step": jnp.int32(5)}
-    placements = [{"w": spread, "step": whole}, {"w": one, "step": one}, {"w": spread, "step": whole}]
-    placed = jax.device_put(state, placements[0])
-    for iteration, placement in enumerate(placements[1:] + placements[:1]):
-        path = checkpoint.save(tmp_path, iteration, placed, {})
+    spread, whole = NamedSharding(eight, P("data", "fsdp")), NamedSharding(eight, P())
+    half, thin = NamedSharding(four, P("fsdp")), NamedSharding(four, P(("data", "fsdp")))
+    state = {"w": jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16), "v": jnp.arange(8.0), "step": jnp.int32(5)}
+    wide = {"w": spread, "v": NamedSharding(eight, P("fsdp")), "step": whole}
+    placements = [wide, {"w": half, "v": thin, "step": NamedSharding(four, P())}, dict.fromkeys(state, one), wide]
+    placed = jax.device_put(state, wide)
+    for iteration, placement in enumerate(placements[1:]):
+        path = saving.save(tmp_path, iteration, placed, {})
         wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placement)
         placed, _ = checkpoint.restore(path, wanted)
         assert_same_bits(placed, state)
@@ -122,7 +90,7 @@ def test_training_goes_on_as_if_nothing_happened(tmp_path):
     states = [(params, optimizer.init(params), jnp.int32(0))]
     for _ in range(6):
         states.append(step(*states[-1]))
-    path = checkpoint.save(tmp_path, 3, states[3], {})
+    path = saving.save(tmp_path, 3, states[3], {})
     state, _ = checkpoint.restore(path, abstract(states[0]))
     for _ in range(3):
         state = step(*state)
@@ -146,7 +114,7 @@ def test_another_structure_shape_or_dtype_is_refused_by_leaf(saved):
 def test_a_leaf_that_is_no_plain_array_is_refused(tmp_path):
     for leaf in (np.zeros(2), 1.0, jax.random.key(0)):
         with pytest.raises(TypeError, match=r"\['x'\]"):
-            checkpoint.save(tmp_path, 0, {"x": leaf}, {})
+            saving.save(tmp_path, 0, {"x": leaf}, {})
 
 
 def files_of(path):
@@ -197,7 +165,7 @@ def test_an_extra_file_a_foreign_directory_and_another_name_are_refused(root):
     (root / "000007" / "thesis.txt").write_text("do not remove")
     assert_skipped(root, "manifest.json")
     for iteration in (8, 9):
-        checkpoint.save(root, iteration, make_state(iteration), {}, keep=1)
+        saving.save(root, iteration, make_state(iteration), {}, keep=1)
     assert (root / "000007" / "thesis.txt").exists()
 
 
@@ -215,14 +183,14 @@ def test_a_good_checkpoint_of_another_run_is_refused(root):
 
 
 def test_pruning_counts_good_ones_only(root):
-    checkpoint.save(root, 3, make_state(3), {"config": "abc"})
+    saving.save(root, 3, make_state(3), {"config": "abc"})
     newest = files_of(root / "000003")[0]
     newest.write_bytes(bytes(newest.stat().st_size))
-    checkpoint.prune(root, 1)
+    saving.prune(root, 1)
     assert [path.name for path in checkpoint.candidates(root)] == ["000003", "000002"]
-    checkpoint.prune(root, 0)
+    saving.prune(root, 0)
     assert [path.name for path in checkpoint.candidates(root)] == ["000003", "000002"]
-    checkpoint.save(root, 3, make_state(3), {"config": "abc"}, keep=1)
+    saving.save(root, 3, make_state(3), {"config": "abc"}, keep=1)
     assert os.listdir(root) == ["000003"]
     checkpoint.verify(root / "000003")
 
@@ -250,7 +218,8 @@ def dying_at(monkeypatch, instant, arrays):
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_arrays", lambda folder, _: shutil.copytree(arrays, folder))
+        copy = lambda folder: shutil.copytree(arrays, folder, dirs_exist_ok=True)
+        patch.setattr(saving, "_start_writing", lambda folder, _: (lambda: copy(folder), lambda: None))
         patch.setattr(os, "fsync", lambda _: None)
         for name in ("mkdir", "replace", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
@@ -260,13 +229,13 @@ def dying_at(monkeypatch, instant, arrays):
 
 def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path, monkeypatch):
     new = make_state(5)
-    arrays = checkpoint.save(tmp_path, 5, new, {}) / "arrays"
+    arrays = saving.save(tmp_path, 5, new, {}) / "arrays"
     seen = []
     for instant in range(1000):
         root = Path(shutil.copytree(saved, tmp_path / str(instant)))
         try:
             with dying_at(monkeypatch, instant, arrays):
-                checkpoint.save(root, 2, new, {"new": True}, keep=1)
+                saving.save(root, 2, new, {"new": True}, keep=1)
         except Killed:
             newest = checkpoint.candidates(root)[0]
             checkpoint.verify(newest)
@@ -277,7 +246,7 @@ def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path,
             state, meta, warnings = checkpoint.restore_latest(root, abstract(new), {})
             assert_same_bits(state, new if "new" in meta else make_state(2))
             assert warnings == []
-            checkpoint.save(root, 3, new, {}, keep=1)
+            saving.save(root, 3, new, {}, keep=1)
             assert os.listdir(root) == ["000003"]
     assert len(seen) > 20
     assert sorted(set(seen)) == [("000002", False), ("000002", True), ("000002.replaced", False)]
@@ -288,12 +257,12 @@ SAVER = textwrap.dedent(
     import sys
     from pathlib import Path
     import jax, jax.numpy as jnp
-    from solrl_jax import checkpoint
+    from solrl_jax import checkpoint, saving
 
     root, last = Path(sys.argv[1]), int(sys.argv[2])
     for iteration in range(last + 1):
         state = {"w": jnp.full((256, 64), iteration, jnp.bfloat16), "n": jnp.int32(iteration)}
-        checkpoint.save(root, iteration, state, {"n": iteration}, keep=2)
+        saving.save(root, iteration, state, {"n": iteration}, keep=2)
         print(iteration, flush=True)
     """
 )
@@ -325,7 +294,7 @@ def test_kill_nine_while_saving(tmp_path):
         assert meta["iteration"] - said[-1] in (0, 1)
         assert (np.asarray(state["w"]) == np.asarray(jnp.full((256, 64), meta["n"], jnp.bfloat16))).all()
         assert int(state["n"]) == meta["n"] == meta["iteration"]
-        checkpoint.save(root, meta["n"] + 1, state, {}, keep=1)
+        saving.save(root, meta["n"] + 1, state, {}, keep=1)
         assert os.listdir(root) == [f"{meta['n'] + 1:06d}"]
 
 
@@ -345,8 +314,9 @@ def full_in_orbax(*_args):
 @pytest.mark.parametrize(
     ("owner", "name", "function"),
     [
-        (checkpoint, "_write_arrays", full),
-        (checkpoint, "_write_arrays", full_in_orbax),
+        (saving, "_start_writing", full),
+        (saving, "_start_writing", lambda *_: (full_in_orbax, lambda: None)),
+        (saving, "_start_writing", lambda *_: (lambda: None, full)),
         (Path, "write_text", full),
         (os, "fsync", full),
         (os, "replace", full),
@@ -356,7 +326,7 @@ def test_a_full_disk_is_one_line_and_takes_nothing(root, monkeypatch, owner, nam
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, function)
         with pytest.raises(RunError) as error:
-            checkpoint.save(root, 3, make_state(3), {})
+            saving.save(root, 3, make_state(3), {})
     assert str(error.value) == f"disk full while writing {root / '000003'}; the last checkpoint is {root / '000002'}"
     assert sorted(os.listdir(root)) == ["000001", "000002"]
     checkpoint.verify(root / "000002")
@@ -369,15 +339,15 @@ def test_a_disk_that_is_really_full(tmp_path):
     try:
         small, big = ({"w": jax.random.normal(jax.random.key(0), (size,))} for size in (1000, 150_000))
         for size in (60_000, 70_000, 80_000, 90_000, 100_000):
-            checkpoint.save(tmp_path, 1, small, {})
+            saving.save(tmp_path, 1, small, {})
             with contextlib.suppress(RunError):
-                checkpoint.save(tmp_path, 2, {"w": big["w"][:size]}, {})
+                saving.save(tmp_path, 2, {"w": big["w"][:size]}, {})
                 shutil.rmtree(tmp_path / "000002")
         with pytest.raises(RunError, match=r"^disk full while writing .*000002; the last checkpoint is .*000001$"):
-            checkpoint.save(tmp_path, 2, big, {})
+            saving.save(tmp_path, 2, big, {})
         assert os.listdir(tmp_path) == ["000001"]
         assert_same_bits(checkpoint.restore(tmp_path / "000001", abstract(small))[0], small)
-        checkpoint.save(tmp_path, 2, small, {})
+        saving.save(tmp_path, 2, small, {})
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 

@@ -1,6 +1,7 @@
 """The command line as others script against it: exit codes, one-line errors, JSON, files."""
 
 import csv
+import gzip
 import json
 import os
 import shutil
@@ -47,7 +48,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "cli"
     arguments = ["train", "tiny", *SMALL, "train.iterations=2", "eval.every=1", f"run.dir={folder}", "--json"]
     # the schedule is the one that the model directory itself names, so that both can make the same pictures
-    arguments += ["run.tensorboard=true", "reward=tiny-clip", "rollout.schedule=sd3"]
+    arguments += ["run.tensorboard=true", "reward=tiny-clip", "rollout.schedule=sd3", "--profile", "2"]
     done = subprocess.run([sys.executable, "-m", "solrl_jax.cli", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout.strip().splitlines()[-1]), done.stderr
@@ -79,6 +80,8 @@ def test_train_leaves_everything_a_run_has(trained):
     rows = metrics.read(folder)
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert {"seconds/explore", "images_per_second/explore", "fidelity/spearman", "loss"} <= rows[1].keys()
+    assert rows[1]["seconds/compile"] > 0
+    assert rows[2]["seconds/compile"] == 0
     facts = json.loads((folder / "run.json").read_text())
     assert facts["packages"]["jax"]
 
@@ -90,6 +93,48 @@ def test_eval_of_a_run_repeats_its_last_evaluation(trained, call):
     assert code == 0
     assert result["iteration"] == 2
     assert result["means"]["reward"] == pytest.approx(summary["after"]["eval/reward"], abs=1e-6)
+
+
+def test_the_iteration_that_was_asked_for_is_traced_stage_by_stage(trained):
+    (folder,) = (trained[0] / "profile").iterdir()
+    assert folder.name == "iteration-000002"
+    (file,) = folder.glob("plugins/profile/*/perfetto_trace.json.gz")
+    assert list(file.parent.glob("*.xplane.pb"))  # TensorBoard's
+    with gzip.open(file) as stream:
+        events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
+    row = metrics.read(trained[0])[2]
+    for stage in ("encode", "sync", "explore", "regenerate", "update"):
+        (span,) = (event for event in events if event["name"] == stage)
+        assert span["dur"] / 1e6 == pytest.approx(row[f"seconds/{stage}"], rel=0.05, abs=2e-3)
+    assert [event["name"] for event in events].count("iteration") == 1
+
+
+def test_a_checkpoint_may_be_named(trained, call, tmp_path):
+    folder, rewards = trained[0], [row["eval/reward"] for row in metrics.read(trained[0])]
+    code, out, _ = call("eval", str(folder), "--checkpoint", "1", "--json")
+    result = json.loads(out.strip().splitlines()[-1])
+    assert (code, result["iteration"]) == (0, 1)
+    assert result["means"]["reward"] == pytest.approx(rewards[1], abs=1e-6)
+    assert rewards[1] != pytest.approx(rewards[2], abs=1e-6)
+    best = 1 if rewards[1] > rewards[2] else 2
+    code, out, _ = call("export", str(folder), "--out", str(tmp_path / "x.safetensors"), "--checkpoint", "best", "--json")
+    assert (code, json.loads(out)["iteration"]) == (0, best)
+    pictures = []
+    for which in ("1", "2", "latest"):
+        options = ("--prompts", "embedded:shapes-test", "--steps", "1", "--out", str(tmp_path / which))
+        assert call("sample", str(folder), *options, "--checkpoint", which)[0] == 0
+        pictures.append(np.load(tmp_path / which / "images.npy"))
+    assert (pictures[0] != pictures[1]).any()
+    assert (pictures[1] == pictures[2]).all()
+
+
+def test_a_named_checkpoint_that_is_damaged_is_not_replaced_by_another(trained, call, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "000001" / "meta.json").open("a").write(" ")
+    code, _, error = call("export", str(tmp_path / "run"), "--out", str(tmp_path / "x.safetensors"), "--checkpoint", "1")
+    assert (code, error.count("\n")) == (1, 1)
+    assert "checkpoints/000001: meta.json has" in error
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_eval_of_a_model_directory(call):
@@ -262,6 +307,23 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         ),
         (("export", "{run}", "--out", "{dir}/x", "--dtype", "fp16"), "'fp16' is not one of 'fp32', 'bf16'"),
         (("export", "{run}"), "Missing option '--out'"),
+        (
+            ("export", "{run}", "--out", "{dir}/x.safetensors", "--checkpoint", "7"),
+            "--checkpoint 7: {run}/checkpoints has 1, 2",
+        ),
+        (("eval", "{run}", "--checkpoint", "newest"), "--checkpoint newest: must be best, latest or an iteration"),
+        (
+            ("eval", "{empty}", "--checkpoint", "best"),
+            "--checkpoint best: no checkpoint in {empty}/checkpoints holds an evalua",
+        ),
+        (("sample", TINY, *SAMPLE, "--checkpoint", "best"), f"--checkpoint best: {TINY} is no run directory"),
+        (("train", "tiny", "run.dir={dir}/run", "--profile", "1,27"), "--profile 27: must be in 1..26 (train.iterations)"),
+        (("train", "tiny", "run.dir={dir}/run", "--profile", "0"), "--profile 0: must be in 1..26 (train.iterations)"),
+        (("train", "tiny", "run.dir={dir}/run", "--profile", "2:3"), "'2:3' is no iteration; expected e.g. 3 or 3,10"),
+        (
+            ("train", "tiny", "run.dir={run}", "--profile", "3", "--profile", "2"),
+            "--profile 2: done already, see {run}/checkpoin",
+        ),
     ],
 )
 def test_a_lora_or_an_output_that_cannot_be_is_one_line_and_nothing_is_written(

@@ -123,6 +123,7 @@ NOT_NEGATIVE = [
     "eval.every",
     "eval.grid",
     "eval.seed",
+    "run.keep_best",
 ]
 
 

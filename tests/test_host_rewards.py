@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+from solrl_jax import checkpoint, ledger, metrics, trainer
 from solrl_jax import experiment as experiments
-from solrl_jax import ledger, metrics, trainer
 from solrl_jax.files import InputError
 from solrl_jax.progress import Reporter
 from solrl_jax.prompts import Prompt
@@ -306,7 +306,10 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
         with pytest.raises(RewardError, match=r"ValueError: no such thing \(prompt 'a"):
             run(stage, at)
         assert f"failed: saved after iteration {done}; the same command goes on from there" in capsys.readouterr().err
-    run("never", 1, "reward.workers=1", "reward.on_failure=skip", "reward.watched=[jpeg_compressibility]")
+    last = tmp_path / "run" / "checkpoints" / "000002"
+    assert checkpoint.meta_of(last)["evaluation"] is None
+    run("never", 1, "reward.workers=1", "reward.on_failure=skip", "reward.watched=[jpeg_compressibility]", "run.keep_best=1")
+    assert checkpoint.meta_of(last)["evaluation"]["eval/reward"] == metrics.read(tmp_path / "run")[-1]["eval/reward"]
     assert {"eval/jpeg_compressibility", "eval/hacking"} <= metrics.read(tmp_path / "run")[-1].keys()
     assert rows(tmp_path / "run", "jpeg_comp") == rows(tmp_path / "whole")
     assert ledger.read(tmp_path / "run" / "ledger").equals(ledger.read(tmp_path / "whole" / "ledger"))

@@ -13,6 +13,7 @@ ORDER = [
     ("models",),
     (
         "solrl_jax.files",
+        "solrl_jax.consensus",
         "solrl_jax.hub",
         "solrl_jax.config",
         "solrl_jax.presets",
@@ -35,7 +36,14 @@ ORDER = [
     ),
     ("solrl_jax.rollout", "solrl_jax.policy", "solrl_jax.linears", "solrl_jax.state", "solrl_jax.experiment"),
     ("solrl_jax.train", "solrl_jax.evaluate", "solrl_jax.rank"),
-    ("solrl_jax.checkpoint", "solrl_jax.ledger", "solrl_jax.metrics", "solrl_jax.pictures"),
+    (
+        "solrl_jax.checkpoint",
+        "solrl_jax.saving",
+        "solrl_jax.profiling",
+        "solrl_jax.ledger",
+        "solrl_jax.metrics",
+        "solrl_jax.pictures",
+    ),
     ("solrl_jax.identity", "solrl_jax.runs", "solrl_jax.trainer", "solrl_jax.sample", "solrl_jax.convert"),
     ("solrl_jax.cli",),
 ]

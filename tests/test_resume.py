@@ -14,9 +14,10 @@ import jax
 import numpy as np
 import pytest
 
-from solrl_jax import checkpoint, ledger, metrics, trainer
+from solrl_jax import checkpoint, ledger, metrics, saving, trainer
 from solrl_jax.files import InputError, RunError
 from solrl_jax.progress import Reporter
+from solrl_jax.runs import find_checkpoint
 from tests.small import SMALL, small_config
 
 ITERATIONS = 5
@@ -135,20 +136,71 @@ def test_another_run_is_not_overwritten(uninterrupted):
 
 
 def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch):
-    original, saves = checkpoint._write_arrays, []
+    original, saves = saving._start_writing, []
 
-    def full(folder, state):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def third(folder, state):
         saves.append(folder)
-        if len(saves) == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(folder, state)
+        wait, merge = original(folder, state)
+        return (full if len(saves) == 3 else wait), merge
 
-    monkeypatch.setattr(checkpoint, "_write_arrays", full)
-    with pytest.raises(RunError, match=r"disk full.*the last checkpoint is .*000002"):
+    monkeypatch.setattr(saving, "_start_writing", third)
+    with pytest.raises(RunError, match=r"^disk full while writing .*000003; the last checkpoint is .*000002$"):
         run(tmp_path)
+    assert len(saves) == 3  # the next save is where it is told
     monkeypatch.undo()
     run(tmp_path)
     assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that SIGTERM reached while the save after iteration 2 was under way, and that was then started again.
+
+    Returns its directory, what it said when it was stopped, and the names and the newest meta of its checkpoints then.
+    """
+    folder, original = tmp_path_factory.mktemp("stopped"), saving._start_writing
+    options = ("eval.every=2", "run.keep_best=2", "run.keep_checkpoints=1", "run.checkpoint_every=9")
+
+    def slow(path, state):
+        wait, merge = original(path, state)
+
+        def terminated() -> None:
+            if path.parent.name.endswith("000002"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(2.0)  # until the stage under way has seen it
+            wait()
+
+        return terminated, merge
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_start_writing", slow)
+        summary = run(folder, *options)
+    (path,) = checkpoint.candidates(folder / "checkpoints")
+    checkpoint.verify(path)
+    meta = checkpoint.meta_of(path)
+    run(folder, *options)
+    return folder, summary, meta
+
+
+def test_sigterm_while_a_save_is_under_way_waits_for_it(stopped, uninterrupted):
+    folder, summary, meta = stopped
+    assert (summary["interrupted"], summary["iterations"], meta["iteration"]) == (True, 2, 2)
+    ours, theirs = arrays(folder), arrays(uninterrupted)
+    for key, value in theirs.items():
+        np.testing.assert_array_equal(ours[key], value, err_msg=key)
+
+
+def test_the_best_are_kept_beside_the_newest_and_hold_their_evaluation(stopped):
+    folder, _, meta = stopped
+    scores = {row["iteration"]: {k: v for k, v in row.items() if k.startswith("eval/")} for row in metrics.read(folder)}
+    assert meta["evaluation"] == scores[2]
+    evaluated = sorted((2, 4, 5), key=lambda iteration: (-scores[iteration]["eval/reward"], -iteration))
+    root = folder / "checkpoints"
+    assert {path.name for path in checkpoint.candidates(root)} == {"000005", *(f"{i:06d}" for i in evaluated[:2])}
+    assert find_checkpoint(folder, "best") == root / f"{evaluated[0]:06d}"
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):

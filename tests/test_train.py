@@ -46,11 +46,13 @@ def test_nothing_is_traced_after_the_first_iteration(experiment):
     state, _ = iterate(experiment, fresh_state(experiment), 1, silent)
     before = [program._cache_size() for program in programs]
     for iteration in (2, 3):
-        state, _ = iterate(experiment, state, iteration, silent)
+        state, outcome = iterate(experiment, state, iteration, silent)
+        assert outcome.metrics["seconds/compile"] == 0
     assert [program._cache_size() for program in programs] == before
-    # and the count can rise: another number of steps is another program
-    iterate(with_rollout(experiment, steps=4), state, 4, silent)
+    # and the counts can rise: another number of steps is another program
+    _, outcome = iterate(with_rollout(experiment, steps=4), state, 4, silent)
     assert sample_chunk._cache_size() > before[0]
+    assert 0 < outcome.metrics["seconds/compile"] < outcome.metrics["seconds"]
 
 
 def test_the_ledger_tells_the_whole_iteration(experiment, first):

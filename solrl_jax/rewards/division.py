@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +43,7 @@ class DividedScoring:
                 scores = self._mine.finish()
         except RewardError as error:
             self._error = error
-        mine = {
+        mine: dict[str, Any] = {
             "rows": self._rows, "failed": self._mine.failed, "error": None if self._error is None else str(self._error),
             "scores": {name: values.tolist() for name, values in scores.items()},
         }  # fmt: skip
