@@ -1,6 +1,6 @@
 """Kills a small run of `solrl train tiny` at random moments, starts it again each time, and checks what was lost: nothing.
 
-    python scripts/check_kills.py                              # 20 kills, about 10 minutes on 2 cores
+    python scripts/check_kills.py                              # 20 kills; 19 minutes on 2 busy cores
     python scripts/check_kills.py --kills 5 --seed 3 --folder runs/kills
 
 An uninterrupted run comes first; it says how long starting and iterating take. Then SIGKILLs: one in five falls into a start,

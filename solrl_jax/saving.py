@@ -163,8 +163,7 @@ def _start_writing(folder: Path, arrays: dict[str, jax.Array]) -> tuple[Callable
     """Copies this process's shards of the arrays to the host, and starts to write them to the directory `folder`.
 
     Returns what waits until they are written, and what then merges the files of all processes.  On CPU the copies are views,
-    for which XLA donates a buffer's contents and not the buffer.  Arrays that hold nothing are left out: orbax refuses them,
-    and the index is enough for them.
+    and XLA donates no buffer that has one.  Arrays that hold nothing are left out: orbax refuses them, and the index is enough.
     """
     full = {key: leaf for key, leaf in arrays.items() if leaf.size}
     if not full:

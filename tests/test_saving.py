@@ -226,7 +226,11 @@ def two(tmp_path_factory):
         )
         for me in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=300) for process in started]
+    try:
+        outputs = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
     for process, (_, errors) in zip(started, outputs, strict=True):
         assert process.returncode == 0, errors
     return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs], root
