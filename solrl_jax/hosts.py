@@ -21,6 +21,7 @@ T = TypeVar("T")
 AUTO = "auto"
 HEARTBEAT = 30  # seconds without a sign of life after which a process is taken for dead, and the others end
 START = 300  # seconds in which all processes must have come
+END = 15  # seconds that a process waits for the others to end too, after which it leaves, and they are told
 
 
 def initialise(hosts: str, host: int | None = None, coordinator: str | None = None) -> None:
@@ -43,11 +44,11 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
         settings = {"num_processes": int(hosts), "process_id": host, "coordinator_address": coordinator}
     elif stray := [name for name, value in given.items() if value is not None]:
         raise InputError(f"{stray[0]}: only with --hosts N, not with --hosts {AUTO}")
-    if "cpu" in (jax.config.read("jax_platforms") or ""):  # processes on CPUs speak to each other through gloo
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)
     try:
-        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT, initialization_timeout=START, **settings)
+        jax.distributed.initialize(
+            heartbeat_timeout_seconds=HEARTBEAT, initialization_timeout=START, shutdown_timeout_seconds=END, **settings
+        )
     except (RuntimeError, ValueError) as error:
         raise InputError(f"--hosts {hosts}: {' '.join(str(error).split())}") from error
 

@@ -20,11 +20,12 @@ from tests.test_resume import arrays, record
 # scored by a network, and outside JAX by the host that made the picture
 REWARD = ("reward.weights={shapes: 1.0, tests.outside:mean: 1.0}", "reward.workers=1")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+TERMS = "policy.timestep_fraction=0.34"  # one micro-batch an iteration: no sums whose order depends on the mesh
 LIMIT = 60  # seconds in which a run ends after one of its processes has
 
 
 def start(folder: Path, host: int, port: int) -> subprocess.Popen:
-    settings = [*SMALL, *MESH, *REWARD, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
+    settings = [*SMALL, *MESH, *REWARD, TERMS, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     return subprocess.Popen(
         [sys.executable, "-m", "solrl_jax.cli", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
@@ -38,9 +39,10 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     with Reporter(bars=False) as report:
-        trainer.run(small_config(tmp_path / "one", *REWARD, "mesh.data=8"), report)
+        trainer.run(small_config(tmp_path / "one", *REWARD, TERMS, "mesh.data=8"), report)
 
     port = free_port()
     first, second = (start(tmp_path / "two", host, port) for host in (0, 1))
@@ -54,14 +56,14 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     second.communicate()
     assert time.monotonic() - died < LIMIT
     assert first.returncode != 0
-    assert "host" in errors or "heartbeat" in errors, errors
+    assert "another task died" in errors, errors  # JAX's own words: its service ends the process
 
     port = free_port()
     both = [start(tmp_path / "two", host, port) for host in (0, 1)]
     told = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert "resuming after iteration 1" in told[0][1]
-    assert told[1] == ("", "")  # the first speaks for all
+    assert not [line for text in told[1] for line in text.splitlines() if not line.startswith("[Gloo]")]  # the first speaks
     ours, theirs = arrays(tmp_path / "two"), arrays(tmp_path / "one")
     for key, value in theirs.items():
         np.testing.assert_array_equal(ours[key], value, err_msg=key)

@@ -15,9 +15,9 @@ from solrl_jax.policy.lora import flatten
 from solrl_jax.policy.update import blend, old_decay, update
 from solrl_jax.rewards import mixture as rewards
 from solrl_jax.rewards.base import Reward, score_images
-from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
+from solrl_jax.rollout.generate import decode_chunk, draw_noise, prepare, sample_chunk
 from solrl_jax.rollout.select import rank
-from solrl_jax.train import iterate
+from solrl_jax.train import iterate, roll_out
 from tests.small import fresh_state, silent, small_config
 
 
@@ -43,16 +43,18 @@ def leaves(tree):
 
 def test_nothing_is_traced_after_the_first_iteration(experiment):
     programs = (sample_chunk, decode_chunk, score_images, draw_noise, update, experiments.quantize_policy)
-    state, _ = iterate(experiment, fresh_state(experiment), 1, silent)
+    state, outcome = iterate(experiment, fresh_state(experiment), 1, silent)
+    assert 0 < outcome.metrics["seconds/compile"] < outcome.metrics["seconds"]
     before = [program._cache_size() for program in programs]
     for iteration in (2, 3):
         state, outcome = iterate(experiment, state, iteration, silent)
         assert outcome.metrics["seconds/compile"] == 0
     assert [program._cache_size() for program in programs] == before
     # and the counts can rise: another number of steps is another program
-    _, outcome = iterate(with_rollout(experiment, steps=4), state, 4, silent)
+    prompts = experiment.train_prompts[:2]
+    prompted = prepare(experiment.backbone, experiment.reward, prompts, experiment.config.model.max_tokens)
+    roll_out(experiment, experiment.policy(state.old), 4, prompted, experiment.seeds(0, 4, prompts, 4), "regenerate", silent)
     assert sample_chunk._cache_size() > before[0]
-    assert 0 < outcome.metrics["seconds/compile"] < outcome.metrics["seconds"]
 
 
 def test_the_ledger_tells_the_whole_iteration(experiment, first):
