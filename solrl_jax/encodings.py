@@ -51,6 +51,10 @@ class Cache:
         described = lambda arrays: {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in arrays.items()}
         return encoding if sound and described(encoding) == described(like) else None
 
+    def has(self, key: str) -> bool:
+        """Whether there is an entry of `key`, be it sound or not."""
+        return self._entry(key).is_file()
+
     def write(self, key: str, encoding: Encoding) -> None:
         """Makes `encoding` the entry of `key`. Raises RunError when the disk refuses."""
         arrays = {name: np.ascontiguousarray(x) for name, x in encoding.items()}

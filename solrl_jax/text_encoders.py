@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,16 +70,10 @@ class TextEncoders:
 
     def encode(self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None) -> tuple[Encoding, int]:
         """Encodings with a row a prompt, on the host, and how many of them were not in the cache. There is a prompt or more."""
-        if instruction is None:
-            tokens = self.pipeline.tokenize(prompts, max_tokens)
-        else:
-            assert self.pipeline.instruct is not None  # `load_backbone` has refused it
-            tokens = self.pipeline.instruct(prompts, max_tokens, instruction)
+        tokens = self._tokenize(prompts, max_tokens, instruction)
         rows: list[Encoding | None] = [None] * len(prompts)
         if self.cache is not None:
-            like = self._like(tokens)
-            identity = f"{self.identity()} {[(name, x.shape, x.dtype.name) for name, x in sorted(like.items())]}"
-            keys = [key_of(identity, {name: x[i] for name, x in tokens.items()}) for i in range(len(prompts))]
+            keys, like = self._keys(tokens), self._like(tokens)
             rows = [self.cache.read(key, like) for key in keys]
         missing = [
             i for i, absent in enumerate(hosts.anywhere([row is None for row in rows])) if absent
@@ -90,6 +84,36 @@ class TextEncoders:
                 self.cache.write(keys[i], row)
         whole = [row for row in rows if row is not None]
         return {name: np.stack([row[name] for row in whole]) for name in whole[0]}, len(missing)
+
+    def encode_ahead(
+        self, prompts: Sequence[str], max_tokens: int, instruction: str | None, progress: Callable[[int, int], None]
+    ) -> None:
+        """Encodes those of `prompts` that have no entry in the cache, and frees the parameters: what comes next has their room.
+
+        progress: told how many there are and how many more are done. Without a cache nothing is done.
+        """
+        if self.cache is None:
+            return
+        keys = self._keys(self._tokenize(prompts, max_tokens, instruction))
+        absent = hosts.anywhere([not self.cache.has(key) for key in keys])
+        missing = [prompt for prompt, is_absent in zip(prompts, absent, strict=True) if is_absent]
+        for start in range(0, len(missing), self.chunk):
+            progress(len(missing), min(start, self.chunk))
+            self.encode(missing[start : start + self.chunk], max_tokens, instruction)
+        self.release()
+
+    def _tokenize(self, prompts: Sequence[str], max_tokens: int, instruction: str | None) -> Tokens:
+        if instruction is None:
+            return self.pipeline.tokenize(prompts, max_tokens)
+        assert self.pipeline.instruct is not None  # `load_backbone` has refused it
+        return self.pipeline.instruct(prompts, max_tokens, instruction)
+
+    def _keys(self, tokens: Tokens) -> list[str]:
+        """The names of each prompt's entry in the cache."""
+        like = self._like(tokens)
+        identity = f"{self.identity()} {[(name, x.shape, x.dtype.name) for name, x in sorted(like.items())]}"
+        count = len(next(iter(tokens.values())))
+        return [key_of(identity, {name: x[i] for name, x in tokens.items()}) for i in range(count)]
 
     def identity(self) -> str:
         """Names the encoders by content: two that differ in a bit of a weight, in a config or in dtype have two names."""

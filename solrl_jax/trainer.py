@@ -35,6 +35,7 @@ from solrl_jax.monitor import WINDOW, level_after
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.presets import to_yaml
 from solrl_jax.progress import Interrupted, Reporter
+from solrl_jax.prompts import draw_prompts
 from solrl_jax.rewards.host import RewardError
 from solrl_jax.saving import Saver
 from solrl_jax.sharding import row_groups
@@ -96,6 +97,7 @@ def _loop(
     config = experiment.config
     report.start(config.train.iterations, done)
     try:
+        _encode_ahead(experiment, done, report)
         if _is_due(config, done) and not hosts.agreed(lambda: _is_evaluated(folder, done)):
             _log(metrics, done, _evaluate(experiment, folder, state.ema, done, report))
             if done and config.run.keep_best:
@@ -121,6 +123,20 @@ def _loop(
         raise Interrupted(state, done) from error
     finally:
         report.stop()
+
+
+def _encode_ahead(experiment: Experiment, done: int, report: Reporter) -> None:
+    """Encodes all that the rest of the run asks for; then the text encoders need no room beside the policy."""
+    config, backbone = experiment.config, experiment.backbone
+    drawn = [
+        draw_prompts(experiment.train_prompts, config.seed, i, config.train.prompts)
+        for i in range(done, config.train.iterations)
+    ]
+    shown = experiment.test_prompts[: max(config.eval.prompts, config.eval.grid)]
+    prompts = list(dict.fromkeys([p for part in (*drawn, shown) for p in part]))
+    show = lambda rows, more: report.stage("encode", rows, more)
+    backbone.text_encoders.encode_ahead([""], config.model.max_tokens, None, show)
+    backbone.text_encoders.encode_ahead(prompts, config.model.max_tokens, backbone.instruction, show)
 
 
 def _log(metrics: Metrics, done: int, row: dict[str, float]) -> None:

@@ -232,7 +232,14 @@ def test_encoders_are_loaded_for_what_the_cache_lacks_and_for_nothing_else(folde
     assert (first.loaded, new) == (True, len(PROMPTS) - 4)
     assert bits(everything) == bits(computed)
 
+    ahead, told = encoders_of(model, tmp_path / "ahead"), []
+    ahead.encode(PROMPTS[:2], TOKENS)
+    ahead.encode_ahead(PROMPTS, TOKENS, None, lambda count, more: told.append((count, more)))
+    assert not ahead.loaded  # what comes next has their room
+    assert told[0] == (len(PROMPTS) - 2, 0)
+
     no_loading()
+    assert bits(ahead.encode(PROMPTS, TOKENS)[0]) == bits(computed)
     later = encoders_of(model, tmp_path)
     read, new = later.encode(PROMPTS[::-1], TOKENS)
     assert (later.loaded, new) == (False, 0)
