@@ -24,3 +24,14 @@ def _forget_programs():
     """Compiled programs hold memory maps, of which a process has only so many."""
     yield
     jax.clear_caches()
+
+
+QUICK = 2  # configurations of each network that `make test` compares with PyTorch; `make test-all` has the others too
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        indices = getattr(getattr(item, "callspec", None), "indices", {})
+        if item.path.parent.name == "models" and max(indices.get(name, 0) for name in ("case", "name")) >= QUICK:
+            item.add_marker(pytest.mark.exhaustive)

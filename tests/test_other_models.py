@@ -149,6 +149,7 @@ def test_the_second_iteration_compiles_nothing(trained):
     assert all(count > 0 for count in first[3])
 
 
+@pytest.mark.exhaustive
 def test_parameters_split_over_devices_train_the_same(trained):
     """data=2 fsdp=4 against one device, one iteration in BF16 and NVFP4.
 

@@ -76,7 +76,7 @@ def test_heads_are_divided_and_attend_the_same(operands):
     both = lambda params, q: (f(params, q), jax.grad(loss, argnums=1)(params, q))
     (one, _), (four, text) = on_mesh(1, {"k": k, "v": v}, q, both), on_mesh(4, {"k": k, "v": v}, q, both)
     chex.assert_trees_all_equal(four, one)
-    assert re.search(r"\[1,2,10,10\]", text), "two of eight heads on each device"
+    assert re.search(r"f32\[2,10,10\]\S* dot\(", text), "a row, and two of its eight heads, on each device"
 
 
 def test_an_axis_that_does_not_come_out_even_stays_whole(operands):
