@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from models.flash import stand_in
+from solrl_jax.numerics import target
+
 
 def attention(
     q: Float[Array, "b t n h"],
@@ -39,20 +42,21 @@ def attention(
     if bias is not None:  # cuDNN takes one for the whole batch
         per_head = jnp.broadcast_to(bias, (bias.shape[0], *whole[1:]))
         optional["bias"] = per_head.astype(q.dtype if flash else jnp.float32)
+    if flash and target.is_planned():
+        return stand_in(q, k, v, mask, optional.get("bias"))
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=kernel, **optional)
 
 
 def flash_fits(q: Array, k: Array) -> bool:
-    """Whether cuDNN's flash attention takes these operands, with their gradient, on the default backend.
+    """Whether cuDNN's flash attention takes these operands, with their gradient, on the platform that is traced for.
 
-    "gpu" means CUDA: this project installs on no other. Hopper would take heads up to 256 wide; 128 holds on every card.
-    Odd lengths have no gradient (JAX 0.10 refuses them even without a mask), and whether one will be asked for cannot be
-    seen from here.
+    Hopper would take heads up to 256 wide; 128 holds on every card. Odd lengths have no gradient (JAX 0.10 refuses them even
+    without a mask), and whether one will be asked for cannot be seen from here.
     """
     head, lengths = q.shape[-1], (q.shape[1], k.shape[1])
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     even = all(n % 2 == 0 for n in lengths)
-    return jax.default_backend() == "gpu" and half and even and head % 8 == 0 and head <= 128
+    return target.platform() == "gpu" and half and even and head % 8 == 0 and head <= 128
 
 
 def _softcapped(q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float, bias: Array | None) -> Array:

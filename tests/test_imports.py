@@ -35,7 +35,15 @@ ORDER = [
     ("solrl_jax.rollout", "solrl_jax.policy", "solrl_jax.linears", "solrl_jax.state", "solrl_jax.experiment"),
     ("solrl_jax.train", "solrl_jax.evaluate", "solrl_jax.rank"),
     ("solrl_jax.checkpoint", "solrl_jax.ledger", "solrl_jax.metrics", "solrl_jax.pictures"),
-    ("solrl_jax.identity", "solrl_jax.runs", "solrl_jax.trainer", "solrl_jax.sample", "solrl_jax.convert"),
+    (
+        "solrl_jax.identity",
+        "solrl_jax.runs",
+        "solrl_jax.trainer",
+        "solrl_jax.sample",
+        "solrl_jax.convert",
+        "solrl_jax.plan",
+        "solrl_jax.planning",
+    ),
     ("solrl_jax.cli",),
 ]
 # what only writes files may be used by whatever shows results
