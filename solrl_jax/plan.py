@@ -91,7 +91,7 @@ def turn(planner: Planner, measured: Measured, mesh: Mesh, limit: int, progress:
         progress(f"with mesh.fsdp={size}")
         axes = dataclasses.asdict(config.mesh) | {"data": -1, "fsdp": size}
         other = sharding.make_mesh(**axes, devices=list(mesh.devices.flat))
-        return knob(f"mesh.fsdp={size}", planner.measure(other, messages=False).stages)
+        return knob(f"mesh.fsdp={size}", planner.measure(other, messages=False, only=[s.name for s in measured.stages]).stages)
 
     def tried(change: str, stages: Sequence[str]) -> Knob | None:
         """With a setting that concerns some stages."""
@@ -148,7 +148,7 @@ def assumptions(planner: Planner, measured: Measured) -> Iterator[str]:
     elif without:
         yield f"{', '.join(without)}: XLA holds the scores of attention; cuDNN's takes BF16, even lengths and heads up to 128"
     else:
-        yield "attention: cuDNN's, which holds the output and a number a query; what it does not take, XLA's, which holds scores"
+        yield "attention: cuDNN's, which holds the output and a number a query; XLA's, which holds scores, for the rest"
     yield f"exploration: {form.describe(planner.alone.device)}"
     yield f"times: {COMPUTE:.0%} of the peak of products, {MOVE:.0%} of that of memory and links; messages overlap with nothing"
     yield "times: rewards outside JAX, the host's work and compiling count for nothing"

@@ -25,8 +25,12 @@ from solrl_jax.planning.stages import STAGES, Program, Stages, row_groups
 from solrl_jax.planning.walk import Cost, cost
 
 COMPUTE, MOVE = 0.5, 0.7  # fractions of the peak rates that are reached: of products; of memory and of links
-# LLVM need not optimise: the code never runs
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_allow_excess_precision": False}
+QUICK = {  # the code never runs: LLVM need not optimise it
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_allow_excess_precision": False,
+}
+QUICKER = QUICK | {"xla_cpu_use_fusion_emitters": False}  # whose place is taken by emitters that know no float4
 COPY, ENCODERS, CONDITIONING = "quantised copy", "text encoders", "conditioning"
 
 
@@ -68,6 +72,7 @@ class Planner:
         self.alone = experiment(config, pipeline, machine, sharding.make_mesh(1, 1, devices=jax.devices()[:1]))
         self._traced: dict[str, list[Any]] = {}
         self._walked: dict[tuple[str, bool], list[Cost]] = {}
+        self._partitioned: dict[tuple[str, Any, Mesh], tuple[Any, str]] = {}
 
     def measure(
         self, mesh: Mesh, progress: Callable[[str], None] = lambda doing: None, *, messages: bool = True,
@@ -125,16 +130,23 @@ class Planner:
         if not whole.has("sync") or whole.mesh.size == 1:
             return whole.codes()
         progress(f"sync: compiling for {whole.mesh.size} devices")
-        placed = self._compiled(*whole.programs("sync", {}))[0].output_shardings
+        (program,) = whole.programs("sync", {})
+        placed, _ = self._compiled("sync", program)
         return jax.tree.map(lambda x, where: abstract(x, whole.mesh, where), whole.codes(), placed)
 
-    def _compiled(self, program: Program) -> tuple[Any, str]:
-        with jax.set_mesh(program.mesh), planned_for(self.machine.platform):
-            return partitioned(program.function.lower(*program.arguments), QUICK)
+    def _compiled(self, name: str, program: Program) -> tuple[Any, str]:
+        """Where a stage's program leaves its results, and its text, partitioned."""
+        if (name, program.function, program.mesh) not in self._partitioned:
+            options = QUICK if name in ("sync", "explore") else QUICKER
+            with jax.set_mesh(program.mesh), planned_for(self.machine.platform):
+                compiled, text = partitioned(program.function.lower(*program.arguments), options)
+            self._partitioned[name, program.function, program.mesh] = compiled.output_shardings, text
+        return self._partitioned[name, program.function, program.mesh]
 
     def _add_messages(self, stage: Stage, whole: Stages, codes: Any) -> None:
         for program in whole.programs(stage.name, codes):
-            for found in collectives(self._compiled(program)[1], whole.mesh.size):
+            _, text = self._compiled(stage.name, program)
+            for found in collectives(text, whole.mesh.size):
                 times = found.times * program.calls
                 stage.sent[found.kind] = stage.sent.get(found.kind, 0.0) + found.sent * times
                 stage.crossing += found.crossing(self.machine.devices) * times
