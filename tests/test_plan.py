@@ -68,9 +68,10 @@ def test_memory_of_a_small_network_is_what_has_to_be_live():
     assert 5 <= made.peak / unit < 5.02  # beside the means
     weights, x = abstract(9, 256, 256), abstract(1024, 256)
     looped = walked(lambda ws, x: jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0], weights, x)
-    assert looped.peak == 2 * unit  # the carry and the next one, however long the loop
+    layer = 256 * 256 * 2
+    assert looped.peak == 2 * unit + layer  # the carry, the next one and a weight, however long the loop
     stacked = walked(lambda ws, x: jax.lax.scan(lambda x, w: (x @ w, x), x, ws)[1], weights, x)
-    assert stacked.peak == (9 + 2) * unit
+    assert stacked.peak == (9 + 2) * unit + layer
 
 
 def test_scores_are_held_by_xla_and_not_by_flash_attention():
@@ -222,7 +223,7 @@ def test_messages_of_regenerating_are_the_gathered_weights():
 
 def test_the_command_plans_a_run_that_does_not_fit(tmp_path):
     """In a process of its own, whose environment has eight devices, for one: nothing is compiled, and nothing is written."""
-    settings = [*SMALL, "rollout.chunk=8", "optimizer.micro_batch=8", "--devices", "1", "--memory", "20MB", "--json"]
+    settings = [*SMALL, "--devices", "1", "--memory", "15MB", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "solrl_jax.cli", "plan", "tiny", *settings],
         capture_output=True,
@@ -236,9 +237,9 @@ def test_the_command_plans_a_run_that_does_not_fit(tmp_path):
     assert all(size == 1 for size in summary["mesh"].values())
     stages = {stage["name"]: stage for stage in summary["stages"]}
     assert list(stages) == ["encode", "sync", "explore", "regenerate", "score", "update"]
-    # two prompts of eight candidates, four kept, in chunks of eight; an encoding of the empty prompt
+    # two prompts of eight candidates, four kept, in chunks of two; and an encoding of the empty prompt
     assert {name: stage["calls"] for name, stage in stages.items()} == {
-        "encode": 2, "sync": 1, "explore": 2, "regenerate": 1, "score": 3, "update": 1,
+        "encode": 2, "sync": 1, "explore": 8, "regenerate": 4, "score": 12, "update": 1,
     }  # fmt: skip
     assert all(stage["seconds"] > 0 and stage["peak"] == stage["resident"] + stage["activations"] for stage in stages.values())
     # sixteen rows by two steps, eight by three: the same network but for adapters
@@ -250,8 +251,8 @@ def test_the_command_plans_a_run_that_does_not_fit(tmp_path):
     encode = knobs["solrl encode tiny, beforehand"]
     assert encode["saves"] == summary["parts"]["text encoders"]
     assert encode["peak"] == summary["peak"] - encode["saves"]
-    assert knobs["model.remat=blocks"]["saves"] > 0
-    assert any(change.startswith("optimizer.micro_batch=") and knob["saves"] > 0 for change, knob in knobs.items())
+    assert knobs["model.remat=blocks"]["fits"]
+    assert 0 < knobs["optimizer.micro_batch=1"]["saves"] < knobs["model.remat=blocks"]["saves"]
     assert "update" in planning.table(summary)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 BODIES = {"scan", "while", "cond"}
+SAME = {"reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier"}  # what is the same in memory
 INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # the parameter of a call that holds what is called
 
 
@@ -54,6 +55,9 @@ def flatten(jaxpr: Any, values: Sequence[Value], steps: list[Step]) -> list[Valu
             given = [Value(a.aval) if isinstance(a, Literal) else found[a] for a in operands]
             outs = flatten(open_jaxpr, given, steps)
             found |= {v: Value(v.aval) if out is None else out for v, out in zip(eqn.outvars, outs, strict=True)}
+            continue
+        if name in SAME and not any(isinstance(a, Literal) for a in operands):
+            found |= {v: found[a] for v, a in zip(eqn.outvars, operands[: len(eqn.outvars)], strict=True)}
             continue
         made = tuple(Value(v.aval) for v in eqn.outvars)
         found |= dict(zip(eqn.outvars, made, strict=True))
