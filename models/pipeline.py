@@ -155,8 +155,6 @@ def read_json(path: Path) -> dict[str, Any]:
 @functools.cache
 def load_tokenizer(folder: Path):
     """The tokenizer of a pipeline, as transformers loads it (no PyTorch needed)."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such tokenizer directory")
     # a directory without the config of its model cannot be told apart by AutoTokenizer; its own config names the class
@@ -164,6 +162,8 @@ def load_tokenizer(folder: Path):
     named = config.get("tokenizer_class", "")
     if named == "NoVocabulary":
         return NoVocabulary(config["model_max_length"])
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # which takes seconds
+
     plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
     return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(str(folder), local_files_only=True)
 

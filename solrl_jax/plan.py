@@ -26,12 +26,13 @@ PREALLOCATED = 0.75  # of a GPU's memory, by JAX unless it is told otherwise
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A change of settings, and the largest peak with it, in bytes."""
+    """A change of settings; bytes of the largest of the stages that it concerns."""
 
     change: str
-    saves: int  # of the largest peak
+    stage: str  # the largest of them, changed
+    saves: int
     peak: int
-    fits: bool
+    fits: bool  # and so do the others that it concerns
 
 
 def plan(config: Config, machine: Machine, progress: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
@@ -80,12 +81,13 @@ def open_mesh(config: Config, machine: Machine) -> Mesh:
 def turn(planner: Planner, measured: Measured, mesh: Mesh, limit: int, progress: Callable[[str], None]) -> Iterator[Knob]:
     """What could be set otherwise, one thing at a time, each as far as it has to be."""
     config, machine = planner.config, planner.machine
-    before = measured.largest.peak
-    over = {stage.name for stage in measured.stages if stage.peak > limit}
+    before = {stage.name: stage.peak for stage in measured.stages}
+    over = {name for name, peak in before.items() if peak > limit}
 
     def knob(change: str, stages: Sequence[Stage]) -> Knob:
-        peak = max(stage.peak for stage in stages)
-        return Knob(change, before - peak, peak, peak <= limit)
+        largest = max(stages, key=lambda stage: stage.peak)
+        saves = max(before[stage.name] for stage in stages) - largest.peak
+        return Knob(change, largest.name, saves, largest.peak, largest.peak <= limit)
 
     def fsdp(size: int) -> Knob:
         progress(f"with mesh.fsdp={size}")
@@ -102,8 +104,7 @@ def turn(planner: Planner, measured: Measured, mesh: Mesh, limit: int, progress:
             return None
         pipeline = open_configurations(other.model.path, other.model.remat)
         there = Planner(other, machine, pipeline).measure(mesh, messages=False, only=stages, parts=measured.parts)
-        changed = {stage.name: stage for stage in there.stages}
-        return knob(change, [changed.get(stage.name, stage) for stage in measured.stages])
+        return knob(change, there.stages)
 
     encoders = measured.parts[ENCODERS]
     rest = [dataclasses.replace(s, resident=s.resident - encoders) for s in measured.stages if s.name != "encode"]
