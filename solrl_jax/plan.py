@@ -26,13 +26,13 @@ PREALLOCATED = 0.75  # of a GPU's memory, by JAX unless it is told otherwise
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A change of settings; bytes of the largest of the stages that it concerns."""
+    """A change of settings, and what it saves of the largest of the stages that it concerns, in bytes."""
 
     change: str
-    stage: str  # the largest of them, changed
+    stage: str  # the largest of them with the change
     saves: int
     peak: int
-    fits: bool  # and so do the others that it concerns
+    fits: bool  # all of them
 
 
 def plan(config: Config, machine: Machine, progress: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
@@ -181,7 +181,6 @@ def table(summary: dict[str, Any]) -> str:
     lines += ["", f"an iteration: about {summary['seconds']:.0f} s"]
     lines.append(f"largest: {summary['largest']}, {gb(summary['peak'])} of {gb(summary['usable'])} GB: {fits}")
     for k in summary["knobs"]:
-        lines.append(
-            f"  {k['change']}: {gb(k['saves'])} GB less, {gb(k['peak'])} GB, {'fits' if k['fits'] else 'does not fit'}"
-        )
+        fits = "fits" if k["fits"] else "does not fit"
+        lines.append(f"  {k['change']}: {k['stage']} {gb(k['peak'])} GB, {gb(k['saves'])} GB less: {fits}")
     return "\n".join([*lines, "", "assumed", *(f"  {line}" for line in summary["assumptions"])])
