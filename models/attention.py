@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from solrl_jax.numerics import split
+from models.flash import stand_in
+from solrl_jax.numerics import split, target
 
 
 def attention(
@@ -42,21 +43,23 @@ def attention(
     if bias is not None:  # cuDNN takes one for the whole batch
         per_head = jnp.broadcast_to(bias, (bias.shape[0], *whole[1:]))
         optional["bias"] = per_head.astype(q.dtype if flash else jnp.float32)
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=kernel, **optional)
+    if flash and target.is_planned():
+        out = stand_in(q, k, v, mask, optional.get("bias"))
+    else:
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=kernel, **optional)
     return split.join(split.split(out, 2), 2)
 
 
 def flash_fits(q: Array, k: Array) -> bool:
-    """Whether cuDNN's flash attention takes these operands, with their gradient, on the default backend.
+    """Whether cuDNN's flash attention takes these operands, with their gradient, on the platform that is traced for.
 
-    "gpu" means CUDA: this project installs on no other. Hopper would take heads up to 256 wide; 128 holds on every card.
-    Odd lengths have no gradient (JAX 0.10 refuses them even without a mask), and whether one will be asked for cannot be
-    seen from here.
+    Hopper would take heads up to 256 wide; 128 holds on every card. Odd lengths have no gradient (JAX 0.10 refuses them even
+    without a mask), and whether one will be asked for cannot be seen from here.
     """
     head, lengths = q.shape[-1], (q.shape[1], k.shape[1])
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     even = all(n % 2 == 0 for n in lengths)
-    return jax.default_backend() == "gpu" and half and even and head % 8 == 0 and head <= 128
+    return target.platform() == "gpu" and half and even and head % 8 == 0 and head <= 128
 
 
 def _softcapped(q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float, bias: Array | None) -> Array:

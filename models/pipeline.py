@@ -18,7 +18,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from models.layers import gather
-from models.weights import Params, Placement, check_component, load_component, parameter_count
+from models.weights import (
+    Params,
+    Placement,
+    abstract_tensors,
+    check_component,
+    entries,
+    load_component,
+    parameter_count,
+)  # fmt: skip
 
 Conditioning = dict[str, Array]  # what the network is told of a prompt; every leaf has a leading axis of prompts
 Tokens = dict[str, np.ndarray]  # what the text encoder is given; likewise
@@ -57,6 +65,10 @@ class Component:
     def load(self, dtype: jnp.dtype, place: Placement | None = None) -> Params:
         """The parameters in `dtype`; place: from a parameter's path and shape to where it lies on a mesh."""
         return load_component(self.folder, self.state, dtype, place)
+
+    def abstract(self, dtype: jnp.dtype, place: Placement) -> Params:
+        """What `load` would return, without its numbers."""
+        return abstract_tensors(entries(self.state), dtype, place)
 
     def shapes(self, dtype: jnp.dtype) -> Params:
         """The parameters' shapes as a tree of ShapeDtypeStruct."""
@@ -143,14 +155,36 @@ def read_json(path: Path) -> dict[str, Any]:
 @functools.cache
 def load_tokenizer(folder: Path):
     """The tokenizer of a pipeline, as transformers loads it (no PyTorch needed)."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such tokenizer directory")
     # a directory without the config of its model cannot be told apart by AutoTokenizer; its own config names the class
-    named = read_json(folder / "tokenizer_config.json").get("tokenizer_class", "")
+    config = read_json(folder / "tokenizer_config.json")
+    named = config.get("tokenizer_class", "")
+    if named == "NoVocabulary":
+        return NoVocabulary(config["model_max_length"])
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # which takes seconds
+
     plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
     return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(str(folder), local_files_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoVocabulary:
+    """In the place of a tokenizer where there is none, only its limit: every text is zeros, of the right shape. For plans."""
+
+    model_max_length: int
+    bos_token_id: int = 0
+    eos_token_id: int = 0
+
+    def __call__(self, texts: Sequence[str], max_length: int = 1, **_: Any) -> dict[str, np.ndarray]:
+        ids = np.zeros((len(texts), max_length), np.int64)
+        return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * (len(text) // 3)  # letters a token, or more
+
+    def add_tokens(self, tokens: Sequence[str], **_: Any) -> None:
+        """Nothing to add to."""
 
 
 def tokenize_padded(folder: Path, prompts: Sequence[str], length: int) -> np.ndarray:

@@ -120,6 +120,12 @@ def load_tensors(
     return _nest({e.path: _place(e, stored, jnp.dtype(dtype), place) for e in table})
 
 
+def abstract_tensors(table: Sequence[Entry], dtype: jnp.dtype, place: Placement | None = None) -> Params:
+    """What `load_tensors` would return, as ShapeDtypeStruct."""
+    where = lambda e: None if place is None else place(e.path, e.full_shape)
+    return _nest({e.path: jax.ShapeDtypeStruct(e.full_shape, dtype, sharding=where(e)) for e in table})
+
+
 def check_component(folder: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
     """The network's table and where each tensor of `folder` lies, from the headers of its files alone.
 

@@ -13,6 +13,8 @@ import click
 
 from solrl_jax.config import ConfigError, Precision
 from solrl_jax.files import InputError, RunError, first_line
+from solrl_jax.planning.devices import DEVICES, pretend
+from solrl_jax.planning.devices import machine as describe_machine
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork nothing, and it warns as if we did
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it says at import that PyTorch is absent: so it should be
@@ -20,9 +22,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it says at import th
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
-def finite(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
+def finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
     """A click callback: ranges let infinity and NaN pass."""
-    if not math.isfinite(value):
+    if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is not finite")
     return value
 
@@ -39,6 +41,7 @@ checkpoint_option = click.option(
     "--checkpoint", default="latest", show_default=True, metavar="best|latest|ITERATION",
     help="Which of a run's; best: with the highest eval/reward.",
 )  # fmt: skip
+positive = click.FloatRange(0.0, min_open=True)
 json_option = click.option("--json", "as_json", is_flag=True, help="End with one line of JSON on standard output.")
 
 
@@ -185,6 +188,41 @@ def rank(
     means = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
     text = "\n".join([ranking.table(results), *(f"{name}: {how}" for name, how in means.items())])
     finish({"out": str(folder), "formats": means, "settings": ranking.without_prompts(results)}, as_json, text)
+
+
+@cli.command()
+@click.argument("preset")
+@overrides_argument
+@click.option("--devices", default=8, show_default=True, type=click.IntRange(1), help="On each host.")
+@click.option("--hosts", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--device", default="h100", show_default=True, type=click.Choice(sorted(DEVICES)), help="Public figures of one.")
+@click.option("--memory", metavar="SIZE", help="Of a device, e.g. 80GB, in place of the public figure; so are the others.")
+@click.option("--peak-tflops", metavar="N", type=positive, callback=finite, help="Of products in BF16.")
+@click.option("--memory-bandwidth", metavar="GB/S", type=positive, callback=finite)
+@click.option("--link-bandwidth", metavar="GB/S", type=positive, callback=finite, help="Between devices of a host, one way.")
+@click.option("--network-bandwidth", metavar="GB/S", type=positive, callback=finite, help="Between hosts, a device's share.")
+@json_option
+def plan(preset: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """What training PRESET would need: memory, operations, messages, time; from shapes, on no device. Needs no weights.
+
+    \b
+    solrl plan flux1_sol_rl_hpsv2 --devices 8 --memory 80GB
+    solrl plan flux1_sol_rl_hpsv2 mesh.fsdp=4 --device tpu-v6e --hosts 32
+    """
+    from solrl_jax.presets import resolve
+
+    config, machine = resolve(preset, overrides), describe_machine(**options)
+    pretend(machine.count)
+    from solrl_jax import plan as planning
+
+    with bar(None, "plan", "step") as shown:
+
+        def show(doing: str) -> None:
+            shown.set_postfix_str(doing)
+            shown.update()
+
+        summary = planning.plan(config, machine, show)
+    finish(summary, as_json, planning.table(summary))
 
 
 @cli.command()

@@ -1,10 +1,16 @@
-"""Files from the Hugging Face hub or its local cache, and one line where they cannot be had."""
+"""Files from the Hugging Face hub or its local cache, and one line where they cannot be had.
+
+The package carries the configurations of the released models that presets name, for plans: they hold no weights and no
+vocabularies, and nothing is loaded from them.
+"""
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from solrl_jax.files import InputError
+
+CARRIED = Path(__file__).parent / "released"
 
 
 def is_name(path: str) -> bool:
@@ -25,3 +31,16 @@ def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"{what} cannot be had from the hub{offline}: {reason}{remedy}") from error
+
+
+def cached(name: str) -> Path | None:
+    """The directory of the repository `name` in the local cache, if its index is there; the hub is not asked."""
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(name, "model_index.json")
+    return Path(index).parent if isinstance(index, str) else None
+
+
+def is_carried(path: Path) -> bool:
+    """Whether `path` is in the folder of configurations alone."""
+    return path.is_relative_to(CARRIED)

@@ -44,7 +44,15 @@ ORDER = [
         "solrl_jax.metrics",
         "solrl_jax.pictures",
     ),
-    ("solrl_jax.identity", "solrl_jax.runs", "solrl_jax.trainer", "solrl_jax.sample", "solrl_jax.convert"),
+    (
+        "solrl_jax.identity",
+        "solrl_jax.runs",
+        "solrl_jax.trainer",
+        "solrl_jax.sample",
+        "solrl_jax.convert",
+        "solrl_jax.plan",
+        "solrl_jax.planning",
+    ),
     ("solrl_jax.cli",),
 ]
 # what only writes files may be used by whatever shows results

@@ -13,7 +13,6 @@ from models.image_resize import Preprocessing
 from models.layers import Linear
 from models.pipeline import read_json
 from models.score_head import ScoreHead
-from models.tensor_files import weight_files
 from solrl_jax.rewards.base import Loader, Reward, Scores
 from solrl_jax.rewards.clip import unit
 from solrl_jax.rewards.network import Network, in_rows
@@ -37,10 +36,8 @@ def aesthetic(paths: Mapping[str, str]) -> Loader:
     """About 1 to 10, from the direction of the picture's vector in OpenAI's ViT-L/14; the prompt has no say."""
     head_file, folder = find("aesthetic", paths), find("aesthetic/clip", paths)
     config = CLIPConfig.from_dict(read_json(folder / "config.json"))
-    encoder = Network.of(
-        lambda rngs: ImageEncoder(config, rngs=rngs), weight_files(folder), lambda tensor: tensor.startswith(OF_TEXTS)
-    )
-    head = Network.of(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), [head_file])
+    encoder = Network.of(lambda rngs: ImageEncoder(config, rngs=rngs), folder, lambda tensor: tensor.startswith(OF_TEXTS))
+    head = Network.of(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), head_file)
     preprocess = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")
 
     def prepare(prompts: Sequence[str]) -> np.ndarray:

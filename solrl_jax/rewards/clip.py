@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 from models.clip import CLIPConfig, CLIPModel
 from models.image_resize import MEAN, STD, Preprocessing
 from models.pipeline import read_json
-from models.tensor_files import weight_files
 from models.weights import REDUNDANT
 from solrl_jax.backbone import EMBEDDED_FOLDER
 from solrl_jax.rewards.base import Loader, Reward, Scores
@@ -63,7 +62,7 @@ def tiny_clip() -> Reward:
     """Cosine of picture and prompt in the embedded CLIP, about -0.2 to 0.6. Pictures have the size that it takes."""
     folder = EMBEDDED_FOLDER / "tiny-clip"
     config = CLIPConfig.from_dict(read_json(folder / "config.json"))
-    network = Network.of(lambda rngs: CLIPModel(config, rngs=rngs), weight_files(folder))
+    network = Network.of(lambda rngs: CLIPModel(config, rngs=rngs), folder)
     texts = clip_texts(folder, open_tokenizer(folder).model_max_length)
     return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))(None)
 
@@ -73,7 +72,7 @@ def _open(paths: Mapping[str, str], name: str) -> tuple[CLIPConfig, Network]:
     folder = find(name, paths)
     config = CLIPConfig.from_dict(read_json(folder / "config.json"))
     ignored = lambda tensor: tensor in REDUNDANT
-    return config, Network.of(lambda rngs: CLIPModel(config, rngs=rngs), weight_files(folder), ignored)
+    return config, Network.of(lambda rngs: CLIPModel(config, rngs=rngs), folder, ignored)
 
 
 def _cosine(

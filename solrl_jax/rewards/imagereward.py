@@ -17,7 +17,7 @@ from solrl_jax.rewards.texts import image_reward_texts
 def imagereward(paths: Mapping[str, str], config: ImageRewardConfig = ImageRewardConfig()) -> Loader:  # noqa: B008 - frozen
     """The standardised reward, about -2 to 2. Pictures are resized and cropped as Pillow and torchvision do it."""
     build = lambda rngs: ImageReward(config, rngs=rngs)
-    network = Network.of(build, [find("imagereward", paths)], lambda tensor: tensor.startswith(UNUSED))
+    network = Network.of(build, find("imagereward", paths), lambda tensor: tensor.startswith(UNUSED))
     preprocess = Preprocessing(config.image_size, "bicubic", eight_bit=True, fit="crop")
     tokenize = image_reward_texts(find("imagereward/tokenizer", paths), config.tokens)
 

@@ -13,9 +13,9 @@ from jaxtyping import Array
 
 from models.layers import gather
 from models.open_clip import find_open_clip
-from models.tensor_files import Stored
-from models.weights import Entry, Params, entries, find_tensors, load_tensors
-from solrl_jax import sharding
+from models.tensor_files import Stored, weight_files
+from models.weights import Entry, Params, abstract_tensors, entries, find_tensors, load_tensors
+from solrl_jax import hub, sharding
 from solrl_jax.rewards.base import Scores
 
 Build = Callable[[nnx.Rngs], nnx.Module]
@@ -24,16 +24,22 @@ ROWS = 8  # pictures that a device scores at once
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The static graph of a network, its table of parameters, and where in which files they lie."""
+    """The static graph of a network, its table of parameters, and where in which files they lie; None: it is for a plan."""
 
     graphdef: nnx.GraphDef
     table: Sequence[Entry]
-    stored: dict[str, Stored]
+    stored: dict[str, Stored] | None
 
     @classmethod
-    def of(cls, build: Build, files: Sequence[Path], ignored: Callable[[str], bool] = lambda name: False) -> "Network":
-        """The network with the tensors of `files`; ignored: of those it does not have. ValueError lists what does not fit."""
+    def of(cls, build: Build, source: Path, ignored: Callable[[str], bool] = lambda name: False) -> "Network":
+        """The network with the tensors of a file or of a directory's files; ignored: of those it does not have.
+
+        Raises ValueError that lists what does not fit.
+        """
         graphdef, table = _abstract(build)
+        if hub.is_carried(source):
+            return cls(graphdef, table, None)
+        files = weight_files(source) if source.is_dir() else [source]
         wanted = {name: e.torch_shape for e in table for name in e.names}
         return cls(graphdef, table, find_tensors(files, wanted, ", ".join(map(str, files)), ignored))
 
@@ -41,11 +47,19 @@ class Network:
     def of_open_clip(cls, build: Build, file: Path) -> "Network":
         """A CLIP whose tensors are named and fused as OpenCLIP does it."""
         graphdef, table = _abstract(build)
+        if hub.is_carried(file):
+            return cls(graphdef, table, None)
         return cls(graphdef, *find_open_clip(table, file))
 
     def load(self, mesh: Mesh | None) -> Params:
-        """The parameters in float32, the precision in which the peers score; on `mesh` as the policy's base is."""
-        return load_tensors(self.table, self.stored, jnp.float32, None if mesh is None else sharding.placement(mesh))
+        """The parameters in float32, the precision in which the peers score; on `mesh` as the policy's base is.
+
+        For a plan they are abstract.
+        """
+        place = None if mesh is None else sharding.placement(mesh)
+        if self.stored is None:
+            return abstract_tensors(self.table, jnp.float32, place)
+        return load_tensors(self.table, self.stored, jnp.float32, place)
 
     def __call__(self, params: Params) -> Any:
         """The network with these parameters: whole ones, but for stacks, which are gathered a layer at a time as they run."""

@@ -3,11 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from solrl_jax import hub
 from solrl_jax.files import InputError
 
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
+CARRIED: Mapping[str, str] = MappingProxyType({})  # as `reward.paths`: the configurations that the package carries, for plans
 FOLDER = "weights"  # of files that were converted; relative to where the run is started
 
 
@@ -52,6 +54,8 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
     Raises InputError in one line that says what is missing, where it comes from and where to put it.
     """
     source = SOURCES[name]
+    if paths is CARRIED:
+        return hub.CARRIED / (source.file if isinstance(source, Converted) else source.name)
     return _find_converted(name, source, paths) if isinstance(source, Converted) else _find_hub(name, source, paths)
 
 

@@ -13,31 +13,12 @@ from flax import nnx
 
 from models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig, depth_to_space, relu_attention, space_to_depth
 from models.weights import entries, from_torch, parameter_count
+from tests import carried
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
-RELEASED = {  # the config.json of dc-ae-f32c32-sana-1.0
-    "_class_name": "AutoencoderDC",
-    "_diffusers_version": "0.32.0.dev0",
-    "attention_head_dim": 32,
-    "decoder_act_fns": "silu",
-    "decoder_block_out_channels": [128, 256, 512, 512, 1024, 1024],
-    "decoder_block_types": ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3,
-    "decoder_layers_per_block": [3, 3, 3, 3, 3, 3],
-    "decoder_norm_types": "rms_norm",
-    "decoder_qkv_multiscales": [[], [], [], [5], [5], [5]],
-    "downsample_block_type": "Conv",
-    "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024],
-    "encoder_block_types": ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3,
-    "encoder_layers_per_block": [2, 2, 2, 3, 3, 3],
-    "encoder_out_shortcut": True,
-    "encoder_qkv_multiscales": [[], [], [], [5], [5], [5]],
-    "in_channels": 3,
-    "latent_channels": 32,
-    "scaling_factor": 0.41407,
-    "upsample_block_type": "interpolate",
-}
+RELEASED = carried.config(carried.SANA, "vae")
 
 
 def small(

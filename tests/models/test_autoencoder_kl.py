@@ -14,33 +14,13 @@ from flax import nnx
 from models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from models.tiling import decode_tiled
 from models.weights import entries, from_torch, parameter_count, to_torch
+from tests import carried
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 TOLERANCE = 1e-5  # largest difference over largest value
 
-RELEASED = {  # the config.json of FLUX.1's vae; SD3's differs in the two factors
-    "_class_name": "AutoencoderKL",
-    "_diffusers_version": "0.30.0.dev0",
-    "act_fn": "silu",
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "force_upcast": True,
-    "in_channels": 3,
-    "latent_channels": 16,
-    "latents_mean": None,
-    "latents_std": None,
-    "layers_per_block": 2,
-    "mid_block_add_attention": True,
-    "norm_num_groups": 32,
-    "out_channels": 3,
-    "sample_size": 1024,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "use_post_quant_conv": False,
-    "use_quant_conv": False,
-}
+RELEASED = carried.config(carried.FLUX, "vae")  # SD3's differs in the two factors
 SD1 = {  # the config.json of Stable Diffusion 1's vae, which leaves the rest to the defaults
     "_class_name": "AutoencoderKL",
     "act_fn": "silu",

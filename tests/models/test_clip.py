@@ -10,6 +10,7 @@ from flax import nnx
 
 from models.clip import CLIPConfig, CLIPModel
 from models.weights import entries, from_torch, parameter_count, to_torch
+from tests import carried
 
 TOLERANCE = 1e-5
 POSITIONS, EOS = 12, 90
@@ -36,24 +37,8 @@ CASES = {
     ),
 }  # fmt: skip
 
-VIT_L_14 = {
-    "projection_dim": 768,
-    "text_config": {
-        "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12, "eos_token_id": 2,
-    },
-    "vision_config": {
-        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14,
-    },
-}  # fmt: skip
-VIT_H_14 = {
-    "projection_dim": 1024,
-    "text_config": GELU | {
-        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24, "eos_token_id": 2,
-    },
-    "vision_config": GELU | {
-        "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16, "num_hidden_layers": 32, "patch_size": 14,
-    },
-}  # fmt: skip
+VIT_L_14 = carried.config("openai/clip-vit-large-patch14")
+VIT_H_14 = carried.config("yuvalkirstain/PickScore_v1")
 
 
 def reference_model(text, vision, width, seed=0):

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
 from models.weights import entries, from_torch, load_component, parameter_count, save_component, to_torch
+from tests import carried
 
 TOLERANCE = 1e-5  # largest difference over largest value
 POSITIONS, EOS = 17, 90
@@ -32,18 +33,7 @@ KINDS = {
     False: (transformers.CLIPTextModel, CLIPTextModel),
 }
 
-COMMON = {
-    "attention_dropout": 0.0, "bos_token_id": 0, "dropout": 0.0, "eos_token_id": 2, "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 77, "model_type": "clip_text_model", "pad_token_id": 1, "vocab_size": 49408,
-}  # fmt: skip
-CLIP_L = COMMON | {
-    "hidden_act": "quick_gelu", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
-    "num_hidden_layers": 12, "projection_dim": 768,
-}  # fmt: skip
-CLIP_G = COMMON | {
-    "hidden_act": "gelu", "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20,
-    "num_hidden_layers": 32, "projection_dim": 1280,
-}  # fmt: skip
+CLIP_L, CLIP_G = (carried.config(carried.SD3, part) for part in ("text_encoder", "text_encoder_2"))
 
 
 def reference_model(overrides: dict, projected: bool, seed: int = 0):

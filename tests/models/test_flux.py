@@ -16,6 +16,7 @@ from flax import nnx
 from models.flux import FluxConfig, FluxTransformer2DModel, pack, rotary, unpack
 from models.weights import entries, from_torch, parameter_count, to_torch
 from solrl_jax.numerics.matmul import LowRank
+from tests import carried
 
 BASE = dict(
     in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,
@@ -38,11 +39,7 @@ TOLERANCE = 1e-5  # largest difference over largest value
 compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles in a fifth of the time
 
 # `transformer/config.json` of black-forest-labs/FLUX.1-dev, -schnell
-RELEASED = {
-    "_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.30.0.dev0", "attention_head_dim": 128,
-    "guidance_embeds": True, "in_channels": 64, "joint_attention_dim": 4096, "num_attention_heads": 24, "num_layers": 19,
-    "num_single_layers": 38, "patch_size": 1, "pooled_projection_dim": 768,
-}  # fmt: skip
+RELEASED = carried.config(carried.FLUX, "transformer")
 
 
 def build(overrides: dict, seed: int = 0):

@@ -10,6 +10,7 @@ from flax import nnx
 
 from models.gemma2 import FULL, SLIDING, Gemma2Config, Gemma2Model
 from models.weights import entries, from_torch, parameter_count, to_torch
+from tests import carried
 
 TOLERANCE = 1e-5
 VOCAB, LENGTHS = 97, (13, 1, 8, 5)
@@ -33,16 +34,7 @@ CASES = {
 }  # fmt: skip
 
 # What transformers 4 wrote for google/gemma-2-2b-it: `rope_theta` by itself, no `layer_types`, two activations.
-RELEASED = {
-    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 107],
-    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02,
-    "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8,
-    "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "bfloat16",
-    "transformers_version": "4.42.4", "use_cache": True, "vocab_size": 256000,
-}  # fmt: skip
+RELEASED = carried.config(carried.SANA, "text_encoder")
 
 
 def reference_model(seed=0, **changes):

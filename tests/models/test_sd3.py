@@ -13,6 +13,7 @@ from flax import nnx
 
 from models.sd3 import SD3Config, SD3Transformer2DModel, sincos_square
 from models.weights import entries, from_torch, parameter_count, to_torch
+from tests import carried
 
 BASE = dict(
     sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
@@ -32,10 +33,7 @@ TOLERANCE = 1e-5  # largest difference over largest value
 
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is most of the time spent here
 
-LARGE = dict(
-    num_layers=38, num_attention_heads=38, caption_projection_dim=2432, pos_embed_max_size=192, qk_norm="rms_norm",
-    dual_attention_layers=[],
-)  # fmt: skip
+LARGE = carried.config(carried.SD3, "transformer")
 MEDIUM = dict(
     num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=384, qk_norm="rms_norm",
     dual_attention_layers=list(range(13)),

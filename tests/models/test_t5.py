@@ -13,6 +13,7 @@ from models import attention as attention_module
 from models.attention import attention
 from models.t5 import T5Config, T5EncoderModel, relative_buckets
 from models.weights import entries, from_torch, load_component, parameter_count, to_torch
+from tests import carried
 
 TOLERANCE = 1e-5  # largest difference over largest value
 BASE = {
@@ -31,13 +32,7 @@ CASES = {
     "beyond the last bucket": ({"num_layers": 1, "d_ff": 20}, (1, 151), False),
 }  # fmt: skip
 
-XXL = {
-    "architectures": ["T5EncoderModel"], "d_ff": 10240, "d_kv": 64, "d_model": 4096, "dense_act_fn": "gelu_new",
-    "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True, "is_gated_act": True, "layer_norm_epsilon": 1e-06,
-    "model_type": "t5", "num_decoder_layers": 24, "num_heads": 64, "num_layers": 24, "pad_token_id": 0,
-    "relative_attention_max_distance": 128, "relative_attention_num_buckets": 32, "tie_word_embeddings": False,
-    "use_cache": True, "vocab_size": 32128,
-}  # fmt: skip
+XXL = carried.config(carried.FLUX, "text_encoder_2")
 
 
 def reference_model(overrides: dict, seed: int = 0):

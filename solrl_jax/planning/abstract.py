@@ -1,0 +1,115 @@
+"""An `Experiment` of shapes: what `experiment.build` makes of a configuration, without a weight, a vocabulary or a prompt."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from solrl_jax import hub, sharding
+from solrl_jax.backbone import DTYPES, Backbone, Pipeline, open_model
+from solrl_jax.config import Config
+from solrl_jax.experiment import Experiment, load_prompt_sets, read_instruction
+from solrl_jax.files import InputError
+from solrl_jax.linears import quantized_paths
+from solrl_jax.numerics.formats import Device, resolve
+from solrl_jax.planning.devices import Machine
+from solrl_jax.policy.lora import matching
+from solrl_jax.prompts import Prompt
+from solrl_jax.rewards.base import Reward
+from solrl_jax.rewards.mixture import open_reward
+from solrl_jax.rewards.sources import CARRIED
+from solrl_jax.state import abstract_state
+from solrl_jax.text_encoders import TextEncoders
+
+
+def open_configurations(path: str, remat: str) -> Pipeline:
+    """The pipeline that `model.path` names: a directory's, `embedded:NAME`'s, that of the hub's cache, or the one carried here.
+
+    The hub is not asked: nothing is downloaded. Raises InputError.
+    """
+    if Path(path).is_dir() or not hub.is_name(path):
+        return open_model(path, remat)
+    folder = hub.cached(path)
+    if folder is None or not (folder / "transformer" / "config.json").is_file():
+        folder = hub.CARRIED / path
+    if not (folder / "model_index.json").is_file():
+        carried = sorted(str(p.parent.relative_to(hub.CARRIED)) for p in hub.CARRIED.glob("*/*/model_index.json"))
+        there = f"configurations are carried for {', '.join(carried)}"
+        raise InputError(f"model.path={path!r}: no such directory, not in the hub's cache; {there}")
+    return open_model(str(folder), remat)
+
+
+def experiment(config: Config, pipeline: Pipeline, machine: Machine, mesh: Mesh) -> Experiment:
+    """The parts of a run on `mesh`, of devices like the machine's, every array a ShapeDtypeStruct. Raises InputError."""
+    model, rollout = config.model, config.rollout
+    dtype, rows = DTYPES[rollout.precision], sharding.rows_only(mesh)
+    device = Device(machine.platform, machine.kind, machine.capability)
+    if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
+        raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for a {pipeline.kind}")
+    if model.tile is not None and model.tile % pipeline.compression:
+        raise InputError(f"model.tile={model.tile}: must be a multiple of {pipeline.compression}, or null")
+    shapes = pipeline.transformer.shapes(dtype)
+    try:
+        pipeline.latent_shape(model.height, model.width)
+        targets = matching(shapes, config.lora.targets, "lora.targets")
+        quantized = quantized_paths(shapes, model.quantize, resolve(rollout.explore.precision, device))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    encoders = TextEncoders(pipeline, rows, dtype, cache=None)
+    instruction = read_instruction(config)
+    encoders.check_instruction(instruction)
+    vae = pipeline.vae.abstract(pipeline.vae_dtype or dtype, sharding.placement(rows))
+    transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
+    backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, vae, instruction, model.tile)
+    scorer = reward(config, rows)
+    prompts = some_prompts(config)
+    return Experiment(config, backbone, scorer, scorer, tuple(targets), quantized, device, prompts, prompts)
+
+
+def some_prompts(config: Config) -> list[Prompt]:
+    """An iteration's number of prompts: those of the file if it is there, whose texts do not matter; else empty ones."""
+    count = config.train.prompts
+    try:
+        found = load_prompt_sets(config)[0][:count]
+    except InputError:
+        found = []
+    return found + [found[0] if found else Prompt("")] * (count - len(found))
+
+
+def reward(config: Config, mesh: Mesh) -> Reward:
+    """What is trained on, its networks as they are released. What is scored outside JAX takes nothing of a device."""
+    settings = config.reward
+    loaded = open_reward(settings.weights, CARRIED, options=settings.options)(mesh).trained
+    return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
+
+
+def text_encoders(backbone: Backbone) -> dict[str, Any]:
+    """What `TextEncoders.params` would load."""
+    encoders = backbone.text_encoders
+    place = sharding.placement(encoders.mesh)
+    return {name: part.abstract(encoders.dtype, place) for name, part in encoders.pipeline.text_encoders.items()}
+
+
+def state(experiment: Experiment) -> Any:
+    """The state that is trained (`state.TrainState`)."""
+    config, backbone = experiment.config, experiment.backbone
+    return abstract_state(backbone.transformer, list(experiment.targets), config.lora, config.optimizer, backbone.mesh)
+
+
+def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
+    """Shapes for arrays; where: their sharding, else what they have on `mesh`, else whole on every device."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        placed = where or (x.sharding if isinstance(getattr(x, "sharding", None), NamedSharding) else sharding.replicated(mesh))
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=placed)
+
+    return jax.tree.map(one, tree)
+
+
+def held(tree: Any) -> int:
+    """Bytes that a device holds of a tree of placed shapes."""
+    size = lambda x: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
+    return sum(map(size, jax.tree.leaves(tree)))

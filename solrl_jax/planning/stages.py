@@ -1,0 +1,160 @@
+"""The programs of an iteration, in the order of `train.iterate`, with shapes for arrays: those that train, and no others."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from solrl_jax import sharding
+from solrl_jax.experiment import Experiment, quantize_policy
+from solrl_jax.planning.abstract import abstract, state, text_encoders
+from solrl_jax.policy.lora import Params, attach
+from solrl_jax.policy.update import PolicyBatch, update
+from solrl_jax.rewards.base import score_images
+from solrl_jax.rollout.generate import decode_chunk, sample_chunk
+from solrl_jax.sharding import row_groups
+from solrl_jax.text_encoders import ENCODED_ROWS, encode_chunk
+
+STAGES = ("encode", "sync", "explore", "regenerate", "score", "update")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jitted function and its arguments, called `calls` times an iteration."""
+
+    mesh: Mesh
+    function: Any
+    arguments: tuple[Any, ...]
+    calls: int
+    share: float = 1.0  # of the work of the trace for one device that a device of the planned mesh has
+    beside: Any = ()  # arguments that are no part of the model
+    donated: Sequence[int] = ()  # numbers of leaves of the arguments that are not static
+    results_held: bool = False  # whether what it returns is a part of the model
+
+
+class Stages:
+    """The programs for an experiment of shapes on one mesh, called as often as on another of `groups` groups of rows."""
+
+    def __init__(self, experiment: Experiment, groups: int, tensor: int = 1):
+        self.experiment, self.groups, self.tensor = experiment, groups, tensor
+        self.mesh = experiment.backbone.mesh
+        self.rows_mesh = sharding.rows_only(self.mesh)
+        self.state = state(experiment)
+        self.encoders = text_encoders(experiment.backbone)
+        self.whole = sharding.replicated(self.mesh)
+        everywhere = sharding.replicated(self.rows_mesh)
+        self.prepared = abstract(experiment.reward.prepare(experiment.train_prompts), self.rows_mesh, everywhere)
+        self.conditioning, self.negative = self._encodings(experiment.config.train.prompts), self._encodings(1)
+
+    def has(self, stage: str) -> bool:
+        """Whether a run has that stage."""
+        if stage == "sync":
+            return self.experiment.format.quantize is not None
+        return stage != "regenerate" or self.experiment.config.rollout.regenerate
+
+    def codes(self) -> Any:
+        """What `sync` makes, whole on every device; nothing where nothing is quantised."""
+        if not self.has("sync"):
+            return {}
+        with jax.set_mesh(self.mesh):
+            made = quantize_policy.eval_shape(*self._sync())
+        return abstract(made, self.mesh, self.whole)
+
+    def programs(self, stage: str, codes: Any) -> list[Program]:
+        """Of a stage that the run has. codes: the quantised copy."""
+        experiment, rollout = self.experiment, self.experiment.config.rollout
+        pool, kept = (experiment.config.train.prompts * n for n in (rollout.candidates, rollout.kept))
+        chunks = lambda groups: [-(-n // (rollout.chunk * groups)) for n in (pool, kept * rollout.regenerate)]
+        drafts, redone = chunks(self.groups)
+        match stage:
+            case "encode":
+                return [self._encode()]
+            case "sync":
+                return [Program(self.mesh, quantize_policy, self._sync(), 1, results_held=True)]
+            case "explore":
+                policy = attach(experiment.backbone.transformer, self.state.old, experiment.scale, codes)
+                return [self._sample(policy, rollout.explore.steps, drafts)]
+            case "regenerate":
+                return [self._sample(experiment.policy(self.state.old), rollout.steps, redone)]
+            case "score":
+                return self._score(sum(chunks(self.groups * self.tensor)))
+        return [self._update()]
+
+    def _encodings(self, count: int) -> Any:
+        with jax.set_mesh(self.rows_mesh):
+            out = encode_chunk.eval_shape(*self._encode().arguments)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self.whole), out)
+
+    def _encode(self) -> Program:
+        backbone, model = self.experiment.backbone, self.experiment.config.model
+        mesh, pipeline = self.rows_mesh, backbone.pipeline
+        texts = [""] * (ENCODED_ROWS * mesh.size)
+        if backbone.instruction is None or pipeline.instruct is None:
+            tokens = pipeline.tokenize(texts, model.max_tokens)
+        else:
+            tokens = pipeline.instruct(texts, model.max_tokens, backbone.instruction)
+        placed = abstract(tokens, mesh, sharding.rows(mesh))
+        devices = self.groups * self.tensor
+        calls = -(-self.experiment.config.train.prompts // (ENCODED_ROWS * devices)) + 1  # and the empty prompt
+        return Program(mesh, encode_chunk, (backbone.text_encoders, self.encoders, placed), calls, beside=placed)
+
+    def _sync(self) -> tuple[Any, ...]:
+        experiment = self.experiment
+        return (
+            self.mesh,
+            experiment.backbone.transformer,
+            self.state.old,
+            experiment.scale,
+            experiment.quantized,
+            experiment.format.quantize,
+        )
+
+    def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        rows = self.experiment.config.rollout.chunk * row_groups(mesh)
+        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
+
+    def _sample(self, params: Params, steps: int, calls: int) -> Program:
+        backbone, grid = self.experiment.backbone, self.experiment.grid(steps)
+        noise = self._rows(self.mesh, backbone.pipeline.latent_shape(*self.experiment.size), jnp.float32)
+        numbers = (grid.sigmas, grid.times, grid.table, np.float32(grid.guidance), np.float32(grid.scale))
+        arguments = (
+            backbone, grid.guided, params, self.conditioning, self.negative, self._rows(self.mesh, (), jnp.int32),
+            self._rows(self.mesh, (2,), jnp.uint32), noise, *abstract(numbers, self.mesh, self.whole),
+        )  # fmt: skip
+        return Program(self.mesh, sample_chunk, arguments, calls, 1 / self.tensor, beside=noise)
+
+    def _score(self, calls: int) -> list[Program]:
+        backbone, reward = self.experiment.backbone, self.experiment.reward
+        mesh = self.rows_mesh
+        latents = self._rows(mesh, backbone.pipeline.latent_shape(*self.experiment.size), jnp.float32)
+        images = self._rows(mesh, (*self.experiment.size, 3), jnp.float32)
+        decode = Program(mesh, decode_chunk, (backbone, backbone.vae, latents), calls, beside=latents)
+        if reward.score is None:
+            return [decode]
+        arguments = (reward, reward.params, images, self.prepared, self._rows(mesh, (), jnp.int32))
+        return [decode, Program(mesh, score_images, arguments, calls, beside=(latents, images))]
+
+    def _update(self) -> Program:
+        experiment, config = self.experiment, self.experiment.config
+        backbone, grid = experiment.backbone, experiment.grid(config.rollout.steps)
+        count = config.train.prompts * config.rollout.kept
+        of: Any = lambda shape, dtype: jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
+        batch = PolicyBatch(
+            latents=of(backbone.pipeline.latent_shape(*experiment.size), jnp.float32),
+            optimality=of((), jnp.float32),
+            weight=of((), jnp.float32),
+            prompt=of((), jnp.int32),
+            seeds=of((2,), jnp.uint32),
+        )
+        schedule = abstract((grid.sigmas, grid.times), self.mesh, self.whole)
+        arguments = (backbone, config, self.state, backbone.transformer, self.conditioning, batch, *schedule)
+        # the trace for one device goes through all micro-batches
+        terms = count * config.trained_sigmas // config.optimizer.steps_per_iteration
+        turns = lambda groups: -(-terms // (config.optimizer.micro_batch * groups))
+        share = turns(self.groups) / turns(row_groups(self.mesh)) / self.tensor
+        donated = range(len(jax.tree.leaves(self.state)))
+        return Program(self.mesh, update, arguments, 1, share, beside=batch, donated=donated)

@@ -1,0 +1,15 @@
+"""The configurations of released models that the package carries: the tests of networks take them from the same files."""
+
+import json
+from typing import Any
+
+from solrl_jax.hub import CARRIED
+
+FLUX, SD3 = "black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-large"
+SANA = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
+
+
+def config(repository: str, component: str = "") -> dict[str, Any]:
+    """A `config.json`, without the notes of diffusers, which begin with "_"."""
+    fields = json.loads((CARRIED / repository / component / "config.json").read_text())
+    return {name: value for name, value in fields.items() if not name.startswith("_")}
