@@ -59,6 +59,7 @@ def iterate(
     exploring = jax.block_until_ready(experiment.exploring_policy(state.old, explore.precision))
     clock.start("explore")
     pool = roll_out(experiment, exploring, explore.steps, prompted, seeds, "explore", progress)
+    del exploring  # the copy's room is free for what follows
 
     clock.start("regenerate")
     proxy = pool.reward.reshape(len(prompts), -1)
