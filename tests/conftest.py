@@ -26,7 +26,7 @@ def _forget_programs():
     jax.clear_caches()
 
 
-QUICK = 2  # configurations of each network that `make test` compares with PyTorch; `make test-all` has the others too
+QUICK = 1  # configurations of each network that `make test` compares with PyTorch; `make test-all` has the others too
 
 
 @pytest.hookimpl(tryfirst=True)

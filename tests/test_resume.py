@@ -20,7 +20,7 @@ from solrl_jax.progress import Reporter
 from solrl_jax.runs import find_checkpoint
 from tests.small import SMALL, small_config
 
-ITERATIONS = 4
+ITERATIONS = 5
 
 
 def command(run_dir: Path, *overrides: str) -> list[str]:
