@@ -7,8 +7,9 @@ BIN := .venv/bin
 # Not counted for coverage, which takes as long again as to compile: the parts by themselves, networks against PyTorch, and
 # whole runs. What they go through the others do too.
 PARTS := $(addprefix tests/,models policy flow numerics rollout shapes)
-WHOLE := $(addprefix tests/test_,train.py sample.py other_models.py mesh.py resume.py hosts.py)
-TOGETHER := -n 3 --dist loadfile
+# the longest first, as they are listed, for a file is one process's
+WHOLE := $(addprefix tests/test_,resume.py train.py mesh.py sample.py other_models.py hosts.py)
+TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
 .PHONY: demo test test-all clean

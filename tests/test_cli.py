@@ -189,6 +189,7 @@ def test_rank_refuses_a_list_that_is_none(call, tmp_path, options, message):
     assert not (tmp_path / "rank").exists()
 
 
+@pytest.mark.exhaustive
 def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported, call, tmp_path):
     folder, _, _ = trained
     (tmp_path / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
@@ -240,6 +241,7 @@ def test_export_writes_the_averaged_adapters_in_every_form(trained, exported, ca
     assert sorted(p.name for p in (tmp_path / "1").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_path):
     _, summary, _ = trained
     start = shutil.copy(exported, tmp_path / "start.safetensors")

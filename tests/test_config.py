@@ -32,7 +32,7 @@ BAD = [
         ("qqq=1",),
         "unknown key 'qqq': expected one of seed, preset, family, model, rollout, reward, policy, lora, .*, mesh, run",
     ),
-    (("mesh.qqqqqqqqq=1",), "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp"),
+    (("mesh.qqqqqqqqq=1",), "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp, mesh.tensor"),
     (("seed.x=1",), "unknown key 'seed.x': did you mean 'seed'?"),
     (("rollout={1: 2}",), "unknown key 'rollout.1': .*"),
     (("foo",), "override 'foo': expected key=value, e.g. train.iterations=100"),

@@ -44,6 +44,7 @@ def test_auto_is_what_the_devices_run_natively(experiment, device, name):
     assert there.format is FORMATS[name]
 
 
+@pytest.mark.exhaustive
 def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experiment, quickly):
     adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
     backbone, shape = experiment.backbone, (4, *experiment.backbone.pipeline.latent_shape(32, 32))

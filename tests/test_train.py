@@ -179,6 +179,7 @@ def test_if_every_reward_fails_the_policy_stays(monkeypatch):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.exhaustive
 def test_several_optimizer_steps_an_iteration():
     built = experiments.build(small_config("unused", "optimizer.steps_per_iteration=2"))
     state, outcome = iterate(built, fresh_state(built), 1, silent)
