@@ -2,10 +2,10 @@
 
     python scripts/check_hosts.py            # 20 to 30 minutes on 2 CPU cores
 
-A run of one process comes first, and one of two, which has to keep the same candidates and end with the same state to 1e-6 (sums
-between processes have another order). Then, for each stage, two processes start anew; one of them kills itself in that stage of
-the second iteration. The other one has to end by itself within a minute. Both start again, and have to end as the run of two
-processes that nobody killed did. The mesh is data=2 fsdp=2 tensor=2 in all runs of two processes.
+A run of one process comes first, and one of two, which has to keep the same candidates and end with the same state to 1e-6:
+sums between processes have another order. Then, for each stage, two processes start anew; one of them kills itself in that
+stage of the second iteration. The other one has to end by itself within a minute. Both start again, and have to end as the run
+of two processes that nobody killed did. The mesh is data=2 fsdp=2 tensor=2 in all runs of two processes.
 
 Prints a line a stage, and one of JSON at the end; exit code 1 if anything is not as said.
 """
