@@ -21,7 +21,7 @@ from tests.test_resume import arrays
 REWARD = ("reward.weights={shapes: 1.0, tests.outside:mean: 1.0}", "reward.workers=1")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 TERMS = "policy.timestep_fraction=0.34"  # one micro-batch an iteration: no sums whose order depends on the mesh
-TOLERANCE = 1e-4  # of the state, relative: sums between processes have another order
+TOLERANCE = 5e-3  # of the state, relative: sums between processes have another order, and BF16 makes more of it (1.8e-3)
 LIMIT = 60  # seconds in which a run ends after one of its processes has
 
 
