@@ -76,7 +76,6 @@ def gather(params: P) -> P:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return params
-
     if split.ways() == 1:
         return jax.lax.with_sharding_constraint(params, PartitionSpec())
 

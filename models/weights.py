@@ -22,11 +22,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
+from models.axis_order import Index, from_torch_order, index_in_torch, shape_in_torch, to_torch_order
 from models.tensor_files import STORED_DTYPES, Stored, read_header, weight_files
 
 Params = dict[Any, Any]
 Placement = Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]  # a parameter's path and shape
-Index = tuple[range, ...]  # a part of a tensor: a range over each axis
 
 PART = 2**28  # bytes of a parameter that are assembled on the host before they go to the devices
 
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        return _to_torch_shape(self.shape, self.layout)
+        return shape_in_torch(self.shape, self.layout)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
     for e in entries(state):
         value = np.asarray(flat[e.path])
         for name, tensor in zip(e.names, value if e.stacked else value[None], strict=True):
-            out[name] = np.asarray(_to_torch(tensor, e.layout), order="C")  # (ascontiguousarray would make 0-d 1-d)
+            out[name] = np.asarray(to_torch_order(tensor, e.layout), order="C")  # (ascontiguousarray would make 0-d 1-d)
     return out
 
 
@@ -196,7 +196,7 @@ def _check(
 
 
 def _gather(e: Entry, read) -> np.ndarray:
-    tensors = [_from_torch(read(name), e.layout) for name in e.names]
+    tensors = [from_torch_order(read(name), e.layout) for name in e.names]
     return np.stack(tensors) if e.stacked else tensors[0]
 
 
@@ -277,7 +277,7 @@ def _read_parts(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, parts: 
 def _read(tensor: Stored, layout: str, targets: list[tuple[Index, np.ndarray]]) -> None:
     """Fills each target, an array in our axis order, with its part of the tensor; a few rows of the file at a time."""
     views = [  # in the file's axis order
-        (_to_torch_index(index, layout), _to_torch(out, layout)) if tensor.shape else ((range(1),), out[None])
+        (index_in_torch(index, layout), to_torch_order(out, layout)) if tensor.shape else ((range(1),), out[None])
         for index, out in targets
     ]
     first, last = min(index[0].start for index, _ in views), max(index[0].stop for index, _ in views)
@@ -290,43 +290,6 @@ def _read(tensor: Stored, layout: str, targets: list[tuple[Index, np.ndarray]]) 
             if low < high:
                 cut = tuple(slice(r.start, r.stop) for r in (range(low - start, high - start), *columns))
                 view[low - rows.start : high - rows.start] = block[cut]
-
-
-def _from_torch(t: np.ndarray, layout: str) -> np.ndarray:
-    match layout:
-        case "linear":
-            return t.T
-        case "pointwise":
-            return t[:, :, 0, 0].T
-        case "conv":
-            return t.transpose(2, 3, 1, 0)
-    return t
-
-
-def _to_torch(t: np.ndarray, layout: str) -> np.ndarray:
-    match layout:
-        case "linear":
-            return t.T
-        case "pointwise":
-            return t.T[:, :, None, None]
-        case "conv":
-            return t.transpose(3, 2, 0, 1)
-    return t
-
-
-def _to_torch_index(index: Index, layout: str) -> Index:
-    match layout:
-        case "linear":
-            return index[::-1]
-        case "pointwise":
-            return (*index[::-1], range(1), range(1))
-        case "conv":
-            return (index[3], index[2], index[0], index[1])
-    return index
-
-
-def _to_torch_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    return _to_torch(np.broadcast_to(np.zeros((), np.bool_), shape), layout).shape  # a view: nothing is allocated
 
 
 def _join(*parts: Any) -> str:

@@ -6,14 +6,11 @@ less, and adds partial sums, so that results would depend on the mesh.) Where th
 size one, every function here returns what it is given.
 """
 
-from typing import TypeVar
-
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 TENSOR = "tensor"
-T = TypeVar("T")
 
 
 def ways() -> int:
