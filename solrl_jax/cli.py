@@ -2,10 +2,8 @@
 
 import json
 import logging
-import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,60 +11,19 @@ import click
 
 from solrl_jax.config import ConfigError, Precision
 from solrl_jax.files import InputError, RunError, first_line
-from solrl_jax.planning.devices import DEVICES, pretend
-from solrl_jax.planning.devices import machine as describe_machine
+from solrl_jax.options import (
+    checkpoint_option,
+    finite,
+    hosts_options,
+    iterations,
+    join_hosts,
+    json_option,
+    machine_options,
+    overrides_argument,
+)  # fmt: skip
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork nothing, and it warns as if we did
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it says at import that PyTorch is absent: so it should be
-
-overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-
-
-def finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    """A click callback: ranges let infinity and NaN pass."""
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not finite")
-    return value
-
-
-def iterations(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
-    """A click callback: numbers of iterations, given one by one or with commas."""
-    parts = [part for value in values for part in value.split(",")]
-    if wrong := [part for part in parts if not part.isdecimal()]:
-        raise click.BadParameter(f"{wrong[0]!r} is no iteration; expected e.g. 3 or 3,10")
-    return tuple(map(int, parts))
-
-
-checkpoint_option = click.option(
-    "--checkpoint", default="latest", show_default=True, metavar="best|latest|ITERATION",
-    help="Which of a run's; best: with the highest eval/reward.",
-)  # fmt: skip
-positive = click.FloatRange(0.0, min_open=True)
-json_option = click.option("--json", "as_json", is_flag=True, help="End with one line of JSON on standard output.")
-
-
-def hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of a command that several hosts run together; each may come from the environment."""
-    for option in (
-        click.option("--coordinator", metavar="HOST:PORT", envvar="SOLRL_COORDINATOR", help="With --hosts N: the first's."),
-        click.option("--host", type=int, envvar="SOLRL_HOST", help="With --hosts N: which of them this is, from 0."),
-        click.option(
-            "--hosts", metavar="N|auto", envvar="SOLRL_HOSTS",
-            help="Processes that run this command together; auto: as SLURM, Open MPI, Kubernetes or a TPU pod says.",
-        ),
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
-def join_hosts(hosts: str | None, host: int | None, coordinator: str | None) -> None:
-    if hosts is None:
-        if host is not None or coordinator is not None:
-            raise InputError("--host and --coordinator: only with --hosts N")
-        return
-    from solrl_jax.hosts import initialise
-
-    initialise(hosts, host, coordinator)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -193,14 +150,7 @@ def rank(
 @cli.command()
 @click.argument("preset")
 @overrides_argument
-@click.option("--devices", default=8, show_default=True, type=click.IntRange(1), help="On each host.")
-@click.option("--hosts", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--device", default="h100", show_default=True, type=click.Choice(sorted(DEVICES)), help="Public figures of one.")
-@click.option("--memory", metavar="SIZE", help="Of a device, e.g. 80GB, in place of the public figure; so are the others.")
-@click.option("--peak-tflops", metavar="N", type=positive, callback=finite, help="Of products in BF16.")
-@click.option("--memory-bandwidth", metavar="GB/S", type=positive, callback=finite)
-@click.option("--link-bandwidth", metavar="GB/S", type=positive, callback=finite, help="Between devices of a host, one way.")
-@click.option("--network-bandwidth", metavar="GB/S", type=positive, callback=finite, help="Between hosts, a device's share.")
+@machine_options
 @json_option
 def plan(preset: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """What training PRESET would need: memory, operations, messages, time; from shapes, on no device. Needs no weights.
@@ -209,9 +159,11 @@ def plan(preset: str, overrides: tuple[str, ...], as_json: bool, **options: Any)
     solrl plan flux1_sol_rl_hpsv2 --devices 8 --memory 80GB
     solrl plan flux1_sol_rl_hpsv2 mesh.fsdp=4 --device tpu-v6e --hosts 32
     """
+    from solrl_jax.planning.devices import machine as describe
+    from solrl_jax.planning.devices import pretend
     from solrl_jax.presets import resolve
 
-    config, machine = resolve(preset, overrides), describe_machine(**options)
+    config, machine = resolve(preset, overrides), describe(**options)
     pretend(machine.count)
     from solrl_jax import plan as planning
 
@@ -356,7 +308,7 @@ def convert(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
 
 @cli.command()
 @click.option("--show", metavar="PRESET", help="Its prompt sets, and those prompts that its first iteration draws.")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@overrides_argument
 @json_option
 def presets(show: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """List the presets: MODEL_FAMILY_REWARD, and the embedded `tiny`.

@@ -50,16 +50,23 @@ def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
 
 
 def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every process's answer, by process. A key holds one value for good, so a label counts how often it was used."""
-    key, client = f"solrl_jax/{label}/{_asked[label]}", distributed.global_state.client
+    """Every process's answer, by process. A key holds one value for good, so a label counts how often it was used.
+
+    Whoever has all answers knows that everyone has those of the time before, so each takes back what it said then: the
+    service, which lives in the first process, holds two answers a label and process, however long a run is.
+    """
+    count, client, mine = _asked[label], distributed.global_state.client, jax.process_index()
+    key = f"solrl_jax/{label}/{count}"
     _asked[label] += 1
     if client is None:
         raise RuntimeError("several processes, but jax.distributed was not initialised")
-    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(answer))
+    client.key_value_set(f"{key}/{mine}", json.dumps(answer))
     answers = []
     for index in range(jax.process_count()):
         try:
             answers.append(json.loads(client.blocking_key_value_get(f"{key}/{index}", int(PATIENCE * 1000))))
         except jax.errors.JaxRuntimeError as error:
             raise RunError(f"process {index} gave no answer about {label}: {first_line(error)}") from error
+    if count:
+        client.key_value_delete(f"solrl_jax/{label}/{count - 1}/{mine}")
     return answers

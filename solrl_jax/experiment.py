@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
 from solrl_jax import sharding
-from solrl_jax.backbone import DTYPES, Backbone, Params, load_backbone, open_model, open_text_encoders
+from solrl_jax.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone, open_model, open_text_encoders
 from solrl_jax.config import Config
 from solrl_jax.files import InputError
 from solrl_jax.keys import candidate_seeds, prompt_uid
@@ -111,21 +111,28 @@ def build(config: Config) -> Experiment:
         if scored.host is not None:
             trial(scored.host, prompts, (model.height, model.width))
     pipeline = open_model(model.path, model.remat)
+    device = device_facts()
+    targets, quantized = linears_of(config, pipeline, device)
+    backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
+    return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test)
+
+
+def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which parameters of the pipeline's transformer get an adapter, and which are quantised on such devices.
+
+    Raises InputError for what `config` asks of a pipeline that is of another kind.
+    """
+    model, rollout = config.model, config.rollout
     if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
         why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
         raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
+    shapes = pipeline.transformer.shapes(DTYPES[rollout.precision])
     try:
         pipeline.latent_shape(model.height, model.width)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    shapes, device = pipeline.transformer.shapes(DTYPES[rollout.precision]), device_facts()
-    try:
         targets = matching(shapes, config.lora.targets, "lora.targets")
-        quantized = quantized_paths(shapes, model.quantize, resolve(rollout.explore.precision, device))
+        return tuple(targets), quantized_paths(shapes, model.quantize, resolve(rollout.explore.precision, device))
     except ValueError as error:
         raise InputError(str(error)) from error
-    backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
-    return Experiment(config, backbone, reward, evaluated, tuple(targets), quantized, device, train, test)
 
 
 def device_facts() -> Device:
@@ -156,9 +163,10 @@ def read_instruction(config: Config) -> str | None:
     return None if path is None else load_instruction(path, "model.instruction")
 
 
-def open_mesh(config: Config) -> Mesh:
+def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The run's mesh, of all devices or of those given. Raises InputError where they do not come out even."""
     try:
-        return make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        return make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
     except ValueError as error:
         raise InputError(str(error)) from error
 

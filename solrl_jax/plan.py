@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from solrl_jax import hub, sharding
 from solrl_jax.config import Config, ConfigError
-from solrl_jax.files import InputError
+from solrl_jax.experiment import open_mesh
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.devices import Machine
 from solrl_jax.planning.measure import COMPUTE, ENCODERS, MOVE, Measured, Planner, Stage
@@ -40,7 +40,7 @@ def plan(config: Config, machine: Machine, progress: Callable[[str], None] = lam
 
     progress: told what is being done.
     """
-    mesh = open_mesh(config, machine)
+    mesh = open_mesh(config, jax.devices()[: machine.count])
     pipeline = open_configurations(config.model.path, config.model.remat)
     planner = Planner(config, machine, pipeline)
     measured = planner.measure(mesh, progress)
@@ -68,14 +68,6 @@ def plan(config: Config, machine: Machine, progress: Callable[[str], None] = lam
         "seconds": sum(stage.seconds for stage in measured.stages),
         "assumptions": list(assumptions(planner, measured)),
     }
-
-
-def open_mesh(config: Config, machine: Machine) -> Mesh:
-    """The run's mesh, of pretended devices. Raises InputError where they do not come out even."""
-    try:
-        return sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=jax.devices()[: machine.count])
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def turn(planner: Planner, measured: Measured, mesh: Mesh, limit: int, progress: Callable[[str], None]) -> Iterator[Knob]:

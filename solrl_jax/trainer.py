@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from solrl_jax import checkpoint, files, hosts, ledger, pictures, profiling
 from solrl_jax.config import Config, batch_line
@@ -98,7 +97,7 @@ def _loop(
     report.start(config.train.iterations, done)
     try:
         _encode_ahead(experiment, done, report)
-        if _is_due(config, done) and not hosts.agreed(lambda: _is_evaluated(folder, done)):
+        if _is_due(config, done) and not _evaluation(folder, done):
             _log(metrics, done, _evaluate(experiment, folder, state.ema, done, report))
             if done and config.run.keep_best:
                 _save(saver, folder, experiment, state, done)  # again, with its evaluation
@@ -158,8 +157,14 @@ def _level(experiment: Experiment, folder: Path, report: Reporter) -> int:
     return level
 
 
-def _is_evaluated(folder: Path, done: int) -> bool:
-    return any(row["iteration"] == done and "eval/reward" in row for row in read_metrics(folder))
+def _evaluation(folder: Path, done: int) -> dict[str, float]:
+    """What the record says of the evaluation after iteration `done`, the same on every host; empty if there was none."""
+
+    def find() -> dict[str, float]:
+        rows = [row for row in read_metrics(folder) if row["iteration"] == done and "eval/reward" in row]
+        return {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
+
+    return hosts.agreed(find)
 
 
 def _is_due(config: Config, done: int) -> bool:
@@ -192,16 +197,22 @@ def _evaluate(experiment: Experiment, folder: Path, ema: Adapters, done: int, re
     return row
 
 
+def _begin(experiment: Experiment) -> TrainState:
+    """The state before the first iteration: the base, or the adapters that `lora.init` names."""
+    config, base, mesh = experiment.config, experiment.backbone.transformer, experiment.backbone.mesh
+    targets = list(experiment.targets)
+    start = read_start(config.lora, targets, experiment.backbone.parameter_table())
+    return init_state(jax.random.key(config.seed), base, targets, config.lora, config.optimizer, mesh, start=start)
+
+
 def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[TrainState, int]:
     """The state to go on from, and how many iterations it has behind it."""
     config, base, mesh = experiment.config, experiment.backbone.transformer, experiment.backbone.mesh
-    targets = list(experiment.targets)
-    abstract = abstract_state(base, targets, config.lora, config.optimizer, mesh)
+    abstract = abstract_state(base, list(experiment.targets), config.lora, config.optimizer, mesh)
     expected = {"fingerprint": fingerprint(config, experiment.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", abstract, expected)
     if restored is None:
-        start = read_start(config.lora, targets, experiment.backbone.parameter_table())
-        return init_state(jax.random.key(config.seed), base, targets, config.lora, config.optimizer, mesh, start=start), 0
+        return _begin(experiment), 0
     state, meta, warnings = restored
     for warning in warnings:
         report.line(warning)
@@ -216,9 +227,7 @@ def _save(saver: Saver, folder: Path, experiment: Experiment, state: TrainState,
     """
     config, named = experiment.config, fingerprint(experiment.config, experiment.format.name)
     meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.prompts}
-    rows = [row for row in read_metrics(folder) if row["iteration"] == done and "eval/reward" in row]
-    scores = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-    saver.save(done, state, meta | {"evaluation": scores or None})
+    saver.save(done, state, meta | {"evaluation": _evaluation(folder, done) or None})
 
 
 def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter) -> None:
@@ -253,8 +262,7 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
 def _finish(experiment: Experiment, folder: Path, state: TrainState) -> None:
     """The pictures that tell the run: before and after, and the curves."""
     if experiment.config.eval.grid:
-        unchanged = jax.tree.map(jnp.zeros_like, state.ema)  # the base, through the program that is compiled already
-        before, prompts = sample_grid(experiment, experiment.policy(unchanged))
+        before, prompts = sample_grid(experiment, experiment.policy(_begin(experiment).ema))
         after, _ = sample_grid(experiment, experiment.policy(state.ema))
         hosts.write(lambda: pictures.save_before_after(folder / "pictures" / "before-after.png", before, after, prompts))
     hosts.write(lambda: _draw_curves(experiment, folder))

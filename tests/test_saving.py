@@ -122,6 +122,7 @@ WORKER = textwrap.dedent(
     import errno, json, os, pickle, sys
     from pathlib import Path
     import jax, jax.numpy as jnp, numpy as np
+    from jax._src import distributed
     from jax.sharding import NamedSharding, PartitionSpec as P
 
     port, me, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -200,7 +201,10 @@ WORKER = textwrap.dedent(
             raise KeyError("gone")
         return me
     said["other"] = line(lambda: consensus.together("wrong", wrong))
+    for count in range(5):
+        consensus.together("counted", lambda: count)
     said["all"] = consensus.together("right", lambda: me)
+    said["counted"] = sorted(key for key, _ in distributed.global_state.client.key_value_dir_get("solrl_jax/counted"))
     print(json.dumps(said), flush=True)
     """
 )
@@ -262,3 +266,5 @@ def test_no_process_decides_alone(two):
     assert one["unread"] == other["unread"] == "CheckpointError: not here"
     assert (one["other"], other["other"]) == ("RunError: process 1: KeyError: 'gone'", "KeyError: 'gone'")
     assert one["all"] == other["all"] == [0, 1]
+    # of five answers the service holds the last
+    assert one["counted"] == other["counted"] == ["solrl_jax/counted/4/0", "solrl_jax/counted/4/1"]

@@ -11,12 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from solrl_jax import hub, sharding
 from solrl_jax.backbone import DTYPES, Backbone, Pipeline, open_model
 from solrl_jax.config import Config
-from solrl_jax.experiment import Experiment, load_prompt_sets, read_instruction
+from solrl_jax.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 from solrl_jax.files import InputError
-from solrl_jax.linears import quantized_paths
-from solrl_jax.numerics.formats import Device, resolve
+from solrl_jax.numerics.formats import Device
 from solrl_jax.planning.devices import Machine
-from solrl_jax.policy.lora import matching
 from solrl_jax.prompts import Prompt
 from solrl_jax.rewards.base import Reward
 from solrl_jax.rewards.mixture import open_reward
@@ -44,20 +42,12 @@ def open_configurations(path: str, remat: str) -> Pipeline:
 
 def experiment(config: Config, pipeline: Pipeline, machine: Machine, mesh: Mesh) -> Experiment:
     """The parts of a run on `mesh`, of devices like the machine's, every array a ShapeDtypeStruct. Raises InputError."""
-    model, rollout = config.model, config.rollout
-    dtype, rows = DTYPES[rollout.precision], sharding.rows_only(mesh)
+    model = config.model
+    dtype, rows = DTYPES[config.rollout.precision], sharding.rows_only(mesh)
     device = Device(machine.platform, machine.kind, machine.capability)
-    if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
-        raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for a {pipeline.kind}")
+    targets, quantized = linears_of(config, pipeline, device)
     if model.tile is not None and model.tile % pipeline.compression:
         raise InputError(f"model.tile={model.tile}: must be a multiple of {pipeline.compression}, or null")
-    shapes = pipeline.transformer.shapes(dtype)
-    try:
-        pipeline.latent_shape(model.height, model.width)
-        targets = matching(shapes, config.lora.targets, "lora.targets")
-        quantized = quantized_paths(shapes, model.quantize, resolve(rollout.explore.precision, device))
-    except ValueError as error:
-        raise InputError(str(error)) from error
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
     instruction = read_instruction(config)
     encoders.check_instruction(instruction)
@@ -66,7 +56,7 @@ def experiment(config: Config, pipeline: Pipeline, machine: Machine, mesh: Mesh)
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, vae, instruction, model.tile)
     scorer = reward(config, rows)
     prompts = some_prompts(config)
-    return Experiment(config, backbone, scorer, scorer, tuple(targets), quantized, device, prompts, prompts)
+    return Experiment(config, backbone, scorer, scorer, targets, quantized, device, prompts, prompts)
 
 
 def some_prompts(config: Config) -> list[Prompt]:
