@@ -4,13 +4,14 @@ and a logarithm a query; arXiv 2205.14135) have the kernel's shapes and dtypes, 
 Two primitives, by whose names a plan knows them, compiled to sums.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, Bool, Float
 
 
@@ -52,7 +53,21 @@ def _primitive(name: str, f: Callable[..., list[Array]]) -> Primitive:
     primitive.def_impl(f)
     primitive.def_abstract_eval(lambda *operands: jax.tree.map(_aval, jax.eval_shape(f, *operands)))
     mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=True))
+
+    def batched(operands: Sequence[Array], axes: Sequence[int | None]) -> tuple[list[Array], list[int]]:
+        """As the kernel does it: one batch of all batches."""
+        count = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+        rows = max(x.shape[0] if axis is None else np.delete(x.shape, axis)[0] for x, axis in zip(operands, axes, strict=True))
+        outs = primitive.bind(*(_all_batches(x, axis, count, rows) for x, axis in zip(operands, axes, strict=True)))
+        return [x.reshape(count, -1, *x.shape[1:]) for x in outs], [0] * len(outs)
+
+    batching.primitive_batchers[primitive] = batched
     return primitive
+
+
+def _all_batches(x: Array, axis: int | None, count: int, rows: int) -> Array:
+    x = x[None] if axis is None else jnp.moveaxis(x, axis, 0)
+    return jnp.broadcast_to(x, (count, rows, *x.shape[2:])).reshape(count * rows, *x.shape[2:])
 
 
 def _aval(x: jax.ShapeDtypeStruct) -> jax.core.ShapedArray:

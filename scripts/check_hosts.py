@@ -2,10 +2,10 @@
 
     python scripts/check_hosts.py            # 20 to 30 minutes on 2 CPU cores
 
-A run of one process comes first, and one of two, which has to keep the same candidates and end with the same state to 1e-6:
-sums between processes have another order. Then, for each stage, two processes start anew; one of them kills itself in that
-stage of the second iteration. The other one has to end by itself within a minute. Both start again, and have to end as the run
-of two processes that nobody killed did. The mesh is data=2 fsdp=2 tensor=2 in all runs of two processes.
+A run of one process comes first, and one of two, which has to keep the same candidates and end with the same state to 1e-6.
+Then, for each stage, two processes start anew; one of them kills itself in that stage of the second iteration. The other one
+has to end by itself within a minute. Both start again, and have to end as the run of two processes that nobody killed did.
+The mesh is data=2 fsdp=2 tensor=2 in all runs of two processes.
 
 Prints a line a stage, and one of JSON at the end; exit code 1 if anything is not as said.
 """
@@ -25,18 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from check_kills import state_of
+from check_kills import SMALL, state_of
 
 from solrl_jax import ledger
 
 ITERATIONS = 3
-# one micro-batch an iteration: of several, the order of float32 sums would depend on how many groups of devices there are
-SETTINGS = (
-    "train.prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.chunk=2", "rollout.steps=3",
-    "rollout.explore.steps=2", "optimizer.micro_batch=2", "policy.timestep_fraction=0.34", "eval.prompts=2",
-    "eval.images_per_prompt=2", "eval.grid=0", "eval.steps=3", "eval.every=2", "run.checkpoint_every=1",
-    "run.tensorboard=false", f"train.iterations={ITERATIONS}",
-)  # fmt: skip
+SETTINGS = (*SMALL, "eval.every=2", f"train.iterations={ITERATIONS}")
 STAGES = ("encode", "sync", "explore", "regenerate", "update", "evaluate", "save")
 TOLERANCE = 1e-6  # of the state, relative
 LIMIT = 60.0  # seconds in which the other process ends

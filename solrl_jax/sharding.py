@@ -7,7 +7,7 @@ and whole on every group of `data`. The products of the transformer are divided 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from solrl_jax.numerics.matmul import LowRank, Quantized, outputs_divided
 from solrl_jax.numerics.split import TENSOR
 
+T = TypeVar("T")
 AXES = ("data", "fsdp", TENSOR)
 AUTO = (jax.sharding.AxisType.Auto,) * len(AXES)
 ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a sample
@@ -104,9 +105,14 @@ def rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, ROWS)
 
 
-def split_rows(x: jax.Array) -> jax.Array:
-    """Constrains the leading axis to be split over the ambient mesh's devices."""
+def split_rows(x: T) -> T:
+    """Constrains the leading axis, of an array or of a tree of them, to be split over the ambient mesh's devices."""
     return jax.lax.with_sharding_constraint(x, ROWS)
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Constrains `x` to be whole on every device; under `jax.vmap` over the rows' axes, on every one that holds that row."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:

@@ -20,13 +20,12 @@ from tests.test_resume import arrays
 # scored by a network, and outside JAX by the host that made the picture
 REWARD = ("reward.weights={shapes: 1.0, tests.outside:mean: 1.0}", "reward.workers=1")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
-TERMS = "policy.timestep_fraction=0.34"  # one micro-batch an iteration: no sums whose order depends on the mesh
-TOLERANCE = 5e-3  # of the state, relative: sums between processes have another order, and BF16 makes more of it (1.8e-3)
+TOLERANCE = 1e-6  # of the state, relative
 LIMIT = 60  # seconds in which a run ends after one of its processes has
 
 
 def start(folder: Path, host: int, port: int) -> subprocess.Popen:
-    settings = [*SMALL, *MESH, *REWARD, TERMS, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
+    settings = [*SMALL, *MESH, *REWARD, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     return subprocess.Popen(
         [sys.executable, "-m", "solrl_jax.cli", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
@@ -43,7 +42,7 @@ def free_port() -> int:
 @pytest.mark.exhaustive
 def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     with Reporter(bars=False) as report:
-        trainer.run(small_config(tmp_path / "one", *REWARD, TERMS, "mesh.data=8"), report)
+        trainer.run(small_config(tmp_path / "one", *REWARD, "mesh.data=8"), report)
 
     port = free_port()
     first, second = (start(tmp_path / "two", host, port) for host in (0, 1))
@@ -71,8 +70,7 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     kept, alone = (ledger.read(tmp_path / name / "ledger") for name in ("two", "one"))
     for column in ("seed", "kept", "rank"):
         assert kept[column].equals(alone[column]), column
-    first_iteration = slice(0, len(kept) // 3)  # later ones see adapters whose last bits differ, in BF16
-    rewards = (table["regenerated_reward"].to_numpy()[first_iteration] for table in (kept, alone))
+    rewards = (table["regenerated_reward"].to_numpy() for table in (kept, alone))
     np.testing.assert_allclose(*rewards, atol=1e-5)
     assert len({row["pool/tests.outside:mean"] for row in metrics.read(tmp_path / "two") if row["iteration"]}) > 1
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from solrl_jax import sharding
@@ -14,6 +15,7 @@ from solrl_jax.backbone import Backbone, Conditioning, Params
 from solrl_jax.config import Config
 from solrl_jax.flow.sampler import interpolate
 from solrl_jax.keys import stream
+from solrl_jax.numerics.sums import Sum, add, join, zero
 from solrl_jax.policy.lora import Adapters, attach
 from solrl_jax.policy.objective import nft_loss
 from solrl_jax.state import TrainState, make_optimizer
@@ -54,8 +56,7 @@ def update(
 
     def optimizer_step(state: TrainState, terms: Int[Array, "terms"]):
         total = jnp.maximum(batch.weight[terms % rows].sum(), 1.0)
-        micro = config.optimizer.micro_batch * sharding.row_groups(backbone.mesh)
-        gradient, metrics = _accumulate(loss, state.adapters, terms, total, micro)
+        gradient, metrics = _accumulate(loss, state.adapters, terms, total, config.optimizer.micro_batch, backbone.mesh)
         metrics["grad_norm"] = optax.tree.norm(gradient)
         change, opt_state = optimizer.update(gradient, state.opt_state, state.adapters)
         adapters, step = optax.apply_updates(state.adapters, change), state.step + 1
@@ -86,23 +87,37 @@ def _draw_sigmas(seed: UInt32[Array, "2"], count: int) -> Int[Array, "{count}"]:
     return jax.random.permutation(stream(jax.random.wrap_key_data(seed), "sigmas"), count)
 
 
-def _accumulate(loss: Any, adapters: Adapters, terms: Int[Array, "terms"], total: Array, micro: int) -> tuple[Adapters, dict]:
-    """The gradient of the loss over all `terms`, `micro` of them at a time."""
-    padding = -len(terms) % micro
-    valid = jnp.pad(jnp.ones(len(terms)), (0, padding)).reshape(-1, micro)
-    terms = jnp.pad(terms, (0, padding)).reshape(-1, micro)
+def _accumulate(
+    loss: Any, adapters: Adapters, terms: Int[Array, "terms"], total: Array, micro: int, mesh: Mesh
+) -> tuple[Adapters, dict[str, Array]]:
+    """The gradient of the loss over all `terms`, `micro` of them at a time on each group of devices that shares rows.
 
-    def one(carry, inputs):
-        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(adapters, *inputs, total)
+    Micro-batches are the same on every mesh, and sums do not depend on the order of their terms (`numerics.sums`); so neither
+    do gradients on the mesh. A group adds up its own, and only the sums are sent.
+    """
+    groups = sharding.row_groups(mesh)
+    split = lambda x: jnp.pad(x, (0, -len(terms) % (groups * micro))).reshape(-1, groups, micro)
+
+    def micro_batch(terms: Int[Array, "micro"], valid: Float[Array, "micro"]):
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(adapters, terms, valid, total)
         finite = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(gradient))
         keep = lambda tree: jax.tree.map(lambda x: jnp.where(finite, x, 0.0), tree)
-        metrics = keep(metrics | {"loss": value}) | {"skipped_micro_batches": 1.0 - finite}
-        return jax.tree.map(jnp.add, carry, (keep(gradient), metrics)), None
+        return keep(gradient), keep(metrics | {"loss": value}) | {"skipped_micro_batches": 1.0 - finite}
 
-    names = jax.eval_shape(loss, adapters, terms[0], valid[0], total)[1]
-    zeros = {name: jnp.zeros(()) for name in (*names, "loss", "skipped_micro_batches")}
-    (gradient, metrics), _ = jax.lax.scan(one, (jax.tree.map(jnp.zeros_like, adapters), zeros), (terms, valid))
-    return gradient, metrics
+    on_groups = jax.vmap(micro_batch, spmd_axis_name=sharding.AXES[:2])
+
+    def one(sums: Sum, inputs):
+        gradients, metrics = on_groups(*map(sharding.split_rows, inputs))
+        return sharding.split_rows(add(sums, gradients)), metrics
+
+    sums = sharding.split_rows(zero(jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), adapters)))
+    sums, metrics = jax.lax.scan(one, sums, (split(terms), split(jnp.ones(len(terms)))))
+    # every device gets all groups' sums of that part of the adapters which it holds
+    place = lambda tree: jax.tree.map(
+        lambda x, where: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, *where.spec))),
+        tree, sharding.parameter_sharding(mesh, adapters),
+    )  # fmt: skip
+    return join(Sum(place(sums.rounded), place(sums.lost))).value, {name: x.sum() for name, x in metrics.items()}
 
 
 def _micro_batch_loss(
@@ -112,11 +127,11 @@ def _micro_batch_loss(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:  # fmt: skip
     """This micro-batch's share of the mean loss over `total` terms. A term's number says its row and its slot of `chosen`."""
     row, slot = terms % len(batch.weight), terms // len(batch.weight)
-    x0 = sharding.split_rows(batch.latents[row])
+    x0 = sharding.whole(batch.latents[row])
     draw = lambda seed, slot: jax.random.normal(
         jax.random.fold_in(stream(jax.random.wrap_key_data(seed), "training"), slot), x0.shape[1:], jnp.float32
     )
-    noise = sharding.split_rows(jax.vmap(draw)(batch.seeds[row], slot))
+    noise = sharding.whole(jax.vmap(draw)(batch.seeds[row], slot))
     sigma, time = sigmas[chosen[row, slot]], times[chosen[row, slot]]
     x = interpolate(x0, noise, sigma)
     of_rows = jax.tree.map(lambda c: c[batch.prompt[row]], conditioning)
