@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1")
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads wait by turning, which takes time from the other processes
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # the command line is tested in processes of its own: they need not compile what another one has
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))

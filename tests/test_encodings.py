@@ -201,7 +201,9 @@ def no_loading(monkeypatch):
     return lambda: monkeypatch.setattr(Component, "load", load)
 
 
-@pytest.mark.parametrize(("model", "precision"), [("sana", "fp32"), ("sd3", "bf16")])  # SD3's three are FLUX's two and one more
+@pytest.mark.parametrize(
+    ("model", "precision"), [("sana", "fp32"), pytest.param("sd3", "bf16", marks=pytest.mark.exhaustive)]
+)  # SD3's three are FLUX's two and one more
 def test_an_encoding_does_not_depend_on_batch_mates_place_or_mesh(model, precision, folders):
     one, many = (encoders_of(folders / model, None, precision, *mesh) for mesh in ((1, 1), (2, 4)))
     whole, computed = one.encode(PROMPTS, TOKENS)  # two chunks, the second filled up

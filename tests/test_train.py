@@ -98,7 +98,9 @@ def test_low_precision_never_enters_the_loss(experiment, monkeypatch):
     assert max(moved) > 1e-5
 
 
-@pytest.mark.parametrize("family", ["diffusionnft", "naive_scaling", "naive_quant"])
+@pytest.mark.parametrize(
+    "family", ["naive_quant", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("diffusionnft", "naive_scaling"))]
+)
 def test_families_that_do_not_regenerate_train_on_what_they_explored(family):
     overrides = [f"family={family}", "rollout.explore.steps=3"] + (["rollout.candidates=4"] if family == "diffusionnft" else [])
     built = experiments.build(small_config("unused", *overrides))
@@ -167,6 +169,7 @@ def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on(monkeypatch
     assert all(np.isfinite(x).all() for x in leaves(state))
 
 
+@pytest.mark.exhaustive
 def test_if_every_reward_fails_the_policy_stays(monkeypatch):
     monkeypatch.setitem(rewards.REWARDS, "none", lambda: poisoned(lambda m: m > -1))
     built = experiments.build(small_config("unused", "reward.weights={none: 1}", "optimizer.weight_decay=0"))
