@@ -4,11 +4,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Not counted for coverage, which takes as long again as to compile: the parts by themselves, networks against PyTorch, and
-# whole runs. What they go through the others do too.
-PARTS := $(addprefix tests/,models policy flow numerics rollout shapes)
-# the longest first, as they are listed, for a file is one process's
-WHOLE := $(addprefix tests/test_,resume.py train.py mesh.py sample.py other_models.py hosts.py)
+# Not counted for coverage, which takes as long again as to compile: networks against PyTorch, whole runs, and the parts by
+# themselves. What they go through the others do too.
+NETWORKS := tests/models
+# A file is one process's, so the longest comes first, as they are listed; those that run what it compiles come last, and find it.
+WHOLE := tests/test_resume.py tests/test_other_models.py $(addprefix tests/,policy flow numerics rollout shapes) \
+  $(addprefix tests/test_,train.py mesh.py sample.py hosts.py)
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
@@ -25,14 +26,14 @@ test: .venv/installed-test
 	# three at a time, also on two cores, for one often waits; in rounds, because a process that compiles all runs out of
 	# memory maps inside XLA
 	$(BIN)/coverage erase
-	$(BIN)/python -m pytest $(QUICKLY) $(PARTS)
+	$(BIN)/python -m pytest $(QUICKLY) $(NETWORKS)
 	$(BIN)/python -m pytest $(QUICKLY) $(WHOLE)
 	$(BIN)/coverage run -m pytest $(QUICKLY) $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
 test-all: .venv/installed-test
-	$(BIN)/python -m pytest $(TOGETHER) $(PARTS)
+	$(BIN)/python -m pytest $(TOGETHER) $(NETWORKS)
 	$(BIN)/python -m pytest $(TOGETHER) $(WHOLE)
 	$(BIN)/python -m pytest $(TOGETHER) $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
 

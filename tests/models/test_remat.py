@@ -29,8 +29,8 @@ SANA = SanaConfig(
     num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=12, sample_size=16,
 )  # fmt: skip
 NETWORKS = {
-    "flux": (lambda remat, r: FluxTransformer2DModel(FLUX, remat=remat, rngs=r), (draw(7, 12), draw(10), TIME)),
     "sd3": (lambda remat, r: SD3Transformer2DModel(SD3, remat=remat, rngs=r), (draw(7, 12), draw(10), TIME)),
+    "flux": (lambda remat, r: FluxTransformer2DModel(FLUX, remat=remat, rngs=r), (draw(7, 12), draw(10), TIME)),
     "sana": (lambda remat, r: SanaTransformer2DModel(SANA, remat=remat, rngs=r), (draw(7, 12), np.ones((ROWS, 7), bool), TIME)),
 }
 

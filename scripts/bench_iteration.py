@@ -1,0 +1,55 @@
+"""Whole iterations at full size with random weights: `sol_rl` against `naive_scaling`, stage by stage, in one run.
+
+    python scripts/bench_iteration.py flux1_sol_rl_hpsv2 train.prompts=1 --out benchmarks/iteration-flux1-h200.json
+    python scripts/bench_iteration.py tiny --families sol_rl,naive_scaling,diffusionnft
+
+Of each family: the median seconds of each stage over --repeat iterations after one that compiles, and what share of an
+iteration `sync` is (the merge of adapters and the copy in few bits). `times_sol_rl`: how many times as long as `sol_rl`.
+"""
+
+import statistics
+from typing import Any
+
+from bench.random_weights import fresh_state, random_experiment
+from bench.timing import finish, parser
+
+from solrl_jax.config import Config
+from solrl_jax.presets import resolve
+from solrl_jax.train import iterate
+
+silent = lambda stage, rows, done: None
+
+
+def measure(config: Config, repeat: int) -> dict[str, Any]:
+    experiment = random_experiment(config)
+    state = fresh_state(experiment)
+    measured = []
+    for iteration in range(1, repeat + 2):
+        state, outcome = iterate(experiment, state, iteration, silent)
+        measured.append(outcome.metrics)
+    names = [name for name in measured[0] if name == "seconds" or name.startswith("seconds/")]
+    medians = {name: statistics.median(row[name] for row in measured[1:]) for name in names if name != "seconds/compile"}
+    return {
+        "exploration": experiment.format.describe(experiment.device),
+        "seconds": medians["seconds"],
+        "stages": {name.removeprefix("seconds/"): value for name, value in medians.items() if "/" in name},
+        "sync_share": round(medians["seconds/sync"] / medians["seconds"], 5),
+        "compile_seconds": [round(row["seconds/compile"], 2) for row in measured],
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--families", default="sol_rl,naive_scaling", help="the first is what the others are compared with")
+    args = options.parse_args(arguments)
+    families = {}
+    for name in args.families.split(","):
+        families[name] = measure(resolve(args.preset, (f"family={name}", *args.overrides)), args.repeat)
+    first = next(iter(families))
+    for result in families.values():
+        result[f"times_{first}"] = round(result["seconds"] / families[first]["seconds"], 3)
+    finish({"preset": args.preset, "overrides": args.overrides, "families": families}, args.out)
+
+
+if __name__ == "__main__":
+    main()

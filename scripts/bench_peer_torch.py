@@ -1,0 +1,85 @@
+"""The peer of scripts/bench_rollout.py: diffusers' transformer with torch.compile, random weights, the same shapes, in BF16.
+
+    python scripts/bench_peer_torch.py flux1_sol_rl_hpsv2 --rows 4
+    python scripts/bench_peer_torch.py tiny --rows 2 --mode eager
+
+Seconds of one evaluation of the network, as JSON on standard output. Needs PyTorch and diffusers, which nothing else here does
+but the tests; JAX stays on the CPU and is asked for shapes alone.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import diffusers
+import torch
+from bench.random_weights import this_machine
+
+from solrl_jax import sharding
+from solrl_jax.planning.abstract import experiment, open_configurations
+from solrl_jax.planning.stages import Stages
+from solrl_jax.presets import resolve
+
+MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
+
+
+def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int, int, int]]:
+    """The transformer's config.json, and the shapes without batch of each encoding of a prompt and of a latent [h, w, c]."""
+    config = resolve(preset, tuple(overrides))
+    pipeline = open_configurations(config.model.path, config.model.remat)
+    there = experiment(config, pipeline, this_machine(), sharding.make_mesh(1, 1))
+    encodings = {name: leaf.shape[1:] for name, leaf in Stages(there, 1).negative.items()}
+    stored = json.loads((pipeline.transformer.folder / "config.json").read_text())
+    return stored, encodings, pipeline.latent_shape(config.model.height, config.model.width)
+
+
+def inputs(stored: dict, encodings: dict, latent: tuple[int, int, int], rows: int, device: str) -> dict[str, torch.Tensor]:
+    """What the network is called with."""
+    draw = lambda *shape: torch.randn(rows, *shape, dtype=torch.bfloat16, device=device)
+    (height, width, channels), time = latent, torch.full((rows,), 500.0, device=device)
+    text = {"encoder_hidden_states": draw(*encodings["text"])}
+    if stored["_class_name"] == "FluxTransformer2DModel":  # packed: a token is 2 x 2 latents
+        tokens = height // 2 * (width // 2)
+        ids = {"img_ids": torch.zeros(tokens, 3, device=device), "txt_ids": torch.zeros(encodings["text"][0], 3, device=device)}
+        guidance = {"guidance": torch.ones(rows, device=device)} if stored["guidance_embeds"] else {}
+        pooled = {"pooled_projections": draw(*encodings["pooled"])}
+        return {"hidden_states": draw(tokens, 4 * channels), "timestep": time / 1000} | ids | guidance | pooled | text
+    images = {"hidden_states": draw(channels, height, width), "timestep": time} | text
+    if "pooled" in encodings:
+        return images | {"pooled_projections": draw(*encodings["pooled"])}
+    return images | {"encoder_attention_mask": torch.ones(rows, *encodings["mask"], dtype=torch.bool, device=device)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--rows", type=int, default=4, help="pictures at once (default: 4)")
+    parser.add_argument("--repeat", type=int, default=5, help="the time is the median of so many calls (default: 5)")
+    parser.add_argument("--mode", choices=MODES, default="max-autotune-no-cudagraphs", help="of torch.compile")
+    args = parser.parse_args()
+    stored, encodings, latent = shapes_of(args.preset, args.overrides)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        network = getattr(diffusers, stored["_class_name"]).from_config(stored).to(torch.bfloat16).eval()
+    run = network if args.mode == "eager" else torch.compile(network, mode=args.mode, fullgraph=True)
+    given = inputs(stored, encodings, latent, args.rows, device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times = []
+    with torch.inference_mode():
+        for _ in range(args.repeat + 2):  # of which two compile and warm up
+            wait()
+            began = time.perf_counter()
+            run(**given, return_dict=False)
+            wait()
+            times.append(time.perf_counter() - began)
+    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
+    print(json.dumps({"versions": versions, "mode": args.mode, "rows": args.rows, "seconds": statistics.median(times[2:])}))
+
+
+if __name__ == "__main__":
+    main()
