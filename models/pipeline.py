@@ -79,16 +79,30 @@ class Component:
         return parameter_count(self.state)
 
     @functools.cached_property
-    def stacked(self) -> frozenset[str]:
-        """The top-level names under which all parameters are layers of a stack (`models.layers.stack`)."""
-        depths: dict[str, list[int]] = {}
+    def stacked(self) -> frozenset[tuple[str, ...]]:
+        """The paths under which all parameters are layers of a stack (`models.layers.stack`), at the top or further down."""
+        below: dict[tuple[str, ...], bool] = {}
         for path, variable in nnx.to_flat_state(self.state):
-            depths.setdefault(str(path[0]), []).append(variable.get_metadata()["below_stack"])
-        return frozenset(name for name, below in depths.items() if all(below))
+            for depth in range(1, len(path) + 1):
+                above = tuple(map(str, path[:depth]))
+                below[above] = below.get(above, True) and variable.get_metadata()["below_stack"]
+        return frozenset(path for path, all_below in below.items() if all_below)
 
-    def gathered(self, params: Params) -> Params:
-        """Whole arrays on every device for everything but the stacked blocks, which are gathered a layer at a time."""
-        return {name: value if name in self.stacked else gather(value) for name, value in params.items()}
+    def gathered(self, params: Params, path: tuple[str, ...] = ()) -> Params:
+        """Whole arrays on every device for everything but the stacked blocks, which are gathered a layer at a time.
+
+        path: where `params` lies in the network.
+        """
+        out = {}
+        for name, value in params.items():
+            here = (*path, str(name))
+            if here in self.stacked:
+                out[name] = value
+            elif isinstance(value, dict) and any(other[: len(here)] == here for other in self.stacked):
+                out[name] = self.gathered(value, here)
+            else:
+                out |= gather({name: value})
+        return out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -241,3 +241,14 @@ def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path
     print(f"nvfp4: mean difference {difference:.4f}, correlation {correlation:.4f}")
     assert 0.003 < difference < 0.1
     assert correlation > 0.9
+
+
+def test_blocks_of_text_encoders_are_gathered_a_layer_at_a_time(monkeypatch, tmp_path):
+    """What `Component.gathered` gathers whole is everything but the stacks, wherever they lie."""
+    save_flux_pipeline(tmp_path)
+    t5 = open_pipeline(tmp_path).text_encoders["text_encoder_2"]
+    params, whole = t5.shapes(jnp.float32), []
+    monkeypatch.setattr("models.pipeline.gather", lambda tree: whole.append(tree) or tree)
+    assert t5.gathered(params) == params
+    ids = lambda tree: {id(leaf) for leaf in jax.tree.leaves(tree)}
+    assert ids(whole) == ids(params) - ids(params["encoder"]["block"]) != ids(params)
