@@ -109,6 +109,7 @@ def test_the_iteration_that_was_asked_for_is_traced_stage_by_stage(trained):
     assert [event["name"] for event in events].count("iteration") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_may_be_named(trained, call, tmp_path):
     folder, rewards = trained[0], [row["eval/reward"] for row in metrics.read(trained[0])]
     code, out, _ = call("eval", str(folder), "--checkpoint", "1", "--json")

@@ -86,7 +86,7 @@ def forward(base):
     return ours, theirs.numpy().transpose(0, 2, 3, 1)
 
 
-@pytest.mark.parametrize("ffn", ["conv", "linear"])
+@pytest.mark.parametrize("ffn", [pytest.param("conv", marks=pytest.mark.exhaustive), "linear"])
 def test_a_native_checkpoint_computes_what_diffusers_does(ffn, base, forward, tmp_path):
     folder, theirs = base
     ours, want = forward

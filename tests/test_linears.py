@@ -183,6 +183,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     assert "16 of 46 linears in nvfp4" in text
 
 
+@pytest.mark.exhaustive
 def test_the_report_measures_what_each_layer_loses(tmp_path):
     """Against the same sum by NumPy; a coarser format loses more."""
 

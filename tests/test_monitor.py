@@ -73,6 +73,7 @@ def test_a_history_of_other_levels_is_taken_as_it_is():
     assert level_after([(2, 0.9)] * 3, 0.8, 1) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_run_explores_better_below_the_floor_and_audits_whole_pools(tmp_path, capsys):
     """The floor is out of reach; the run is stopped and goes on in between, as if it had not been."""
     settings = ("rollout.explore.floor=1.0", "rollout.explore.audit_every=2", "rollout.candidates=12")

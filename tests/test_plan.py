@@ -226,6 +226,7 @@ def test_messages_of_regenerating_are_the_gathered_weights():
 # --- the command ---
 
 
+@pytest.mark.exhaustive
 def test_the_command_plans_a_run_that_does_not_fit(tmp_path):
     """In a process of its own, whose environment has eight devices, for one: nothing is compiled, and nothing is written."""
     settings = [*SMALL, "model.cache=null", "--devices", "1", "--memory", "15MB", "--json"]

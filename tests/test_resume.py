@@ -110,6 +110,7 @@ def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_used(tmp_path, uninterrupted, capsys):
     run(tmp_path, "train.iterations=3")
     newest = checkpoint.candidates(tmp_path / "checkpoints")[0]
@@ -185,6 +186,7 @@ def stopped(tmp_path_factory):
     return folder, summary, meta
 
 
+@pytest.mark.exhaustive
 def test_sigterm_while_a_save_is_under_way_waits_for_it(stopped, uninterrupted):
     folder, summary, meta = stopped
     assert (summary["interrupted"], summary["iterations"], meta["iteration"]) == (True, 2, 2)
@@ -193,6 +195,7 @@ def test_sigterm_while_a_save_is_under_way_waits_for_it(stopped, uninterrupted):
         np.testing.assert_array_equal(ours[key], value, err_msg=key)
 
 
+@pytest.mark.exhaustive
 def test_the_best_are_kept_beside_the_newest_and_hold_their_evaluation(stopped):
     folder, _, meta = stopped
     scores = {row["iteration"]: {k: v for k, v in row.items() if k.startswith("eval/")} for row in metrics.read(folder)}
