@@ -12,8 +12,9 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-from bench.timing import best_matmul_rate, finish, jit, parser, rate, seconds
+from bench.timing import best_matmul_rate, finish, parser, rate, seconds
 
+from solrl_jax import sharding
 from solrl_jax.experiment import device_facts
 from solrl_jax.linears import report
 from solrl_jax.numerics.formats import FORMATS
@@ -21,7 +22,7 @@ from solrl_jax.numerics.matmul import matmul
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.presets import resolve
 
-product = jit(matmul)
+product = sharding.jit(matmul)
 
 
 def shapes_of(config) -> tuple[Counter[tuple[int, int]], int]:

@@ -23,8 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from bench.random_weights import fresh_state, random_experiment
-from bench.timing import best_matmul_rate, finish, jit, operations, parser, rate, seconds
+from bench.timing import best_matmul_rate, finish, operations, parser, rate, seconds
 
+from solrl_jax import sharding
 from solrl_jax.experiment import Experiment
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.presets import override, resolve
@@ -46,7 +47,7 @@ def measure_step(experiment: Experiment, params: Any, rows: int, best: float, re
     conditioning = backbone.encode([""] * rows, config.model.max_tokens)
     latents = jax.random.normal(jax.random.key(0), (rows, *backbone.pipeline.latent_shape(*experiment.size)))
     velocity = lambda params, x, conditioning: backbone.velocity(params, x, conditioning, jnp.float32(500), jnp.float32(1))
-    program = jit(velocity)
+    program = sharding.jit(velocity)
     with jax.set_mesh(backbone.mesh):
         elapsed = seconds(lambda: program(params, latents, conditioning), repeat)
         count = operations(velocity, params, latents, conditioning)

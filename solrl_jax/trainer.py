@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from solrl_jax import checkpoint, files, hosts, ledger, pictures, profiling
 from solrl_jax.config import Config, batch_line
@@ -197,22 +198,16 @@ def _evaluate(experiment: Experiment, folder: Path, ema: Adapters, done: int, re
     return row
 
 
-def _begin(experiment: Experiment) -> TrainState:
-    """The state before the first iteration: the base, or the adapters that `lora.init` names."""
-    config, base, mesh = experiment.config, experiment.backbone.transformer, experiment.backbone.mesh
-    targets = list(experiment.targets)
-    start = read_start(config.lora, targets, experiment.backbone.parameter_table())
-    return init_state(jax.random.key(config.seed), base, targets, config.lora, config.optimizer, mesh, start=start)
-
-
 def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[TrainState, int]:
     """The state to go on from, and how many iterations it has behind it."""
     config, base, mesh = experiment.config, experiment.backbone.transformer, experiment.backbone.mesh
-    abstract = abstract_state(base, list(experiment.targets), config.lora, config.optimizer, mesh)
+    targets = list(experiment.targets)
+    abstract = abstract_state(base, targets, config.lora, config.optimizer, mesh)
     expected = {"fingerprint": fingerprint(config, experiment.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", abstract, expected)
     if restored is None:
-        return _begin(experiment), 0
+        start = read_start(config.lora, targets, experiment.backbone.parameter_table())
+        return init_state(jax.random.key(config.seed), base, targets, config.lora, config.optimizer, mesh, start=start), 0
     state, meta, warnings = restored
     for warning in warnings:
         report.line(warning)
@@ -262,7 +257,8 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
 def _finish(experiment: Experiment, folder: Path, state: TrainState) -> None:
     """The pictures that tell the run: before and after, and the curves."""
     if experiment.config.eval.grid:
-        before, prompts = sample_grid(experiment, experiment.policy(_begin(experiment).ema))
+        unchanged = jax.tree.map(jnp.zeros_like, state.ema)  # the base, through the program that is compiled already
+        before, prompts = sample_grid(experiment, experiment.policy(unchanged))
         after, _ = sample_grid(experiment, experiment.policy(state.ema))
         hosts.write(lambda: pictures.save_before_after(folder / "pictures" / "before-after.png", before, after, prompts))
     hosts.write(lambda: _draw_curves(experiment, folder))

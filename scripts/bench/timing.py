@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from solrl_jax import sharding
+from solrl_jax.files import atomic_write
 from solrl_jax.numerics.target import planned_for
 from solrl_jax.planning.walk import cost
 
@@ -81,11 +81,4 @@ def finish(result: dict[str, Any], out: Path | None) -> None:
     print(text)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(".partial")
-        partial.write_text(text + "\n")
-        partial.replace(out)
-
-
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As every stage is compiled."""
-    return sharding.jit(function)
+        atomic_write(out, text + "\n")
