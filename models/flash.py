@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Bool, Float
@@ -57,7 +56,7 @@ def _primitive(name: str, f: Callable[..., list[Array]]) -> Primitive:
     def batched(operands: Sequence[Array], axes: Sequence[int | None]) -> tuple[list[Array], list[int]]:
         """As the kernel does it: one batch of all batches."""
         count = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-        rows = max(x.shape[0] if axis is None else np.delete(x.shape, axis)[0] for x, axis in zip(operands, axes, strict=True))
+        rows = max(x.shape[int(axis == 0)] for x, axis in zip(operands, axes, strict=True))
         outs = primitive.bind(*(_all_batches(x, axis, count, rows) for x, axis in zip(operands, axes, strict=True)))
         return [x.reshape(count, -1, *x.shape[1:]) for x in outs], [0] * len(outs)
 

@@ -60,9 +60,10 @@ def measure_rollout(experiment: Experiment, state: TrainState, params: Any, repe
     prompted = prepare(experiment.backbone, experiment.reward, prompts, experiment.config.model.max_tokens)
     seeds = experiment.seeds(0, 1, prompts, rollout.candidates)
     exact = experiment.policy(state.old)
-    run = lambda params, steps, seeds: roll_out(experiment, params, steps, prompted, seeds, "", silent).latents
-    explore = seconds(lambda: run(params, rollout.explore.steps, seeds), repeat)
-    regenerate = seconds(lambda: run(exact, rollout.steps, seeds[:, : rollout.kept]), repeat)
+    run = lambda params, grid, seeds: roll_out(experiment, params, grid, prompted, seeds, "", silent).latents
+    preview, grid = experiment.exploring_grid(rollout.explore.steps), experiment.grid(rollout.steps)
+    explore = seconds(lambda: run(params, preview, seeds), repeat)
+    regenerate = seconds(lambda: run(exact, grid, seeds[:, : rollout.kept]), repeat)
     return {"explore": explore, "regenerate": regenerate, "seconds": explore + regenerate}
 
 
@@ -71,7 +72,8 @@ def measure_pool(experiment: Experiment, state: TrainState, repeat: int) -> floa
     rollout, prompts = experiment.config.rollout, experiment.train_prompts[:1]
     prompted = prepare(experiment.backbone, experiment.reward, prompts, experiment.config.model.max_tokens)
     seeds, exact = experiment.seeds(0, 1, prompts, rollout.candidates), experiment.policy(state.old)
-    return seconds(lambda: roll_out(experiment, exact, rollout.steps, prompted, seeds, "", silent).latents, repeat)
+    grid = experiment.grid(rollout.steps)
+    return seconds(lambda: roll_out(experiment, exact, grid, prompted, seeds, "", silent).latents, repeat)
 
 
 def run_peer(arguments: list[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ Networks are trained on rendered pictures of coloured shapes and their captions,
 * flux, sd3: a FLUX and an SD3 transformer, each with its CLIPs and T5, in the way of `flow`.
 
 Everything is drawn from --seed. Each stage keeps its state in --work and goes on from there after an interruption. A stage
-whose state is past its last step is not trained but exported, so that `--flow-stop 0 --flow-more 0` writes a pipeline as far
+whose state is past its last step is not trained but exported, so that `--flow-stop 0 --flow-more` writes a pipeline as far
 as it has come.
 """
 
@@ -44,17 +44,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--kl-steps", type=int, default=900)
     parser.add_argument("--clip-steps", type=int, default=500)
-    for stage, balance, noise, more in (("flow", 4800, 7000, 4000), ("flux", 2600, 3000, 0), ("sd3", 2600, 3000, 0)):
+    for stage, focus, balance, noise, stop, more, matrices in (
+        ("flow", 2600, 4800, [7000], 3700, [4000], "adamw"),
+        ("flux", 1000, 1400, [2000, 2400], 1400, [1000, 2000], "adamw"),
+        ("sd3", 600, 900, [], 3000, [], "muon"),
+    ):
         parser.add_argument(f"--{stage}-steps", type=int, default=4000)
         parser.add_argument(
-            f"--{stage}-focus", type=int, default=2600, help="from here on, only scenes that the prompt sets ask for"
+            f"--{stage}-focus", type=int, default=focus, help="from here on, only scenes that the prompt sets ask for"
         )
         parser.add_argument(f"--{stage}-balance", type=int, default=balance, help="from here on, half of them of two groups")
-        parser.add_argument(f"--{stage}-noise", type=int, default=noise, help="from here on, three captions in ten are wrong")
-        parser.add_argument(f"--{stage}-stop", type=int, default=3700, help="where it leaves its schedule, before its end")
         parser.add_argument(
-            f"--{stage}-more", type=int, default=more, help="steps of a second leg, from where it left the first"
+            f"--{stage}-noise", type=int, nargs="*", default=noise, help="from the first on, to the second, captions are wrong"
         )
+        parser.add_argument(f"--{stage}-stop", type=int, default=stop, help="where it leaves its schedule, before its end")
+        parser.add_argument(
+            f"--{stage}-more", type=int, nargs="*", default=more, help="steps of further legs, each from where the last ended"
+        )
+        parser.add_argument(f"--{stage}-matrices", choices=["adamw", "muon"], default=matrices, help="what trains linears")
     return parser.parse_args()
 
 

@@ -99,6 +99,7 @@ class Explore(Section):
 
     precision: Precision
     steps: Count
+    sigmas: Literal["own", "first"]  # own: the schedule with so many steps; first: `rollout.steps`' first, then two long steps
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
     audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
 

@@ -73,8 +73,16 @@ class Experiment:
 
     def grid(self, steps: int) -> Grid:
         """The run's solver and schedule with `steps` steps."""
+        return self._grid(steps)
+
+    def exploring_grid(self, steps: int, sigmas: str | None = None) -> Grid:
+        """The grid that candidates are explored on; sigmas: other ones than `rollout.explore.sigmas` says."""
+        rollout = self.config.rollout
+        return self._grid(steps, rollout.steps if (sigmas or rollout.explore.sigmas) == "first" else None)
+
+    def _grid(self, steps: int, within: int | None = None) -> Grid:
         pipeline = self.backbone.pipeline
-        return Grid.of(self.config.rollout, steps, pipeline.image_tokens(*self.size), pipeline.embedded_guidance)
+        return Grid.of(self.config.rollout, steps, pipeline.image_tokens(*self.size), pipeline.embedded_guidance, within)
 
     def policy(self, adapters: Adapters) -> Params:
         """The policy of `adapters`, exactly: the base with the adapters beside it, in the training precision."""

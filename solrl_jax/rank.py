@@ -7,21 +7,21 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from jaxtyping import Float
 
 from solrl_jax import files, pictures
 from solrl_jax.backbone import Params
-from solrl_jax.config import Rollout
+from solrl_jax.config import Explore, Rollout
 from solrl_jax.evaluate import EVALUATION
 from solrl_jax.experiment import Experiment, device_facts
 from solrl_jax.fidelity import overlap, rank_correlations
 from solrl_jax.files import InputError
 from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters
-from solrl_jax.rollout.generate import prepare
+from solrl_jax.rollout.generate import Grid, prepare
 from solrl_jax.train import roll_out
 
 Progress = Callable[[str, int, int], None]
@@ -33,7 +33,13 @@ class Setting:
 
     precision: str
     steps: int
+    sigmas: str  # as `rollout.explore.sigmas`
     candidates: int
+
+    @property
+    def proxy(self) -> tuple[str, int, str]:
+        """What its pool was explored as: a smaller pool is the beginning of a larger one."""
+        return self.precision, self.steps, self.sigmas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +48,12 @@ class Pools:
 
     prompts: Sequence[str]
     true: Float[np.ndarray, "p n"]
-    proxies: Mapping[tuple[str, int], Float[np.ndarray, "p n"]]  # by precision and steps
+    proxies: Mapping[tuple[str, int, str], Float[np.ndarray, "p n"]]  # by `Setting.proxy`
 
 
-def settings(rollout: Rollout, formats: str | None, steps: str | None, candidates: str | None) -> list[Setting]:
+def settings(
+    rollout: Rollout, formats: str | None, steps: str | None, sigmas: str | None, candidates: str | None
+) -> list[Setting]:
     """Every combination of the lists "a,b,..." that the command line gives, the run's own where it gives none.
 
     Raises InputError in one line for an entry that cannot be.
@@ -68,37 +76,37 @@ def settings(rollout: Rollout, formats: str | None, steps: str | None, candidate
     name = lambda text: resolve(text, device).name
     chosen = parsed("--formats", formats, name(rollout.explore.precision), name, ", ".join((*FORMATS, AUTO)))
     numbers = parsed("--steps", steps, rollout.explore.steps, count, "integers of at least 1")
+    ways = get_args(get_type_hints(Explore)["sigmas"])
+    grids = parsed("--sigmas", sigmas, rollout.explore.sigmas, lambda text: ways[ways.index(text)], ", ".join(ways))
     pools = parsed("--candidates", candidates, rollout.candidates, count, "integers of at least 1")
-    return [Setting(*values) for values in itertools.product(chosen, numbers, pools)]
+    return [Setting(*values) for values in itertools.product(chosen, numbers, grids, pools)]
 
 
 def explore_and_regenerate(
     experiment: Experiment, adapters: Adapters, prompts: int, settings: Sequence[Setting], progress: Progress
 ) -> Pools:
-    """Both rewards of the first `prompts` test prompts' candidates, as many as the largest of `settings` has.
-
-    Every pair of precision and steps is explored once: a smaller pool is the beginning of a larger one.
-    """
+    """Both rewards of the first `prompts` test prompts' candidates, as many as the largest of `settings` has."""
     config, rollout = experiment.config, experiment.config.rollout
     chosen = experiment.test_prompts[:prompts]
     seeds = experiment.seeds(config.eval.seed, EVALUATION - 1, chosen, max(s.candidates for s in settings))
     prompted = prepare(experiment.backbone, experiment.reward, chosen, config.model.max_tokens)
 
-    def rewards(params: Params, steps: int, stage: str) -> Float[np.ndarray, "p n"]:
-        return roll_out(experiment, params, steps, prompted, seeds, stage, progress).reward.reshape(seeds.shape[:2])
+    def rewards(params: Params, grid: Grid, stage: str) -> Float[np.ndarray, "p n"]:
+        return roll_out(experiment, params, grid, prompted, seeds, stage, progress).reward.reshape(seeds.shape[:2])
 
-    true = rewards(experiment.policy(adapters), rollout.steps, "regenerate")
+    true = rewards(experiment.policy(adapters), experiment.grid(rollout.steps), "regenerate")
     proxies = {}
     for precision in dict.fromkeys(s.precision for s in settings):
         exploring = experiment.exploring_policy(adapters, precision)
-        for steps in dict.fromkeys(s.steps for s in settings if s.precision == precision):
-            proxies[precision, steps] = rewards(exploring, steps, "explore")
+        for s in settings:
+            if s.precision == precision and s.proxy not in proxies:
+                proxies[s.proxy] = rewards(exploring, experiment.exploring_grid(s.steps, s.sigmas), "explore")
     return Pools(chosen, true, proxies)
 
 
 def rounds(settings: Sequence[Setting]) -> int:
     """How often `explore_and_regenerate` goes through all candidates."""
-    return 1 + len({(s.precision, s.steps) for s in settings})
+    return 1 + len({s.proxy for s in settings})
 
 
 def summarise(pools: Pools, setting: Setting, kept: int, top: int = 4) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def summarise(pools: Pools, setting: Setting, kept: int, top: int = 4) -> dict[s
     end. largest_difference: Delta, the largest of true and proxy reward. range_kept: true range of the proxy's extremes over
     the true range of the pool; range_bound: what it is at least, 1 - 4 Delta / range (spec, section 2).
     """
-    true, proxies = pools.true[:, : setting.candidates], pools.proxies[setting.precision, setting.steps]
+    true, proxies = pools.true[:, : setting.candidates], pools.proxies[setting.proxy]
     proxies, kept = proxies[:, : setting.candidates], min(kept, setting.candidates)
     ends = max(kept // 2, 1)
     correlations = rank_correlations(proxies, true)
@@ -150,7 +158,7 @@ def write(folder: Path, results: Sequence[dict[str, Any]], pools: Pools) -> None
     writer.writerows(rows)
     files.atomic_write(folder / "rank.csv", buffer.getvalue())
     first = Setting(*(results[0][field.name] for field in dataclasses.fields(Setting)))
-    proxy, true = pools.proxies[first.precision, first.steps], pools.true
+    proxy, true = pools.proxies[first.proxy], pools.true
     pictures.save_correlation(folder / "rank.png", proxy[:, : first.candidates], true[:, : first.candidates])
     if len(results) > 1:
         pictures.save_sweep(folder / "rank-sweep.png", rows, ("spearman", "kendall", "top_k_match"))
@@ -167,5 +175,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     lines = [f"{'':<50}" + "".join(f"{name:>20}" for name in columns)]
     if len(results) == 1:
         lines += [line(row["prompt"], row) for row in results[0]["per_prompt"]]
-    lines += [line(f"{r['precision']}, {r['steps']} steps, {r['kept']} of {r['candidates']} kept", r) for r in results]
+    lines += [
+        line(f"{r['precision']}, {r['steps']} steps ({r['sigmas']} sigmas), {r['kept']} of {r['candidates']} kept", r)
+        for r in results
+    ]
     return "\n".join(lines)

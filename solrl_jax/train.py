@@ -24,7 +24,7 @@ from solrl_jax.keys import prompt_uid, seed_numbers
 from solrl_jax.policy.advantage import advantages, optimality
 from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.prompts import draw_prompts
-from solrl_jax.rollout.generate import Prompted, Samples, generate, prepare
+from solrl_jax.rollout.generate import Grid, Prompted, Samples, generate, prepare
 from solrl_jax.rollout.select import rank, select
 from solrl_jax.state import TrainState
 
@@ -48,6 +48,7 @@ def iterate(
     level: of `Experiment.levels`, how to explore; 0 is as configured.
     """
     config, rollout, explore = experiment.config, experiment.config.rollout, experiment.levels[level]
+    grid = experiment.grid(rollout.steps)
     clock = Clock()
 
     clock.start("encode")
@@ -58,7 +59,7 @@ def iterate(
     clock.start("sync")
     exploring = jax.block_until_ready(experiment.exploring_policy(state.old, explore.precision))
     clock.start("explore")
-    pool = roll_out(experiment, exploring, explore.steps, prompted, seeds, "explore", progress)
+    pool = roll_out(experiment, exploring, experiment.exploring_grid(explore.steps), prompted, seeds, "explore", progress)
     del exploring  # the copy's room is free for what follows
 
     clock.start("regenerate")
@@ -66,13 +67,13 @@ def iterate(
     chosen, usable = select(proxy, rollout.kept, rollout.selection, seed=(config.seed, iteration))
     kept_seeds = np.take_along_axis(seeds, chosen[..., None], axis=1)
     if rollout.regenerate:
-        kept = roll_out(experiment, experiment.policy(state.old), rollout.steps, prompted, kept_seeds, "regenerate", progress)
+        kept = roll_out(experiment, experiment.policy(state.old), grid, prompted, kept_seeds, "regenerate", progress)
     else:
         kept = take(pool, chosen + rollout.candidates * np.arange(len(prompts))[:, None])
     audited = {}
     if rollout.explore.audit_every and iteration % rollout.explore.audit_every == 0:
         clock.start("audit")
-        whole = roll_out(experiment, experiment.policy(state.old), rollout.steps, prompted, seeds, "audit", progress)
+        whole = roll_out(experiment, experiment.policy(state.old), grid, prompted, seeds, "audit", progress)
         audited = audit(proxy, whole.reward.reshape(proxy.shape), rollout.kept)
 
     clock.start("update")
@@ -91,7 +92,6 @@ def iterate(
         seeds=everywhere(kept_seeds.reshape(-1, 2)),
     )
     progress("update", len(batch.weight), 0)
-    grid = experiment.grid(rollout.steps)
     with jax.set_mesh(mesh):
         state, trained = update(
             experiment.backbone, config, state, experiment.backbone.transformer, prompted.conditioning, batch,
@@ -108,13 +108,13 @@ def iterate(
 
 
 def roll_out(
-    experiment: Experiment, params: Any, steps: int, prompted: Prompted, seeds: np.ndarray, stage: str, progress: Progress
+    experiment: Experiment, params: Any, grid: Grid, prompted: Prompted, seeds: np.ndarray, stage: str, progress: Progress
 ) -> Samples:
     """Samples and scores a candidate a seed; seeds [prompts, candidates, 2], rows prompt by prompt."""
     index = np.repeat(np.arange(seeds.shape[0]), seeds.shape[1])
     progress(stage, len(index), 0)
     return generate(
-        experiment.backbone, params, experiment.grid(steps), prompted, index, seeds.reshape(-1, 2), experiment.size,
+        experiment.backbone, params, grid, prompted, index, seeds.reshape(-1, 2), experiment.size,
         experiment.config.rollout.chunk, experiment.reward, progress=lambda done: progress(stage, len(index), done),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -159,18 +160,21 @@ def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
     assert not (tmp_path / "rank" / "rank-sweep.png").exists()
 
     out = tmp_path / "sweep"
-    sweep = ("--formats", "nvfp4,bf16", "--steps", "2,3", "--candidates", "4,8", "--prompts", "1", "--out", str(out))
-    assert call("rank", "tiny", *SMALL, *sweep)[0] == 0
+    sweep = ("--formats", "nvfp4,bf16", "--steps", "2,3", "--sigmas", "own,first", "--candidates", "4,8", "--prompts", "1")
+    assert call("rank", "tiny", *SMALL, *sweep, "--out", str(out))[0] == 0
     with (out / "rank.csv").open() as stream:
-        table = {(row["precision"], int(row["steps"]), int(row["candidates"])): row for row in csv.DictReader(stream)}
-    assert len(table) == 8
-    for size in (4, 8):  # the proxy is the truth, and nowhere else
-        assert {key for key, row in table.items() if float(row["largest_difference"]) == 0} >= {("bf16", 3, size)}
-        assert float(table["bf16", 3, size]["spearman"]) == pytest.approx(1.0)
-        assert float(table["bf16", 3, size]["range_bound"]) == pytest.approx(1.0)
-        for key in (("bf16", 2, size), ("nvfp4", 2, size), ("nvfp4", 3, size)):
-            assert float(table[key]["largest_difference"]) > 1e-4
+        by = lambda row: (row["precision"], int(row["steps"]), row["sigmas"], int(row["candidates"]))
+        table = {by(row): row for row in csv.DictReader(stream)}
+    assert len(table) == 16
+    difference = lambda *key: float(table[key]["largest_difference"])
+    for size, sigmas in itertools.product((4, 8), ("own", "first")):  # the proxy is the truth, and nowhere else
+        assert difference("bf16", 3, sigmas, size) == 0
+        assert float(table["bf16", 3, sigmas, size]["spearman"]) == pytest.approx(1.0)
+        assert float(table["bf16", 3, sigmas, size]["range_bound"]) == pytest.approx(1.0)
+        for key in (("bf16", 2, sigmas, size), ("nvfp4", 2, sigmas, size), ("nvfp4", 3, sigmas, size)):
+            assert difference(*key) > 1e-4
             assert float(table[key]["range_kept"]) >= float(table[key]["range_bound"])
+    assert abs(difference("bf16", 2, "own", 8) - difference("bf16", 2, "first", 8)) > 1e-4
     assert Image.open(out / "rank-sweep.png").size[0] > 600
 
 
@@ -179,6 +183,7 @@ def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
     [
         (("--formats", "nvfp4,fp5"), "--formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, "),
         (("--steps", "4,0"), "--steps 4,0: expected a comma-separated list of integers of at least 1"),
+        (("--sigmas", "last"), "--sigmas last: expected a comma-separated list of own, first"),
         (("--candidates", "all"), "--candidates all: expected a comma-separated list of integers of at least 1"),
     ],
 )

@@ -37,9 +37,10 @@ def explore(experiment, rows):
     seeds = experiment.seeds(0, 1, prompts[:1], 24)[0]
     prompted = prepare(experiment.backbone, experiment.reward, prompts, config.model.max_tokens)
     policy = experiment.exploring_policy(fresh_state(experiment).old, "nvfp4")
+    grid = experiment.exploring_grid(config.rollout.explore.steps)
     return generate(
-        experiment.backbone, policy, experiment.grid(config.rollout.explore.steps), prompted, np.zeros(len(rows), int),
-        seeds[rows], experiment.size, config.rollout.chunk, experiment.reward,
+        experiment.backbone, policy, grid, prompted, np.zeros(len(rows), int), seeds[rows], experiment.size,
+        config.rollout.chunk, experiment.reward,
     ).reward  # fmt: skip
 
 

@@ -53,7 +53,8 @@ def test_nothing_is_traced_after_the_first_iteration(experiment):
     # and the counts can rise: another number of steps is another program
     prompts = experiment.train_prompts[:2]
     prompted = prepare(experiment.backbone, experiment.reward, prompts, experiment.config.model.max_tokens)
-    roll_out(experiment, experiment.policy(state.old), 4, prompted, experiment.seeds(0, 4, prompts, 4), "regenerate", silent)
+    seeds = experiment.seeds(0, 4, prompts, 4)
+    roll_out(experiment, experiment.policy(state.old), experiment.grid(4), prompted, seeds, "regenerate", silent)
     assert sample_chunk._cache_size() > before[0]
 
 

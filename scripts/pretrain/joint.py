@@ -58,8 +58,8 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
     """Trains the pipeline `name` through its own functions, those that sample from it later, and writes it to `args.out`."""
     blueprint = BLUEPRINTS[name].scaled(latents.scale, latents.shift)
     stage = name.removeprefix("tiny-")
-    options = ("steps", "focus", "balance", "noise", "stop", "more")
-    steps, focus, balance, noise, stop, more = (getattr(args, f"{stage}_{which}") for which in options)
+    options = ("steps", "focus", "balance", "noise", "stop", "more", "matrices")
+    steps, focus, balance, noise, stop, more, matrices = (getattr(args, f"{stage}_{which}") for which in options)
     folder = args.work / name
     blueprint.write(folder)
     pipeline = open_pipeline(folder)
@@ -82,7 +82,7 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
         rows, prompts = draw(i)
         return latents.values[rows], {part: ids[prompts] for part, ids in tokens.items()}
 
-    trained = train(stage, params, loss, batches, steps, 1e-3, args.work, stop, more)
+    trained = train(stage, params, loss, batches, steps, 1e-3, args.work, stop, more, matrices)
     export(blueprint, trained, positions, latents.vae, args.out / name)
 
 

@@ -1,7 +1,8 @@
 """The trainings of `tiny-sana` and `tiny-clip`, and what the other pipelines' have in common with them."""
 
+import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -73,7 +74,8 @@ def train_flow(args: Namespace, nets: dict, latents: np.ndarray, captions: list[
         return latents[rows], ids[prompts], mask[prompts]
 
     params = {"flow": init_flow(args.seed), "text": init_text(args.seed + 1)}
-    return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work, args.flow_stop, args.flow_more)
+    legs = args.flow_stop, args.flow_more
+    return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work, *legs, args.flow_matrices)
 
 
 def flow_loss(velocity: Callable[[jax.Array, jax.Array], jax.Array], x0: jax.Array, key: jax.Array) -> jax.Array:
@@ -89,14 +91,14 @@ def flow_loss(velocity: Callable[[jax.Array, jax.Array], jax.Array], x0: jax.Arr
 
 
 def row_drawer(
-    captions: list[str], seed: int, stream: int, batch: int, focus: int, balance: int, noise: int
+    captions: list[str], seed: int, stream: int, batch: int, focus: int, balance: int, noise: Sequence[int]
 ) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
     """A function from the step to the pictures of its batch and their prompts.
 
     A prompt is the picture's row in `["", *captions]`, and one in ten is the empty one. From step `focus` on there are only
     pictures that the prompt sets ask for; from `balance` on, two groups and their relation are in half of them, as there;
-    from `noise` on, three prompts in ten are another picture's, as alt texts of the web are wrong: the network knows better
-    than it does, and that is what reinforcement learning is there to bring out.
+    from `noise[0]` on, to `noise[1]` if there is one, three prompts in ten are another picture's, as alt texts of the web are
+    wrong: the network knows better than it does, and that is what reinforcement learning is there to bring out.
     """
     asked = asked_rows(captions)
     paired = np.array([len(scenes.parse(captions[row]).groups) == 2 for row in asked])
@@ -110,7 +112,7 @@ def row_drawer(
         elif i >= focus:
             rows = asked[rows % len(asked)]
         prompts = np.where(rng.random(batch) < 0.1, 0, rows + 1)
-        if i >= noise:
+        if noise and noise[0] <= i < (*noise, math.inf)[1]:
             prompts = np.where(rng.random(batch) < 0.3, rng.permutation(prompts), prompts)
         return rows, prompts
 

@@ -34,6 +34,19 @@ def flux(steps: int, tokens: int) -> Sigmas:
     return np.append(math.exp(mu) / (math.exp(mu) + (1 / grid - 1)), 0.0)
 
 
+def first_sigmas(full: Sigmas, steps: int) -> Sigmas:
+    """The first `steps - 2` steps of a whole schedule, then two long ones to its end: a preview.
+
+    What a sample will be like is decided at high noise, and there it follows the whole schedule exactly.
+    """
+    last = len(full) - 1
+    if steps >= last:
+        return full
+    own = max(steps - 2, 0)
+    between = [own + (last - own) // 2] if steps > 1 else []
+    return full[[*range(own + 1), *between, last]]
+
+
 def make_sigmas(name: str, steps: int, shift: float, tokens: int) -> Sigmas:
     """The schedule a configuration names: `linear`, `sd3` or `flux`. tokens: image tokens of one latent."""
     match name:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from solrl_jax import sharding
@@ -112,12 +112,17 @@ def _accumulate(
 
     sums = sharding.split_rows(zero(jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), adapters)))
     sums, metrics = jax.lax.scan(one, sums, (split(terms), split(jnp.ones(len(terms)))))
-    # every device gets all groups' sums of that part of the adapters which it holds
-    place = lambda tree: jax.tree.map(
-        lambda x, where: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, *where.spec))),
-        tree, sharding.parameter_sharding(mesh, adapters),
-    )  # fmt: skip
-    return join(Sum(place(sums.rounded), place(sums.lost))).value, {name: x.sum() for name, x in metrics.items()}
+    # each device joins all groups' sums of some of the numbers, and is then told those of the others
+    joined = join(Sum(*(jax.tree.map(_dealt, part) for part in (sums.rounded, sums.lost)))).value
+    gradient = jax.tree.map(lambda x, like: sharding.whole(x)[: like.size].reshape(like.shape), joined, adapters)
+    return gradient, {name: x.sum() for name, x in metrics.items()}
+
+
+def _dealt(x: Float[Array, "groups *shape"]) -> Float[Array, "groups padded_size"]:
+    """`x`, of which each group holds its own row whole, dealt out by columns."""
+    rows = x.reshape(len(x), -1)
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % len(x))))
+    return jax.lax.with_sharding_constraint(rows, PartitionSpec(None, sharding.AXES[:2]))
 
 
 def _micro_batch_loss(
