@@ -121,7 +121,7 @@ def _accumulate(
 def _dealt(x: Float[Array, "groups *shape"]) -> Float[Array, "groups padded_size"]:
     """`x`, of which each group holds its own row whole, dealt out by columns."""
     rows = x.reshape(len(x), -1)
-    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % len(x))))
+    rows = sharding.split_rows(jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % len(x)))))  # said, or axes of `x` are split
     return jax.lax.with_sharding_constraint(rows, PartitionSpec(None, sharding.AXES[:2]))
 
 
