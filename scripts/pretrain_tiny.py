@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--clip-steps", type=int, default=500)
     for stage, focus, balance, noise, stop, more, matrices in (
         ("flow", 2600, 4800, [7000], 3700, [4000], "adamw"),
-        ("flux", 1000, 1400, [2000, 2400], 1400, [1000, 2000], "adamw"),
+        ("flux", 1000, 1400, [2000, 2400], 1400, [1000, 2000, 1500], "adamw"),
         ("sd3", 600, 900, [], 3000, [], "muon"),
     ):
         parser.add_argument(f"--{stage}-steps", type=int, default=4000)
