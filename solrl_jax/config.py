@@ -48,6 +48,7 @@ Regex = Annotated[str, AfterValidator(_regex)]
 
 # of exploration: the formats of `numerics/formats.py`; auto: the fastest of them that the device runs natively
 Precision = Literal["auto", "nvfp4", "nvfp4_w", "mxfp4", "mxfp8", "fp8", "bf16", "fp32"]
+PreviewSigmas = Literal["own", "first"]
 
 
 class Section:
@@ -99,7 +100,7 @@ class Explore(Section):
 
     precision: Precision
     steps: Count
-    sigmas: Literal["own", "first"]  # own: the schedule with so many steps; first: `rollout.steps`' first, then two long steps
+    sigmas: PreviewSigmas  # own: the schedule with so many steps; first: `rollout.steps`' first, then two long steps
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
     audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
 

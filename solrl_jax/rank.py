@@ -7,14 +7,14 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Float
 
 from solrl_jax import files, pictures
 from solrl_jax.backbone import Params
-from solrl_jax.config import Explore, Rollout
+from solrl_jax.config import PreviewSigmas, Rollout
 from solrl_jax.evaluate import EVALUATION
 from solrl_jax.experiment import Experiment, device_facts
 from solrl_jax.fidelity import overlap, rank_correlations
@@ -76,7 +76,7 @@ def settings(
     name = lambda text: resolve(text, device).name
     chosen = parsed("--formats", formats, name(rollout.explore.precision), name, ", ".join((*FORMATS, AUTO)))
     numbers = parsed("--steps", steps, rollout.explore.steps, count, "integers of at least 1")
-    ways = get_args(get_type_hints(Explore)["sigmas"])
+    ways = get_args(PreviewSigmas)
     grids = parsed("--sigmas", sigmas, rollout.explore.sigmas, lambda text: ways[ways.index(text)], ", ".join(ways))
     pools = parsed("--candidates", candidates, rollout.candidates, count, "integers of at least 1")
     return [Setting(*values) for values in itertools.product(chosen, numbers, grids, pools)]
