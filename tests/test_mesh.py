@@ -89,9 +89,9 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(name
     capfd.readouterr()
     _, adapters, kept, scored = two_iterations(built[name])
     # no gradient that is divided became whole for want of a way from one division to another; a layer that is quantised may,
-    # where its share of a device is not of whole blocks
+    # where its share of a device is not of whole blocks (XLA says so where it compiles: a warm cache is silent)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "full rematerialization" in line]
-    assert not [line for line in warnings if "jit(update)" in line]
+    assert not [line for line in warnings if "jit(quantize_policy)" not in line]
     np.testing.assert_array_equal(kept, kept_by_one)
     np.testing.assert_allclose(scored, scored_by_one, atol=REWARD_TOLERANCE)
     norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
