@@ -13,7 +13,8 @@ Networks are trained on rendered pictures of coloured shapes and their captions,
   something to bring out;
 * clip: a CLIP on the same pairs, every caption beside one that differs in a word;
 * kl: a small KL autoencoder, 32 x 32 pixels to 16 x 16 latents of 4 channels, for both of the next;
-* flux, sd3: a FLUX and an SD3 transformer, each with its CLIPs and T5, in the way of `flow`.
+* flux, sd3: a FLUX and an SD3 transformer, each with its CLIPs and T5, in the way of `flow`; FLUX then learns from itself what
+  its guidance scale means, and SD3 learns FLUX's velocity under guidance.
 
 Everything is drawn from --seed. Each stage keeps its state in --work and goes on from there after an interruption. A stage
 whose state is past its last step is not trained but exported, so that `--flow-stop 0 --flow-more` writes a pipeline as far
@@ -44,12 +45,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--kl-steps", type=int, default=900)
     parser.add_argument("--clip-steps", type=int, default=500)
-    for stage, focus, balance, noise, stop, more, matrices in (
-        ("flow", 2600, 4800, [7000], 3700, [4000], "adamw"),
-        ("flux", 1000, 1400, [2000, 2400], 1400, [1000, 2000, 1500], "adamw"),
-        ("sd3", 600, 900, [], 3000, [], "muon"),
+    for stage, steps, focus, balance, noise, stop, more in (
+        ("flow", 4000, 2600, 4800, [7000], 3700, [4000]),
+        ("flux", 4000, 1000, 1400, [2000, 2400], 1400, [1000, 2000, 1500]),
+        ("sd3", 3000, 300, 600, [], 3000, []),
     ):
-        parser.add_argument(f"--{stage}-steps", type=int, default=4000)
+        parser.add_argument(f"--{stage}-steps", type=int, default=steps)
         parser.add_argument(
             f"--{stage}-focus", type=int, default=focus, help="from here on, only scenes that the prompt sets ask for"
         )
@@ -61,7 +62,14 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(
             f"--{stage}-more", type=int, nargs="*", default=more, help="steps of further legs, each from where the last ended"
         )
-        parser.add_argument(f"--{stage}-matrices", choices=["adamw", "muon"], default=matrices, help="what trains linears")
+    parser.add_argument(
+        "--flux-guided", type=int, default=800, help="steps in which it is taught what its guidance scale means"
+    )
+    parser.add_argument(
+        "--sd3-teacher",
+        default="tiny-flux",
+        help="the pipeline in --out whose velocity it learns in place of the pictures' own",
+    )
     return parser.parse_args()
 
 

@@ -50,7 +50,7 @@ def test_a_model_is_an_embedded_one_or_a_directory(tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("embedded:huge", "model.path='embedded:huge': no such embedded pipeline; there are tiny-sana"),
+        ("embedded:huge", "model.path='embedded:huge': no such embedded pipeline; there are tiny-flux, tiny-sana"),
         ("nowhere", "model.path='nowhere': no such directory (and not of the form OWNER/NAME of a hub)"),
         ("./nowhere", "model.path='./nowhere': no such directory"),
         ("/no/where", "model.path='/no/where': no such directory"),

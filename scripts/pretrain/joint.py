@@ -2,6 +2,7 @@
 
 import dataclasses
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,11 +13,12 @@ from models.pipeline import open_pipeline
 from models.weights import Params
 from pretrain.blueprints import BLUEPRINTS, KL, Blueprint
 from pretrain.networks import Network
-from pretrain.stages import encode_all, flow_loss, picture_batches, picture_loss, row_drawer
+from pretrain.stages import encode_all, noised, picture_batches, picture_loss, row_drawer
+from pretrain.teaching import Teacher, guidance_loss
 from pretrain.training import train
 from pretrain.words import SHORT
 
-GUIDANCE = 1.0  # that a network with embedded guidance is told, here and in the recipe
+GUIDANCE = 1.0  # that a network with embedded guidance is told, until it learns what to make of it
 STREAMS = {"tiny-flux": 6, "tiny-sd3": 7}  # of random numbers; below are those of the other stages
 
 
@@ -58,31 +60,45 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
     """Trains the pipeline `name` through its own functions, those that sample from it later, and writes it to `args.out`."""
     blueprint = BLUEPRINTS[name].scaled(latents.scale, latents.shift)
     stage = name.removeprefix("tiny-")
-    options = ("steps", "focus", "balance", "noise", "stop", "more", "matrices")
-    steps, focus, balance, noise, stop, more, matrices = (getattr(args, f"{stage}_{which}") for which in options)
+    option = lambda which: getattr(args, f"{stage}_{which}", None)  # not every stage has all
     folder = args.work / name
     blueprint.write(folder)
     pipeline = open_pipeline(folder)
-    tokens = pipeline.tokenize(["", *captions], SHORT)
+    prompts = ["", *captions]
+    tokens = pipeline.tokenize(prompts, SHORT)
+    teacher = Teacher(args.out / option("teacher"), prompts) if option("teacher") else None
+    draw = row_drawer(captions, args.seed, STREAMS[name], args.batch, option("focus"), option("balance"), option("noise"))
     params, positions = initialise(blueprint, args.seed)
 
+    def velocity(transformer, x, text, sigma, guidance):
+        return pipeline.velocity(with_positions(transformer, positions), x, text, 1000 * sigma, guidance)
+
     def loss(params, batch, key):
-        x0, tokens = batch
-
-        def velocity(x, sigma):
-            conditioning = pipeline.encode_text(params["text"], tokens)
-            transformer = with_positions(params["transformer"], positions)
-            return pipeline.velocity(transformer, x, conditioning, 1000 * sigma, jnp.float32(GUIDANCE))
-
-        return flow_loss(velocity, x0, key)
-
-    draw = row_drawer(captions, args.seed, STREAMS[name], args.batch, focus, balance, noise)
+        x0, tokens, lesson = batch
+        x, sigma, target = noised(x0, key)
+        if teacher is not None:
+            target = teacher.velocity(lesson, x, sigma)
+        text = pipeline.encode_text(params["text"], tokens)
+        return ((velocity(params["transformer"], x, text, sigma, jnp.float32(GUIDANCE)) - target) ** 2).mean()
 
     def batches(i):
-        rows, prompts = draw(i)
-        return latents.values[rows], {part: ids[prompts] for part, ids in tokens.items()}
+        rows, asked = draw(i)
+        lesson = teacher and teacher.lesson(asked)
+        return latents.values[rows], {part: ids[asked] for part, ids in tokens.items()}, lesson
 
-    trained = train(stage, params, loss, batches, steps, 1e-3, args.work, stop, more, matrices)
+    stop, more, guided = option("stop"), option("more"), option("guided")
+    trained = train(stage, params, loss, batches, option("steps"), 1e-3, args.work, stop, more)
+    if guided:
+        encode = jax.jit(partial(pipeline.encode_text, trained["text"]))
+        empty = encode({part: np.repeat(ids[:1], args.batch, 0) for part, ids in tokens.items()})
+        before = trained["transformer"]
+
+        def guided_batches(i):
+            x0, asked, _ = batches(stop + sum(more) + i)
+            return x0, encode(asked), empty, before
+
+        after = train(f"{stage}-guided", before, guidance_loss(velocity, GUIDANCE), guided_batches, guided, 3e-4, args.work)
+        trained = trained | {"transformer": after}
     export(blueprint, trained, positions, latents.vae, args.out / name)
 
 

@@ -75,7 +75,7 @@ def train_flow(args: Namespace, nets: dict, latents: np.ndarray, captions: list[
 
     params = {"flow": init_flow(args.seed), "text": init_text(args.seed + 1)}
     legs = args.flow_stop, args.flow_more
-    return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work, *legs, args.flow_matrices)
+    return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work, *legs)
 
 
 def flow_loss(velocity: Callable[[jax.Array, jax.Array], jax.Array], x0: jax.Array, key: jax.Array) -> jax.Array:
@@ -83,11 +83,17 @@ def flow_loss(velocity: Callable[[jax.Array, jax.Array], jax.Array], x0: jax.Arr
 
     velocity(x [b, h, w, c], sigma [b]) is asked for `noise - x0`.
     """
+    x, sigma, target = noised(x0, key)
+    return ((velocity(x, sigma) - target) ** 2).mean()
+
+
+def noised(x0: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pictures [b, h, w, c] on their way to noise: there, how far [b] (logit-normal), and the velocity `noise - x0`."""
     noise_key, sigma_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, x0.shape)
     sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, (len(x0),)))
     x = (1 - sigma)[:, None, None, None] * x0 + sigma[:, None, None, None] * noise
-    return ((velocity(x, sigma) - (noise - x0)) ** 2).mean()
+    return x, sigma, noise - x0
 
 
 def row_drawer(

@@ -1,4 +1,4 @@
-"""The training loop of every network here: AdamW or Muon, an average of the parameters, and a state on disk to go on from."""
+"""The training loop of every network here: AdamW, an average of the parameters, and a state on disk to go on from."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,27 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
-
-
-def _linears(params: Any) -> Any:
-    """Muon's axes of each kernel [in, out], or [layers, in, out] in a stack; None for all else, which AdamW trains."""
-
-    def axes(path: tuple[Any, ...], leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-        linear = path[-1].key == "kernel" and leaf.ndim in (2, 3)
-        return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if linear else None
-
-    return jax.tree_util.tree_map_with_path(axes, params)
-
-
-OPTIMIZERS: dict[str, Callable[[optax.Schedule], optax.GradientTransformation]] = {
-    "adamw": lambda rate: optax.adamw(rate, b2=0.99, weight_decay=1e-3),
-    "muon": lambda rate: optax.contrib.muon(
-        rate, adam_b2=0.99, weight_decay=1e-3, consistent_rms=1.0, muon_weight_dimension_numbers=_linears
-    ),
-}
 
 
 def train(
@@ -43,13 +24,11 @@ def train(
     work: Path,
     stop: int | None = None,
     more: Sequence[int] = (),
-    matrices: str = "adamw",
 ) -> Any:
     """Training with warm-up and a cosine end over `steps`; returns the averaged parameters. Resumes from `work`.
 
     stop: leave the schedule there, before its end; more: further legs, of so many steps from half the rate to a tenth of it.
 
-    matrices: what linears are trained by: adamw, or muon (K. Jordan 2024), with updates of the size of the rate.
     loss(params, batch, key) -> scalar; batches(step) -> batch. Both are functions of the step alone, so that an interrupted
     training ends where an uninterrupted one does.
     """
@@ -58,7 +37,7 @@ def train(
     for leg in more:
         schedule = optax.join_schedules([schedule, optax.cosine_decay_schedule(rate / 2, leg, 0.2)], [last])
         last += leg
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[matrices](schedule))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=1e-3))
     params = jax.tree.map(lambda x: jnp.array(np.asarray(x)), params)  # of no weak type, which would compile a step twice
     # a copy: donated buffers may appear once
     state = {"params": params, "average": jax.tree.map(jnp.copy, params), "opt": optimizer.init(params), "step": jnp.int32(0)}
