@@ -62,14 +62,13 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(
             f"--{stage}-more", type=int, nargs="*", default=more, help="steps of further legs, each from where the last ended"
         )
-    parser.add_argument(
-        "--flux-guided", type=int, default=800, help="steps in which it is taught what its guidance scale means"
-    )
-    parser.add_argument(
-        "--sd3-teacher",
-        default="tiny-flux",
-        help="the pipeline in --out whose velocity it learns in place of the pictures' own",
-    )
+    for stage, guided, teacher in (("flux", 800, None), ("sd3", 0, "tiny-flux")):
+        parser.add_argument(
+            f"--{stage}-guided", type=int, default=guided, help="steps in which it is taught what its guidance scale means"
+        )
+        parser.add_argument(
+            f"--{stage}-teacher", default=teacher, help="the pipeline in --out whose velocity it learns, not the pictures' own"
+        )
     return parser.parse_args()
 
 

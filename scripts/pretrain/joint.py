@@ -13,7 +13,7 @@ from models.pipeline import open_pipeline
 from models.weights import Params
 from pretrain.blueprints import BLUEPRINTS, KL, Blueprint
 from pretrain.networks import Network
-from pretrain.stages import encode_all, noised, picture_batches, picture_loss, row_drawer
+from pretrain.stages import encode_all, flow_loss, picture_batches, picture_loss, row_drawer
 from pretrain.teaching import Teacher, guidance_loss
 from pretrain.training import train
 from pretrain.words import SHORT
@@ -60,7 +60,7 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
     """Trains the pipeline `name` through its own functions, those that sample from it later, and writes it to `args.out`."""
     blueprint = BLUEPRINTS[name].scaled(latents.scale, latents.shift)
     stage = name.removeprefix("tiny-")
-    option = lambda which: getattr(args, f"{stage}_{which}", None)  # not every stage has all
+    option = lambda which: getattr(args, f"{stage}_{which}")
     folder = args.work / name
     blueprint.write(folder)
     pipeline = open_pipeline(folder)
@@ -75,11 +75,9 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
 
     def loss(params, batch, key):
         x0, tokens, lesson = batch
-        x, sigma, target = noised(x0, key)
-        if teacher is not None:
-            target = teacher.velocity(lesson, x, sigma)
         text = pipeline.encode_text(params["text"], tokens)
-        return ((velocity(params["transformer"], x, text, sigma, jnp.float32(GUIDANCE)) - target) ** 2).mean()
+        ours = lambda x, sigma: velocity(params["transformer"], x, text, sigma, jnp.float32(GUIDANCE))
+        return flow_loss(ours, x0, key, partial(teacher.velocity, lesson) if teacher else None)
 
     def batches(i):
         rows, asked = draw(i)

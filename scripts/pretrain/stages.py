@@ -78,17 +78,22 @@ def train_flow(args: Namespace, nets: dict, latents: np.ndarray, captions: list[
     return train("flow", params, loss, batches, args.flow_steps, 1e-3, args.work, *legs)
 
 
-def flow_loss(velocity: Callable[[jax.Array, jax.Array], jax.Array], x0: jax.Array, key: jax.Array) -> jax.Array:
-    """Flow matching (arXiv 2210.02747) at logit-normal noise levels (arXiv 2403.03206, eq. 19 with m = 0, s = 1).
+Field = Callable[[jax.Array, jax.Array], jax.Array]
 
-    velocity(x [b, h, w, c], sigma [b]) is asked for `noise - x0`.
-    """
+
+def flow_loss(velocity: Field, x0: jax.Array, key: jax.Array, teacher: Field | None = None) -> jax.Array:
+    """Flow matching (arXiv 2210.02747): velocity(x [b, h, w, c], sigma [b]) is asked for `noise - x0`, or for the teacher's."""
     x, sigma, target = noised(x0, key)
+    if teacher is not None:
+        target = teacher(x, sigma)
     return ((velocity(x, sigma) - target) ** 2).mean()
 
 
 def noised(x0: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Pictures [b, h, w, c] on their way to noise: there, how far [b] (logit-normal), and the velocity `noise - x0`."""
+    """Pictures [b, h, w, c] on their way to noise: `x` there, sigma [b], and the velocity `noise - x0` [b, h, w, c].
+
+    Noise levels are logit-normal (arXiv 2403.03206, eq. 19 with m = 0, s = 1).
+    """
     noise_key, sigma_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, x0.shape)
     sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, (len(x0),)))
