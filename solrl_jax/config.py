@@ -247,7 +247,7 @@ class Run(Section):
     """Where a run is written and who is told."""
 
     dir: str  # '' becomes runs/<preset>-<family>-seed<seed>
-    checkpoint_every: Count  # iterations
+    checkpoint_every: Count  # iterations; written beside the next one, but for 1: then it is whole before the next begins
     keep_checkpoints: Count  # the newest
     keep_best: Natural  # beside them, those with the highest eval/reward: what is evaluated is then saved too; 0: none
     tensorboard: Flag

@@ -114,10 +114,12 @@ def _loop(
                     row = row | _evaluate(experiment, folder, state.ema, done, report)
             finally:  # an evaluation that does not end is made up for by the next start
                 _log(metrics, done, row)
-            report.iteration(done, row)
             evaluated = config.run.keep_best and _is_due(config, done)
             if done == config.train.iterations or done % config.run.checkpoint_every == 0 or evaluated:
                 _save(saver, folder, experiment, state, done)
+                if config.run.checkpoint_every == 1:
+                    saver.wait()  # then an iteration that is reported is one that no kill takes back
+            report.iteration(done, row)
         return state, done
     except (KeyboardInterrupt, RewardError) as error:
         raise Interrupted(state, done) from error

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from solrl_jax import checkpoint, ledger, metrics, saving, trainer
+from solrl_jax import checkpoint, files, ledger, metrics, saving, trainer
 from solrl_jax.files import InputError, RunError
 from solrl_jax.progress import Reporter
 from solrl_jax.runs import find_checkpoint
@@ -88,6 +88,29 @@ def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uni
     assert kills >= 1
     assert len(list((tmp_path / "cache").glob("*/*.safetensors"))) > ITERATIONS
     assert_same_run(tmp_path, uninterrupted)
+
+
+def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_saved(tmp_path, monkeypatch):
+    on_the_disk, seal = {}, files.seal
+
+    def slow(folder: Path) -> None:
+        time.sleep(1.0)
+        seal(folder)
+
+    def noting(every: int):
+        class Noting(Reporter):
+            def iteration(self, done: int, row: dict[str, float]) -> None:
+                names = [path.name for path in checkpoint.candidates(tmp_path / str(every) / "checkpoints")]
+                on_the_disk[every, done] = f"{done:06d}" in names
+                super().iteration(done, row)
+
+        return Noting(bars=False)
+
+    monkeypatch.setattr(files, "seal", slow)
+    for every in (1, 2):
+        with noting(every) as report:
+            trainer.run(small_config(tmp_path / str(every), "train.iterations=2", f"run.checkpoint_every={every}"), report)
+    assert on_the_disk == {(1, 1): True, (1, 2): True, (2, 1): False, (2, 2): False}
 
 
 def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
