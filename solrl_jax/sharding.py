@@ -21,9 +21,10 @@ T = TypeVar("T")
 AXES = ("data", "fsdp", TENSOR)
 AUTO = (jax.sharding.AxisType.Auto,) * len(AXES)
 ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a sample
-# Every stage is compiled with it. XLA may otherwise keep float32 where BF16 is asked for, as it happens to fuse: each program
-# differently, so that results would depend on the mesh (gradients by 4 %, measured).
-jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+# Every stage is compiled with it, or results would depend on the mesh. XLA may keep float32 where BF16 is asked for, as it
+# happens to fuse, each program differently (gradients by 4 %, measured). And on a CPU it takes kernels for products that suit
+# this CPU and this shape: with AMX, half of a product's columns are then not the half of the whole product.
+jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False, "xla_cpu_enable_platform_dependent_math": False})
 SMALLEST_SHARDED = 2**12  # elements; splitting less costs more in messages than it saves in memory
 
 

@@ -45,6 +45,19 @@ def on_mesh(tensor, params, x, f):
         return jax.device_get(program(placed, x)), program.as_text()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("rows", "width", "columns"), [(8, 16, 16), (64, 128, 64), (128, 128, 32)])
+def test_parts_of_a_product_are_parts_of_the_product(rows, width, columns, dtype):
+    """With AMX, kernels are chosen by shape, unless `sharding.jit` asks for others: then by shape only for single rows and for
+    sums of some hundred terms."""
+    rng = np.random.default_rng(rows)
+    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, width), (width, columns)))
+    product = jit(lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.float32))
+    whole, half = np.asarray(product(x, w)), rows // 2
+    np.testing.assert_array_equal(np.concatenate([product(x[:half], w), product(x[half:], w)]), whole)
+    np.testing.assert_array_equal(np.hstack(jax.device_get([product(x, part) for part in jnp.split(w, 2, axis=1)])), whole)
+
+
 @pytest.mark.parametrize("kind", LEAVES)
 def test_a_product_is_the_same_to_the_bit(kind, operands):
     params, x = {"kernel": leaf(kind, operands)}, operands[0]
