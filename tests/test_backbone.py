@@ -17,10 +17,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import weights
+from models.pipeline import open_pipeline
 from models.tiling import decode_tiled
 from solrl_jax import sharding
 from solrl_jax.backbone import EMBEDDED_FOLDER, find_model, load_backbone, pipeline_files
 from solrl_jax.files import InputError
+from solrl_jax.presets import resolve
 from solrl_jax.rollout.generate import decode_chunk
 from tests.pipelines import CHANNELS, KL_CHANNELS, MAX_TOKENS, save_flux_pipeline, save_pipeline
 
@@ -45,6 +47,15 @@ def backbones(folder):
 def test_a_model_is_an_embedded_one_or_a_directory(tmp_path):
     assert find_model("embedded:tiny-sana") == EMBEDDED_FOLDER / "tiny-sana"
     assert find_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("index", sorted(EMBEDDED_FOLDER.glob("*/model_index.json")), ids=lambda index: index.parent.name)
+def test_an_embedded_pipeline_is_whole_and_has_its_config(index):
+    config = resolve("tiny", (f"model={index.parent.name}",))
+    assert config.model.path == f"embedded:{index.parent.name}"
+    pipeline = open_pipeline(find_model(config.model.path))
+    for component in (pipeline.transformer, pipeline.vae, *pipeline.text_encoders.values()):
+        component.check()
 
 
 @pytest.mark.parametrize(
