@@ -34,7 +34,7 @@ from solrl_jax.numerics.formats import AUTO, FORMATS, Device, resolve
 from solrl_jax.numerics.matmul import dequantize, matmul
 from solrl_jax.policy.lora import attach, merge_and_quantize
 from solrl_jax.presets import resolve as preset
-from solrl_jax.sharding import make_mesh, parameter_sharding, rows
+from solrl_jax.sharding import jit, make_mesh, parameter_sharding, rows
 
 QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
 CODES = [name for name in QUANTISING if name != "nvfp4_w"]  # whose codes and scales are those of nvfp4
@@ -323,7 +323,7 @@ def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
     graphdef, state = nnx.split(stack(3, lambda r: Linear(64, 64, rngs=r), nnx.Rngs(0)))
     base, x = {"blocks": nnx.to_pure_dict(state)}, normal(16, 64)
 
-    @jax.jit
+    @jit
     def forward(policies, x):
         through = lambda params: scan_blocks(nnx.merge(graphdef, params["blocks"]), lambda block, x: x + block(x), x)
         return {name: through(params) for name, params in policies.items()}
