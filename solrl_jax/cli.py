@@ -204,7 +204,7 @@ def linears(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool
     pipeline = open_model(config.model.path)
     shapes = pipeline.transformer.shapes(DTYPES[config.rollout.precision])
     try:
-        rows = lines.report(shapes, config.model.quantize, form)
+        rows = lines.report(shapes, config.model.quantize, form, config.rollout.explore.correction)
     except ValueError as error:
         raise InputError(str(error)) from error
     if errors:

@@ -101,6 +101,7 @@ class Explore(Section):
     precision: Precision
     steps: Count
     sigmas: PreviewSigmas  # own: the schedule with so many steps; first: `rollout.steps`' first, then two long steps
+    correction: Natural  # rank of what goes past quantised products: their inputs' principal directions; 0: nothing
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
     audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
 

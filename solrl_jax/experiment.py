@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,10 +12,11 @@ from jaxtyping import Array, UInt32
 
 from solrl_jax import sharding
 from solrl_jax.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone, open_model, open_text_encoders
+from solrl_jax.calibrate import SAMPLES, Bases, principal_inputs
 from solrl_jax.config import Config
 from solrl_jax.files import InputError
 from solrl_jax.keys import candidate_seeds, prompt_uid
-from solrl_jax.linears import quantized_paths
+from solrl_jax.linears import check_correction, quantized_paths
 from solrl_jax.monitor import Level, levels
 from solrl_jax.numerics.formats import FORMATS, Device, Format, resolve
 from solrl_jax.numerics.matmul import Quantized
@@ -24,16 +25,19 @@ from solrl_jax.prompts import Prompt, draw_prompts, load_instruction, load_promp
 from solrl_jax.rewards.base import Reward
 from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.mixture import open_rewards
-from solrl_jax.rollout.generate import Grid
+from solrl_jax.rollout.generate import Grid, prepare
 from solrl_jax.sharding import make_mesh
+
+CALIBRATION = 2**31 - 3  # the iteration of its seeds; those before are `evaluate`'s and `rank`'s
 
 
 @partial(sharding.jit, static_argnums=(0, 3, 4, 5))
 def quantize_policy(
-    mesh: Mesh, base: Params, adapters: Adapters, scale: float, paths: Sequence[str], quantize: Callable[[Array], Quantized]
-) -> dict[str, Quantized]:
+    mesh: Mesh, base: Params, adapters: Adapters, scale: float, paths: Sequence[str], quantize: Callable[[Array], Quantized],
+    bases: Bases | None = None,
+) -> dict[str, Quantized]:  # fmt: skip
     """`merge_and_quantize` in one program; the base is read, never copied, and codes are split over devices as weights are."""
-    codes = merge_and_quantize(base, adapters, scale, paths, quantize)
+    codes = merge_and_quantize(base, adapters, scale, paths, quantize, bases)
     return jax.lax.with_sharding_constraint(codes, sharding.parameter_sharding(mesh, codes))
 
 
@@ -94,8 +98,22 @@ class Experiment:
         if quantize is None:
             return self.policy(adapters)
         base = self.backbone.transformer
-        codes = quantize_policy(self.backbone.mesh, base, adapters, self.scale, self.quantized, quantize)
+        codes = quantize_policy(self.backbone.mesh, base, adapters, self.scale, self.quantized, quantize, self.bases)
         return attach(self.backbone.transformer, adapters, self.scale, codes)
+
+    @cached_property
+    def bases(self) -> Bases:
+        """What goes past the quantised products, by linear; empty without `rollout.explore.correction`."""
+        config = self.config
+        if not config.rollout.explore.correction:
+            return {}
+        prompts = self.train_prompts[:SAMPLES]
+        return principal_inputs(
+            self.backbone, self.quantized, config.rollout.explore.correction, self.grid(config.rollout.steps),
+            prepare(self.backbone, None, prompts, config.model.max_tokens),
+            self.seeds(config.seed, CALIBRATION, prompts, 1)[:, 0], self.size, config.rollout.chunk,
+            config.optimizer.micro_batch,
+        )  # fmt: skip
 
     def seeds(self, root: int, iteration: int, prompts: Sequence[str], candidates: int) -> UInt32[np.ndarray, "p n 2"]:
         """The seeds of `candidates` candidates of each prompt, on the host."""
@@ -138,7 +156,9 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tupl
     try:
         pipeline.latent_shape(model.height, model.width)
         targets = matching(shapes, config.lora.targets, "lora.targets")
-        return tuple(targets), quantized_paths(shapes, model.quantize, resolve(rollout.explore.precision, device))
+        quantized = quantized_paths(shapes, model.quantize, resolve(rollout.explore.precision, device))
+        check_correction(shapes, quantized, rollout.explore.correction)
+        return tuple(targets), quantized
     except ValueError as error:
         raise InputError(str(error)) from error
 

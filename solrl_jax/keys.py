@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 # One number a purpose; a new purpose takes a new number, so that old runs keep theirs.
-STREAMS = {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4}
+STREAMS = {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5}
 
 
 def prompt_uid(prompt: str) -> int:

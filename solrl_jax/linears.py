@@ -50,6 +50,16 @@ def quantized_paths(params: Params, rules: Quantize, form: Format) -> tuple[str,
     return tuple(path for path, reason in reasons.items() if not reason)
 
 
+def check_correction(params: Params, paths: Sequence[str], rank: int) -> None:
+    """Raises ValueError where a correction of that rank would leave nothing to quantise at one of `paths`."""
+    flat = flatten(params)
+    narrow = min(paths, key=lambda path: flat[path].shape[-2], default=None)
+    if rank and narrow is not None and rank >= flat[narrow].shape[-2]:
+        raise ValueError(
+            f"rollout.explore.correction={rank}: must be less than {flat[narrow].shape[-2]}, the inputs of {narrow}"
+        )
+
+
 def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
     """Of each linear, in the order of their paths, the rule that keeps it in the training precision; '' if none does."""
     linears = _linears(params)
@@ -72,16 +82,20 @@ def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
     return {path: reason(path) for path in linears}
 
 
-def report(params: Params, rules: Quantize, form: Format) -> list[Linear]:
-    """Every linear: quantised to `form` or not and why, and the bytes it takes before and after. Loads and computes nothing."""
+def report(params: Params, rules: Quantize, form: Format, correction: int = 0) -> list[Linear]:
+    """Every linear: quantised to `form` or not and why, and the bytes it takes before and after. Loads and computes nothing.
+
+    correction: rank of what goes past each quantised product (`rollout.explore.correction`), in the linear's own dtype.
+    """
     reasons, rows = why_kept(params, rules), []
     for path, leaf in _linears(params).items():
-        kept, after = reasons[path], nbytes(leaf)
+        (*stack, n_in, n_out), before = leaf.shape, nbytes(leaf)
+        kept, after = reasons[path], before
         if form.quantize is None:
             kept = kept or form.name
         elif not kept:
             after = nbytes(jax.eval_shape(form.quantize, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
-        (*stack, n_in, n_out), before = leaf.shape, nbytes(leaf)
+            after += correction * (n_in + n_out) * (stack[0] if stack else 1) * leaf.dtype.itemsize
         rows.append(Linear(path, stack[0] if stack else 1, n_in, n_out, kept, before, after))
     return rows
 

@@ -231,7 +231,8 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
     """Says and records what runs where."""
     config, mesh, backbone = experiment.config, experiment.backbone.mesh, experiment.backbone
     device, pipeline = jax.devices()[0], backbone.pipeline
-    form, rows = experiment.format, report_linears(backbone.transformer, config.model.quantize, experiment.format)
+    form, correction = experiment.format, config.rollout.explore.correction
+    rows = report_linears(backbone.transformer, config.model.quantize, form, correction)
     facts = {
         "solrl_jax": importlib.metadata.version("solrl_jax"),
         "python": platform.python_version(),

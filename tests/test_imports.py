@@ -34,7 +34,14 @@ ORDER = [
         "solrl_jax.testing",
         "solrl_jax.watch",
     ),
-    ("solrl_jax.rollout", "solrl_jax.policy", "solrl_jax.linears", "solrl_jax.state", "solrl_jax.experiment"),
+    (
+        "solrl_jax.rollout",
+        "solrl_jax.policy",
+        "solrl_jax.calibrate",
+        "solrl_jax.linears",
+        "solrl_jax.state",
+        "solrl_jax.experiment",
+    ),
     ("solrl_jax.train", "solrl_jax.evaluate", "solrl_jax.rank"),
     (
         "solrl_jax.checkpoint",

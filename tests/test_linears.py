@@ -171,8 +171,12 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
 
     monkeypatch.setattr("models.pipeline.load_component", load)
     call = lambda *arguments: CliRunner().invoke(cli.cli, ["linears", "tiny", *arguments], catch_exceptions=False).output
-    summary = json.loads(call("--json", "rollout.explore.precision=mxfp4"))
-    rows = report(open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["mxfp4"])
+    summary = json.loads(call("--json", "rollout.explore.precision=mxfp4", "rollout.explore.correction=16"))
+    of = open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["mxfp4"]
+    rows = report(*of, correction=16)
+    for row, without in zip(rows, report(*of), strict=True):  # two factors of rank 16 a matrix, in BF16
+        beside = 0 if row.kept else row.layers * 16 * (row.n_in + row.n_out) * 2
+        assert row.bytes_after == without.bytes_after + beside
     assert summary.pop("exploration").startswith("mxfp4 (")
     assert summary.pop("per_linear") == [dataclasses.asdict(row) | {"errors": []} for row in rows]
     assert summary == totals(rows)

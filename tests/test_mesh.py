@@ -28,7 +28,8 @@ ADAPTER_TOLERANCE = 1e-6
 @pytest.fixture(scope="module")
 def built():
     """Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight."""
-    return {name: experiments.build(small_config("unused", *overrides)) for name, overrides in MESHES.items()}
+    extra = ("rollout.explore.correction=8",)  # whose directions are measured on each mesh
+    return {name: experiments.build(small_config("unused", *extra, *overrides)) for name, overrides in MESHES.items()}
 
 
 def explore(experiment, rows):

@@ -1,7 +1,7 @@
 """`matmul(x, w)`: the product of every linear layer, chosen by what kind of leaf the weight is.
 
 Precision is a leaf type. The BF16 policy, its LoRA-adapted form and its quantised copies are one network with other leaves:
-an array, a `LowRank`, one of `Quantized` (`formats.py` has a name for each).
+an array, a `LowRank`, one of `Quantized` (`formats.py` has a name for each, `principal.py` what may go past it).
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from solrl_jax.numerics import fp8, mx, nvfp4, split
+from solrl_jax.numerics import fp8, mx, nvfp4, principal, split
 from solrl_jax.numerics.fp8 import FP8Tensor
 from solrl_jax.numerics.mx import MXTensor
 from solrl_jax.numerics.nvfp4 import QTensor, WeightOnly
+from solrl_jax.numerics.principal import Corrected, Probe
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
@@ -32,8 +33,8 @@ class LowRank:
     scale: float
 
 
-Quantized: TypeAlias = QTensor | WeightOnly | MXTensor | FP8Tensor
-Weight: TypeAlias = Array | LowRank | Quantized
+Quantized: TypeAlias = QTensor | WeightOnly | MXTensor | FP8Tensor | Corrected
+Weight: TypeAlias = Array | LowRank | Quantized | Probe
 
 
 def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
@@ -43,11 +44,15 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     return split.join(_product(rows, w)).reshape(*x.shape[:-1], -1)
 
 
-def outputs_divided(w: Weight, ways: int) -> Any:
+def outputs_divided(w: Array | LowRank | Quantized, ways: int) -> Any:
     """Of a leaf [..., in, out], a `PartitionSpec` an array: outputs divided `ways` ways over the mesh axis `tensor`."""
     if isinstance(w, LowRank):  # adapters are small, and their gradients are sums over outputs
         whole: Any = split.spec_of((), None, ways)
         return LowRank(outputs_divided(w.base, ways), whole, whole, w.scale)
+    if isinstance(w, Corrected):
+        basis: Any = split.spec_of((), None, ways)
+        carried: Any = split.spec_of(w.carried.shape, w.carried.ndim - 1, ways)
+        return Corrected(outputs_divided(w.remainder, ways), basis, carried)
     if isinstance(w, Quantized):
         inner = w.weight if isinstance(w, WeightOnly) else w
         axis = inner.codes.ndim - 2  # the outputs are before the contraction, in the scales too
@@ -68,6 +73,11 @@ def _product(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_ou
             return mx.scaled_matmul(x, w)
         case FP8Tensor():
             return fp8.scaled_matmul(x, w)
+        case Corrected():
+            inner, rest = principal.divide(x, w)
+            return _product(rest, w.remainder) + inner @ _at(w.carried, -1).astype(x.dtype)
+        case Probe():
+            return principal.probe(x, w.weight.astype(x.dtype), w.basis)
     return _dense(x, w.astype(x.dtype))
 
 
@@ -106,6 +116,8 @@ def dequantize(w: Quantized) -> Float[Array, "... n_in n_out"]:
             return nvfp4.dequantize(w.weight)
         case MXTensor():
             return mx.dequantize(w)
+        case Corrected():
+            return dequantize(w.remainder) + w.basis.astype(jnp.float32) @ w.carried.astype(jnp.float32)
     return fp8.dequantize(w)
 
 

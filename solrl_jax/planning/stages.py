@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from solrl_jax import sharding
 from solrl_jax.experiment import Experiment, quantize_policy
 from solrl_jax.planning.abstract import abstract, state, text_encoders
-from solrl_jax.policy.lora import Params, attach
+from solrl_jax.policy.lora import Params, attach, flatten
 from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.rewards.base import score_images
 from solrl_jax.rollout.generate import decode_chunk, sample_chunk
@@ -111,7 +111,15 @@ class Stages:
             experiment.scale,
             experiment.quantized,
             experiment.format.quantize,
+            self._bases(),
         )
+
+    def _bases(self) -> dict[str, jax.ShapeDtypeStruct]:
+        experiment, flat = self.experiment, flatten(self.experiment.backbone.transformer)
+        rank, dtype = experiment.config.rollout.explore.correction, experiment.backbone.dtype
+        shape = lambda path: (*flat[path].shape[:-1], rank)
+        paths = experiment.quantized if rank else ()
+        return {path: jax.ShapeDtypeStruct(shape(path), dtype, sharding=self.whole) for path in paths}
 
     def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         rows = self.experiment.config.rollout.chunk * row_groups(mesh)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from solrl_jax.numerics.matmul import LowRank, Quantized
+from solrl_jax.numerics.principal import correct
 
 Params = dict[Any, Any]
 Adapters = dict[str, dict[str, Array]]
@@ -61,27 +62,42 @@ def attach(base: Params, adapters: Adapters, scale: float, quantized: Mapping[st
 
 
 def merge_and_quantize(
-    base: Params, adapters: Adapters, scale: float, paths: Sequence[str], quantize: Callable[[Array], Quantized]
+    base: Params,
+    adapters: Adapters,
+    scale: float,
+    paths: Sequence[str],
+    quantize: Callable[[Array], Quantized],
+    bases: Mapping[str, Array] | None = None,
 ) -> dict[str, Quantized]:
     """Quantised copies of the linears at `paths`, adapters merged in float32 first: `quantize(W + scale A B)`.
 
     The other linears need no copy: they keep the base's array and the adapter beside it, which is exact and takes no memory.
     A stack is done a layer at a time: merged whole, in float32, it would take twice what the base does.
+
+    bases: principal directions [..., in, r] of the inputs of those linears that are `principal.correct`ed.
     """
-    flat = flatten(base)
+    flat, bases = flatten(base), bases or {}
 
-    return {path: by_layer(quantize, flat[path], adapters.get(path), scale) for path in paths}
+    def copy(path: str) -> Quantized:
+        beside = (bases[path],) if path in bases else ()
+        make = partial(correct, quantize) if beside else quantize
+        return by_layer(make, flat[path], adapters.get(path), scale, *beside)
+
+    return {path: copy(path) for path in paths}
 
 
-def by_layer(f: Callable[[Array], Any], w: Array, adapter: dict[str, Array] | None, scale: float) -> Any:
-    """`f` of a linear [in, out] with its adapter merged, in float32; of a stack of them, of one after another."""
+def by_layer(f: Callable[..., Any], w: Array, adapter: dict[str, Array] | None, scale: float, *beside: Array) -> Any:
+    """`f` of a linear [in, out] with its adapter merged, in float32; of a stack of them, of one after another.
 
-    def layer(matrices: tuple[Array, dict[str, Array]]) -> Any:
-        w, ab = matrices
+    beside: what else `f` takes of each.
+    """
+
+    def layer(matrices: tuple[Array, dict[str, Array], tuple[Array, ...]]) -> Any:
+        w, ab, beside = matrices
         w = w.astype(jnp.float32)
-        return f(w + scale * ab["a"] @ ab["b"] if ab else w)
+        return f(w + scale * ab["a"] @ ab["b"] if ab else w, *beside)
 
-    return (partial(jax.lax.map, layer) if w.ndim == 3 else layer)((w, adapter or {}))
+    return (partial(jax.lax.map, layer) if w.ndim == 3 else layer)((w, adapter or {}, beside))
 
 
 def flatten(params: Params) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""The principal directions of the inputs of the linears that are quantised, measured once on the base (`numerics.principal`).
+
+    samples of the base at full steps -> noised to every sigma of the schedule -> orthogonal iteration over the network's probes
+
+They depend on base and configuration alone: a run that goes on finds the ones that it began with. Every device computes them
+whole, from the same rows and in the same order, so that they do not depend on the mesh either.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt32
+
+from solrl_jax import hosts, sharding
+from solrl_jax.backbone import Backbone, Conditioning, Params
+from solrl_jax.keys import stream
+from solrl_jax.numerics.principal import Probe
+from solrl_jax.policy.lora import flatten, replace
+from solrl_jax.rollout.generate import Grid, Prompted, generate
+
+SAMPLES = 16  # prompts, a picture of each
+PASSES = 3  # of the iteration; inputs' energy falls off fast enough
+
+Bases = dict[str, Float[Array, "... n_in r"]]  # by the linear's path, orthonormal columns
+
+
+def principal_inputs(
+    backbone: Backbone, paths: tuple[str, ...], rank: int, grid: Grid, prompted: Prompted, seeds: UInt32[np.ndarray, "b 2"],
+    size: tuple[int, int], chunk: int, micro_batch: int,
+) -> Bases:  # fmt: skip
+    """The `rank` directions of largest energy of the inputs of each linear in `paths`, in the backbone's dtype.
+
+    grid: what the base is sampled on; a prompt of `prompted` a seed. chunk, micro_batch: rows a device runs at once, without
+    gradients and with them.
+    """
+    index = np.arange(len(seeds))
+    latents = generate(backbone, backbone.transformer, grid, prompted, index, seeds, size, chunk, None).latents
+    mesh, rows = backbone.mesh, next(n for n in range(min(micro_batch, len(seeds)), 0, -1) if len(seeds) % n == 0)
+    place = lambda tree: hosts.put(tree, sharding.replicated(mesh))
+    numbers = place((latents, seeds, grid.sigmas, grid.times, np.float32(grid.guidance)))
+    with jax.set_mesh(mesh):
+        bases = first_bases(paths, rank, backbone.transformer)
+        for _ in range(PASSES):
+            bases = turn(backbone, rows, backbone.transformer, bases, prompted.conditioning, *numbers)
+        return jax.tree.map(lambda basis: basis.astype(backbone.dtype), bases)
+
+
+@partial(sharding.jit, static_argnums=(0, 1))
+def first_bases(paths: tuple[str, ...], rank: int, base: Params) -> Bases:
+    """Random directions, the same in every run."""
+    flat = flatten(base)
+    shapes = [(*flat[path].shape[:-1], rank) for path in paths]
+    keys = jax.random.split(jax.random.key(0), len(paths))
+    return {path: _orthonormal(jax.random.normal(key, shape)) for path, key, shape in zip(paths, keys, shapes, strict=True)}
+
+
+@partial(sharding.jit, static_argnums=(0, 1))
+def turn(
+    backbone: Backbone, rows: int, base: Params, bases: Bases, conditioning: Conditioning,
+    latents: Float[Array, "b h w c"], seeds: UInt32[Array, "b 2"], sigmas: Array, times: Array, guidance: Array,
+) -> Bases:  # fmt: skip
+    """One step of the iteration, `rows` samples at one sigma after another."""
+    flat, steps = flatten(base), len(sigmas)
+    parts = len(latents) // rows
+
+    def products(sums: Bases, at: Array) -> tuple[Bases, None]:
+        part, step = at // steps, at % steps
+        take = lambda x: sharding.whole(jax.lax.dynamic_slice_in_dim(x, part * rows, rows))
+        sigma, x0 = sigmas[step], take(latents)
+        x = (1 - sigma) * x0 + sigma * jax.vmap(partial(_noise, latents.shape[1:], step))(take(seeds))
+
+        def told(bases: Bases) -> Array:
+            probed: Mapping[str, Any] = {path: Probe(flat[path], basis) for path, basis in bases.items()}
+            v = backbone.velocity(replace(base, probed), x, jax.tree.map(take, conditioning), times[step], guidance)
+            return v.astype(jnp.float32).sum()
+
+        return jax.tree.map(jnp.add, sums, jax.grad(told)(bases)), None
+
+    sums, _ = jax.lax.scan(products, jax.tree.map(jnp.zeros_like, bases), jnp.arange(parts * steps))
+    return {path: sharding.whole(_orthonormal(product)) for path, product in sums.items()}
+
+
+def _noise(shape: tuple[int, ...], step: Array, seed: UInt32[Array, "2"]) -> Float[Array, "..."]:
+    key = jax.random.fold_in(stream(jax.random.wrap_key_data(seed), "calibration"), step)
+    return jax.random.normal(key, shape, jnp.float32)
+
+
+def _orthonormal(x: Float[Array, "... n r"]) -> Float[Array, "... n r"]:
+    return jnp.linalg.qr(x)[0]
