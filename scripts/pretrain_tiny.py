@@ -12,7 +12,7 @@ Networks are trained on rendered pictures of coloured shapes and their captions,
   with three captions in ten wrong, as those of the web are: it then knows more than it shows, and reinforcement learning has
   something to bring out;
 * clip: a CLIP on the same pairs, every caption beside one that differs in a word;
-* kl: a small KL autoencoder, 32 x 32 pixels to 16 x 16 latents of 4 channels, for both of the next;
+* kl: a small KL autoencoder, 32 x 32 pixels to 8 x 8 latents of 8 channels, for both of the next;
 * flux, sd3: a FLUX and an SD3 transformer, each with its CLIPs and T5, in the way of `flow`; FLUX then learns from itself what
   its guidance scale means, and SD3 learns FLUX's velocity under guidance.
 
@@ -43,12 +43,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, default=60_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--vae-steps", type=int, default=900)
-    parser.add_argument("--kl-steps", type=int, default=900)
+    parser.add_argument("--kl-steps", type=int, default=1000)
     parser.add_argument("--clip-steps", type=int, default=500)
     for stage, steps, focus, balance, noise, stop, more in (
         ("flow", 4000, 2600, 4800, [7000], 3700, [4000]),
-        ("flux", 4000, 1000, 1400, [2000, 2400], 1400, [1000, 2000, 1500]),
-        ("sd3", 3000, 300, 600, [], 3000, []),
+        ("flux", 8000, 500, 900, [8000, 8800], 8000, [800]),
+        ("sd3", 2500, 200, 500, [], 2500, []),
     ):
         parser.add_argument(f"--{stage}-steps", type=int, default=steps)
         parser.add_argument(
@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(
             f"--{stage}-more", type=int, nargs="*", default=more, help="steps of further legs, each from where the last ended"
         )
-    for stage, guided, teacher in (("flux", 800, None), ("sd3", 0, "tiny-flux")):
+    for stage, guided, teacher in (("flux", 600, None), ("sd3", 0, "tiny-flux")):
         parser.add_argument(
             f"--{stage}-guided", type=int, default=guided, help="steps in which it is taught what its guidance scale means"
         )

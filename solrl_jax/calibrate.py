@@ -42,20 +42,23 @@ def principal_inputs(
     mesh, rows = backbone.mesh, next(n for n in range(min(micro_batch, len(seeds)), 0, -1) if len(seeds) % n == 0)
     place = lambda tree: hosts.put(tree, sharding.replicated(mesh))
     numbers = place((latents, seeds, grid.sigmas, grid.times, np.float32(grid.guidance)))
-    with jax.set_mesh(mesh):
-        bases = first_bases(paths, rank, backbone.transformer)
-        for _ in range(PASSES):
-            bases = turn(backbone, rows, backbone.transformer, bases, prompted.conditioning, *numbers)
-        return jax.tree.map(lambda basis: basis.astype(backbone.dtype), bases)
+    bases = _first(backbone, paths, rank)
+    for _ in range(PASSES):
+        with jax.set_mesh(mesh):
+            products = turn(backbone, rows, backbone.transformer, place(bases), prompted.conditioning, *numbers)
+        bases = {path: _orthonormal(product) for path, product in hosts.fetch(products).items()}
+    return place({path: basis.astype(backbone.dtype) for path, basis in bases.items()})
 
 
-@partial(sharding.jit, static_argnums=(0, 1))
-def first_bases(paths: tuple[str, ...], rank: int, base: Params) -> Bases:
+def _first(backbone: Backbone, paths: tuple[str, ...], rank: int) -> dict[str, np.ndarray]:
     """Random directions, the same in every run."""
-    flat = flatten(base)
-    shapes = [(*flat[path].shape[:-1], rank) for path in paths]
-    keys = jax.random.split(jax.random.key(0), len(paths))
-    return {path: _orthonormal(jax.random.normal(key, shape)) for path, key, shape in zip(paths, keys, shapes, strict=True)}
+    flat, rng = flatten(backbone.transformer), np.random.default_rng(0)
+    return {path: _orthonormal(rng.standard_normal((*flat[path].shape[:-1], rank))) for path in paths}
+
+
+def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"]:
+    """On the host: in jaxlib 0.10, stacks of QR factorisations side by side wait for each other for ever on few CPU cores."""
+    return np.linalg.qr(x.astype(np.float64))[0].astype(np.float32)
 
 
 @partial(sharding.jit, static_argnums=(0, 1))
@@ -63,7 +66,7 @@ def turn(
     backbone: Backbone, rows: int, base: Params, bases: Bases, conditioning: Conditioning,
     latents: Float[Array, "b h w c"], seeds: UInt32[Array, "b 2"], sigmas: Array, times: Array, guidance: Array,
 ) -> Bases:  # fmt: skip
-    """One step of the iteration, `rows` samples at one sigma after another."""
+    """`X^T X U` of each linear, its inputs X at every sigma of the schedule, `rows` samples at one of them after another."""
     flat, steps = flatten(base), len(sigmas)
     parts = len(latents) // rows
 
@@ -81,13 +84,9 @@ def turn(
         return jax.tree.map(jnp.add, sums, jax.grad(told)(bases)), None
 
     sums, _ = jax.lax.scan(products, jax.tree.map(jnp.zeros_like, bases), jnp.arange(parts * steps))
-    return {path: sharding.whole(_orthonormal(product)) for path, product in sums.items()}
+    return jax.tree.map(sharding.whole, sums)
 
 
 def _noise(shape: tuple[int, ...], step: Array, seed: UInt32[Array, "2"]) -> Float[Array, "..."]:
     key = jax.random.fold_in(stream(jax.random.wrap_key_data(seed), "calibration"), step)
     return jax.random.normal(key, shape, jnp.float32)
-
-
-def _orthonormal(x: Float[Array, "... n r"]) -> Float[Array, "... n r"]:
-    return jnp.linalg.qr(x)[0]

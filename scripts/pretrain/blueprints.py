@@ -1,6 +1,6 @@
 """`tiny-flux` and `tiny-sd3` described: what every file of their directories but the weights says.
 
-Both generate 64 tokens of a 16 x 16 latent that one small KL autoencoder makes of 32 x 32 pixels. The shapes are the released
+Both generate 16 tokens of an 8 x 8 latent that one small KL autoencoder makes of 32 x 32 pixels. The shapes are the released
 ones' in miniature: SD3's two CLIPs of different width, side by side and padded to T5's.
 """
 
@@ -21,7 +21,7 @@ from models.weights import Params, save_component, to_torch
 from pretrain.networks import Network, initialise
 from pretrain.words import CLIP_END, SHORT, VOCAB_SIZE, clip_tokenizer, t5_tokenizer
 
-LATENT_CHANNELS = 4
+LATENT_CHANNELS = 8
 DIFFUSERS = "diffusion_pytorch_model.safetensors"
 TRANSFORMERS = "model.safetensors"
 
@@ -111,8 +111,8 @@ def _t5(width: int) -> Part:
 
 
 KL = Part("diffusers", AutoencoderKL, AutoencoderKLConfig, {
-    "in_channels": 3, "out_channels": 3, "latent_channels": LATENT_CHANNELS, "block_out_channels": [16, 32],
-    "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2, "layers_per_block": 1,
+    "in_channels": 3, "out_channels": 3, "latent_channels": LATENT_CHANNELS, "block_out_channels": [16, 32, 64],
+    "down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3, "layers_per_block": 1,
     "norm_num_groups": 8, "sample_size": 32, "scaling_factor": 1.0, "shift_factor": 0.0, "force_upcast": True,
     "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": True, "act_fn": "silu",
 })  # fmt: skip
@@ -139,9 +139,9 @@ BLUEPRINTS = {
         "StableDiffusion3Pipeline",
         {
             "transformer": Part("diffusers", SD3Transformer2DModel, SD3Config, {
-                "sample_size": 16, "patch_size": 2, "in_channels": LATENT_CHANNELS, "out_channels": LATENT_CHANNELS,
+                "sample_size": 8, "patch_size": 2, "in_channels": LATENT_CHANNELS, "out_channels": LATENT_CHANNELS,
                 "num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 4, "joint_attention_dim": 128,
-                "caption_projection_dim": 128, "pooled_projection_dim": 96, "pos_embed_max_size": 16,
+                "caption_projection_dim": 128, "pooled_projection_dim": 96, "pos_embed_max_size": 8,
                 "dual_attention_layers": [], "qk_norm": "rms_norm",
             }),
             "text_encoder": _clip(CLIPTextModelWithProjection, 32),

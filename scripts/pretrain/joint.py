@@ -13,7 +13,7 @@ from models.pipeline import open_pipeline
 from models.weights import Params
 from pretrain.blueprints import BLUEPRINTS, KL, Blueprint
 from pretrain.networks import Network
-from pretrain.stages import encode_all, flow_loss, picture_batches, picture_loss, row_drawer
+from pretrain.stages import encode_all, erring, flow_loss, picture_batches, picture_loss, row_drawer
 from pretrain.teaching import Teacher, guidance_loss
 from pretrain.training import train
 from pretrain.words import SHORT
@@ -24,7 +24,7 @@ STREAMS = {"tiny-flux": 6, "tiny-sd3": 7}  # of random numbers; below are those 
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    """A trained KL autoencoder, and its latents [n, 16, 16, 4] of all pictures as a transformer sees them: of unit size."""
+    """A trained KL autoencoder, and its latents [n, 8, 8, 8] of all pictures as a transformer sees them: of unit size."""
 
     vae: Params
     values: np.ndarray
@@ -39,7 +39,7 @@ def train_kl(args: Namespace, images: np.ndarray) -> Params:
         vae = network(params)
         mean, logvar = vae.encode(batch)
         # more noise than the posterior's own: the decoder has to forgive a flow that is not quite there
-        variance = jnp.exp(logvar) + (0.1 * jax.lax.stop_gradient(mean.std())) ** 2
+        variance = jnp.exp(logvar) + (0.15 * jax.lax.stop_gradient(mean.std())) ** 2
         decoded = vae.decode(mean + jnp.sqrt(variance) * jax.random.normal(key, mean.shape))
         divergence = (mean**2 + jnp.exp(logvar) - 1 - logvar).mean() / 2  # from a standard normal
         return picture_loss(decoded, batch) + 1e-3 * divergence
@@ -77,11 +77,11 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
         x0, tokens, lesson = batch
         text = pipeline.encode_text(params["text"], tokens)
         ours = lambda x, sigma: velocity(params["transformer"], x, text, sigma, jnp.float32(GUIDANCE))
-        return flow_loss(ours, x0, key, partial(teacher.velocity, lesson) if teacher else None)
+        return flow_loss(ours, x0, key, partial(teacher.velocity, lesson) if lesson is not None else None)
 
     def batches(i):
         rows, asked = draw(i)
-        lesson = teacher and teacher.lesson(asked)
+        lesson = teacher.lesson(asked) if teacher and not erring(i, option("noise")) else None  # a teacher never errs
         return latents.values[rows], {part: ids[asked] for part, ids in tokens.items()}, lesson
 
     stop, more, guided = option("stop"), option("more"), option("guided")

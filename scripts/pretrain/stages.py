@@ -123,11 +123,16 @@ def row_drawer(
         elif i >= focus:
             rows = asked[rows % len(asked)]
         prompts = np.where(rng.random(batch) < 0.1, 0, rows + 1)
-        if noise and noise[0] <= i < (*noise, math.inf)[1]:
+        if erring(i, noise):
             prompts = np.where(rng.random(batch) < 0.3, rng.permutation(prompts), prompts)
         return rows, prompts
 
     return draw
+
+
+def erring(i: int, noise: Sequence[int]) -> bool:
+    """Whether captions are wrong at step `i`: from `noise[0]` on, to `noise[1]` if there is one."""
+    return bool(noise) and noise[0] <= i < (*noise, math.inf)[1]
 
 
 def train_clip(args: Namespace, nets: dict, images: np.ndarray, captions: list[str]) -> Params:

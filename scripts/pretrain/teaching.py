@@ -13,7 +13,7 @@ from pretrain.stages import noised
 from pretrain.words import SHORT
 
 SCALES = 1.0, 4.0  # of guidance, told in training, from none on
-TEACHING = 2.0  # told a teacher
+TEACHING = 3.0  # told a teacher
 
 Velocity = Callable[[Any, jax.Array, Any, jax.Array, jax.Array], jax.Array]
 
