@@ -101,13 +101,17 @@ class Experiment:
         codes = quantize_policy(self.backbone.mesh, base, adapters, self.scale, self.quantized, quantize, self.bases)
         return attach(self.backbone.transformer, adapters, self.scale, codes)
 
+    @property
+    def calibration_prompts(self) -> list[Prompt]:
+        """Those whose samples `bases` are measured on; none without `rollout.explore.correction`."""
+        return self.train_prompts[:SAMPLES] if self.config.rollout.explore.correction else []
+
     @cached_property
     def bases(self) -> Bases:
         """What goes past the quantised products, by linear; empty without `rollout.explore.correction`."""
-        config = self.config
-        if not config.rollout.explore.correction:
+        config, prompts = self.config, self.calibration_prompts
+        if not prompts:
             return {}
-        prompts = self.train_prompts[:SAMPLES]
         return principal_inputs(
             self.backbone, self.quantized, config.rollout.explore.correction, self.grid(config.rollout.steps),
             prepare(self.backbone, None, prompts, config.model.max_tokens),

@@ -97,7 +97,7 @@ def _loop(
     config = experiment.config
     report.start(config.train.iterations, done)
     try:
-        _encode_ahead(experiment, done, report)
+        _prepare(experiment, done, report)
         if _is_due(config, done) and not _evaluation(folder, done):
             _log(metrics, done, _evaluate(experiment, folder, state.ema, done, report))
             if done and config.run.keep_best:
@@ -127,18 +127,21 @@ def _loop(
         report.stop()
 
 
-def _encode_ahead(experiment: Experiment, done: int, report: Reporter) -> None:
-    """Encodes all that the rest of the run asks for; then the text encoders need no room beside the policy."""
+def _prepare(experiment: Experiment, done: int, report: Reporter) -> None:
+    """Encodes all that the rest of the run asks for, so that the text encoders need no room beside the policy; calibrates."""
     config, backbone = experiment.config, experiment.backbone
     drawn = [
         draw_prompts(experiment.train_prompts, config.seed, i, config.train.prompts)
         for i in range(done, config.train.iterations)
     ]
     shown = experiment.test_prompts[: max(config.eval.prompts, config.eval.grid)]
-    prompts = list(dict.fromkeys([p for part in (*drawn, shown) for p in part]))
+    prompts = list(dict.fromkeys([p for part in (*drawn, shown, experiment.calibration_prompts) for p in part]))
     show = lambda rows, more: report.stage("encode", rows, more)
     backbone.text_encoders.encode_ahead([""], config.model.max_tokens, None, show)
     backbone.text_encoders.encode_ahead(prompts, config.model.max_tokens, backbone.instruction, show)
+    if experiment.calibration_prompts and experiment.format.quantize and done < config.train.iterations:
+        report.stage("calibrate", len(experiment.calibration_prompts), 0)
+        jax.block_until_ready(experiment.bases)
 
 
 def _log(metrics: Metrics, done: int, row: dict[str, float]) -> None:

@@ -184,11 +184,11 @@ def test_parts_agree_with_a_count_by_hand(preset):
 
 def test_parts_are_what_arrays_hold():
     """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync` leaves it."""
-    config = small_config("unused", "mesh.data=2", "mesh.fsdp=4", "reward=tiny-clip")
+    config = small_config("unused", "mesh.data=2", "mesh.fsdp=4", "reward=tiny-clip", "rollout.explore.correction=8")
     built = experiments.build(config)
     state, backbone = fresh_state(built), built.backbone
     codes = experiments.quantize_policy(
-        backbone.mesh, backbone.transformer, state.old, built.scale, built.quantized, built.format.quantize
+        backbone.mesh, backbone.transformer, state.old, built.scale, built.quantized, built.format.quantize, built.bases
     )
     trees = {
         "base": backbone.transformer, "quantised copy": codes, "adapters": (state.adapters, state.old, state.ema),
