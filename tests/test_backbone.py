@@ -61,7 +61,7 @@ def test_an_embedded_pipeline_is_whole_and_has_its_config(index):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("embedded:huge", "model.path='embedded:huge': no such embedded pipeline; there are tiny-flux, tiny-sana"),
+        ("embedded:huge", "model.path='embedded:huge': no such embedded pipeline; there are tiny-flux, tiny-sana, tiny-sd3"),
         ("nowhere", "model.path='nowhere': no such directory (and not of the form OWNER/NAME of a hub)"),
         ("./nowhere", "model.path='./nowhere': no such directory"),
         ("/no/where", "model.path='/no/where': no such directory"),
