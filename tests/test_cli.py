@@ -386,7 +386,7 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "prompts.train=nowhere.txt"), "prompts.train='nowhere.txt': no such file"),
         (("train", "tiny", "reward.weights={beauty: 1}"), "unknown reward 'beauty'"),
         (("train", "tiny", "lora.targets=[blocks/nothing]"), "lora.targets: 'blocks/nothing' matches no parameter"),
-        (("train", "tiny", "model.path=embedded:big-sana"), "no such embedded pipeline; there are tiny-flux, tiny-sana, tiny-sd3"),
+        (("train", "tiny", "model.path=embedded:big-sana"), "there are tiny-flux, tiny-sana, tiny-sd3"),
         (("train", "tiny", "model.height=30"), "size 30x32"),
         (("train", "tiny", "eval.prompts=5000"), "eval.prompts=5000: must be at most"),
         (("train", "tiny", "mesh.data=64"), "mesh.data=64"),
