@@ -76,10 +76,11 @@ def test_initial_noise_is_standard_normal_and_no_two_rows_are_alike():
 
 def test_streams_are_distinct():
     assert len(set(STREAMS.values())) == len(STREAMS)
-    assert STREAMS == {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4}  # old runs keep theirs
+    old = {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4}  # runs keep theirs
+    assert {**old, "calibration": 5} == STREAMS
     key = jax.random.wrap_key_data(seeds()[0, 0])
     draws = np.stack([jax.random.normal(stream(key, name), (512,)) for name in STREAMS] + [jax.random.normal(key, (512,))])
-    assert np.abs(np.corrcoef(draws) - np.eye(6)).max() < 0.2
+    assert np.abs(np.corrcoef(draws) - np.eye(7)).max() < 0.2
     np.testing.assert_array_equal(jax.random.normal(stream(key, "initial"), SHAPE), initial_noise(seeds()[0, :1], SHAPE)[0])
     with pytest.raises(KeyError, match="other"):
         stream(key, "other")
