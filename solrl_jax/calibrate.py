@@ -6,9 +6,7 @@ They depend on base and configuration alone: a run that goes on finds the ones t
 whole, from the same rows and in the same order, so that they do not depend on the mesh either.
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +75,7 @@ def turn(
         x = (1 - sigma) * x0 + sigma * jax.vmap(partial(_noise, latents.shape[1:], step))(take(seeds))
 
         def told(bases: Bases) -> Array:
-            probed: Mapping[str, Any] = {path: Probe(flat[path], basis) for path, basis in bases.items()}
+            probed = {path: Probe(flat[path], basis) for path, basis in bases.items()}
             v = backbone.velocity(replace(base, probed), x, jax.tree.map(take, conditioning), times[step], guidance)
             return v.astype(jnp.float32).sum()
 

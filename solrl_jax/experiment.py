@@ -28,7 +28,7 @@ from solrl_jax.rewards.mixture import open_rewards
 from solrl_jax.rollout.generate import Grid, prepare
 from solrl_jax.sharding import make_mesh
 
-CALIBRATION = 2**31 - 3  # the iteration of its seeds; those before are `evaluate`'s and `rank`'s
+CALIBRATION = 2**31 - 3  # the iteration of its seeds; the two after it are `rank`'s and `evaluate`'s
 
 
 @partial(sharding.jit, static_argnums=(0, 3, 4, 5))
@@ -99,7 +99,7 @@ class Experiment:
             return self.policy(adapters)
         base = self.backbone.transformer
         codes = quantize_policy(self.backbone.mesh, base, adapters, self.scale, self.quantized, quantize, self.bases)
-        return attach(self.backbone.transformer, adapters, self.scale, codes)
+        return attach(base, adapters, self.scale, codes)
 
     @property
     def calibration_prompts(self) -> list[Prompt]:

@@ -151,7 +151,10 @@ def _policy(
     target: str, chosen: Path | None, request: Request, config: Config | None, backbone: Backbone, form: Format,
     quantized: tuple[str, ...],
 ) -> Params:  # fmt: skip
-    """The base, with the adapters of the run or the file if there is one, and leaves of `form` where it quantises."""
+    """The base, with the adapters of the run or the file if there is one, and leaves of `form` where it quantises.
+
+    Without a correction (`rollout.explore.correction`), also of a run that explores with one.
+    """
     base, scale = backbone.transformer, 1.0
     adapters: Adapters = {}
     if config:

@@ -135,12 +135,14 @@ def _prepare(experiment: Experiment, done: int, report: Reporter) -> None:
         for i in range(done, config.train.iterations)
     ]
     shown = experiment.test_prompts[: max(config.eval.prompts, config.eval.grid)]
-    prompts = list(dict.fromkeys([p for part in (*drawn, shown, experiment.calibration_prompts) for p in part]))
+    calibrates = experiment.format.quantize is not None and done < config.train.iterations
+    measured = experiment.calibration_prompts if calibrates else []
+    prompts = list(dict.fromkeys([p for part in (*drawn, shown, measured) for p in part]))
     show = lambda rows, more: report.stage("encode", rows, more)
     backbone.text_encoders.encode_ahead([""], config.model.max_tokens, None, show)
     backbone.text_encoders.encode_ahead(prompts, config.model.max_tokens, backbone.instruction, show)
-    if experiment.calibration_prompts and experiment.format.quantize and done < config.train.iterations:
-        report.stage("calibrate", len(experiment.calibration_prompts), 0)
+    if measured:
+        report.stage("calibrate", len(measured), 0)
         jax.block_until_ready(experiment.bases)
 
 

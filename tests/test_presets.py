@@ -118,6 +118,15 @@ def test_adapters_are_on_exactly_the_kernels_of_the_recipe(model):
     assert all(any(re.fullmatch(r, p) for p in matched) for r in patterns)
 
 
+@pytest.mark.parametrize("model", ["tiny-flux", "tiny-sd3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_other_models_of_tiny_go_with_every_family(model, family):
+    c = resolve("tiny", [f"model={model}", f"family={family}"])
+    assert (c.model.path, c.family, c.train.prompts) == (f"embedded:{model}", family, 12)
+    assert c.rollout.kept == (12 if family == "diffusionnft" else 24)
+    assert resolve("tiny", [f"family={family}"]).train.prompts == 6
+
+
 def test_tiny_is_the_embedded_world():
     c = resolve("tiny")
     assert (c.model.path, c.reward.weights) == ("embedded:tiny-sana", {"shapes": 1.0})
