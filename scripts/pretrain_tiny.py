@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     for stage, steps, focus, balance, noise, stop, more in (
         ("flow", 4000, 2600, 4800, [7000], 3700, [4000]),
         ("flux", 8000, 500, 900, [8000, 8800], 8000, [800]),
-        ("sd3", 2500, 200, 500, [], 2500, [1600]),
+        ("sd3", 2500, 200, 500, [], 2500, [1600, 4000]),
     ):
         parser.add_argument(f"--{stage}-steps", type=int, default=steps)
         parser.add_argument(
