@@ -1,5 +1,6 @@
 """What a run directory, a preset or a model means to the commands: its configuration, its averaged policy."""
 
+import dataclasses
 from pathlib import Path
 
 from solrl_jax import checkpoint, files
@@ -14,10 +15,16 @@ from solrl_jax.state import abstract_state, read_start
 def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -> tuple[Config, Path | None]:
     """The configuration that `target` means, and its run directory if it is one.
 
-    A run directory has its own; a preset is resolved; anything else is a model, for which `preset` gives the rest.
+    A run directory has its own, and its adapters are as they were trained; a preset is resolved; anything else is a model, for
+    which `preset` gives the rest. Raises InputError or ConfigError.
     """
     if is_run(target):
-        return override(read_run(target), overrides), Path(target)
+        own = read_run(target)
+        config = override(own, overrides)
+        for name, value in dataclasses.asdict(config.lora).items():
+            if value != getattr(own.lora, name):
+                raise InputError(f"lora.{name}={value}: {target} is a run and has its own adapters; leave it out")
+        return config, Path(target)
     if target in preset_names():
         return resolve(target, overrides), None
     if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):

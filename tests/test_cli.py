@@ -318,6 +318,8 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
             ("export", "{run}", "--out", "{dir}/x.safetensors", "--checkpoint", "7"),
             "--checkpoint 7: {run}/checkpoints has 1, 2",
         ),
+        (("eval", "{run}", "lora.init={dir}/x"), "lora.init={dir}/x: {run} is a run and has its own adapters; leave it out"),
+        (("rank", "{run}", "lora.alpha=1"), "lora.alpha=1.0: {run} is a run and has its own adapters; leave it out"),
         (("eval", "{run}", "--checkpoint", "newest"), "--checkpoint newest: must be best, latest or an iteration"),
         (
             ("eval", "{empty}", "--checkpoint", "best"),
