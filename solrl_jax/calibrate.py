@@ -1,6 +1,6 @@
 """The principal directions of the inputs of the linears that are quantised, measured once on the base (`numerics.principal`).
 
-    samples of the base at full steps -> noised to every sigma of the schedule -> orthogonal iteration over the network's probes
+    samples of the base as it explores -> noised to each sigma it starts from -> orthogonal iteration over the network's probes
 
 They depend on base and configuration alone: a run that goes on finds the ones that it began with. Every device computes them
 whole, from the same rows and in the same order, so that they do not depend on the mesh either.
@@ -22,6 +22,7 @@ from solrl_jax.rollout.generate import Grid, Prompted, generate
 
 SAMPLES = 16  # prompts, a picture of each
 PASSES = 3  # of the iteration; inputs' energy falls off fast enough
+OVERSAMPLING = 2  # directions it turns for one that is kept; the last of those turned are found worst
 
 Bases = dict[str, Float[Array, "... n_in r"]]  # by the linear's path, orthonormal columns
 
@@ -45,18 +46,22 @@ def principal_inputs(
         with jax.set_mesh(mesh):
             products = turn(backbone, rows, backbone.transformer, place(bases), prompted.conditioning, *numbers)
         bases = {path: _orthonormal(product) for path, product in hosts.fetch(products).items()}
-    return place({path: basis.astype(backbone.dtype) for path, basis in bases.items()})
+    return place({path: basis[..., :rank].astype(backbone.dtype) for path, basis in bases.items()})
 
 
 def _first(backbone: Backbone, paths: tuple[str, ...], rank: int) -> dict[str, np.ndarray]:
     """Random directions, the same in every run."""
-    flat, rng = flatten(backbone.transformer), np.random.default_rng(0)
-    return {path: _orthonormal(rng.standard_normal((*flat[path].shape[:-1], rank))) for path in paths}
+    shapes, rng = {path: flatten(backbone.transformer)[path].shape for path in paths}, np.random.default_rng(0)
+    turned = {path: min(OVERSAMPLING * rank, shape[-2]) for path, shape in shapes.items()}
+    return {path: _orthonormal(rng.standard_normal((*shape[:-1], turned[path]))) for path, shape in shapes.items()}
 
 
 def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"]:
-    """On the host: in jaxlib 0.10, stacks of QR factorisations side by side wait for each other for ever on few CPU cores."""
-    return np.linalg.qr(x.astype(np.float64))[0].astype(np.float32)
+    """Orthonormal columns that span those of `x`, the largest directions first.
+
+    On the host: in jaxlib 0.10, stacks of factorisations side by side wait for each other for ever on few CPU cores.
+    """
+    return np.linalg.svd(x.astype(np.float64), full_matrices=False)[0].astype(np.float32)
 
 
 @partial(sharding.jit, static_argnums=(0, 1))

@@ -113,7 +113,7 @@ class Experiment:
         if not prompts:
             return {}
         return principal_inputs(
-            self.backbone, self.quantized, config.rollout.explore.correction, self.grid(config.rollout.steps),
+            self.backbone, self.quantized, config.rollout.explore.correction, self.exploring_grid(config.rollout.explore.steps),
             prepare(self.backbone, None, prompts, config.model.max_tokens),
             self.seeds(config.seed, CALIBRATION, prompts, 1)[:, 0], self.size, config.rollout.chunk,
             config.optimizer.micro_batch,

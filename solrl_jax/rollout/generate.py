@@ -19,7 +19,7 @@ from solrl_jax import hosts, sharding
 from solrl_jax.backbone import Backbone, Conditioning, Params
 from solrl_jax.flow import sampler
 from solrl_jax.flow.schedule import first_sigmas, make_sigmas
-from solrl_jax.flow.solver import solver_table
+from solrl_jax.flow.solver import preview_table, solver_table
 from solrl_jax.keys import initial_noise
 from solrl_jax.prompts import Prompt
 from solrl_jax.rewards.base import Reward, score_images
@@ -50,9 +50,10 @@ class Grid:
         schedule whose `first_sigmas` these are.
         """
         sigmas = make_sigmas(rollout.schedule, within or steps, rollout.shift, tokens)
-        if within:
-            sigmas = first_sigmas(sigmas, steps)
         table = solver_table(rollout.solver, sigmas, rollout.eta)
+        if within:
+            whole, sigmas = sigmas, first_sigmas(sigmas, steps)
+            table = preview_table(rollout.solver, sigmas, whole, rollout.eta)
         scale = rollout.true_guidance if embedded_guidance else rollout.guidance
         return cls.from_sigmas(sigmas, table, rollout.guidance, scale != 1.0, scale=scale)
 

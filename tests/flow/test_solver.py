@@ -7,8 +7,9 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
-from solrl_jax.flow.schedule import make_sigmas
-from solrl_jax.flow.solver import SOLVERS, solver_table
+from solrl_jax.flow import solver
+from solrl_jax.flow.schedule import first_sigmas, make_sigmas
+from solrl_jax.flow.solver import PREVIEW_EXTRAPOLATION, SOLVERS, preview_table, solver_table
 
 STEPS = (2, 4, 10, 20)  # diffusers treats fewer than 15 steps differently
 TOLERANCE = 1e-5
@@ -173,3 +174,51 @@ def test_an_unknown_solver_and_noise_where_there_is_none_are_refused():
     for name in ("euler", "dpm1", "dpm2"):
         with pytest.raises(ValueError, match=rf"rollout\.eta=0\.5: only the ddim solver takes noise; {name} is deterministic"):
             solver_table(name, sigmas, 0.5)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", ["euler", "dpm1", "ddim"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 6, 9])
+def test_a_preview_s_long_steps_go_part_of_the_way_to_what_they_stand_for(steps, name, grid, monkeypatch):
+    """Where data predictions are on a line in sigma: all the way, and a preview ends where the whole schedule does."""
+    whole = make_sigmas(grid[0], 10, grid[1], 1024)
+    sigmas = first_sigmas(whole, steps)
+
+    def path(table, at):  # data predictions 2 + 3 sigma, whatever the latent
+        x, latents, previous = START, {}, np.zeros_like(START)
+        for (a, b, c, _), sigma, after in zip(table.astype(np.float64), at, at[1:], strict=False):
+            x0 = np.full_like(START, 2 + 3 * sigma)
+            x, previous = a * x + b * x0 + c * previous, x0
+            latents[after] = x
+        return latents
+
+    want = path(solver_table("euler", whole), whole)
+    ends = {}
+    for share in (0.0, PREVIEW_EXTRAPOLATION, 1.0):
+        monkeypatch.setattr(solver, "PREVIEW_EXTRAPOLATION", share)
+        ends[share] = path(preview_table(name, sigmas, whole), sigmas)[0.0]
+    if steps == 1:  # of one step, nothing is known before it
+        np.testing.assert_allclose(ends[1.0], ends[0.0], atol=1e-6)
+    else:
+        np.testing.assert_allclose(ends[1.0], want[0.0], atol=1e-5)
+        np.testing.assert_allclose(ends[0.0], 2 + 3 * sigmas[-2], atol=1e-5)
+        np.testing.assert_allclose(
+            ends[PREVIEW_EXTRAPOLATION], ends[0.0] + PREVIEW_EXTRAPOLATION * (ends[1.0] - ends[0.0]), atol=1e-5
+        )
+        assert steps == 9 or np.abs(ends[1.0] - ends[0.0]).min() > 0.1
+    if steps > 2:  # between, too: the first long step
+        monkeypatch.setattr(solver, "PREVIEW_EXTRAPOLATION", 1.0)
+        np.testing.assert_allclose(path(preview_table(name, sigmas, whole), sigmas)[sigmas[-2]], want[sigmas[-2]], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_preview_of_all_steps_is_the_whole_schedule(name):
+    whole = make_sigmas("sd3", 10, 3.0, 1024)
+    np.testing.assert_array_equal(preview_table(name, first_sigmas(whole, 10), whole), solver_table(name, whole))
+    short = preview_table(name, first_sigmas(whole, 6), whole)
+    np.testing.assert_array_equal(short[:4], solver_table(name, whole)[:4])  # and follows it as long as it can
+    np.testing.assert_allclose(short[:, :3].sum(1), 1, atol=1e-6)
+    if name == "dpm2":
+        np.testing.assert_array_equal(short, solver_table(name, first_sigmas(whole, 6)))
+    else:
+        assert (short[4:, 2] < -0.1).all()
