@@ -1,6 +1,8 @@
-"""Options that several commands take, and those that belong together."""
+"""Options that several commands take, and those that belong together; how commands show progress and results."""
 
+import json
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,3 +82,14 @@ def join_hosts(hosts: str | None, host: int | None, coordinator: str | None) -> 
     from solrl_jax.hosts import initialise
 
     initialise(hosts, host, coordinator)
+
+
+def bar(total: int | None, name: str, unit: str = "img"):
+    """A progress bar on standard error, silent where that is no terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=name, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty())
+
+
+def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
+    click.echo(json.dumps(summary) if as_json else text)

@@ -60,7 +60,7 @@ ORDER = [
         "solrl_jax.plan",
         "solrl_jax.planning",
     ),
-    ("solrl_jax.cli", "solrl_jax.options"),
+    ("solrl_jax.cli", "solrl_jax.cli_files", "solrl_jax.options"),
 ]
 # what only writes files may be used by whatever shows results
 LEAVES = ("solrl_jax.pictures", "solrl_jax.files")
