@@ -37,7 +37,8 @@ def quantize_policy(
     bases: Bases | None = None,
 ) -> dict[str, Quantized]:  # fmt: skip
     """`merge_and_quantize` in one program; the base is read, never copied, and codes are split over devices as weights are."""
-    codes = merge_and_quantize(base, adapters, scale, paths, quantize, bases)
+    whole = partial(jax.lax.with_sharding_constraint, shardings=sharding.replicated(mesh))
+    codes = merge_and_quantize(base, adapters, scale, paths, quantize, bases, whole)
     return jax.lax.with_sharding_constraint(codes, sharding.parameter_sharding(mesh, codes))
 
 

@@ -1,10 +1,14 @@
 """Results do not depend on the batch, the chunk or the mesh (spec, section 2; eight CPU devices)."""
 
+import itertools
+
+import chex
 import jax
 import numpy as np
 import pytest
 
 from solrl_jax import experiment as experiments
+from solrl_jax.policy.lora import flatten
 from solrl_jax.rollout.generate import draw_noise, generate, prepare
 from solrl_jax.sharding import make_mesh, parameter_sharding
 from solrl_jax.train import iterate
@@ -51,6 +55,16 @@ def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(built):
     for name in ("one", "data=2 fsdp=2 tensor=2"):
         for rows in (np.array([17]), np.array([3, 17, 5]), np.arange(24)):
             np.testing.assert_allclose(explore(built[name], rows), everyone[rows], atol=REWARD_TOLERANCE, err_msg=name)
+
+
+def test_the_policy_that_explores_is_the_same_to_the_bit_on_any_mesh(built):
+    """Codes, scales, and what goes past them: a sum in parts would round otherwise here and there, and tip a code."""
+    policies = {}
+    for name, experiment in built.items():
+        adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
+        policies[name] = jax.device_get(flatten(experiment.exploring_policy(adapters, "nvfp4")))
+    for name, path in itertools.product(MESHES, built["one"].quantized):
+        chex.assert_trees_all_equal(policies[name][path], policies["one"][path], custom_message=f"{name} {path}")
 
 
 def test_initial_noise_is_the_same_to_the_bit(built):

@@ -41,12 +41,16 @@ class Corrected:
 
 
 def correct(
-    quantize: Callable[[Array], Any], w: Float[Array, "... n_in n_out"], basis: Float[Array, "... n_in r"]
-) -> Corrected:
-    """`w` (float32) quantised but for the directions of `basis`, in whose dtype these are kept."""
-    exact = basis.astype(jnp.float32)  # as it is stored, so that the two products add up to `x w` but for quantisation
-    carried = (exact.swapaxes(-1, -2) @ w).astype(basis.dtype)
-    return Corrected(quantize(w - exact @ carried.astype(jnp.float32)), basis, carried)
+    quantize: Callable[[Array], Any], w: Float[Array, "... n_in n_out"], basis: Float[Array, "... n_in r"],
+    whole: Callable[[Array], Array] = lambda x: x,
+) -> Corrected:  # fmt: skip
+    """`w` (float32) quantised but for the directions of `basis`, in whose dtype these are kept.
+
+    whole: constrains a value to be whole on every device. In parts, sums round as these are, and a last bit can tip a code.
+    """
+    exact, w = basis.astype(jnp.float32), whole(w)  # as it is stored, so that the two products add up to `x w` but for codes
+    carried = whole(exact.swapaxes(-1, -2) @ w).astype(basis.dtype)
+    return Corrected(quantize(w - whole(exact @ carried.astype(jnp.float32))), basis, carried)
 
 
 def divide(x: Float[Array, "rows n_in"], w: Corrected) -> tuple[Float[Array, "rows r"], Float[Array, "rows n_in"]]:

@@ -68,19 +68,20 @@ def merge_and_quantize(
     paths: Sequence[str],
     quantize: Callable[[Array], Quantized],
     bases: Mapping[str, Array] | None = None,
+    whole: Callable[[Array], Array] = lambda x: x,
 ) -> dict[str, Quantized]:
     """Quantised copies of the linears at `paths`, adapters merged in float32 first: `quantize(W + scale A B)`.
 
     The other linears need no copy: they keep the base's array and the adapter beside it, which is exact and takes no memory.
     A stack is done a layer at a time: merged whole, in float32, it would take twice what the base does.
 
-    bases: principal directions [..., in, r] of the inputs of those linears that are `principal.correct`ed.
+    bases: principal directions [..., in, r] of the inputs of those linears that are `principal.correct`ed; whole: see there.
     """
     flat, bases = flatten(base), bases or {}
 
     def copy(path: str) -> Quantized:
         beside = (bases[path],) if path in bases else ()
-        make = partial(correct, quantize) if beside else quantize
+        make = partial(correct, quantize, whole=whole) if beside else quantize
         return by_layer(make, flat[path], adapters.get(path), scale, *beside)
 
     return {path: copy(path) for path in paths}
