@@ -14,6 +14,7 @@ from solrl_jax.numerics.matmul import LowRank, dequantize
 from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.numerics.principal import Corrected
 from solrl_jax.policy.lora import flatten
+from solrl_jax.rollout.generate import generate, prepare
 from tests.small import fresh_state, small_config
 
 RANK = 8
@@ -21,7 +22,8 @@ RANK = 8
 
 @pytest.fixture(scope="module")
 def experiment():
-    return experiments.build(small_config("unused", f"rollout.explore.correction={RANK}"))
+    as_tiny = ("rollout.steps=10", "rollout.explore.steps=6")  # two steps, as other tests take, make no picture
+    return experiments.build(small_config("unused", f"rollout.explore.correction={RANK}", *as_tiny))
 
 
 def test_every_quantised_linear_has_orthonormal_directions(experiment):
@@ -46,7 +48,10 @@ def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment):
     backbone, adapters = experiment.backbone, fresh_state(experiment).old
     prompts, size = experiment.test_prompts[:4], experiment.size
     conditioning = backbone.encode(prompts, experiment.config.model.max_tokens)
-    latents = jax.random.normal(jax.random.key(1), (4, *backbone.pipeline.latent_shape(*size)))
+    prompted = prepare(backbone, None, prompts, experiment.config.model.max_tokens)
+    seeds, grid = experiment.seeds(0, 1, prompts, 1)[:, 0], experiment.grid(10)
+    pictures = generate(backbone, backbone.transformer, grid, prompted, np.arange(4), seeds, size, 4, None).latents
+    latents = (np.asarray(pictures) + jax.random.normal(jax.random.key(1), pictures.shape)) / 2
     other = {
         path: jnp.linalg.qr(jax.random.normal(jax.random.key(7), basis.shape))[0].astype(basis.dtype)
         for path, basis in experiment.bases.items()
