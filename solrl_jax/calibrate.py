@@ -51,9 +51,9 @@ def principal_inputs(
 
 def _first(backbone: Backbone, paths: tuple[str, ...], rank: int) -> dict[str, np.ndarray]:
     """Random directions, the same in every run."""
-    shapes, rng = {path: flatten(backbone.transformer)[path].shape for path in paths}, np.random.default_rng(0)
-    turned = {path: min(OVERSAMPLING * rank, shape[-2]) for path, shape in shapes.items()}
-    return {path: _orthonormal(rng.standard_normal((*shape[:-1], turned[path]))) for path, shape in shapes.items()}
+    flat, rng = flatten(backbone.transformer), np.random.default_rng(0)
+    turned = lambda n_in: min(OVERSAMPLING * rank, n_in)
+    return {p: _orthonormal(rng.standard_normal((*flat[p].shape[:-1], turned(flat[p].shape[-2])))) for p in paths}
 
 
 def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"]:
