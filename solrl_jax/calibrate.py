@@ -1,9 +1,11 @@
-"""The principal directions of the inputs of the linears that are quantised, measured once on the base (`numerics.principal`).
+"""What exploration is calibrated on, measured once on the base: a preview's solver, and what goes past quantised products.
 
-    samples of the base as it explores -> noised to each sigma it starts from -> orthogonal iteration over the network's probes
+    samples of the base, step by step -> the steps of a preview that come nearest to the whole schedule's (`flow.solver`)
+    samples of the base as it explores -> noised to each sigma it starts from -> orthogonal iteration over the network's
+    probes: the principal directions of the inputs of the linears that are quantised (`numerics.principal`)
 
-They depend on base and configuration alone: a run that goes on finds the ones that it began with. Every device computes them
-whole, from the same rows and in the same order, so that they do not depend on the mesh either.
+Both depend on base and configuration alone: a run that goes on finds the ones that it began with. Every device computes
+directions whole, from the same rows and in the same order, so that they do not depend on the mesh either.
 """
 
 from functools import partial
@@ -15,6 +17,8 @@ from jaxtyping import Array, Float, UInt32
 
 from solrl_jax import hosts, sharding
 from solrl_jax.backbone import Backbone, Conditioning, Params
+from solrl_jax.flow.schedule import first_sigmas
+from solrl_jax.flow.solver import fitted_table
 from solrl_jax.keys import stream
 from solrl_jax.numerics.principal import Probe
 from solrl_jax.policy.lora import flatten, replace
@@ -25,6 +29,29 @@ PASSES = 3  # of the iteration; inputs' energy falls off fast enough
 OVERSAMPLING = 2  # directions it turns for one that is kept; the last of those turned are found worst
 
 Bases = dict[str, Float[Array, "... n_in r"]]  # by the linear's path, orthonormal columns
+
+
+def preview_grid(
+    backbone: Backbone, whole: Grid, steps: int, prompted: Prompted, seeds: UInt32[np.ndarray, "b 2"], size: tuple[int, int],
+    chunk: int,
+) -> Grid:  # fmt: skip
+    """The grid of a preview of `whole` in `steps` steps: `first_sigmas` of it, and coefficients fitted on the base.
+
+    prompted: a prompt a seed; chunk: rows a device runs at once.
+    """
+
+    def one_step(x: np.ndarray | None, sigma: float, row: tuple[float, ...]) -> np.ndarray:
+        sigmas, table = np.array([sigma, 0.0]), np.array([row], np.float32)
+        grid = Grid.from_sigmas(sigmas, table, whole.guidance, whole.guided, scale=whole.scale)
+        index = np.arange(len(seeds))
+        return generate(backbone, backbone.transformer, grid, prompted, index, seeds, size, chunk, None, noise=x).latents
+
+    predict = lambda x, sigma: one_step(x, sigma, (0.0, 1.0, 0.0, 0.0))
+    noise = one_step(None, 1.0, (1.0, 0.0, 0.0, 0.0))
+    full = np.append(whole.sigmas, np.float32(0))
+    sigmas = first_sigmas(full, steps)
+    table = fitted_table(predict, noise, full, whole.table, sigmas)
+    return Grid.from_sigmas(sigmas, table, whole.guidance, whole.guided, scale=whole.scale)
 
 
 def principal_inputs(

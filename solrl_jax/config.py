@@ -100,7 +100,7 @@ class Explore(Section):
 
     precision: Precision
     steps: Count
-    sigmas: PreviewSigmas  # own: the schedule with so many steps; first: `rollout.steps`' first, then two long steps
+    sigmas: PreviewSigmas  # own: the schedule with so many steps; first: half are `rollout.steps`' first, then long ones
     correction: Natural  # rank of what goes past quantised products: their inputs' principal directions; 0: nothing
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
     audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
@@ -132,6 +132,7 @@ class Rollout(Section):
         floor, audit = self.explore.floor, self.explore.audit_every
         follows = self.regenerate or explored == self.steps
         even = self.selection != "best_worst" or k % 2 == 0
+        own = self.explore.sigmas == "own"
         _check(
             (k <= n, "rollout.kept", k, f"must be at most rollout.candidates={n}"),
             (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
@@ -141,6 +142,7 @@ class Rollout(Section):
             (self.regenerate or not audit, "rollout.explore.audit_every", audit, compared.format(0)),
             (follows, field, explored, f"must equal {full} with rollout.regenerate=false"),
             (self.eta == 0 or self.solver == "ddim", "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
+            (self.eta == 0 or own, "rollout.eta", self.eta, "must be 0 with rollout.explore.sigmas=first"),
         )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, UInt32
 
 from solrl_jax import sharding
 from solrl_jax.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone, open_model, open_text_encoders
-from solrl_jax.calibrate import SAMPLES, Bases, principal_inputs
+from solrl_jax.calibrate import SAMPLES, Bases, preview_grid, principal_inputs
 from solrl_jax.config import Config
 from solrl_jax.files import InputError
 from solrl_jax.keys import candidate_seeds, prompt_uid
@@ -78,16 +78,15 @@ class Experiment:
 
     def grid(self, steps: int) -> Grid:
         """The run's solver and schedule with `steps` steps."""
-        return self._grid(steps)
+        pipeline = self.backbone.pipeline
+        return Grid.of(self.config.rollout, steps, pipeline.image_tokens(*self.size), pipeline.embedded_guidance)
 
     def exploring_grid(self, steps: int, sigmas: str | None = None) -> Grid:
         """The grid that candidates are explored on; sigmas: other ones than `rollout.explore.sigmas` says."""
         rollout = self.config.rollout
-        return self._grid(steps, rollout.steps if (sigmas or rollout.explore.sigmas) == "first" else None)
-
-    def _grid(self, steps: int, within: int | None = None) -> Grid:
-        pipeline = self.backbone.pipeline
-        return Grid.of(self.config.rollout, steps, pipeline.image_tokens(*self.size), pipeline.embedded_guidance, within)
+        if (sigmas or rollout.explore.sigmas) == "own":
+            return self.grid(steps)
+        return self._preview_grid(steps) if steps < rollout.steps else self.grid(rollout.steps)
 
     def policy(self, adapters: Adapters) -> Params:
         """The policy of `adapters`, exactly: the base with the adapters beside it, in the training precision."""
@@ -104,21 +103,44 @@ class Experiment:
 
     @property
     def calibration_prompts(self) -> list[Prompt]:
-        """Those whose samples `bases` are measured on; none without `rollout.explore.correction`."""
-        return self.train_prompts[:SAMPLES] if self.config.rollout.explore.correction else []
+        """Those whose samples `calibrate` looks at; none where there is nothing to calibrate."""
+        rollout = self.config.rollout
+        previews = rollout.explore.sigmas == "first" and rollout.explore.steps < rollout.steps
+        corrects = rollout.explore.correction and self.format.quantize is not None
+        return self._sampled[0] if previews or corrects else []
+
+    def calibrate(self) -> None:
+        """Measures all that level 0 of `levels` explores with. It would be measured when first asked for, too."""
+        self.exploring_grid(self.config.rollout.explore.steps)
+        if self.format.quantize is not None:
+            jax.block_until_ready(self.bases)
 
     @cached_property
     def bases(self) -> Bases:
         """What goes past the quantised products, by linear; empty without `rollout.explore.correction`."""
-        config, prompts = self.config, self.calibration_prompts
-        if not prompts:
+        config, (prompts, seeds) = self.config, self._sampled
+        explore = config.rollout.explore
+        if not explore.correction:
             return {}
         return principal_inputs(
-            self.backbone, self.quantized, config.rollout.explore.correction, self.exploring_grid(config.rollout.explore.steps),
-            prepare(self.backbone, None, prompts, config.model.max_tokens),
-            self.seeds(config.seed, CALIBRATION, prompts, 1)[:, 0], self.size, config.rollout.chunk,
+            self.backbone, self.quantized, explore.correction, self.exploring_grid(explore.steps),
+            prepare(self.backbone, None, prompts, config.model.max_tokens), seeds, self.size, config.rollout.chunk,
             config.optimizer.micro_batch,
         )  # fmt: skip
+
+    @cached_property
+    def _preview_grid(self) -> Callable[[int], Grid]:
+        """The grid of a preview with so many steps, worked out once."""
+        config, (prompts, seeds) = self.config, self._sampled
+        prompted = prepare(self.backbone, None, prompts, config.model.max_tokens)
+        whole = self.grid(config.rollout.steps)
+        return cache(lambda steps: preview_grid(self.backbone, whole, steps, prompted, seeds, self.size, config.rollout.chunk))
+
+    @property
+    def _sampled(self) -> tuple[list[Prompt], UInt32[np.ndarray, "p 2"]]:
+        """What calibration samples: prompts, and a seed of each."""
+        prompts = self.train_prompts[:SAMPLES]
+        return prompts, self.seeds(self.config.seed, CALIBRATION, prompts, 1)[:, 0]
 
     def seeds(self, root: int, iteration: int, prompts: Sequence[str], candidates: int) -> UInt32[np.ndarray, "p n 2"]:
         """The seeds of `candidates` candidates of each prompt, on the host."""

@@ -135,15 +135,14 @@ def _prepare(experiment: Experiment, done: int, report: Reporter) -> None:
         for i in range(done, config.train.iterations)
     ]
     shown = experiment.test_prompts[: max(config.eval.prompts, config.eval.grid)]
-    calibrates = experiment.format.quantize is not None and done < config.train.iterations
-    measured = experiment.calibration_prompts if calibrates else []
+    measured = experiment.calibration_prompts if done < config.train.iterations else []
     prompts = list(dict.fromkeys([p for part in (*drawn, shown, measured) for p in part]))
     show = lambda rows, more: report.stage("encode", rows, more)
     backbone.text_encoders.encode_ahead([""], config.model.max_tokens, None, show)
     backbone.text_encoders.encode_ahead(prompts, config.model.max_tokens, backbone.instruction, show)
     if measured:
         report.stage("calibrate", len(measured), 0)
-        jax.block_until_ready(experiment.bases)
+        experiment.calibrate()
 
 
 def _log(metrics: Metrics, done: int, row: dict[str, float]) -> None:

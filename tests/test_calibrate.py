@@ -9,7 +9,9 @@ import pytest
 
 from solrl_jax import experiment as experiments
 from solrl_jax.calibrate import PASSES
+from solrl_jax.experiment import build
 from solrl_jax.files import InputError
+from solrl_jax.flow.solver import solver_table
 from solrl_jax.numerics.matmul import LowRank, dequantize
 from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.numerics.principal import Corrected
@@ -18,12 +20,42 @@ from solrl_jax.rollout.generate import generate, prepare
 from tests.small import fresh_state, small_config
 
 RANK = 8
+# two steps, as other tests take, make no picture
+AS_TINY = ("rollout.steps=10", "rollout.explore.steps=6", "rollout.explore.sigmas=first")
 
 
 @pytest.fixture(scope="module")
 def experiment():
-    as_tiny = ("rollout.steps=10", "rollout.explore.steps=6")  # two steps, as other tests take, make no picture
-    return experiments.build(small_config("unused", f"rollout.explore.correction={RANK}", *as_tiny))
+    return build(small_config("unused", f"rollout.explore.correction={RANK}", *AS_TINY))
+
+
+def test_a_preview_is_fitted_to_what_the_base_does_and_the_same_in_every_run(experiment):
+    """On prompts and seeds that it was not fitted on, it ends nearer to all ten steps than the solver on its sigmas does."""
+    whole, grid, backbone = experiment.grid(10), experiment.exploring_grid(6), experiment.backbone
+    np.testing.assert_array_equal(grid.sigmas, whole.sigmas[[0, 1, 2, 3, 5, 7]])
+    np.testing.assert_array_equal(grid.times, whole.times[[0, 1, 2, 3, 5, 7]])
+    np.testing.assert_array_equal(grid.table[:3], whole.table[:3])
+    np.testing.assert_array_equal(dataclasses.replace(experiment).exploring_grid(6).table, grid.table)
+    assert experiment.exploring_grid(6) is grid  # worked out once
+    unfitted = dataclasses.replace(grid, table=solver_table("euler", np.append(grid.sigmas, 0)))
+    prompts, size = experiment.test_prompts[:8], experiment.size
+    prompted = prepare(backbone, None, prompts, experiment.config.model.max_tokens)
+    index, seeds = np.arange(16) % 8, experiment.seeds(0, 1, prompts, 2).swapaxes(0, 1).reshape(-1, 2)
+    end = lambda grid: generate(backbone, backbone.transformer, grid, prompted, index, seeds, size, 16, None).latents
+    want = end(whole)
+    distance = {name: np.sqrt(np.mean((end(g) - want) ** 2)) for name, g in (("fitted", grid), ("not", unfitted))}
+    print(distance)
+    assert distance["fitted"] < 0.9 * distance["not"]
+    assert distance["not"] < 0.2 * want.std()  # and both are previews of it
+
+
+def test_what_there_is_to_calibrate(experiment):
+    shown = lambda *overrides: build(small_config("unused", *AS_TINY, *overrides)).calibration_prompts
+    assert shown() == shown("rollout.explore.precision=bf16") == experiment.train_prompts[:16]
+    assert not shown("rollout.explore.sigmas=own")
+    assert shown("rollout.explore.sigmas=own", "rollout.explore.correction=8")
+    assert not shown("rollout.explore.sigmas=own", "rollout.explore.correction=8", "rollout.explore.precision=bf16")
+    assert not shown("rollout.explore.steps=10")
 
 
 def test_every_quantised_linear_has_orthonormal_directions(experiment):
@@ -93,7 +125,7 @@ def test_the_policy_that_explores_is_corrected_and_the_one_that_trains_is_not(ex
 def test_a_correction_that_leaves_nothing_to_quantise_is_refused_before_anything_is_loaded(rank, monkeypatch):
     monkeypatch.setattr(experiments, "load_backbone", lambda *_, **__: pytest.fail("weights are loaded"))
     with pytest.raises(InputError, match=rf"^rollout\.explore\.correction={rank}: must be less than 128, the inputs of "):
-        experiments.build(small_config("unused", f"rollout.explore.correction={rank}"))
+        build(small_config("unused", f"rollout.explore.correction={rank}"))
 
 
 def test_more_turns_would_find_little_more(experiment, monkeypatch):

@@ -73,6 +73,10 @@ BAD = [
     (("family=naive_scaling", "rollout.steps=12"), "rollout.explore.steps=10: must equal rollout.steps=12 with .*=false"),
     (("rollout.eta=0.5",), "rollout.eta=0.5: must be 0 with rollout.solver=euler"),
     (("rollout.eta=1.5", "rollout.solver=ddim"), "rollout.eta=1.5: must be at most 1"),
+    (
+        ("rollout.eta=0.5", "rollout.solver=ddim", "rollout.explore.sigmas=first"),
+        "rollout.eta=0.5: must be 0 with rollout.explore.sigmas=first",
+    ),
     (("rollout.chunk=7",), "rollout.chunk=7: must divide train.prompts * rollout.candidates = 4608"),
     (("rollout.chunk=9216",), "rollout.chunk=9216: must divide train.prompts * rollout.candidates = 4608"),
     (("optimizer.micro_batch=7",), "optimizer.micro_batch=7: must divide train.prompts * rollout.kept = 1152"),

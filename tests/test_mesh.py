@@ -32,7 +32,7 @@ ADAPTER_TOLERANCE = 1e-6
 @pytest.fixture(scope="module")
 def built():
     """Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight."""
-    extra = ("rollout.explore.correction=8",)  # whose directions are measured on each mesh
+    extra = ("rollout.explore.correction=8", "rollout.explore.sigmas=first")  # what is calibrated on each mesh
     return {name: experiments.build(small_config("unused", *extra, *overrides)) for name, overrides in MESHES.items()}
 
 
@@ -65,6 +65,13 @@ def test_the_policy_that_explores_is_the_same_to_the_bit_on_any_mesh(built):
         policies[name] = jax.device_get(flatten(experiment.exploring_policy(adapters, "nvfp4")))
     for name, path in itertools.product(MESHES, built["one"].quantized):
         chex.assert_trees_all_equal(policies[name][path], policies["one"][path], custom_message=f"{name} {path}")
+
+
+def test_a_preview_is_fitted_the_same_on_any_mesh(built):
+    tables = {name: experiment.exploring_grid(2).table for name, experiment in built.items()}
+    assert np.abs(tables["one"] - experiments.Grid.of(built["one"].config.rollout, 2, 64, False).table).max() > 0.01
+    for name in MESHES:
+        np.testing.assert_array_equal(tables[name], tables["one"], err_msg=name)
 
 
 def test_initial_noise_is_the_same_to_the_bit(built):

@@ -116,7 +116,7 @@ KL = Part("diffusers", AutoencoderKL, AutoencoderKLConfig, {
     "norm_num_groups": 8, "sample_size": 32, "scaling_factor": 1.0, "shift_factor": 0.0, "force_upcast": True,
     "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": True, "act_fn": "silu",
 })  # fmt: skip
-EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}  # unshifted: 64 tokens
 
 BLUEPRINTS = {
     "tiny-flux": Blueprint(
@@ -132,8 +132,7 @@ BLUEPRINTS = {
             "vae": KL,
         },
         {"tokenizer": clip_tokenizer, "tokenizer_2": t5_tokenizer},
-        EULER | {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256,
-                 "max_image_seq_len": 4096},
+        EULER,
     ),
     "tiny-sd3": Blueprint(
         "StableDiffusion3Pipeline",

@@ -35,16 +35,17 @@ def flux(steps: int, tokens: int) -> Sigmas:
 
 
 def first_sigmas(full: Sigmas, steps: int) -> Sigmas:
-    """The first `steps - 2` steps of a whole schedule, then two long ones to its end: a preview.
+    """A preview of a whole schedule: half of its `steps` are the schedule's first, the others divide what is left of it.
 
-    What a sample will be like is decided at high noise, and there it follows the whole schedule exactly.
+    What a sample will be like is decided at high noise, and there it follows the whole schedule exactly. Where the rest does
+    not come out even, the later steps are the longer ones.
     """
     last = len(full) - 1
     if steps >= last:
         return full
-    own = max(steps - 2, 0)
-    between = [own + (last - own) // 2] if steps > 1 else []
-    return full[[*range(own + 1), *between, last]]
+    own = steps // 2
+    long = np.arange(steps - own + 1) * (last - own) // (steps - own)
+    return full[[*range(own), *(own + long)]]
 
 
 def make_sigmas(name: str, steps: int, shift: float, tokens: int) -> Sigmas:

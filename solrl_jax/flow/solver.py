@@ -8,13 +8,14 @@ DPM-Solver++ 2M, arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln(
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
 Table = Float[np.ndarray, "steps 4"]
+Latents = Float[np.ndarray, "b *latent"]
 SOLVERS = ("euler", "dpm1", "dpm2", "ddim")
-PREVIEW_EXTRAPOLATION = 0.4  # of 0, 0.4, 0.6, 1 the best on tiny-sana (benchmarks/rank-previews.json)
 
 
 def solver_table(name: str, sigmas: Float[np.ndarray, "steps_plus_one"], eta: float = 0.0) -> Table:
@@ -36,36 +37,49 @@ def solver_table(name: str, sigmas: Float[np.ndarray, "steps_plus_one"], eta: fl
     return np.array(rows, np.float32)
 
 
-def preview_table(
-    name: str, sigmas: Float[np.ndarray, "steps_plus_one"], whole: Float[np.ndarray, "whole_plus_one"], eta: float = 0.0
-) -> Table:
-    """The coefficients [steps, 4] float32 of solver `name` on `schedule.first_sigmas` of a schedule `whole`.
+def fitted_table(
+    predict: Callable[[Latents, float], Latents], noise: Latents, whole: Float[np.ndarray, "whole_plus_one"], table: Table,
+    sigmas: Float[np.ndarray, "steps_plus_one"],
+) -> Table:  # fmt: skip
+    """The coefficients [steps, 4] float32 with which a preview on `sigmas` comes nearest to what a whole schedule comes to.
 
-    In solvers of first order a long step, which stands for several of the whole schedule's, takes its data prediction
-    `PREVIEW_EXTRAPOLATION` of the way from its own sigma to where theirs are in the mean, on the line through the last two:
+    whole, table: that schedule and its solver's coefficients, without noise; sigmas: some of `whole`, the first and the last
+    among them. predict: latents and their sigma to data predictions, of the network that is to be previewed. Steps that the
+    whole schedule takes too stay as they are. Each longer one is fitted by least squares over all values of the samples from
+    `noise`, after those before it, to where the whole schedule is by then:
 
-        x0_hat + k (x0_hat - x0_hat_previous),      k = PREVIEW_EXTRAPOLATION (sigma - mean) / (sigma_previous - sigma)
+        min sum (a x + b x0_hat + c x0_hat_previous - x_whole(sigma_next))^2
 
-    Predictions change less and less along the path: all of the way would be too far. `dpm2` extrapolates by itself.
+    A solver that is fitted to one network in this way, and of this form: arXiv 2403.01329. Steps of a few samples suffice:
+    a row has three unknowns, and every value of every latent is an equation.
     """
-    table = solver_table(name, sigmas, eta)
-    for i in range(1, len(table) if name != "dpm2" else 0):
-        before, sigma, after = sigmas[i - 1 : i + 2]
-        stood_for = whole[(whole <= sigma) & (whole >= after)]
-        if len(stood_for) > 2:
-            k = PREVIEW_EXTRAPOLATION * (sigma - _mean_sigma(stood_for)) / (before - sigma)
-            a, b, _, d = _ddim(sigma, after, eta)
-            table[i] = a, b * (1 + k), -b * k, d
-    return table
+    x, previous = noise, np.zeros_like(noise)
+    there = {float(whole[0]): noise}
+    for (sigma, after), row in zip(itertools.pairwise(whole), table, strict=True):
+        x, previous = _step(row, x, predict(x, float(sigma)), previous)
+        there[float(after)] = x
+    rows, taken = [], list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sigmas, whole, strict=False)))
+    x, previous = noise, np.zeros_like(noise)
+    for i, (sigma, after) in enumerate(itertools.pairwise(sigmas)):
+        x0 = predict(x, float(sigma))
+        row = table[i] if i + 1 < len(taken) else _fit((x, x0, previous), there[float(after)])
+        x, previous = _step(row, x, x0, previous)
+        rows.append(row)
+    return np.array(rows, np.float32)
 
 
-def _mean_sigma(sigmas: Float[np.ndarray, "n"]) -> float:
-    """Of first-order steps from the first of `sigmas` to the last, each with the weight that its data prediction ends with."""
-    weights: list[float] = []
-    for sigma, after in itertools.pairwise(sigmas):
-        a, b, _, _ = _first_order(sigma, after)
-        weights = [*(a * weight for weight in weights), b]
-    return float(np.average(sigmas[:-1], weights=weights))
+def _step(row: Float[np.ndarray, "4"], x: Latents, x0: Latents, previous: Latents) -> tuple[Latents, Latents]:
+    """The latents after a step without noise, and the data prediction that the next one calls the previous."""
+    return row[0] * x + row[1] * x0 + row[2] * previous, x0
+
+
+def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, "4"]:
+    """The row whose combination of `terms` is nearest to `target`; terms that are zero get no weight."""
+    terms = [term.astype(np.float64).reshape(-1) for term in terms]
+    products = np.array([[a @ b for b in terms] for a in terms])
+    weights = np.linalg.pinv(products, rcond=1e-12, hermitian=True) @ [term @ target.reshape(-1) for term in terms]
+    # to six places: the last bits of a sum on the host must not make two runs of one
+    return np.array([*weights.round(6), 0.0], np.float32)
 
 
 def _first_order(sigma: float, after: float) -> tuple[float, float, float, float]:

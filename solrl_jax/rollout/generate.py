@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from solrl_jax import hosts, sharding
 from solrl_jax.backbone import Backbone, Conditioning, Params
 from solrl_jax.flow import sampler
-from solrl_jax.flow.schedule import first_sigmas, make_sigmas
-from solrl_jax.flow.solver import preview_table, solver_table
+from solrl_jax.flow.schedule import make_sigmas
+from solrl_jax.flow.solver import solver_table
 from solrl_jax.keys import initial_noise
 from solrl_jax.prompts import Prompt
 from solrl_jax.rewards.base import Reward, score_images
@@ -43,17 +43,13 @@ class Grid:
     guided: bool  # classifier-free: two evaluations a step
 
     @classmethod
-    def of(cls, rollout: Any, steps: int, tokens: int, embedded_guidance: bool, within: int | None = None) -> "Grid":
+    def of(cls, rollout: Any, steps: int, tokens: int, embedded_guidance: bool) -> "Grid":
         """The grid of a `config.Rollout` with `steps` steps for latents of `tokens` image tokens.
 
-        embedded_guidance: the network is told `guidance`, so that classifier-free is `true_guidance`; within: steps of the
-        schedule whose `first_sigmas` these are.
+        embedded_guidance: the network is told `guidance`, so that classifier-free is `true_guidance`.
         """
-        sigmas = make_sigmas(rollout.schedule, within or steps, rollout.shift, tokens)
+        sigmas = make_sigmas(rollout.schedule, steps, rollout.shift, tokens)
         table = solver_table(rollout.solver, sigmas, rollout.eta)
-        if within:
-            whole, sigmas = sigmas, first_sigmas(sigmas, steps)
-            table = preview_table(rollout.solver, sigmas, whole, rollout.eta)
         scale = rollout.true_guidance if embedded_guidance else rollout.guidance
         return cls.from_sigmas(sigmas, table, rollout.guidance, scale != 1.0, scale=scale)
 
