@@ -19,8 +19,15 @@ from solrl_jax.policy.lora import flatten
 from solrl_jax.presets import to_yaml
 from tests.small import fresh_state, small_config
 
-LEAVES = {"nvfp4": QTensor, "nvfp4_w": WeightOnly, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
-ERRORS = {"nvfp4": 0.09, "nvfp4_w": 0.06, "mxfp4": 0.14, "mxfp8": 0.03, "fp8": 0.025}  # of velocities, relative
+LEAVES = {"nvfp4": QTensor, "nvfp4_46": QTensor, "nvfp4_w": WeightOnly, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
+ERRORS = {
+    "nvfp4": 0.09,
+    "nvfp4_46": 0.08,
+    "nvfp4_w": 0.06,
+    "mxfp4": 0.14,
+    "mxfp8": 0.03,
+    "fp8": 0.025,
+}  # of velocities, relative
 H200, B200 = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA B200", (10, 0))
 
 

@@ -6,6 +6,7 @@ Peers and specifications: NVFP4 (arXiv 2509.25149), MXFP4 and MXFP8 (OCP Microsc
 import dataclasses
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jaxtyping import Array
@@ -66,6 +67,7 @@ FORMATS = {
         Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, mx.quantize_mxfp8, _block_scaled_units),
         Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, mx.quantize_mxfp4, _block_scaled_units),
         Format("nvfp4", "weights and activations in E2M1, blocks of 16", 4.5, nvfp4.quantize, _block_scaled_units),
+        Format("nvfp4_46", "NVFP4, four over six", 4.5, partial(nvfp4.quantize, four_over_six=True), _block_scaled_units),
         # no device has a product of two types: weights are decoded, and the product is one of BF16
         Format("nvfp4_w", "weights alone in E2M1, blocks of 16", 4.5, nvfp4.quantize_weight_only, lambda device: False),
     )

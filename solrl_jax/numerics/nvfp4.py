@@ -4,6 +4,9 @@
 
 Rounding is to nearest, ties to the even code; everything saturates; 4.5 bits a value. Weights have one float32 scale a
 matrix. Activations have one a *row* (token): with one a tensor, a candidate's reward would depend on its batch mates.
+
+"Four over six" (arXiv 2512.02010) lets the largest value of a block be 4 instead of 6 where that errs less: between 4 and 6
+lies no code, and values near 5 err most. Storage and product are the same. For 4 to be within E4M3, 6 is at 256 of its 448.
 """
 
 import dataclasses
@@ -18,11 +21,14 @@ from solrl_jax.numerics.blocks import block_scaled_dot, nbytes, pack, pad_blocks
 BLOCK = 16  # values under one E4M3 scale, along the contraction axis
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+FOUR_OVER_SIX_MAX = 256.0  # block scale of a tensor's largest value as 6; as 4 it is 384, which E4M3 has too
 # Up to this, a tensor scale times the smallest block scale (2^-9) is a float32 that XLA flushes to zero: no finite reciprocal.
 SMALLEST_SCALE = 2.0**-117
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "tensor_scale"], meta_fields=["n_in"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scales", "tensor_scale"], meta_fields=["n_in", "four_over_six"]
+)
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """A weight matrix [in, out] in NVFP4, held as the block-scaled dot wants it: contraction axis last.
@@ -35,6 +41,7 @@ class QTensor:
     scales: Float[Array, "... n_out blocks"]  # float8_e4m3fn
     tensor_scale: Float[Array, "..."]  # float32, one a matrix
     n_in: int
+    four_over_six: bool = False  # how activations are quantised that it multiplies
 
     @property
     def nbytes(self) -> int:
@@ -42,13 +49,17 @@ class QTensor:
         return nbytes(self)
 
 
-def quantize(w: Float[Array, "... n_in n_out"]) -> QTensor:
+def quantize(w: Float[Array, "... n_in n_out"], four_over_six: bool = False) -> QTensor:
     """Quantises weight matrices, one float32 scale each. Finite input never gives NaN; an all-zero block gives zeros."""
     n_in = w.shape[-2]
     rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32), BLOCK)
-    tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (E4M3_MAX * E2M1_MAX)
-    codes, scales = quantize_blocks(rows, tensor_scale[..., None, None])
-    return QTensor(pack(codes), scales, tensor_scale, n_in)
+    tensor_scale = _scale_above(jnp.max(jnp.abs(rows), axis=(-1, -2)), four_over_six)
+    codes, scales = quantize_blocks(rows, tensor_scale[..., None, None], four_over_six)
+    return QTensor(pack(codes), scales, tensor_scale, n_in, four_over_six)
+
+
+def _scale_above(amax: Array, four_over_six: bool) -> Array:
+    return amax / ((FOUR_OVER_SIX_MAX if four_over_six else E4M3_MAX) * E2M1_MAX)
 
 
 def dequantize(q: QTensor) -> Float[Array, "... n_in n_out"]:
@@ -57,30 +68,45 @@ def dequantize(q: QTensor) -> Float[Array, "... n_in n_out"]:
     return jnp.swapaxes(rows[..., : q.n_in], -1, -2)
 
 
-def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."]) -> tuple[Array, Array]:
+def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."], four_over_six: bool = False) -> tuple[Array, Array]:
     """Codes (float4_e2m1fn [..., k]) and block scales (float8_e4m3fn [..., k / 16]) of `x` under a given float32 `scale`.
 
     `scale` broadcasts against `x` with a last axis of one. The order of operations (reciprocals, not divisions) is that of
     torchao and Transformer Engine, so that ties fall the same way. Unlike torchao, which lifts block scales to 2^-6, the
     subnormal scales of E4M3 are used, and a block whose scale rounds to zero gets zero codes.
+
+    four_over_six: of the scales that make a block's largest value 6 and 4, the one with the smaller squared error; 6 if equal.
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     usable = scale > SMALLEST_SCALE
     safe = jnp.where(usable, scale, 1.0)
     amax = jnp.max(jnp.abs(blocks), axis=-1)
-    # E4M3 does not saturate by itself: above 464 it gives NaN
-    scales = jnp.minimum(jnp.where(usable, amax / E2M1_MAX / safe, 0.0), E4M3_MAX).astype(jnp.float8_e4m3fn)
-    s32 = scales.astype(jnp.float32)
-    reciprocal = jnp.where(s32 > 0, (1.0 / safe) / jnp.where(s32 > 0, s32, 1.0), 0.0)
-    scaled = jnp.clip(blocks * reciprocal[..., None], -E2M1_MAX, E2M1_MAX)
-    return scaled.astype(jnp.float4_e2m1fn).reshape(x.shape), scales
+
+    def scales_for(largest: float) -> Array:
+        # E4M3 does not saturate by itself: above 464 it gives NaN
+        return jnp.minimum(jnp.where(usable, amax / largest / safe, 0.0), E4M3_MAX).astype(jnp.float8_e4m3fn)
+
+    def codes_under(scales: Array) -> Array:
+        s32 = scales.astype(jnp.float32)
+        reciprocal = jnp.where(s32 > 0, (1.0 / safe) / jnp.where(s32 > 0, s32, 1.0), 0.0)
+        return jnp.clip(blocks * reciprocal[..., None], -E2M1_MAX, E2M1_MAX).astype(jnp.float4_e2m1fn)
+
+    def error(scales: Array) -> Array:
+        stands_for = codes_under(scales).astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+        return jnp.sum((stands_for - blocks * (1.0 / safe)[..., None]) ** 2, axis=-1)
+
+    scales = scales_for(6.0)
+    if four_over_six:
+        wider = scales_for(4.0)
+        scales = jnp.where(error(wider) < error(scales), wider, scales)
+    return codes_under(scales).reshape(x.shape), scales
 
 
 def scaled_matmul(x: Float[Array, "rows n_in"], q: QTensor) -> Float[Array, "rows n_out"]:
     """`x @ w` with both operands in NVFP4, accumulated in float32, in the dtype of `x`."""
     rows = pad_blocks(x.astype(jnp.float32), BLOCK)
-    row_scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / (E4M3_MAX * E2M1_MAX)
-    codes, scales = quantize_blocks(rows, row_scale)
+    row_scale = _scale_above(jnp.max(jnp.abs(rows), axis=-1, keepdims=True), q.four_over_six)
+    codes, scales = quantize_blocks(rows, row_scale, q.four_over_six)
     y = block_scaled_dot(codes, scales, unpack(q.codes), q.scales)
     return (y * row_scale * q.tensor_scale).astype(x.dtype)
 

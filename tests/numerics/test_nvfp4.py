@@ -206,6 +206,36 @@ def test_float32_subnormals_and_too_small_scales_give_zero_where_torchao_resolve
     assert value(codes) == [6, 4, 0, 0] * 4
 
 
+@pytest.mark.parametrize("case", DATA)
+def test_four_over_six_takes_of_two_scales_the_one_that_errs_less(case):
+    """Each block is what the rule makes of it with its largest value as 6 or as 4; in float64, the other errs no less."""
+    x, scale = DATA[case]
+    scale = np.broadcast_to(scale * np.float32(448 / 256), (len(x), 1)).astype(np.float32)  # as `quantize` leaves room for 4
+    codes, scales = jax.jit(quantize_blocks, static_argnums=2)(jnp.asarray(x), jnp.asarray(scale), True)
+    codes = np.asarray(codes).astype(np.float64).reshape(*scales.shape, BLOCK)
+    blocks = x.astype(np.float64).reshape(codes.shape)
+    amax = np.abs(x.reshape(codes.shape)).max(-1)
+    errors, chosen = [], []
+    for largest in (6, 4):
+        s = np.minimum(amax / np.float32(largest) / scale, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        unit = (s * scale)[..., None]
+        ratio = np.divide(blocks, unit, out=np.zeros_like(blocks), where=unit > 0)
+        errors.append(
+            (((np.clip(ratio, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64) - ratio) * unit) ** 2).sum(-1)
+        )
+        errors[-1] = np.where(unit[..., 0] > 0, errors[-1], (blocks**2).sum(-1))
+        chosen.append(np.asarray(scales).astype(np.float64) == s)
+    six, four = errors
+    clear = np.abs(six - four) > 1e-4 * np.maximum(six, four)  # else float32 may decide either way
+    assert (chosen[0] | chosen[1]).all()
+    assert chosen[0][clear & (six < four)].all()
+    assert chosen[1][clear & (four < six)].all()
+    unit = (np.asarray(scales).astype(np.float64) * scale)[..., None]
+    np.testing.assert_array_less(((codes * unit - blocks) ** 2).sum(-1), np.minimum(six, four) * (1 + 1e-3) + 1e-300)
+    if case == "normal":
+        assert 0.2 < (chosen[1] & ~chosen[0]).mean() < 0.6
+
+
 def test_pack_is_the_inverse_of_unpack_with_the_even_index_in_the_low_nibble():
     every_byte = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
     codes = unpack(every_byte)
