@@ -77,7 +77,7 @@ def test_train_leaves_everything_a_run_has(trained):
         assert (folder / name).exists(), name
     assert list((folder / "tensorboard").iterdir())
     assert "2 prompts x 4 kept x 2 sigmas = 16 terms" in said
-    assert "exploration in nvfp4 (weights and activations in E2M1, blocks of 16; emulated: cpu has no units for it)" in said
+    assert "exploration in nvfp4_46 (weights and activations in E2M1, blocks of 16, four over six; emulated: cpu has no" in said
     rows = metrics.read(folder)
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert {"seconds/explore", "images_per_second/explore", "fidelity/spearman", "loss"} <= rows[1].keys()
@@ -152,7 +152,7 @@ def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
     (result,) = json.loads(out.strip().splitlines()[-1])["settings"]
     assert code == 0
     assert -1 <= result["spearman"] <= 1
-    assert (result["precision"], result["steps"], result["candidates"], result["prompts"]) == ("nvfp4", 2, 8, 2)
+    assert (result["precision"], result["steps"], result["candidates"], result["prompts"]) == ("nvfp4_46", 2, 8, 2)
     rows = json.loads((tmp_path / "rank" / "rank.json").read_text())[0]["per_prompt"]
     assert len(rows) == 2
     assert {"spearman", "kendall", "top_k_match", "bottom_k_match", "largest_difference"} <= rows[0].keys()

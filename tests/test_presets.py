@@ -33,7 +33,8 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
         preset[1].removeprefix("family=") if preset[0] == "tiny" else re.findall("|".join(FAMILIES), preset[0])[0]
     )
     assert config.preset == preset[0]
-    assert rollout.explore.precision == ("nvfp4" if family in ("naive_quant", "sol_rl") else "bf16")
+    four_bits = "nvfp4_46" if preset[0] == "tiny" else "nvfp4"
+    assert rollout.explore.precision == (four_bits if family in ("naive_quant", "sol_rl") else "bf16")
     assert rollout.explore.steps == (6 if family == "sol_rl" else 10)
     assert rollout.steps == 10
     assert rollout.regenerate == (family == "sol_rl")
@@ -162,7 +163,7 @@ def test_overrides_win_in_order_and_are_yaml():
     )
     assert (c.seed, c.optimizer.learning_rate, c.lora.alpha, c.lora.targets) == (7, 1e-4, 8.0, ("a.*/kernel",))
     assert isinstance(c.lora.alpha, float)
-    assert (c.rollout.explore.steps, c.rollout.explore.precision, c.rollout.shift, c.run.dir) == (4, "nvfp4", 2.0, "2024")
+    assert (c.rollout.explore.steps, c.rollout.explore.precision, c.rollout.shift, c.run.dir) == (4, "nvfp4_46", 2.0, "2024")
     assert resolve("tiny", ["seed=7", "run.dir="]).run.dir == "runs/tiny-sol_rl-seed7"
 
 
