@@ -77,7 +77,10 @@ def test_train_leaves_everything_a_run_has(trained):
         assert (folder / name).exists(), name
     assert list((folder / "tensorboard").iterdir())
     assert "2 prompts x 4 kept x 2 sigmas = 16 terms" in said
-    assert "exploration in nvfp4_46 (weights and activations in E2M1, blocks of 16, four over six; emulated: cpu has no" in said
+    assert (
+        "exploration in nvfp4_46 (weights and activations in E2M1, blocks of 16, of weights four over six; emulated: cpu"
+        in said
+    )
     rows = metrics.read(folder)
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert {"seconds/explore", "images_per_second/explore", "fidelity/spearman", "loss"} <= rows[1].keys()

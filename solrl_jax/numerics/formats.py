@@ -58,6 +58,7 @@ def _fp8_units(device: Device) -> bool:
 _everywhere = lambda device: True
 _block_scaled_units = _cuda(10, 0)  # Blackwell
 
+_four_over_six = partial(nvfp4.quantize, four_over_six=True)
 _NVFP4 = "weights and activations in E2M1, blocks of 16"
 FORMATS = {
     f.name: f
@@ -68,7 +69,13 @@ FORMATS = {
         Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, mx.quantize_mxfp8, _block_scaled_units),
         Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, mx.quantize_mxfp4, _block_scaled_units),
         Format("nvfp4", _NVFP4, 4.5, nvfp4.quantize, _block_scaled_units),
-        Format("nvfp4_46", f"{_NVFP4}, four over six", 4.5, partial(nvfp4.quantize, four_over_six=True), _block_scaled_units),
+        Format(
+            "nvfp4_46",
+            f"{_NVFP4}, of weights four over six",
+            4.5,
+            partial(nvfp4.quantize, four_over_six=True),
+            _block_scaled_units,
+        ),
         # no device has a product of two types: weights are decoded, and the product is one of BF16
         Format("nvfp4_w", "weights alone in E2M1, blocks of 16", 4.5, nvfp4.quantize_weight_only, lambda device: False),
     )

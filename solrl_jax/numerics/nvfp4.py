@@ -7,6 +7,7 @@ matrix. Activations have one a *row* (token): with one a tensor, a candidate's r
 
 "Four over six" (arXiv 2512.02010) lets the largest value of a block be 4 instead of 6 where that errs less: between 4 and 6
 lies no code, and values near 5 err most. Storage and product are the same. For 4 to be within E4M3, 6 is at 256 of its 448.
+Weights alone: which scale errs less is close for some blocks, and in activations would depend on what is compiled around it.
 """
 
 import dataclasses
@@ -26,9 +27,7 @@ FOUR_OVER_SIX_MAX = 256.0  # block scale of a tensor's largest value as 6; as 4 
 SMALLEST_SCALE = 2.0**-117
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scales", "tensor_scale"], meta_fields=["n_in", "four_over_six"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "tensor_scale"], meta_fields=["n_in"])
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """A weight matrix [in, out] in NVFP4, held as the block-scaled dot wants it: contraction axis last.
@@ -41,7 +40,6 @@ class QTensor:
     scales: Float[Array, "... n_out blocks"]  # float8_e4m3fn
     tensor_scale: Float[Array, "..."]  # float32, one a matrix
     n_in: int
-    four_over_six: bool = False  # how activations are quantised that it multiplies
 
     @property
     def nbytes(self) -> int:
@@ -53,13 +51,10 @@ def quantize(w: Float[Array, "... n_in n_out"], four_over_six: bool = False) -> 
     """Quantises weight matrices, one float32 scale each. Finite input never gives NaN; an all-zero block gives zeros."""
     n_in = w.shape[-2]
     rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32), BLOCK)
-    tensor_scale = _scale_above(jnp.max(jnp.abs(rows), axis=(-1, -2)), four_over_six)
+    largest = FOUR_OVER_SIX_MAX if four_over_six else E4M3_MAX
+    tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (largest * E2M1_MAX)
     codes, scales = quantize_blocks(rows, tensor_scale[..., None, None], four_over_six)
-    return QTensor(pack(codes), scales, tensor_scale, n_in, four_over_six)
-
-
-def _scale_above(amax: Array, four_over_six: bool) -> Array:
-    return amax / ((FOUR_OVER_SIX_MAX if four_over_six else E4M3_MAX) * E2M1_MAX)
+    return QTensor(pack(codes), scales, tensor_scale, n_in)
 
 
 def dequantize(q: QTensor) -> Float[Array, "... n_in n_out"]:
@@ -105,8 +100,8 @@ def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."], four_o
 def scaled_matmul(x: Float[Array, "rows n_in"], q: QTensor) -> Float[Array, "rows n_out"]:
     """`x @ w` with both operands in NVFP4, accumulated in float32, in the dtype of `x`."""
     rows = pad_blocks(x.astype(jnp.float32), BLOCK)
-    row_scale = _scale_above(jnp.max(jnp.abs(rows), axis=-1, keepdims=True), q.four_over_six)
-    codes, scales = quantize_blocks(rows, row_scale, q.four_over_six)
+    row_scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / (E4M3_MAX * E2M1_MAX)
+    codes, scales = quantize_blocks(rows, row_scale)
     y = block_scaled_dot(codes, scales, unpack(q.codes), q.scales)
     return (y * row_scale * q.tensor_scale).astype(x.dtype)
 

@@ -178,7 +178,7 @@ def test_nothing_but_zeros_gives_zeros(name):
 
 
 ERRORS = {  # of a matrix and of a product, relative
-    "nvfp4": (0.0950, 0.135), "nvfp4_46": (0.0868, 0.1228), "nvfp4_w": (0.0950, 0.095), "mxfp4": (0.1141, 0.162),
+    "nvfp4": (0.0950, 0.135), "nvfp4_46": (0.0868, 0.129), "nvfp4_w": (0.0950, 0.095), "mxfp4": (0.1141, 0.162),
     "mxfp8": (0.0299, 0.042), "fp8": (0.0265, 0.037),
 }  # fmt: skip
 
@@ -302,7 +302,8 @@ def test_the_product_is_that_of_the_dequantised_operands(name):
     """Each row is quantised as a matrix of its own would be."""
     x, w = normal(7, 40) * np.logspace(-3, 3, 7, dtype=np.float32)[:, None], normal(40, 24, seed=1)
     q = quantize(name)(w)
-    operand = x if name == "nvfp4_w" else round_trip(name, x[..., None])[..., 0]
+    of_activations = "nvfp4" if name == "nvfp4_46" else name
+    operand = x if name == "nvfp4_w" else round_trip(of_activations, x[..., None])[..., 0]
     got, matrix = np.asarray(product(x, q), np.float64), np.asarray(decode(q), np.float64)
     relative = lambda got, want: np.abs(got - want).max() / np.abs(want).max()
     for row in range(len(x)):
