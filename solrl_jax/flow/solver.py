@@ -50,18 +50,19 @@ def fitted_table(
 
         min sum (a x + b x0_hat + c x0_hat_previous - x_whole(sigma_next))^2
 
-    A solver that is fitted to one network in this way, and of this form: arXiv 2403.01329. Steps of a few samples suffice:
-    a row has three unknowns, and every value of every latent is an equation.
+    A solver that is fitted to one network in this way, and of this form: arXiv 2403.01329. A few samples suffice: a row has
+    three unknowns, and every value of every latent is an equation.
     """
     x, previous = noise, np.zeros_like(noise)
-    there = {float(whole[0]): noise}
+    there, predicted = {float(whole[0]): noise}, []
     for (sigma, after), row in zip(itertools.pairwise(whole), table, strict=True):
-        x, previous = _step(row, x, predict(x, float(sigma)), previous)
+        predicted.append(predict(x, float(sigma)))
+        x, previous = _step(row, x, predicted[-1], previous)
         there[float(after)] = x
     rows, taken = [], list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sigmas, whole, strict=False)))
     x, previous = noise, np.zeros_like(noise)
     for i, (sigma, after) in enumerate(itertools.pairwise(sigmas)):
-        x0 = predict(x, float(sigma))
+        x0 = predicted[i] if i < len(taken) else predict(x, float(sigma))  # as long as both go the same way
         row = table[i] if i + 1 < len(taken) else _fit((x, x0, previous), there[float(after)])
         x, previous = _step(row, x, x0, previous)
         rows.append(row)

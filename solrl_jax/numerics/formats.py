@@ -69,13 +69,7 @@ FORMATS = {
         Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, mx.quantize_mxfp8, _block_scaled_units),
         Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, mx.quantize_mxfp4, _block_scaled_units),
         Format("nvfp4", _NVFP4, 4.5, nvfp4.quantize, _block_scaled_units),
-        Format(
-            "nvfp4_46",
-            f"{_NVFP4}, of weights four over six",
-            4.5,
-            partial(nvfp4.quantize, four_over_six=True),
-            _block_scaled_units,
-        ),
+        Format("nvfp4_46", f"{_NVFP4}, of weights four over six", 4.5, _four_over_six, _block_scaled_units),
         # no device has a product of two types: weights are decoded, and the product is one of BF16
         Format("nvfp4_w", "weights alone in E2M1, blocks of 16", 4.5, nvfp4.quantize_weight_only, lambda device: False),
     )

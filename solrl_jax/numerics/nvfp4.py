@@ -90,7 +90,7 @@ def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."], four_o
         stands_for = codes_under(scales).astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
         return jnp.sum((stands_for - blocks * (1.0 / safe)[..., None]) ** 2, axis=-1)
 
-    scales = scales_for(6.0)
+    scales = scales_for(E2M1_MAX)
     if four_over_six:
         wider = scales_for(4.0)
         scales = jnp.where(error(wider) < error(scales), wider, scales)
