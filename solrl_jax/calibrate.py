@@ -46,8 +46,8 @@ def preview_grid(
         index = np.arange(len(seeds))
         return generate(backbone, backbone.transformer, grid, prompted, index, seeds, size, chunk, None, noise=x).latents
 
-    predict = lambda x, sigma: one_step(x, sigma, (0.0, 1.0, 0.0, 0.0))
-    noise = one_step(None, 1.0, (1.0, 0.0, 0.0, 0.0))
+    predict = lambda x, sigma: one_step(x, sigma, (0.0, 1.0, 0.0, 0.0, 0.0))
+    noise = one_step(None, 1.0, (1.0, 0.0, 0.0, 0.0, 0.0))
     full = np.append(whole.sigmas, np.float32(0))
     sigmas = first_sigmas(full, steps)
     table = fitted_table(predict, noise, full, whole.table, sigmas)

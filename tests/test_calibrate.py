@@ -32,8 +32,8 @@ def experiment():
 def test_a_preview_is_fitted_to_what_the_base_does_and_the_same_in_every_run(experiment):
     """On prompts and seeds that it was not fitted on, it ends nearer to all ten steps than the solver on its sigmas does."""
     whole, grid, backbone = experiment.grid(10), experiment.exploring_grid(6), experiment.backbone
-    np.testing.assert_array_equal(grid.sigmas, whole.sigmas[[0, 1, 2, 3, 5, 7]])
-    np.testing.assert_array_equal(grid.times, whole.times[[0, 1, 2, 3, 5, 7]])
+    np.testing.assert_array_equal(grid.sigmas, whole.sigmas[[0, 1, 2, 3, 5, 8]])
+    np.testing.assert_array_equal(grid.times, whole.times[[0, 1, 2, 3, 5, 8]])
     np.testing.assert_array_equal(grid.table[:3], whole.table[:3])
     np.testing.assert_array_equal(dataclasses.replace(experiment).exploring_grid(6).table, grid.table)
     assert experiment.exploring_grid(6) is grid  # worked out once

@@ -26,7 +26,7 @@ def sample(
     noise: Float[Array, "b *latent"],
     sigmas: Float[Array, "steps"],
     times: Float[Array, "steps"],
-    table: Float[Array, "steps 4"],
+    table: Float[Array, "steps 5"],
     seeds: UInt32[Array, "b 2"],
 ) -> Float[Array, "b *latent"]:
     """Follows the flow from `noise` at sigmas[0] to latents at 0; float32 throughout, whatever `velocity` computes in.
@@ -36,15 +36,15 @@ def sample(
     """
 
     def step(carry, inputs):
-        x, previous = carry
-        index, sigma, time, (a, b, c, d) = inputs
+        x, (previous, before) = carry
+        index, sigma, time, (a, b, c, d, e) = inputs
         x0 = x - sigma * velocity(x, time).astype(jnp.float32)
-        x = a * x + b * x0 + c * previous
-        x = jax.lax.cond(d > 0, lambda: x + d * _step_noise(seeds, index, x.shape[1:]), lambda: x)
-        return (x, x0), None
+        x = a * x + b * x0 + c * previous + d * before
+        x = jax.lax.cond(e > 0, lambda: x + e * _step_noise(seeds, index, x.shape[1:]), lambda: x)
+        return (x, (x0, previous)), None
 
-    indices = jnp.arange(len(sigmas))
-    (x, _), _ = jax.lax.scan(step, (noise, jnp.zeros_like(noise)), (indices, sigmas, times, tuple(table.T)))
+    indices, none = jnp.arange(len(sigmas)), jnp.zeros_like(noise)
+    (x, _), _ = jax.lax.scan(step, (noise, (none, none)), (indices, sigmas, times, tuple(table.T)))
     return x
 
 

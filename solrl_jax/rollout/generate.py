@@ -31,13 +31,13 @@ from solrl_jax.rewards.host import total
 class Grid:
     """A schedule and a solver, as arrays: another number of steps is another shape, nothing else is compiled in.
 
-    sigmas [steps]: where steps start; times [steps]: what the network is told (0..1000); table [steps, 4]: the solver.
+    sigmas [steps]: where steps start; times [steps]: what the network is told (0..1000); table [steps, 5]: the solver.
     guidance: what the network is told of it, if it is told; scale: of classifier-free guidance, read if there is any.
     """
 
     sigmas: Float[np.ndarray, "steps"]
     times: Float[np.ndarray, "steps"]
-    table: Float[np.ndarray, "steps 4"]
+    table: Float[np.ndarray, "steps 5"]
     guidance: float
     scale: float
     guided: bool  # classifier-free: two evaluations a step

@@ -56,16 +56,24 @@ def test_straight_lines_end_where_they_lead(solver, schedule):
     np.testing.assert_allclose(run(target, solver, schedule=schedule), np.full_like(NOISE, 0.5), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("solver", ["euler", "dpm2"])
-def test_the_scan_is_the_loop_over_the_table(solver):
-    sigmas = make_sigmas("linear", 6, 3.0, 1024)
-    x, previous = np.asarray(NOISE, np.float64), np.zeros_like(NOISE, np.float64)
-    for (a, b, c, _), sigma in zip(solver_table(solver, sigmas).astype(np.float64), sigmas, strict=False):
+SIGMAS = make_sigmas("linear", 6, 3.0, 1024)
+TABLES = {
+    "euler": solver_table("euler", SIGMAS),
+    "dpm2": solver_table("dpm2", SIGMAS),
+    "all predictions": solver_table("dpm2", SIGMAS) + np.float32([0.0, 0.3, 0.2, -0.5, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_scan_is_the_loop_over_the_table(name):
+    x, previous, before = np.asarray(NOISE, np.float64), np.zeros_like(NOISE, np.float64), np.zeros_like(NOISE, np.float64)
+    for (a, b, c, d, _), sigma in zip(TABLES[name].astype(np.float64), SIGMAS, strict=False):
         x0 = x - sigma * (np.tanh(1.5 * x + sigma) - 0.7 * np.cos(3 * sigma) * x)
-        x, previous = a * x + b * x0 + c * previous, x0
-    got = run(curved, solver)
-    np.testing.assert_allclose(got, x, atol=TOLERANCE, rtol=0)
-    assert largest(got - run(curved, {"euler": "dpm2", "dpm2": "euler"}[solver])) > 1e3 * TOLERANCE
+        x, previous, before = a * x + b * x0 + c * previous + d * before, x0, previous
+    starts = SIGMAS[:-1].astype(np.float32)
+    got = {other: compiled(curved, NOISE, starts, 1000 * starts, table, SEEDS) for other, table in TABLES.items()}
+    np.testing.assert_allclose(got[name], x, atol=TOLERANCE, rtol=0)
+    assert all(largest(got[name] - got[other]) > 1e3 * TOLERANCE for other in TABLES if other != name)
 
 
 def test_the_network_is_told_the_times_of_the_steps():
@@ -105,7 +113,8 @@ def test_every_step_draws_fresh_standard_normal_noise():
     many = candidate_seeds(np.int32(0), np.int32(0), np.array([7], np.uint32), np.arange(256))[0]
     initial, sums = initial_noise(many, SHAPE), []
     for steps in (1, 2, 3):
-        sigmas, table = np.linspace(1, 0.1, steps, dtype=np.float32), np.tile(np.array([[1, 0, 0, 1]], np.float32), (steps, 1))
+        sigmas = np.linspace(1, 0.1, steps, dtype=np.float32)
+        table = np.tile(np.array([[1, 0, 0, 0, 1]], np.float32), (steps, 1))
         sums.append(compiled(lambda x, time: x, jnp.zeros_like(initial), sigmas, sigmas, table, many))
     draws = np.stack([initial, sums[0], sums[1] - sums[0], sums[2] - sums[1]]).reshape(4, -1)
     assert draws.std(1) == pytest.approx(np.ones(4), abs=0.03)  # 8192 numbers: 0.008 is one sigma

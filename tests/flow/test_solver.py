@@ -23,10 +23,10 @@ def velocity(x, sigma):
 
 def follow(table, sigmas, x, field):
     """The latents after every step of a table."""
-    path, previous = [], np.zeros_like(x)
-    for (a, b, c, _), sigma in zip(table.astype(np.float64), sigmas, strict=False):
+    path, previous, before = [], np.zeros_like(x), np.zeros_like(x)
+    for (a, b, c, d, _), sigma in zip(table.astype(np.float64), sigmas, strict=False):
         x0 = x - sigma * field(x, sigma)
-        x, previous = a * x + b * x0 + c * previous, x0
+        x, previous, before = a * x + b * x0 + c * previous + d * before, x0, previous
         path.append(x)
     return np.array(path)
 
@@ -104,7 +104,7 @@ def test_euler_dpm1_and_ddim_without_noise_are_one_solver(grid):
     np.testing.assert_allclose(solver_table("ddim", sigmas, 0.0), euler, atol=1e-7, rtol=0)
     # a step along the velocity: x + (s' - s) v, with v = (x - x0) / s
     ratio = (sigmas[1:] / sigmas[:-1]).astype(np.float32)
-    np.testing.assert_allclose(euler, np.stack([ratio, 1 - ratio, 0 * ratio, 0 * ratio], 1), atol=1e-7, rtol=0)
+    np.testing.assert_allclose(euler, np.stack([ratio, 1 - ratio, *[0 * ratio] * 3], 1), atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])
@@ -112,10 +112,10 @@ def test_euler_dpm1_and_ddim_without_noise_are_one_solver(grid):
 def test_tables_are_finite_and_end_on_the_prediction(name, steps):
     for schedule, shift in GRIDS:
         table = solver_table(name, make_sigmas(schedule, steps, shift, 1024), 1.0 if name == "ddim" else 0.0)
-        assert table.shape == (steps, 4)
+        assert table.shape == (steps, 5)
         assert table.dtype == np.float32
         assert np.isfinite(table).all()
-        np.testing.assert_array_equal(table[-1], [0, 1, 0, 0])
+        np.testing.assert_array_equal(table[-1], [0, 1, 0, 0, 0])
 
 
 def test_dpm2_starts_and_ends_with_first_order_steps():
@@ -156,8 +156,8 @@ def test_ddim_keeps_the_marginal(grid, eta):
     """With the true x0 as prediction and x = (1 - s) x0 + s e: x' has mean (1 - s') x0 and variance s'^2."""
     sigmas = make_sigmas(grid[0], 10, grid[1], 1024)
     before, after = sigmas[:-1], sigmas[1:]
-    a, b, c, d = solver_table("ddim", sigmas, eta).astype(np.float64).T
-    assert not c.any()
+    a, b, *earlier, d = solver_table("ddim", sigmas, eta).astype(np.float64).T
+    assert not np.any(earlier)
     np.testing.assert_allclose(a * (1 - before) + b, 1 - after, atol=1e-7)
     np.testing.assert_allclose((a * before) ** 2 + d**2, after**2, atol=1e-7)
     # with eta 1, x is x' after forgetting: cov(x', x | x0) = alpha / alpha' s'^2, all of what the forward process keeps
@@ -167,7 +167,7 @@ def test_ddim_keeps_the_marginal(grid, eta):
         assert (d[:-1] > 1e-3).all()
     else:
         assert (covariance - forward)[:-1].min() > 1e-3 * (1 - eta) * after[:-1].min()
-    np.testing.assert_allclose(d, eta * solver_table("ddim", sigmas, 1.0)[:, 3], atol=1e-7)
+    np.testing.assert_allclose(d, eta * solver_table("ddim", sigmas, 1.0)[:, 4], atol=1e-7)
 
 
 def test_an_unknown_solver_and_noise_where_there_is_none_are_refused():
@@ -194,14 +194,14 @@ def test_a_fitted_preview_ends_nearer_to_the_whole_schedule_than_its_solver_does
     assert distance(fitted) < 0.7 * distance(solver_table(name, sigmas))
     np.testing.assert_array_equal(fitted[:3], table[:3])  # the steps that the whole schedule takes too
     assert fitted.dtype == np.float32
-    assert (fitted[:, 3] == 0).all()
+    assert (fitted[:, 4] == 0).all()
     again = fitted_table(lambda x, sigma: predict(x, sigma) * (1 + 1e-11), fitted_on, whole, table, sigmas)
     np.testing.assert_array_equal(again, fitted)  # the last bits of predictions do not show
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 6, 9])
 def test_a_fitted_preview_is_exact_where_data_predictions_are_on_a_line(steps):
-    """What three coefficients can say, they do: predictions 2 + 3 sigma, whatever the latents."""
+    """What four coefficients can say, they do: predictions 2 + 3 sigma, whatever the latents."""
     whole = make_sigmas("sd3", 10, 3.0, 1024)
     table, sigmas = solver_table("euler", whole), first_sigmas(whole, steps)
     field = lambda x, sigma: (x - (2 + 3 * sigma)) / sigma
