@@ -156,9 +156,9 @@ def generate(
             with jax.set_mesh(scoring_mesh):
                 latents = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
                 latents = jax.device_put(latents, sharding.rows(scoring_mesh))
-                images = decode_chunk(backbone, backbone.vae, latents)
+                images = decode_chunk(backbone, backbone.vae, latents) if reward is not None or keep_images else None
                 scores: dict[str, Array] = {}
-                if reward is not None and reward.score is not None:
+                if images is not None and reward is not None and reward.score is not None:
                     of_prompt = place(sharding.pad_rows(index[start : start + scored], scored), scoring_mesh)
                     scores = score_images(reward, reward.params, images, prepared, of_prompt)
             collected.append((latents, scores, images if keep_images or beside is not None else None))
