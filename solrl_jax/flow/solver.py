@@ -91,15 +91,15 @@ def _first_order(sigma: float, after: float) -> Row:
 
 
 def _ddim(sigma: float, after: float, eta: float) -> Row:
-    """DDIM with `x' = alpha' x0_hat + sqrt(s'^2 - d^2) eps_hat + d noise`; d^2 = eta^2 times the posterior's variance.
+    """DDIM with `x' = alpha' x0_hat + sqrt(s'^2 - e^2) eps_hat + e noise`; e^2 = eta^2 times the posterior's variance.
 
     For a process with `x = alpha x0 + s eps`, alpha = 1 - s, that variance is `s'^2 / s^2 (s^2 - (alpha / alpha')^2 s'^2)`.
     """
     alpha, alpha_after = 1 - sigma, 1 - after
     forward = sigma**2 - (alpha / alpha_after) ** 2 * after**2
-    d = eta * after / sigma * np.sqrt(forward)
-    rest = np.sqrt(after**2 - d**2)
-    return rest / sigma, alpha_after - rest * alpha / sigma, 0.0, 0.0, d
+    e = eta * after / sigma * np.sqrt(forward)
+    rest = np.sqrt(after**2 - e**2)
+    return rest / sigma, alpha_after - rest * alpha / sigma, 0.0, 0.0, e
 
 
 def _second_order(before: float, sigma: float, after: float) -> Row:
