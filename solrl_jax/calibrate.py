@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, UInt32
 from solrl_jax import hosts, sharding
 from solrl_jax.backbone import Backbone, Conditioning, Params
 from solrl_jax.flow.schedule import first_sigmas
-from solrl_jax.flow.solver import fitted_table
+from solrl_jax.flow.solver import PREDICT, STAY, Row, fitted_table
 from solrl_jax.keys import stream
 from solrl_jax.numerics.principal import Probe
 from solrl_jax.policy.lora import flatten, replace
@@ -40,14 +40,14 @@ def preview_grid(
     prompted: a prompt a seed; chunk: rows a device runs at once.
     """
 
-    def one_step(x: np.ndarray | None, sigma: float, row: tuple[float, ...]) -> np.ndarray:
+    def one_step(x: np.ndarray | None, sigma: float, row: Row) -> np.ndarray:
         sigmas, table = np.array([sigma, 0.0]), np.array([row], np.float32)
         grid = Grid.from_sigmas(sigmas, table, whole.guidance, whole.guided, scale=whole.scale)
         index = np.arange(len(seeds))
         return generate(backbone, backbone.transformer, grid, prompted, index, seeds, size, chunk, None, noise=x).latents
 
-    predict = lambda x, sigma: one_step(x, sigma, (0.0, 1.0, 0.0, 0.0, 0.0))
-    noise = one_step(None, 1.0, (1.0, 0.0, 0.0, 0.0, 0.0))
+    predict = lambda x, sigma: one_step(x, sigma, PREDICT)
+    noise = one_step(None, 1.0, STAY)
     full = np.append(whole.sigmas, np.float32(0))
     sigmas = first_sigmas(full, steps)
     table = fitted_table(predict, noise, full, whole.table, sigmas)

@@ -17,6 +17,8 @@ Table = Float[np.ndarray, "steps 5"]
 Row = tuple[float, float, float, float, float]
 Latents = Float[np.ndarray, "b *latent"]
 SOLVERS = ("euler", "dpm1", "dpm2", "ddim")
+STAY: Row = (1.0, 0.0, 0.0, 0.0, 0.0)  # a step that ends where it starts
+PREDICT: Row = (0.0, 1.0, 0.0, 0.0, 0.0)  # one that ends on the data prediction, as the last step of every solver does
 
 
 def solver_table(name: str, sigmas: Float[np.ndarray, "steps_plus_one"], eta: float = 0.0) -> Table:

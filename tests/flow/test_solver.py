@@ -8,7 +8,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 from solrl_jax.flow.schedule import first_sigmas, make_sigmas
-from solrl_jax.flow.solver import SOLVERS, fitted_table, solver_table
+from solrl_jax.flow.solver import PREDICT, SOLVERS, fitted_table, solver_table
 
 STEPS = (2, 4, 10, 20)  # diffusers treats fewer than 15 steps differently
 TOLERANCE = 1e-5
@@ -115,7 +115,7 @@ def test_tables_are_finite_and_end_on_the_prediction(name, steps):
         assert table.shape == (steps, 5)
         assert table.dtype == np.float32
         assert np.isfinite(table).all()
-        np.testing.assert_array_equal(table[-1], [0, 1, 0, 0, 0])
+        np.testing.assert_array_equal(table[-1], PREDICT)
 
 
 def test_dpm2_starts_and_ends_with_first_order_steps():
