@@ -129,13 +129,14 @@ def test_a_correction_that_leaves_nothing_to_quantise_is_refused_before_anything
 
 
 def test_more_turns_would_find_little_more(experiment, monkeypatch):
-    """Of the energy that the best directions hold, those found hold nearly all: twice the turns gain less than two percent."""
+    """The directions found share nine tenths and more with those that twice the turns find, and one turn's share less."""
+    found = experiment.bases  # before the turns are others: they are measured when first asked for
     monkeypatch.setattr("solrl_jax.calibrate.PASSES", 2 * PASSES)
     further = dataclasses.replace(experiment).bases
     monkeypatch.setattr("solrl_jax.calibrate.PASSES", 1)
     once = dataclasses.replace(experiment).bases
     for path in experiment.quantized:
-        best, found, first = (np.float32(b[path]) for b in (further, experiment.bases, once))
+        best, ours, first = (np.float32(b[path]) for b in (further, found, once))
         common = lambda a, b: np.mean(np.sum(np.einsum("lir,lis->lrs", a, b) ** 2, axis=(-1, -2))) / RANK
-        assert common(found, best) > 0.9, path
-        assert common(found, best) > common(first, best), path
+        assert common(ours, best) > 0.9, path
+        assert common(ours, best) > common(first, best), path
