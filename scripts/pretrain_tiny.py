@@ -14,7 +14,9 @@ Networks are trained on rendered pictures of coloured shapes and their captions,
 * clip: a CLIP on the same pairs, every caption beside one that differs in a word;
 * kl: a small KL autoencoder, 32 x 32 pixels to 8 x 8 latents of 8 channels, for both of the next;
 * flux, sd3: a FLUX and an SD3 transformer, each with its CLIPs and T5, in the way of `flow`; FLUX then learns from itself what
-  its guidance scale means, and SD3 learns FLUX's velocity under guidance.
+  its guidance scale means, and SD3 learns FLUX's velocity under guidance;
+* straight-flux, straight-sd3: their transformers once more, on couples of noise and what they draw from it, so that paths are
+  straighter (reflow).
 
 Everything is drawn from --seed. Each stage keeps its state in --work and goes on from there after an interruption. A stage
 whose state is past its last step is not trained but exported, so that `--flow-stop 0 --flow-more` writes a pipeline as far
@@ -29,9 +31,10 @@ from pretrain.export import export_clip, export_prompts, export_sana
 from pretrain.joint import encode_kl, train_joint, train_kl
 from pretrain.networks import networks
 from pretrain.stages import encode_all, train_clip, train_flow, train_vae
+from pretrain.straight import straighten
 
 PIPELINES = Path(__file__).parents[1] / "solrl_jax" / "pipelines"
-STAGES = ("vae", "flow", "clip", "kl", "flux", "sd3")
+STAGES = ("vae", "flow", "clip", "kl", "flux", "sd3", "straight-flux", "straight-sd3")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,13 +65,21 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(
             f"--{stage}-more", type=int, nargs="*", default=more, help="steps of further legs, each from where the last ended"
         )
-    for stage, guided, teacher in (("flux", 600, None), ("sd3", 0, "tiny-flux")):
+    for stage, guided, teacher, straight, wrong in (("flux", 600, None, 2000, 0.6), ("sd3", 0, "tiny-flux", 2500, 0.25)):
         parser.add_argument(
             f"--{stage}-guided", type=int, default=guided, help="steps in which it is taught what its guidance scale means"
         )
         parser.add_argument(
-            f"--{stage}-teacher", default=teacher, help="the pipeline in --out whose velocity it learns, not the pictures' own"
+            f"--{stage}-teacher", default=teacher, help="the pipeline whose velocity it learns, not the pictures' own"
         )
+        parser.add_argument(f"--{stage}-straight", type=int, default=straight, help="steps in which its paths are straightened")
+        parser.add_argument(
+            f"--{stage}-wrong", type=float, default=wrong, help="share of the couples that are wrong and yet learned from"
+        )
+    parser.add_argument("--couples", type=int, default=30_000, help="of noise and picture, that paths are straightened with")
+    parser.add_argument(
+        "--straight-weight", type=float, default=0.3, help="of the straightened weights in the mean with those before"
+    )
     return parser.parse_args()
 
 
@@ -97,6 +108,8 @@ def main() -> None:
     for stage in ("flux", "sd3"):
         if wanted(stage):
             train_joint(args, f"tiny-{stage}", kl_latents, captions)
+        if wanted(f"straight-{stage}"):
+            straighten(args, f"tiny-{stage}", captions)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def encode_kl(args: Namespace, vae: Params, images: np.ndarray) -> Latents:
 
 
 def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str]) -> None:
-    """Trains the pipeline `name` through its own functions, those that sample from it later, and writes it to `args.out`."""
+    """Trains the pipeline `name` through its own functions, those that sample from it later, and writes it (`curved`)."""
     blueprint = BLUEPRINTS[name].scaled(latents.scale, latents.shift)
     stage = name.removeprefix("tiny-")
     option = lambda which: getattr(args, f"{stage}_{which}")
@@ -66,7 +66,7 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
     pipeline = open_pipeline(folder)
     prompts = ["", *captions]
     tokens = pipeline.tokenize(prompts, SHORT)
-    teacher = Teacher(args.out / option("teacher"), prompts) if option("teacher") else None
+    teacher = Teacher(curved(args, option("teacher")), prompts) if option("teacher") else None
     draw = row_drawer(captions, args.seed, STREAMS[name], args.batch, option("focus"), option("balance"), option("noise"))
     params, positions = initialise(blueprint, args.seed)
 
@@ -97,18 +97,30 @@ def train_joint(args: Namespace, name: str, latents: Latents, captions: list[str
 
         after = train(f"{stage}-guided", before, guidance_loss(velocity, GUIDANCE), guided_batches, guided, 3e-4, args.work)
         trained = trained | {"transformer": after}
-    export(blueprint, trained, positions, latents.vae, args.out / name)
+    export(blueprint, trained, positions, latents.vae, curved(args, name))
+
+
+def curved(args: Namespace, name: str) -> Path:
+    """Where the pipeline `name` lies before its paths are straightened (`pretrain.straight`)."""
+    return args.work / "curved" / name
 
 
 def initialise(blueprint: Blueprint, seed: int) -> tuple[Params, Params]:
     """What is trained (`transformer`, and `text` by folder), and the transformer's positions, which SD3's files hold."""
     transformer = blueprint.parts["transformer"].initialise(seed)
-    positions = {}
-    if "pos_embed" in transformer:
-        positions["pos_embed"] = transformer["pos_embed"].pop("pos_embed")
+    transformer, positions = without_positions(transformer)
     encoders = blueprint.text_encoders.items()
     text = {name: part.initialise(seed + i) for i, (name, part) in enumerate(encoders, start=1)}
     return {"transformer": transformer, "text": text}, positions
+
+
+def without_positions(transformer: Params) -> tuple[Params, Params]:
+    """What is trained, and SD3's table of positions apart, which is not."""
+    if "pos_embed" not in transformer:
+        return transformer, {}
+    rest = dict(transformer["pos_embed"])
+    table = {"pos_embed": rest.pop("pos_embed")}
+    return transformer | {"pos_embed": rest}, table
 
 
 def with_positions(transformer: Params, positions: Params) -> Params:
