@@ -1,4 +1,4 @@
-"""Straighter paths: a pipeline learns to lead its own noise to its own pictures along a line (rectified flow, arXiv 2209.03003).
+"""Straighter paths: a pipeline learns to lead its noise to its own pictures along a line (rectified flow, arXiv 2209.03003).
 
 Then its weights are averaged with those from before (arXiv 2109.01903): straightened alone, a network this small is right less
 often, and three tenths of the way nearly all is won that there is to win for a preview's ranking, in BF16 and in four bits.
