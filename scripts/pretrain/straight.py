@@ -21,11 +21,11 @@ from pretrain.joint import curved, with_positions, without_positions
 from pretrain.stages import row_drawer
 from pretrain.teaching import SCALES
 from pretrain.training import train
-from solrl_jax.experiment import build
+from solrl_jax.experiment import Experiment, build
 from solrl_jax.keys import initial_noise
 from solrl_jax.presets import resolve
 from solrl_jax.prompts import Prompt
-from solrl_jax.rollout.generate import generate, prepare
+from solrl_jax.rollout.generate import Prompted, generate, prepare
 
 STREAMS = {"tiny-flux": 9, "tiny-sd3": 10}  # of random numbers; below are those of the trainings
 GROUP = 480  # couples drawn at a time, told the same scale of guidance
@@ -85,38 +85,46 @@ def learned_rows(right: np.ndarray, share: float, seed: int) -> np.ndarray:
 def draw_couples(args: Namespace, name: str, captions: list[str]) -> tuple[Couples, Any]:
     """Noise and what the curved pipeline makes of it, as its recipe samples; and the conditioning of their prompts.
 
-    A network that is told a guidance scale is told all of `SCALES`. Couples are kept in `args.work`.
+    Couples are kept in `args.work` until the pipeline is newer.
     """
-    folder, count = curved(args, name), args.couples
+    folder, path = curved(args, name), args.work / f"{name}-couples-{args.couples}-{args.seed}.npz"
     experiment = build(resolve("tiny", [f"model={name}", f"model.path={folder}", "eval.every=0"]))
-    backbone, config = experiment.backbone, experiment.config
-    _, drawn = row_drawer(captions, args.seed, STREAMS[name], count, 0, 0, [])(0)
-    texts, prompts = np.unique(np.array(["", *captions])[drawn], return_inverse=True)
-    prompted = prepare(backbone, None, [Prompt(str(text)) for text in texts], config.model.max_tokens)
+    _, rows = row_drawer(captions, args.seed, STREAMS[name], args.couples, 0, 0, [])(0)
+    texts, prompts = np.unique(np.array(["", *captions])[rows], return_inverse=True)
+    prompted = prepare(experiment.backbone, None, [Prompt(str(text)) for text in texts], experiment.config.model.max_tokens)
     judged = experiment.reward.prepare([Prompt(str(text or texts[-1])) for text in texts])  # of nothing asked nothing is judged
-    prompted = dataclasses.replace(prompted, prepared=judged)
+    if not path.exists() or path.stat().st_mtime < (folder / "transformer" / DIFFUSERS).stat().st_mtime:
+        rng = np.random.default_rng((args.seed, STREAMS[name]))
+        couples = sample(experiment, dataclasses.replace(prompted, prepared=judged), prompts, rng)
+        couples["right"] |= texts[prompts] == ""
+        partial_path = path.with_suffix(".partial.npz")
+        np.savez(partial_path, **couples)
+        partial_path.replace(path)
     widened = lambda leaf: leaf.astype(np.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
     conditioning = jax.tree.map(lambda leaf: widened(np.asarray(leaf)), prompted.conditioning)
-
-    path = args.work / f"{name}-couples-{count}-{args.seed}.npz"
-    if not path.exists():
-        whole = experiment.grid(config.rollout.steps)
-        rng = np.random.default_rng((args.seed, STREAMS[name]))
-        seeds = rng.integers(2**32, size=(count, 2), dtype=np.uint32)
-        guidance = np.full(count, whole.guidance, np.float32)
-        if backbone.pipeline.embedded_guidance:
-            guidance = np.repeat(rng.uniform(*SCALES, size=-(-count // GROUP)), GROUP)[:count].astype(np.float32)
-        latents, right = [], []
-        for at in trange(0, count, GROUP, desc=f"{name} couples"):
-            rows, grid = slice(at, at + GROUP), dataclasses.replace(whole, guidance=float(guidance[at]))
-            drawn = generate(
-                backbone, backbone.transformer, grid, prompted, prompts[rows], seeds[rows], experiment.size,
-                config.rollout.chunk, experiment.reward,
-            )  # fmt: skip
-            latents.append(drawn.latents)
-            right.append((drawn.scores["shapes/strict"] == 1) | (texts[prompts[rows]] == ""))
-        latents, right = np.concatenate(latents), np.concatenate(right)
-        noise = np.asarray(initial_noise(seeds, latents.shape[1:]))
-        np.savez(path, noise=noise, latents=latents, prompts=prompts, guidance=guidance, right=right)
     with np.load(path) as file:
         return dict(file), conditioning
+
+
+def sample(experiment: Experiment, prompted: Prompted, prompts: np.ndarray, rng: np.random.Generator) -> Couples:
+    """A couple for each of `prompts` [n]. A network that is told a guidance scale is told all of `SCALES`."""
+    backbone, config, count = experiment.backbone, experiment.config, len(prompts)
+    whole = experiment.grid(config.rollout.steps)
+    seeds = rng.integers(2**32, size=(count, 2), dtype=np.uint32)
+    guidance = np.full(count, whole.guidance, np.float32)
+    if backbone.pipeline.embedded_guidance:
+        guidance = np.repeat(rng.uniform(*SCALES, size=-(-count // GROUP)), GROUP)[:count].astype(np.float32)
+    latents, right = [], []
+    for at in trange(0, count, GROUP, desc=f"{config.model.name} couples"):
+        rows, grid = slice(at, at + GROUP), dataclasses.replace(whole, guidance=float(guidance[at]))
+        drawn = generate(
+            backbone, backbone.transformer, grid, prompted, prompts[rows], seeds[rows], experiment.size, config.rollout.chunk,
+            experiment.reward,
+        )  # fmt: skip
+        latents.append(drawn.latents)
+        right.append(drawn.scores["shapes/strict"] == 1)
+    noise = np.asarray(initial_noise(seeds, latents[0].shape[1:]))
+    return {
+        "noise": noise, "latents": np.concatenate(latents), "prompts": prompts, "guidance": guidance,
+        "right": np.concatenate(right),
+    }  # fmt: skip
