@@ -1,4 +1,4 @@
-"""Straightening: what a network is asked for, and that it leads noise to the picture that it is coupled with."""
+"""What paths are straightened on: which couples, at which noise levels, and points on the line between their ends."""
 
 import importlib
 from pathlib import Path
@@ -22,6 +22,15 @@ def test_all_that_is_right_is_learned_and_a_share_of_the_rest(straight):
     assert len(np.unique(learned)) == len(learned)
     assert right[learned].sum() == right.sum()
     assert abs((~right[learned]).sum() / (~right).sum() - 0.3) < 0.02
+
+
+def test_points_lie_on_the_line_from_the_picture_to_its_noise(straight):
+    x0, noise = np.random.default_rng(0).standard_normal((2, 5, 2, 2, 3)).astype(np.float32)
+    sigma = np.float32([0, 0.25, 0.5, 0.75, 1])
+    points = np.asarray(straight.between(x0, noise, sigma))
+    np.testing.assert_array_equal(points[[0, -1]], [x0[0], noise[-1]])
+    for point, picture, its_noise, level in zip(points, x0, noise, sigma, strict=True):
+        np.testing.assert_allclose(point, picture + level * (its_noise - picture), atol=1e-6)
 
 
 def test_noise_levels_begin_at_pure_noise(straight):

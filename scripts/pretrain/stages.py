@@ -97,8 +97,13 @@ def noised(x0: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     noise_key, sigma_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, x0.shape)
     sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, (len(x0),)))
-    x = (1 - sigma)[:, None, None, None] * x0 + sigma[:, None, None, None] * noise
-    return x, sigma, noise - x0
+    return between(x0, noise, sigma), sigma, noise - x0
+
+
+def between(x0: jax.Array, noise: jax.Array, sigma: jax.Array) -> jax.Array:
+    """The points [b, h, w, c] at noise levels sigma [b] on the lines from pictures `x0` to `noise`, [b, h, w, c] both."""
+    at = sigma[:, None, None, None]
+    return (1 - at) * x0 + at * noise
 
 
 def row_drawer(

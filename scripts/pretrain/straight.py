@@ -1,7 +1,7 @@
 """Straighter paths: a pipeline learns to lead its noise to its own pictures along a line (rectified flow, arXiv 2209.03003).
 
 Then its weights are averaged with those from before (arXiv 2109.01903): straightened alone, a network this small is right less
-often, and three tenths of the way nearly all is won that there is to win for a preview's ranking, in BF16 and in four bits.
+often, and three tenths of the way most is won that there is to win for a preview's ranking, in BF16 and in four bits.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from models.pipeline import open_pipeline, read_json
 from models.weights import Params, save_component, to_torch
 from pretrain.blueprints import DIFFUSERS
 from pretrain.joint import curved, with_positions, without_positions
-from pretrain.stages import row_drawer
+from pretrain.stages import between, row_drawer
 from pretrain.teaching import SCALES
 from pretrain.training import train
 from solrl_jax.experiment import Experiment, build
@@ -49,9 +49,8 @@ def straighten(args: Namespace, name: str, captions: list[str]) -> None:
     def loss(params: Params, batch: Any, key: jax.Array) -> jax.Array:
         noise, x0, text, guidance = batch
         sigma = sigmas(key, len(x0))
-        at = sigma[:, None, None, None]
         transformer = with_positions(params, positions)
-        v = pipeline.velocity(transformer, (1 - at) * x0 + at * noise, text, 1000 * sigma, guidance)
+        v = pipeline.velocity(transformer, between(x0, noise, sigma), text, 1000 * sigma, guidance)
         return ((v - (noise - x0)) ** 2).mean()
 
     def batches(i: int) -> Any:
@@ -77,7 +76,7 @@ def sigmas(key: jax.Array, count: int) -> jax.Array:
 def learned_rows(right: np.ndarray, share: float, seed: int) -> np.ndarray:
     """The couples [m] to learn from: those that are right [n], and a `share` of the others.
 
-    A straightened network is less often right than its couples are, as its first step sees less; so these are more often.
+    A straightened network was found to be less often right than its couples are; so these are right more often.
     """
     return np.flatnonzero(right | (np.random.default_rng(seed).random(len(right)) < share))
 
