@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
         sync = seconds(lambda there=there, name=name: there.exploring_policy(state.old, name), args.repeat)
         params = there.exploring_policy(state.old, name)
         step = measure_step(there, params, rows, best, args.repeat)
-        rollout = measure_rollout(there, state, params, args.repeat)
+        rollout = measure_rollout(there, state, there.explorer(state.old, name), args.repeat)
         by_format[name] = {
             "means": FORMATS[name].describe(experiment.device),
             "sync_seconds": sync,

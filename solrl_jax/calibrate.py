@@ -55,19 +55,19 @@ def preview_grid(
 
 
 def principal_inputs(
-    backbone: Backbone, paths: tuple[str, ...], rank: int, grid: Grid, prompted: Prompted, seeds: UInt32[np.ndarray, "b 2"],
-    size: tuple[int, int], chunk: int, micro_batch: int,
+    backbone: Backbone, paths: tuple[str, ...], rank: int, grid: Grid, exact: int, prompted: Prompted,
+    seeds: UInt32[np.ndarray, "b 2"], size: tuple[int, int], chunk: int, micro_batch: int,
 ) -> Bases:  # fmt: skip
     """The `rank` directions of largest energy of the inputs of each linear in `paths`, in the backbone's dtype.
 
-    grid: what the base is sampled on; a prompt of `prompted` a seed. chunk, micro_batch: rows a device runs at once, without
-    gradients and with them.
+    grid: what the base is sampled on; its first `exact` steps are those in which nothing is quantised. A prompt of `prompted`
+    a seed. chunk, micro_batch: rows a device runs at once, without gradients and with them.
     """
     index = np.arange(len(seeds))
     latents = generate(backbone, backbone.transformer, grid, prompted, index, seeds, size, chunk, None).latents
     mesh, rows = backbone.mesh, next(n for n in range(min(micro_batch, len(seeds)), 0, -1) if len(seeds) % n == 0)
     place = lambda tree: hosts.put(tree, sharding.replicated(mesh))
-    numbers = place((latents, seeds, grid.sigmas, grid.times, np.float32(grid.guidance)))
+    numbers = place((latents, seeds, grid.sigmas[exact:], grid.times[exact:], np.float32(grid.guidance)))
     bases = _first(backbone, paths, rank)
     for _ in range(PASSES):
         with jax.set_mesh(mesh):

@@ -114,13 +114,14 @@ def evaluate(target: str, overrides: tuple[str, ...], preset: str, checkpoint: s
 @click.option("--prompts", default=8, show_default=True, type=click.IntRange(1), help="Test prompts, each with a whole pool.")
 @click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the run's).")
 @click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the run's).")
+@click.option("--exact-steps", metavar="E,E,...", help="How many of them, the first ones, are exact (default: the run's).")
 @click.option("--sigmas", metavar="own,first", help="How their sigmas are chosen (default: the run's).")
 @click.option("--candidates", metavar="N,N,...", help="Sizes of the pools (default: the run's).")
 @click.option("--out", type=click.Path(path_type=Path), help="Where tables and pictures go (default: the run, or runs/rank).")
 @json_option
 def rank(
-    target: str, overrides: tuple[str, ...], prompts: int, formats: str | None, steps: str | None, sigmas: str | None,
-    candidates: str | None, out: Path | None, as_json: bool,
+    target: str, overrides: tuple[str, ...], prompts: int, formats: str | None, steps: str | None,
+    exact_steps: str | None, sigmas: str | None, candidates: str | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
 
@@ -133,7 +134,7 @@ def rank(
     from solrl_jax.runs import configuration, load_policy, output_directory
 
     config, run = configuration(target, overrides, None)
-    settings = ranking.settings(config.rollout, formats, steps, sigmas, candidates)
+    settings = ranking.settings(config.rollout, formats, steps, exact_steps, sigmas, candidates)
     folder = output_directory(out or run or Path("runs/rank"))
     experiment = build(config)
     if prompts > len(experiment.test_prompts):

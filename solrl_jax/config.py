@@ -101,6 +101,7 @@ class Explore(Section):
     precision: Precision
     steps: Count
     sigmas: PreviewSigmas  # own: the schedule with so many steps; first: half are `rollout.steps`' first, then long ones
+    exact_steps: Natural  # the first so many steps in `rollout.precision`, of a format that quantises
     correction: Natural  # rank of what goes past quantised products: their inputs' principal directions; 0: nothing
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
     audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
@@ -131,12 +132,14 @@ class Rollout(Section):
         compared = "must be {} with rollout.regenerate=false, which has nothing to compare a proxy with"
         floor, audit = self.explore.floor, self.explore.audit_every
         follows = self.regenerate or explored == self.steps
+        exact, of_exact = self.explore.exact_steps, f"must be less than {field}={explored}"
         even = self.selection != "best_worst" or k % 2 == 0
         own = self.explore.sigmas == "own"
         _check(
             (k <= n, "rollout.kept", k, f"must be at most rollout.candidates={n}"),
             (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
             (not self.regenerate or explored <= self.steps, field, explored, f"must be at most {full}"),
+            (exact < explored, "rollout.explore.exact_steps", exact, of_exact),
             # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
             (self.regenerate or floor is None, "rollout.explore.floor", floor, compared.format("null")),
             (self.regenerate or not audit, "rollout.explore.audit_every", audit, compared.format(0)),

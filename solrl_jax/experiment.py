@@ -25,7 +25,7 @@ from solrl_jax.prompts import Prompt, draw_prompts, load_instruction, load_promp
 from solrl_jax.rewards.base import Reward
 from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.mixture import open_rewards
-from solrl_jax.rollout.generate import Grid, prepare
+from solrl_jax.rollout.generate import Grid, Relay, prepare
 from solrl_jax.sharding import make_mesh
 
 CALIBRATION = 2**31 - 3  # the iteration of its seeds; the two after it are `rank`'s and `evaluate`'s
@@ -101,6 +101,12 @@ class Experiment:
         codes = quantize_policy(self.backbone.mesh, base, adapters, self.scale, self.quantized, quantize, self.bases)
         return attach(base, adapters, self.scale, codes)
 
+    def explorer(self, adapters: Adapters, precision: str) -> Params | Relay:
+        """`exploring_policy`, after `rollout.explore.exact_steps` steps of the exact one where it is another."""
+        exact = self.config.rollout.explore.exact_steps if FORMATS[precision].quantize is not None else 0
+        rest = self.exploring_policy(adapters, precision)
+        return Relay(self.policy(adapters), rest, exact) if exact else rest
+
     @property
     def calibration_prompts(self) -> list[Prompt]:
         """Those whose samples `calibrate` looks at; none where there is nothing to calibrate."""
@@ -123,7 +129,7 @@ class Experiment:
         if not explore.correction:
             return {}
         return principal_inputs(
-            self.backbone, self.quantized, explore.correction, self.exploring_grid(explore.steps),
+            self.backbone, self.quantized, explore.correction, self.exploring_grid(explore.steps), explore.exact_steps,
             prepare(self.backbone, None, prompts, config.model.max_tokens), seeds, self.size, config.rollout.chunk,
             config.optimizer.micro_batch,
         )  # fmt: skip

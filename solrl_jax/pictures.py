@@ -181,7 +181,7 @@ def save_correlation(
 def save_sweep(path: str | Path, rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> None:
     """Draws how columns of `rows` depend on "steps" (of the largest pools) and on "candidates" (of the most steps), as PNG.
 
-    A line a "precision" and "sigmas"; an axis along which nothing varies has no panels.
+    A line a "precision", "exact_steps" and "sigmas"; an axis along which nothing varies has no panels.
     """
     rows, columns = list(rows), list(columns)
     fixed = {axis: max(row[axis] for row in rows) for axis in ("steps", "candidates")}
@@ -192,7 +192,7 @@ def save_sweep(path: str | Path, rows: Iterable[Mapping[str, Any]], columns: Ite
         (other,) = fixed.keys() - {axis}
         chosen = sorted((row for row in rows if row[other] == fixed[other]), key=lambda row: row[axis])
         for column, axes in zip(columns, line_of_axes, strict=True):
-            line = lambda row: f"{row['precision']}, {row['sigmas']} sigmas"
+            line = lambda row: f"{row['precision']}, {row['exact_steps']} exact, {row['sigmas']} sigmas"
             for color, label in zip(_COLORS * len(chosen), dict.fromkeys(map(line, rows)), strict=False):
                 points = [(row[axis], row[column]) for row in chosen if line(row) == label]
                 axes.plot(*zip(*points, strict=True), color=color, label=label, linewidth=1.8, marker="o", markersize=4)

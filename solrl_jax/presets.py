@@ -20,7 +20,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from solrl_jax.config import Config, ConfigError, Section, shown
+from solrl_jax.config import Config, ConfigError, Explore, Section, shown
 
 PARTS = ("model", "family", "reward")  # in the order in which they are merged
 PAPER = {
@@ -89,11 +89,16 @@ def describe() -> list[dict[str, str]]:
                 "family": config.family,
                 "reward": "+".join(config.reward.weights),
                 "candidates": f"{rollout.kept}-in-{rollout.candidates}",
-                "explore": f"{explore.precision}, {explore.steps} steps",
+                "explore": _explored(explore),
                 "train on": f"{rollout.precision}, {rollout.steps} steps" if rollout.regenerate else "the explored samples",
             }
         )
     return rows
+
+
+def _explored(explore: Explore) -> str:
+    exact = f", the first {explore.exact_steps} exactly" if explore.exact_steps else ""
+    return f"{explore.precision}, {explore.steps} steps{exact}"
 
 
 def to_yaml(config: Config) -> str:

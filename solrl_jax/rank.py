@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +22,8 @@ from solrl_jax.fidelity import overlap, rank_correlations
 from solrl_jax.files import InputError
 from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters
-from solrl_jax.rollout.generate import Grid, prepare
+from solrl_jax.presets import override
+from solrl_jax.rollout.generate import Grid, Relay, prepare
 from solrl_jax.train import roll_out
 
 Progress = Callable[[str, int, int], None]
@@ -33,13 +35,14 @@ class Setting:
 
     precision: str
     steps: int
+    exact_steps: int  # as `rollout.explore.exact_steps`; 0 in a format that quantises nothing
     sigmas: str  # as `rollout.explore.sigmas`
     candidates: int
 
     @property
-    def proxy(self) -> tuple[str, int, str]:
+    def proxy(self) -> tuple[str, int, int, str]:
         """What its pool was explored as: a smaller pool is the beginning of a larger one."""
-        return self.precision, self.steps, self.sigmas
+        return self.precision, self.steps, self.exact_steps, self.sigmas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +51,13 @@ class Pools:
 
     prompts: Sequence[str]
     true: Float[np.ndarray, "p n"]
-    proxies: Mapping[tuple[str, int, str], Float[np.ndarray, "p n"]]  # by `Setting.proxy`
+    proxies: Mapping[tuple[str, int, int, str], Float[np.ndarray, "p n"]]  # by `Setting.proxy`
 
 
 def settings(
-    rollout: Rollout, formats: str | None, steps: str | None, sigmas: str | None, candidates: str | None
-) -> list[Setting]:
+    rollout: Rollout, formats: str | None, steps: str | None, exact_steps: str | None, sigmas: str | None,
+    candidates: str | None,
+) -> list[Setting]:  # fmt: skip
     """Every combination of the lists "a,b,..." that the command line gives, the run's own where it gives none.
 
     Raises InputError in one line for an entry that cannot be.
@@ -67,19 +71,25 @@ def settings(
         except (ValueError, KeyError):
             raise InputError(f"{option} {text}: expected a comma-separated list of {expected}") from None
 
-    def count(text: str) -> int:
-        if (number := int(text)) < 1:
+    def at_least(least: int, text: str) -> int:
+        if (number := int(text)) < least:
             raise ValueError
         return number
 
     device = device_facts()
     name = lambda text: resolve(text, device).name
     chosen = parsed("--formats", formats, name(rollout.explore.precision), name, ", ".join((*FORMATS, AUTO)))
+    count, natural = partial(at_least, 1), partial(at_least, 0)
     numbers = parsed("--steps", steps, rollout.explore.steps, count, "integers of at least 1")
+    exact = parsed("--exact-steps", exact_steps, rollout.explore.exact_steps, natural, "integers of at least 0")
+    if max(exact) >= (least := min(*numbers, rollout.explore.steps)):
+        raise InputError(f"--exact-steps {max(exact)}: must be less than the steps explored with, {least}")
     ways = get_args(PreviewSigmas)
     grids = parsed("--sigmas", sigmas, rollout.explore.sigmas, lambda text: ways[ways.index(text)], ", ".join(ways))
     pools = parsed("--candidates", candidates, rollout.candidates, count, "integers of at least 1")
-    return [Setting(*values) for values in itertools.product(chosen, numbers, grids, pools)]
+    every = [Setting(*values) for values in itertools.product(chosen, numbers, exact, grids, pools)]
+    plain = lambda s: dataclasses.replace(s, exact_steps=0) if FORMATS[s.precision].quantize is None else s
+    return list(dict.fromkeys(map(plain, every)))
 
 
 def explore_and_regenerate(
@@ -91,17 +101,24 @@ def explore_and_regenerate(
     seeds = experiment.seeds(config.eval.seed, EVALUATION - 1, chosen, max(s.candidates for s in settings))
     prompted = prepare(experiment.backbone, experiment.reward, chosen, config.model.max_tokens)
 
-    def rewards(params: Params, grid: Grid, stage: str) -> Float[np.ndarray, "p n"]:
+    def rewards(params: Params | Relay, grid: Grid, stage: str) -> Float[np.ndarray, "p n"]:
         return roll_out(experiment, params, grid, prompted, seeds, stage, progress).reward.reshape(seeds.shape[:2])
 
     true = rewards(experiment.policy(adapters), experiment.grid(rollout.steps), "regenerate")
     proxies = {}
-    for precision in dict.fromkeys(s.precision for s in settings):
-        exploring = experiment.exploring_policy(adapters, precision)
+    for exact, precision in dict.fromkeys((s.exact_steps, s.precision) for s in settings):
+        there = with_exact_steps(experiment, exact)
+        exploring = there.explorer(adapters, precision)
         for s in settings:
-            if s.precision == precision and s.proxy not in proxies:
+            if (s.exact_steps, s.precision) == (exact, precision) and s.proxy not in proxies:
                 proxies[s.proxy] = rewards(exploring, experiment.exploring_grid(s.steps, s.sigmas), "explore")
     return Pools(chosen, true, proxies)
+
+
+def with_exact_steps(experiment: Experiment, exact_steps: int) -> Experiment:
+    """The same experiment, exploring with so many exact steps; what it explores with is measured anew where that differs."""
+    config = override(experiment.config, (f"rollout.explore.exact_steps={exact_steps}",))
+    return experiment if config == experiment.config else dataclasses.replace(experiment, config=config)
 
 
 def rounds(settings: Sequence[Setting]) -> int:
@@ -168,15 +185,18 @@ def without_prompts(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "per_prompt"} for row in results]
 
 
+def how(row: Mapping[str, Any]) -> str:
+    """How a row of results explored, in a few words."""
+    exact = f"{row['exact_steps']} exact, " if row["exact_steps"] else ""
+    return f"{row['precision']}, {row['steps']} steps ({exact}{row['sigmas']} sigmas)"
+
+
 def table(results: Sequence[dict[str, Any]]) -> str:
     """The results for a terminal: a row a setting; of a single setting, a row a prompt before."""
     columns = ("spearman", "kendall", "top_k_match", "bottom_k_match", "largest_difference", "range_kept", "range_bound")
-    line = lambda name, row: f"{name[:48]:<50}" + "".join(f"{row[c]:>20.3f}" for c in columns)
-    lines = [f"{'':<50}" + "".join(f"{name:>20}" for name in columns)]
+    line = lambda name, row: f"{name[:54]:<56}" + "".join(f"{row[c]:>20.3f}" for c in columns)
+    lines = [f"{'':<56}" + "".join(f"{name:>20}" for name in columns)]
     if len(results) == 1:
         lines += [line(row["prompt"], row) for row in results[0]["per_prompt"]]
-    lines += [
-        line(f"{r['precision']}, {r['steps']} steps ({r['sigmas']} sigmas), {r['kept']} of {r['candidates']} kept", r)
-        for r in results
-    ]
+    lines += [line(f"{how(r)}, {r['kept']} of {r['candidates']} kept", r) for r in results]
     return "\n".join(lines)

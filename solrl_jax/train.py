@@ -57,7 +57,7 @@ def iterate(
     seeds = experiment.seeds(config.seed, iteration, prompts, rollout.candidates)
 
     clock.start("sync")
-    exploring = jax.block_until_ready(experiment.exploring_policy(state.old, explore.precision))
+    exploring = jax.block_until_ready(experiment.explorer(state.old, explore.precision))
     clock.start("explore")
     pool = roll_out(experiment, exploring, experiment.exploring_grid(explore.steps), prompted, seeds, "explore", progress)
     del exploring  # the copy's room is free for what follows

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from solrl_jax import calibrate
 from solrl_jax import experiment as experiments
 from solrl_jax.calibrate import PASSES
 from solrl_jax.experiment import build
@@ -16,6 +17,7 @@ from solrl_jax.numerics.matmul import LowRank, dequantize
 from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.numerics.principal import Corrected
 from solrl_jax.policy.lora import flatten
+from solrl_jax.rank import with_exact_steps
 from solrl_jax.rollout.generate import generate, prepare
 from tests.small import fresh_state, small_config
 
@@ -66,6 +68,22 @@ def test_every_quantised_linear_has_orthonormal_directions(experiment):
         assert basis.dtype == experiment.backbone.dtype
         gram = np.einsum("lir,lis->lrs", np.float32(basis), np.float32(basis))
         np.testing.assert_allclose(gram, np.broadcast_to(np.eye(RANK), gram.shape), atol=0.02)  # in BF16
+
+
+def test_directions_are_those_of_the_steps_that_are_quantised(experiment, monkeypatch):
+    """Those of other steps are others: they hold less of what these steps see."""
+    told, original = [], calibrate.turn
+    monkeypatch.setattr(calibrate, "turn", lambda *a: told.append(np.asarray(a[-3])) or original(*a))
+    bases, grid = {}, experiment.exploring_grid(6)
+    for exact in (0, 1, 5):
+        there = with_exact_steps(dataclasses.replace(experiment), exact)
+        bases[exact], told[:] = there.bases, told[-1:]
+        np.testing.assert_array_equal(told[0], grid.sigmas[exact:])
+    for path in experiment.quantized:
+        np.testing.assert_array_equal(bases[1][path], experiment.bases[path])
+    shared = lambda a, b: np.mean(np.sum(np.einsum("lir,lis->lrs", np.float32(a), np.float32(b)) ** 2, axis=(-1, -2))) / RANK
+    common = lambda a, b: np.mean([shared(a[path], b[path]) for path in experiment.quantized])
+    assert common(bases[5], bases[0]) < common(bases[1], bases[0]) < 0.99
 
 
 def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment):

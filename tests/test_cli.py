@@ -178,6 +178,7 @@ def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
             assert difference(*key) > 1e-4
             assert float(table[key]["range_kept"]) >= float(table[key]["range_bound"])
     assert abs(difference("bf16", 2, "own", 8) - difference("bf16", 2, "first", 8)) > 1e-4
+    assert {(row["precision"], row["exact_steps"]) for row in table.values()} == {("nvfp4", "1"), ("bf16", "0")}
     assert Image.open(out / "rank-sweep.png").size[0] > 600
 
 
@@ -186,6 +187,8 @@ def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
     [
         (("--formats", "nvfp4,fp5"), "--formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, "),
         (("--steps", "4,0"), "--steps 4,0: expected a comma-separated list of integers of at least 1"),
+        (("--exact-steps", "1,-1"), "--exact-steps 1,-1: expected a comma-separated list of integers of at least 0"),
+        (("--exact-steps", "1,4", "--steps", "4,5"), "--exact-steps 4: must be less than the steps explored with, 4"),
         (("--sigmas", "last"), "--sigmas last: expected a comma-separated list of own, first"),
         (("--candidates", "all"), "--candidates all: expected a comma-separated list of integers of at least 1"),
     ],

@@ -69,6 +69,8 @@ BAD = [
     (("rollout.kept=23",), "rollout.kept=23: must be even with rollout.selection=best_worst"),
     (("rollout.kept=1",), "rollout.kept=1: must be at least 2"),
     (("rollout.explore.steps=11",), "rollout.explore.steps=11: must be at most rollout.steps=10"),
+    (("rollout.explore.exact_steps=6",), "rollout.explore.exact_steps=6: must be less than rollout.explore.steps=6"),
+    (("rollout.explore.exact_steps=-1",), "rollout.explore.exact_steps=-1: must be at least 0"),
     (("rollout.regenerate=false",), "rollout.explore.steps=6: must equal rollout.steps=10 with rollout.regenerate=false"),
     (("family=naive_scaling", "rollout.steps=12"), "rollout.explore.steps=10: must equal rollout.steps=12 with .*=false"),
     (("rollout.eta=0.5",), "rollout.eta=0.5: must be 0 with rollout.solver=euler"),

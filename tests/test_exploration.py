@@ -17,6 +17,7 @@ from solrl_jax.numerics.mx import MXTensor
 from solrl_jax.numerics.nvfp4 import QTensor, WeightOnly
 from solrl_jax.policy.lora import flatten
 from solrl_jax.presets import to_yaml
+from solrl_jax.rollout.generate import Relay, generate, prepare
 from tests.small import fresh_state, small_config
 
 LEAVES = {"nvfp4": QTensor, "nvfp4_46": QTensor, "nvfp4_w": WeightOnly, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
@@ -73,6 +74,31 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
         error = np.linalg.norm(velocities[name] - exact) / np.linalg.norm(exact)
         print(f"{name}: {error:.4f}")
         assert ERRORS[name] / 3 < error < ERRORS[name], name
+
+
+def test_the_first_steps_are_exact_where_the_others_are_quantised():
+    """The more of them, the nearer are latents to the exact policy's; what both policies have is held once."""
+    there = experiments.build(small_config("unused", "rollout.steps=4", "rollout.explore.steps=4"))
+    adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(there).old)
+    relay = there.explorer(adapters, "nvfp4")
+    assert isinstance(relay, Relay)
+    assert relay.steps == there.config.rollout.explore.exact_steps == 1
+    first, rest = flatten(relay.first), flatten(relay.rest)
+    assert {path for path in first if first[path] is not rest[path]} >= set(there.quantized)
+    assert all(first[path] is rest[path] for path in first.keys() - set(there.quantized) - set(there.targets))
+    assert not isinstance(there.explorer(adapters, "bf16"), Relay)
+
+    prompts, size = there.test_prompts[:2], there.size
+    prompted = prepare(there.backbone, None, prompts, there.config.model.max_tokens)
+    seeds = there.seeds(0, 1, prompts, 1)[:, 0]
+    end = lambda params: generate(there.backbone, params, there.grid(4), prompted, np.arange(2), seeds, size, 2, None).latents
+    exact, quantised = end(relay.first), end(relay.rest)
+    mixed = {n: end(dataclasses.replace(relay, steps=n)) for n in (1, 2)}
+    error = [np.linalg.norm(x - exact) for x in (quantised, mixed[1], mixed[2])]
+    print(error)
+    assert 0 < error[2] < 0.6 * error[1] < 0.5 * error[0]
+    np.testing.assert_array_equal(end(Relay(relay.first, relay.first, 2)), exact)
+    np.testing.assert_array_equal(end(Relay(relay.rest, relay.rest, 2)), quantised)
 
 
 def directory(folder, precision, explored_in=None):

@@ -4,6 +4,7 @@ Convention (spec, section 0): `x_sigma = (1 - sigma) x0 + sigma noise`, velocity
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +29,15 @@ def sample(
     times: Float[Array, "steps"],
     table: Float[Array, "steps 5"],
     seeds: UInt32[Array, "b 2"],
+    first: tuple[Velocity, int] | None = None,
 ) -> Float[Array, "b *latent"]:
     """Follows the flow from `noise` at sigmas[0] to latents at 0; float32 throughout, whatever `velocity` computes in.
 
     sigmas: where each step starts; times: what the network is told there; table: `solver_table`; seeds: one a row, read
-    only where a step adds noise.
+    only where a step adds noise. first: another velocity, and in how many steps, the first ones, it takes that one's place.
     """
 
-    def step(carry, inputs):
+    def step(velocity, carry, inputs):
         x, (previous, before) = carry
         index, sigma, time, (a, b, c, d, e) = inputs
         x0 = x - sigma * velocity(x, time).astype(jnp.float32)
@@ -44,7 +46,11 @@ def sample(
         return (x, (x0, previous)), None
 
     indices, none = jnp.arange(len(sigmas)), jnp.zeros_like(noise)
-    (x, _), _ = jax.lax.scan(step, (noise, (none, none)), (indices, sigmas, times, tuple(table.T)))
+    carry, inputs, taken = (noise, (none, none)), (indices, sigmas, times, tuple(table.T)), 0
+    if first is not None:  # a scan of its own, so that no step branches
+        earlier, taken = first
+        carry, _ = jax.lax.scan(partial(step, earlier), carry, jax.tree.map(lambda x: x[:taken], inputs))
+    (x, _), _ = jax.lax.scan(partial(step, velocity), carry, jax.tree.map(lambda x: x[taken:], inputs))
     return x
 
 

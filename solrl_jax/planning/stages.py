@@ -15,7 +15,7 @@ from solrl_jax.planning.abstract import abstract, state, text_encoders
 from solrl_jax.policy.lora import Params, attach, flatten
 from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.rewards.base import score_images
-from solrl_jax.rollout.generate import decode_chunk, sample_chunk
+from solrl_jax.rollout.generate import Relay, decode_chunk, sample_chunk
 from solrl_jax.sharding import row_groups
 from solrl_jax.text_encoders import ENCODED_ROWS, encode_chunk
 
@@ -77,7 +77,9 @@ class Stages:
                 return [Program(self.mesh, quantize_policy, self._sync(), 1, results_held=True)]
             case "explore":
                 policy = attach(experiment.backbone.transformer, self.state.old, experiment.scale, codes)
-                return [self._sample(policy, rollout.explore.steps, drafts)]
+                exact = rollout.explore.exact_steps if self.has("sync") else 0
+                relay = Relay(experiment.policy(self.state.old), policy, exact) if exact else policy
+                return [self._sample(relay, rollout.explore.steps, drafts)]
             case "regenerate":
                 return [self._sample(experiment.policy(self.state.old), rollout.steps, redone)]
             case "score":
@@ -125,7 +127,7 @@ class Stages:
         rows = self.experiment.config.rollout.chunk * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
 
-    def _sample(self, params: Params, steps: int, calls: int) -> Program:
+    def _sample(self, params: Params | Relay, steps: int, calls: int) -> Program:
         backbone, grid = self.experiment.backbone, self.experiment.grid(steps)
         noise = self._rows(self.mesh, backbone.pipeline.latent_shape(*self.experiment.size), jnp.float32)
         numbers = (grid.sigmas, grid.times, grid.table, np.float32(grid.guidance), np.float32(grid.scale))

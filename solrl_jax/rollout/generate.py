@@ -64,6 +64,16 @@ class Grid:
         return cls(starts, times, table, guidance, guidance if scale is None else scale, guided)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["first", "rest"], meta_fields=["steps"])
+@dataclasses.dataclass(frozen=True)
+class Relay:
+    """A policy for the first `steps` steps of a sample, and one for the others. Leaves that both have are held once."""
+
+    first: Params
+    rest: Params
+    steps: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompted:
     """Everything a set of prompts means to the networks: what conditions them, what rewards compare with."""
@@ -102,7 +112,7 @@ def prepare(
 
 def generate(
     backbone: Backbone,
-    params: Params,
+    params: Params | Relay,
     grid: Grid,
     prompted: Prompted,
     index: Int[np.ndarray, "b"],
@@ -184,7 +194,7 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
 
 @partial(sharding.jit, static_argnums=(0, 1))
 def sample_chunk(
-    backbone: Backbone, guided: bool, params: Params, conditioning: Conditioning, negative: Conditioning,
+    backbone: Backbone, guided: bool, params: Params | Relay, conditioning: Conditioning, negative: Conditioning,
     index: Int[Array, "b"], seeds: UInt32[Array, "b 2"], noise: Float[Array, "b h w c"],
     sigmas: Array, times: Array, table: Array, guidance: Array, scale: Array,
 ) -> Float[Array, "b h w c"]:  # fmt: skip
@@ -192,7 +202,7 @@ def sample_chunk(
     of_rows = jax.tree.map(lambda c: c[index], conditioning)
     opposite = jax.tree.map(lambda c: jnp.broadcast_to(c, (len(index), *c.shape[1:])), negative)
 
-    def velocity(x: Array, time: Array) -> Array:
+    def velocity(params: Params, x: Array, time: Array) -> Array:
         prompt = backbone.velocity(params, x, of_rows, time, guidance)
         if not guided:
             return prompt
@@ -200,7 +210,9 @@ def sample_chunk(
         away = backbone.velocity(params, x, opposite, time, guidance).astype(jnp.float32)
         return away + scale * (prompt.astype(jnp.float32) - away)
 
-    return sampler.sample(velocity, sharding.split_rows(noise), sigmas, times, table, seeds)
+    relay = params if isinstance(params, Relay) else Relay(params, params, 0)
+    first = (partial(velocity, relay.first), relay.steps) if relay.steps else None
+    return sampler.sample(partial(velocity, relay.rest), sharding.split_rows(noise), sigmas, times, table, seeds, first)
 
 
 @partial(sharding.jit, static_argnums=0)

@@ -76,6 +76,23 @@ def test_the_scan_is_the_loop_over_the_table(name):
     assert all(largest(got[name] - got[other]) > 1e3 * TOLERANCE for other in TABLES if other != name)
 
 
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_the_first_steps_may_be_another_velocitys(count):
+    """As the loop that asks the one and then the other; that of a step more or less is elsewhere."""
+    starts, table = SIGMAS[:-1].astype(np.float32), TABLES["all predictions"]
+
+    def loop(count):
+        x, previous, before = NOISE, jnp.zeros_like(NOISE), jnp.zeros_like(NOISE)
+        for i, (a, b, c, d, _) in enumerate(table):
+            x0 = x - starts[i] * (target if i < count else curved)(x, 1000 * starts[i])
+            x, previous, before = a * x + b * x0 + c * previous + d * before, x0, previous
+        return x
+
+    got = jax.jit(lambda: sample(curved, NOISE, starts, 1000 * starts, table, SEEDS, (target, count)))()
+    np.testing.assert_allclose(got, loop(count), atol=TOLERANCE, rtol=0)
+    assert all(largest(got - loop(other)) > 1e2 * TOLERANCE for other in (count - 1, count + 1))
+
+
 def test_the_network_is_told_the_times_of_the_steps():
     starts = np.array([1.0, 0.5], np.float32)
     euler = solver_table("euler", np.array([1.0, 0.5, 0.0]))
