@@ -7,7 +7,9 @@ matrix. Activations have one a *row* (token): with one a tensor, a candidate's r
 
 "Four over six" (arXiv 2512.02010) lets the largest value of a block be 4 instead of 6 where that errs less: between 4 and 6
 lies no code, and values near 5 err most. Storage and product are the same. For 4 to be within E4M3, 6 is at 256 of its 448.
-Weights alone: which scale errs less is close for some blocks, and in activations would depend on what is compiled around it.
+The float32 scale is then a power of two: 256 divides evenly what 448 does not, so that block scales of BF16 weights lie in the
+middle between two of E4M3 often, and which one it is must not depend on how XLA writes a division. Weights alone: their choice
+is made once a sync, and in activations it would be a second quantisation a product.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ from solrl_jax.numerics.blocks import block_scaled_dot, nbytes, pack, pad_blocks
 BLOCK = 16  # values under one E4M3 scale, along the contraction axis
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-FOUR_OVER_SIX_MAX = 256.0  # block scale of a tensor's largest value as 6; as 4 it is 384, which E4M3 has too
+FOUR_OVER_SIX_MAX = 256.0  # largest block scale where the largest value is 6; where it is 4 that is 384, which E4M3 has too
 # Up to this, a tensor scale times the smallest block scale (2^-9) is a float32 that XLA flushes to zero: no finite reciprocal.
 SMALLEST_SCALE = 2.0**-117
 
@@ -53,8 +55,17 @@ def quantize(w: Float[Array, "... n_in n_out"], four_over_six: bool = False) -> 
     rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32), BLOCK)
     largest = FOUR_OVER_SIX_MAX if four_over_six else E4M3_MAX
     tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (largest * E2M1_MAX)
+    if four_over_six:
+        tensor_scale = _power_of_two(tensor_scale)
     codes, scales = quantize_blocks(rows, tensor_scale[..., None, None], four_over_six)
     return QTensor(pack(codes), scales, tensor_scale, n_in)
+
+
+def _power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The smallest that is at least `x`; what is not between 0 and 2^100 stays as it is, so that nothing finite overflows."""
+    mantissa, exponent = jnp.frexp(x)
+    power = jnp.ldexp(1.0, jnp.where(mantissa > 0.5, exponent, exponent - 1))
+    return jnp.where((x > 0) & (x < 2.0**100), power, x)
 
 
 def dequantize(q: QTensor) -> Float[Array, "... n_in n_out"]:
@@ -71,6 +82,7 @@ def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."], four_o
     subnormal scales of E4M3 are used, and a block whose scale rounds to zero gets zero codes.
 
     four_over_six: of the scales that make a block's largest value 6 and 4, the one with the smaller squared error; 6 if equal.
+    Where `scale` is a power of two, as `quantize` has it then, the choice is the same in whatever program this is a part of.
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     usable = scale > SMALLEST_SCALE
@@ -86,14 +98,17 @@ def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."], four_o
         reciprocal = jnp.where(s32 > 0, (1.0 / safe) / jnp.where(s32 > 0, s32, 1.0), 0.0)
         return jnp.clip(blocks * reciprocal[..., None], -E2M1_MAX, E2M1_MAX).astype(jnp.float4_e2m1fn)
 
-    def error(scales: Array) -> Array:
+    def error(scales: Array, unit: Array) -> Array:
+        """In squares of 1/1024 of `unit`, whole ones: however they are added up, the sum is the same."""
         stands_for = codes_under(scales).astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
-        return jnp.sum((stands_for - blocks * (1.0 / safe)[..., None]) ** 2, axis=-1)
+        off = stands_for - blocks * (1.0 / safe)[..., None]
+        return jnp.sum(jnp.round(off * unit[..., None]) ** 2, axis=-1)
 
     scales = scales_for(E2M1_MAX)
     if four_over_six:
         wider = scales_for(4.0)
-        scales = jnp.where(error(wider) < error(scales), wider, scales)
+        unit = 1024 / jnp.maximum(wider.astype(jnp.float32), 2.0**-9)
+        scales = jnp.where(error(wider, unit) < error(scales, unit), wider, scales)
     return codes_under(scales).reshape(x.shape), scales
 
 
