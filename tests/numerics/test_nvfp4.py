@@ -236,6 +236,39 @@ def test_four_over_six_takes_of_two_scales_the_one_that_errs_less(case):
         assert 0.2 < (chosen[1] & ~chosen[0]).mean() < 0.6
 
 
+def test_what_four_over_six_makes_of_bf16_weights_does_not_depend_on_the_program():
+    """Their block scales lie in the middle between two of E4M3 often; alone, compiled and divided: what float64 says."""
+    w = jax.random.normal(jax.random.key(0), (2, 320, 192)).astype(jnp.bfloat16)
+    rows = np.swapaxes(np.asarray(w).astype(np.float64), -1, -2)
+    tensor_scale = 2.0 ** np.ceil(np.log2(np.abs(rows).max((-1, -2)) / (256 * 6)))
+    blocks = (rows / tensor_scale[:, None, None]).reshape(2, 192, -1, BLOCK)
+    amax = np.abs(blocks).max(-1)
+    as_six, as_four = (jnp.float32(amax / largest).astype(jnp.float8_e4m3fn) for largest in (6, 4))
+    steps = amax / 6 / 2.0 ** (np.floor(np.log2(amax / 6)) - 4)  # half steps of E4M3
+    assert (steps % 2 == 1).sum() > 30
+
+    def error(scales):
+        s = np.asarray(scales).astype(np.float64)[..., None]
+        codes = np.clip(blocks / s, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        unit = 1024 / np.asarray(as_four).astype(np.float64)[..., None]
+        return (np.round((codes * s - blocks) * unit) ** 2).sum(-1)
+
+    scales = np.where(error(as_four) < error(as_six), as_four, as_six)
+    mesh = jax.make_mesh((2, 4), ("layers", "outputs"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    divided = jax.device_put(w, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("layers", None, "outputs")))
+    inputs = jax.device_put(w, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "outputs")))
+    compiled = jax.jit(quantize, static_argnums=1)
+    found = {
+        "alone": quantize(w, True), "compiled": compiled(w, True), "divided": compiled(divided, True),
+        "divided by inputs": compiled(inputs, True), "in float32": compiled(w.astype(jnp.float32), True),
+        "a matrix": jax.tree.map(lambda *x: jnp.stack(x), *(compiled(m, True) for m in w)),
+    }  # fmt: skip
+    for name, q in found.items():
+        np.testing.assert_array_equal(q.tensor_scale, tensor_scale, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(q.scales).view(np.uint8), scales.view(np.uint8), err_msg=name)
+        np.testing.assert_array_equal(q.codes, found["alone"].codes, err_msg=name)
+
+
 def test_pack_is_the_inverse_of_unpack_with_the_even_index_in_the_low_nibble():
     every_byte = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
     codes = unpack(every_byte)
