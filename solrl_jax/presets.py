@@ -97,7 +97,7 @@ def describe() -> list[dict[str, str]]:
 
 
 def _explored(explore: Explore) -> str:
-    exact = f", the first {explore.exact_steps} exactly" if explore.exact_steps else ""
+    exact = f", {explore.exact_steps} exact" if explore.exact_steps else ""
     return f"{explore.precision}, {explore.steps} steps{exact}"
 
 

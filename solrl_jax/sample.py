@@ -153,7 +153,7 @@ def _policy(
 ) -> Params:  # fmt: skip
     """The base, with the adapters of the run or the file if there is one, and leaves of `form` where it quantises.
 
-    Without a correction (`rollout.explore.correction`), also of a run that explores with one.
+    Without a correction and exact steps (`rollout.explore`), also of a run that explores with them.
     """
     base, scale = backbone.transformer, 1.0
     adapters: Adapters = {}

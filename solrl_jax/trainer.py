@@ -236,6 +236,8 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
     config, mesh, backbone = experiment.config, experiment.backbone.mesh, experiment.backbone
     device, pipeline = jax.devices()[0], backbone.pipeline
     form, correction = experiment.format, config.rollout.explore.correction
+    exact = config.rollout.explore.exact_steps if form.quantize is not None else 0
+    first = f", the first {exact} of {config.rollout.explore.steps} steps in {config.rollout.precision}" if exact else ""
     rows = report_linears(backbone.transformer, config.model.quantize, form, correction)
     facts = {
         "solrl_jax": importlib.metadata.version("solrl_jax"),
@@ -246,7 +248,7 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
         "mesh": dict(mesh.shape),
         "exploration": {
             "precision": config.rollout.explore.precision, "format": form.name, "native": form.native(experiment.device),
-            "means": form.describe(experiment.device),
+            "exact_steps": exact, "means": form.describe(experiment.device),
         },
         "parameters": {"transformer": pipeline.transformer.size, **{name: c.size for name, c in pipeline.text_encoders.items()},
                        "vae": pipeline.vae.size},
@@ -257,7 +259,7 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
     }  # fmt: skip
     hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
     report.line(f"{config.preset}: {config.model.name}, {config.family}, {'+'.join(config.reward.weights)} -> {folder}")
-    report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {form.describe(experiment.device)}")
+    report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {form.describe(experiment.device)}{first}")
     report.line(batch_line(config, row_groups(mesh)))
 
 

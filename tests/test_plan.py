@@ -223,6 +223,21 @@ def test_messages_of_regenerating_are_the_gathered_weights():
     assert stage.seconds > sum(stage.sent.values()) / machine.link
 
 
+def test_exact_steps_are_counted_in_the_precision_that_they_take():
+    """Half of the steps: half of what the format multiplies, and as much more in BF16 but for the adapters' own products."""
+    flops = {}
+    for exact in (0, 1):
+        settings = ("rollout.explore.steps=2", f"rollout.explore.exact_steps={exact}", "rollout.explore.precision=nvfp4")
+        config, machine = small_config("unused", *settings), devices.machine("b200", 1, 1, None, None, None, None, None)
+        planner = Planner(config, machine, open_configurations(config.model.path, config.model.remat))
+        (stage,) = planner.measure(make_mesh(1, 1), only=("explore",)).stages
+        flops[exact] = stage.flops
+    print(flops)
+    assert flops[1]["fp4"] == flops[0]["fp4"] / 2 > 0
+    more = flops[1]["bf16"] - flops[0]["bf16"]
+    assert 1 < more / flops[1]["fp4"] < 1.2
+
+
 # --- the command ---
 
 
