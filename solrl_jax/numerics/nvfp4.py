@@ -98,17 +98,17 @@ def quantize_blocks(x: Float[Array, "... k"], scale: Float[Array, "..."], four_o
         reciprocal = jnp.where(s32 > 0, (1.0 / safe) / jnp.where(s32 > 0, s32, 1.0), 0.0)
         return jnp.clip(blocks * reciprocal[..., None], -E2M1_MAX, E2M1_MAX).astype(jnp.float4_e2m1fn)
 
-    def error(scales: Array, unit: Array) -> Array:
-        """In squares of 1/1024 of `unit`, whole ones: however they are added up, the sum is the same."""
+    def error(scales: Array, largest: Array) -> Array:
+        """In squares of a 1024th of the scales `largest`, whole ones: however they are added up, the sum is the same."""
+        per_scale = 1024 / jnp.maximum(largest.astype(jnp.float32), 2.0**-9)
         stands_for = codes_under(scales).astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
         off = stands_for - blocks * (1.0 / safe)[..., None]
-        return jnp.sum(jnp.round(off * unit[..., None]) ** 2, axis=-1)
+        return jnp.sum(jnp.round(off * per_scale[..., None]) ** 2, axis=-1)
 
     scales = scales_for(E2M1_MAX)
     if four_over_six:
         wider = scales_for(4.0)
-        unit = 1024 / jnp.maximum(wider.astype(jnp.float32), 2.0**-9)
-        scales = jnp.where(error(wider, unit) < error(scales, unit), wider, scales)
+        scales = jnp.where(error(wider, wider) < error(scales, wider), wider, scales)
     return codes_under(scales).reshape(x.shape), scales
 
 
