@@ -101,9 +101,13 @@ class Experiment:
         codes = quantize_policy(self.backbone.mesh, base, adapters, self.scale, self.quantized, quantize, self.bases)
         return attach(base, adapters, self.scale, codes)
 
+    def exact_steps(self, precision: str) -> int:
+        """How many of a sample's first steps are exact when exploring in that format: none where it quantises nothing."""
+        return self.config.rollout.explore.exact_steps if FORMATS[precision].quantize is not None else 0
+
     def explorer(self, adapters: Adapters, precision: str) -> Params | Relay:
         """`exploring_policy`, after `rollout.explore.exact_steps` steps of the exact one where it is another."""
-        exact = self.config.rollout.explore.exact_steps if FORMATS[precision].quantize is not None else 0
+        exact = self.exact_steps(precision)
         rest = self.exploring_policy(adapters, precision)
         return Relay(self.policy(adapters), rest, exact) if exact else rest
 

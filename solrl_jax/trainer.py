@@ -236,7 +236,7 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
     config, mesh, backbone = experiment.config, experiment.backbone.mesh, experiment.backbone
     device, pipeline = jax.devices()[0], backbone.pipeline
     form, correction = experiment.format, config.rollout.explore.correction
-    exact = config.rollout.explore.exact_steps if form.quantize is not None else 0
+    exact = experiment.exact_steps(form.name)
     first = f", the first {exact} of {config.rollout.explore.steps} steps in {config.rollout.precision}" if exact else ""
     rows = report_linears(backbone.transformer, config.model.quantize, form, correction)
     facts = {

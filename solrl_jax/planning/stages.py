@@ -77,7 +77,7 @@ class Stages:
                 return [Program(self.mesh, quantize_policy, self._sync(), 1, results_held=True)]
             case "explore":
                 policy = attach(experiment.backbone.transformer, self.state.old, experiment.scale, codes)
-                exact = rollout.explore.exact_steps if self.has("sync") else 0
+                exact = experiment.exact_steps(experiment.format.name)
                 relay = Relay(experiment.policy(self.state.old), policy, exact) if exact else policy
                 return [self._sample(relay, rollout.explore.steps, drafts)]
             case "regenerate":
