@@ -8,6 +8,8 @@ Both depend on base and configuration alone: a run that goes on finds the ones t
 directions whole, from the same rows and in the same order, so that they do not depend on the mesh either.
 """
 
+import math
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -20,13 +22,16 @@ from solrl_jax.backbone import Backbone, Conditioning, Params
 from solrl_jax.flow.schedule import first_sigmas
 from solrl_jax.flow.solver import PREDICT, STAY, Row, fitted_table
 from solrl_jax.keys import stream
+from solrl_jax.linears import most_rank
 from solrl_jax.numerics.principal import Probe
 from solrl_jax.policy.lora import flatten, replace
 from solrl_jax.rollout.generate import Grid, Prompted, generate
 
 SAMPLES = 16  # prompts, a picture of each
 PASSES = 3  # of the iteration; inputs' energy falls off fast enough
-OVERSAMPLING = 2  # directions it turns for one that is kept; the last of those turned are found worst
+MOST = 2  # times the mean rank, a linear's at most
+TURNED = 3  # times the mean rank, the directions that the iteration turns; the last of them are found worst
+TOGETHER = 8  # directions are dealt so many at a time, which matrix units multiply at once
 
 Bases = dict[str, Float[Array, "... n_in r"]]  # by the linear's path, orthonormal columns
 
@@ -58,8 +63,9 @@ def principal_inputs(
     backbone: Backbone, paths: tuple[str, ...], rank: int, grid: Grid, exact: int, prompted: Prompted,
     seeds: UInt32[np.ndarray, "b 2"], size: tuple[int, int], chunk: int, micro_batch: int,
 ) -> Bases:  # fmt: skip
-    """The `rank` directions of largest energy of the inputs of each linear in `paths`, in the backbone's dtype.
+    """The directions of largest energy of the inputs of each linear in `paths`, in the backbone's dtype: `rank` on average.
 
+    A linear to which none is dealt (`dealt_ranks`) is not among them.
     grid: what the base is sampled on; its first `exact` steps are those in which nothing is quantised. A prompt of `prompted`
     a seed. chunk, micro_batch: rows a device runs at once, without gradients and with them.
     """
@@ -69,26 +75,63 @@ def principal_inputs(
     place = lambda tree: hosts.put(tree, sharding.replicated(mesh))
     numbers = place((latents, seeds, grid.sigmas[exact:], grid.times[exact:], np.float32(grid.guidance)))
     bases = _first(backbone, paths, rank)
+    whole: dict[str, np.ndarray] = {}  # energy of all inputs, of each layer; then shares of it, direction by direction
+    shares: dict[str, np.ndarray] = {}
     for _ in range(PASSES):
         with jax.set_mesh(mesh):
-            products = turn(backbone, rows, backbone.transformer, place(bases), prompted.conditioning, *numbers)
-        bases = {path: _orthonormal(product) for path, product in hosts.fetch(products).items()}
-    return place({path: basis[..., :rank].astype(backbone.dtype) for path, basis in bases.items()})
+            products = hosts.fetch(turn(backbone, rows, backbone.transformer, place(bases), prompted.conditioning, *numbers))
+        whole = whole or {path: _trace(bases[path], product) for path, product in products.items()}
+        for path, product in products.items():
+            bases[path], energies = _orthonormal(product)
+            shares[path] = (energies / whole[path][..., None]).reshape(-1, energies.shape[-1]).mean(0)
+    flat = flatten(backbone.transformer)
+    ranks = hosts.agreed(lambda: dealt_ranks(shares, {path: flat[path].shape for path in paths}, rank))
+    return place({path: bases[path][..., :dealt].astype(backbone.dtype) for path, dealt in ranks.items() if dealt})
+
+
+def dealt_ranks(
+    shares: Mapping[str, Float[np.ndarray, "t"]], shapes: Mapping[str, tuple[int, ...]], rank: int
+) -> dict[str, int]:  # fmt: skip
+    """Ranks of corrections that take off most, and hold no more numbers in all than the same `rank` everywhere would.
+
+    shares: of the energy of a linear's inputs, what each of its directions has, falling; of a stack, the mean of its layers;
+    shapes: of the weights, [..., n_in, n_out]. What a product errs, of itself, goes by the energy that is left to it, so
+    directions are worth their share for each number they take, and the worthiest are taken first, `TOGETHER` at a time.
+    """
+    parts, numbers = [], {path: math.prod(shape[:-2]) * sum(shape[-2:]) for path, shape in shapes.items()}
+    for path, share in shares.items():
+        *_, n_in, n_out = shapes[path]
+        most = min(MOST * rank, most_rank(n_in, n_out), len(share)) // TOGETHER
+        worth = share[: most * TOGETHER].reshape(most, TOGETHER).sum(-1) / (n_in + n_out)
+        parts += [(-float(value), path) for value in worth]
+    left, ranks = rank * sum(numbers.values()), dict.fromkeys(shares, 0)
+    for _, path in sorted(parts):
+        left -= TOGETHER * numbers[path]
+        if left < 0:
+            break
+        ranks[path] += TOGETHER
+    return ranks
 
 
 def _first(backbone: Backbone, paths: tuple[str, ...], rank: int) -> dict[str, np.ndarray]:
     """Random directions, the same in every run."""
     flat, rng = flatten(backbone.transformer), np.random.default_rng(0)
-    turned = lambda n_in: min(OVERSAMPLING * rank, n_in)
-    return {p: _orthonormal(rng.standard_normal((*flat[p].shape[:-1], turned(flat[p].shape[-2])))) for p in paths}
+    turned = lambda n_in: min(TURNED * rank, n_in)
+    return {p: _orthonormal(rng.standard_normal((*flat[p].shape[:-1], turned(flat[p].shape[-2]))))[0] for p in paths}
 
 
-def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"]:
-    """Orthonormal columns that span those of `x`, the largest directions first.
+def _orthonormal(x: Float[np.ndarray, "... n r"]) -> tuple[Float[np.ndarray, "... n r"], Float[np.ndarray, "... r"]]:
+    """Orthonormal columns that span those of `x`, the largest directions first, and how large these are.
 
     On the host: in jaxlib 0.10, stacks of factorisations side by side wait for each other for ever on few CPU cores.
     """
-    return np.linalg.svd(x.astype(np.float64), full_matrices=False)[0].astype(np.float32)
+    columns, sizes, _ = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    return columns.astype(np.float32), sizes
+
+
+def _trace(basis: Float[np.ndarray, "... n r"], product: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "..."]:
+    """The trace of the symmetric matrix that took `basis`, random and orthonormal, to `product` (Hutchinson 1990)."""
+    return (basis * product).sum((-1, -2), dtype=np.float64) * (basis.shape[-2] / basis.shape[-1])
 
 
 @partial(sharding.jit, static_argnums=(0, 1))

@@ -102,7 +102,7 @@ class Explore(Section):
     steps: Count
     sigmas: PreviewSigmas  # own: the schedule with so many steps; first: half are `rollout.steps`' first, then long ones
     exact_steps: Natural  # the first so many steps in `rollout.precision`, of a format that quantises
-    correction: Natural  # rank of what goes past quantised products: their inputs' principal directions; 0: nothing
+    correction: Natural  # mean rank of what goes past quantised products, their inputs' principal directions; 0: nothing
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
     audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
 

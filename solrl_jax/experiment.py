@@ -16,7 +16,7 @@ from solrl_jax.calibrate import SAMPLES, Bases, preview_grid, principal_inputs
 from solrl_jax.config import Config
 from solrl_jax.files import InputError
 from solrl_jax.keys import candidate_seeds, prompt_uid
-from solrl_jax.linears import check_correction, quantized_paths
+from solrl_jax.linears import quantized_paths
 from solrl_jax.monitor import Level, levels
 from solrl_jax.numerics.formats import FORMATS, Device, Format, resolve
 from solrl_jax.numerics.matmul import Quantized
@@ -193,9 +193,8 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tupl
     try:
         pipeline.latent_shape(model.height, model.width)
         targets = matching(shapes, config.lora.targets, "lora.targets")
-        quantized = quantized_paths(shapes, model.quantize, resolve(rollout.explore.precision, device))
-        check_correction(shapes, quantized, rollout.explore.correction)
-        return tuple(targets), quantized
+        form = resolve(rollout.explore.precision, device)
+        return tuple(targets), quantized_paths(shapes, model.quantize, form, rollout.explore.correction)
     except ValueError as error:
         raise InputError(str(error)) from error
 

@@ -2,6 +2,7 @@
 
 A linear is a parameter `.../kernel` [in, out], or [layers, in, out] in a stack; a name that the rules speak of is a part of its
 path. The rules are the paper's (its public recipe: names to skip, and a smallest width): `configs/model/` has their numbers.
+One is ours: where a correction of the rank asked for would be more than half of a linear, the linear stays as it is.
 """
 
 import dataclasses
@@ -38,29 +39,29 @@ class Linear:
     errors: tuple[float, ...] = ()  # of each layer's matrix, |quantised - exact| / |exact|; empty where not measured
 
 
-def quantized_paths(params: Params, rules: Quantize, form: Format) -> tuple[str, ...]:
+def quantized_paths(params: Params, rules: Quantize, form: Format, correction: int = 0) -> tuple[str, ...]:
     """The paths that the rules leave to be quantised, sorted. params: arrays or their shapes, as all functions here take.
 
+    correction: rank of what goes past each quantised product (`rollout.explore.correction`).
     Raises ValueError, in one line, for names that no linear has, and for rules that leave nothing to a `form` that quantises.
     """
-    reasons = why_kept(params, rules)
+    reasons = why_kept(params, rules, correction)
     if all(reasons.values()) and form.quantize:
+        if left := [path for path, reason in why_kept(params, rules).items() if not reason]:
+            flat = flatten(params)
+            most = max(most_rank(*flat[path].shape[-2:]) for path in left)
+            raise ValueError(f"rollout.explore.correction={correction}: must be at most {most}, where it is half of a linear")
         told = ", ".join(f"{count} by {reason}" for reason, count in Counter(reasons.values()).items())
         raise ValueError(f"model.quantize: leaves no linear to quantise ({told})")
     return tuple(path for path, reason in reasons.items() if not reason)
 
 
-def check_correction(params: Params, paths: Sequence[str], rank: int) -> None:
-    """Raises ValueError where a correction of that rank would leave nothing to quantise at one of `paths`."""
-    flat = flatten(params)
-    narrow = min(paths, key=lambda path: flat[path].shape[-2], default=None)
-    if rank and narrow is not None and rank >= flat[narrow].shape[-2]:
-        raise ValueError(
-            f"rollout.explore.correction={rank}: must be less than {flat[narrow].shape[-2]}, the inputs of {narrow}"
-        )
+def most_rank(n_in: int, n_out: int) -> int:
+    """The largest rank of a correction of a linear: with it, it holds half as many numbers as the linear itself."""
+    return n_in * n_out // (2 * (n_in + n_out))
 
 
-def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
+def why_kept(params: Params, rules: Quantize, correction: int = 0) -> dict[str, str]:
     """Of each linear, in the order of their paths, the rule that keeps it in the training precision; '' if none does."""
     linears = _linears(params)
     for name in rules.skip:
@@ -77,7 +78,9 @@ def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
     def reason(path: str) -> str:
         if names := [name for name in rules.skip if name in path]:
             return f"skip {names[0]}"
-        return f"min_dim {rules.min_dim * width:g}" if widths[path] <= rules.min_dim * width else ""
+        if widths[path] <= rules.min_dim * width:
+            return f"min_dim {rules.min_dim * width:g}"
+        return f"correction {correction}" if correction > most_rank(*linears[path].shape[-2:]) else ""
 
     return {path: reason(path) for path in linears}
 
@@ -85,9 +88,10 @@ def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
 def report(params: Params, rules: Quantize, form: Format, correction: int = 0) -> list[Linear]:
     """Every linear: quantised to `form` or not and why, and the bytes it takes before and after. Loads and computes nothing.
 
-    correction: rank of what goes past each quantised product (`rollout.explore.correction`), in the linear's own dtype.
+    correction: rank of what goes past each quantised product (`rollout.explore.correction`), in the linear's own dtype; as if
+    it were the same everywhere, which it is on average (`calibrate.dealt_ranks`).
     """
-    reasons, rows = why_kept(params, rules), []
+    reasons, rows = why_kept(params, rules, correction), []
     for path, leaf in _linears(params).items():
         (*stack, n_in, n_out), before = leaf.shape, nbytes(leaf)
         kept, after = reasons[path], before

@@ -16,7 +16,7 @@ from models.sana import SanaConfig, SanaTransformer2DModel
 from models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax import cli
 from solrl_jax.backbone import load_backbone, open_model
-from solrl_jax.linears import quantized_paths, report, table, totals, why_kept
+from solrl_jax.linears import most_rank, quantized_paths, report, table, totals, why_kept
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.nvfp4 import dequantize, quantize
 from solrl_jax.policy.lora import flatten
@@ -185,6 +185,20 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     assert "conv_point/kernel" in text
     assert "stays: skip attn1/to_q" in text
     assert "16 of 46 linears in nvfp4" in text
+
+
+def test_what_a_correction_would_be_more_than_half_of_stays():
+    """The last projection of tiny-flux has 128 x 32 numbers, and a correction of rank r would have 160 r."""
+    params = open_model("embedded:tiny-flux").transformer.shapes(jnp.bfloat16)
+    of = params, resolve("tiny", ["model=tiny-flux"]).model.quantize
+    for correction, kept in ((0, ""), (12, ""), (13, "correction 13"), (32, "correction 32")):
+        rows = {row.path: row for row in report(*of, FORMATS["nvfp4"], correction)}
+        last = rows.pop("proj_out/kernel")
+        assert last.kept == kept
+        assert (last.bytes_after == last.bytes_before) == bool(kept)
+        assert not any(row.kept.startswith("correction") for row in rows.values())
+        assert ("proj_out/kernel" in quantized_paths(*of, FORMATS["nvfp4"], correction)) != bool(kept)
+    assert most_rank(128, 32) == 12
 
 
 @pytest.mark.exhaustive
