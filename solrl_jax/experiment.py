@@ -138,6 +138,13 @@ class Experiment:
             config.optimizer.micro_batch,
         )  # fmt: skip
 
+    @property
+    def correction_ranks(self) -> dict[str, int]:
+        """Of each quantised linear, how many of its inputs' directions go past it; empty where nothing is corrected."""
+        if self.format.quantize is None or not self.config.rollout.explore.correction:
+            return {}
+        return {path: self.bases[path].shape[-1] if path in self.bases else 0 for path in self.quantized}
+
     @cached_property
     def _preview_grid(self) -> Callable[[int], Grid]:
         """The grid of a preview with so many steps, worked out once."""

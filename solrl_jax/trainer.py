@@ -143,6 +143,9 @@ def _prepare(experiment: Experiment, done: int, report: Reporter) -> None:
     if measured:
         report.stage("calibrate", len(measured), 0)
         experiment.calibrate()
+        if ranks := experiment.correction_ranks:
+            least, most = min(ranks.values()), max(ranks.values())
+            report.line(f"correction: ranks {least} to {most}, as the inputs of the {len(ranks)} quantised linears fall off")
 
 
 def _log(metrics: Metrics, done: int, row: dict[str, float]) -> None:

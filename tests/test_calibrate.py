@@ -81,6 +81,10 @@ def test_every_quantised_linear_has_orthonormal_directions(experiment):
     held = sum(basis.shape[-1] * numbers(path) for path, basis in experiment.bases.items())
     budget = RANK * sum(map(numbers, experiment.quantized))
     assert budget - TOGETHER * max(map(numbers, experiment.quantized)) < held <= budget
+    ranks = experiment.correction_ranks
+    assert ranks.keys() == set(experiment.quantized)
+    assert {path: rank for path, rank in ranks.items() if rank} == {p: basis.shape[-1] for p, basis in experiment.bases.items()}
+    assert build(small_config("unused")).correction_ranks == {}
 
 
 def test_directions_are_dealt_to_where_they_take_off_most():

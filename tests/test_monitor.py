@@ -82,7 +82,7 @@ def test_a_run_explores_better_below_the_floor_and_audits_whole_pools(tmp_path, 
             trainer.run(small_config(tmp_path, *settings, f"train.iterations={iterations}"), report)
     rows = metrics.read(tmp_path)[1:]
     assert [row["fidelity/level"] for row in rows] == [0, 0, 0, 1, 1]
-    assert max(np.median([row["fidelity/spearman"] for row in rows[:3]]), rows[4]["fidelity/spearman"]) < 1
+    assert np.median([row["fidelity/spearman"] for row in rows[:3]]) < 1
     explored = [parquet.read_table(tmp_path / "ledger" / f"iteration-{i:06d}.parquet").to_pylist()[0] for i in range(1, 6)]
     assert [(row["precision"], row["steps"]) for row in explored] == [("nvfp4_46", 2)] * 3 + [("nvfp4_46", 3)] * 2
     assert "exploring in nvfp4_46, 3 steps from now on" in capsys.readouterr().err
