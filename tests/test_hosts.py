@@ -19,13 +19,15 @@ from tests.test_resume import arrays
 
 # scored by a network, and outside JAX by the host that made the picture
 REWARD = ("reward.weights={shapes: 1.0, tests.outside:mean: 1.0}", "reward.workers=1")
+# and what exploration is calibrated on, of which the hosts agree how much goes to which linear
+CALIBRATED = ("rollout.explore.correction=8", "rollout.explore.sigmas=first")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 TOLERANCE = 1e-6  # of the state, relative
 LIMIT = 60  # seconds in which a run ends after one of its processes has
 
 
 def start(folder: Path, host: int, port: int) -> subprocess.Popen:
-    settings = [*SMALL, *MESH, *REWARD, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
+    settings = [*SMALL, *MESH, *REWARD, *CALIBRATED, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     return subprocess.Popen(
         [sys.executable, "-m", "solrl_jax.cli", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
@@ -42,7 +44,7 @@ def free_port() -> int:
 @pytest.mark.exhaustive
 def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     with Reporter(bars=False) as report:
-        trainer.run(small_config(tmp_path / "one", *REWARD, "mesh.data=8"), report)
+        trainer.run(small_config(tmp_path / "one", *REWARD, *CALIBRATED, "mesh.data=8"), report)
 
     port = free_port()
     first, second = (start(tmp_path / "two", host, port) for host in (0, 1))
