@@ -31,7 +31,7 @@ SAMPLES = 16  # prompts, a picture of each
 PASSES = 3  # of the iteration; inputs' energy falls off fast enough
 MOST = 2  # times the mean rank, a linear's at most
 TURNED = 3  # times the mean rank, the directions that the iteration turns; the last of them are found worst
-TOGETHER = 8  # directions are dealt so many at a time, which matrix units multiply at once
+TOGETHER = 8  # directions are dealt so many at a time, which matrix units multiply at once, where these divide the mean rank
 
 Bases = dict[str, Float[Array, "... n_in r"]]  # by the linear's path, orthonormal columns
 
@@ -75,15 +75,15 @@ def principal_inputs(
     place = lambda tree: hosts.put(tree, sharding.replicated(mesh))
     numbers = place((latents, seeds, grid.sigmas[exact:], grid.times[exact:], np.float32(grid.guidance)))
     bases = _first(backbone, paths, rank)
-    whole: dict[str, np.ndarray] = {}  # energy of all inputs, of each layer; then shares of it, direction by direction
-    shares: dict[str, np.ndarray] = {}
+    whole: dict[str, np.ndarray] = {}  # energy of the inputs in all directions, of each layer
     for _ in range(PASSES):
         with jax.set_mesh(mesh):
             products = hosts.fetch(turn(backbone, rows, backbone.transformer, place(bases), prompted.conditioning, *numbers))
         whole = whole or {path: _trace(bases[path], product) for path, product in products.items()}
-        for path, product in products.items():
-            bases[path], energies = _orthonormal(product)
-            shares[path] = (energies / whole[path][..., None]).reshape(-1, energies.shape[-1]).mean(0)
+        found = {path: _orthonormal(product) for path, product in products.items()}
+        bases = {path: columns for path, (columns, _) in found.items()}
+    by_layer = {path: energies / whole[path][..., None] for path, (_, energies) in found.items()}
+    shares = {path: share.reshape(-1, share.shape[-1]).mean(0) for path, share in by_layer.items()}
     flat = flatten(backbone.transformer)
     ranks = hosts.agreed(lambda: dealt_ranks(shares, {path: flat[path].shape for path in paths}, rank))
     return place({path: bases[path][..., :dealt].astype(backbone.dtype) for path, dealt in ranks.items() if dealt})
@@ -98,18 +98,19 @@ def dealt_ranks(
     shapes: of the weights, [..., n_in, n_out]. What a product errs, of itself, goes by the energy that is left to it, so
     directions are worth their share for each number they take, and the worthiest are taken first, `TOGETHER` at a time.
     """
+    step = math.gcd(TOGETHER, rank)
     parts, numbers = [], {path: math.prod(shape[:-2]) * sum(shape[-2:]) for path, shape in shapes.items()}
     for path, share in shares.items():
         *_, n_in, n_out = shapes[path]
-        most = min(MOST * rank, most_rank(n_in, n_out), len(share)) // TOGETHER
-        worth = share[: most * TOGETHER].reshape(most, TOGETHER).sum(-1) / (n_in + n_out)
+        most = min(MOST * rank, most_rank(n_in, n_out), len(share)) // step
+        worth = share[: most * step].reshape(most, step).sum(-1) / (n_in + n_out)
         parts += [(-float(value), path) for value in worth]
     left, ranks = rank * sum(numbers.values()), dict.fromkeys(shares, 0)
     for _, path in sorted(parts):
-        left -= TOGETHER * numbers[path]
+        left -= step * numbers[path]
         if left < 0:
             break
-        ranks[path] += TOGETHER
+        ranks[path] += step
     return ranks
 
 

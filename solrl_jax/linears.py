@@ -57,7 +57,7 @@ def quantized_paths(params: Params, rules: Quantize, form: Format, correction: i
 
 
 def most_rank(n_in: int, n_out: int) -> int:
-    """The largest rank of a correction of a linear: with it, it holds half as many numbers as the linear itself."""
+    """The largest rank at which a correction of a linear [n_in, n_out] holds at most half as many numbers as it does."""
     return n_in * n_out // (2 * (n_in + n_out))
 
 

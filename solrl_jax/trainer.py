@@ -145,7 +145,7 @@ def _prepare(experiment: Experiment, done: int, report: Reporter) -> None:
         experiment.calibrate()
         if ranks := experiment.correction_ranks:
             least, most = min(ranks.values()), max(ranks.values())
-            report.line(f"correction: ranks {least} to {most}, as the inputs of the {len(ranks)} quantised linears fall off")
+            report.line(f"correction: ranks {least} to {most}, as the energy of the inputs falls off")
 
 
 def _log(metrics: Metrics, done: int, row: dict[str, float]) -> None:

@@ -117,6 +117,7 @@ class Stages:
         )
 
     def _bases(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of one rank everywhere, which it is on average: how it is dealt is measured (`calibrate.dealt_ranks`)."""
         experiment, flat = self.experiment, flatten(self.experiment.backbone.transformer)
         rank, dtype = experiment.config.rollout.explore.correction, experiment.backbone.dtype
         shape = lambda path: (*flat[path].shape[:-1], rank)
