@@ -1,4 +1,4 @@
-"""How faithfully a proxy ranks candidates: rank correlations within prompts, and the overlap at both ends."""
+"""How faithfully a proxy ranks candidates: rank correlations within prompts, the overlap at both ends, and what it costs."""
 
 import dataclasses
 
@@ -45,3 +45,26 @@ def overlap(proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool 
 
     pairs = [(extremes(t, top), extremes(p, within)) for p, t in zip(proxy, true, strict=True)]
     return np.array([np.isin(wanted, found).mean() if len(wanted) else np.nan for wanted, found in pairs])
+
+
+def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.ndarray, "p"]:
+    """What the pool's best lose by being chosen by proxy, as a share of the prompt's true range, 0 to 1: 0 loses nothing.
+
+    The mean true reward of the `top` best of all candidates, less that of the `top` best among the proxy's `within` best. It
+    tells candidates that are missed and stand out from those that others equal: where a reward saturates, `overlap` counts
+    both alike. What is not finite on either side cannot be chosen; a place that is left empty by it counts as the pool's worst.
+    NaN for a prompt without a finite true reward.
+    """
+
+    def lost(p: Float[np.ndarray, "n"], t: Float[np.ndarray, "n"]) -> float:
+        pool = -np.sort(-t[np.isfinite(t)])
+        if not len(pool):
+            return np.nan
+        order = np.argsort(np.where(np.isfinite(p), -p, np.inf), kind="stable")[: min(within, np.isfinite(p).sum())]
+        chosen = -np.sort(-t[order][np.isfinite(t[order])])
+        wanted = pool[:top]
+        got = np.append(chosen, np.full(len(wanted), pool[-1]))[: len(wanted)]
+        spread = pool[0] - pool[-1]
+        return float((wanted.mean() - got.mean()) / spread) if spread > 0 else 0.0
+
+    return np.array([lost(p, t) for p, t in zip(proxy, true, strict=True)])

@@ -18,7 +18,7 @@ from solrl_jax.backbone import Params
 from solrl_jax.config import PreviewSigmas, Rollout
 from solrl_jax.evaluate import EVALUATION
 from solrl_jax.experiment import Experiment, device_facts
-from solrl_jax.fidelity import overlap, rank_correlations
+from solrl_jax.fidelity import overlap, rank_correlations, regret
 from solrl_jax.files import InputError
 from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters
@@ -130,8 +130,9 @@ def summarise(pools: Pools, setting: Setting, kept: int, top: int = 4) -> dict[s
     """Means over prompts, and a row a prompt.
 
     top_k_match: share of the `top` truly best that are among the proxy's kept / 2 best; bottom_k_match likewise at the other
-    end. largest_difference: Delta, the largest of true and proxy reward. range_kept: true range of the proxy's extremes over
-    the true range of the pool; range_bound: what it is at least, 1 - 4 Delta / range (spec, section 2).
+    end; top_k_regret: what those that are missed cost (`fidelity.regret`). largest_difference: Delta, the largest of true and
+    proxy reward. range_kept: true range of the proxy's extremes over the true range of the pool; range_bound: what it is at
+    least, 1 - 4 Delta / range (spec, section 2).
     """
     true, proxies = pools.true[:, : setting.candidates], pools.proxies[setting.proxy]
     proxies, kept = proxies[:, : setting.candidates], min(kept, setting.candidates)
@@ -139,6 +140,7 @@ def summarise(pools: Pools, setting: Setting, kept: int, top: int = 4) -> dict[s
     correlations = rank_correlations(proxies, true)
     best = overlap(proxies, true, top, ends)
     worst = overlap(proxies, true, top, ends, best=False)
+    lost = regret(proxies, true, top, ends)
     rows = []
     for i, prompt in enumerate(pools.prompts):
         finite = np.isfinite(proxies[i]) & np.isfinite(true[i])
@@ -153,6 +155,7 @@ def summarise(pools: Pools, setting: Setting, kept: int, top: int = 4) -> dict[s
                 "kendall": correlations.per_prompt[i][1],
                 "top_k_match": float(best[i]),
                 "bottom_k_match": float(worst[i]),
+                "top_k_regret": float(lost[i]),
                 "largest_difference": delta,
                 "true_range": spread,
                 "range_kept": share(np.ptp(y[np.concatenate([order[:ends], order[-ends:]])])) if len(y) else np.nan,
@@ -193,8 +196,9 @@ def how(row: Mapping[str, Any]) -> str:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """The results for a terminal: a row a setting; of a single setting, a row a prompt before."""
-    columns = ("spearman", "kendall", "top_k_match", "bottom_k_match", "largest_difference", "range_kept", "range_bound")
-    line = lambda name, row: f"{name[:54]:<56}" + "".join(f"{row[c]:>20.3f}" for c in columns)
+    ends = ("top_k_match", "top_k_regret", "bottom_k_match")
+    columns = ("spearman", "kendall", *ends, "largest_difference", "range_kept", "range_bound")
+    line = lambda name, row: f"{name[:54]:<56}" + "".join(f"{row[c]:>20.{4 if c.endswith('regret') else 3}f}" for c in columns)
     lines = [f"{'':<56}" + "".join(f"{name:>20}" for name in columns)]
     if len(results) == 1:
         lines += [line(row["prompt"], row) for row in results[0]["per_prompt"]]

@@ -25,17 +25,23 @@ def assert_ranking_preserved(
     kendall: float | None = None,
     top_k: int | None = None,
     within: int | None = None,
-    match: float = 1.0,
+    match: float | None = None,
+    regret: float | None = None,
 ) -> None:
     """Proxy rewards order the candidates of a prompt as the true ones do; figures are means over prompts.
 
     spearman, kendall: the least rank correlation (rho; tau-b). Pairs of which one is not finite are left out, and prompts
     whose rewards do not differ on one of the sides. top_k: at least the share `match` of the `top_k` truly best are among the
     `within` best by proxy (default: `top_k`; the paper's Top-4 match is `top_k=4, within=kept / 2`; Sol-RL, arXiv 2604.06916).
+    regret: the best `top_k` among those have a mean true reward below the pool's best by at most this share of the true range
+    (`solrl_jax.fidelity.regret`); candidates that others equal may then be missed. match is 1 where neither is given.
 
     Raises AssertionError, and ValueError for shapes or numbers that make no sense.
     """
     proxy, true = _pools(proxy, true)
+    if top_k is None and not (match is within is regret is None):
+        given = f"match={match}, within={within}, regret={regret}"
+        raise ValueError(f"assert_ranking_preserved: {given} without top_k; accepted: top_k, at least 1, beside them")
     if spearman is None and kendall is None and top_k is None:
         raise ValueError("assert_ranking_preserved: nothing is asked for; accepted: spearman, kendall, top_k")
     above, better = _signs(proxy, true)
@@ -50,8 +56,13 @@ def assert_ranking_preserved(
         if not 1 <= top_k <= within <= proxy.shape[1]:
             accepted = f"1 <= top_k <= within <= {proxy.shape[1]}"
             raise ValueError(f"assert_ranking_preserved: top_k={top_k}, within={within}; accepted: {accepted}")
-        found = _found(proxy, true, top_k, within)
-        _check(found >= match, "Top-k match {} is below {}", found, match)
+        match = 1.0 if match is regret is None else match
+        if match is not None:
+            found = _found(proxy, true, top_k, within)
+            _check(found >= match, "Top-k match {} is below {}", found, match)
+        if regret is not None:
+            lost = _regret(proxy, true, top_k, within)
+            _check(lost <= regret, "Top-k regret {} is above {}", lost, regret)
 
 
 def assert_selection_range(proxy: Rewards, true: Rewards, *, kept: int, delta: float) -> None:
@@ -123,10 +134,26 @@ def _mean_correlation(a: Array, b: Array, axes: tuple[int, ...]) -> Float[Array,
 
 def _found(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array, ""]:
     """The share of the `top` truly best among the `within` best by proxy; what is not finite is not among the best."""
-    places = lambda x: jnp.argsort(jnp.argsort(jnp.where(jnp.isfinite(x), -x, jnp.inf), axis=1), axis=1)
-    wanted: Bool[Array, "p n"] = (places(true) < top) & jnp.isfinite(true)
-    found = wanted & (places(proxy) < within) & jnp.isfinite(proxy)
-    return found.sum() / wanted.sum()
+    wanted = _best(true, top)
+    return (wanted & _best(proxy, within)).sum() / wanted.sum()
+
+
+def _regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array, ""]:
+    """The mean of `solrl_jax.fidelity.regret` over the prompts that have one."""
+    finite = jnp.isfinite(true)
+    least = jnp.where(finite, true, jnp.inf).min(1, keepdims=True)
+    chosen = _best(proxy, within) & finite
+    best = lambda among: -jnp.sort(jnp.where(among, -true, -least), axis=1)[:, :top]
+    places = jnp.minimum(finite.sum(1), top)
+    missing = jnp.where(jnp.arange(top) < places[:, None], best(finite) - best(chosen), 0.0).sum(1) / places
+    spread = jnp.where(finite, true, -jnp.inf).max(1) - least[:, 0]
+    return jnp.nanmean(missing / jnp.where(spread == 0, 1.0, spread))
+
+
+def _best(x: Rewards, count: int) -> Bool[Array, "p n"]:
+    """Which are the `count` best of their prompt, the first of equal ones; what is not finite is not among them."""
+    places = jnp.argsort(jnp.argsort(jnp.where(jnp.isfinite(x), -x, jnp.inf), axis=1), axis=1)
+    return (places < count) & jnp.isfinite(x)
 
 
 def _check(holds: Bool[Array, ""], message: str, *values: Float[Array, ""] | float) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from solrl_jax import hosts, sharding
 from solrl_jax.experiment import Experiment
-from solrl_jax.fidelity import overlap, rank_correlations
+from solrl_jax.fidelity import overlap, rank_correlations, regret
 from solrl_jax.keys import prompt_uid, seed_numbers
 from solrl_jax.policy.advantage import advantages, optimality
 from solrl_jax.policy.update import PolicyBatch, update
@@ -141,12 +141,14 @@ def summarise(proxy: np.ndarray, chosen: np.ndarray, rewards: np.ndarray, kept: 
 
 
 def audit(proxy: np.ndarray, true: np.ndarray, kept: int, top: int = 4) -> dict[str, float]:
-    """How well the proxy ranks whole pools [prompts, candidates]: correlations, and how many of the best four are kept."""
-    correlations = rank_correlations(proxy, true)
+    """How well the proxy ranks whole pools [prompts, candidates]: correlations, how many of the best four are kept, what the
+    others cost."""
+    correlations, ends = rank_correlations(proxy, true), max(kept // 2, 1)
     return {
         "fidelity/pool/spearman": correlations.spearman,
         "fidelity/pool/kendall": correlations.kendall,
-        f"fidelity/pool/top_{top}_match": float(np.nanmean(overlap(proxy, true, top, max(kept // 2, 1)))),
+        f"fidelity/pool/top_{top}_match": float(np.nanmean(overlap(proxy, true, top, ends))),
+        f"fidelity/pool/top_{top}_regret": float(np.nanmean(regret(proxy, true, top, ends))),
     }
 
 

@@ -158,7 +158,7 @@ def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
     assert (result["precision"], result["steps"], result["candidates"], result["prompts"]) == ("nvfp4_46", 2, 8, 2)
     rows = json.loads((tmp_path / "rank" / "rank.json").read_text())[0]["per_prompt"]
     assert len(rows) == 2
-    assert {"spearman", "kendall", "top_k_match", "bottom_k_match", "largest_difference"} <= rows[0].keys()
+    assert {"spearman", "kendall", "top_k_match", "top_k_regret", "bottom_k_match", "largest_difference"} <= rows[0].keys()
     assert Image.open(tmp_path / "rank" / "rank.png").size[0] > 100
     assert not (tmp_path / "rank" / "rank-sweep.png").exists()
 

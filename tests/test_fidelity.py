@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from solrl_jax.fidelity import overlap, rank_correlations
+from solrl_jax.fidelity import overlap, rank_correlations, regret
 
 NAN = np.nan
 
@@ -75,8 +75,9 @@ def test_a_prompt_without_two_distinct_rewards_is_undefined_and_in_no_mean():
 def test_prompts_must_correspond():
     with pytest.raises(ValueError, match="zip"):
         rank_correlations(np.zeros((2, 3)), np.zeros((3, 3)))
-    with pytest.raises(ValueError, match="zip"):
-        overlap(np.zeros((2, 3)), np.zeros((3, 3)), 1, 1)
+    for figure in (overlap, regret):
+        with pytest.raises(ValueError, match="zip"):
+            figure(np.zeros((2, 3)), np.zeros((3, 3)), 1, 1)
 
 
 def test_overlap_by_hand():
@@ -125,3 +126,41 @@ def test_chance_overlap_is_the_share_that_is_kept():
     got = overlap(rng.standard_normal((400, 24)), rng.standard_normal((400, 24)), 4, 6)
     assert got.mean() == pytest.approx(6 / 24, abs=0.05)
     assert overlap(*np.tile(rng.standard_normal((400, 24)), (2, 1, 1)), 4, 6).mean() == 1
+
+
+def test_regret_by_hand():
+    true = np.array([[10.0, 9.0, 8.0, 7.0, 6.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    proxy = np.array([[5.0, 1.0, 9.0, 8.0, 7.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    # first prompt: the proxy's best two are 2 and 3, whose true rewards are 8 and 7 instead of 10 and 9; the range is 10
+    assert regret(proxy, true, 2, 2).tolist() == pytest.approx([0.2, 0])
+    assert regret(proxy, true, 1, 2).tolist() == pytest.approx([0.2, 0])
+    assert regret(proxy, true, 2, 4).tolist() == pytest.approx([0.05, 0])  # 10 is kept, and 8 in place of 9
+    assert regret(proxy, true, 2, 5).tolist() == [0, 0]
+    assert regret(-true, true, 2, 2).tolist() == pytest.approx([0.65, 0.8])
+
+
+def test_regret_is_little_where_others_are_as_good_and_the_overlap_is_not():
+    true = np.array([[1.0, 0.999, 0.998, 0.997, 0.2, 0.0]])
+    proxy = true[:, [3, 2, 1, 0, 4, 5]]
+    assert overlap(proxy, true, 2, 2).tolist() == [0]
+    assert regret(proxy, true, 2, 2).tolist() == pytest.approx([0.002])
+    assert regret(np.zeros((1, 3)), np.full((1, 3), 7.0), 2, 2).tolist() == [0]  # nothing to lose
+
+
+def test_regret_does_not_depend_on_the_scale_of_rewards():
+    rng = np.random.default_rng(4)
+    true, proxy = rng.standard_normal((2, 50, 24))
+    got = regret(proxy, true, 4, 6)
+    assert got.min() >= 0
+    assert got.max() < 1
+    assert 0.1 < got.mean() < 0.4  # by chance
+    np.testing.assert_allclose(regret(3 * proxy - 1, 100 * true + 5, 4, 6), got, rtol=1e-12)
+
+
+def test_regret_of_rewards_that_are_not_finite():
+    true = np.array([[5.0, 4.0, NAN, 1.0, np.inf]])
+    assert regret(np.array([[NAN, 4.0, 9.0, 1.0, 8.0]]), true, 1, 3).tolist() == pytest.approx([1 / 4])  # 4 instead of 5
+    assert regret(np.array([[NAN, NAN, NAN, 1.0, NAN]]), true, 2, 3).tolist() == pytest.approx([3.5 / 4])  # 1 and 1
+    assert regret(np.full((1, 5), NAN), true, 2, 3).tolist() == pytest.approx([3.5 / 4])
+    assert regret(true, true, 4, 4).tolist() == [0]  # the three there are
+    assert np.isnan(regret(true, np.full((1, 5), NAN), 1, 2)).tolist() == [True]

@@ -86,9 +86,9 @@ def test_a_run_explores_better_below_the_floor_and_audits_whole_pools(tmp_path, 
     explored = [parquet.read_table(tmp_path / "ledger" / f"iteration-{i:06d}.parquet").to_pylist()[0] for i in range(1, 6)]
     assert [(row["precision"], row["steps"]) for row in explored] == [("nvfp4_46", 2)] * 3 + [("nvfp4_46", 3)] * 2
     assert "exploring in nvfp4_46, 3 steps from now on" in capsys.readouterr().err
-    names = ("spearman", "kendall", "top_4_match")
+    names = ("spearman", "kendall", "top_4_match", "top_4_regret")
     audits = [[row.get(f"fidelity/pool/{name}") for name in names] for row in rows]
-    assert [audit == [None] * 3 for audit in audits] == [True, False, True, False, True]
+    assert [audit == [None] * 4 for audit in audits] == [True, False, True, False, True]
     for audit in (audits[1], audits[3]):
         assert all(-1 <= value <= 1 for value in audit)
         assert audit[0] > audit[1] > 0.1  # Spearman's is above Kendall's where they are high

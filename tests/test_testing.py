@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.fidelity import overlap, rank_correlations
+from solrl_jax.fidelity import overlap, rank_correlations, regret
 from solrl_jax.numerics.nvfp4 import dequantize, quantize
 from solrl_jax.rollout.select import select
 from solrl_jax.testing import NVFP4_BLOCK_ERROR, assert_block_error, assert_ranking_preserved, assert_selection_range
@@ -28,7 +28,8 @@ def pools():
 
 def figures(proxy, true):
     got = rank_correlations(proxy, true)
-    return {"spearman": got.spearman, "kendall": got.kendall, "match": float(overlap(proxy, true, 4, 6).mean())}
+    match, lost = (float(np.nanmean(figure(proxy, true, 4, 6))) for figure in (overlap, regret))
+    return {"spearman": got.spearman, "kendall": got.kendall, "match": match, "regret": lost}
 
 
 def test_the_figures_are_scipys_to_a_hair(pools):
@@ -42,6 +43,25 @@ def test_the_figures_are_scipys_to_a_hair(pools):
     assert_ranking_preserved(*pools, top_k=4, within=6, match=want["match"] - HAIR)
     with pytest.raises(AssertionError, match=r"Top-k match 0.* is below"):
         assert_ranking_preserved(*pools, top_k=4, within=6, match=want["match"] + HAIR)
+    assert 10 * HAIR < want["regret"] < 0.1
+    assert_ranking_preserved(*pools, top_k=4, within=6, regret=want["regret"] + HAIR)  # of the match nothing is asked
+    with pytest.raises(AssertionError, match=r"Top-k regret 0.* is above"):
+        assert_ranking_preserved(*pools, top_k=4, within=6, regret=want["regret"] - HAIR)
+    with pytest.raises(AssertionError, match=r"Top-k match 0.* is below 1"):
+        assert_ranking_preserved(*pools, top_k=4, within=6)  # nor of the regret: all must be found
+
+
+@pytest.mark.parametrize("left", [0, 1, 3, 8])
+def test_the_regret_of_few_finite_rewards_is_that_of_numpy(left):
+    rng = np.random.default_rng(5)
+    proxy, true = np.round(rng.standard_normal((2, 4, 8)), 1).astype(np.float32)
+    proxy[1, left:], true[2, left:] = np.nan, -np.inf
+    true[3] = 2.0  # nothing to lose
+    want = float(np.nanmean(regret(proxy, true, 4, 5)))
+    assert want > 10 * HAIR
+    assert_ranking_preserved(proxy, true, top_k=4, within=5, regret=want + HAIR)
+    with pytest.raises(AssertionError, match=r"Top-k regret"):
+        assert_ranking_preserved(proxy, true, top_k=4, within=5, regret=want - HAIR)
 
 
 def test_a_shuffled_proxy_fails_and_a_monotone_one_passes():
@@ -107,7 +127,7 @@ def test_they_work_under_jit_with_chexify(pools):
     @functools.partial(chex.chexify, async_check=False)
     @jax.jit
     def checked(proxy, true, floor):
-        assert_ranking_preserved(proxy, true, spearman=floor, top_k=4, within=12, match=0.5)
+        assert_ranking_preserved(proxy, true, spearman=floor, top_k=4, within=12, match=0.5, regret=0.5)
         return proxy.sum()
 
     checked(*pools, want["spearman"] - HAIR)
@@ -134,6 +154,7 @@ def test_they_work_under_jit_with_chexify(pools):
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3))), "nothing is asked"),
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((3, 2)), spearman=0.5), "accepted: both"),
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3)), top_k=4), "top_k=4"),
+        (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3)), spearman=0.5, regret=0.1), "without top_k"),
         (lambda: assert_selection_range(np.zeros((2, 3)), np.zeros((2, 3)), kept=3, delta=1.0), "kept=3"),
         (lambda: assert_block_error(np.zeros((2, 3)), np.zeros((3, 2))), "shapes"),
     ],
