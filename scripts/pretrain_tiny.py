@@ -15,8 +15,8 @@ Networks are trained on rendered pictures of coloured shapes and their captions,
 * kl: a small KL autoencoder, 32 x 32 pixels to 8 x 8 latents of 8 channels, for both of the next;
 * flux, sd3: a FLUX and an SD3 transformer, each with its CLIPs and T5, in the way of `flow`; FLUX then learns from itself what
   its guidance scale means, and SD3 learns FLUX's velocity under guidance;
-* straight-flux, straight-sd3: their transformers once more, on couples of noise and what they draw from it, so that paths are
-  straighter (reflow).
+* straight-sana, straight-flux, straight-sd3: their transformers once more, SD3's twice, on couples of noise and what they draw
+  from it, so that paths are straighter (reflow).
 
 Everything is drawn from --seed. Each stage keeps its state in --work and goes on from there after an interruption. A stage
 whose state is past its last step is not trained but exported, so that `--flow-stop 0 --flow-more` writes a pipeline as far
@@ -28,13 +28,13 @@ from pathlib import Path
 
 from pretrain.data import make_dataset
 from pretrain.export import export_clip, export_prompts, export_sana
-from pretrain.joint import encode_kl, train_joint, train_kl
+from pretrain.joint import curved, encode_kl, train_joint, train_kl
 from pretrain.networks import networks
 from pretrain.stages import encode_all, train_clip, train_flow, train_vae
 from pretrain.straight import straighten
 
 PIPELINES = Path(__file__).parents[1] / "solrl_jax" / "pipelines"
-STAGES = ("vae", "flow", "clip", "kl", "flux", "sd3", "straight-flux", "straight-sd3")
+STAGES = ("vae", "flow", "clip", "kl", "flux", "sd3", "straight-sana", "straight-flux", "straight-sd3")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,21 +65,13 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(
             f"--{stage}-more", type=int, nargs="*", default=more, help="steps of further legs, each from where the last ended"
         )
-    for stage, guided, teacher, straight, wrong in (("flux", 600, None, 2000, 0.6), ("sd3", 0, "tiny-flux", 2500, 0.25)):
+    for stage, guided, teacher in (("flux", 600, None), ("sd3", 0, "tiny-flux")):
         parser.add_argument(
             f"--{stage}-guided", type=int, default=guided, help="steps in which it is taught what its guidance scale means"
         )
         parser.add_argument(
             f"--{stage}-teacher", default=teacher, help="the pipeline whose velocity it learns, not the pictures' own"
         )
-        parser.add_argument(f"--{stage}-straight", type=int, default=straight, help="steps in which its paths are straightened")
-        parser.add_argument(
-            f"--{stage}-wrong", type=float, default=wrong, help="share of the couples that are wrong and yet learned from"
-        )
-    parser.add_argument("--couples", type=int, default=30_000, help="of noise and picture, that paths are straightened with")
-    parser.add_argument(
-        "--straight-weight", type=float, default=0.3, help="of the straightened weights in the mean with those before"
-    )
     return parser.parse_args()
 
 
@@ -98,7 +90,9 @@ def main() -> None:
         latents = encode_all(encode, images, args.work / "latents.npy", args.work / "vae.safetensors")
         scale = round(float(1 / latents.std()), 5)  # the flow sees latents of unit size
         flow = train_flow(args, nets, latents * scale, captions)
-        export_sana(nets, vae, flow, scale, args.out / "tiny-sana")
+        export_sana(nets, vae, flow, scale, curved(args, "tiny-sana"))
+    if wanted("straight-sana"):
+        straighten(args, "tiny-sana", captions)
     if wanted("clip"):
         export_clip(nets, train_clip(args, nets, images, captions), args.out / "tiny-clip")
     if wanted("kl", "flux", "sd3"):

@@ -7,6 +7,7 @@ often, and three tenths of the way most is won that there is to win for a previe
 import dataclasses
 import shutil
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,22 +28,47 @@ from solrl_jax.presets import resolve
 from solrl_jax.prompts import Prompt
 from solrl_jax.rollout.generate import Prompted, generate, prepare
 
-STREAMS = {"tiny-flux": 9, "tiny-sd3": 10}  # of random numbers; below are those of the trainings
 GROUP = 480  # couples drawn at a time, told the same scale of guidance
 AT_NOISE = 1 / 8  # of a batch: every sample's first step, which has the most to say, starts there
 
 Couples = dict[str, np.ndarray]  # noise, latents [n, h, w, c], prompts [n] (rows of the conditioning), guidance [n], right [n]
 
 
-def straighten(args: Namespace, name: str, captions: list[str]) -> None:
-    """Trains the transformer of `curved(args, name)` on couples of its own and writes the pipeline to `args.out`.
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One reflow: couples drawn, a network trained on them, and averaged with itself from before."""
 
-    Of the weights written, `args.straight_weight` are the straightened ones.
-    """
-    source, target = curved(args, name), args.out / name
-    couples, conditioning = draw_couples(args, name, captions)
-    option = lambda which: getattr(args, f"{name.removeprefix('tiny-')}_{which}")
-    learned = learned_rows(couples["right"], option("wrong"), args.seed)
+    stream: int  # of random numbers; below are those of the trainings
+    couples: int
+    wrong: float  # share of the couples that are wrong and yet learned from
+    steps: int
+    weight: float  # of the straightened weights in the mean
+
+
+ROUNDS = {
+    "tiny-sana": (Round(11, 48_000, 1.0, 1600, 0.3),),
+    "tiny-flux": (Round(9, 30_000, 0.6, 2000, 0.3),),
+    "tiny-sd3": (Round(10, 30_000, 0.25, 2500, 0.3), Round(12, 48_000, 0.25, 1800, 0.4)),
+}
+
+
+def straighten(args: Namespace, name: str, captions: list[str]) -> None:
+    """Takes `curved(args, name)` through its rounds and writes the pipeline to `args.out`."""
+    source = curved(args, name)
+    for number, round_ in enumerate(ROUNDS[name], start=1):
+        label = f"{name}-straight-{number}"
+        last = number == len(ROUNDS[name])
+        target = args.out / name if last else args.work / label
+        reflow(args, name, label, round_, source, target, captions)
+        source = target
+
+
+def reflow(
+    args: Namespace, name: str, label: str, round_: Round, source: Path, target: Path, captions: list[str]
+) -> None:  # fmt: skip
+    """Trains the transformer of `source` on couples of its own, and writes the mean of before and after to `target`."""
+    couples, conditioning = draw_couples(args, name, label, round_, source, captions)
+    learned = learned_rows(couples["right"], round_.wrong, args.seed)
     pipeline = open_pipeline(source)
     params, positions = without_positions(pipeline.transformer.load(jnp.float32))
 
@@ -54,13 +80,12 @@ def straighten(args: Namespace, name: str, captions: list[str]) -> None:
         return ((v - (noise - x0)) ** 2).mean()
 
     def batches(i: int) -> Any:
-        rows = np.random.default_rng((args.seed, STREAMS[name], i)).choice(learned, size=args.batch)
+        rows = np.random.default_rng((args.seed, round_.stream, i)).choice(learned, size=args.batch)
         noise, latents, prompts, guidance = (couples[part][rows] for part in ("noise", "latents", "prompts", "guidance"))
         return noise, latents, jax.tree.map(lambda leaf: leaf[prompts], conditioning), guidance
 
-    trained = train(f"{name}-straight", params, loss, batches, option("straight"), 1e-3, args.work)
-    weight = args.straight_weight
-    mixed = jax.tree.map(lambda before, after: (1 - weight) * before + weight * after, params, trained)
+    trained = train(label, params, loss, batches, round_.steps, 1e-3, args.work)
+    mixed = jax.tree.map(lambda before, after: (1 - round_.weight) * before + round_.weight * after, params, trained)
     shutil.copytree(source, target, dirs_exist_ok=True)
     tensors = to_torch(pipeline.transformer.state, with_positions(mixed, positions))
     folder = target / "transformer"
@@ -81,19 +106,21 @@ def learned_rows(right: np.ndarray, share: float, seed: int) -> np.ndarray:
     return np.flatnonzero(right | (np.random.default_rng(seed).random(len(right)) < share))
 
 
-def draw_couples(args: Namespace, name: str, captions: list[str]) -> tuple[Couples, Any]:
-    """Noise and what the curved pipeline makes of it, as its recipe samples; and the conditioning of their prompts.
+def draw_couples(
+    args: Namespace, name: str, label: str, round_: Round, source: Path, captions: list[str]
+) -> tuple[Couples, Any]:  # fmt: skip
+    """Noise and what the pipeline `source` makes of it, as its recipe samples; and the conditioning of their prompts.
 
     Couples are kept in `args.work` until the pipeline is newer.
     """
-    folder, path = curved(args, name), args.work / f"{name}-couples-{args.couples}-{args.seed}.npz"
-    experiment = build(resolve("tiny", [f"model={name}", f"model.path={folder}", "eval.every=0"]))
-    _, rows = row_drawer(captions, args.seed, STREAMS[name], args.couples, 0, 0, [])(0)
+    path = args.work / f"{label}-couples-{round_.couples}-{args.seed}.npz"
+    experiment = build(resolve("tiny", [f"model={name}", f"model.path={source}", "eval.every=0"]))
+    _, rows = row_drawer(captions, args.seed, round_.stream, round_.couples, 0, 0, [])(0)
     texts, prompts = np.unique(np.array(["", *captions])[rows], return_inverse=True)
     prompted = prepare(experiment.backbone, None, [Prompt(str(text)) for text in texts], experiment.config.model.max_tokens)
     judged = experiment.reward.prepare([Prompt(str(text or texts[-1])) for text in texts])  # of nothing asked nothing is judged
-    if not path.exists() or path.stat().st_mtime < (folder / "transformer" / DIFFUSERS).stat().st_mtime:
-        rng = np.random.default_rng((args.seed, STREAMS[name]))
+    if not path.exists() or path.stat().st_mtime < (source / "transformer" / DIFFUSERS).stat().st_mtime:
+        rng = np.random.default_rng((args.seed, round_.stream))
         couples = sample(experiment, dataclasses.replace(prompted, prepared=judged), prompts, rng)
         couples["right"] |= texts[prompts] == ""
         partial_path = path.with_suffix(".partial.npz")
