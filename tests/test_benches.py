@@ -36,7 +36,6 @@ def test_products_of_every_quantised_linear(bench):
     assert "emulated" in report["formats"]["nvfp4"]
 
 
-@pytest.mark.exhaustive
 def test_a_step_and_the_rollout_of_each_format(bench):
     report = bench("bench_rollout", *SMALL, "--formats", "auto,nvfp4", "--rows", "2")
     assert set(report["formats"]) == {"bf16", "nvfp4"}  # on a CPU auto is BF16
@@ -49,7 +48,6 @@ def test_a_step_and_the_rollout_of_each_format(bench):
     assert rollout["times_naive_scaling"] == pytest.approx(report["naive_scaling_seconds"] / rollout["seconds"], abs=2e-3)
 
 
-@pytest.mark.exhaustive
 def test_iterations_of_two_families(bench):
     own = [setting for setting in SMALL if ".steps=" not in setting]  # of which each family has its own
     report = bench("bench_iteration", *own)
@@ -59,7 +57,6 @@ def test_iterations_of_two_families(bench):
     assert 0 < first["sync_share"] < 1
 
 
-@pytest.mark.exhaustive
 def test_the_peer():
     command = [sys.executable, str(SCRIPTS / "bench_peer_torch.py"), "tiny", "--rows", "1", "--repeat", "1", "--mode", "eager"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
