@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from models.clip_text import CLIPTextEncoderConfig, CLIPTextModel
@@ -19,7 +19,6 @@ from models.pipeline import (
     fitting_latent,
     load_tokenizer,
     read_json,
-    to_unit_range,
     tokenize_padded,
 )  # fmt: skip
 from models.t5 import T5Config, T5EncoderModel
@@ -63,9 +62,6 @@ def open_flux(folder: Path, remat: str) -> Pipeline:
         embedded = jnp.broadcast_to(guidance, timestep.shape) if config.guidance_embeds else None
         return transformer(params)(latent, conditioning["text"], conditioning["pooled"], timestep, embedded)
 
-    def decode(params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        return to_unit_range(vae(params).decode(vae_config.unscale(latent)))
-
     compression = vae_config.spatial_compression
 
     def latent_shape(height: int, width: int) -> tuple[int, int, int]:
@@ -80,7 +76,7 @@ def open_flux(folder: Path, remat: str) -> Pipeline:
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         encode_text=encode_text,
-        decode=decode,
+        unscale=vae_config.unscale,
         tokenize=tokenize,
         latent_shape=latent_shape,
         image_tokens=lambda height, width: height * width // (compression * PATCH) ** 2,

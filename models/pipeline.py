@@ -117,7 +117,7 @@ class Pipeline:
     scheduler: dict[str, Any]  # scheduler_config.json
     velocity: VelocityFn
     encode_text: Callable[[dict[str, Params], Tokens], Conditioning]  # parameters by folder
-    decode: Callable[[Params, Float[Array, "b h w c"]], Float[Array, "b H W 3"]]  # images in [0, 1], float32
+    unscale: Callable[[Float[Array, "b h w c"]], Float[Array, "b h w c"]]  # from latents to what the autoencoder decodes
     tokenize: Callable[[Sequence[str], int], Tokens]  # prompts, most tokens a prompt
     latent_shape: Callable[[int, int], tuple[int, int, int]]  # from the image's height and width; ValueError if they do not fit
     image_tokens: Callable[[int, int], int]
@@ -132,6 +132,10 @@ class Pipeline:
     def compression(self) -> int:
         """Pixels that a latent stands for in either direction."""
         return self.default_size[0] // self.latent_shape(*self.default_size)[0]
+
+    def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        """Images in [0, 1], float32. params: the autoencoder's."""
+        return to_unit_range(self.vae(params).decode(self.unscale(latent)))
 
 
 def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
 from models.gemma2 import Gemma2Config, Gemma2Model
@@ -18,7 +18,6 @@ from models.pipeline import (
     fitting_latent,
     load_tokenizer,
     read_json,
-    to_unit_range,
 )
 from models.sana import SanaConfig, SanaTransformer2DModel
 from models.weights import Params
@@ -79,9 +78,6 @@ def open_sana(folder: Path, remat: str) -> Pipeline:
         timestep = timestep * config.timestep_scale
         return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep, embedded)
 
-    def decode(params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        return to_unit_range(vae(params).decode(latent / vae_config.scaling_factor))
-
     compression = vae_config.spatial_compression
 
     def latent_shape(height: int, width: int) -> tuple[int, int, int]:
@@ -96,7 +92,7 @@ def open_sana(folder: Path, remat: str) -> Pipeline:
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         encode_text=encode_text,
-        decode=decode,
+        unscale=lambda latent: latent / vae_config.scaling_factor,
         tokenize=tokenize,
         instruct=instruct,
         latent_shape=latent_shape,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from models.clip_text import CLIPTextEncoderConfig, CLIPTextModelWithProjection
@@ -19,7 +19,6 @@ from models.pipeline import (
     fitting_latent,
     load_tokenizer,
     read_json,
-    to_unit_range,
     tokenize_padded,
 )  # fmt: skip
 from models.sd3 import SD3Config, SD3Transformer2DModel
@@ -72,9 +71,6 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
         return transformer(params)(latent, conditioning["text"], conditioning["pooled"], timestep)
 
-    def decode(params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        return to_unit_range(vae(params).decode(vae_config.unscale(latent)))
-
     compression = vae_config.spatial_compression
 
     def latent_shape(height: int, width: int) -> tuple[int, int, int]:
@@ -93,7 +89,7 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         encode_text=encode_text,
-        decode=decode,
+        unscale=vae_config.unscale,
         tokenize=tokenize,
         latent_shape=latent_shape,
         image_tokens=lambda height, width: height * width // (compression * config.patch_size) ** 2,

@@ -60,10 +60,10 @@ def measure_rollout(experiment: Experiment, state: TrainState, params: Any, repe
     prompted = prepare(experiment.backbone, experiment.reward, prompts, experiment.config.model.max_tokens)
     seeds = experiment.seeds(0, 1, prompts, rollout.candidates)
     exact = experiment.policy(state.old)
-    run = lambda params, grid, seeds: roll_out(experiment, params, grid, prompted, seeds, "", silent).latents
+    run = lambda params, grid, seeds, stage: roll_out(experiment, params, grid, prompted, seeds, stage, silent).latents
     preview, grid = experiment.exploring_grid(rollout.explore.steps), experiment.grid(rollout.steps)
-    explore = seconds(lambda: run(params, preview, seeds), repeat)
-    regenerate = seconds(lambda: run(exact, grid, seeds[:, : rollout.kept]), repeat)
+    explore = seconds(lambda: run(params, preview, seeds, "explore"), repeat)
+    regenerate = seconds(lambda: run(exact, grid, seeds[:, : rollout.kept], "regenerate"), repeat)
     return {"explore": explore, "regenerate": regenerate, "seconds": explore + regenerate}
 
 

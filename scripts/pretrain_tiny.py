@@ -1,4 +1,4 @@
-"""Makes the embedded pipelines from nothing: `tiny-sana`, `tiny-clip`, `tiny-flux` and `tiny-sd3` in `solrl_jax/pipelines`.
+"""Makes what is embedded from nothing, in `solrl_jax/pipelines`: `tiny-sana`, `-clip`, `-flux`, `-sd3` and `-light`.
 
     python scripts/pretrain_tiny.py                 # all stages, hours on 2 cores
     python scripts/pretrain_tiny.py --stage flow    # one stage, and those that it builds on
@@ -11,6 +11,8 @@ Networks are trained on rendered pictures of coloured shapes and their captions,
   so that guidance has something to lean on; on all scenes first, then on those that the prompt sets ask for, and at last
   with three captions in ten wrong, as those of the web are: it then knows more than it shows, and reinforcement learning has
   something to bring out;
+* light: a decoder with a fifth of the arithmetic, that learns to draw what that of `vae` draws, for candidates
+  (`rollout.explore.vae=embedded:tiny-light`);
 * clip: a CLIP on the same pairs, every caption beside one that differs in a word;
 * kl: a small KL autoencoder, 32 x 32 pixels to 8 x 8 latents of 8 channels, for both of the next;
 * flux, sd3: a FLUX and an SD3 transformer, each with its CLIPs and T5, in the way of `flow`; FLUX then learns from itself what
@@ -29,12 +31,13 @@ from pathlib import Path
 from pretrain.data import make_dataset
 from pretrain.export import export_clip, export_prompts, export_sana
 from pretrain.joint import curved, encode_kl, train_joint, train_kl
+from pretrain.light import train_light
 from pretrain.networks import networks
 from pretrain.stages import encode_all, train_clip, train_flow, train_vae
 from pretrain.straight import straighten
 
 PIPELINES = Path(__file__).parents[1] / "solrl_jax" / "pipelines"
-STAGES = ("vae", "flow", "clip", "kl", "flux", "sd3", "straight-sana", "straight-flux", "straight-sd3")
+STAGES = ("vae", "flow", "light", "clip", "kl", "flux", "sd3", "straight-sana", "straight-flux", "straight-sd3")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, default=60_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--vae-steps", type=int, default=900)
+    parser.add_argument("--light-steps", type=int, default=2000)
     parser.add_argument("--kl-steps", type=int, default=1000)
     parser.add_argument("--clip-steps", type=int, default=500)
     for stage, steps, focus, balance, noise, stop, more in (
@@ -93,6 +97,8 @@ def main() -> None:
         export_sana(nets, vae, flow, scale, curved(args, "tiny-sana"))
     if wanted("straight-sana"):
         straighten(args, "tiny-sana", captions)
+    if wanted("light"):
+        train_light(args, images)
     if wanted("clip"):
         export_clip(nets, train_clip(args, nets, images, captions), args.out / "tiny-clip")
     if wanted("kl", "flux", "sd3"):

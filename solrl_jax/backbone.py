@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from models.autoencoders import with_autoencoder
 from models.layers import gather
 from models.pipeline import Conditioning as Conditioning
 from models.pipeline import Pipeline as Pipeline
@@ -161,8 +162,56 @@ def load_backbone(
         for component in (pipeline.transformer, pipeline.vae):
             component.check()  # of all of them, before minutes go by with the first one
         transformer = pipeline.transformer.load(dtype, sharding.placement(mesh))
-        vae = pipeline.vae.load(pipeline.vae_dtype or dtype, sharding.placement(rows))
+        vae = _load_vae(pipeline, dtype, rows)
     return Backbone(pipeline, mesh, dtype, transformer, text_encoders, vae, instruction, tile)
+
+
+def open_drafts(pipeline: Pipeline, path: str | None, *, weights: bool = True) -> Pipeline:
+    """The pipeline decoding with the autoencoder that `rollout.explore.vae` names; itself where it names none.
+
+    weights: they are there, and fit. Raises InputError in one line for one that is absent, incomplete, or made for other
+    latents; loads nothing.
+    """
+    if path is None:
+        return pipeline
+    folder = find_autoencoder(path, weights=weights)
+    with in_one_line(lambda line: f"rollout.explore.vae={path!r}: {line}"):
+        drafts = with_autoencoder(pipeline, folder)
+        if weights:
+            drafts.vae.check()
+    return drafts
+
+
+def decoding_with(backbone: Backbone, pipeline: Pipeline) -> Backbone:
+    """The backbone with the autoencoder of `pipeline`, loaded; everything else is held once."""
+    if pipeline is backbone.pipeline:
+        return backbone
+    with in_one_line():
+        vae = _load_vae(pipeline, backbone.dtype, sharding.rows_only(backbone.mesh))
+    return dataclasses.replace(backbone, pipeline=pipeline, vae=vae)
+
+
+def find_autoencoder(path: str, *, weights: bool = True) -> Path:
+    """The folder that `rollout.explore.vae` names: an autoencoder's own, or `vae` of a pipeline; here, embedded or of the hub.
+
+    weights: wanted, too, of the hub. Raises InputError that says what was tried.
+    """
+    what = f"rollout.explore.vae={path!r}:"
+    if path.startswith(EMBEDDED):
+        folder = EMBEDDED_FOLDER / path.removeprefix(EMBEDDED)
+    elif Path(path).is_dir() or not hub.is_name(path):
+        folder = Path(path)
+    else:
+        files = ("config.json", *(("diffusion_pytorch_model*.safetensors*",) if weights else ()))
+        folder = hub.snapshot(path, lambda: [*files, *(f"vae/{file}" for file in files)], what)
+    for found in (folder, folder / "vae"):
+        if (found / "config.json").is_file():
+            return found
+    raise InputError(f"{what} no config.json in it or in its folder vae; expected an autoencoder's directory, or a pipeline's")
+
+
+def _load_vae(pipeline: Pipeline, dtype: jnp.dtype, rows: Mesh) -> Params:
+    return pipeline.vae.load(pipeline.vae_dtype or dtype, sharding.placement(rows))
 
 
 def open_text_encoders(pipeline: Pipeline, precision: str, mesh: Mesh, cache: str | None) -> TextEncoders:

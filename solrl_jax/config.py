@@ -102,6 +102,7 @@ class Explore(Section):
     steps: Count
     sigmas: PreviewSigmas  # own: the schedule with so many steps; first: half are `rollout.steps`' first, then long ones
     exact_steps: Natural  # the first so many steps in `rollout.precision`, of a format that quantises
+    vae: Text | None  # another autoencoder of the same latents that decodes candidates, as `model.path`; null: the model's
     correction: Natural  # mean rank of what goes past quantised products, their inputs' principal directions; 0: nothing
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
     audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
@@ -143,6 +144,7 @@ class Rollout(Section):
             # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
             (self.regenerate or floor is None, "rollout.explore.floor", floor, compared.format("null")),
             (self.regenerate or not audit, "rollout.explore.audit_every", audit, compared.format(0)),
+            (self.regenerate or self.explore.vae is None, "rollout.explore.vae", self.explore.vae, compared.format("null")),
             (follows, field, explored, f"must equal {full} with rollout.regenerate=false"),
             (self.eta == 0 or self.solver == "ddim", "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
             (self.eta == 0 or own, "rollout.eta", self.eta, "must be 0 with rollout.explore.sigmas=first"),

@@ -11,7 +11,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
 from solrl_jax import sharding
-from solrl_jax.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone, open_model, open_text_encoders
+from solrl_jax.backbone import (
+    DTYPES,
+    Backbone,
+    Params,
+    Pipeline,
+    decoding_with,
+    load_backbone,
+    open_drafts,
+    open_model,
+    open_text_encoders,
+)  # fmt: skip
 from solrl_jax.calibrate import SAMPLES, Bases, preview_grid, principal_inputs
 from solrl_jax.config import Config
 from solrl_jax.files import InputError
@@ -48,6 +58,7 @@ class Experiment:
 
     config: Config
     backbone: Backbone
+    drafts: Backbone  # the same, decoding candidates as `rollout.explore.vae` says
     reward: Reward
     evaluated: Reward  # the same with what is watched beside it
     targets: tuple[str, ...]  # parameters with an adapter
@@ -181,10 +192,12 @@ def build(config: Config) -> Experiment:
         if scored.host is not None:
             trial(scored.host, prompts, (model.height, model.width))
     pipeline = open_model(model.path, model.remat)
+    drafts = open_drafts(pipeline, rollout.explore.vae)
     device = device_facts()
     targets, quantized = linears_of(config, pipeline, device)
     backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
-    return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test)
+    drafting = decoding_with(backbone, drafts)
+    return Experiment(config, backbone, drafting, reward, evaluated, targets, quantized, device, train, test)
 
 
 def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tuple[str, ...], tuple[str, ...]]:

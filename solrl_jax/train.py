@@ -110,11 +110,15 @@ def iterate(
 def roll_out(
     experiment: Experiment, params: Any, grid: Grid, prompted: Prompted, seeds: np.ndarray, stage: str, progress: Progress
 ) -> Samples:
-    """Samples and scores a candidate a seed; seeds [prompts, candidates, 2], rows prompt by prompt."""
+    """Samples and scores a candidate a seed; seeds [prompts, candidates, 2], rows prompt by prompt.
+
+    stage: "explore" decodes as candidates are, every other one with the model's own autoencoder.
+    """
+    backbone = experiment.drafts if stage == "explore" else experiment.backbone
     index = np.repeat(np.arange(seeds.shape[0]), seeds.shape[1])
     progress(stage, len(index), 0)
     return generate(
-        experiment.backbone, params, grid, prompted, index, seeds.reshape(-1, 2), experiment.size,
+        backbone, params, grid, prompted, index, seeds.reshape(-1, 2), experiment.size,
         experiment.config.rollout.chunk, experiment.reward, progress=lambda done: progress(stage, len(index), done),
     )  # fmt: skip
 

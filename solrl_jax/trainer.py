@@ -241,6 +241,7 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
     form, correction = experiment.format, config.rollout.explore.correction
     exact = experiment.exact_steps(form.name)
     first = f", the first {exact} of {config.rollout.explore.steps} steps in {config.rollout.precision}" if exact else ""
+    decoded = f", decoded by {config.rollout.explore.vae}" if config.rollout.explore.vae else ""
     rows = report_linears(backbone.transformer, config.model.quantize, form, correction)
     facts = {
         "solrl_jax": importlib.metadata.version("solrl_jax"),
@@ -251,7 +252,7 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
         "mesh": dict(mesh.shape),
         "exploration": {
             "precision": config.rollout.explore.precision, "format": form.name, "native": form.native(experiment.device),
-            "exact_steps": exact, "means": form.describe(experiment.device),
+            "exact_steps": exact, "vae": config.rollout.explore.vae, "means": form.describe(experiment.device),
         },
         "parameters": {"transformer": pipeline.transformer.size, **{name: c.size for name, c in pipeline.text_encoders.items()},
                        "vae": pipeline.vae.size},
@@ -262,7 +263,9 @@ def _describe(experiment: Experiment, folder: Path, done: int, report: Reporter)
     }  # fmt: skip
     hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
     report.line(f"{config.preset}: {config.model.name}, {config.family}, {'+'.join(config.reward.weights)} -> {folder}")
-    report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {form.describe(experiment.device)}{first}")
+    report.line(
+        f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {form.describe(experiment.device)}{first}{decoded}"
+    )
     report.line(batch_line(config, row_groups(mesh)))
 
 

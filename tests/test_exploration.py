@@ -155,7 +155,7 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path):
     facts = json.loads((tmp_path / "run.json").read_text())
     name = {"auto": "fp8"}.get(precision, precision)
     assert facts["exploration"] == {
-        "precision": precision, "format": name, "native": name == "fp8", "exact_steps": 1,
+        "precision": precision, "format": name, "native": name == "fp8", "exact_steps": 1, "vae": None,
         "means": FORMATS[name].describe(H200),
     }  # fmt: skip
     assert any(f"{FORMATS[name].describe(H200)}, the first 1 of 2 steps in bf16" in line for line in said)

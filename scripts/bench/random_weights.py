@@ -31,8 +31,11 @@ def random_experiment(config: Config) -> Experiment:
     backbone = dataclasses.replace(
         backbone, transformer=fill(backbone.transformer), vae=fill(backbone.vae), text_encoders=encodings
     )
+    drafts = backbone
+    if shapes.drafts is not shapes.backbone:
+        drafts = dataclasses.replace(backbone, pipeline=shapes.drafts.pipeline, vae=fill(shapes.drafts.vae))
     reward = dataclasses.replace(reward, params=fill(reward.params))
-    return dataclasses.replace(shapes, backbone=backbone, reward=reward, evaluated=reward)
+    return dataclasses.replace(shapes, backbone=backbone, drafts=drafts, reward=reward, evaluated=reward)
 
 
 def fresh_state(experiment: Experiment) -> TrainState:

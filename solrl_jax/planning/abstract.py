@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from solrl_jax import hub, sharding
-from solrl_jax.backbone import DTYPES, Backbone, Pipeline, open_model
+from solrl_jax.backbone import DTYPES, Backbone, Pipeline, open_drafts, open_model
 from solrl_jax.config import Config
 from solrl_jax.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 from solrl_jax.files import InputError
@@ -53,10 +53,13 @@ def experiment(config: Config, pipeline: Pipeline, machine: Machine, mesh: Mesh)
     encoders.check_instruction(instruction)
     vae = pipeline.vae.abstract(pipeline.vae_dtype or dtype, sharding.placement(rows))
     transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
-    backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, vae, instruction, model.tile)
+    backbone = drafts = Backbone(pipeline, mesh, dtype, transformer, encoders, vae, instruction, model.tile)
+    if (other := open_drafts(pipeline, config.rollout.explore.vae, weights=False)) is not pipeline:
+        vae = other.vae.abstract(other.vae_dtype or dtype, sharding.placement(rows))
+        drafts = dataclasses.replace(backbone, pipeline=other, vae=vae)
     scorer = reward(config, rows)
     prompts = some_prompts(config)
-    return Experiment(config, backbone, scorer, scorer, targets, quantized, device, prompts, prompts)
+    return Experiment(config, backbone, drafts, scorer, scorer, targets, quantized, device, prompts, prompts)
 
 
 def some_prompts(config: Config) -> list[Prompt]:

@@ -166,14 +166,14 @@ def as_base(whole: Stages) -> Any:
 
 def held_parts(whole: Stages, codes: Any) -> dict[str, int]:
     """What a device holds of the model and of what is made of it, in bytes."""
-    backbone, state = whole.experiment.backbone, whole.state
+    backbone, drafts, state = whole.experiment.backbone, whole.experiment.drafts, whole.state
     parts = {
         "base": backbone.transformer,
         COPY: codes,
         "adapters": (state.adapters, state.old, state.ema),
         "optimiser": state.opt_state,
         ENCODERS: whole.encoders,
-        "vae": backbone.vae,
+        "vae": [backbone.vae, *([] if drafts is backbone else [drafts.vae])],
         "reward networks": whole.experiment.reward.params,
         CONDITIONING: (whole.conditioning, whole.negative, whole.prepared),
     }

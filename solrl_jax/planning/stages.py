@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from solrl_jax import sharding
+from solrl_jax.backbone import Backbone
 from solrl_jax.experiment import Experiment, quantize_policy
 from solrl_jax.planning.abstract import abstract, state, text_encoders
 from solrl_jax.policy.lora import Params, attach, flatten
@@ -83,7 +84,10 @@ class Stages:
             case "regenerate":
                 return [self._sample(experiment.policy(self.state.old), rollout.steps, redone)]
             case "score":
-                return self._score(sum(chunks(self.groups * self.tensor)))
+                drafted, redone = chunks(self.groups * self.tensor)
+                if experiment.drafts is experiment.backbone:
+                    return self._score(experiment.backbone, drafted + redone)
+                return self._score(experiment.drafts, drafted) + self._score(experiment.backbone, redone)
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
@@ -138,8 +142,8 @@ class Stages:
         )  # fmt: skip
         return Program(self.mesh, sample_chunk, arguments, calls, 1 / self.tensor, beside=noise)
 
-    def _score(self, calls: int) -> list[Program]:
-        backbone, reward = self.experiment.backbone, self.experiment.reward
+    def _score(self, backbone: Backbone, calls: int) -> list[Program]:
+        reward = self.experiment.reward
         mesh = self.rows_mesh
         latents = self._rows(mesh, backbone.pipeline.latent_shape(*self.experiment.size), jnp.float32)
         images = self._rows(mesh, (*self.experiment.size, 3), jnp.float32)
