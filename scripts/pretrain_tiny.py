@@ -37,7 +37,7 @@ from pretrain.stages import encode_all, train_clip, train_flow, train_vae
 from pretrain.straight import straighten
 
 PIPELINES = Path(__file__).parents[1] / "solrl_jax" / "pipelines"
-STAGES = ("vae", "flow", "light", "clip", "kl", "flux", "sd3", "straight-sana", "straight-flux", "straight-sd3")
+STAGES = ("vae", "flow", "straight-sana", "light", "clip", "kl", "flux", "straight-flux", "sd3", "straight-sd3")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -15,7 +15,7 @@ from solrl_jax.planning import devices
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.measure import Planner
 from solrl_jax.presets import ConfigError
-from solrl_jax.rollout.generate import decode_chunk, prepare
+from solrl_jax.rollout.generate import decode_chunk, generate, prepare
 from solrl_jax.sharding import make_mesh
 from solrl_jax.train import iterate, roll_out
 from tests.small import fresh_state, silent, small_config
@@ -45,6 +45,31 @@ def test_the_light_decoder_shows_candidates_and_nothing_else(experiment):
     assert 0 < difference.max() < 0.5
     for stage in ("regenerate", "audit"):
         np.testing.assert_array_equal(run(experiment, stage).reward, whole.reward)
+
+
+def test_the_light_decoder_draws_what_the_models_own_does(experiment):
+    """Of latents that the base makes, not of an encoder's; and it is of the same encoder."""
+    backbone, prompts = experiment.backbone, experiment.train_prompts[:8]
+    prompted = prepare(backbone, None, prompts, experiment.config.model.max_tokens)
+    seeds = experiment.seeds(0, 1, prompts, 1)[:, 0]
+    sampled = generate(
+        backbone,
+        backbone.transformer,
+        experiment.grid(3),
+        prompted,
+        np.arange(8),
+        seeds,
+        experiment.size,
+        8,
+        None,
+        keep_images=True,
+    )
+    own, light = sampled.images, np.asarray(decode_chunk(experiment.drafts, experiment.drafts.vae, sampled.latents))
+    error, spread = np.sqrt(((own - light) ** 2).mean()), np.sqrt(((own - own[::-1]) ** 2).mean())
+    print(f"light decoder: {error:.3f}, between pictures {spread:.3f}")
+    assert 0 < error < spread / 12
+    same = jax.tree.map(np.array_equal, backbone.vae["encoder"], experiment.drafts.vae["encoder"])
+    assert all(jax.tree.leaves(same))
 
 
 def test_an_iteration_trains_on_what_its_own_decoder_shows(experiment):
