@@ -234,7 +234,10 @@ def linears(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
 @click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
 @click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
-@click.option("--precision", default="bf16", show_default=True, type=click.Choice(get_args(Precision)))
+@click.option(
+    "--precision", default="bf16", show_default=True, type=click.Choice(get_args(Precision)),
+    help="Of all steps; a four-bit one without what a run's exploration corrects.",
+)  # fmt: skip
 @click.option("--lora", type=click.Path(path_type=Path), help="For a model: a LoRA file or folder of diffusers or PEFT.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
 @checkpoint_option
