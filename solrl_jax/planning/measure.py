@@ -31,7 +31,6 @@ QUICK = {  # the code never runs: LLVM need not optimise it
     "xla_llvm_disable_expensive_passes": True,
     "xla_allow_excess_precision": False,
 }
-QUICKER = QUICK | {"xla_cpu_use_fusion_emitters": False}  # whose place is taken by emitters that know no float4
 COPY, ENCODERS, CONDITIONING = "quantised copy", "text encoders", "conditioning"
 
 
@@ -140,9 +139,8 @@ class Planner:
     def _compiled(self, name: str, program: Program) -> tuple[Any, str]:
         """Where a stage's program leaves its results, and its text, partitioned."""
         if (name, program.function, program.mesh) not in self._partitioned:
-            options = QUICK if name in ("sync", "explore") else QUICKER
             with jax.set_mesh(program.mesh), planned_for(self.machine.platform):
-                compiled, text = partitioned(program.function.lower(*program.arguments), options)
+                compiled, text = partitioned(program.function.lower(*program.arguments), QUICK)
             self._partitioned[name, program.function, program.mesh] = compiled.output_shardings, text
         return self._partitioned[name, program.function, program.mesh]
 

@@ -156,9 +156,10 @@ class _Walk:
 
     def _scan(self, step: Step, memory: "_Memory", dying: list[Value]) -> None:
         """The carry is in place: the body has it among its own, and what it began as may be overwritten."""
-        closed, consts, carried = step.params["jaxpr"], step.params["num_consts"], step.params["num_carry"]
+        closed = step.params["jaxpr"]
+        consts, carried, sliced = _scanned(closed, step)
         xs = consts + carried
-        body = self.program(closed, range(consts, xs), range(xs, len(closed.jaxpr.invars)))
+        body = self.program(closed, range(consts, xs), range(xs, xs + sliced))
         stacked = step.outs[carried:]
         memory.make(*stacked)
         memory.release(*dying)
@@ -255,6 +256,18 @@ class _Memory:
             if not self._users[b]:
                 self.live -= self._sizes.pop(b)
                 del self._users[b]
+
+
+def _scanned(closed: ClosedJaxpr, step: Step) -> tuple[int, int, int]:
+    """How many inputs of a scan each turn is given as they are, how many it carries, and of how many it is given a slice.
+
+    By the axis that its body does not see: the parameters that count them are other ones in jax 0.10 and in 0.11.
+    """
+    rank = lambda values: [len(getattr(v.aval, "shape", ())) for v in values]
+    inputs, outputs = rank(closed.jaxpr.invars), rank(closed.jaxpr.outvars)
+    sliced = sum(len(a.shape) > n for a, n in zip(step.operands, inputs, strict=True))
+    carried = sum(len(v.shape) == n for v, n in zip(step.outs, outputs, strict=True))
+    return len(inputs) - carried - sliced, carried, sliced
 
 
 def _is_gathered(step: Step, memory: _Memory) -> bool:
