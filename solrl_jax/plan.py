@@ -143,7 +143,8 @@ def assumptions(planner: Planner, measured: Measured) -> Iterator[str]:
     if machine.platform != "gpu":
         yield "attention: XLA's, which holds the scores"
     elif without:
-        yield f"{', '.join(without)}: XLA holds the scores of attention; cuDNN's takes BF16, even lengths and heads up to 128"
+        taken = "cuDNN's takes BF16, heads up to 128 and, with a mask, even lengths"
+        yield f"{', '.join(without)}: XLA holds the scores of attention; {taken}"
     else:
         yield "attention: cuDNN's, which holds the output and a number a query; XLA's, which holds scores, for the rest"
     yield f"exploration: {form.describe(planner.alone.device)}"

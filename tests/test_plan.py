@@ -82,10 +82,12 @@ def test_scores_are_held_by_xla_and_not_by_flash_attention():
     assert walked(attention, q, q, q).peak == 1.5 * scores  # float32, and BF16 after the softmax
     with planned_for("gpu"):
         flash = walked(lambda *qkv: attention(*qkv), q, q, q)
-        odd = walked(lambda *qkv: attention(*qkv), q, abstract(2, 511, 4, 64), abstract(2, 511, 4, 64))
+        k, mask = abstract(2, 511, 4, 64), abstract(2, 1, 1, 511, dtype=bool)
+        odd, masked = walked(lambda *qkv: attention(*qkv), q, k, k), walked(lambda *qkvm: attention(*qkvm), q, k, k, mask)
         gradient = walked(jax.grad(lambda *qkv: attention(*qkv).astype(jnp.float32).sum(), (0, 1, 2)), q, q, q)
     assert flash.peak == one + 2 * 4 * 512 * 4  # the output, a number a query
-    assert odd.peak > scores  # which cuDNN does not take
+    assert odd.peak <= flash.peak + 3 * one  # keys and values of even length
+    assert masked.peak > scores  # odd lengths and a mask cuDNN does not take
     forwards = 4 * 2 * 4 * 512 * 512 * 64
     assert flash.flops == walked(attention, q, q, q).flops == {"bf16": forwards}
     assert gradient.flops == {"bf16": 3.5 * forwards}

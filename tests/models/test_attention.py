@@ -1,5 +1,7 @@
 """`models.attention` against the formula in PyTorch, float64; and which kernel it asks for where."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 
 from models import attention as module
 from models.attention import attention, flash_fits
+from solrl_jax.sharding import make_mesh, rows
 
 B, T, S, N, H = 2, 5, 7, 6, 8
 
@@ -89,31 +92,78 @@ def shaped(*, dtype=jnp.bfloat16, t=16, s=32, head=64):
     return jax.ShapeDtypeStruct((2, t, 4, head), dtype), jax.ShapeDtypeStruct((2, s, 4, head), dtype)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "kwargs", "expected"),
+    ("kwargs", "plain", "with_bias"),
     [
-        ("gpu", {}, True),
-        ("gpu", {"dtype": jnp.float16, "head": 112}, True),
-        ("gpu", {"head": 128}, True),
-        ("gpu", {"t": 257}, False),
-        ("gpu", {"s": 77}, False),
-        ("gpu", {"head": 136}, False),
-        ("gpu", {"head": 60}, False),
-        ("gpu", {"dtype": jnp.float32}, False),
-        ("cpu", {}, False),
-        ("tpu", {}, False),
+        ({}, True, True),
+        ({"dtype": jnp.float16, "head": 112}, True, True),
+        ({"head": 128}, True, True),
+        ({"t": 257}, True, False),
+        ({"s": 77}, True, False),
+        ({"head": 136}, False, False),
+        ({"head": 60}, False, False),
     ],
 )
-def test_when_flash_attention_is_asked_for(monkeypatch, backend, kwargs, expected):
+def test_when_flash_attention_is_asked_for(monkeypatch, kwargs, plain, with_bias, biased):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert flash_fits(*shaped(**kwargs), biased=biased) == (with_bias if biased else plain)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("gpu", jnp.float32), ("cpu", jnp.bfloat16), ("tpu", jnp.bfloat16)])
+def test_flash_attention_is_for_16_bits_on_a_gpu(monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert flash_fits(*shaped(**kwargs)) is expected
+    assert not flash_fits(*shaped(dtype=dtype), biased=False)
+
+
+@pytest.mark.parametrize(("t", "s"), [(5, 7), (6, 7), (5, 8), (6, 8)])
+def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
+    """Values and gradients as without, where XLA's attention takes the kernel's place and its lengths."""
+    q, k, v = (jnp.concatenate([a, b], 1)[:, :n] for a, b, n in zip(operands(2), operands(2, seed=3), (t, s, s), strict=True))
+    f = lambda *qkv: attention(*qkv)
+    plain, back = jax.vjp(f, q, k, v)
+    seen, kernel = [], jax.nn.dot_product_attention
+
+    def instead(q, k, v, bias, mask, *, implementation, **more):
+        seen.append((implementation, q.shape[1], k.shape[1], v.shape[1]))
+        return kernel(q, k, v, bias, mask, implementation="xla", **more)
+
+    monkeypatch.setattr(module, "flash_fits", lambda q, k, biased: True)
+    monkeypatch.setattr(module.jax.nn, "dot_product_attention", instead)
+    padded, padded_back = jax.vjp(f, q, k, v)
+    assert seen == [("cudnn", 6, 8, 8)]
+    assert relative(padded, plain) < 1e-6
+    cotangent = jnp.asarray(np.random.default_rng(2).standard_normal(plain.shape), jnp.float32)
+    for ours, theirs in zip(padded_back(cotangent), back(cotangent), strict=True):
+        assert relative(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_lengths_lie_where_their_rows_do(monkeypatch, tensor):
+    """And are mapped as they are: JAX's partitioning of the kernel takes them as they come."""
+    placed = {}
+
+    def instead(q, k, v, bias, mask, *, query_seq_lengths, key_value_seq_lengths, **more):
+        for name, x in {"queries": q, "lengths": query_seq_lengths, "keys": key_value_seq_lengths}.items():
+            jax.debug.inspect_array_sharding(x, callback=partial(placed.__setitem__, name))
+        return q
+
+    monkeypatch.setattr(module, "flash_fits", lambda q, k, biased: True)
+    monkeypatch.setattr(module.jax.nn, "dot_product_attention", instead)
+    mesh = make_mesh(8 // tensor, 1, tensor)
+    x = jax.ShapeDtypeStruct((8, 5, 4, 8), jnp.bfloat16, sharding=rows(mesh))
+    with jax.set_mesh(mesh):
+        jax.jit(lambda q, k, v: attention(2 * q, k, v)).lower(x, x, x).compile()
+    shares = {name: where.shard_shape(x.shape[:1] if name != "queries" else (8, 6, 4, 8))[0] for name, where in placed.items()}
+    assert shares == {"queries": tensor, "lengths": tensor, "keys": tensor}
 
 
 @pytest.mark.parametrize(("backend", "implementation"), [("gpu", "cudnn"), ("cpu", "xla"), ("tpu", "xla")])
 def test_the_kernel_gets_what_it_wants(monkeypatch, backend, implementation):
     asked = {}
 
-    def record(q, k, v, *, mask, scale, implementation):
+    def record(q, k, v, bias, mask, *, scale, implementation, **lengths):
+        assert not any(n is not None for n in lengths.values())
         asked.update(mask=mask.shape, scale=scale, implementation=implementation)
         return q
 
