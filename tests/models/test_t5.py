@@ -210,7 +210,7 @@ def test_attention_bias_and_its_gradient(kv, shape, masked, softcap):
 def test_the_kernel_gets_the_bias_it_wants(monkeypatch, backend, expected):
     asked = {}
 
-    def record(q, k, v, *, bias, **others):
+    def record(q, k, v, bias, mask, **others):
         asked.update(bias=(bias.shape, str(bias.dtype)))
         return q
 
