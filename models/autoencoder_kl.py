@@ -83,6 +83,11 @@ class AutoencoderKLConfig:
             _require(fits, name, value, f"a list of {len(widths)}, one for each of block_out_channels")
 
     @property
+    def own_dtype(self) -> jnp.dtype | None:
+        """The one dtype that it works in, where there is one."""
+        return jnp.dtype(jnp.float32) if self.force_upcast else None
+
+    @property
     def spatial_compression(self) -> int:
         """How many pixels, in height and in width, become one latent vector."""
         return 2 ** (len(self.block_out_channels) - 1)

@@ -31,8 +31,7 @@ def open_autoencoder(folder: Path) -> Autoencoder:
             return Autoencoder(Component.of(folder, lambda _: lambda r: AutoencoderDC(dc, rngs=r)), dc, None)
         case "AutoencoderKL":
             kl = AutoencoderKLConfig.from_dict(fields)
-            upcast = jnp.dtype(jnp.float32) if kl.force_upcast else None
-            return Autoencoder(Component.of(folder, lambda _: lambda r: AutoencoderKL(kl, rngs=r)), kl, upcast)
+            return Autoencoder(Component.of(folder, lambda _: lambda r: AutoencoderKL(kl, rngs=r)), kl, kl.own_dtype)
         case kind:
             raise ValueError(f"{folder / 'config.json'}: _class_name={kind!r}; accepted: AutoencoderDC, AutoencoderKL")
 

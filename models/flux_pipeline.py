@@ -82,7 +82,7 @@ def open_flux(folder: Path, remat: str) -> Pipeline:
         image_tokens=lambda height, width: height * width // (compression * PATCH) ** 2,
         default_max_tokens=min(MAX_TOKENS, load_tokenizer(folder / "tokenizer_2").model_max_length),
         default_size=(SAMPLE_SIZE * compression,) * 2,
-        vae_dtype=jnp.dtype(jnp.float32) if vae_config.force_upcast else None,
+        vae_dtype=vae_config.own_dtype,
         embedded_guidance=True,
         own_sigmas=True,
     )

@@ -95,7 +95,7 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
         image_tokens=lambda height, width: height * width // (compression * config.patch_size) ** 2,
         default_max_tokens=MAX_TOKENS,
         default_size=(config.sample_size * compression,) * 2,
-        vae_dtype=jnp.dtype(jnp.float32) if vae_config.force_upcast else None,
+        vae_dtype=vae_config.own_dtype,
     )
 
 

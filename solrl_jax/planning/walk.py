@@ -157,7 +157,7 @@ class _Walk:
     def _scan(self, step: Step, memory: "_Memory", dying: list[Value]) -> None:
         """The carry is in place: the body has it among its own, and what it began as may be overwritten."""
         closed = step.params["jaxpr"]
-        consts, carried, sliced = _scanned(closed, step)
+        consts, carried, sliced = _scanned(step)
         xs = consts + carried
         body = self.program(closed, range(consts, xs), range(xs, xs + sliced))
         stacked = step.outs[carried:]
@@ -258,13 +258,14 @@ class _Memory:
                 del self._users[b]
 
 
-def _scanned(closed: ClosedJaxpr, step: Step) -> tuple[int, int, int]:
+def _scanned(step: Step) -> tuple[int, int, int]:
     """How many inputs of a scan each turn is given as they are, how many it carries, and of how many it is given a slice.
 
     By the axis that its body does not see: the parameters that count them are other ones in jax 0.10 and in 0.11.
     """
     rank = lambda values: [len(getattr(v.aval, "shape", ())) for v in values]
-    inputs, outputs = rank(closed.jaxpr.invars), rank(closed.jaxpr.outvars)
+    body = step.params["jaxpr"].jaxpr
+    inputs, outputs = rank(body.invars), rank(body.outvars)
     sliced = sum(len(a.shape) > n for a, n in zip(step.operands, inputs, strict=True))
     carried = sum(len(v.shape) == n for v, n in zip(step.outs, outputs, strict=True))
     return len(inputs) - carried - sliced, carried, sliced
