@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import attention
-from models.flux import FluxConfig, FluxTransformer2DModel
-from models.layers import LayerNorm, Linear, scan_blocks, stack
-from models.sana import SanaConfig, SanaTransformer2DModel
-from models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax.config.presets import resolve
+from solrl_jax.models.attention import attention
+from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
+from solrl_jax.models.layers import LayerNorm, Linear, scan_blocks, stack
+from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax.policy.lora import attach, init_adapters, matching
-from solrl_jax.presets import resolve
 
 LIMIT = 10.0  # seconds, for either program
 BF16 = jnp.bfloat16

@@ -13,9 +13,9 @@ from typing import Any
 from bench.random_weights import fresh_state, random_experiment
 from bench.timing import finish, parser
 
-from solrl_jax.config import Config
-from solrl_jax.presets import resolve
-from solrl_jax.train import iterate
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Config
+from solrl_jax.training.iteration import iterate
 
 silent = lambda stage, rows, done: None
 

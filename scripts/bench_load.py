@@ -33,9 +33,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from safetensors import safe_open
 
-from models.sd3 import SD3Config, SD3Transformer2DModel
-from models.weights import Entry, entries, load_component, parameter_count
-from solrl_jax.sharding import make_mesh, parameter_sharding
+from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax.models.weights import Entry, entries, load_component, parameter_count
+from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 
 # the released config but for the number of layers
 LARGE = {

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from bench.timing import best_matmul_rate, finish, parser, rate, seconds
 
-from solrl_jax import sharding
-from solrl_jax.experiment import device_facts
-from solrl_jax.linears import report
+from solrl_jax.config.presets import resolve
+from solrl_jax.explore.linears import report
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import matmul
+from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import open_configurations
-from solrl_jax.presets import resolve
+from solrl_jax.training.experiment import device_facts
 
 product = sharding.jit(matmul)
 

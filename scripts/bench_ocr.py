@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 
-from solrl_jax.prompts import EMBEDDED_FOLDER
+from solrl_jax.conditioning.prompts import EMBEDDED_FOLDER
 from solrl_jax.rewards.ocr import ocr, target
 
 BAR = 100  # pictures a minute

@@ -19,10 +19,10 @@ import diffusers
 import torch
 from bench.random_weights import this_machine
 
-from solrl_jax import sharding
+from solrl_jax.config.presets import resolve
+from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment, open_configurations
 from solrl_jax.planning.stages import Stages
-from solrl_jax.presets import resolve
 
 MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from bench.random_weights import fresh_state, random_experiment
 from bench.timing import best_matmul_rate, finish, operations, parser, rate, seconds
 
-from solrl_jax import sharding
-from solrl_jax.experiment import Experiment
+from solrl_jax.config.presets import override, resolve
 from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.presets import override, resolve
+from solrl_jax.parallel import sharding
+from solrl_jax.policy.state import TrainState
 from solrl_jax.rollout.generate import prepare
-from solrl_jax.state import TrainState
-from solrl_jax.train import roll_out
+from solrl_jax.training.experiment import Experiment
+from solrl_jax.training.iteration import roll_out
 
 silent = lambda stage, rows, done: None
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from check_kills import SMALL, state_of
 
-from solrl_jax import ledger
+from solrl_jax.run import ledger
 
 ITERATIONS = 3
 SETTINGS = (*SMALL, "eval.every=2", f"train.iterations={ITERATIONS}")
@@ -39,7 +39,10 @@ DELAY = 0.05  # seconds into the stage
 
 def child(stage: str, arguments: list[str]) -> None:
     """`solrl` with `arguments`, but that the process kills itself in `stage` of the second iteration, if one is named."""
-    from solrl_jax import cli, progress, saving, train
+    from solrl_jax.commands import cli
+    from solrl_jax.run import progress
+    from solrl_jax.run import writer as saving
+    from solrl_jax.training import iteration as train
 
     begun = {"iterations": 0}
     die = lambda: threading.Timer(DELAY, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -28,10 +28,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from solrl_jax import checkpoint, ledger, metrics, saving
-from solrl_jax.experiment import build
-from solrl_jax.presets import resolve
-from solrl_jax.state import abstract_state
+from solrl_jax.config.presets import resolve
+from solrl_jax.policy.state import abstract_state
+from solrl_jax.run import checkpoint, ledger, metrics
+from solrl_jax.run import writer as saving
+from solrl_jax.training.experiment import build
 
 SMALL = (
     "train.prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.chunk=2", "rollout.steps=3",
@@ -47,7 +48,7 @@ class Process:
     """A start of the run: the seconds after which it said something, and the last iteration that it spoke of."""
 
     def __init__(self, folder: Path, iterations: int) -> None:
-        command = [sys.executable, "-m", "solrl_jax.cli", "train", "tiny", *SMALL, f"train.iterations={iterations}"]
+        command = [sys.executable, "-m", "solrl_jax.commands.cli", "train", "tiny", *SMALL, f"train.iterations={iterations}"]
         compiled = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"), "JAX_PLATFORMS": "cpu"}
         self._began, self._process = time.monotonic(), subprocess.Popen(
             [*command, f"run.dir={folder}"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,

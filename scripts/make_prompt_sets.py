@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from solrl_jax.files import atomic_write
 from solrl_jax.shapes import scenes
+from solrl_jax.storage.files import atomic_write
 
-FOLDER = Path(__file__).parents[1] / "solrl_jax" / "prompt_sets"
+FOLDER = Path(__file__).parents[1] / "solrl_jax" / "assets" / "prompt_sets"
 COUNTS = {"train": 360, "test": 48}  # of ocr
 SHAPES = {"train": 256, "test": 26}  # of geneval-shapes: as many as of the embedded world's other sets
 

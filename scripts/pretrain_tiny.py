@@ -36,7 +36,7 @@ from pretrain.networks import networks
 from pretrain.stages import encode_all, train_clip, train_flow, train_vae
 from pretrain.straight import straighten
 
-PIPELINES = Path(__file__).parents[1] / "solrl_jax" / "pipelines"
+PIPELINES = Path(__file__).parents[1] / "solrl_jax" / "assets" / "pipelines"
 STAGES = ("vae", "flow", "straight-sana", "light", "clip", "kl", "flux", "straight-flux", "sd3", "straight-sd3")
 
 

@@ -34,7 +34,7 @@ def assert_ranking_preserved(
     whose rewards do not differ on one of the sides. top_k: at least the share `match` of the `top_k` truly best are among the
     `within` best by proxy (default: `top_k`; the paper's Top-4 match is `top_k=4, within=kept / 2`; Sol-RL, arXiv 2604.06916).
     regret: the best `top_k` among those have a mean true reward below the pool's best by at most this share of the true range
-    (`solrl_jax.fidelity.regret`); candidates that others equal may then be missed. match is 1 where neither is given.
+    (`solrl_jax.rollout.fidelity.regret`); candidates that others equal may then be missed. match is 1 where neither is given.
 
     Raises AssertionError, and ValueError for shapes or numbers that make no sense.
     """
@@ -139,7 +139,7 @@ def _found(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array,
 
 
 def _regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array, ""]:
-    """The mean of `solrl_jax.fidelity.regret` over the prompts that have one."""
+    """The mean of `solrl_jax.rollout.fidelity.regret` over the prompts that have one."""
     finite = jnp.isfinite(true)
     least = jnp.where(finite, true, jnp.inf).min(1, keepdims=True)
     chosen = _best(proxy, within) & finite

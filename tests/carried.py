@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from solrl_jax.hub import CARRIED
+from solrl_jax.storage.hub import CARRIED
 
 FLUX, SD3 = "black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-large"
 SANA = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"

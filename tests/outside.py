@@ -74,7 +74,7 @@ def waiting(images, prompts, metadata, *, file):
 
 
 def in_jax(scale=1.0):
-    from solrl_jax.rewards.base import Reward  # workers do without
+    from solrl_jax.rewards.protocol import Reward  # workers do without
 
     score = lambda params, images, prepared: {"reward": params * images.mean((1, 2, 3))}
     return Reward(np.float32(scale), lambda prompts: np.zeros(len(prompts), np.float32), score)

@@ -34,7 +34,7 @@ from transformers import (
     T5Tokenizer,
 )
 
-from solrl_jax.sample import Request, sample
+from solrl_jax.commands.sample import Request, sample
 
 MAX_TOKENS = 10  # the tokenizer's own limit
 COMPRESSION, CHANNELS = 4, 8  # pixels a latent vector stands for, in both directions; its length
@@ -163,7 +163,7 @@ def save_sd3_pipeline(
 
 
 def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **request) -> tuple[np.ndarray, np.ndarray]:
-    """Images [n, H, W, 3] by `solrl_jax.sample`, in float32 unless asked otherwise, and the noise it says it began with."""
+    """Images [n, H, W, 3] by `commands.sample`, in float32 unless asked otherwise, and the noise it says it began with."""
     out.mkdir(exist_ok=True)
     (out / "prompts.txt").write_text("\n".join(prompts) + "\n")
     if latents is not None:

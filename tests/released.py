@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from models.blip import DEVIATION, MEAN, ImageRewardConfig
-from models.clip import CLIPConfig
+from solrl_jax.models.blip import DEVIATION, MEAN, ImageRewardConfig
+from solrl_jax.models.clip import CLIPConfig
 
 POSITIONS = 77
 PIXELS = 112  # of a picture as it is seen: half of the released size, for speed

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import jax
 
-from solrl_jax.config import Config
-from solrl_jax.experiment import Experiment
-from solrl_jax.presets import resolve
-from solrl_jax.state import TrainState, init_state
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Config
+from solrl_jax.policy.state import TrainState, init_state
+from solrl_jax.training.experiment import Experiment
 
 SMALL = (
     "train.prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.chunk=2", "rollout.steps=3",

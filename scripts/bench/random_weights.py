@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from solrl_jax import sharding
-from solrl_jax.config import Config
-from solrl_jax.experiment import Experiment, device_facts, open_mesh
+from solrl_jax.config.schema import Config
+from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.devices import DEVICES, Machine
 from solrl_jax.planning.stages import Stages
-from solrl_jax.state import TrainState, init_state
+from solrl_jax.policy.state import TrainState, init_state
+from solrl_jax.training.experiment import Experiment, device_facts, open_mesh
 
 SIZE = 0.02  # of weights and encodings: nothing overflows, and no time depends on it
 

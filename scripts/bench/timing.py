@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from solrl_jax.files import atomic_write
 from solrl_jax.numerics.target import planned_for
 from solrl_jax.planning.walk import cost
+from solrl_jax.storage.files import atomic_write
 
 PACKAGES = ("jax", "jaxlib", "flax")
 SQUARES = {"cpu": (512, 1024), "gpu": (4096, 8192, 16384), "tpu": (4096, 8192)}  # sides of what the best rate is looked for in

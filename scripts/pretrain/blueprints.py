@@ -12,14 +12,14 @@ from typing import Any
 
 from flax import nnx
 
-from models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
-from models.flux import FluxConfig, FluxTransformer2DModel
-from models.sd3 import SD3Config, SD3Transformer2DModel
-from models.t5 import T5Config, T5EncoderModel
-from models.weights import Params, save_component, to_torch
 from pretrain.networks import Network, initialise
 from pretrain.words import CLIP_END, SHORT, VOCAB_SIZE, clip_tokenizer, t5_tokenizer
+from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
+from solrl_jax.models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
+from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
+from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax.models.t5 import T5Config, T5EncoderModel
+from solrl_jax.models.weights import Params, save_component, to_torch
 
 LATENT_CHANNELS = 8
 DIFFUSERS = "diffusion_pytorch_model.safetensors"

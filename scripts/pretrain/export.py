@@ -6,10 +6,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from models.weights import Params, save_component, to_torch
 from pretrain.data import is_asked
 from pretrain.networks import CLIP, FLOW, TEXT, VAE
 from pretrain.words import MAX_TOKENS, clip_tokenizer, gemma_tokenizer
+from solrl_jax.models.weights import Params, save_component, to_torch
 from solrl_jax.shapes import scenes
 
 SCHEDULER = {

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.pipeline import open_pipeline
-from models.weights import Params
 from pretrain.blueprints import BLUEPRINTS, KL, Blueprint
 from pretrain.networks import Network
 from pretrain.stages import encode_all, erring, flow_loss, picture_batches, picture_loss, row_drawer
 from pretrain.teaching import Teacher, guidance_loss
 from pretrain.training import train
 from pretrain.words import SHORT
+from solrl_jax.models.pipeline import open_pipeline
+from solrl_jax.models.weights import Params
 
 GUIDANCE = 1.0  # that a network with embedded guidance is told, until it learns what to make of it
 STREAMS = {"tiny-flux": 6, "tiny-sd3": 7}  # of random numbers; below are those of the other stages

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
-from models.autoencoders import open_autoencoder
-from models.weights import save_component, to_torch
 from pretrain.networks import VAE, Network, initialise
 from pretrain.stages import picture_batches, picture_loss
 from pretrain.training import train
+from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
+from solrl_jax.models.autoencoders import open_autoencoder
+from solrl_jax.models.weights import save_component, to_torch
 
 LIGHT = VAE | {"decoder_block_out_channels": [8, 16, 32], "decoder_layers_per_block": [1, 1, 1]}
 STREAM = 13  # of random numbers; those below are of the other trainings

@@ -7,12 +7,12 @@ from typing import Any
 
 from flax import nnx
 
-from models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
-from models.clip import CLIPConfig, CLIPModel
-from models.gemma2 import Gemma2Config, Gemma2Model
-from models.sana import SanaConfig, SanaTransformer2DModel
-from models.weights import Params
 from pretrain.words import CLIP_END, MAX_TOKENS, VOCAB_SIZE
+from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
+from solrl_jax.models.clip import CLIPConfig, CLIPModel
+from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
+from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.weights import Params
 
 VAE = {
     "in_channels": 3, "latent_channels": 8, "attention_head_dim": 32,

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from models.weights import Params
 from pretrain.data import asked_rows, near_miss, to_signed
 from pretrain.training import train
 from pretrain.words import MAX_TOKENS, clip_tokenizer, gemma_tokenizer
+from solrl_jax.models.weights import Params
 from solrl_jax.shapes import scenes
 
 

@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import trange
 
-from models.pipeline import open_pipeline, read_json
-from models.weights import Params, save_component, to_torch
 from pretrain.blueprints import DIFFUSERS
 from pretrain.joint import curved, with_positions, without_positions
 from pretrain.stages import between, row_drawer
 from pretrain.teaching import SCALES
 from pretrain.training import train
-from solrl_jax.experiment import Experiment, build
-from solrl_jax.keys import initial_noise
-from solrl_jax.presets import resolve
-from solrl_jax.prompts import Prompt
+from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.config.presets import resolve
+from solrl_jax.models.pipeline import open_pipeline, read_json
+from solrl_jax.models.weights import Params, save_component, to_torch
+from solrl_jax.numerics.randomness import initial_noise
 from solrl_jax.rollout.generate import Prompted, generate, prepare
+from solrl_jax.training.experiment import Experiment, build
 
 GROUP = 480  # couples drawn at a time, told the same scale of guidance
 AT_NOISE = 1 / 8  # of a batch: every sample's first step, which has the most to say, starts there

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.pipeline import open_pipeline
 from pretrain.stages import noised
 from pretrain.words import SHORT
+from solrl_jax.models.pipeline import open_pipeline
 
 SCALES = 1.0, 4.0  # of guidance, told in training, from none on
 TEACHING = 3.0  # told a teacher

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from solrl_jax.keys import stream
+from solrl_jax.numerics.randomness import stream
 
 # (latents [b, ...] float32, time [] as the network wants it) -> velocities [b, ...]
 Velocity = Callable[[Float[Array, "b *latent"], Float[Array, ""]], Float[Array, "b *latent"]]

@@ -8,19 +8,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from solrl_jax import hub, sharding
-from solrl_jax.backbone import DTYPES, Backbone, Pipeline, open_drafts, open_model
-from solrl_jax.config import Config
-from solrl_jax.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
-from solrl_jax.files import InputError
+from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, open_drafts, open_model
+from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.conditioning.text_encoders import TextEncoders
+from solrl_jax.config.schema import Config
 from solrl_jax.numerics.formats import Device
+from solrl_jax.parallel import sharding
 from solrl_jax.planning.devices import Machine
-from solrl_jax.prompts import Prompt
-from solrl_jax.rewards.base import Reward
-from solrl_jax.rewards.mixture import open_reward
+from solrl_jax.policy.state import abstract_state
+from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rewards.registry import open_reward
 from solrl_jax.rewards.sources import CARRIED
-from solrl_jax.state import abstract_state
-from solrl_jax.text_encoders import TextEncoders
+from solrl_jax.storage import hub
+from solrl_jax.storage.files import InputError
+from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 
 
 def open_configurations(path: str, remat: str) -> Pipeline:

@@ -14,16 +14,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from solrl_jax import sharding
-from solrl_jax.backbone import Pipeline
-from solrl_jax.config import Config
+from solrl_jax.backbone.backbone import Pipeline
+from solrl_jax.config.schema import Config
 from solrl_jax.numerics.target import planned_for
+from solrl_jax.parallel import sharding
+from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.abstract import abstract, experiment, held
 from solrl_jax.planning.collectives import collectives, partitioned
 from solrl_jax.planning.devices import Machine
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.walk import Cost, cost
-from solrl_jax.sharding import row_groups
 
 COMPUTE, MOVE = 0.5, 0.7  # fractions of the peak rates that are reached: of products; of memory and of links
 QUICK = {  # the code never runs: LLVM need not optimise it

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from solrl_jax import sharding
-from solrl_jax.backbone import Backbone
-from solrl_jax.experiment import Experiment, quantize_policy
+from solrl_jax.backbone.backbone import Backbone
+from solrl_jax.conditioning.text_encoders import ENCODED_ROWS, encode_chunk
+from solrl_jax.parallel import sharding
+from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.abstract import abstract, state, text_encoders
 from solrl_jax.policy.lora import Params, attach, flatten
 from solrl_jax.policy.update import PolicyBatch, update
-from solrl_jax.rewards.base import score_images
+from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rollout.generate import Relay, decode_chunk, sample_chunk
-from solrl_jax.sharding import row_groups
-from solrl_jax.text_encoders import ENCODED_ROWS, encode_chunk
+from solrl_jax.training.experiment import Experiment, quantize_policy
 
 STAGES = ("encode", "sync", "explore", "regenerate", "score", "update")
 

@@ -27,8 +27,8 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
+from solrl_jax.parallel.sharding import SMALLEST_SHARDED
 from solrl_jax.planning.program import Step, Value, bits, flatten, live
-from solrl_jax.sharding import SMALLEST_SHARDED
 
 # no arithmetic: what they are made of is read in their place, however often
 MOVES = ("broadcast_in_dim", "iota", "slice", "dynamic_slice", "split", "pad", "concatenate", "gather", "rev")

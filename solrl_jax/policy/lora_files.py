@@ -26,9 +26,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from solrl_jax import files
-from solrl_jax.files import InputError
 from solrl_jax.policy.lora import Adapters
+from solrl_jax.storage import files
+from solrl_jax.storage.files import InputError
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -10,15 +10,15 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from solrl_jax import sharding
-from solrl_jax.backbone import Backbone, Conditioning, Params
-from solrl_jax.config import Config
+from solrl_jax.backbone.backbone import Backbone, Conditioning, Params
+from solrl_jax.config.schema import Config
 from solrl_jax.flow.sampler import interpolate
-from solrl_jax.keys import stream
-from solrl_jax.numerics.sums import Sum, add, join, zero
+from solrl_jax.numerics.randomness import stream
+from solrl_jax.parallel import sharding
+from solrl_jax.parallel.sums import Sum, add, join, zero
 from solrl_jax.policy.lora import Adapters, attach
 from solrl_jax.policy.objective import nft_loss
-from solrl_jax.state import TrainState, make_optimizer
+from solrl_jax.policy.state import TrainState, make_optimizer
 
 EMA_WARMUP = 10
 # decay of `old` by optimiser step t: 0 before `flat`, then min(rate (t - flat), cap) (facts of DiffusionNFT's return_decay)

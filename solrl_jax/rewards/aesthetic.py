@@ -8,14 +8,14 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from models.clip import CLIPConfig, VisionModel
-from models.image_resize import Preprocessing
-from models.layers import Linear
-from models.pipeline import read_json
-from models.score_head import ScoreHead
-from solrl_jax.rewards.base import Loader, Reward, Scores
+from solrl_jax.models.clip import CLIPConfig, VisionModel
+from solrl_jax.models.image_resize import Preprocessing
+from solrl_jax.models.layers import Linear
+from solrl_jax.models.pipeline import read_json
+from solrl_jax.models.score_head import ScoreHead
 from solrl_jax.rewards.clip import unit
 from solrl_jax.rewards.network import Network, in_rows
+from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.rewards.sources import find
 
 OF_TEXTS = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")  # not read

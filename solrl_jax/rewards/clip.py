@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from models.clip import CLIPConfig, CLIPModel
-from models.image_resize import MEAN, STD, Preprocessing
-from models.pipeline import read_json
-from models.weights import REDUNDANT
-from solrl_jax.backbone import EMBEDDED_FOLDER
-from solrl_jax.rewards.base import Loader, Reward, Scores
+from solrl_jax.backbone.backbone import EMBEDDED_FOLDER
+from solrl_jax.models.clip import CLIPConfig, CLIPModel
+from solrl_jax.models.image_resize import MEAN, STD, Preprocessing
+from solrl_jax.models.pipeline import read_json
+from solrl_jax.models.weights import REDUNDANT
 from solrl_jax.rewards.network import Network, in_rows
+from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import Tokenize, clip_texts, open_clip_texts, open_tokenizer
 

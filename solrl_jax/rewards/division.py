@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from solrl_jax import hosts
-from solrl_jax.prompts import Prompt
+from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.parallel import hosts
 from solrl_jax.rewards.host import Host, RewardError, Scoring, scoring
 
 Scores = dict[str, Float[np.ndarray, "n"]]

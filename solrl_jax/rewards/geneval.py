@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from solrl_jax.config import shown
+from solrl_jax.config.schema import shown
 from solrl_jax.rewards.detectors import Detection, Detector, open_detector
 from solrl_jax.rewards.outside import Metadata, check, finite
 

@@ -17,10 +17,10 @@ import urllib3
 from jaxtyping import Float
 from PIL import Image
 
-from solrl_jax.files import first_line
-from solrl_jax.pictures import to_uint8
 from solrl_jax.rewards.host import Failure
 from solrl_jax.rewards.outside import Metadata
+from solrl_jax.run.pictures import to_uint8
+from solrl_jax.storage.files import first_line
 
 RETRIED = (429, 502, 503, 504)  # answers of a service that is busy or about to start
 

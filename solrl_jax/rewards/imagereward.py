@@ -6,10 +6,10 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from models.blip import UNUSED, ImageReward, ImageRewardConfig
-from models.image_resize import Preprocessing
-from solrl_jax.rewards.base import Loader, Reward, Scores
+from solrl_jax.models.blip import UNUSED, ImageReward, ImageRewardConfig
+from solrl_jax.models.image_resize import Preprocessing
 from solrl_jax.rewards.network import Network, in_rows
+from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import image_reward_texts
 

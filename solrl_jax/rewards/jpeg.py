@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from solrl_jax.pictures import to_uint8
 from solrl_jax.rewards.outside import Metadata, check, finite
+from solrl_jax.run.pictures import to_uint8
 
 QUALITY = 95
 KILOBYTE = 1000  # bytes

@@ -11,12 +11,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from models.layers import gather
-from models.open_clip import find_open_clip
-from models.tensor_files import Stored, weight_files
-from models.weights import Entry, Params, abstract_tensors, entries, find_tensors, load_tensors
-from solrl_jax import hub, sharding
-from solrl_jax.rewards.base import Scores
+from solrl_jax.models.layers import gather
+from solrl_jax.models.open_clip import find_open_clip
+from solrl_jax.models.tensor_files import Stored, weight_files
+from solrl_jax.models.weights import Entry, Params, abstract_tensors, entries, find_tensors, load_tensors
+from solrl_jax.parallel import sharding
+from solrl_jax.rewards.protocol import Scores
+from solrl_jax.storage import hub
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 ROWS = 8  # pictures that a device scores at once

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from solrl_jax.config import shown
-from solrl_jax.pictures import to_uint8
+from solrl_jax.config.schema import shown
 from solrl_jax.rewards.outside import Metadata, check, finite
+from solrl_jax.run.pictures import to_uint8
 
 # Said when the file is imported, hence before a run loads anything; the libraries themselves wait for the first picture.
 if MISSING := [name for name in ("rapidocr", "onnxruntime", "rapidfuzz") if find_spec(name) is None]:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from solrl_jax.config import shown
-from solrl_jax.files import InputError, first_line
-from solrl_jax.presets import ENTRY_POINTS
-from solrl_jax.rewards.base import Reward
+from solrl_jax.config.presets import ENTRY_POINTS
+from solrl_jax.config.schema import shown
 from solrl_jax.rewards.host import BATCH, HostReward, load
+from solrl_jax.rewards.protocol import Reward
+from solrl_jax.storage.files import InputError, first_line
 
 Options = Mapping[str, Any]
 ARGUMENTS = ("images", "prompts", "metadata")  # of a function outside JAX, before its options
@@ -43,7 +43,7 @@ def open_plugin(name: str, options: Options) -> Reward | HostReward:
     except Exception as error:
         raise InputError(f"reward '{name}': {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(reward, Reward):
-        expected = f"a solrl_jax.rewards.base.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
+        expected = f"a solrl_jax.rewards.protocol.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
         raise InputError(f"reward '{name}': returned {shown(reward)}: expected {expected}")
     return reward
 

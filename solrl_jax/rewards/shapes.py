@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from solrl_jax.files import InputError
-from solrl_jax.rewards.base import Reward, Scores
+from solrl_jax.rewards.protocol import Reward, Scores
 from solrl_jax.shapes import verifier
+from solrl_jax.storage.files import InputError
 
 
 def shapes_reward() -> Reward:

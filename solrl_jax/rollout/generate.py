@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from solrl_jax import hosts, sharding
-from solrl_jax.backbone import Backbone, Conditioning, Params
+from solrl_jax.backbone.backbone import Backbone, Conditioning, Params
+from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.flow import sampler
-from solrl_jax.flow.schedule import make_sigmas
+from solrl_jax.flow.sigmas import make_sigmas
 from solrl_jax.flow.solver import solver_table
-from solrl_jax.keys import initial_noise
-from solrl_jax.prompts import Prompt
-from solrl_jax.rewards.base import Reward, score_images
+from solrl_jax.numerics.randomness import initial_noise
+from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.division import divided_scoring
 from solrl_jax.rewards.host import total
+from solrl_jax.rewards.protocol import Reward, score_images
 
 
 @dataclasses.dataclass(frozen=True)

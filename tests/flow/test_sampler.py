@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from solrl_jax.flow.sampler import interpolate, sample
-from solrl_jax.flow.schedule import make_sigmas
+from solrl_jax.flow.sigmas import make_sigmas
 from solrl_jax.flow.solver import solver_table
-from solrl_jax.keys import candidate_seeds, initial_noise
+from solrl_jax.numerics.randomness import candidate_seeds, initial_noise
 
 SHAPE, ROWS = (4, 4, 2), 3
 SOLVERS = {"euler": ("euler", 0.0), "dpm2": ("dpm2", 0.0), "ddim": ("ddim", 0.0), "stochastic ddim": ("ddim", 1.0)}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from solrl_jax.flow.schedule import first_sigmas, flux, linear, make_sigmas, sd3, shift_sigmas
+from solrl_jax.flow.sigmas import first_sigmas, flux, linear, make_sigmas, sd3, shift_sigmas
 
 STEPS = (1, 2, 6, 10, 28, 40)
 TOLERANCE = 1e-6  # diffusers' sigmas are float32

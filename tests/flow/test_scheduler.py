@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
-from solrl_jax.flow.scheduler import DPM, EULER, read_scheduler
+from solrl_jax.flow.released import DPM, EULER, read_scheduler
 from solrl_jax.flow.solver import solver_table
 
 STEPS = (1, 2, 6, 10, 20, 28, 40)

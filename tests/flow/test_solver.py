@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
-from solrl_jax.flow.schedule import first_sigmas, make_sigmas
+from solrl_jax.flow.sigmas import first_sigmas, make_sigmas
 from solrl_jax.flow.solver import PREDICT, SOLVERS, fitted_table, solver_table
 
 STEPS = (2, 4, 10, 20)  # diffusers treats fewer than 15 steps differently

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from models import attention as module
-from models.attention import attention, flash_fits
-from solrl_jax.sharding import make_mesh, rows
+from solrl_jax.models import attention as module
+from solrl_jax.models.attention import attention, flash_fits
+from solrl_jax.parallel.sharding import make_mesh, rows
 
 B, T, S, N, H = 2, 5, 7, 6, 8
 

@@ -11,8 +11,8 @@ import torch
 from diffusers import AutoencoderDC as TorchAutoencoderDC
 from flax import nnx
 
-from models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig, depth_to_space, relu_attention, space_to_depth
-from models.weights import entries, from_torch, parameter_count
+from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig, depth_to_space, relu_attention, space_to_depth
+from solrl_jax.models.weights import entries, from_torch, parameter_count
 from tests import carried
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.

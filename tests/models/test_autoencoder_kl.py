@@ -11,9 +11,9 @@ import torch
 from diffusers import AutoencoderKL as TorchAutoencoderKL
 from flax import nnx
 
-from models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from models.tiling import decode_tiled
-from models.weights import entries, from_torch, parameter_count, to_torch
+from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
+from solrl_jax.models.tiling import decode_tiled
+from solrl_jax.models.weights import entries, from_torch, parameter_count, to_torch
 from tests import carried
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.

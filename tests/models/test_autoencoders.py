@@ -10,8 +10,8 @@ import pytest
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL
 
-from models.autoencoders import open_autoencoder, with_autoencoder
-from models.pipeline import open_pipeline
+from solrl_jax.models.autoencoders import open_autoencoder, with_autoencoder
+from solrl_jax.models.pipeline import open_pipeline
 from tests.pipelines import CHANNELS, COMPRESSION, save_pipeline
 
 TOLERANCE = 1e-5

@@ -8,8 +8,8 @@ import torch
 import transformers
 from flax import nnx
 
-from models.clip import CLIPConfig, CLIPModel
-from models.weights import entries, from_torch, parameter_count, to_torch
+from solrl_jax.models.clip import CLIPConfig, CLIPModel
+from solrl_jax.models.weights import entries, from_torch, parameter_count, to_torch
 from tests import carried
 
 TOLERANCE = 1e-5

@@ -9,8 +9,8 @@ import transformers
 from flax import nnx
 from safetensors.numpy import save_file
 
-from models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
-from models.weights import entries, from_torch, load_component, parameter_count, save_component, to_torch
+from solrl_jax.models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
+from solrl_jax.models.weights import entries, from_torch, load_component, parameter_count, save_component, to_torch
 from tests import carried
 
 TOLERANCE = 1e-5  # largest difference over largest value

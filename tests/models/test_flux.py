@@ -13,8 +13,8 @@ from diffusers import FluxTransformer2DModel as TorchFlux
 from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from flax import nnx
 
-from models.flux import FluxConfig, FluxTransformer2DModel, pack, rotary, unpack
-from models.weights import entries, from_torch, parameter_count, to_torch
+from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel, pack, rotary, unpack
+from solrl_jax.models.weights import entries, from_torch, parameter_count, to_torch
 from solrl_jax.numerics.matmul import LowRank
 from tests import carried
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.pipeline import open_pipeline
-from solrl_jax.backbone import load_backbone
-from solrl_jax.files import InputError
-from solrl_jax.sharding import make_mesh
+from solrl_jax.backbone.backbone import load_backbone
+from solrl_jax.models.pipeline import open_pipeline
+from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.storage.files import InputError
 from tests import pipelines
 from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, quick_compilation, sample_images, save_flux_pipeline
 
@@ -248,7 +248,7 @@ def test_blocks_of_text_encoders_are_gathered_a_layer_at_a_time(monkeypatch, tmp
     save_flux_pipeline(tmp_path)
     t5 = open_pipeline(tmp_path).text_encoders["text_encoder_2"]
     params, whole = t5.shapes(jnp.float32), []
-    monkeypatch.setattr("models.pipeline.gather", lambda tree: whole.append(tree) or tree)
+    monkeypatch.setattr("solrl_jax.models.pipeline.gather", lambda tree: whole.append(tree) or tree)
     assert t5.gathered(params) == params
     ids = lambda tree: {id(leaf) for leaf in jax.tree.leaves(tree)}
     assert ids(whole) == ids(params) - ids(params["encoder"]["block"]) != ids(params)

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from models.image_resize import MEAN, STD, Preprocessing, resize_matrix
+from solrl_jax.models.image_resize import MEAN, STD, Preprocessing, resize_matrix
 
 SIZE, BICUBIC = 224, Image.Resampling.BICUBIC
 LEVEL = 1 / 255

@@ -10,10 +10,10 @@ import transformers
 from flax import nnx
 from safetensors.torch import save_file
 
-from models.blip import UNUSED, ImageReward, ImageRewardConfig
-from models.clip import CLIPModel
-from models.open_clip import find_open_clip, open_clip_name
-from models.weights import entries, load_tensors, parameter_count, to_torch
+from solrl_jax.models.blip import UNUSED, ImageReward, ImageRewardConfig
+from solrl_jax.models.clip import CLIPModel
+from solrl_jax.models.open_clip import find_open_clip, open_clip_name
+from solrl_jax.models.weights import entries, load_tensors, parameter_count, to_torch
 from solrl_jax.rewards.clip import HPS
 from tests import released
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.flux import FluxConfig, FluxTransformer2DModel
-from models.layers import REMAT
-from models.sana import SanaConfig, SanaTransformer2DModel
-from models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
+from solrl_jax.models.layers import REMAT
+from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 
 TOLERANCE = 1e-6  # of the largest gradient: other fusions, the same sums
 QUICK = {"xla_backend_optimization_level": 0}  # of the machine code, not of the graph: compiling is what takes the time here

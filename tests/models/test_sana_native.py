@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from flax import nnx
 
-from models.sana import SanaConfig, SanaTransformer2DModel
-from models.sana_native import CROSS_HEADS, is_native, mlp_ratio, plan
-from models.weights import entries
+from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.sana_native import CROSS_HEADS, is_native, mlp_ratio, plan
+from solrl_jax.models.weights import entries
 
 
 def native_shapes(width=2240, hidden=5600, depth=20, ffn="linear", text=2304, channels=32, patch=1, qk_norm=False):

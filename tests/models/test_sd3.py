@@ -11,8 +11,8 @@ import torch
 from diffusers import SD3Transformer2DModel as TorchSD3
 from flax import nnx
 
-from models.sd3 import SD3Config, SD3Transformer2DModel, sincos_square
-from models.weights import entries, from_torch, parameter_count, to_torch
+from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel, sincos_square
+from solrl_jax.models.weights import entries, from_torch, parameter_count, to_torch
 from tests import carried
 
 BASE = dict(

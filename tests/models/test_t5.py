@@ -9,10 +9,10 @@ import transformers
 from flax import nnx
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from models import attention as attention_module
-from models.attention import attention
-from models.t5 import T5Config, T5EncoderModel, relative_buckets
-from models.weights import entries, from_torch, load_component, parameter_count, to_torch
+from solrl_jax.models import attention as attention_module
+from solrl_jax.models.attention import attention
+from solrl_jax.models.t5 import T5Config, T5EncoderModel, relative_buckets
+from solrl_jax.models.weights import entries, from_torch, load_component, parameter_count, to_torch
 from tests import carried
 
 TOLERANCE = 1e-5  # largest difference over largest value

@@ -16,10 +16,18 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from models import tensor_files, weights
-from models.layers import Conv, DepthwiseConv, Embedding, Linear, RMSNorm, param, stack
-from models.tensor_files import weight_files, without_variants
-from models.weights import check_component, entries, from_torch, load_component, parameter_count, save_component, to_torch
+from solrl_jax.models import tensor_files, weights
+from solrl_jax.models.layers import Conv, DepthwiseConv, Embedding, Linear, RMSNorm, param, stack
+from solrl_jax.models.tensor_files import weight_files, without_variants
+from solrl_jax.models.weights import (
+    check_component,
+    entries,
+    from_torch,
+    load_component,
+    parameter_count,
+    save_component,
+    to_torch,
+)
 
 FILE = "model.safetensors"
 

@@ -23,18 +23,18 @@ from hypothesis.extra.numpy import arrays
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-from models.layers import Linear, scan_blocks, stack
-from solrl_jax.backbone import open_model
-from solrl_jax.config import Precision
-from solrl_jax.experiment import quantize_policy
-from solrl_jax.linears import quantized_paths
+from solrl_jax.backbone.backbone import open_model
+from solrl_jax.config.presets import resolve as preset
+from solrl_jax.config.schema import Precision
+from solrl_jax.explore.linears import quantized_paths
+from solrl_jax.models.layers import Linear, scan_blocks, stack
 from solrl_jax.numerics import mx
 from solrl_jax.numerics.blocks import pack
 from solrl_jax.numerics.formats import AUTO, FORMATS, Device, resolve
 from solrl_jax.numerics.matmul import dequantize, matmul
+from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding, rows
 from solrl_jax.policy.lora import attach, merge_and_quantize
-from solrl_jax.presets import resolve as preset
-from solrl_jax.sharding import jit, make_mesh, parameter_sharding, rows
+from solrl_jax.training.experiment import quantize_policy
 
 QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
 CODES = [name for name in QUANTISING if name != "nvfp4_w"]  # whose codes and scales are those of nvfp4

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.attention import attention
-from models.layers import gather
+from solrl_jax.models.attention import attention
+from solrl_jax.models.layers import gather
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import LowRank, matmul
-from solrl_jax.sharding import jit, make_mesh, parameter_sharding
+from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding
 
 ROWS, N_IN, N_OUT = 24, 160, 96
 LEAVES = ("array", "low rank", *(name for name, form in FORMATS.items() if form.quantize is not None))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solrl_jax.numerics.sums import Sum, add, join, zero
+from solrl_jax.parallel.sums import Sum, add, join, zero
 
 
 @jax.jit

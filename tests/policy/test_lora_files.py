@@ -17,19 +17,19 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from models import flux, sd3
-from models.weights import entries, from_torch, to_torch
-from solrl_jax.backbone import load_backbone
-from solrl_jax.config import Lora
-from solrl_jax.files import InputError, RunError
-from solrl_jax.flow.scheduler import read_scheduler
+from solrl_jax.backbone.backbone import load_backbone
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Lora
+from solrl_jax.flow.released import read_scheduler
+from solrl_jax.models import flux, sd3
+from solrl_jax.models.weights import entries, from_torch, to_torch
+from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
 from solrl_jax.policy.lora import attach, flatten, replace
 from solrl_jax.policy.lora_files import LoraSettings, export_diffusers, export_peft, import_lora
-from solrl_jax.presets import resolve
+from solrl_jax.policy.state import init_state, read_start
 from solrl_jax.rollout.generate import Grid, generate, prepare
-from solrl_jax.sharding import make_mesh
-from solrl_jax.state import init_state, read_start
+from solrl_jax.storage.files import InputError, RunError
 from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, TRANSFORMER, save_pipeline
 
 TOLERANCE = 2e-5  # largest difference over largest value; without adapters it is 5e-6

@@ -1,0 +1,156 @@
+"""From prompts to what the network is told of them: tokens, the cache of encodings, and the encoders when they are needed."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from solrl_jax.conditioning.cache import Cache, Encoding, key_of
+from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens
+from solrl_jax.models.tensor_files import weight_files
+from solrl_jax.models.weights import Params
+from solrl_jax.parallel import hosts, sharding
+from solrl_jax.storage.files import InputError, in_one_line
+
+ENCODED_ROWS = 8  # prompts that a device encodes at once
+REVISION = 1  # of what encoders compute: raised with every change of `models/` that changes a bit of an encoding
+
+
+class TextEncoders:
+    """The text encoders of a pipeline, and the cache of what they said: the one object here that changes.
+
+    They are loaded when a prompt comes that the cache lacks, and then stay until `release`. Prompts are encoded in chunks of
+    `ENCODED_ROWS` on every device, always: one program, and a prompt's encoding depends neither on its batch mates nor on the
+    mesh. So it makes no difference, to the last bit, whether an encoding was computed now or read.
+
+    The key of an encoding stands for the content of the weight files, the configs, the dtype and the tokens, which hold all
+    that prompt, tokenizer, longest length and instruction have to say. It does not say on what device and by which XLA it was
+    computed: a cache that is filled on one machine is good on another, up to what their rounding differs.
+    """
+
+    def __init__(self, pipeline: Pipeline, mesh: Mesh, dtype: jnp.dtype, cache: Cache | None):
+        self.pipeline, self.mesh, self.dtype, self.cache = pipeline, mesh, dtype, cache
+        self._params: dict[str, Params] | None = None
+        self._identity: str | None = None
+        self._shapes: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+
+    @property
+    def loaded(self) -> bool:
+        return self._params is not None
+
+    @property
+    def chunk(self) -> int:
+        """Prompts that are encoded at once."""
+        return ENCODED_ROWS * self.mesh.size
+
+    def params(self) -> dict[str, Params]:
+        """The parameters by folder, loaded if they are not there."""
+        if self._params is None:
+            if self.cache is not None:
+                self.cache.check_writable()  # before minutes go by for what could not be kept
+            encoders, place = self.pipeline.text_encoders, sharding.placement(self.mesh)
+            with in_one_line():
+                self._params = {name: part.load(self.dtype, place) for name, part in encoders.items()}
+        return self._params
+
+    def check_instruction(self, instruction: str | None) -> None:
+        """Raises InputError for an instruction to a model that knows none."""
+        if instruction is not None and self.pipeline.instruct is None:
+            raise InputError(f"model.instruction: a {self.pipeline.kind} takes none; accepted: null")
+
+    def release(self) -> None:
+        """Frees the parameters; the next prompt that the cache lacks loads them again."""
+        self._params = None
+
+    def encode(self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None) -> tuple[Encoding, int]:
+        """Encodings with a row a prompt, on the host, and how many of them were not in the cache. There is a prompt or more."""
+        tokens = self._tokenize(prompts, max_tokens, instruction)
+        rows: list[Encoding | None] = [None] * len(prompts)
+        if self.cache is not None:
+            keys, like = self._keys(tokens), self._like(tokens)
+            rows = [self.cache.read(key, like) for key in keys]
+        missing = [
+            i for i, absent in enumerate(hosts.anywhere([row is None for row in rows])) if absent
+        ]  # hosts compute together or not at all
+        for i, row in zip(missing, self._compute({name: x[missing] for name, x in tokens.items()}), strict=True):
+            rows[i] = row
+            if self.cache is not None:
+                self.cache.write(keys[i], row)
+        whole = [row for row in rows if row is not None]
+        return {name: np.stack([row[name] for row in whole]) for name in whole[0]}, len(missing)
+
+    def encode_ahead(
+        self, prompts: Sequence[str], max_tokens: int, instruction: str | None, progress: Callable[[int, int], None]
+    ) -> None:
+        """Encodes those of `prompts` that have no entry in the cache, and frees the parameters: what comes next has their room.
+
+        progress: told how many there are and how many more are done. Without a cache nothing is done.
+        """
+        if self.cache is None:
+            return
+        keys = self._keys(self._tokenize(prompts, max_tokens, instruction))
+        absent = hosts.anywhere([not self.cache.has(key) for key in keys])
+        missing = [prompt for prompt, is_absent in zip(prompts, absent, strict=True) if is_absent]
+        for start in range(0, len(missing), self.chunk):
+            progress(len(missing), min(start, self.chunk))
+            self.encode(missing[start : start + self.chunk], max_tokens, instruction)
+        self.release()
+
+    def _tokenize(self, prompts: Sequence[str], max_tokens: int, instruction: str | None) -> Tokens:
+        if instruction is None:
+            return self.pipeline.tokenize(prompts, max_tokens)
+        assert self.pipeline.instruct is not None  # `load_backbone` has refused it
+        return self.pipeline.instruct(prompts, max_tokens, instruction)
+
+    def _keys(self, tokens: Tokens) -> list[str]:
+        """The names of each prompt's entry in the cache."""
+        like = self._like(tokens)
+        identity = f"{self.identity()} {[(name, x.shape, x.dtype.name) for name, x in sorted(like.items())]}"
+        count = len(next(iter(tokens.values())))
+        return [key_of(identity, {name: x[i] for name, x in tokens.items()}) for i in range(count)]
+
+    def identity(self) -> str:
+        """Names the encoders by content: two that differ in a bit of a weight, in a config or in dtype have two names."""
+        if self._identity is None:
+            assert self.cache is not None
+            parts: dict[str, Any] = {}
+            with in_one_line():
+                for name, component in self.pipeline.text_encoders.items():
+                    files = [component.folder / "config.json", *weight_files(component.folder)]
+                    parts[name] = [(file.name, self.cache.digest(file)) for file in files]
+            facts = [REVISION, self.pipeline.kind, jnp.dtype(self.dtype).name, parts]
+            self._identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return self._identity
+
+    def _like(self, tokens: Tokens) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Names, shapes and dtypes of one prompt's encoding."""
+        shapes = str({name: x.shape[1:] for name, x in tokens.items()})
+        if shapes not in self._shapes:
+            one = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for name, x in tokens.items()}
+            params = {name: part.shapes(self.dtype) for name, part in self.pipeline.text_encoders.items()}
+            out = jax.eval_shape(self.pipeline.encode_text, params, one)
+            self._shapes[shapes] = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in out.items()}
+        return self._shapes[shapes]
+
+    def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
+        """The encodings of prompts, one at a time."""
+        length, count = len(next(iter(tokens.values()))), self.chunk
+        for start in range(0, length, count):
+            part = {name: x[start : start + count] for name, x in tokens.items()}
+            placed = {name: hosts.put(sharding.pad_rows(x, count), sharding.rows(self.mesh)) for name, x in part.items()}
+            with jax.set_mesh(self.mesh):
+                out = hosts.fetch(encode_chunk(self, self.params(), placed))
+            yield from ({name: x[i] for name, x in out.items()} for i in range(min(count, length - start)))
+
+
+@partial(sharding.jit, static_argnums=0)
+def encode_chunk(encoders: TextEncoders, params: dict[str, Params], tokens: Any) -> Conditioning:
+    parts = encoders.pipeline.text_encoders
+    out = encoders.pipeline.encode_text({name: parts[name].gathered(p) for name, p in params.items()}, tokens)
+    return jax.tree.map(sharding.split_rows, out)

@@ -1,0 +1,303 @@
+"""From the name of a preset and `key=value` overrides to a `Config`: composition of the files in `configs/`.
+
+    base <- model <- family <- reward <- the preset's own file <- its `when` <- overrides
+
+`<model>_<family>_<reward>` names the paper's 48 presets, which have no file of their own. A preset with a file names its parts
+under `compose`; its `when` holds settings for one choice of a part, e.g. `family=diffusionnft: {rollout: ...}`.
+"""
+
+import copy
+import dataclasses
+import difflib
+import functools
+import importlib.metadata
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from solrl_jax.config.schema import Config, ConfigError, Explore, Section, shown
+
+PARTS = ("model", "family", "reward")  # in the order in which they are merged
+PAPER = {
+    "model": ("sana", "flux1", "sd3"),
+    "family": ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"),
+    "reward": ("pickscore", "clipscore", "hpsv2", "imagereward"),
+}
+ENTRY_POINTS = "solrl_jax.rewards"  # the group under which other packages name rewards
+_OPTIONS = "reward.options"
+_FREE = ("reward.weights", "reward.paths", _OPTIONS)  # the fields whose own keys are free
+_ADAPTER = pydantic.TypeAdapter(Config)
+
+
+def preset_names() -> list[str]:
+    """The presets with a file of their own, then the paper's."""
+    own = sorted(path.stem for path in _configs().glob("*.yaml") if path.stem != "base")
+    return own + ["_".join(parts) for parts in itertools.product(*(PAPER[part] for part in PARTS))]
+
+
+def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of `preset` with `key=value` overrides, later ones winning. Raises ConfigError with all problems.
+
+    A key is dotted (`rollout.kept=12`), its value YAML (`reward.weights={pickscore: 1, clipscore: 1}`); `model=`, `family=`
+    and `reward=` choose another file for that part; `reward=` also takes a plug-in's name, to be trained on alone.
+    """
+    if preset not in preset_names():
+        raise ConfigError(f"unknown preset '{preset}': {_nearest(preset, preset_names())}")
+    settings, chosen, problems = _parse_overrides(overrides)
+    own = copy.deepcopy(_read(f"{preset}.yaml")) if (_configs() / f"{preset}.yaml").exists() else {}
+    parts = own.pop("compose", None) or _paper_parts(preset)
+    parts = {part: chosen.get(part, parts[part]) for part in PARTS}
+    extras = [extra for condition, extra in own.pop("when", {}).items() if _holds(condition, parts, preset)]
+
+    tree: dict[str, Any] = {}
+    _merge(tree, _read("base.yaml"))
+    for part in PARTS:
+        _merge(tree, _read(f"{part}/{parts[part]}.yaml"))
+    _merge(tree, {**own, "preset": preset, "family": parts["family"]})
+    for extra in extras:
+        _merge(tree, extra)
+    for key, value in settings:
+        _assign(tree, key, value)
+    return _named_dir(_build(tree, problems))
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """A resolved configuration with fields changed by `key=value`. Raises ConfigError with all problems."""
+    settings, chosen, problems = _parse_overrides(overrides)
+    problems += [f"{part}={name}: can be chosen for a preset, not for a run" for part, name in chosen.items()]
+    tree = yaml.safe_load(to_yaml(config))
+    for key, value in settings:
+        _assign(tree, key, value)
+    return _build(tree, problems)
+
+
+def describe() -> list[dict[str, str]]:
+    """One row a preset for a table: its parts, `<K>-in-<N>`, how it explores and what it trains on."""
+    rows = []
+    for name in preset_names():
+        config = resolve(name)
+        rollout, explore = config.rollout, config.rollout.explore
+        rows.append(
+            {
+                "preset": name,
+                "model": config.model.name,
+                "family": config.family,
+                "reward": "+".join(config.reward.weights),
+                "candidates": f"{rollout.kept}-in-{rollout.candidates}",
+                "explore": _explored(explore),
+                "train on": f"{rollout.precision}, {rollout.steps} steps" if rollout.regenerate else "the explored samples",
+            }
+        )
+    return rows
+
+
+def _explored(explore: Explore) -> str:
+    exact = f", {explore.exact_steps} exact" if explore.exact_steps else ""
+    return f"{explore.precision}, {explore.steps} steps{exact}"
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as text that `from_yaml` reads back exactly."""
+    # Plain ASCII (the default): PyYAML does not read back all the line breaks that it would write unescaped.
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, width=128)
+
+
+def from_yaml(text: str) -> Config:
+    """The configuration that `to_yaml` wrote; nothing is composed. Raises ConfigError with all problems."""
+    return _build(_parse(text, "configuration"), [])
+
+
+def known_keys(section: type = Config, prefix: str = "") -> list[str]:
+    """Dotted names of all sections and fields."""
+    keys = []
+    for field in dataclasses.fields(section):
+        keys.append(prefix + field.name)
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            keys += known_keys(field.type, f"{prefix}{field.name}.")
+    return keys
+
+
+@functools.cache
+def _section_keys() -> frozenset[str]:
+    return frozenset(key.rpartition(".")[0] for key in known_keys()) - {""}
+
+
+def _configs() -> Path:
+    return Path(__file__).parents[1] / "configs"
+
+
+@functools.cache
+def _read(name: str) -> dict[str, Any]:
+    return _parse((_configs() / name).read_text(encoding="utf-8"), f"configs/{name}")
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{what}: not YAML (line {line}: {error.problem})") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+        raise ConfigError(f"{what}: not YAML ({' '.join(str(error).split())})") from None
+
+
+def _paper_parts(preset: str) -> dict[str, str]:
+    model, rest = preset.split("_", 1)
+    family, reward = rest.rsplit("_", 1)
+    return {"model": model, "family": family, "reward": reward}
+
+
+def _choices(part: str) -> list[str]:
+    return sorted(path.stem for path in (_configs() / part).glob("*.yaml"))
+
+
+def _holds(condition: str, parts: Mapping[str, str], preset: str) -> bool:
+    """Whether `family=sol_rl` and the like is what was chosen; a condition that never could be is refused."""
+    part, _, choice = condition.partition("=")
+    if part not in PARTS or choice not in _choices(part):
+        raise ConfigError(f"configs/{preset}.yaml: unknown condition '{condition}' under 'when'")
+    return parts[part] == choice
+
+
+def _merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> None:
+    """Writes `new` over `tree`: sections key by key, a field whole, also when its value is a list or a mapping."""
+    for key, value in new.items():
+        name = f"{prefix}{key}"
+        if name in _section_keys() and isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value, f"{name}.")
+        else:
+            tree[key] = copy.deepcopy(value)
+
+
+def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = _path(key, value)
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):  # an earlier override put something else in the section's place: `_build` says so
+            return
+    _merge(tree, {last: value}, "".join(f"{name}." for name in parents))
+
+
+def _free(key: str) -> str | None:
+    """The field, if any, that `key` is one of the free keys of."""
+    return next((field for field in _FREE if key.startswith(f"{field}.")), None)
+
+
+def _path(key: str, value: Any) -> list[str]:
+    """`key` name by name. A free key is one name, dots and all; `reward.options.NAME.OPTION` sets one option of a reward."""
+    field = _free(key)
+    if field is None:
+        return key.split(".")
+    own = key.removeprefix(f"{field}.")
+    reward, dot, option = own.rpartition(".")
+    return [*field.split("."), *((reward, option) if field == _OPTIONS and dot and not isinstance(value, dict) else (own,))]
+
+
+def _is_plugin(name: str) -> bool:
+    return ":" in name or name in importlib.metadata.entry_points(group=ENTRY_POINTS).names
+
+
+def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, str], list[str]]:
+    """(fields to set, in order; files chosen for parts; problems)."""
+    settings: list[tuple[str, Any]] = []
+    chosen: dict[str, str] = {}
+    problems: list[str] = []
+    for text in overrides:
+        key, equals, raw = (piece.strip() for piece in text.partition("="))
+        if not (key and equals):
+            problems.append(f"override {shown(text)}: expected key=value, e.g. train.iterations=100")
+            continue
+        try:
+            value = _parse(raw, f"override {shown(text)}") if raw else ""
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if key in PARTS and not isinstance(value, Mapping):
+            if raw in _choices(key):
+                chosen[key] = raw
+            elif key == "reward" and _is_plugin(raw):
+                settings.append(("reward.weights", {raw: 1.0}))
+            else:
+                problems.append(f"unknown {key} '{raw}': {_nearest(raw, _choices(key))}")
+        elif key == "preset":
+            problems.append(f"preset={shown(value)}: is chosen by name, not by an override")
+        elif key in known_keys() or _free(key):
+            settings.append((key, value))
+        else:
+            problems.append(_unknown_key(key))
+    return settings, chosen, problems
+
+
+def _named_dir(config: Config) -> Config:
+    if config.run.dir:
+        return config
+    name = f"runs/{config.preset}-{config.family}-seed{config.seed}"
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=name))
+
+
+def _build(tree: Any, problems: list[str]) -> Config:
+    """The checked configuration of a tree. Raises ConfigError with `problems` and those of the tree."""
+    found = list(problems)
+    try:
+        config = _ADAPTER.validate_python(tree)
+    except pydantic.ValidationError as errors:
+        found += [text for error in errors.errors() if (text := _problem(error))]
+    if found:
+        raise ConfigError("; ".join(dict.fromkeys(found)))
+    return config
+
+
+_EXPECTED = {
+    "int_type": "expected an integer",
+    "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text (in quotes if it looks like a number or a date)",
+    "tuple_type": "expected a list",
+    "dict_type": "expected a mapping",
+    "dataclass_type": "expected a mapping of its fields",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+}
+
+
+def _problem(error: Any) -> str | None:
+    """One of pydantic's errors in our words; None for a mere consequence of another."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    field = ".".join(map(str, error["loc"])) or "configuration"
+    if kind in ("unexpected_keyword_argument", "invalid_key"):
+        return _unknown_key(field)
+    if kind == "missing":
+        return f"missing key '{field}'"
+    if kind == "too_short" and value:  # items that are wrong are counted as absent
+        return None
+    if kind == "value_error" and isinstance(context["error"], ConfigError):
+        return str(context["error"])
+    if kind == "value_error":
+        return f"{field}={shown(value)}: {context['error']}"
+    if kind == "literal_error":
+        near = difflib.get_close_matches(str(value), re.findall("'(.*?)'", context["expected"]), n=1)
+        return f"{field}={shown(value)}: expected {context['expected']}" + (f", did you mean '{near[0]}'?" if near else "")
+    return f"{field}={shown(value)}: {_EXPECTED.get(kind, error['msg']).format(**context)}"
+
+
+def _unknown_key(key: str) -> str:
+    section = key.rpartition(".")[0]
+    section = section if section in _section_keys() else ""
+    return f"unknown key '{key}': {_nearest(key, known_keys(), [k for k in known_keys() if k.rpartition('.')[0] == section])}"
+
+
+def _nearest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:
+    """Proposes the accepted name nearest to `name`; when none is near, lists `listed`, or all that are accepted."""
+    if near := difflib.get_close_matches(name, accepted, n=1):
+        return f"did you mean '{near[0]}'?"
+    return f"expected one of {', '.join(accepted if listed is None else listed)}"

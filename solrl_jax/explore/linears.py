@@ -1,0 +1,167 @@
+"""Which linears are quantised, and why the others are not: the rules of `config.Quantize` on a network's shapes; the report.
+
+A linear is a parameter `.../kernel` [in, out], or [layers, in, out] in a stack; a name that the rules speak of is a part of its
+path. The rules are the paper's (its public recipe: names to skip, and a smallest width): `configs/model/` has their numbers.
+One is ours: where a correction of the rank asked for would be more than half of a linear, the linear stays as it is.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from solrl_jax.config.schema import Quantize
+from solrl_jax.numerics.blocks import nbytes
+from solrl_jax.numerics.formats import Format
+from solrl_jax.numerics.matmul import dequantize
+from solrl_jax.parallel import sharding
+from solrl_jax.policy.lora import Adapters, Params, by_layer, flatten
+
+Shaped = Array | jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A row of the report: `layers` matrices [n_in, n_out] under one path."""
+
+    path: str
+    layers: int
+    n_in: int
+    n_out: int
+    kept: str  # why it stays as it is; '' if it is quantised
+    bytes_before: int
+    bytes_after: int
+    errors: tuple[float, ...] = ()  # of each layer's matrix, |quantised - exact| / |exact|; empty where not measured
+
+
+def quantized_paths(params: Params, rules: Quantize, form: Format, correction: int = 0) -> tuple[str, ...]:
+    """The paths that the rules leave to be quantised, sorted. params: arrays or their shapes, as all functions here take.
+
+    correction: rank of what goes past each quantised product (`rollout.explore.correction`).
+    Raises ValueError, in one line, for names that no linear has, and for rules that leave nothing to a `form` that quantises.
+    """
+    reasons = why_kept(params, rules, correction)
+    if all(reasons.values()) and form.quantize:
+        if left := [path for path, reason in why_kept(params, rules).items() if not reason]:
+            flat = flatten(params)
+            most = max(most_rank(*flat[path].shape[-2:]) for path in left)
+            raise ValueError(f"rollout.explore.correction={correction}: must be at most {most}, where it is half of a linear")
+        told = ", ".join(f"{count} by {reason}" for reason, count in Counter(reasons.values()).items())
+        raise ValueError(f"model.quantize: leaves no linear to quantise ({told})")
+    return tuple(path for path, reason in reasons.items() if not reason)
+
+
+def most_rank(n_in: int, n_out: int) -> int:
+    """The largest rank at which a correction of a linear [n_in, n_out] holds at most half as many numbers as it does."""
+    return n_in * n_out // (2 * (n_in + n_out))
+
+
+def why_kept(params: Params, rules: Quantize, correction: int = 0) -> dict[str, str]:
+    """Of each linear, in the order of their paths, the rule that keeps it in the training precision; '' if none does."""
+    linears = _linears(params)
+    for name in rules.skip:
+        if not any(name in path for path in linears):
+            raise ValueError(f"model.quantize.skip: {name!r} is in no linear's name; there are {', '.join(linears)}")
+    for pattern in rules.fused:
+        if not any(re.fullmatch(pattern, path) for path in linears):
+            raise ValueError(f"model.quantize.fused: {pattern!r} matches no linear; there are {', '.join(linears)}")
+    widths = _widths(linears, rules.fused)
+    # the blocks, which are stacked, have linears from the network's width to itself, and none that is narrower on both sides
+    stacked = [leaf for leaf in linears.values() if len(leaf.shape) == 3] or linears.values()
+    width = min(max(leaf.shape[-2:]) for leaf in stacked)
+
+    def reason(path: str) -> str:
+        if names := [name for name in rules.skip if name in path]:
+            return f"skip {names[0]}"
+        if widths[path] <= rules.min_dim * width:
+            return f"min_dim {rules.min_dim * width:g}"
+        return f"correction {correction}" if correction > most_rank(*linears[path].shape[-2:]) else ""
+
+    return {path: reason(path) for path in linears}
+
+
+def report(params: Params, rules: Quantize, form: Format, correction: int = 0) -> list[Linear]:
+    """Every linear: quantised to `form` or not and why, and the bytes it takes before and after. Loads and computes nothing.
+
+    correction: rank of what goes past each quantised product (`rollout.explore.correction`), in the linear's own dtype; as if
+    it were the same everywhere, which it is on average (`calibrate.dealt_ranks`).
+    """
+    reasons, rows = why_kept(params, rules, correction), []
+    for path, leaf in _linears(params).items():
+        (*stack, n_in, n_out), before = leaf.shape, nbytes(leaf)
+        kept, after = reasons[path], before
+        if form.quantize is None:
+            kept = kept or form.name
+        elif not kept:
+            after = nbytes(jax.eval_shape(form.quantize, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
+            after += correction * (n_in + n_out) * (stack[0] if stack else 1) * leaf.dtype.itemsize
+        rows.append(Linear(path, stack[0] if stack else 1, n_in, n_out, kept, before, after))
+    return rows
+
+
+def with_errors(rows: Sequence[Linear], params: Params, adapters: Adapters, scale: float, form: Format) -> list[Linear]:
+    """The report with what quantising costs each matrix, adapters merged (Frobenius norms, in float32)."""
+    norm = jnp.linalg.norm
+
+    def error(w: Array) -> Array:
+        assert form.quantize is not None
+        return norm(dequantize(form.quantize(w)) - w) / norm(w)
+
+    measure = sharding.jit(lambda w, adapter: jnp.atleast_1d(by_layer(error, w, adapter, scale)))
+    flat = flatten(params)
+    measured = lambda path: tuple(map(float, measure(flat[path], adapters.get(path))))
+    return [row if row.kept else dataclasses.replace(row, errors=measured(row.path)) for row in rows]
+
+
+def totals(rows: Sequence[Linear]) -> dict[str, int]:
+    """Linears, a layer of a stack being one, and bytes."""
+    chosen = [row for row in rows if not row.kept]
+    return {
+        "linears": sum(row.layers for row in rows),
+        "quantized": sum(row.layers for row in chosen),
+        "bytes_before": sum(row.bytes_before for row in rows),
+        "bytes_after": sum(row.bytes_after for row in rows),
+        "quantized_bytes_before": sum(row.bytes_before for row in chosen),
+        "quantized_bytes_after": sum(row.bytes_after for row in chosen),
+    }
+
+
+def table(rows: Sequence[Linear], form: Format) -> str:
+    """The report for a terminal."""
+    path = max(len(row.path) for row in rows)
+    errors = lambda row: f", error {min(row.errors):.4f} to {max(row.errors):.4f}" if row.errors else ""
+    told = lambda row: f"stays: {row.kept}" if row.kept else form.name + errors(row)
+    shape = lambda row: f"{row.layers} x {row.n_in} -> {row.n_out}"
+    lines = [
+        f"{row.path:<{path}}  {shape(row):>22}  {_mb(row.bytes_before)} -> {_mb(row.bytes_after)}  {told(row)}" for row in rows
+    ]
+    sums = totals(rows)
+    lines.append(
+        f"{sums['quantized']} of {sums['linears']} linears in {form.name}: "
+        f"{_mb(sums['quantized_bytes_before']).strip()} -> {_mb(sums['quantized_bytes_after']).strip()}; "
+        f"all linears {_mb(sums['bytes_before']).strip()} -> {_mb(sums['bytes_after']).strip()}"
+    )
+    return "\n".join(lines)
+
+
+def _linears(params: Params) -> dict[str, Any]:
+    flat = flatten(params)
+    return {path: flat[path] for path in sorted(flat) if path.endswith("/kernel") and len(flat[path].shape) in (2, 3)}
+
+
+def _widths(linears: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, int]:
+    """The larger side of each linear; those side by side that one pattern matches count as one, with all their outputs."""
+    group = lambda path: next(((path.rsplit("/", 2)[0], p) for p in fused if re.fullmatch(p, path)), path)
+    outputs: Counter[Any] = Counter()
+    for path, leaf in linears.items():
+        outputs[group(path)] += leaf.shape[-1]
+    return {path: max(leaf.shape[-2], outputs[group(path)]) for path, leaf in linears.items()}
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:10.3f} MB"

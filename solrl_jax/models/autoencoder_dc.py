@@ -1,0 +1,298 @@
+"""DC-AE, the autoencoder between images and SANA's latents (arXiv 2410.10733; in SANA: arXiv 2410.10629, section 2.1).
+
+A stack of stages, each at half the resolution of the one before; six of them turn 32 x 32 pixels into one latent vector.
+Every change of resolution has a shortcut without parameters, which moves pixels into channels (or back) and averages (or
+repeats) channels to the wanted width. The convolution beside it learns a difference, which is what makes this trainable.
+Fine stages hold residual convolutions, coarse ones linear attention with a gated convolution (EfficientViT, 2205.14756).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from solrl_jax.models.layers import Conv, DepthwiseConv, Linear, RMSNorm, param
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu": jax.nn.relu}
+NORM_EPS, ATTENTION_EPS = 1e-5, 1e-15
+Heads = Float[Array, "b n g d"]
+ACCEPTED = {  # for the fields of these names, with or without "encoder_" or "decoder_" before
+    "block_types": ("ResBlock", "EfficientViTBlock"),
+    "downsample_block_type": ("Conv", "pixel_unshuffle"),
+    "upsample_block_type": ("interpolate", "pixel_shuffle"),
+    "norm_types": ("rms_norm",),
+    "act_fns": tuple(ACTIVATIONS),
+    "conv_act_fn": tuple(ACTIVATIONS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderDCConfig:
+    """The fields of a released `config.json`, with its defaults. Tuples have one entry a stage, finest first."""
+
+    in_channels: int = 3
+    latent_channels: int = 32
+    attention_head_dim: int = 32
+    encoder_block_types: str | tuple[str, ...] = "ResBlock"  # a string stands for all stages
+    decoder_block_types: str | tuple[str, ...] = "ResBlock"
+    encoder_block_out_channels: tuple[int, ...] = (128, 256, 512, 512, 1024, 1024)
+    decoder_block_out_channels: tuple[int, ...] = (128, 256, 512, 512, 1024, 1024)
+    encoder_layers_per_block: tuple[int, ...] = (2, 2, 2, 3, 3, 3)
+    decoder_layers_per_block: tuple[int, ...] = (3, 3, 3, 3, 3, 3)
+    encoder_qkv_multiscales: tuple[tuple[int, ...], ...] = ((), (), (), (5,), (5,), (5,))
+    decoder_qkv_multiscales: tuple[tuple[int, ...], ...] = ((), (), (), (5,), (5,), (5,))
+    upsample_block_type: str = "pixel_shuffle"
+    downsample_block_type: str = "pixel_unshuffle"
+    decoder_norm_types: str | tuple[str, ...] = "rms_norm"
+    decoder_act_fns: str | tuple[str, ...] = "silu"
+    encoder_out_shortcut: bool = True
+    decoder_in_shortcut: bool = True
+    decoder_conv_act_fn: str = "relu"
+    scaling_factor: float = 1.0  # the diffusion model sees `encode(x) * scaling_factor`
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> "AutoencoderDCConfig":
+        """From the contents of `config.json`, less its notes (keys that begin with "_"). Raises ValueError."""
+        freeze = lambda v: tuple(tuple(e) if isinstance(e, list) else e for e in v) if isinstance(v, list) else v
+        given: dict[str, Any] = {k: freeze(v) for k, v in d.items() if not k.startswith("_")}
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name, value in given.items():
+            _require(name in known, name, value, "the fields " + ", ".join(known))
+        return cls(**given)
+
+    def __post_init__(self):
+        n = len(self.encoder_block_out_channels)
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(field.default, tuple) or name.endswith(("_types", "_fns")):
+                value = (value,) * n if isinstance(value, str) else value
+                object.__setattr__(self, name, value)
+                _require(isinstance(value, tuple) and len(value) == n, name, value, f"a list of {n}, one for each stage")
+            match name.removeprefix("encoder_").removeprefix("decoder_"):
+                case "layers_per_block":
+                    _require(min(value) > 0, name, value, "one layer or more in every stage")
+                case "qkv_multiscales":
+                    _require(all(k % 2 for sizes in value for k in sizes), name, value, "odd kernel sizes")
+                case "block_out_channels":
+                    # Shortcuts average or repeat whole channels, and a shuffle makes a 2 x 2 square of four channels.
+                    fits = all(4 * fine % coarse == 0 and coarse % 4 == 0 for fine, coarse in pairwise(value))
+                    rule = "multiples of 4 that divide 4 times the width before, the last a multiple of latent_channels"
+                    _require(fits and value[-1] % self.latent_channels == 0, name, value, rule)
+                case kind if kind in ACCEPTED:
+                    for v in (value,) if isinstance(value, str) else value:
+                        _require(v in ACCEPTED[kind], name, v, " or ".join(ACCEPTED[kind]))
+
+    @property
+    def spatial_compression(self) -> int:
+        """How many pixels, in height and in width, become one latent vector."""
+        return 2 ** (len(self.encoder_block_out_channels) - 1)
+
+
+def _require(ok: bool, name: str, value: Any, accepted: str) -> None:
+    if not ok:
+        raise ValueError(f"AutoencoderDC config: {name} = {value!r} is not supported; accepted: {accepted}")
+
+
+def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
+    """Each 2 x 2 square of pixels as one; its channels ordered (channel, row, column)."""
+    b, h, w, c = x.shape
+    return x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 5, 2, 4).reshape(b, h // 2, w // 2, 4 * c)
+
+
+def depth_to_space(x: Float[Array, "b h w 4*c"]) -> Float[Array, "b 2*h 2*w c"]:
+    """The inverse of `space_to_depth`."""
+    b, h, w, c = x.shape
+    return x.reshape(b, h, w, c // 4, 2, 2).transpose(0, 1, 4, 2, 5, 3).reshape(b, 2 * h, 2 * w, c // 4)
+
+
+class DownBlock(nnx.Module):
+    """Half the resolution: a strided convolution, or one that `space_to_depth` follows."""
+
+    def __init__(self, n_in: int, n_out: int, *, unshuffle: bool, rngs: nnx.Rngs):
+        self.conv = Conv(n_in, n_out // 4 if unshuffle else n_out, 3, stride=1 if unshuffle else 2, rngs=rngs)
+        self.unshuffle = unshuffle
+
+    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h/2 w/2 n_out"]:
+        y = space_to_depth(self.conv(x)) if self.unshuffle else self.conv(x)
+        return y + space_to_depth(x).reshape(*y.shape, -1).mean(-1)
+
+
+class UpBlock(nnx.Module):
+    """Twice the resolution: a convolution of the repeated pixels, or one that `depth_to_space` follows."""
+
+    def __init__(self, n_in: int, n_out: int, *, shuffle: bool, rngs: nnx.Rngs):
+        self.conv = Conv(n_in, 4 * n_out if shuffle else n_out, 3, rngs=rngs)
+        self.repeats, self.shuffle = 4 * n_out // n_in, shuffle
+
+    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
+        y = depth_to_space(self.conv(x)) if self.shuffle else self.conv(x.repeat(2, axis=1).repeat(2, axis=2))
+        return y + depth_to_space(x.repeat(self.repeats, axis=-1))
+
+
+class ResBlock(nnx.Module):
+    """Two convolutions and a norm, added to the input."""
+
+    def __init__(self, channels: int, *, activation: str, rngs: nnx.Rngs):
+        self.conv1 = Conv(channels, channels, 3, rngs=rngs)
+        self.conv2 = Conv(channels, channels, 3, bias=False, rngs=rngs)
+        self.norm = RMSNorm(channels, eps=NORM_EPS, bias=True)
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        return x + self.norm(self.conv2(self.activation(self.conv1(x))))
+
+
+class MultiscaleProjection(nnx.Module):
+    """Queries, keys and values of `kernel` x `kernel` neighbourhoods; `size` consecutive channels are mixed with each other."""
+
+    def __init__(self, channels: int, size: int, kernel: int, *, rngs: nnx.Rngs):
+        self.proj_in = DepthwiseConv(channels, kernel, bias=False, rngs=rngs)
+        weight = jax.random.normal(rngs.params(), (1, 1, size, channels)) * size**-0.5
+        self.proj_out = nnx.Dict(kernel=param(weight, "weight", "conv"))  # a 1x1 convolution with channels / size groups
+        self.size = size
+
+    def __call__(self, qkv: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        x = self.proj_in(qkv).reshape(*qkv.shape[:-1], -1, self.size)
+        kernel = self.proj_out.kernel.get_value().reshape(self.size, -1, self.size).astype(x.dtype)
+        return jnp.einsum("bhwgi,igo->bhwgo", x, kernel).reshape(qkv.shape)
+
+
+def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
+    """Averages of `v` with weights relu(q) . relu(k). As many tokens as features or fewer: all pairs, as it is cheaper."""
+    q, k = jax.nn.relu(q), jax.nn.relu(k)
+    if q.shape[1] <= q.shape[-1]:
+        scores = jnp.einsum("bngd,bmgd->bgnm", q, k).astype(jnp.float32)
+        weights = scores / (scores.sum(-1, keepdims=True) + ATTENTION_EPS)
+        return jnp.einsum("bgnm,bmgd->bngd", weights.astype(v.dtype), v)
+    # Linear: the sums over keys do not depend on q. They grow with the image, out of what half precision can hold.
+    q32, k32, v32 = (t.astype(jnp.float32) for t in (q, k, v))
+    dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    total = dot("bngd,bgde->bnge", q32, dot("bngd,bnge->bgde", k32, v32))
+    weight = dot("bngd,bgd->bng", q32, k32.sum(1))[..., None]
+    return (total / (weight + ATTENTION_EPS)).astype(v.dtype)
+
+
+class MultiscaleAttention(nnx.Module):
+    """Heads of attention over the pixels themselves, and as many more over the neighbourhoods of each of `scales`."""
+
+    def __init__(self, channels: int, *, head_dim: int, scales: tuple[int, ...], rngs: nnx.Rngs):
+        inner = channels // head_dim * head_dim
+        self.to_q, self.to_k, self.to_v = (Linear(channels, inner, bias=False, rngs=rngs) for _ in range(3))
+        self.to_qkv_multiscale = nnx.List([MultiscaleProjection(3 * inner, head_dim, k, rngs=rngs) for k in scales])
+        self.to_out = Linear(inner * (1 + len(scales)), channels, bias=False, rngs=rngs)
+        self.norm_out = RMSNorm(channels, eps=NORM_EPS, bias=True)
+        self.head_dim = head_dim
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        b, h, w, _ = x.shape
+        qkv = jnp.concatenate([self.to_q(x), self.to_k(x), self.to_v(x)], axis=-1)
+        qkv = jnp.concatenate([qkv, *(project(qkv) for project in self.to_qkv_multiscale)], axis=-1)
+        # The channels are ordered (head, q or k or v, feature). The layers that the released files call to_q, to_k and to_v
+        # are thirds of these: with several heads, a head's three parts may all come from one of them.
+        q, k, v = jnp.moveaxis(qkv.reshape(b, h * w, -1, 3, self.head_dim), 3, 0)
+        return x + self.norm_out(self.to_out(relu_attention(q, k, v).reshape(b, h, w, -1)))
+
+
+class GLUMBConv(nnx.Module):
+    """Gated inverted bottleneck: 1x1 to eight times the width, 3x3 depthwise, half of it gates the other half, 1x1 back."""
+
+    def __init__(self, channels: int, *, rngs: nnx.Rngs):
+        hidden = 4 * channels
+        self.conv_inverted = Linear(channels, 2 * hidden, layout="pointwise", rngs=rngs)
+        self.conv_depth = DepthwiseConv(2 * hidden, 3, rngs=rngs)
+        self.conv_point = Linear(hidden, channels, bias=False, layout="pointwise", rngs=rngs)
+        self.norm = RMSNorm(channels, eps=NORM_EPS, bias=True)
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        y, gate = jnp.split(self.conv_depth(jax.nn.silu(self.conv_inverted(x))), 2, axis=-1)
+        return x + self.norm(self.conv_point(y * jax.nn.silu(gate)))
+
+
+class EfficientViTBlock(nnx.Module):
+    """Attention for the whole image, then a gated convolution for the neighbourhood."""
+
+    def __init__(self, channels: int, *, head_dim: int, scales: tuple[int, ...], rngs: nnx.Rngs):
+        self.attn = MultiscaleAttention(channels, head_dim=head_dim, scales=scales, rngs=rngs)
+        self.conv_out = GLUMBConv(channels, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        return self.conv_out(self.attn(x))
+
+
+def make_stages(config: AutoencoderDCConfig, side: str, activations: Sequence[str], rngs: nnx.Rngs) -> list[list]:
+    """The blocks of each stage of the "encoder" or the "decoder", without the steps between stages."""
+
+    def make(kind: str, width: int, scales: tuple[int, ...], activation: str) -> nnx.Module:
+        if kind == "ResBlock":
+            return ResBlock(width, activation=activation, rngs=rngs)
+        return EfficientViTBlock(width, head_dim=config.attention_head_dim, scales=scales, rngs=rngs)
+
+    names = ("layers_per_block", "block_types", "block_out_channels", "qkv_multiscales")
+    stages = zip(*(getattr(config, f"{side}_{name}") for name in names), activations, strict=True)
+    return [[make(*block) for _ in range(depth)] for depth, *block in stages]
+
+
+class Encoder(nnx.Module):
+    """Stages from fine to coarse; each ends with the step down to the next."""
+
+    def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
+        widths, unshuffle = config.encoder_block_out_channels, config.downsample_block_type == "pixel_unshuffle"
+        stages = make_stages(config, "encoder", ("silu",) * len(widths), rngs)
+        for stage, fine, coarse in zip(stages, widths, widths[1:], strict=False):
+            stage.append(DownBlock(fine, coarse, unshuffle=unshuffle, rngs=rngs))
+        self.conv_in = Conv(config.in_channels, widths[0], 3, rngs=rngs)
+        self.down_blocks = nnx.List([nnx.List(stage) for stage in stages])
+        self.conv_out = Conv(widths[-1], config.latent_channels, 3, rngs=rngs)
+        self.shortcut = config.encoder_out_shortcut
+
+    def __call__(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
+        x = self.conv_in(x)
+        for block in chain.from_iterable(self.down_blocks):
+            x = block(x)
+        y = self.conv_out(x)
+        return y + x.reshape(*y.shape, -1).mean(-1) if self.shortcut else y
+
+
+class Decoder(nnx.Module):
+    """Stages from coarse to fine, though listed finest first; each begins with the step up from the coarser one."""
+
+    def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
+        widths, shuffle = config.decoder_block_out_channels, config.upsample_block_type == "pixel_shuffle"
+        stages = make_stages(config, "decoder", config.decoder_act_fns, rngs)
+        for stage, fine, coarse in zip(stages, widths, widths[1:], strict=False):
+            stage.insert(0, UpBlock(coarse, fine, shuffle=shuffle, rngs=rngs))
+        self.conv_in = Conv(config.latent_channels, widths[-1], 3, rngs=rngs)
+        self.up_blocks = nnx.List([nnx.List(stage) for stage in stages])
+        self.norm_out = RMSNorm(widths[0], eps=NORM_EPS, bias=True)
+        self.conv_out = Conv(widths[0], config.in_channels, 3, rngs=rngs)
+        self.activation = ACTIVATIONS[config.decoder_conv_act_fn]
+        self.repeats, self.shortcut = widths[-1] // config.latent_channels, config.decoder_in_shortcut
+
+    def __call__(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        x = self.conv_in(z) + z.repeat(self.repeats, axis=-1) if self.shortcut else self.conv_in(z)
+        for block in chain.from_iterable(reversed(self.up_blocks)):
+            x = block(x)
+        return self.conv_out(self.activation(self.norm_out(x)))
+
+
+class AutoencoderDC(nnx.Module):
+    """Images in [-1, 1] to latents and back, neither scaled by `config.scaling_factor`."""
+
+    def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
+        self.encoder, self.decoder = Encoder(config, rngs=rngs), Decoder(config, rngs=rngs)
+        self.config = config
+
+    def encode(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
+        """Raises ValueError unless height and width are multiples of `config.spatial_compression`."""
+        if any(size % self.config.spatial_compression for size in x.shape[1:3]):
+            raise ValueError(f"an image of {x.shape[1:3]} pixels: need multiples of {self.config.spatial_compression}")
+        return self.encoder(x)
+
+    def decode(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        return self.decoder(z)

@@ -1,0 +1,297 @@
+"""The KL autoencoder of latent diffusion (arXiv 2112.10752, section 3.1): `AutoencoderKL` of diffusers in Flax NNX.
+
+FLUX.1 and SD3 release it with 16 latent channels; with 4, and a 1x1 convolution on either side of the latent, it is that of
+Stable Diffusion 1. Residual convolutions at ever coarser resolution, attention over all pixels at the coarsest, and back. The
+encoder gives a normal distribution for each latent, not a latent.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from solrl_jax.models.attention import attention
+from solrl_jax.models.layers import Conv, Linear, param
+
+NORM_EPS = 1e-6
+LOGVAR_RANGE = (-30.0, 20.0)  # the released code clamps to it, so that exp(logvar) is finite
+ACCEPTED: dict[str, tuple[Any, ...]] = {  # values, or for the types of blocks the values of every stage
+    "act_fn": ("silu",),
+    "down_block_types": ("DownEncoderBlock2D",),
+    "up_block_types": ("UpDecoderBlock2D",),
+    "latents_mean": (None,),
+    "latents_std": (None,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderKLConfig:
+    """The fields of a released `config.json`, with its defaults. Tuples have one entry a stage, finest first."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",)
+    up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
+    block_out_channels: tuple[int, ...] = (64,)
+    layers_per_block: int = 1  # of the encoder; the decoder has one more
+    act_fn: str = "silu"
+    latent_channels: int = 4
+    norm_num_groups: int = 32
+    sample_size: int | tuple[int, ...] = 32  # pixels of the images it was trained on; any size runs
+    scaling_factor: float = 0.18215  # the diffusion model sees `(latent - shift_factor) * scaling_factor`
+    shift_factor: float | None = None  # None: zero
+    latents_mean: None = None
+    latents_std: None = None
+    force_upcast: bool = True  # whether it wants float32; the caller chooses, by the dtype of what it feeds in
+    use_quant_conv: bool = True
+    use_post_quant_conv: bool = True
+    mid_block_add_attention: bool = True
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "AutoencoderKLConfig":
+        """From the contents of `config.json`, less its notes (keys that begin with "_"). Raises ValueError."""
+        freeze = lambda v: tuple(v) if isinstance(v, list) else v
+        given: dict[str, Any] = {k: freeze(v) for k, v in fields.items() if not k.startswith("_")}
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name, value in given.items():
+            _require(name in known, name, value, "the fields " + ", ".join(known))
+        return cls(**given)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if field.type is int:
+                _require(type(value) is int and value > 0, name, value, "a positive integer")
+            if field.type is bool:
+                _require(type(value) is bool, name, value, "True or False")
+            if name in ("scaling_factor", "shift_factor") and value is not field.default:
+                fits = type(value) in (int, float) and (value > 0 or name == "shift_factor")
+                _require(fits, name, value, "a positive number" if name == "scaling_factor" else "a number or None")
+            if name in ACCEPTED:
+                for v in value if isinstance(value, tuple) else (value,):
+                    _require(v in ACCEPTED[name], name, v, " or ".join(map(repr, ACCEPTED[name])))
+        widths = self.block_out_channels
+        fits = isinstance(widths, tuple) and widths and all(type(w) is int and w > 0 for w in widths)
+        fits = fits and all(w % self.norm_num_groups == 0 for w in widths)
+        _require(fits, "block_out_channels", widths, f"a list of multiples of norm_num_groups={self.norm_num_groups}")
+        for name in ("down_block_types", "up_block_types"):
+            value = getattr(self, name)
+            fits = isinstance(value, tuple) and len(value) == len(widths)
+            _require(fits, name, value, f"a list of {len(widths)}, one for each of block_out_channels")
+
+    @property
+    def own_dtype(self) -> jnp.dtype | None:
+        """The one dtype that it works in, where there is one."""
+        return jnp.dtype(jnp.float32) if self.force_upcast else None
+
+    @property
+    def spatial_compression(self) -> int:
+        """How many pixels, in height and in width, become one latent vector."""
+        return 2 ** (len(self.block_out_channels) - 1)
+
+    def unscale(self, latent: Float[Array, "..."]) -> Float[Array, "..."]:
+        """From what the diffusion model sees to what `AutoencoderKL.decode` takes."""
+        return latent / self.scaling_factor + (self.shift_factor or 0.0)
+
+
+def _require(ok: Any, name: str, value: Any, accepted: str) -> None:
+    if not ok:
+        raise ValueError(f"AutoencoderKL config: {name} = {value!r} is not supported; accepted: {accepted}")
+
+
+class DiagonalGaussian(NamedTuple):
+    """The distribution of a latent, each number independent of the others: `mean + exp(logvar / 2) * noise`."""
+
+    mean: Float[Array, "b h w c"]
+    logvar: Float[Array, "b h w c"]
+
+
+class AutoencoderKL(nnx.Module):
+    """Images in [-1, 1] to latents and back, neither scaled nor shifted by the config's factors."""
+
+    def __init__(self, config: AutoencoderKLConfig, *, rngs: nnx.Rngs):
+        c, latent = config, config.latent_channels
+        self.encoder, self.decoder = Encoder(c, rngs=rngs), Decoder(c, rngs=rngs)
+        pointwise = lambda n: Linear(n, n, layout="pointwise", rngs=rngs)
+        self.quant_conv = pointwise(2 * latent) if c.use_quant_conv else None
+        self.post_quant_conv = pointwise(latent) if c.use_post_quant_conv else None
+        self.config = config
+
+    def encode(self, image: Float[Array, "b H W 3"]) -> DiagonalGaussian:
+        """h = floor(H / `config.spatial_compression`): what does not fill a latent's square is partly seen, through padding.
+
+        Raises ValueError for an image smaller than one such square.
+        """
+        least = self.config.spatial_compression
+        if min(image.shape[1:3]) < least:
+            raise ValueError(f"an image of {image.shape[1:3]} pixels: need {least} or more in both directions")
+        y = self.encoder(image)
+        if self.quant_conv is not None:
+            y = self.quant_conv(y)
+        mean, logvar = jnp.split(y, 2, axis=-1)
+        return DiagonalGaussian(mean, jnp.clip(logvar, *LOGVAR_RANGE))
+
+    def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        """H = h * `config.spatial_compression`. Not clipped to [-1, 1]."""
+        return self.decoder(latent if self.post_quant_conv is None else self.post_quant_conv(latent))
+
+
+class Encoder(nnx.Module):
+    """Stages from fine to coarse, of which each but the last ends with the step down; two numbers for each of the latent's."""
+
+    def __init__(self, c: AutoencoderKLConfig, *, rngs: nnx.Rngs):
+        widths = c.block_out_channels
+        self.conv_in = Conv(c.in_channels, widths[0], 3, rngs=rngs)
+        self.down_blocks = nnx.List([
+            DownEncoderBlock2D(n_in, n_out, c, last=i == len(widths) - 1, rngs=rngs)
+            for i, (n_in, n_out) in enumerate(zip((widths[0], *widths), widths, strict=False))
+        ])  # fmt: skip
+        self.mid_block = UNetMidBlock2D(widths[-1], c, rngs=rngs)
+        self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
+        self.conv_out = Conv(widths[-1], 2 * c.latent_channels, 3, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w 2*c"]:
+        x = self.conv_in(x)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(norm_silu(self.conv_norm_out, self.mid_block(x)))
+
+
+class Decoder(nnx.Module):
+    """Stages from coarse to fine, of which each but the last ends with the step up."""
+
+    def __init__(self, c: AutoencoderKLConfig, *, rngs: nnx.Rngs):
+        widths = c.block_out_channels[::-1]
+        self.conv_in = Conv(c.latent_channels, widths[0], 3, rngs=rngs)
+        self.mid_block = UNetMidBlock2D(widths[0], c, rngs=rngs)
+        self.up_blocks = nnx.List([
+            UpDecoderBlock2D(n_in, n_out, c, last=i == len(widths) - 1, rngs=rngs)
+            for i, (n_in, n_out) in enumerate(zip((widths[0], *widths), widths, strict=False))
+        ])  # fmt: skip
+        self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
+        self.conv_out = Conv(widths[-1], c.out_channels, 3, rngs=rngs)
+
+    def __call__(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        x = self.mid_block(self.conv_in(z))
+        for block in self.up_blocks:
+            x = block(x)
+        return self.conv_out(norm_silu(self.conv_norm_out, x))
+
+
+class DownEncoderBlock2D(nnx.Module):
+    """One stage of the encoder: residual blocks, then half the resolution unless it is the `last`."""
+
+    def __init__(self, n_in: int, n_out: int, c: AutoencoderKLConfig, *, last: bool, rngs: nnx.Rngs):
+        self.resnets = _resnets(n_in, n_out, c.layers_per_block, c.norm_num_groups, rngs)
+        self.downsamplers = nnx.List([] if last else [Downsample2D(n_out, rngs=rngs)])
+
+    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
+        for layer in (*self.resnets, *self.downsamplers):
+            x = layer(x)
+        return x
+
+
+class UpDecoderBlock2D(nnx.Module):
+    """One stage of the decoder: residual blocks, then twice the resolution unless it is the `last`."""
+
+    def __init__(self, n_in: int, n_out: int, c: AutoencoderKLConfig, *, last: bool, rngs: nnx.Rngs):
+        self.resnets = _resnets(n_in, n_out, c.layers_per_block + 1, c.norm_num_groups, rngs)
+        self.upsamplers = nnx.List([] if last else [Upsample2D(n_out, rngs=rngs)])
+
+    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
+        for layer in (*self.resnets, *self.upsamplers):
+            x = layer(x)
+        return x
+
+
+def _resnets(n_in: int, n_out: int, layers: int, groups: int, rngs: nnx.Rngs) -> nnx.List:
+    return nnx.List([ResnetBlock2D(n_in if i == 0 else n_out, n_out, groups, rngs=rngs) for i in range(layers)])
+
+
+class UNetMidBlock2D(nnx.Module):
+    """The coarsest resolution: a residual block, attention, a residual block."""
+
+    def __init__(self, channels: int, c: AutoencoderKLConfig, *, rngs: nnx.Rngs):
+        groups = c.norm_num_groups
+        self.attentions = nnx.List([Attention(channels, groups, rngs=rngs)] if c.mid_block_add_attention else [])
+        self.resnets = nnx.List([ResnetBlock2D(channels, channels, groups, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        first, last = self.resnets
+        for layer in (first, *self.attentions, last):
+            x = layer(x)
+        return x
+
+
+class ResnetBlock2D(nnx.Module):
+    """Twice norm, SiLU and convolution, added to the input (of which a 1x1 convolution changes the width, if it changes)."""
+
+    def __init__(self, n_in: int, n_out: int, groups: int, *, rngs: nnx.Rngs):
+        self.norm1, self.conv1 = GroupNorm(n_in, groups), Conv(n_in, n_out, 3, rngs=rngs)
+        self.norm2, self.conv2 = GroupNorm(n_out, groups), Conv(n_out, n_out, 3, rngs=rngs)
+        self.conv_shortcut = None if n_in == n_out else Linear(n_in, n_out, layout="pointwise", rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h w n_out"]:
+        y = self.conv1(norm_silu(self.norm1, x))
+        y = self.conv2(norm_silu(self.norm2, y))
+        return y + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+
+class Attention(nnx.Module):
+    """One head, as wide as the network, over all pixels; normalised before and added to its input."""
+
+    def __init__(self, channels: int, groups: int, *, rngs: nnx.Rngs):
+        self.group_norm = GroupNorm(channels, groups)
+        self.to_q, self.to_k, self.to_v = (Linear(channels, channels, rngs=rngs) for _ in range(3))
+        self.to_out = nnx.List([Linear(channels, channels, rngs=rngs)])
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        y = self.group_norm(x)
+        q, k, v = (to(y).reshape(x.shape[0], -1, 1, x.shape[-1]) for to in (self.to_q, self.to_k, self.to_v))
+        return x + self.to_out[0](attention(q, k, v).reshape(x.shape))
+
+
+class Downsample2D(nnx.Module):
+    """Half the resolution, rounded down: a convolution of stride 2, padded on the right and at the bottom only."""
+
+    def __init__(self, channels: int, *, rngs: nnx.Rngs):
+        self.conv = Conv(channels, channels, 3, stride=2, rngs=rngs)
+        self.conv.padding = 0  # its own would be symmetric
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 c"]:
+        return self.conv(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))
+
+
+class Upsample2D(nnx.Module):
+    """Twice the resolution: every pixel four times, then a convolution."""
+
+    def __init__(self, channels: int, *, rngs: nnx.Rngs):
+        self.conv = Conv(channels, channels, 3, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:
+        return self.conv(x.repeat(2, axis=1).repeat(2, axis=2))
+
+
+class GroupNorm(nnx.Module):
+    """Normalisation over all pixels and each of `groups` runs of neighbouring channels (arXiv 1803.08494); float32 inside."""
+
+    def __init__(self, channels: int, groups: int):
+        self.scale = param(jnp.ones(channels), "weight")
+        self.bias = param(jnp.zeros(channels), "bias")
+        self.groups = groups
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        grouped = x.astype(jnp.float32).reshape(*x.shape[:3], self.groups, -1)
+        mean = grouped.mean((1, 2, 4), keepdims=True)
+        variance = ((grouped - mean) ** 2).mean((1, 2, 4), keepdims=True)
+        y = ((grouped - mean) * jax.lax.rsqrt(variance + NORM_EPS)).reshape(x.shape)
+        y = y * self.scale.get_value().astype(jnp.float32) + self.bias.get_value().astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+def norm_silu(norm: GroupNorm, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+    """SiLU of the normalised `x`, rounded once: with a rounding between, BF16 strays a tenth further from float32."""
+    return jax.nn.silu(norm(x.astype(jnp.float32))).astype(x.dtype)

@@ -1,0 +1,195 @@
+"""ImageReward v1.0 (arXiv 2304.05977) in Flax NNX: BLIP's two encoders (arXiv 2201.12086) and a head.
+
+A vision transformer reads the picture; BERT reads the prompt and looks at the picture's tokens in every layer. What stands at
+the first token goes through the head to one number. Names are those of the released file.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from solrl_jax.models.attention import attention
+from solrl_jax.models.clip import gelu
+from solrl_jax.models.embeddings import PatchProjection
+from solrl_jax.models.layers import Embedding, LayerNorm, Linear, param, scan_blocks, stack
+from solrl_jax.models.score_head import ScoreHead
+
+# Tensors of the file that say nothing here: positions 0, 1, 2, ..., and the maps of BLIP's contrastive loss.
+UNUSED = ("blip.text_encoder.embeddings.position_ids", "blip.vision_proj.", "blip.text_proj.")
+# The head's output has this mean and deviation over the pictures of its training.
+MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageRewardConfig:
+    """The sizes of the released network, which no file of it says all of."""
+
+    image_size: int = 224
+    patch_size: int = 16
+    vision_width: int = 1024
+    vision_layers: int = 24
+    vision_heads: int = 16
+    vision_eps: float = 1e-6
+    text_width: int = 768
+    text_layers: int = 12
+    text_heads: int = 12
+    text_mlp: int = 3072
+    text_eps: float = 1e-12
+    vocabulary: int = 30524
+    positions: int = 512
+    tokens: int = 35  # that a prompt is cut or padded to
+
+
+class ImageReward(nnx.Module):
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        self.blip = BLIP(c, rngs=rngs)
+        self.mlp = ScoreHead(c.text_width, rngs=rngs)
+
+    def __call__(
+        self, pixels: Float[Array, "b h w 3"], input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"]
+    ) -> Float[Array, "b"]:
+        """Rewards of pictures, resized and normalised, each for its prompt; standardised. mask: false on padding."""
+        text = self.blip.text_encoder(input_ids, mask, self.blip.visual_encoder(pixels))
+        return (self.mlp(text[:, 0]) - MEAN) / DEVIATION
+
+
+class BLIP(nnx.Module):
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        self.visual_encoder = VisualEncoder(c, rngs=rngs)
+        self.text_encoder = TextEncoder(c, rngs=rngs)
+
+
+class VisualEncoder(nnx.Module):
+    """A pre-norm transformer over patches and one class token (arXiv 2010.11929); all its tokens are looked at."""
+
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        d, patches = c.vision_width, (c.image_size // c.patch_size) ** 2
+        self.patch_embed = PatchEmbedding(c, rngs=rngs)
+        self.cls_token = param(jnp.zeros((1, 1, d)), "cls_token")
+        self.pos_embed = param(0.02 * jax.random.normal(rngs.params(), (1, patches + 1, d)), "pos_embed")
+        self.blocks = stack(c.vision_layers, lambda r: VisionBlock(c, rngs=r), rngs)
+        self.norm = LayerNorm(d, eps=c.vision_eps)
+
+    def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
+        patches = self.patch_embed.proj(pixels)
+        patches = patches.reshape(len(pixels), -1, patches.shape[-1])
+        first = jnp.broadcast_to(self.cls_token.get_value().astype(patches.dtype), (len(pixels), 1, patches.shape[-1]))
+        x = jnp.concatenate([first, patches], axis=1) + self.pos_embed.get_value().astype(patches.dtype)
+        return self.norm(scan_blocks(self.blocks, lambda block, x: block(x), x))
+
+
+class PatchEmbedding(nnx.Module):
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        self.proj = PatchProjection(c.patch_size, 3, c.vision_width, rngs=rngs)
+
+
+class VisionBlock(nnx.Module):
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        d = c.vision_width
+        self.norm1, self.norm2 = LayerNorm(d, eps=c.vision_eps), LayerNorm(d, eps=c.vision_eps)
+        self.attn = VisionAttention(d, c.vision_heads, rngs=rngs)
+        self.mlp = VisionMLP(d, 4 * d, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionAttention(nnx.Module):
+    def __init__(self, d: int, heads: int, *, rngs: nnx.Rngs):
+        self.qkv, self.proj = Linear(d, 3 * d, rngs=rngs), Linear(d, d, rngs=rngs)
+        self.heads = heads
+
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        q, k, v = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1), 2, 0)
+        return self.proj(attention(q, k, v).reshape(x.shape))
+
+
+class VisionMLP(nnx.Module):
+    def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
+        self.fc1, self.fc2 = Linear(d, hidden, rngs=rngs), Linear(hidden, d, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        return self.fc2(gelu(self.fc1(x)))
+
+
+class TextEncoder(nnx.Module):
+    """BERT (arXiv 1810.04805) with cross attention: a post-norm transformer that looks both ways."""
+
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        self.embeddings = TextEmbeddings(c, rngs=rngs)
+        self.encoder = TextLayers(c, rngs=rngs)
+
+    def __call__(
+        self, input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"], image: Float[Array, "b n e"]
+    ) -> Float[Array, "b l d"]:
+        x = self.embeddings(input_ids).astype(image.dtype)
+        return scan_blocks(self.encoder.layer, lambda layer, x: layer(x, mask[:, None, None, :], image), x)
+
+
+class TextEmbeddings(nnx.Module):
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        self.word_embeddings = Embedding(c.vocabulary, c.text_width, rngs=rngs)
+        self.position_embeddings = Embedding(c.positions, c.text_width, rngs=rngs)
+        self.LayerNorm = LayerNorm(c.text_width, eps=c.text_eps)
+
+    def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
+        return self.LayerNorm(self.word_embeddings(input_ids) + self.position_embeddings(jnp.arange(input_ids.shape[1])))
+
+
+class TextLayers(nnx.Module):
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        self.layer = stack(c.text_layers, lambda r: TextLayer(c, rngs=r), rngs)
+
+
+class TextLayer(nnx.Module):
+    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+        self.attention = TextAttention(c, c.text_width, rngs=rngs)
+        self.crossattention = TextAttention(c, c.vision_width, rngs=rngs)
+        self.intermediate = Projection(c.text_width, c.text_mlp, rngs=rngs)
+        self.output = NormedProjection(c.text_mlp, c.text_width, c.text_eps, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 1 l"], image: Float[Array, "b n e"]
+    ) -> Float[Array, "b l d"]:
+        x = self.attention(x, x, mask)
+        x = self.crossattention(x, image, None)
+        return self.output(gelu(self.intermediate.dense(x)), x)
+
+
+class TextAttention(nnx.Module):
+    """What `x` says after looking at `source` (itself, or the picture), added to it and normalised."""
+
+    def __init__(self, c: ImageRewardConfig, width: int, *, rngs: nnx.Rngs):
+        d = c.text_width
+        own = {"query": Linear(d, d, rngs=rngs), "key": Linear(width, d, rngs=rngs), "value": Linear(width, d, rngs=rngs)}
+        setattr(self, "self", nnx.Dict(own))  # noqa: B010 - so the file calls it
+        self.output = NormedProjection(d, d, c.text_eps, rngs=rngs)
+        self.heads = c.text_heads
+
+    def __call__(
+        self, x: Float[Array, "b l d"], source: Float[Array, "b s e"], mask: Bool[Array, "b 1 1 s"] | None
+    ) -> Float[Array, "b l d"]:
+        own = getattr(self, "self")  # noqa: B009
+        heads = lambda y: y.reshape(*y.shape[:2], self.heads, -1)
+        out = attention(heads(own["query"](x)), heads(own["key"](source)), heads(own["value"](source)), mask)
+        return self.output(out.reshape(x.shape), x)
+
+
+class Projection(nnx.Module):
+    def __init__(self, n_in: int, n_out: int, *, rngs: nnx.Rngs):
+        self.dense = Linear(n_in, n_out, rngs=rngs)
+
+
+class NormedProjection(nnx.Module):
+    """A linear whose output is added to the stream, and the sum normalised."""
+
+    def __init__(self, n_in: int, n_out: int, eps: float, *, rngs: nnx.Rngs):
+        self.dense = Linear(n_in, n_out, rngs=rngs)
+        self.LayerNorm = LayerNorm(n_out, eps=eps)
+
+    def __call__(self, x: Float[Array, "b l n_in"], stream: Float[Array, "b l n_out"]) -> Float[Array, "b l n_out"]:
+        return self.LayerNorm(self.dense(x) + stream)

@@ -1,0 +1,95 @@
+"""`TrainState`: everything that training changes, hence everything that a checkpoint holds (with the cursor beside it)."""
+
+import dataclasses
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from solrl_jax.backbone.backbone import Params
+from solrl_jax.config.schema import Lora, Optimizer
+from solrl_jax.parallel import sharding
+from solrl_jax.policy.lora import Adapters, init_adapters
+from solrl_jax.policy.lora_files import Table, import_lora
+from solrl_jax.storage.files import InputError
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "adapters", "old", "ema", "opt_state"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All float32 but the counter; adapter trees are of one structure (`policy.lora.Adapters`)."""
+
+    step: Int[Array, ""]  # optimiser steps taken
+    adapters: Adapters  # trained ("default" in the paper)
+    old: Adapters  # samples the rollouts
+    ema: Adapters  # is evaluated
+    opt_state: Any
+
+
+def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101) after a clip of the global norm."""
+    rate = optax.linear_schedule(config.learning_rate, 0.0, config.decay_steps) if config.decay_steps else config.learning_rate
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(rate, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay),
+    )
+
+
+def read_start(lora: Lora, targets: Collection[str], table: Table) -> Adapters:
+    """The adapters in the file that `lora.init` names, on some of `targets`; none if it is null.
+
+    table: of the network, `Backbone.parameter_table`. Raises InputError in one line for a file that `import_lora` refuses, that
+    adapts something else, or whose rank or alpha is another than the run's.
+    """
+    if lora.init is None:
+        return {}
+    name = f"lora.init={lora.init!r}"
+    try:
+        adapters, settings = import_lora(Path(lora.init), table)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    if outside := sorted(adapters.keys() - set(targets)):
+        raise InputError(f"{name}: has adapters on what lora.targets does not match: {', '.join(outside)}")
+    pairs = (("rank", settings.rank, lora.rank), ("alpha", settings.alpha, lora.alpha))
+    if other := [f"{field} {theirs}, but lora.{field}={ours}" for field, theirs, ours in pairs if theirs != ours]:
+        raise InputError(f"{name}: is of {', and of '.join(other)}; they must be equal")
+    return adapters
+
+
+def init_state(
+    key: Array, base: Params, targets: list[str], lora: Lora, optimizer: Optimizer, mesh: Mesh, *, start: Adapters | None = None
+) -> TrainState:
+    """The state before the first step, placed on `mesh` as `abstract_state` says: three policies that equal the base.
+
+    start: adapters that all three have instead (`read_start`).
+    """
+    return jax.jit(
+        lambda key, start: _fresh(key, base, targets, lora, optimizer, start),
+        out_shardings=jax.tree.map(lambda s: s.sharding, abstract_state(base, targets, lora, optimizer, mesh)),
+    )(key, start or {})
+
+
+def abstract_state(base: Params, targets: list[str], lora: Lora, optimizer: Optimizer, mesh: Mesh) -> Any:
+    """The state's shapes, dtypes and shardings; nothing is allocated."""
+    shapes = jax.eval_shape(lambda key: _fresh(key, base, targets, lora, optimizer, {}), jax.random.key(0))
+    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    return jax.tree.map(place, shapes, sharding.parameter_sharding(mesh, shapes))
+
+
+def _fresh(key: Array, base: Params, targets: list[str], lora: Lora, optimizer: Optimizer, start: Adapters) -> TrainState:
+    adapters = init_adapters(key, base, targets, lora.rank)
+    adapters |= {path: _filled(ab, adapters[path]) for path, ab in start.items()}
+    copy = lambda: jax.tree.map(jnp.copy, adapters)  # separate buffers: the state is donated
+    return TrainState(jnp.zeros((), jnp.int32), adapters, copy(), copy(), make_optimizer(optimizer).init(adapters))
+
+
+def _filled(adapter: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
+    """`adapter` with `fresh` in the layers where both its factors are zero: from there no gradient would move it."""
+    used = adapter["a"].any((-2, -1)) | adapter["b"].any((-2, -1))
+    return {k: jnp.where(used[..., None, None], adapter[k], fresh[k]) for k in adapter}

@@ -1,0 +1,106 @@
+"""What a run directory, a preset or a model means to the commands: its configuration, its averaged policy."""
+
+import dataclasses
+from pathlib import Path
+
+from solrl_jax.backbone.backbone import Backbone
+from solrl_jax.config.presets import from_yaml, override, preset_names, resolve
+from solrl_jax.config.schema import Config
+from solrl_jax.policy.lora import Adapters, matching
+from solrl_jax.policy.state import abstract_state, read_start
+from solrl_jax.run import checkpoint
+from solrl_jax.storage import files
+from solrl_jax.storage.files import InputError, RunError
+
+
+def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -> tuple[Config, Path | None]:
+    """The configuration that `target` means, and its run directory if it is one.
+
+    A run directory has its own, and its adapters are as they were trained; a preset is resolved; anything else is a model, for
+    which `preset` gives the rest. Raises InputError or ConfigError.
+    """
+    if is_run(target):
+        own = read_run(target)
+        config = override(own, overrides)
+        for name, value in dataclasses.asdict(config.lora).items():
+            if value != getattr(own.lora, name):
+                raise InputError(f"lora.{name}={value}: {target} is a run and has its own adapters; leave it out")
+        return config, Path(target)
+    if target in preset_names():
+        return resolve(target, overrides), None
+    if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):
+        raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
+    return resolve(preset, (f"model.path={target}", *overrides)), None
+
+
+def is_run(path: str | Path) -> bool:
+    return (Path(path) / "config.yaml").is_file()
+
+
+def read_run(path: str | Path) -> Config:
+    """The configuration of a run directory. Raises InputError or ConfigError."""
+    if not is_run(path):
+        raise InputError(f"{path}: not a run directory (it has no config.yaml)")
+    return from_yaml((Path(path) / "config.yaml").read_text())
+
+
+def find_checkpoint(target: str | Path, which: str) -> Path | None:
+    """The checkpoint that `--checkpoint` names in the run directory `target`; None: the newest good one, whichever that is.
+
+    which: "latest"; "best", the one with the highest eval/reward; or an iteration. Raises InputError in one line for anything
+    else, for a target that is no run, and for a checkpoint that is not there.
+    """
+    if which == "latest":
+        return None
+    asked, root = f"--checkpoint {which}", Path(target) / "checkpoints"
+    if which != "best" and not which.isdecimal():
+        raise InputError(f"{asked}: must be best, latest or an iteration")
+    if not is_run(target):
+        raise InputError(f"{asked}: {target} is no run directory; only runs have checkpoints")
+    if which == "best":
+        if best := checkpoint.ranked(root):
+            return best[0]
+        raise InputError(f"{asked}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves whatever is evaluated")
+    there = {checkpoint.iteration_of(path): path for path in reversed(checkpoint.candidates(root))}
+    if int(which) not in there:
+        raise InputError(f"{asked}: {root} has {', '.join(map(str, there)) or 'none'}")
+    return there[int(which)]
+
+
+def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
+    """The averaged adapters of a run's checkpoint, and its iteration.
+
+    path: as `find_checkpoint` returns it. Raises RunError for one that is damaged, InputError for a run that has none.
+    """
+    targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
+    abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
+    if path is not None:
+        try:
+            state, meta = checkpoint.restore(path, abstract)
+        except checkpoint.CheckpointError as error:
+            raise RunError(f"checkpoint {error}") from error
+        return state.ema, meta["iteration"]
+    restored = checkpoint.restore_latest(folder / "checkpoints", abstract, {})
+    if restored is None:
+        raise InputError(f"{folder}: has no checkpoint yet")
+    state, meta, _ = restored
+    return state.ema, meta["iteration"]
+
+
+def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
+    """The averaged adapters of `run` and its iteration; without a run, those that `lora.init` names, before the first.
+
+    path: see `load_ema`.
+    """
+    if run:
+        return load_ema(run, config, backbone, path)
+    targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
+    return read_start(config.lora, targets, backbone.parameter_table()), 0
+
+
+def output_directory(path: Path) -> Path:
+    """The directory `path` that `--out` names, made if need be. Raises InputError where nothing can be written there."""
+    try:
+        return files.writable_directory(path)
+    except InputError as error:
+        raise InputError(str(error).replace("the run directory", "--out", 1)) from error

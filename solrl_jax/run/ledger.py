@@ -1,0 +1,137 @@
+"""The ledger: every candidate of every iteration, one Parquet file an iteration.
+
+`root/iteration-000012.parquet` appears whole or not at all, and the same columns give the same bytes, so a resumed run
+overwrites what it repeats.  Any Parquet reader opens it; the meaning of each column is in the schema's field metadata.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from solrl_jax.storage.files import InputError, atomic, first_line, writing
+
+
+def _field(name: str, dtype: pa.DataType, description: str, *, nullable: bool = False) -> pa.Field:
+    return pa.field(name, dtype, nullable=nullable, metadata={"description": description})
+
+
+SCHEMA = pa.schema(
+    [
+        _field("iteration", pa.int32(), "training iteration, from 1"),
+        _field("prompt", pa.string(), "the prompt's text"),
+        _field("prompt_uid", pa.uint32(), "number of the prompt that its noise seeds depend on"),
+        _field("candidate", pa.int32(), "index of the candidate within its prompt, from 0"),
+        _field("seed", pa.uint64(), "seed of the initial noise; it gives the same noise in exploration and regeneration"),
+        _field("precision", pa.string(), "number format of the weights and activations in exploration"),
+        _field("steps", pa.int32(), "solver steps in exploration"),
+        _field("proxy_reward", pa.float32(), "reward of the explored image; NaN when it was not finite"),
+        _field("rank", pa.int32(), "place by proxy reward within its prompt, 0 is the best"),
+        _field("kept", pa.bool_(), "whether the candidate was selected for training"),
+        _field(
+            "regenerated_reward",
+            pa.float32(),
+            "reward of the full-precision, full-step image of the same seed; null when it was not regenerated",
+            nullable=True,
+        ),
+        _field(
+            "advantage",
+            pa.float32(),
+            "standardised regenerated reward that training used; null when the candidate was not kept",
+            nullable=True,
+        ),
+        _field("policy_revision", pa.int32(), "how many syncs the policy that made the candidate had behind it"),
+    ],
+    metadata={"description": "every candidate that was explored, one row each"},
+)
+
+_NAME = re.compile(r"iteration-(\d{6,})\.parquet")
+
+
+def path_of(root: Path, iteration: int) -> Path:
+    """Where the ledger below `root` keeps an iteration."""
+    return root / f"iteration-{iteration:06d}.parquet"
+
+
+def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
+    """Writes the rows of one iteration, in the order given; returns the file's path.
+
+    `columns` maps every name of SCHEMA ("iteration" may be left out) to an array [rows], or to one value for all rows.
+    "regenerated_reward" and "advantage" are null where a masked array (numpy.ma) masks them; a plain array is null
+    where "kept" is false, and None is null everywhere.  NaN stays NaN.  Raises ValueError for a column that is missing,
+    unknown, of another length or not exactly of its type; RunError when the disk refuses.
+    """
+    columns = {"iteration": iteration, **columns}
+    if np.any(np.asarray(columns["iteration"]) != iteration):
+        raise ValueError(f"columns of another iteration given for iteration {iteration}")
+    if differing := columns.keys() ^ set(SCHEMA.names):
+        raise ValueError(f"ledger columns missing or unknown: {', '.join(sorted(differing))}")
+    lengths = {name: len(values) for name, values in columns.items() if np.ndim(values)}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"ledger columns must have one length, got {lengths}")
+    rows = next(iter(lengths.values()))
+    kept = np.broadcast_to(np.asarray(columns["kept"], bool), rows)
+    table = pa.table([_column(field, columns[field.name], rows, kept) for field in SCHEMA], schema=SCHEMA)
+    path = path_of(root, iteration)
+    with atomic(path) as partial:
+        pq.write_table(table, partial, compression="zstd")
+    return path
+
+
+def read(root: Path, iterations: Iterable[int] | None = None) -> pa.Table:
+    """The rows of `iterations`, of all there are when None, in that order, as one table of SCHEMA.
+
+    Raises InputError for an iteration that is not there and for a file that is not of a ledger.
+    """
+    wanted = _iterations(root) if iterations is None else list(iterations)
+    tables = [SCHEMA.empty_table()]
+    for iteration in wanted:
+        path = path_of(root, iteration)
+        if not path.exists():
+            raise InputError(f"no iteration {iteration} in the ledger {root}")
+        try:
+            table = pq.ParquetFile(path).read()
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{path} is not a ledger file: {first_line(error)}") from error
+        if not table.schema.equals(SCHEMA):
+            raise InputError(f"{path} is not a ledger file: it has other columns")
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
+def discard_after(root: Path, iteration: int) -> None:
+    """Removes every iteration after `iteration`, which a resumed run will write again."""
+    for later in _iterations(root):
+        if later > iteration:
+            path = path_of(root, later)
+            with writing(path):
+                path.unlink()
+
+
+def _iterations(root: Path) -> list[int]:
+    """The iterations that are there, in order."""
+    matches = (_NAME.fullmatch(path.name) for path in root.glob("iteration-*.parquet"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _column(field: pa.Field, values: Any, rows: int, kept: np.ndarray) -> pa.Array:
+    """`values` [rows] (or one value for all rows) as an Arrow array of exactly the field's type."""
+    if values is None and field.nullable:
+        return pa.nulls(rows, field.type)
+    mask = None
+    if field.nullable:
+        mask = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else ~kept
+        values = np.where(mask, 0, np.ma.getdata(values))  # so that what is masked out never reaches the file's bytes
+    array = np.broadcast_to(np.asarray(values), rows)
+    if pa.types.is_string(field.type):
+        return pa.array([str(value) for value in array], field.type)
+    dtype = np.dtype(field.type.to_pandas_dtype())
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(dtype)
+    if dtype.kind != "f" and not (cast == array).all():
+        raise ValueError(f"ledger column {field.name} has values that are not {field.type}")
+    return pa.array(cast, field.type, mask=mask)

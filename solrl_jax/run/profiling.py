@@ -1,0 +1,60 @@
+"""Traces of iterations, for TensorBoard and Perfetto.
+
+    run.dir/profile/iteration-000003/plugins/profile/TIME/    *.xplane.pb; perfetto_trace.json.gz for ui.perfetto.dev
+
+The stages of the iteration are in it by their names (`train.Clock`). Of several processes the first one writes what it sees.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import jax
+
+from solrl_jax.run import checkpoint
+from solrl_jax.storage import files
+from solrl_jax.storage.files import InputError
+
+
+def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
+    """Raises InputError for iterations of `profile` that the run in `folder`, of so many `iterations`, will not come to."""
+    if outside := sorted(i for i in profile if not 1 <= i <= iterations):
+        raise InputError(f"--profile {_shown(outside)}: must be in 1..{iterations} (train.iterations)")
+    newest = checkpoint.newest(folder / "checkpoints") if profile else None
+    if newest is not None and (done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))):
+        raise InputError(f"--profile {_shown(done)}: done already, see {newest}; name later ones or another run.dir")
+
+
+@contextlib.contextmanager
+def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[None]:
+    """Writes a trace of the body to the run directory `folder` if `profile` has `iteration`; one that raises leaves none.
+
+    Raises RunError when the disk refuses.
+    """
+    if iteration not in profile or jax.process_index() > 0:
+        yield
+        return
+    target = folder / "profile" / f"iteration-{iteration:06d}"
+    partial = target.with_name(files.PARTIAL + target.name)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every call of every Python function: large, slow, and not what a device waits for
+    with files.writing(target):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        jax.profiler.start_trace(partial, create_perfetto_trace=True, profiler_options=options)
+        try:
+            with jax.profiler.StepTraceAnnotation("iteration", step_num=iteration):
+                yield
+        finally:
+            with files.writing(target):
+                jax.profiler.stop_trace()
+        with files.writing(target):
+            files.publish(partial, target, replaced=target.with_name(target.name + checkpoint.REPLACED))
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _shown(iterations: list[int]) -> str:
+    return ",".join(map(str, iterations))

@@ -1,0 +1,225 @@
+"""Every impossible configuration is refused in one line that helps; text round trips exactly; the batch adds up."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from solrl_jax.config.presets import from_yaml, resolve, to_yaml
+from solrl_jax.config.schema import Config, ConfigError, batch_line, effective_batch
+
+TINY = resolve("tiny")
+
+
+def message(preset: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(preset, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# --- refusals ---
+
+BAD = [
+    (("rollout.canditates=3",), "unknown key 'rollout.canditates': did you mean 'rollout.candidates'?"),
+    (("rollout.explore={stepz: 3}",), "unknown key 'rollout.explore.stepz': did you mean 'rollout.explore.steps'?"),
+    (
+        ("qqq=1",),
+        "unknown key 'qqq': expected one of seed, preset, family, model, rollout, reward, policy, lora, .*, mesh, run",
+    ),
+    (("mesh.qqqqqqqqq=1",), "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp, mesh.tensor"),
+    (("seed.x=1",), "unknown key 'seed.x': did you mean 'seed'?"),
+    (("rollout={1: 2}",), "unknown key 'rollout.1': .*"),
+    (("foo",), "override 'foo': expected key=value, e.g. train.iterations=100"),
+    (("=3",), "override '=3': expected key=value, e.g. train.iterations=100"),
+    (("seed=[1",), "override 'seed=[1': not YAML (line 1: .*)"),
+    (("run.dir=2024-13-01",), "override 'run.dir=2024-13-01': not YAML (month must be in 1..12.*)"),
+    (("preset=x",), "preset='x': is chosen by name, not by an override"),
+    (("model=sanna",), "unknown model 'sanna': did you mean 'sana'?"),
+    (("family=solrl",), "unknown family 'solrl': did you mean 'sol_rl'?"),
+    (
+        ("reward=qqq",),
+        "unknown reward 'qqq': expected one of aesthetic, clipscore, geneval, hpsv2, .*, pickscore, shapes, tiny-clip",
+    ),
+    (("train.iterations=x",), "train.iterations='x': expected an integer"),
+    (("train.iterations=1.0",), "train.iterations=1.0: expected an integer"),
+    (("seed=true",), "seed=True: expected an integer"),
+    (("lora.alpha=true",), "lora.alpha=True: expected a number"),
+    (("lora.alpha=x",), "lora.alpha='x': expected a number"),
+    (("policy.beta=.nan",), "policy.beta=nan: expected a finite number"),
+    (("policy.beta=inf",), "policy.beta=inf: expected a finite number"),
+    (("run.wandb=1",), "run.wandb=1: expected true or false"),
+    (("run.dir=1",), "run.dir=1: expected text (in quotes if it looks like a number or a date)"),
+    (("model.quantize=abc",), "model.quantize='abc': expected a mapping of its fields"),
+    (("model.quantize.skip=abc",), "model.quantize.skip='abc': expected a list"),
+    (("model.quantize.min_dim=-1",), "model.quantize.min_dim=-1: must be at least 0"),
+    (("rollout.explore.precision=fp4",), "rollout.explore.precision='fp4': expected 'auto', .*did you mean .*"),
+    (("reward.weights=3",), "reward.weights=3: expected a mapping"),
+    (("reward.weights={a: b}",), "reward.weights.a='b': expected a number"),
+    (("reward.weights={}",), "reward.weights={}: must not be empty"),
+    (("rollout=3", "rollout.kept=2"), "rollout=3: expected a mapping of its fields"),
+    (("rollout.solver=eulr",), "rollout.solver='eulr': expected 'euler', 'dpm1', 'dpm2' or 'ddim', did you mean 'euler'?"),
+    (("rollout.precision=nvfp4",), "rollout.precision='nvfp4': expected 'bf16' or 'fp32'"),
+    (("rollout.kept=97",), "rollout.kept=97: must be at most rollout.candidates=96"),
+    (("rollout.kept=23",), "rollout.kept=23: must be even with rollout.selection=best_worst"),
+    (("rollout.kept=1",), "rollout.kept=1: must be at least 2"),
+    (("rollout.explore.steps=11",), "rollout.explore.steps=11: must be at most rollout.steps=10"),
+    (("rollout.explore.exact_steps=6",), "rollout.explore.exact_steps=6: must be less than rollout.explore.steps=6"),
+    (("rollout.explore.exact_steps=-1",), "rollout.explore.exact_steps=-1: must be at least 0"),
+    (("rollout.regenerate=false",), "rollout.explore.steps=6: must equal rollout.steps=10 with rollout.regenerate=false"),
+    (("family=naive_scaling", "rollout.steps=12"), "rollout.explore.steps=10: must equal rollout.steps=12 with .*=false"),
+    (("rollout.eta=0.5",), "rollout.eta=0.5: must be 0 with rollout.solver=euler"),
+    (("rollout.eta=1.5", "rollout.solver=ddim"), "rollout.eta=1.5: must be at most 1"),
+    (
+        ("rollout.eta=0.5", "rollout.solver=ddim", "rollout.explore.sigmas=first"),
+        "rollout.eta=0.5: must be 0 with rollout.explore.sigmas=first",
+    ),
+    (("rollout.chunk=7",), "rollout.chunk=7: must divide train.prompts * rollout.candidates = 4608"),
+    (("rollout.chunk=9216",), "rollout.chunk=9216: must divide train.prompts * rollout.candidates = 4608"),
+    (("optimizer.micro_batch=7",), "optimizer.micro_batch=7: must divide train.prompts * rollout.kept = 1152"),
+    (("optimizer.steps_per_iteration=7",), "optimizer.steps_per_iteration=7: must divide .* sigmas = 6912"),
+    (("policy.timestep_fraction=0.05",), "policy.timestep_fraction=0.05: must be at least 1 / rollout.steps = 0.1"),
+    (("policy.timestep_fraction=1.1",), "policy.timestep_fraction=1.1: must be at most 1"),
+    (("lora.targets=['a(b']",), "lora.targets.0='a(b': must be a regular expression (.*)"),
+    (("model.quantize.fused=['[']",), "model.quantize.fused.0='[': must be a regular expression (.*)"),
+    (("lora.targets=[]",), "lora.targets=[]: must not be empty"),
+    (("mesh.data=0",), "mesh.data=0: must be at least 1, or -1 for all devices left"),
+    (("mesh.fsdp=0",), "mesh.fsdp=0: must be at least 1"),
+    (("seed=-1",), "seed=-1: must be at least 0"),
+    (("policy.ema_decay=1",), "policy.ema_decay=1: must be below 1"),
+    (("policy.decay_type=3",), "policy.decay_type=3: must be at most 2"),
+    (("model.path=",), "model.path='': must not be empty"),
+    (("model.cache=1",), "model.cache=1: expected text (in quotes if it looks like a number or a date)"),
+    (("model.tile=1.5",), "model.tile=1.5: expected an integer"),
+    (("model.instruction=",), "model.instruction='': must not be empty"),
+    (("lora.rank=0", "foo", "zeed=1"), "override 'foo': .*; unknown key 'zeed': did you mean 'seed'?; lora.rank=0: must be .*"),
+    (("lora.rank=0", "rollout.kept=97"), "rollout.kept=97: must be at most .*=96; lora.rank=0: must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), BAD, ids=[" ".join(o) for o, _ in BAD])
+def test_the_impossible_is_refused_in_one_helpful_line(overrides, expected):
+    pattern = re.escape(expected).replace(r"\.\*", ".*")
+    assert re.fullmatch(pattern, message("sana_sol_rl_pickscore", *overrides))
+
+
+AT_LEAST_ONE = [
+    "model.height",
+    "model.width",
+    "model.max_tokens",
+    "model.tile",
+    "rollout.explore.steps",
+    "rollout.steps",
+    "rollout.chunk",
+]
+AT_LEAST_ONE += ["lora.rank", "optimizer.steps_per_iteration", "optimizer.micro_batch", "train.iterations", "train.prompts"]
+AT_LEAST_ONE += ["eval.steps", "eval.prompts", "eval.images_per_prompt", "run.checkpoint_every", "run.keep_checkpoints"]
+POSITIVE = ["rollout.shift", "policy.beta", "policy.advantage_clip", "policy.timestep_fraction", "lora.alpha"]
+POSITIVE += ["optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm"]
+NOT_NEGATIVE = [
+    "rollout.guidance",
+    "rollout.true_guidance",
+    "policy.kl_weight",
+    "optimizer.weight_decay",
+    "eval.every",
+    "eval.grid",
+    "eval.seed",
+    "run.keep_best",
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [(k, 0, "at least 1") for k in AT_LEAST_ONE]
+    + [(k, 0, "above 0") for k in POSITIVE]
+    + [(k, -1, "at least 0") for k in NOT_NEGATIVE],
+)
+def test_ranges(key, value, accepted):
+    assert message("tiny", f"{key}={value}") == f"{key}={value}: must be {accepted}"
+
+
+def test_unknown_preset():
+    assert message("tinny") == "unknown preset 'tinny': did you mean 'tiny'?"
+    assert message("sana_solrl_pickscore") == "unknown preset 'sana_solrl_pickscore': did you mean 'sana_sol_rl_pickscore'?"
+
+
+def test_sections_made_by_hand_are_checked_too():
+    config = resolve("tiny")
+    with pytest.raises(ConfigError, match=r"rollout.kept=49: must be at most rollout.candidates=48"):
+        dataclasses.replace(config.rollout, kept=49)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+    same = dataclasses.replace(config.rollout, candidates=12)
+    assert same.candidates == same.kept  # nothing to select is allowed
+
+
+# --- text ---
+
+
+def test_text_that_is_not_a_configuration():
+    text = to_yaml(resolve("tiny"))
+    for bad, expected in [
+        ("", "configuration=None: expected a mapping of its fields"),
+        ("a: [", "configuration: not YAML (line 1: "),
+        (text.replace("seed: 0\n", "", 1), "missing key 'seed'"),
+        (text + "sede: 1\n", "unknown key 'sede': did you mean 'seed'?"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            from_yaml(bad)
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    rate=st.floats(1e-300, 1e300),
+    weights=st.dictionaries(WORDS, st.floats(-1e9, 1e9), min_size=1, max_size=3),
+    path=WORDS,
+)
+@example(seed=0, rate=1e-5, weights={"\U00093329\x85": -0.0}, path="\U00093329\x85")
+def test_text_round_trip_is_exact(seed, rate, weights, path):
+    c = TINY
+    optimizer, reward = dataclasses.replace(c.optimizer, learning_rate=rate), dataclasses.replace(c.reward, weights=weights)
+    prompts = dataclasses.replace(c.prompts, train=path)
+    c = dataclasses.replace(c, seed=seed, optimizer=optimizer, reward=reward, prompts=prompts)
+    assert from_yaml(to_yaml(c)) == c
+
+
+# --- the batch ---
+
+
+def test_effective_batch_of_the_paper():
+    batch = effective_batch(resolve("sana_sol_rl_pickscore"), 8)
+    assert (batch["samples"], batch["sigmas"], batch["terms"], batch["terms_per_step"]) == (1152, 6, 6912, 6912)
+    assert batch["terms_per_step_per_device"] * 8 == 6912
+    assert batch["accumulation"] * batch["micro_batch"] * 8 == 6912
+    two = effective_batch(resolve("tiny", ["optimizer.steps_per_iteration=2"]), 1)
+    assert two["terms_per_step"] * 2 == two["terms"]
+    assert "48 prompts x 24 kept x 6 sigmas = 6912 terms" in batch_line(resolve("sana_sol_rl_pickscore"), 8)
+
+
+@settings(deadline=None)
+@given(hundredths=st.integers(1, 100), steps=st.sampled_from([10, 50, 100, 200]))
+@example(hundredths=29, steps=100)
+def test_trained_sigmas_are_the_floor_in_exact_arithmetic(hundredths, steps):
+    rollout = dataclasses.replace(TINY.rollout, steps=steps)
+    policy = dataclasses.replace(TINY.policy, timestep_fraction=hundredths / 100)
+    if hundredths * steps < 100:
+        with pytest.raises(ConfigError, match=r"policy.timestep_fraction"):
+            dataclasses.replace(TINY, rollout=rollout, policy=policy)
+        return
+    config = dataclasses.replace(TINY, rollout=rollout, policy=policy)
+    assert config.trained_sigmas == hundredths * steps // 100
+
+
+def test_neither_module_needs_jax():
+    code = "import sys, solrl_jax.config.presets; solrl_jax.config.presets.resolve('tiny'); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert Config.__dataclass_params__.frozen

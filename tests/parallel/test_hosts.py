@@ -1,0 +1,94 @@
+"""Several hosts: two processes of four devices train as one of eight does, and a dead one ends the run, which then goes on."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from solrl_jax.parallel import hosts
+from solrl_jax.run import ledger, metrics
+from solrl_jax.run import loop as trainer
+from solrl_jax.run.progress import Reporter
+from solrl_jax.storage.files import InputError
+from tests.run.test_resume import arrays
+from tests.small import SMALL, small_config
+
+# scored by a network, and outside JAX by the host that made the picture
+REWARD = ("reward.weights={shapes: 1.0, tests.outside:mean: 1.0}", "reward.workers=1")
+# and what exploration is calibrated on, of which the hosts agree how much goes to which linear
+CALIBRATED = ("rollout.explore.correction=8", "rollout.explore.sigmas=first")
+MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+TOLERANCE = 1e-6  # of the state, relative
+LIMIT = 60  # seconds in which a run ends after one of its processes has
+
+
+def start(folder: Path, host: int, port: int) -> subprocess.Popen:
+    settings = [*SMALL, *MESH, *REWARD, *CALIBRATED, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    return subprocess.Popen(
+        [sys.executable, "-m", "solrl_jax.commands.cli", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
+        env=os.environ | {"XLA_FLAGS": flags}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.mark.exhaustive
+def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
+    with Reporter(bars=False) as report:
+        trainer.run(small_config(tmp_path / "one", *REWARD, *CALIBRATED, "mesh.data=8"), report)
+
+    port = free_port()
+    first, second = (start(tmp_path / "two", host, port) for host in (0, 1))
+    assert first.stderr is not None
+    for line in first.stderr:
+        if line.startswith("iteration 2"):  # the checkpoint of the first is there by now
+            break
+    second.send_signal(signal.SIGKILL)
+    died = time.monotonic()
+    _, errors = first.communicate()
+    second.communicate()
+    assert time.monotonic() - died < LIMIT
+    assert first.returncode != 0
+    assert "another task died" in errors, errors  # JAX's own words: its service ends the process
+
+    port = free_port()
+    both = [start(tmp_path / "two", host, port) for host in (0, 1)]
+    told = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert "resuming after iteration" in told[0][1]
+    connected = "peer ranks"  # Gloo's threads say so in pieces
+    assert not [line for text in told[1] for line in text.splitlines() if connected not in line and "[Gloo]" not in line]
+    ours, theirs = arrays(tmp_path / "two"), arrays(tmp_path / "one")
+    norm = lambda values: np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in values))
+    assert norm([ours[key] - theirs[key] for key in theirs]) < TOLERANCE * norm(theirs.values())
+    kept, alone = (ledger.read(tmp_path / name / "ledger") for name in ("two", "one"))
+    for column in ("seed", "kept", "rank"):
+        assert kept[column].equals(alone[column]), column
+    rewards = (table["regenerated_reward"].to_numpy() for table in (kept, alone))
+    np.testing.assert_allclose(*rewards, atol=1e-5)
+    assert len({row["pool/tests.outside:mean"] for row in metrics.read(tmp_path / "two") if row["iteration"]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("two",), "--hosts 'two': expected a number of processes from 1, or auto"),
+        (("2",), "--hosts 2: needs --host and --coordinator too, or --hosts auto"),
+        (("2", 2, "localhost:1"), "--host 2: must be from 0 to 1, with --hosts 2"),
+        (("auto", 1), "--host: only with --hosts N, not with --hosts auto"),
+    ],
+)
+def test_what_does_not_name_the_hosts_is_refused(given, told):
+    with pytest.raises(InputError, match=f"^{told}$"):
+        hosts.initialise(*given)

@@ -1,0 +1,71 @@
+"""The iteration of each released model, at full size, lowered for CUDA where there is none: which products are native where.
+
+Cross-platform lowering stops at StableHLO: XLA's custom calls stand in it as they are handed to cuDNN and cuBLAS.
+"""
+
+import jax
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.numerics import target
+from solrl_jax.numerics.target import planned_for
+from solrl_jax.parallel import sharding
+from solrl_jax.planning.abstract import experiment, open_configurations
+from solrl_jax.planning.devices import machine
+from solrl_jax.planning.stages import STAGES, Program, Stages
+from solrl_jax.training.experiment import Experiment
+
+PRESETS = ("sana_sol_rl_pickscore", "flux1_sol_rl_hpsv2", "sd3_sol_rl_pickscore")
+CUSTOM, PRODUCT = "@__op$block_scaled_dot(", "stablehlo.dot_general"
+
+
+def of_shapes(preset: str, precision: str, device: str, count: int = 1) -> tuple[Experiment, Stages]:
+    config = resolve(preset, (f"rollout.explore.precision={precision}",))
+    pipeline = open_configurations(config.model.path, config.model.remat)
+    those = machine(device, count, 1, None, None, None, None, None)
+    made = experiment(config, pipeline, those, sharding.make_mesh(count, 1, devices=jax.devices()[:count]))
+    return made, Stages(made, groups=count)
+
+
+def lowered(program: Program) -> str:
+    with jax.set_mesh(program.mesh), planned_for("gpu"):
+        return program.function.trace(*program.arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def products(text: str, dtype: str = "") -> int:
+    return sum(PRODUCT in line and dtype in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_exploration_alone(preset):
+    """As many products fewer than regeneration has as are quantised, and two more where an adapter is merged."""
+    made, stages = of_shapes(preset, "nvfp4", "b200")
+    texts = {name: [lowered(program) for program in stages.programs(name, stages.codes())] for name in STAGES}
+    assert [name for name, of in texts.items() if any(CUSTOM in text for text in of)] == ["explore"]
+    (explored,), (regenerated,) = texts["explore"], texts["regenerate"]
+    merged = set(made.quantized) & set(made.targets)
+    assert len(made.quantized) >= 4
+    assert products(regenerated) - products(explored) == len(made.quantized) + 2 * len(merged)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
+    made, stages = of_shapes(preset, "fp8", "h200")
+    (explored,), (regenerated,) = ([lowered(p) for p in stages.programs(n, stages.codes())] for n in ("explore", "regenerate"))
+    assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (len(made.quantized), 0)
+    assert CUSTOM not in explored
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_transformers_attend_in_cudnns_flash_attention_forwards_and_backwards(monkeypatch, preset):
+    """As if there were cuDNN 9.10, whose version JAX asks for; elsewhere here, a stand-in takes the kernel's place."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(target, "is_planned", lambda: False)
+    _, stages = of_shapes(preset, "nvfp4", "h200")
+    for name in ("explore", "regenerate", "update"):
+        text = "".join(lowered(program) for program in stages.programs(name, stages.codes()))
+        assert ("__cudnn$fmha" in text, "SoftmaxBackward" in text) == (True, name == "update")
+    _, stages = of_shapes(preset, "nvfp4", "h200", count=2)  # whose micro-batches are mapped over groups of rows
+    (program,) = stages.programs("update", stages.codes())
+    assert "CustomSPMDPartitioning" in lowered(program)  # JAX divides the kernel as it is compiled

@@ -1,0 +1,327 @@
+"""Rewards outside JAX: beside the device's work, independent of chunks and workers; failures stop the run or cost a score."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.rewards.host import Host, HostReward, RewardError, Workers, scoring, total, trial
+from solrl_jax.rewards.registry import open_reward, open_rewards
+from solrl_jax.rollout.generate import generate, prepare
+from solrl_jax.run import checkpoint, ledger, metrics
+from solrl_jax.run import loop as trainer
+from solrl_jax.run.progress import Reporter
+from solrl_jax.storage.files import InputError
+from solrl_jax.training import experiment as experiments
+from solrl_jax.training.iteration import iterate
+from tests import outside
+from tests.small import fresh_state, silent, small_config
+
+PROMPTS = [Prompt(f"a {'very ' * i}red circle", {"score": i / 4}) for i in range(7)]
+PICTURES = np.random.default_rng(0).random((7, 8, 8, 3), np.float32)
+FAILING = "tests.outside:failing"
+WRONG = {
+    "raise": r"ValueError: no such thing",
+    "hang": r"no answer within reward.timeout=2 seconds",
+    "exit": r"its process ended with exit code 3",
+    "leave": r"SystemExit: 3",
+    "length": r"returned shape \(1,\) for 2 pictures",
+    "words": r"returned \['good', 'good'\]: no numbers",
+    "nothing": r"returned None: no numbers",
+    "nameless": r"returned \['score'\] without 'reward'",
+}
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(2, 2.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _ended(workers, monkeypatch):
+    """Experiments share the workers: processes take a second to start."""
+    monkeypatch.setattr("solrl_jax.rewards.registry.Workers", lambda count, timeout: workers)
+
+
+def reward(function: str, others=(), batch=16, name="some", **options) -> HostReward:
+    return HostReward(name, f"tests.outside:{function}", options, others, batch)
+
+
+def scores(rewards, workers, chunk=4, skip=False, weights=None, pictures=PICTURES, prompts=PROMPTS):
+    host = Host(tuple(rewards), weights or {"some": 1.0}, {r.name: () for r in rewards}, workers, skip)
+    with scoring(host, prompts) as beside:
+        for start in range(0, len(pictures), chunk):
+            beside.add(pictures[start : start + chunk])
+        return beside.finish(), beside.failed
+
+
+def test_scores_do_not_depend_on_chunks_batches_or_workers(workers):
+    expected = outside.mean(PICTURES, PROMPTS, [], scale=0.5)
+    alone = Workers(1, 20.0)
+    try:
+        for pool, chunk, batch in ((workers, 7, 16), (workers, 3, 16), (workers, 7, 1), (alone, 4, 16), (alone, 4, 3)):
+            padded = np.concatenate([PICTURES, PICTURES[:2]])  # what goes beyond the last prompt is padding
+            got, failed = scores([reward("mean", scale=0.5, batch=batch)], pool, chunk, pictures=padded)
+            np.testing.assert_array_equal(got["some"], expected.astype(np.float32))
+            assert failed == {"some": 0}
+    finally:
+        alone.close()
+
+
+def test_a_function_gets_metadata_and_may_return_several_scores(workers):
+    got, _ = scores([reward("told", name="told"), reward("several", None)], workers, weights={"told": 2.0, "some/green": -1.0})
+    np.testing.assert_array_equal(got["told"], [p.metadata["score"] for p in PROMPTS])
+    np.testing.assert_allclose(got["some/green"], PICTURES[..., 1].mean((1, 2)), rtol=1e-6)
+    summed = total(Host((), {"told": 2.0, "some/green": -1.0}, {}, workers, False), got)
+    np.testing.assert_allclose(summed["reward"], 2 * got["told"] - got["some/green"], rtol=1e-6)
+    assert summed["reward"].dtype == np.float32
+
+
+def test_a_picture_that_is_none_has_no_score(workers):
+    pictures = PICTURES.copy()
+    pictures[2, 0, 0, 0] = np.nan
+    got, failed = scores([reward("told")], workers, pictures=pictures)
+    np.testing.assert_array_equal(np.isnan(got["some"]), np.arange(7) == 2)
+    assert failed == {"some": 0}
+
+
+def test_workers_leave_accelerators_and_results_alone(monkeypatch, capfd):
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    pool = Workers(1, 20.0)
+    got, _ = scores([reward("where")], pool)
+    pool.close()
+    np.testing.assert_array_equal(got["some"], 1)
+    said = capfd.readouterr()
+    assert (said.out, "here" in said.err) == ("", True)
+
+
+def told_of(how):
+    return rf"reward 'some': {WRONG[how]} \(prompt 'a red circle' and 1 more\)"
+
+
+@pytest.mark.parametrize("how", sorted(WRONG.keys() - {"hang", "exit"}))
+def test_a_failure_costs_a_score(how, workers, capsys):
+    """Seven pictures are four pieces of two, two of which are at work at once; the first fails."""
+    bad = reward("failing", how=how, prompt=PROMPTS[1])
+    got, failed = scores([bad, reward("mean", name="other")], workers, skip=True)
+    np.testing.assert_array_equal(np.isnan(got["some"]), np.arange(7) < 2)
+    assert np.isfinite(got["other"]).all()
+    assert failed == {"some": 2, "other": 0}
+    said = f"skipped 2 of 7 pictures, which have no score: {told_of(how)}\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
+
+
+def test_or_a_failure_stops_the_run_and_the_work(workers):
+    with pytest.raises(RewardError, match=f"^{told_of('raise')}$"):
+        scores([reward("failing", how="raise", prompt=PROMPTS[1])], workers)
+    assert not multiprocessing.active_children()
+
+
+def test_a_score_that_is_wanted_and_does_not_come_is_a_failure(workers):
+    host = Host((reward("mean", None),), {"some/strict": 1.0}, {"some": ["strict"]}, workers, False)
+    with pytest.raises(RewardError, match=r"reward 'some': returned no 'strict'"):
+        trial(host, PROMPTS[:2], (8, 8))
+
+
+def test_processes_that_do_not_start_are_a_failure(monkeypatch):
+    pool = Workers(1, 20.0)
+    monkeypatch.setattr("solrl_jax.rewards.host._set_up", os.abort)
+    with pytest.raises(RewardError, match=r"do not start, or end by themselves"):
+        scores([reward("mean")], pool)
+
+
+HOLDER = """
+import sys
+
+import numpy as np
+
+from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.rewards.host import HostReward, Workers
+
+if __name__ == "__main__":
+    workers = Workers(1, 100.0)
+    start = lambda name, options: workers.start(
+        HostReward("some", f"tests.outside:{name}", options, ()), np.zeros((1, 2, 2, 3), np.float32), [Prompt("a")]
+    )
+    print(int(start("pid", {})()["reward"][0]), flush=True)
+    start("failing", {"how": "hang"})
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_workers_end_with_the_program(end, tmp_path):
+    """In the midst of their work, whether the program ends by itself or is killed."""
+    (tmp_path / "holder.py").write_text(HOLDER)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, tmp_path / "holder.py"], env=environment, text=True, **pipes) as process:
+        worker = int(process.stdout.readline())
+        assert is_running(worker)
+        if end == "kill":
+            process.kill()
+        process.stdin.close()
+        process.wait()
+    deadline = time.monotonic() + 5
+    while is_running(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# in a run
+
+
+@pytest.fixture(scope="module")
+def built():
+    return experiments.build(small_config())
+
+
+def with_reward(built, weights, options=None, skip=False, workers=None):
+    """The experiment with another reward, without loading it again."""
+    opened = open_reward(weights, {}, options=options, workers=workers, skip=skip)(built.backbone.mesh)
+    return dataclasses.replace(built, reward=opened.trained, evaluated=opened.evaluated)
+
+
+def with_config(built, config):
+    """As `experiments.build` would make it, but for what is loaded already."""
+    trained, evaluated = open_rewards(config.reward)(built.backbone.mesh)
+    return dataclasses.replace(built, config=config, reward=trained, evaluated=evaluated)
+
+
+def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatch):
+    monkeypatch.delattr(experiments, "load_backbone")
+    options = json.dumps({FAILING: {"how": "length"}})
+    with pytest.raises(RewardError, match=r"returned shape \(0,\) for 1 pictures \(prompt '"):
+        experiments.build(small_config("unused", f"reward={FAILING}", f"reward.options={options}"))
+
+
+def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
+    """The first chunk's score waits for a file that is written once the second chunk has been made."""
+    name, file = "tests.outside:waiting", tmp_path / "go"
+    experiment = with_reward(built, {name: 1.0}, {name: {"file": str(file)}})
+    prompted = prepare(built.backbone, experiment.reward, built.train_prompts[:1], built.config.model.max_tokens)
+    made = []
+
+    def progress(rows):
+        made.append(rows)
+        if len(made) == 3:  # of the third chunk: the second has arrived
+            file.touch()
+
+    samples = generate(
+        built.backbone, built.policy(fresh_state(built).adapters), built.grid(3), prompted, np.zeros(6, int),
+        built.seeds(0, 1, built.train_prompts[:1], 6)[0], built.size, 2, experiment.reward, progress=progress, keep_images=True,
+    )  # fmt: skip
+    np.testing.assert_allclose(samples.reward, samples.images.mean((1, 2, 3)), rtol=1e-6)
+
+
+def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
+    weights = {"tests.outside:in_jax": 0.5, "tests.outside:mean": 2.0, "tests.outside:several/green": -1.0}
+    experiment = with_reward(built, weights)
+    _, outcome = iterate(experiment, fresh_state(experiment), 1, silent)
+    m = outcome.metrics
+    assert m["pool/reward"] == pytest.approx(sum(w * m[f"pool/{name}"] for name, w in weights.items()), rel=1e-5)
+    assert {"pool/tests.outside:several", "kept/tests.outside:mean"} <= m.keys()
+    assert m["reward_failures/tests.outside:mean"] == m["nonfinite_rewards"] == 0
+
+
+@pytest.mark.parametrize("how", ["nan", "raise", "hang", "exit", "length"])
+def test_what_has_no_score_is_not_trained_on(how, built, tmp_path):
+    """One picture's scoring fails, once; of several, the reward is NaN. The run goes on, or stops as configured."""
+    once = {} if how == "nan" else {"file": str(tmp_path / "broken"), "once": True}
+    experiment = lambda skip: with_reward(built, {FAILING: 1.0}, {FAILING: {"how": how, **once}}, skip=skip)
+    (tmp_path / "broken").touch()
+    state, outcome = iterate(experiment(skip=how != "nan"), fresh_state(built), 1, silent)
+    bad = ~np.isfinite(outcome.ledger["proxy_reward"])
+    assert bad.sum() == 1 if how != "nan" else 0 < bad.sum() < bad.size
+    assert outcome.metrics["nonfinite_rewards"] >= bad.sum()
+    assert outcome.metrics[f"reward_failures/{FAILING}"] == (0 if how == "nan" else 1)
+    assert not (outcome.ledger["kept"] & bad).any()
+    assert outcome.ledger["kept"].any()
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
+    if how != "nan":
+        (tmp_path / "broken").touch()
+        with pytest.raises(RewardError, match=WRONG[how].replace("for 2", "for 1").replace("(1,", "(0,")):
+            iterate(experiment(skip=False), fresh_state(built), 1, silent)
+
+
+def test_if_all_scoring_fails_the_run_goes_on(built):
+    weights = {FAILING: 1.0, f"{FAILING}/strict": 1.0}  # of which nothing is known before there is an answer
+    experiment = with_reward(built, weights, {FAILING: {"how": "raise"}}, skip=True)
+    state, outcome = iterate(experiment, fresh_state(experiment), 1, silent)
+    assert outcome.metrics[f"reward_failures/{FAILING}"] == outcome.metrics["nonfinite_rewards"] == 16 + 8
+    assert not outcome.ledger["kept"].any()
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
+
+
+class Breaking(Reporter):
+    """Writes a file when a stage begins for the `at`-th time: from then on the reward fails."""
+
+    def __init__(self, file: Path, stage: str, at: int) -> None:
+        super().__init__(bars=False)
+        self.file, self.breaks, self.left = file, stage, at
+
+    def stage(self, name: str, rows: int, done: int) -> None:
+        if (name, done) == (self.breaks, 0):
+            self.left -= 1
+            if self.left == 0:
+                self.file.touch()
+        super().stage(name, rows, done)
+
+
+def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch, tmp_path, capsys):
+    """In the second iteration, and in the evaluation after it; what comes of it is what comes of a run without failures."""
+    broken = tmp_path / "broken"
+    options = json.dumps({FAILING: {"how": "raise", "file": str(broken)}})
+    overrides = ["train.iterations=2", "run.checkpoint_every=9", "eval.grid=0", f"reward={FAILING}"]
+    overrides.append(f"reward.options={options}")
+    monkeypatch.setattr(trainer, "build", lambda config: with_config(built, config))
+
+    def run(stage: str, at: int, *more: str) -> dict:
+        broken.unlink(missing_ok=True)
+        with Breaking(broken, stage, at) as report:
+            return trainer.run(small_config(tmp_path / "run", *overrides, *more), report)
+
+    run("never", 1)
+    (tmp_path / "run").rename(tmp_path / "whole")
+    for stage, at, done in (("explore", 2, 1), ("evaluate", 1, 2)):
+        with pytest.raises(RewardError, match=r"ValueError: no such thing \(prompt 'a"):
+            run(stage, at)
+        assert f"failed: saved after iteration {done}; the same command goes on from there" in capsys.readouterr().err
+    last = tmp_path / "run" / "checkpoints" / "000002"
+    assert checkpoint.meta_of(last)["evaluation"] is None
+    run("never", 1, "reward.workers=1", "reward.on_failure=skip", "reward.watched=[jpeg_compressibility]", "run.keep_best=1")
+    assert checkpoint.meta_of(last)["evaluation"]["eval/reward"] == metrics.read(tmp_path / "run")[-1]["eval/reward"]
+    assert {"eval/jpeg_compressibility", "eval/hacking"} <= metrics.read(tmp_path / "run")[-1].keys()
+    assert rows(tmp_path / "run", "jpeg_comp") == rows(tmp_path / "whole")
+    assert ledger.read(tmp_path / "run" / "ledger").equals(ledger.read(tmp_path / "whole" / "ledger"))
+    with pytest.raises(InputError, match=r"holds another run \(reward.options.*failing.how: 'raise' there, 'hang' here"):
+        run("never", 1, f"reward.options.{FAILING}.how=hang")
+
+
+def rows(run_dir: Path, watched: str = "watched") -> dict[int, dict]:
+    """The metrics by iteration, without what a clock measured or is only watched."""
+    merged = {}
+    for row in metrics.read(run_dir):
+        kept = {k: v for k, v in row.items() if not ("second" in k or watched in k or "hacking" in k)}
+        merged.setdefault(row["iteration"], {}).update(kept)
+    return merged

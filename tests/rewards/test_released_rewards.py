@@ -1,0 +1,213 @@
+"""Rewards from released files against their PyTorch references: from the picture and the prompt to the score."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from solrl_jax.parallel import sharding
+from solrl_jax.rewards import registry as mixture
+from solrl_jax.rewards.clip import hpsv2
+from solrl_jax.rewards.imagereward import imagereward
+from solrl_jax.rewards.protocol import score_images
+from solrl_jax.rewards.registry import make_reward, open_reward
+from solrl_jax.storage.files import InputError
+from tests import released
+
+TOLERANCE = 1e-4
+COUNT = len(released.PROMPTS)
+NAMES = ("aesthetic", "clipscore", "hpsv2", "imagereward", "pickscore")
+SIZES = [(256, 256), (270, 340)]  # the latter neither square nor a multiple: it is cropped or padded by halves of pixels
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Every reward's files in miniature: (`reward.paths`, by name the reference's scores of pictures)."""
+    root = tmp_path_factory.mktemp("weights")
+    folder = lambda name: root / name
+    for name in ("clip", "pick", "pick-tokenizer", "openai", "bert"):
+        folder(name).mkdir()
+    clip, clip_tokenizer = released.save_clip(folder("clip"), "quick_gelu", 1)
+    pick, _ = released.save_clip(folder("pick"), "gelu", 2)
+    for file in folder("pick").glob("tokenizer*"):  # that repository is read for its weights
+        file.unlink()
+    pick_tokenizer = released.save_clip_tokenizer(folder("pick-tokenizer"))
+    released.save_openai_tokenizer(folder("openai"))
+    hps = released.save_hps(root / "HPS_v2.1_compressed.safetensors", 3)
+    bert = released.save_bert_tokenizer(folder("bert"))
+    config, blip = released.save_image_reward(root / "ImageReward.safetensors", len(bert) + 2, 4)
+    head = released.make_head(24, 7)
+    save_file({f"layers.{name}": t for name, t in head.state_dict().items()}, root / "head.safetensors")
+
+    @torch.no_grad()
+    def aesthetic(images):
+        vector = clip.get_image_features(released.processed(images)).pooler_output
+        return head(vector / vector.norm(dim=-1, keepdim=True))[:, 0].double().numpy()
+
+    paths = {
+        "clipscore": folder("clip"), "pickscore": folder("pick"), "pickscore/tokenizer": folder("pick-tokenizer"),
+        "hpsv2": root, "hpsv2/tokenizer": folder("openai"), "imagereward": root / "ImageReward.safetensors",
+        "imagereward/tokenizer": folder("bert"), "aesthetic": root / "head.safetensors", "aesthetic/clip": folder("clip"),
+    }  # fmt: skip
+    references = {
+        "clipscore": lambda images: released.clip_logits(clip, clip_tokenizer, released.clipscore_pixels(images)) / 100,
+        "pickscore": lambda images: released.clip_logits(pick, pick_tokenizer, released.processed(images)) / 26,
+        "hpsv2": lambda images: released.hps_scores(hps, images),
+        "imagereward": lambda images: released.image_reward_scores(blip, bert, images),
+        "aesthetic": aesthetic,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(mixture.RELEASED, "hpsv2", partial(hpsv2, config=released.HPS))
+        patch.setitem(mixture.RELEASED, "imagereward", partial(imagereward, config=config))
+        yield {name: str(path) for name, path in paths.items()}, references
+
+
+@pytest.fixture(scope="module")
+def everything(files):
+    """All five in one."""
+    return make_reward(dict.fromkeys(NAMES, 1.0), files[0])
+
+
+def score(reward, images, index, prompts=released.PROMPTS):
+    out = score_images(reward, reward.params, jnp.asarray(images), reward.prepare(prompts), jnp.asarray(index))
+    return {name: np.asarray(value, np.float64) for name, value in jax.device_get(out).items()}
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def scored(request, everything):
+    images = released.pictures(*request.param)
+    return images, score(everything, images, np.arange(COUNT))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reward_equals_its_reference(name, scored, files):
+    images, ours = scored
+    theirs = files[1][name](images)
+    error = np.abs(ours[name] - theirs).max() / np.abs(theirs).max()
+    print(f"{name}: {error:.1e} of {np.abs(theirs).max():.2f}, spread {np.ptp(theirs):.2f}", end=" ")
+    assert error < TOLERANCE
+    assert np.ptp(theirs) > 100 * TOLERANCE * np.abs(theirs).max()
+
+
+def test_the_prompt_has_a_say_in_all_but_one(scored, everything):
+    images, own = scored
+    other = score(everything, images, np.roll(np.arange(COUNT), 1))
+    for name in NAMES:
+        moved = np.abs(other[name] - own[name]) / np.abs(own[name]).max()
+        assert (moved > 10 * TOLERANCE).sum() >= (0 if name == "aesthetic" else COUNT - 1), name  # one may be a coincidence
+        assert (moved < 1e-6).all() == (name == "aesthetic"), name
+
+
+def test_the_mixture_is_the_sum(scored):
+    _, out = scored
+    np.testing.assert_allclose(out["reward"], sum(out[name] for name in NAMES), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def many():
+    """256 small pictures, each with a prompt."""
+    return released.pictures(24, 30, 256), np.arange(256) % COUNT
+
+
+@pytest.fixture(scope="module")
+def at_once(many, everything):
+    return score(everything, *many)
+
+
+def same(name, ours, at_once):
+    """Measured: no difference at all."""
+    np.testing.assert_allclose(ours, at_once[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_chunks_of_any_size_score_the_same(many, at_once, everything):
+    images, index = many
+    chunk = 10  # the last one is filled up, as `rollout.generate` does it
+    parts = [(images[i : i + chunk], index[i : i + chunk]) for i in range(0, 256, chunk)]
+    scores = [score(everything, *(sharding.pad_rows(x, chunk) for x in part)) for part in parts]
+    for name in NAMES:
+        same(name, np.concatenate([s[name] for s in scores])[:256], at_once)
+
+
+def test_on_a_mesh_rows_and_parameters_are_split_and_scores_stay(many, at_once, files):
+    images, index = many
+    mesh = sharding.make_mesh(4, 2)
+    reward = make_reward(dict.fromkeys(NAMES, 1.0), files[0], mesh)
+    large = [x for x in jax.tree.leaves(reward.params) if x.size >= sharding.SMALLEST_SHARDED]
+    assert large
+    assert all(x.sharding.shard_shape(x.shape) != x.shape for x in large)
+    place = lambda x: jax.device_put(x, sharding.rows(mesh))
+    with jax.set_mesh(mesh):
+        prepared = jax.device_put(reward.prepare(released.PROMPTS), sharding.replicated(mesh))
+        out = score_images(reward, reward.params, place(images), prepared, place(index))
+    for name in NAMES:
+        assert out[name].sharding.shard_shape((256,)) == (32,)
+        same(name, np.asarray(out[name]), at_once)
+
+
+# --- what is missing or does not fit ---
+
+
+def refusal(name, paths):
+    with pytest.raises(InputError) as error:
+        open_reward({name: 1.0}, paths)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_missing_file_is_one_message(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = refusal("hpsv2", {})
+    for part in (
+        "reward 'hpsv2': weights/HPS_v2.1_compressed.safetensors: no such file", "https://huggingface.co/xswu/HPSv2",
+        "solrl convert HPS_v2.1_compressed.pt --out weights/HPS_v2.1_compressed.safetensors", "reward.paths.hpsv2=",
+    ):  # fmt: skip
+        assert part in said
+    assert f"{tmp_path}/ImageReward.safetensors: no such file" in refusal("imagereward", {"imagereward": str(tmp_path)})
+    (tmp_path / "ImageReward.pt").write_bytes(b"pickle")
+    assert "ImageReward.pt: not a .safetensors file" in refusal("imagereward", {"imagereward": "ImageReward.pt"})
+    assert "sac+logos+ava1-l14-linearMSE.pth" in refusal("aesthetic", {})
+
+
+def test_what_the_hub_does_not_give_is_one_message(files, tmp_path):
+    said = refusal("pickscore", {})
+    assert "reward 'pickscore': yuvalkirstain/PickScore_v1: config.json, model.safetensors cannot be had from the hub" in said
+    assert "reward.paths.pickscore=DIRECTORY" in said
+    assert "pickscore/tokenizer" in refusal("pickscore", {"pickscore": files[0]["pickscore"]})
+    assert "no tokenizer_config.json, tokenizer.json" in refusal("clipscore", {"clipscore": files[0]["pickscore"]})
+    assert "no such directory" in refusal("clipscore", {"clipscore": "./nowhere"})
+
+
+def test_the_file_is_found_in_weights_where_no_path_is_given(files, tmp_path, monkeypatch):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "ImageReward.safetensors").symlink_to(files[0]["imagereward"])
+    monkeypatch.chdir(tmp_path)
+    open_reward({"imagereward": 1.0}, {"imagereward/tokenizer": files[0]["imagereward/tokenizer"]})
+
+
+@pytest.mark.parametrize("name", ["hpsv2", "imagereward"])
+def test_tensors_that_do_not_fit_are_all_listed(name, files, tmp_path):
+    paths = files[0]
+    file = {"hpsv2": f"{paths['hpsv2']}/HPS_v2.1_compressed.safetensors", "imagereward": paths["imagereward"]}[name]
+    tensors = load_file(file)
+    lost, misshapen = {
+        "hpsv2": ("visual.transformer.resblocks.1.attn.in_proj_weight", "text_projection"),
+        "imagereward": ("blip.text_encoder.encoder.layer.1.crossattention.self.key.weight", "blip.visual_encoder.pos_embed"),
+    }[name]
+    del tensors[lost]
+    tensors |= {misshapen: tensors[misshapen][:, :-1].contiguous(), "extra.weight": torch.ones(2)}
+    save_file(tensors, tmp_path / "other.safetensors")
+    said = refusal(name, paths | {name: str(tmp_path / "other.safetensors")})
+    assert "3 tensor(s) do not fit" in said
+    for part in (f"missing {lost}", f"{misshapen} has shape", "unexpected extra.weight (2,)"):
+        assert part in said
+
+
+def test_unknown_names_of_paths_are_refused():
+    with pytest.raises(InputError, match=r"reward.paths: unknown name 'hps'; there are clipscore, pickscore, "):
+        open_reward({"shapes": 1.0}, {"hps": "x"})
+    with pytest.raises(InputError, match=r"unknown score 'hpsv2/strict'; there are hpsv2"):
+        open_reward({"hpsv2/strict": 1.0}, {})

@@ -1,0 +1,146 @@
+"""The ledger: exact types, nulls apart from NaN, the same bytes when written again."""
+
+import errno
+import os
+
+import ml_dtypes
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from solrl_jax.run import ledger
+from solrl_jax.storage.files import InputError, RunError
+
+ROWS = 6
+
+
+def columns(**changes):
+    kept = np.array([True, False, False, True, False, True])
+    return {
+        "prompt": np.array(["a red circle", "a red circle", "a red circle", "un café", "un café", "un café"]),
+        "prompt_uid": np.array([7, 7, 7, 2**32 - 1, 2**32 - 1, 2**32 - 1]),
+        "candidate": np.arange(ROWS) % 3,
+        "seed": np.array([0, 1, 2**63, 2**64 - 1, 3, 4], np.uint64),
+        "precision": "nvfp4",
+        "steps": 6,
+        "proxy_reward": np.array([0.5, np.nan, -np.inf, 0.1, 0.2, 0.3], np.float32),
+        "rank": np.array([0, 1, 2, 2, 1, 0]),
+        "kept": kept,
+        "regenerated_reward": np.linspace(0, 1, ROWS),
+        "advantage": np.where(kept, [1, 0, 0, np.nan, 0, -1], np.nan),
+        "policy_revision": 12,
+        **changes,
+    }
+
+
+def test_a_row_reads_back_exactly(tmp_path):
+    path = ledger.write(tmp_path / "ledger", 12, columns())
+    assert path == tmp_path / "ledger" / "iteration-000012.parquet"
+    table = ledger.read(tmp_path / "ledger")
+    assert table.schema.equals(ledger.SCHEMA, check_metadata=True)
+    rows = table.to_pylist()
+    assert len(rows) == ROWS
+    assert rows[0] == {
+        **{"iteration": 12, "prompt": "a red circle", "prompt_uid": 7, "candidate": 0, "seed": 0, "precision": "nvfp4"},
+        **{"steps": 6, "proxy_reward": 0.5, "rank": 0, "kept": True, "regenerated_reward": 0.0, "advantage": 1.0},
+        "policy_revision": 12,
+    }
+    assert rows[3]["seed"] == 2**64 - 1
+    assert rows[3]["prompt_uid"] == 2**32 - 1
+
+
+def test_nan_stays_and_null_is_what_was_not_kept(tmp_path):
+    ledger.write(tmp_path, 0, columns())
+    table = ledger.read(tmp_path)
+    assert table["proxy_reward"].null_count == 0
+    assert np.isnan(table["proxy_reward"][1].as_py())
+    assert np.isnan(table["advantage"][3].as_py())
+    for name in ("regenerated_reward", "advantage"):
+        assert table[name].is_null().to_pylist() == [False, True, True, False, True, False]
+
+
+def test_a_mask_or_none_decides_the_nulls(tmp_path):
+    masked = np.ma.masked_array(np.arange(ROWS, dtype=np.float32), [1, 1, 0, 0, 0, 0])
+    ledger.write(tmp_path, 0, columns(regenerated_reward=masked, advantage=None))
+    table = ledger.read(tmp_path)
+    assert table["regenerated_reward"].to_pylist() == [None, None, 2, 3, 4, 5]
+    assert table["advantage"].null_count == ROWS
+    ledger.write(tmp_path, 1, columns(kept=1, regenerated_reward=np.ones(ROWS, ml_dtypes.bfloat16)))
+    assert ledger.read(tmp_path, [1])["regenerated_reward"].to_pylist() == [1.0] * ROWS
+
+
+def test_what_is_masked_out_leaves_no_trace_in_the_bytes(tmp_path):
+    first = ledger.write(tmp_path, 3, columns()).read_bytes()
+    regenerated = np.where(columns()["kept"], np.linspace(0, 1, ROWS), 99.0)
+    assert ledger.write(tmp_path, 3, columns(iteration=3, regenerated_reward=regenerated)).read_bytes() == first
+
+
+def test_reading_keeps_the_order_asked_for(tmp_path):
+    for iteration in (10, 2, 1_000_000):
+        ledger.write(tmp_path, iteration, columns())
+    assert ledger.read(tmp_path)["iteration"].unique().to_pylist() == [2, 10, 1_000_000]
+    assert ledger.read(tmp_path, [10, 2])["iteration"].unique().to_pylist() == [10, 2]
+    assert ledger.read(tmp_path, []).schema.equals(ledger.SCHEMA)
+    assert ledger.read(tmp_path / "absent").num_rows == 0
+
+
+def test_resume_discards_what_came_after(tmp_path):
+    for iteration in range(5):
+        ledger.write(tmp_path, iteration, columns())
+    (tmp_path / "notes.txt").touch()
+    ledger.discard_after(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == [*(f"iteration-{i:06d}.parquet" for i in range(3)), "notes.txt"]
+    ledger.discard_after(tmp_path / "absent", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rank": np.arange(5)}, "one length"),
+        ({"colour": 1}, "colour"),
+        ({"seed": np.array([0, 1, 2, 3, 4, -1])}, "seed"),
+        ({"prompt_uid": 2**32}, "prompt_uid"),
+        ({"candidate": np.linspace(0, 1, ROWS)}, "candidate"),
+        ({"steps": np.nan}, "steps"),
+        ({"iteration": 4}, "another iteration"),
+    ],
+)
+def test_wrong_columns_are_refused(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        ledger.write(tmp_path, 0, columns(**change))
+    missing = columns()
+    del missing["seed"]
+    with pytest.raises(ValueError, match="seed"):
+        ledger.write(tmp_path, 0, missing)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_bad_file_and_an_absent_iteration_are_named(tmp_path):
+    with pytest.raises(InputError, match="no iteration 3 in the ledger"):
+        ledger.read(tmp_path, [3])
+    path = ledger.write(tmp_path, 3, columns())
+    pq.write_table(pq.read_table(path).select(["seed"]), path)
+    with pytest.raises(InputError, match=r"iteration-000003\.parquet is not a ledger file: it has other columns"):
+        ledger.read(tmp_path)
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(InputError, match=r"iteration-000003\.parquet is not a ledger file"):
+        ledger.read(tmp_path)
+
+
+def test_a_full_disk_keeps_the_file_before(tmp_path, monkeypatch):
+    before = ledger.write(tmp_path, 0, columns()).read_bytes()
+
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(ledger.pq, "write_table", full)
+    with pytest.raises(RunError, match=r"^disk full while writing .*iteration-000000.parquet$"):
+        ledger.write(tmp_path, 0, columns(steps=10))
+    assert os.listdir(tmp_path) == ["iteration-000000.parquet"]
+    assert ledger.path_of(tmp_path, 0).read_bytes() == before
+
+
+def test_every_column_says_what_it_is():
+    for field in ledger.SCHEMA:
+        assert len(field.metadata[b"description"]) > 10, field.name
+    assert [field.name for field in ledger.SCHEMA if field.nullable] == ["regenerated_reward", "advantage"]

@@ -1,0 +1,238 @@
+"""The record of a run, and the writing to a run directory that all of its files rest on."""
+
+import errno
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import threading
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from solrl_jax.run import metrics
+from solrl_jax.run.metrics import Metrics
+from solrl_jax.storage.files import InputError, RunError, atomic, atomic_write, only_user, writable_directory
+
+
+def report(run_dir, iterations, **options):
+    with Metrics(run_dir, **options) as record:
+        for iteration in iterations:
+            record.log(iteration, {"reward": iteration / 3, "loss": np.float32(0.1)})
+            if iteration % 2 == 0:
+                record.log(iteration, {"eval": jnp.float32(iteration)})
+        record.write_csv()
+
+
+def test_a_row_is_on_the_disk_when_log_returns(tmp_path):
+    with Metrics(tmp_path) as record:
+        record.log(4, {"a": 1, "bad": math.nan, "worse": -math.inf, "b": jnp.bfloat16(0.5)})
+        line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == '{"iteration": 4, "a": 1.0, "bad": null, "worse": null, "b": 0.5}\n'
+    assert metrics.read(tmp_path) == [{"iteration": 4, "a": 1.0, "bad": None, "worse": None, "b": 0.5}]
+    assert metrics.read(tmp_path / "absent") == []
+
+
+def test_the_csv_has_the_union_of_the_columns(tmp_path):
+    report(tmp_path, range(3))
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == [
+        "iteration,reward,loss,eval",
+        "0,0.0,0.10000000149011612,",
+        "0,,,0.0",
+        "1,0.3333333333333333,0.10000000149011612,",
+        "2,0.6666666666666666,0.10000000149011612,",
+        "2,,,2.0",
+    ]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"iteration": 7, "rew', b"{", b'{"iteration": "\xc3', b"\n"])
+def test_a_resumed_run_leaves_the_same_files(tmp_path, torn):
+    report(tmp_path / "whole", range(10))
+    report(tmp_path / "resumed", range(7))
+    with (tmp_path / "resumed" / "metrics.jsonl").open("ab") as stream:
+        stream.write(torn)
+    assert [row["iteration"] for row in metrics.read(tmp_path / "resumed")][-1] == 6
+    report(tmp_path / "resumed", range(5, 10), resume_after=4)
+    for name in ("metrics.jsonl", "metrics.csv"):
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert sorted(os.listdir(tmp_path / "resumed")) == ["metrics.csv", "metrics.jsonl"]
+
+
+def test_without_resume_after_rows_are_appended(tmp_path):
+    report(tmp_path, [0])
+    report(tmp_path, [1])
+    assert [row["iteration"] for row in metrics.read(tmp_path)] == [0, 0, 1]
+
+
+def test_a_bad_line_is_named(tmp_path):
+    report(tmp_path, range(2))
+    path = tmp_path / "metrics.jsonl"
+    for bad in ("{}", "[1]", "nonsense", '{"iteration": null}'):
+        path.write_text(f'{{"iteration": 0}}\n{bad}\n{{"iteration": 1}}\n')
+        with pytest.raises(InputError, match=r"metrics\.jsonl: line 2 is not"):
+            Metrics(tmp_path).open()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match=r"metrics\.jsonl cannot be read"):
+        metrics.read(tmp_path)
+
+
+def test_misuse_is_refused(tmp_path):
+    record = Metrics(tmp_path)
+    with pytest.raises(RuntimeError, match="not open"):
+        record.log(0, {})
+    record.open()
+    with pytest.raises(ValueError, match="iteration"):
+        record.log(0, {"iteration": 1.0})
+    record.close()
+    record.close()
+    with pytest.raises(RuntimeError, match="not open"):
+        record.log(0, {})
+
+
+def full(*_args, **_kwargs):
+    raise OSError(errno.ENOSPC, "no room")
+
+
+def test_a_full_disk_ends_the_record_with_the_row_before(tmp_path, monkeypatch):
+    with Metrics(tmp_path, tensorboard=True) as record:
+        record.log(0, {"a": 0.0})
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        write = os.write
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda fd, data: write(fd, data[:5]) if len(data) > 20 else full())
+            with pytest.raises(RunError, match=r"^disk full while writing .*metrics.jsonl$"):
+                record.log(1, {"a": 1.0})
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        with monkeypatch.context() as patch:
+            patch.setattr(record._tensorboard._writer, "flush", full)
+            with pytest.raises(RunError, match=r"^disk full while writing .*tensorboard$"):
+                record.log(2, {"a": 2.0})
+        record.log(3, {"a": 3.0})
+    assert [row["iteration"] for row in metrics.read(tmp_path)] == [0, 2, 3]
+
+
+def events(run_dir):
+    """(step, {tag: value}, whether it is a start) of every TensorBoard event, file by file."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    for path in sorted((run_dir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            scalars = {value.tag: value.simple_value for value in event.summary.value}
+            yield event.step, scalars, event.session_log.status == SessionLog.START
+
+
+def test_tensorboard_gets_every_row_and_hides_what_is_repeated(tmp_path):
+    threads = threading.active_count()
+    with Metrics(tmp_path, tensorboard=True) as record:
+        for iteration in range(3):
+            record.log(iteration, {"reward/mean": iteration / 2})
+        assert [(step, scalars) for step, scalars, _ in events(tmp_path) if scalars][-1] == (2, {"reward/mean": 1.0})
+    report(tmp_path, [2], tensorboard=True, resume_after=1)
+    assert len(os.listdir(tmp_path / "tensorboard")) == 2
+    later = list(events(tmp_path))[4:]
+    assert [(step, start) for step, _, start in later] == [(0, False), (2, True), (2, False), (2, False)]
+    assert threading.active_count() == threads
+
+
+def test_wandb_is_asked_for_and_explained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    report(tmp_path, [0])
+    with pytest.raises(InputError, match=r"pip install 'solrl_jax\[wandb\]'"):
+        Metrics(tmp_path, wandb=True).open()
+
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda values: calls.append(values), define_metric=lambda *_, **__: None, finish=lambda: calls.append("end")
+    )
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **options: calls.append(options["id"]) or run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for iteration in (1, 2):
+        with Metrics(tmp_path, wandb=True) as record:
+            record.log(iteration, {"a": 0.5})
+    assert calls[1:3] == [{"iteration": 1, "a": 0.5}, "end"]
+    assert calls[0] == calls[3]
+
+    def refuse(**_):
+        raise RuntimeError("no key\nsecond line")
+
+    fake.init = refuse
+    with pytest.raises(InputError, match=r"did not start: no key$"):
+        Metrics(tmp_path, wandb=True).open()
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "folder" / "note.txt"
+    atomic_write(path, "é")
+    atomic_write(path, b"second")
+
+    def interrupted():
+        with atomic(path) as partial:
+            assert partial.suffix == ".txt"
+            partial.write_text("half")
+            assert path.read_bytes() == b"second"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == b"second"
+    assert os.listdir(path.parent) == ["note.txt"]
+    (path.parent / ".partial-note.txt").write_text("left by a killed process, and longer")
+    atomic_write(path, "third")
+    assert path.read_text() == "third"
+    assert os.listdir(path.parent) == ["note.txt"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(errno.ENOSPC, "disk full"), (errno.EROFS, "read-only file system"), (errno.EACCES, "permission denied")],
+)
+def test_a_disk_that_refuses_is_one_line(tmp_path, monkeypatch, code, words):
+    def refuse(*_):
+        raise OSError(code, "whatever")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(RunError, match=rf"^{words} while writing .*note.txt$"):
+            atomic_write(tmp_path / "note.txt", "x")
+        with pytest.raises(InputError, match=rf"^the run directory .*/run cannot be written: {words}$"):
+            writable_directory(tmp_path / "run")
+    assert os.listdir(tmp_path) == ["run"]
+    assert os.listdir(writable_directory(tmp_path / "run")) == []
+
+
+def test_a_run_directory_must_be_a_directory(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError) as error:
+            writable_directory(path)
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(RunError, match="while writing"):
+        atomic_write(tmp_path / "file" / "below", "x")
+    assert writable_directory(tmp_path / "a" / "b").is_dir()
+
+
+def test_one_process_at_a_time(tmp_path):
+    code = "import sys; from pathlib import Path; from solrl_jax.storage.files import only_user\n"
+        "with only_user(Path(sys.argv[1])): pass"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def other():
+        return subprocess.run(
+            [sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True, check=False
+        )
+
+    with only_user(tmp_path):
+        assert "InputError: another process is using the run directory" in other().stderr
+    assert other().returncode == 0
+    assert json.dumps(os.listdir(tmp_path)) == '[".lock"]'

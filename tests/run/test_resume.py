@@ -1,0 +1,239 @@
+"""Stopping and going on: SIGKILL at any moment, Ctrl-C, a longer run, another run's directory, a full disk."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from solrl_jax.run import checkpoint, ledger, metrics
+from solrl_jax.run import loop as trainer
+from solrl_jax.run import writer as saving
+from solrl_jax.run.directory import find_checkpoint
+from solrl_jax.run.progress import Reporter
+from solrl_jax.storage import files
+from solrl_jax.storage.files import InputError, RunError
+from tests.small import SMALL, small_config
+
+ITERATIONS = 5
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    options = [*SMALL, f"train.iterations={ITERATIONS}", f"run.dir={run_dir}", *overrides]
+    return [sys.executable, "-m", "solrl_jax.commands.cli", "train", "tiny", *options, "--json"]
+
+
+def run(run_dir: Path, *overrides: str, **options) -> dict:
+    with Reporter(bars=False) as report:
+        return trainer.run(small_config(run_dir, f"train.iterations={ITERATIONS}", *overrides), report)
+
+
+def arrays(run_dir: Path) -> dict[str, np.ndarray]:
+    """The last checkpoint's arrays, by key path, as stored."""
+    path = checkpoint.candidates(run_dir / "checkpoints")[0]
+    checkpoint.verify(path)
+    experiment = trainer.build(small_config(run_dir))
+    config = experiment.config
+    abstract = trainer.abstract_state(
+        experiment.backbone.transformer, list(experiment.targets), config.lora, config.optimizer, experiment.backbone.mesh
+    )
+    state, meta = checkpoint.restore(path, abstract)
+    assert meta["iteration"] == int(path.name)
+    return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def record(run_dir: Path) -> list[dict]:
+    """The metrics, without what a clock measured."""
+    return [{k: v for k, v in row.items() if "second" not in k} for row in metrics.read(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run(folder)
+    return folder
+
+
+def assert_same_run(run_dir: Path, reference: Path) -> None:
+    ours, theirs = arrays(run_dir), arrays(reference)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        np.testing.assert_array_equal(ours[key], value, err_msg=key)
+    assert record(run_dir) == record(reference)
+    assert ledger.read(run_dir / "ledger").equals(ledger.read(reference / "ledger"))
+
+
+def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uninterrupted):
+    rng, kills = random.Random(0), 0
+    keeping = f"model.cache={tmp_path / 'cache'}"  # what the uninterrupted run computed is read, to the bit
+    for attempt in range(12):
+        with subprocess.Popen(command(tmp_path, keeping), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            if attempt < 1:  # somewhere in the iteration after the first line of progress, its saves and writes included
+                for line in process.stderr:
+                    if line.startswith("iteration"):
+                        break
+                time.sleep(rng.uniform(0, 1.0))
+                process.send_signal(signal.SIGKILL)
+            _, errors = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, errors
+        kills += 1
+    assert kills >= 1
+    assert len(list((tmp_path / "cache").glob("*/*.safetensors"))) > ITERATIONS
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_saved(tmp_path, monkeypatch):
+    on_the_disk, seal = {}, files.seal
+
+    def slow(folder: Path) -> None:
+        time.sleep(1.0)
+        seal(folder)
+
+    def noting(every: int):
+        class Noting(Reporter):
+            def iteration(self, done: int, row: dict[str, float]) -> None:
+                names = [path.name for path in checkpoint.candidates(tmp_path / str(every) / "checkpoints")]
+                on_the_disk[every, done] = f"{done:06d}" in names
+                super().iteration(done, row)
+
+        return Noting(bars=False)
+
+    monkeypatch.setattr(files, "seal", slow)
+    for every in (1, 2):
+        with noting(every) as report:
+            trainer.run(small_config(tmp_path / str(every), "train.iterations=2", f"run.checkpoint_every={every}"), report)
+    assert on_the_disk == {(1, 1): True, (1, 2): True, (2, 1): False, (2, 2): False}
+
+
+def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
+    with subprocess.Popen(
+        command(tmp_path, "run.checkpoint_every=5"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("iteration 2"):
+                break
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    summary = json.loads(out.strip().splitlines()[-1])
+    assert summary["interrupted"]
+    assert 2 <= summary["iterations"] < ITERATIONS
+    assert "Traceback" not in errors
+    assert [p.name for p in checkpoint.candidates(tmp_path / "checkpoints")] == [f"{summary['iterations']:06d}"]
+    run(tmp_path)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.exhaustive
+def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_used(tmp_path, uninterrupted, capsys):
+    run(tmp_path, "train.iterations=3")
+    newest = checkpoint.candidates(tmp_path / "checkpoints")[0]
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-7])
+    run(tmp_path)
+    said = capsys.readouterr().err
+    assert "skipped checkpoint" in said
+    assert newest.name in said
+    assert "resuming after iteration 2" in said
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_finished_run_started_again_changes_nothing(tmp_path, uninterrupted):
+    before = {p: p.read_bytes() for p in (uninterrupted / "ledger").iterdir()}
+    summary = run(uninterrupted)
+    assert summary["iterations"] == ITERATIONS
+    assert {p: p.read_bytes() for p in (uninterrupted / "ledger").iterdir()} == before
+
+
+def test_another_run_is_not_overwritten(uninterrupted):
+    with pytest.raises(InputError, match=r"holds another run.*optimizer.learning_rate: 0.001 there, 0.002 here"):
+        run(uninterrupted, "optimizer.learning_rate=2e-3")
+
+
+def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch):
+    original, saves = saving._start_writing, []
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def third(folder, state):
+        saves.append(folder)
+        wait, merge = original(folder, state)
+        return (full if len(saves) == 3 else wait), merge
+
+    monkeypatch.setattr(saving, "_start_writing", third)
+    with pytest.raises(RunError, match=r"^disk full while writing .*000003; the last checkpoint is .*000002$"):
+        run(tmp_path)
+    assert len(saves) == 3  # the next save is where it is told
+    monkeypatch.undo()
+    run(tmp_path)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that SIGTERM reached while the save after iteration 2 was under way, and that was then started again.
+
+    Returns its directory, what it said when it was stopped, and the names and the newest meta of its checkpoints then.
+    """
+    folder, original = tmp_path_factory.mktemp("stopped"), saving._start_writing
+    options = ("eval.every=2", "run.keep_best=2", "run.keep_checkpoints=1", "run.checkpoint_every=9")
+
+    def slow(path, state):
+        wait, merge = original(path, state)
+
+        def terminated() -> None:
+            if path.parent.name.endswith("000002"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(2.0)  # until the stage under way has seen it
+            wait()
+
+        return terminated, merge
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_start_writing", slow)
+        summary = run(folder, *options)
+    (path,) = checkpoint.candidates(folder / "checkpoints")
+    checkpoint.verify(path)
+    meta = checkpoint.meta_of(path)
+    run(folder, *options)
+    return folder, summary, meta
+
+
+@pytest.mark.exhaustive
+def test_sigterm_while_a_save_is_under_way_waits_for_it(stopped, uninterrupted):
+    folder, summary, meta = stopped
+    assert (summary["interrupted"], summary["iterations"], meta["iteration"]) == (True, 2, 2)
+    ours, theirs = arrays(folder), arrays(uninterrupted)
+    for key, value in theirs.items():
+        np.testing.assert_array_equal(ours[key], value, err_msg=key)
+
+
+@pytest.mark.exhaustive
+def test_the_best_are_kept_beside_the_newest_and_hold_their_evaluation(stopped):
+    folder, _, meta = stopped
+    scores = {row["iteration"]: {k: v for k, v in row.items() if k.startswith("eval/")} for row in metrics.read(folder)}
+    assert meta["evaluation"] == scores[2]
+    evaluated = sorted((2, 4, 5), key=lambda iteration: (-scores[iteration]["eval/reward"], -iteration))
+    root = folder / "checkpoints"
+    assert {path.name for path in checkpoint.candidates(root)} == {"000005", *(f"{i:06d}" for i in evaluated[:2])}
+    assert find_checkpoint(folder, "best") == root / f"{evaluated[0]:06d}"
+
+
+def test_two_processes_do_not_share_a_directory(tmp_path):
+    from solrl_jax.storage.files import only_user
+
+    with only_user(tmp_path), pytest.raises(InputError, match=r"(?i)use|process"):
+        run(tmp_path)
