@@ -18,6 +18,10 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" /
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
+
+# shapes and dtypes of every annotated function are checked while it is traced; in the tests alone
+install_import_hook("solrl_jax", "beartype.beartype")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -47,8 +47,8 @@ class Backbone:
     tile: int | None = None  # pixels a side of what is decoded at once; None: the whole image
 
     def velocity(
-        self, params: Params, latent: Float[Array, "b *latent"], conditioning: Conditioning, time: Array, guidance: Array
-    ) -> Float[Array, "b *latent"]:
+        self, params: Params, latent: Float[Array, " b *latent"], conditioning: Conditioning, time: Array, guidance: Array
+    ) -> Float[Array, " b *latent"]:
         """The policy's prediction in `dtype`; latents come in float32. params: the base with any of its leaves replaced.
 
         time: [] or [b], in 0..1000.

@@ -90,7 +90,7 @@ def principal_inputs(
 
 
 def dealt_ranks(
-    shares: Mapping[str, Float[np.ndarray, "t"]], shapes: Mapping[str, tuple[int, ...]], rank: int
+    shares: Mapping[str, Float[np.ndarray, " t"]], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> dict[str, int]:  # fmt: skip
     """Ranks of corrections that take off most, and hold no more numbers in all than the same `rank` everywhere would.
 
@@ -161,6 +161,6 @@ def turn(
     return jax.tree.map(sharding.whole, sums)
 
 
-def _noise(shape: tuple[int, ...], step: Array, seed: UInt32[Array, "2"]) -> Float[Array, "..."]:
+def _noise(shape: tuple[int, ...], step: Array, seed: UInt32[Array, " 2"]) -> Float[Array, "..."]:
     key = jax.random.fold_in(stream(jax.random.wrap_key_data(seed), "calibration"), step)
     return jax.random.normal(key, shape, jnp.float32)

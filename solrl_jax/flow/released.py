@@ -29,7 +29,7 @@ DPM = {
 
 def read_scheduler(
     config: dict[str, Any], steps: int, tokens: int, own_sigmas: bool = False
-) -> tuple[Float[np.ndarray, "n"], np.ndarray, Table]:
+) -> tuple[Float[np.ndarray, " n"], np.ndarray, Table]:
     """Sigmas [steps + 1], times [steps] as the network is told them, and the solver's table, from a scheduler_config.json.
 
     tokens: image tokens of one latent, for a schedule that depends on the resolution; own_sigmas: the pipeline gives its

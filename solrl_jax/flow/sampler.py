@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, UInt32
 from solrl_jax.numerics.randomness import stream
 
 # (latents [b, ...] float32, time [] as the network wants it) -> velocities [b, ...]
-Velocity = Callable[[Float[Array, "b *latent"], Float[Array, ""]], Float[Array, "b *latent"]]
+Velocity = Callable[[Float[Array, " b *latent"], Float[Array, ""]], Float[Array, " b *latent"]]
 
 
 def interpolate(x0: Array, noise: Array, sigma: Array) -> Array:
@@ -24,13 +24,13 @@ def interpolate(x0: Array, noise: Array, sigma: Array) -> Array:
 
 def sample(
     velocity: Velocity,
-    noise: Float[Array, "b *latent"],
-    sigmas: Float[Array, "steps"],
-    times: Float[Array, "steps"],
+    noise: Float[Array, " b *latent"],
+    sigmas: Float[Array, " steps"],
+    times: Float[Array, " steps"],
     table: Float[Array, "steps 5"],
     seeds: UInt32[Array, "b 2"],
     first: tuple[Velocity, int] | None = None,
-) -> Float[Array, "b *latent"]:
+) -> Float[Array, " b *latent"]:
     """Follows the flow from `noise` at sigmas[0] to latents at 0; float32 throughout, whatever `velocity` computes in.
 
     sigmas: where each step starts; times: what the network is told there; table: `solver_table`; seeds: one a row, read

@@ -8,10 +8,10 @@ import math
 import numpy as np
 from jaxtyping import Float
 
-Sigmas = Float[np.ndarray, "steps_plus_one"]
+Sigmas = Float[np.ndarray, " steps_plus_one"]
 
 
-def shift_sigmas(sigmas: Float[np.ndarray, "n"], shift: float) -> Float[np.ndarray, "n"]:
+def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndarray, " n"]:
     """Moves noise levels up for higher resolutions: `s' = k s / (1 + (k - 1) s)` (SD3, arXiv 2403.03206, eq. 23)."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 

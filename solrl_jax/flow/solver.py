@@ -15,13 +15,13 @@ from jaxtyping import Float
 
 Table = Float[np.ndarray, "steps 5"]
 Row = tuple[float, float, float, float, float]
-Latents = Float[np.ndarray, "b *latent"]
+Latents = Float[np.ndarray, " b *latent"]
 SOLVERS = ("euler", "dpm1", "dpm2", "ddim")
 STAY: Row = (1.0, 0.0, 0.0, 0.0, 0.0)  # a step that ends where it starts
 PREDICT: Row = (0.0, 1.0, 0.0, 0.0, 0.0)  # one that ends on the data prediction, as the last step of every solver does
 
 
-def solver_table(name: str, sigmas: Float[np.ndarray, "steps_plus_one"], eta: float = 0.0) -> Table:
+def solver_table(name: str, sigmas: Float[np.ndarray, " steps_plus_one"], eta: float = 0.0) -> Table:
     """The coefficients [steps, 5] float32 of solver `name` on `sigmas` (decreasing, last 0).
 
     `euler`, `dpm1` and `ddim` with eta 0 are one and the same step for a linear flow (exponential integrators of first order
@@ -41,8 +41,8 @@ def solver_table(name: str, sigmas: Float[np.ndarray, "steps_plus_one"], eta: fl
 
 
 def fitted_table(
-    predict: Callable[[Latents, float], Latents], noise: Latents, whole: Float[np.ndarray, "whole_plus_one"], table: Table,
-    sigmas: Float[np.ndarray, "steps_plus_one"],
+    predict: Callable[[Latents, float], Latents], noise: Latents, whole: Float[np.ndarray, " whole_plus_one"], table: Table,
+    sigmas: Float[np.ndarray, " steps_plus_one"],
 ) -> Table:  # fmt: skip
     """The coefficients [steps, 5] float32 with which a preview on `sigmas` comes nearest to what a whole schedule comes to.
 
@@ -72,12 +72,12 @@ def fitted_table(
     return np.array(rows, np.float32)
 
 
-def _step(row: Float[np.ndarray, "5"], x: Latents, last: Sequence[Latents]) -> Latents:
+def _step(row: Float[np.ndarray, " 5"], x: Latents, last: Sequence[Latents]) -> Latents:
     """The latents after a step without noise; last: the last three data predictions, the newest first."""
     return row[0] * x + row[1] * last[0] + row[2] * last[1] + row[3] * last[2]
 
 
-def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, "5"]:
+def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
     """The row whose combination of `terms` is nearest to `target`; terms that are zero get no weight."""
     terms = [term.astype(np.float64).reshape(-1) for term in terms]
     products = np.array([[a @ b for b in terms] for a in terms])

@@ -57,7 +57,7 @@ def flash_fits(q: Array, k: Array, *, biased: bool) -> bool:
 
 
 def _flash(
-    q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None, rows: Float[Array, "b"]
+    q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None, rows: Float[Array, " b"]
 ) -> Array:
     """cuDNN's kernel, given what it wants: a mask of the whole shape, sharded as the queries are, for it is read as a bias; a
     bias for the whole batch, in the dtype of `q`; and, without either, even lengths, what is added to them left out.

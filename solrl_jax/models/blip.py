@@ -50,7 +50,7 @@ class ImageReward(nnx.Module):
 
     def __call__(
         self, pixels: Float[Array, "b h w 3"], input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"]
-    ) -> Float[Array, "b"]:
+    ) -> Float[Array, " b"]:
         """Rewards of pictures, resized and normalised, each for its prompt; standardised. mask: false on padding."""
         text = self.blip.text_encoder(input_ids, mask, self.blip.visual_encoder(pixels))
         return (self.mlp(text[:, 0]) - MEAN) / DEVIATION

@@ -48,11 +48,11 @@ class TimestepMLP(nnx.Module):
     def __init__(self, d: int, *, rngs: nnx.Rngs):
         self.linear_1, self.linear_2 = Linear(256, d, rngs=rngs), Linear(d, d, rngs=rngs)
 
-    def __call__(self, value: Float[Array, "b"], dtype: jnp.dtype) -> Float[Array, "b d"]:
+    def __call__(self, value: Float[Array, " b"], dtype: jnp.dtype) -> Float[Array, "b d"]:
         return self.linear_2(jax.nn.silu(self.linear_1(sinusoid(value).astype(dtype))))
 
 
-def sinusoid(value: Float[Array, "b"], dim: int = 256) -> Float[Array, "b {dim}"]:
+def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}"]:
     """Cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000; float32."""
     # on the host: the exponent in float32 as in the released code, its exponential rounded once (NumPy's own float32 `exp` is
     # off by an ulp in every second one, and at t = 1000 an ulp of a frequency is 1e-4 of an angle)

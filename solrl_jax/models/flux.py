@@ -97,8 +97,8 @@ class FluxTransformer2DModel(nnx.Module):
         latent: Float[Array, "b h w c"],
         text: Float[Array, "b l d"],
         pooled: Float[Array, "b e"],
-        timestep: Float[Array, "b"],
-        guidance: Float[Array, "b"] | None = None,
+        timestep: Float[Array, " b"],
+        guidance: Float[Array, " b"] | None = None,
     ) -> Float[Array, "b h w c"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
@@ -276,7 +276,7 @@ class TimeTextEmbedding(nnx.Module):
         self.text_embedder = TextProjection(pooled, d, act=jax.nn.silu, rngs=rngs)
 
     def __call__(
-        self, timestep: Float[Array, "b"], guidance: Float[Array, "b"] | None, pooled: Float[Array, "b e"]
+        self, timestep: Float[Array, " b"], guidance: Float[Array, " b"] | None, pooled: Float[Array, "b e"]
     ) -> Float[Array, "b d"]:
         embedded = self.timestep_embedder(timestep, jnp.float32)
         if self.guidance_embedder is not None and guidance is not None:

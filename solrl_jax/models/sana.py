@@ -82,8 +82,8 @@ class SanaTransformer2DModel(nnx.Module):
         latent: Float[Array, "b h w c"],
         text: Float[Array, "b l d"],
         text_mask: Bool[Array, "b l"],
-        timestep: Float[Array, "b"],
-        guidance: Float[Array, "b"] | None = None,
+        timestep: Float[Array, " b"],
+        guidance: Float[Array, " b"] | None = None,
     ) -> Float[Array, "b h w c"]:
         """The velocity at `latent`, in the dtype of `latent`.
 

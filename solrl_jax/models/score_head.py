@@ -17,7 +17,7 @@ class ScoreHead(nnx.Module):
         pairs = zip((features, *WIDTHS), WIDTHS, strict=False)
         self.layers = nnx.Dict({str(i): Linear(*pair, rngs=rngs) for i, pair in zip(PLACES, pairs, strict=True)})
 
-    def __call__(self, x: Float[Array, "b d"]) -> Float[Array, "b"]:
+    def __call__(self, x: Float[Array, "b d"]) -> Float[Array, " b"]:
         for place in PLACES:
             x = self.layers[str(place)](x)
         return x[:, 0]

@@ -92,7 +92,7 @@ class SD3Transformer2DModel(nnx.Module):
         latent: Float[Array, "b h w c"],
         text: Float[Array, "b l joint"],
         pooled: Float[Array, "b e"],
-        timestep: Float[Array, "b"],
+        timestep: Float[Array, " b"],
     ) -> Float[Array, "b h w c"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
@@ -253,7 +253,7 @@ class TimeTextEmbedding(nnx.Module):
         self.timestep_embedder = TimestepMLP(c.width, rngs=rngs)
         self.text_embedder = TextProjection(c.pooled_projection_dim, c.width, act=silu, rngs=rngs)
 
-    def __call__(self, timestep: Float[Array, "b"], pooled: Float[Array, "b e"]) -> Float[Array, "b d"]:
+    def __call__(self, timestep: Float[Array, " b"], pooled: Float[Array, "b e"]) -> Float[Array, "b d"]:
         return self.timestep_embedder(timestep, pooled.dtype) + self.text_embedder(pooled)
 
 

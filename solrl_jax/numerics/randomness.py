@@ -27,7 +27,7 @@ def stream(key: Array, name: str) -> Array:
 
 @jax.jit
 def candidate_seeds(
-    run_seed: Int[Array, ""], iteration: Int[Array, ""], prompt_uids: UInt32[Array, "p"], candidates: Int[Array, "n"]
+    run_seed: Int[Array, ""], iteration: Int[Array, ""], prompt_uids: UInt32[Array, " p"], candidates: Int[Array, " n"]
 ) -> UInt32[Array, "p n 2"]:
     """The seed of every candidate: the two words of its threefry key."""
     root = jax.random.fold_in(stream(jax.random.key(run_seed), "candidate"), iteration)

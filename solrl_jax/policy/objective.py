@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 
 SMALLEST_DENOMINATOR = 1e-5
 
-Latents = Float[Array, "b *latent"]
+Latents = Float[Array, " b *latent"]
 
 
 def nft_loss(
-    v: Latents, v_old: Latents, v_ref: Latents, x: Latents, x0: Latents, sigma: Float[Array, "b"], q: Float[Array, "b"],
+    v: Latents, v_old: Latents, v_ref: Latents, x: Latents, x0: Latents, sigma: Float[Array, " b"], q: Float[Array, " b"],
     *, beta: float, kl_weight: float, advantage_clip: float,
-) -> tuple[Float[Array, "b"], dict[str, Float[Array, "b"]]]:  # fmt: skip
+) -> tuple[Float[Array, " b"], dict[str, Float[Array, " b"]]]:  # fmt: skip
     """Pulls the policy towards good samples and away from bad ones, mirrored about the old policy. One loss a row.
 
         v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
@@ -34,12 +34,12 @@ def nft_loss(
     return policy + kl_weight * kl, {"loss/policy": policy, "loss/kl": kl, "loss/drift": _mean(jnp.square(v - v_old))}
 
 
-def _self_weighted(x: Array, sigma: Array, velocity: Array, x0: Array) -> Float[Array, "b"]:
+def _self_weighted(x: Array, sigma: Array, velocity: Array, x0: Array) -> Float[Array, " b"]:
     error = x - sigma.reshape(-1, *(1,) * (x.ndim - 1)) * velocity - x0
     weight = jax.lax.stop_gradient(jnp.maximum(_mean(jnp.abs(error)), SMALLEST_DENOMINATOR))
     return _mean(jnp.square(error)) / weight
 
 
-def _mean(x: Latents) -> Float[Array, "b"]:
+def _mean(x: Latents) -> Float[Array, " b"]:
     """The mean over everything but rows."""
     return x.mean(tuple(range(1, x.ndim)))

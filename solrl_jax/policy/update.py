@@ -31,16 +31,16 @@ class PolicyBatch:
     """The kept samples of an iteration, B rows."""
 
     latents: Float[Array, "b h w c"]  # clean, float32, as sampled in the training precision
-    optimality: Float[Array, "b"]  # q in [0, 1]
-    weight: Float[Array, "b"]  # 1, or 0 for a row that must not be trained on
-    prompt: Int[Array, "b"]  # row of the conditioning
+    optimality: Float[Array, " b"]  # q in [0, 1]
+    weight: Float[Array, " b"]  # 1, or 0 for a row that must not be trained on
+    prompt: Int[Array, " b"]  # row of the conditioning
     seeds: UInt32[Array, "b 2"]  # the candidates': training noise and sigmas are drawn from them
 
 
 @partial(sharding.jit, static_argnums=(0, 1), donate_argnums=2)
 def update(
     backbone: Backbone, config: Config, state: TrainState, base: Params, conditioning: Conditioning, batch: PolicyBatch,
-    sigmas: Float[Array, "steps"], times: Float[Array, "steps"],
+    sigmas: Float[Array, " steps"], times: Float[Array, " steps"],
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:  # fmt: skip
     """Optimiser step(s) on every kept sample at a random part of its schedule; then the EMA and the old policy follow.
 
@@ -54,7 +54,7 @@ def update(
     optimizer = make_optimizer(config.optimizer)
     loss = partial(_micro_batch_loss, backbone, config, base, conditioning, batch, state.old, chosen, sigmas, times)
 
-    def optimizer_step(state: TrainState, terms: Int[Array, "terms"]):
+    def optimizer_step(state: TrainState, terms: Int[Array, " terms"]):
         total = jnp.maximum(batch.weight[terms % rows].sum(), 1.0)
         gradient, metrics = _accumulate(loss, state.adapters, terms, total, config.optimizer.micro_batch, backbone.mesh)
         metrics["grad_norm"] = optax.tree.norm(gradient)
@@ -83,12 +83,12 @@ def blend(kept: Adapters, new: Adapters, decay: Float[Array, ""]) -> Adapters:
     return jax.tree.map(lambda k, n: decay * k + (1 - decay) * n, kept, new)
 
 
-def _draw_sigmas(seed: UInt32[Array, "2"], count: int) -> Int[Array, "{count}"]:
+def _draw_sigmas(seed: UInt32[Array, " 2"], count: int) -> Int[Array, " {count}"]:
     return jax.random.permutation(stream(jax.random.wrap_key_data(seed), "sigmas"), count)
 
 
 def _accumulate(
-    loss: Any, adapters: Adapters, terms: Int[Array, "terms"], total: Array, micro: int, mesh: Mesh
+    loss: Any, adapters: Adapters, terms: Int[Array, " terms"], total: Array, micro: int, mesh: Mesh
 ) -> tuple[Adapters, dict[str, Array]]:
     """The gradient of the loss over all `terms`, `micro` of them at a time on each group of devices that shares rows.
 
@@ -98,7 +98,7 @@ def _accumulate(
     groups = sharding.row_groups(mesh)
     split = lambda x: jnp.pad(x, (0, -len(terms) % (groups * micro))).reshape(-1, groups, micro)
 
-    def micro_batch(terms: Int[Array, "micro"], valid: Float[Array, "micro"]):
+    def micro_batch(terms: Int[Array, " micro"], valid: Float[Array, " micro"]):
         (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(adapters, terms, valid, total)
         finite = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(gradient))
         keep = lambda tree: jax.tree.map(lambda x: jnp.where(finite, x, 0.0), tree)
@@ -118,7 +118,7 @@ def _accumulate(
     return gradient, {name: x.sum() for name, x in metrics.items()}
 
 
-def _dealt(x: Float[Array, "groups *shape"]) -> Float[Array, "groups padded_size"]:
+def _dealt(x: Float[Array, " groups *shape"]) -> Float[Array, "groups padded_size"]:
     """`x`, of which each group holds its own row whole, dealt out by columns."""
     rows = x.reshape(len(x), -1)
     rows = sharding.split_rows(jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % len(x)))))  # said, or axes of `x` are split
@@ -128,7 +128,7 @@ def _dealt(x: Float[Array, "groups *shape"]) -> Float[Array, "groups padded_size
 def _micro_batch_loss(
     backbone: Backbone, config: Config, base: Params, conditioning: Conditioning, batch: PolicyBatch, old: Adapters,
     chosen: Int[Array, "b slots"], sigmas: Array, times: Array,
-    adapters: Adapters, terms: Int[Array, "m"], valid: Float[Array, "m"], total: Array,
+    adapters: Adapters, terms: Int[Array, " m"], valid: Float[Array, " m"], total: Array,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:  # fmt: skip
     """This micro-batch's share of the mean loss over `total` terms. A term's number says its row and its slot of `chosen`."""
     row, slot = terms % len(batch.weight), terms // len(batch.weight)

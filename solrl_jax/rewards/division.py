@@ -13,7 +13,7 @@ from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.parallel import hosts
 from solrl_jax.rewards.host import Host, RewardError, Scoring, scoring
 
-Scores = dict[str, Float[np.ndarray, "n"]]
+Scores = dict[str, Float[np.ndarray, " n"]]
 
 
 class DividedScoring:

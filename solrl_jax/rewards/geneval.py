@@ -54,7 +54,7 @@ def geneval(
     detector: str = "shapes",
     threshold: float = 0.3,
     counting_threshold: float = 0.9,
-) -> dict[str, Float[np.ndarray, "n"]]:
+) -> dict[str, Float[np.ndarray, " n"]]:
     """The partial score, at most 1, under "reward"; under "strict" 1 where all is exactly as asked, else 0.
 
     detector: "shapes" (the embedded world's) or "module.path:function", a `detectors.Detect`. threshold: confidence that an

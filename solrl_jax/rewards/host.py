@@ -32,7 +32,7 @@ from solrl_jax.storage.files import RunError
 
 BATCH = 16  # pictures that a function is given at most: a timeout counts for these
 Images = Float[np.ndarray, "n H W 3"]
-Answer = dict[str, Float[np.ndarray, "n"]]  # scores by name
+Answer = dict[str, Float[np.ndarray, " n"]]  # scores by name
 Wait = Callable[[], Answer]
 
 
@@ -191,7 +191,7 @@ class Scoring:
         self.failed[reward.name] += count
         self._failures.setdefault(reward.name, text)
 
-    def _column(self, name: str) -> Float[np.ndarray, "n"]:
+    def _column(self, name: str) -> Float[np.ndarray, " n"]:
         return self._scores.setdefault(name, np.full(len(self._prompts), np.nan, np.float32))
 
 

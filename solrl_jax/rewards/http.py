@@ -27,7 +27,7 @@ RETRIED = (429, 502, 503, 504)  # answers of a service that is busy or about to 
 
 def http(
     images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata], *, url: str, timeout: float
-) -> Float[np.ndarray, "n"]:
+) -> Float[np.ndarray, " n"]:
     """What the service at `url` answers, NaN for null. timeout: seconds that all attempts have together."""
     body: Any = {"images": [png(image) for image in images], "prompts": list(prompts), "metadata": [dict(m) for m in metadata]}
     try:

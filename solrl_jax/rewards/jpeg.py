@@ -16,7 +16,7 @@ KILOBYTE = 1000  # bytes
 
 def jpeg_incompressibility(
     images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata]
-) -> Float[np.ndarray, "n"]:
+) -> Float[np.ndarray, " n"]:
     """Size in kB of the picture as a JPEG: the more detail the better. NaN for a picture that holds other than numbers."""
     check("jpeg_incompressibility", images, prompts, metadata)
     return _sizes(images)
@@ -24,13 +24,13 @@ def jpeg_incompressibility(
 
 def jpeg_compressibility(
     images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata]
-) -> Float[np.ndarray, "n"]:
+) -> Float[np.ndarray, " n"]:
     """The size in kB, negative: the plainer the better. Flow-GRPO divides it by 500; in a mixture its weight can."""
     check("jpeg_compressibility", images, prompts, metadata)
     return -_sizes(images)
 
 
-def _sizes(images: Float[np.ndarray, "n H W 3"]) -> Float[np.ndarray, "n"]:
+def _sizes(images: Float[np.ndarray, "n H W 3"]) -> Float[np.ndarray, " n"]:
     sound = finite(images)
     return np.array([_size(image) if sound[i] else np.nan for i, image in enumerate(images)], np.float32)
 

@@ -23,7 +23,7 @@ Reader = Callable[[UInt8[np.ndarray, "H W 3"]], str]
 
 def ocr(
     images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1
-) -> Float[np.ndarray, "n"]:
+) -> Float[np.ndarray, " n"]:
     """1 where the wanted words can be read, less by each edit that the picture is away from them, at least 0.
 
     The wanted words: metadata["text"], or what the prompt's first pair of double quotes holds. threads: of one process, for

@@ -18,6 +18,6 @@ def check(reward: str, images: Float[np.ndarray, "n H W 3"], prompts: Sequence[s
         raise ValueError(f"reward '{reward}': {count}; expected as many of each")
 
 
-def finite(images: Float[np.ndarray, "n H W 3"]) -> Bool[np.ndarray, "n"]:
+def finite(images: Float[np.ndarray, "n H W 3"]) -> Bool[np.ndarray, " n"]:
     """Which pictures hold numbers alone. The others score NaN, as they do with the rewards in JAX, and are not learnt from."""
     return np.isfinite(images).all((1, 2, 3))

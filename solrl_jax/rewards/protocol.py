@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from solrl_jax.parallel import sharding
 from solrl_jax.rewards.host import Host
 
-Scores = dict[str, Float[Array, "b"]]
+Scores = dict[str, Float[Array, " b"]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -31,14 +31,14 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
     return RankCorrelations(float(means[0]), float(means[1]), tuple((float(s), float(k)) for s, k in pairs))
 
 
-def overlap(proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool = True) -> Float[np.ndarray, "p"]:
+def overlap(proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool = True) -> Float[np.ndarray, " p"]:
     """The share of the `top` truly best (or worst) candidates that are among the proxy's `within` best (worst), by prompt.
 
     The paper's Top-4 match is `top=4, within=K/2`: are the extremes found among those that are kept? A reward that is not
     finite is neither best nor worst: where fewer than `top` true ones are finite, the share is of those, and NaN of none.
     """
 
-    def extremes(x: Float[np.ndarray, "n"], count: int) -> np.ndarray:
+    def extremes(x: Float[np.ndarray, " n"], count: int) -> np.ndarray:
         finite = np.isfinite(x)
         order = np.argsort(np.where(finite, -x if best else x, np.inf), kind="stable")
         return order[: min(count, finite.sum())]
@@ -47,7 +47,7 @@ def overlap(proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool 
     return np.array([np.isin(wanted, found).mean() if len(wanted) else np.nan for wanted, found in pairs])
 
 
-def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.ndarray, "p"]:
+def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.ndarray, " p"]:
     """What the pool's best lose by being chosen by proxy, as a share of the prompt's true range, 0 to 1: 0 loses nothing.
 
     The mean true reward of the `top` best of all candidates, less that of the `top` best among the proxy's `within` best. It
@@ -56,7 +56,7 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
     NaN for a prompt without a finite true reward.
     """
 
-    def lost(p: Float[np.ndarray, "n"], t: Float[np.ndarray, "n"]) -> float:
+    def lost(p: Float[np.ndarray, " n"], t: Float[np.ndarray, " n"]) -> float:
         pool = -np.sort(-t[np.isfinite(t)])
         if not len(pool):
             return np.nan

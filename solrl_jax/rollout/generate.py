@@ -35,8 +35,8 @@ class Grid:
     guidance: what the network is told of it, if it is told; scale: of classifier-free guidance, read if there is any.
     """
 
-    sigmas: Float[np.ndarray, "steps"]
-    times: Float[np.ndarray, "steps"]
+    sigmas: Float[np.ndarray, " steps"]
+    times: Float[np.ndarray, " steps"]
     table: Float[np.ndarray, "steps 5"]
     guidance: float
     scale: float
@@ -97,7 +97,7 @@ class Samples:
     failed: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
-    def reward(self) -> Float[np.ndarray, "b"]:
+    def reward(self) -> Float[np.ndarray, " b"]:
         return self.scores["reward"]
 
 
@@ -115,7 +115,7 @@ def generate(
     params: Params | Relay,
     grid: Grid,
     prompted: Prompted,
-    index: Int[np.ndarray, "b"],
+    index: Int[np.ndarray, " b"],
     seeds: UInt32[np.ndarray, "b 2"],
     size: tuple[int, int],
     chunk: int,
@@ -195,7 +195,7 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
 @partial(sharding.jit, static_argnums=(0, 1))
 def sample_chunk(
     backbone: Backbone, guided: bool, params: Params | Relay, conditioning: Conditioning, negative: Conditioning,
-    index: Int[Array, "b"], seeds: UInt32[Array, "b 2"], noise: Float[Array, "b h w c"],
+    index: Int[Array, " b"], seeds: UInt32[Array, "b 2"], noise: Float[Array, "b h w c"],
     sigmas: Array, times: Array, table: Array, guidance: Array, scale: Array,
 ) -> Float[Array, "b h w c"]:  # fmt: skip
     """Noise to clean latents for one chunk."""

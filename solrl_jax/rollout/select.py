@@ -16,7 +16,7 @@ def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
 
 def select(
     rewards: Rewards, kept: int, mode: str, seed: tuple[int, ...] = (0,)
-) -> tuple[Int[np.ndarray, "p k"], Bool[np.ndarray, "p"]]:
+) -> tuple[Int[np.ndarray, "p k"], Bool[np.ndarray, " p"]]:
     """Indices of the kept candidates of each prompt, ascending, and whether the prompt had enough finite rewards.
 
     `best_worst` keeps the kept/2 best and the kept/2 worst; `best` the best; `random` a draw from `seed`. A non-finite

@@ -223,8 +223,10 @@ def test_a_run_directory_must_be_a_directory(tmp_path):
 
 
 def test_one_process_at_a_time(tmp_path):
-    code = "import sys; from pathlib import Path; from solrl_jax.storage.files import only_user\n"
+    code = (
+        "import sys; from pathlib import Path; from solrl_jax.storage.files import only_user\n"
         "with only_user(Path(sys.argv[1])): pass"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def other():
