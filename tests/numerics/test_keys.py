@@ -6,15 +6,19 @@ import jax
 import numpy as np
 import pytest
 
-from solrl_jax.numerics.randomness import STREAMS, candidate_seeds, initial_noise, prompt_uid, seed_numbers, stream
+from solrl_jax.numerics.randomness import STREAMS, candidate_seeds, key, normal, permutations, prompt_uid, seed_numbers, stream
 
 SHAPE = (4, 4, 2)
 UIDS = np.array([11, 2**31 + 5, 7], np.uint32)
 
 
-def seeds(run=0, iteration=0, uids=UIDS, candidates=5):
+def seeds(run=0, iteration=0, uids=UIDS, candidates=5, name="candidate"):
     indices = np.arange(candidates) if isinstance(candidates, int) else np.array(candidates)
-    return np.asarray(candidate_seeds(np.int32(run), np.int32(iteration), np.asarray(uids, np.uint32), indices))
+    return np.asarray(candidate_seeds(np.int32(run), name, np.int32(iteration), np.asarray(uids, np.uint32), indices))
+
+
+def initial_noise(seeds, shape):
+    return normal(seeds, "initial", shape)
 
 
 def test_golden_values():
@@ -76,14 +80,41 @@ def test_initial_noise_is_standard_normal_and_no_two_rows_are_alike():
 
 def test_streams_are_distinct():
     assert len(set(STREAMS.values())) == len(STREAMS)
-    old = {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4}  # runs keep theirs
-    assert {**old, "calibration": 5} == STREAMS
-    key = jax.random.wrap_key_data(seeds()[0, 0])
-    draws = np.stack([jax.random.normal(stream(key, name), (512,)) for name in STREAMS] + [jax.random.normal(key, (512,))])
-    assert np.abs(np.corrcoef(draws) - np.eye(7)).max() < 0.2
-    np.testing.assert_array_equal(jax.random.normal(stream(key, "initial"), SHAPE), initial_noise(seeds()[0, :1], SHAPE)[0])
+    old = {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5}  # runs keep theirs
+    new = {"evaluation": 6, "ranking": 7, "calibration seeds": 8, "adapters": 9}
+    assert {**old, **new} == STREAMS
+    root = jax.random.wrap_key_data(seeds()[0, 0])
+    draws = np.stack([jax.random.normal(stream(root, name), (512,)) for name in STREAMS] + [jax.random.normal(root, (512,))])
+    assert np.abs(np.corrcoef(draws) - np.eye(11)).max() < 0.2
     with pytest.raises(KeyError, match="other"):
-        stream(key, "other")
+        stream(root, "other")
+
+
+def test_each_use_has_seeds_of_its_own():
+    """Candidates of training, evaluation, ranking and calibration share no seed, and no seed is the key of the adapters."""
+    uses = [name for name in STREAMS if name in ("candidate", "evaluation", "ranking", "calibration seeds")]
+    words = [seeds(name=name).reshape(-1, 2) for name in uses]
+    words += [np.asarray(jax.random.key_data(key(0, name)))[None] for name in (*uses, "adapters")]
+    assert len(np.unique(seed_numbers(np.concatenate(words)))) == 4 * 15 + 5
+
+
+def test_every_draw_has_the_bits_that_runs_on_disk_were_made_with():
+    """Written out with `jax.random` alone: the stream's number is folded into the seed, then the number of the draw."""
+    rows = seeds().reshape(-1, 2)[:3]
+    fold = np.array([0, 5, 2])
+    for name, folds in (("initial", [None] * 3), ("solver", [4] * 3), ("training", fold), ("calibration", fold)):
+        roots = [jax.random.fold_in(jax.random.wrap_key_data(seed), STREAMS[name]) for seed in rows]
+        keys = [root if number is None else jax.random.fold_in(root, number) for root, number in zip(roots, folds, strict=True)]
+        want = np.stack([jax.random.normal(k, SHAPE) for k in keys])
+        given = {"initial": None, "solver": 4}.get(name, folds)
+        np.testing.assert_array_equal(normal(rows, name, SHAPE, given), want)
+        np.testing.assert_array_equal(jax.jit(normal, static_argnums=(1, 2))(rows, name, SHAPE, given), want)
+        assert len(np.unique(want)) == want.size
+    orders = [jax.random.permutation(stream(jax.random.wrap_key_data(seed), "sigmas"), 10) for seed in rows]
+    np.testing.assert_array_equal(permutations(rows, "sigmas", 10), np.stack(orders))
+    np.testing.assert_array_equal(
+        jax.random.key_data(key(7, "adapters")), jax.random.key_data(stream(jax.random.key(7), "adapters"))
+    )
 
 
 def test_seed_numbers_can_be_read_back():
