@@ -12,6 +12,7 @@ ORDER = [
     ("solrl_jax.numerics",),
     ("models",),
     (
+        "solrl_jax.storage.errors",
         "solrl_jax.storage.files",
         "solrl_jax.parallel.consensus",
         "solrl_jax.storage.hub",
@@ -63,7 +64,7 @@ ORDER = [
     ("solrl_jax.commands.cli", "solrl_jax.commands.cli_files", "solrl_jax.commands.options"),
 ]
 # what only writes files may be used by whatever shows results
-LEAVES = ("solrl_jax.run.pictures", "solrl_jax.storage.files")
+LEAVES = ("solrl_jax.run.pictures", "solrl_jax.storage.errors", "solrl_jax.storage.files")
 MODEL_USERS = {"solrl_jax.conditioning.text_encoders", "solrl_jax.backbone.backbone", "solrl_jax.commands.convert"}
 # reads pickles, once and on request: it imports PyTorch when it is called
 LATE = {"solrl_jax.commands.convert": {"torch"}}

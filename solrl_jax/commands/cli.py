@@ -22,7 +22,7 @@ from solrl_jax.commands.options import (
     overrides_argument,
 )  # fmt: skip
 from solrl_jax.config.schema import ConfigError, Precision
-from solrl_jax.storage.files import InputError, RunError, first_line
+from solrl_jax.storage.errors import InputError, RunError, first_line
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork nothing, and it warns as if we did
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it says at import that PyTorch is absent: so it should be

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import click
 
 from solrl_jax.commands.options import checkpoint_option, finish, json_option, overrides_argument
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 
 @click.command()

@@ -22,7 +22,7 @@ from solrl_jax.models import sana_native
 from solrl_jax.models.pipeline import Component, open_pipeline, read_json
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.storage import files
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError, first_line, in_one_line
 
 # under what checkpoints hold their tensors; the first that is there, `state_dict` before `model` as SANA's authors read them
 CONTAINERS = ("state_dict", "model", "model_state_dict", "module", "net", "weights", "params")
@@ -91,7 +91,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     if file.suffix == ".safetensors":
         raise InputError(f"{file}: is a safetensors file already")
     if base is not None:
-        with files.in_one_line():
+        with in_one_line():
             kind = read_json(base / INDEX).get("_class_name")
         if kind != "SanaPipeline":
             raise InputError(f"--base {base}: {INDEX} has _class_name={kind!r}; accepted: 'SanaPipeline'")
@@ -115,7 +115,7 @@ def _load(torch: Any, file: Path) -> Any:
         what = f"it asks for {found[1]}" if found and found[1] else found[0] if found else "of an unknown form"
         raise InputError(f"{file}: refused, because reading it may run code ({what}); accepted are tensors alone") from error
     except Exception as error:  # a damaged file raises a dozen unrelated kinds, some with advice that is not ours
-        reason = files.first_line(error).split(". ")[0]
+        reason = first_line(error).split(". ")[0]
         raise InputError(f"{file}: not a readable torch file ({type(error).__name__}: {reason})") from error
 
 
@@ -166,7 +166,7 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
 
 def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> dict[str, Any]:
     """The directory `out` of a native SANA checkpoint: checked by the network's own loader, then named."""
-    with files.in_one_line(lambda said: f"--base {base}: {said}"):
+    with in_one_line(lambda said: f"--base {base}: {said}"):
         config = None if base is None else SanaConfig.from_dict(read_json(base / TRANSFORMER / "config.json"))
     grid = tensors.get(sana_native.POSITIONS)
     try:
@@ -180,14 +180,14 @@ def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> d
         files.atomic_write(folder / TRANSFORMER / "config.json", json.dumps(plan.config, indent=2) + "\n")
         for name in copied:
             _copy(Path(base or "", name), folder / name)
-        with files.in_one_line(
+        with in_one_line(
             lambda said: said.replace(str(folder), str(base or out))
         ):  # what does not fit is known before the weights are written
             network = _network(folder) if base is None else open_pipeline(folder).transformer
         # parts of tensors are views: still nothing is read
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
-        with files.in_one_line(lambda said: said.replace(str(folder), str(out))):
+        with in_one_line(lambda said: said.replace(str(folder), str(out))):
             network.check()
     return {
         "kind": "sana",

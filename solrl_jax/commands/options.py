@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from solrl_jax.planning.devices import DEVICES
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 Command = Callable[..., Any]
 

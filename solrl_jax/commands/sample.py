@@ -28,7 +28,7 @@ from solrl_jax.rollout.generate import Grid, generate, prepare
 from solrl_jax.run import pictures
 from solrl_jax.run.directory import find_checkpoint, is_run, load_ema, output_directory, read_run
 from solrl_jax.storage import files
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.training.experiment import device_facts, quantize_policy
 
 # the preset that says which linears of a bare model directory are quantised, by pipeline
@@ -204,7 +204,7 @@ def _read_latents(path: Path, count: int) -> np.ndarray:
         with path.open("rb") as stream:
             array = np.lib.format.read_array(stream, allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise InputError(f"--latents {path}: not a readable .npy file ({files.first_line(error)})") from error
+        raise InputError(f"--latents {path}: not a readable .npy file ({first_line(error)})") from error
     if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:
         wanted = f"float32 [N, C, h, w] with N = {count}, one a prompt"
         raise InputError(f"--latents {path}: {array.dtype} {list(array.shape)}; expected {wanted}")

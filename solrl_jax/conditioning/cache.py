@@ -25,7 +25,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save
 
-from solrl_jax.storage.files import PARTIAL, InputError, disk_reason, writing
+from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.files import PARTIAL, disk_reason, writing
 
 Encoding = dict[str, np.ndarray]  # of one prompt
 DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I32": np.int32, "BOOL": np.bool_}  # by the format's names

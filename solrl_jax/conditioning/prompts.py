@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 T = TypeVar("T", bound=str)
 EMBEDDED = "embedded:"

@@ -16,7 +16,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens
 from solrl_jax.models.tensor_files import weight_files
 from solrl_jax.models.weights import Params
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.storage.files import InputError, in_one_line
+from solrl_jax.storage.errors import InputError, in_one_line
 
 ENCODED_ROWS = 8  # prompts that a device encodes at once
 REVISION = 1  # of what encoders compute: raised with every change of `models/` that changes a bit of an encoding

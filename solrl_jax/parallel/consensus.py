@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the only place that has the service's client; orbax takes it from here too
 
-from solrl_jax.storage.files import InputError, RunError, first_line
+from solrl_jax.storage.errors import InputError, RunError, first_line
 
 PATIENCE = 1800.0  # seconds for an answer: a process may have gigabytes to write, and if it dies jax tells the others
 _asked: collections.Counter[str] = collections.Counter()

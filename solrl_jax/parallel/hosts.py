@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from solrl_jax.parallel import consensus
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 T = TypeVar("T")
 AUTO = "auto"

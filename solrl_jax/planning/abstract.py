@@ -20,7 +20,7 @@ from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_reward
 from solrl_jax.rewards.sources import CARRIED
 from solrl_jax.storage import hub
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 
 

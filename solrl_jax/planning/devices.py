@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any
 
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _COUNT = "--xla_force_host_platform_device_count"

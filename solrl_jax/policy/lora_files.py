@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.storage import files
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError, RunError, first_line
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -233,7 +233,7 @@ def _save(file: Path, target: Path, modules: Mapping[str, Tensors], prefix: str,
     save_file(tensors, file, metadata={"format": "pt"} | metadata)
     read, _ = _open(file)
     if read.keys() != tensors.keys() or any(read[k].tobytes() != t.tobytes() for k, t in tensors.items()):
-        raise files.RunError(f"{target}: does not read back as it was written")
+        raise RunError(f"{target}: does not read back as it was written")
     if endless := sorted(k for k, t in read.items() if not np.isfinite(t).all()):
         raise InputError(f"{target}: {len(endless)} adapter(s) are not finite in {jnp.dtype(dtype)}: {', '.join(endless)}")
     if not any(_changes(read[f"{prefix}{m}.{_A}"], read[f"{prefix}{m}.{_B}"]) for m in modules):
@@ -271,7 +271,7 @@ def _open(file: Path) -> tuple[Tensors, dict[str, str]]:
         with safe_open(file, framework="numpy") as handle:
             return {k: handle.get_tensor(k) for k in handle.keys()}, handle.metadata() or {}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{file}: not a readable safetensors file ({files.first_line(error)})") from error
+        raise InputError(f"{file}: not a readable safetensors file ({first_line(error)})") from error
 
 
 def _fields(file: Path, text: str | None) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _fields(file: Path, text: str | None) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text() if text is None else text))
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{file}: its LoRA configuration is not a JSON object ({files.first_line(error)})") from error
+        raise InputError(f"{file}: its LoRA configuration is not a JSON object ({first_line(error)})") from error
 
 
 def _by_module(tensors: Tensors, slots: Mapping[str, _Slot]) -> tuple[dict[str, Tensors], dict[str, float], list[str]]:

@@ -17,7 +17,7 @@ from solrl_jax.config.schema import Lora, Optimizer
 from solrl_jax.parallel import sharding
 from solrl_jax.policy.lora import Adapters, init_adapters
 from solrl_jax.policy.lora_files import Table, import_lora
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "adapters", "old", "ema", "opt_state"], meta_fields=[])

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.schema import shown
 from solrl_jax.rewards.outside import finite
-from solrl_jax.storage.files import RunError
+from solrl_jax.storage.errors import RunError
 
 BATCH = 16  # pictures that a function is given at most: a timeout counts for these
 Images = Float[np.ndarray, "n H W 3"]

@@ -20,7 +20,7 @@ from PIL import Image
 from solrl_jax.rewards.host import Failure
 from solrl_jax.rewards.outside import Metadata
 from solrl_jax.run.pictures import to_uint8
-from solrl_jax.storage.files import first_line
+from solrl_jax.storage.errors import first_line
 
 RETRIED = (429, 502, 503, 504)  # answers of a service that is busy or about to start
 

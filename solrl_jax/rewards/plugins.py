@@ -11,7 +11,7 @@ from solrl_jax.config.presets import ENTRY_POINTS
 from solrl_jax.config.schema import shown
 from solrl_jax.rewards.host import BATCH, HostReward, load
 from solrl_jax.rewards.protocol import Reward
-from solrl_jax.storage.files import InputError, first_line
+from solrl_jax.storage.errors import InputError, first_line
 
 Options = Mapping[str, Any]
 ARGUMENTS = ("images", "prompts", "metadata")  # of a function outside JAX, before its options

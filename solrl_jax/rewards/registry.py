@@ -19,7 +19,7 @@ from solrl_jax.rewards.plugins import Options, entry_points, host_reward, is_ser
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.rewards.shapes import shapes_reward
 from solrl_jax.rewards.sources import SOURCES
-from solrl_jax.storage.files import InputError, in_one_line
+from solrl_jax.storage.errors import InputError, in_one_line
 
 # those that are shipped with the package
 REWARDS: dict[str, Callable[[], Reward]] = {"shapes": shapes_reward, "tiny-clip": tiny_clip}

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from solrl_jax.rewards.protocol import Reward, Scores
 from solrl_jax.shapes import verifier
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 
 def shapes_reward() -> Reward:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from solrl_jax.storage import hub
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
 CARRIED: Mapping[str, str] = MappingProxyType({})  # as `reward.paths`: the configurations that the package carries, for plans

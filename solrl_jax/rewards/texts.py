@@ -8,7 +8,7 @@ import ftfy
 import numpy as np
 
 from solrl_jax.models.pipeline import load_tokenizer
-from solrl_jax.storage.files import in_one_line
+from solrl_jax.storage.errors import in_one_line
 
 Tokens = dict[str, np.ndarray]  # "ids" int32 and "mask" bool (true on tokens), [prompts, length]
 Tokenize = Callable[[Sequence[str]], Tokens]

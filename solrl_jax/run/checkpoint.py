@@ -23,7 +23,7 @@ import numpy as np
 
 from solrl_jax.parallel import consensus
 from solrl_jax.storage import files
-from solrl_jax.storage.files import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError, first_line
 
 FORMAT = 1
 ARRAYS, META = "arrays", "meta.json"
@@ -194,7 +194,7 @@ def _load(path: Path, abstract_state: Any) -> Any:
                 arrays.update(ocp.PyTreeCheckpointHandler().restore(epath.Path(path.absolute() / ARRAYS), args=args))
         except Exception as error:
             # Its bytes are as saved, so this is another orbax or a device without room: still one line, not a stack.
-            raise CheckpointError(f"{path}: cannot be read: {files.first_line(error)}") from error
+            raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
     consensus.together("restore/read", read, CheckpointError)
     return jax.tree_util.tree_unflatten(structure, [arrays[key] for key in wanted])
@@ -205,7 +205,7 @@ def _header(path: Path) -> dict[str, Any]:
     try:
         header = json.loads((path / META).read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {META} cannot be read: {files.first_line(error)}") from error
+        raise CheckpointError(f"{path}: {META} cannot be read: {first_line(error)}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: {META} is not that of a checkpoint")
     return header

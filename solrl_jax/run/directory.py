@@ -10,7 +10,7 @@ from solrl_jax.policy.lora import Adapters, matching
 from solrl_jax.policy.state import abstract_state, read_start
 from solrl_jax.run import checkpoint
 from solrl_jax.storage import files
-from solrl_jax.storage.files import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError
 
 
 def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -> tuple[Config, Path | None]:

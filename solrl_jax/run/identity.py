@@ -13,7 +13,7 @@ from solrl_jax.config.presets import from_yaml, to_yaml
 from solrl_jax.config.schema import Config
 from solrl_jax.numerics.formats import AUTO, resolve
 from solrl_jax.rewards.registry import reward_name, reward_names
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from solrl_jax.training.experiment import device_facts
 
 # what the adapters do not depend on; what is read from the cache is what would be computed, to the bit

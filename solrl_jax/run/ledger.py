@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from solrl_jax.storage.files import InputError, atomic, first_line, writing
+from solrl_jax.storage.errors import InputError, first_line
+from solrl_jax.storage.files import atomic, writing
 
 
 def _field(name: str, dtype: pa.DataType, description: str, *, nullable: bool = False) -> pa.Field:

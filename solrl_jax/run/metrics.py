@@ -19,7 +19,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.storage.files import InputError, atomic_write, disk_reason, first_line, writing
+from solrl_jax.storage.errors import InputError, first_line
+from solrl_jax.storage.files import atomic_write, disk_reason, writing
 
 _JSONL, _CSV, _TENSORBOARD, _WANDB_ID = "metrics.jsonl", "metrics.csv", "tensorboard", "wandb-id.txt"
 

@@ -14,7 +14,7 @@ import jax
 
 from solrl_jax.run import checkpoint
 from solrl_jax.storage import files
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 
 def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:

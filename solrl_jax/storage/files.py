@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from solrl_jax.storage.errors import InputError, RunError, first_line
+
 PARTIAL, REMOVING = ".partial-", ".removing-"
 MANIFEST = "manifest.json"
 
@@ -26,28 +28,6 @@ _REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
 }
-
-
-class RunError(Exception):
-    """The run failed for a reason outside of its input; the message is one line (exit code 1)."""
-
-
-class InputError(ValueError):
-    """What the user gave cannot work; the message is one line that says what to change (exit code 2)."""
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type when it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-@contextlib.contextmanager
-def in_one_line(shown: Callable[[str], str] = str) -> Iterator[None]:
-    """What reading a model's files raises, as InputError in one line; shown: from that line to the one that the user sees."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
-        raise InputError(shown(" ".join(str(error).split()))) from error
 
 
 def disk_reason(error: BaseException) -> str | None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 CARRIED = Path(__file__).parents[1] / "assets" / "released"
 

@@ -36,7 +36,7 @@ from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rollout.generate import Grid, Relay, prepare
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 CALIBRATION = 2**31 - 3  # the iteration of its seeds; the two after it are `rank`'s and `evaluate`'s
 

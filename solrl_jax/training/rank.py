@@ -22,7 +22,7 @@ from solrl_jax.rollout.fidelity import overlap, rank_correlations, regret
 from solrl_jax.rollout.generate import Grid, Relay, prepare
 from solrl_jax.run import pictures
 from solrl_jax.storage import files
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from solrl_jax.training.evaluate import EVALUATION
 from solrl_jax.training.experiment import Experiment, device_facts
 from solrl_jax.training.iteration import roll_out

@@ -23,7 +23,7 @@ from solrl_jax.models.pipeline import open_pipeline
 from solrl_jax.models.tiling import decode_tiled
 from solrl_jax.parallel import sharding
 from solrl_jax.rollout.generate import decode_chunk
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from tests.pipelines import CHANNELS, KL_CHANNELS, MAX_TOKENS, save_flux_pipeline, save_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value

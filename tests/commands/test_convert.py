@@ -20,7 +20,7 @@ from solrl_jax.commands import convert as conversion
 from solrl_jax.commands.convert import convert
 from solrl_jax.models.pipeline import open_pipeline
 from solrl_jax.models.sana import SanaConfig
-from solrl_jax.storage.files import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError
 from tests.commands.test_cli import solrl
 from tests.pipelines import CHANNELS, TEXT, TRANSFORMER, save_pipeline
 

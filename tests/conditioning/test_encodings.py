@@ -23,7 +23,7 @@ from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.models.pipeline import Component
 from solrl_jax.parallel import sharding
 from solrl_jax.rollout.generate import prepare
-from solrl_jax.storage.files import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError
 from solrl_jax.training.experiment import build, fill_cache
 from tests.pipelines import save_flux_pipeline, save_pipeline, save_sd3_pipeline
 from tests.small import small_config

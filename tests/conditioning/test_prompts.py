@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from solrl_jax.conditioning.prompts import Prompt, draw_prompts, load_prompts
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 KINDS = ("geneval-shapes", "ocr", "shapes")
 SETS = tuple(f"embedded:{kind}-{part}" for kind in KINDS for part in ("test", "train"))

@@ -19,7 +19,7 @@ from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.numerics.principal import Corrected
 from solrl_jax.policy.lora import flatten
 from solrl_jax.rollout.generate import generate, prepare
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from solrl_jax.training import experiment as experiments
 from solrl_jax.training.experiment import build
 from solrl_jax.training.rank import with_exact_steps

@@ -15,7 +15,7 @@ from solrl_jax.planning import devices
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.measure import Planner
 from solrl_jax.rollout.generate import decode_chunk, generate, prepare
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from solrl_jax.training import experiment as experiments
 from solrl_jax.training.iteration import iterate, roll_out
 from tests.small import fresh_state, silent, small_config

@@ -17,7 +17,7 @@ from solrl_jax.policy.lora import flatten
 from solrl_jax.rollout.generate import Relay, generate, prepare
 from solrl_jax.run import identity
 from solrl_jax.run import loop as trainer
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from solrl_jax.training import experiment as experiments
 from tests.small import fresh_state, small_config
 

@@ -13,7 +13,7 @@ import torch
 from solrl_jax.backbone.backbone import load_backbone
 from solrl_jax.models.pipeline import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from tests import pipelines
 from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, SD3, quick_compilation, sample_images, save_sd3_pipeline
 

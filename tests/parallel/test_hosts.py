@@ -15,7 +15,7 @@ from solrl_jax.parallel import hosts
 from solrl_jax.run import ledger, metrics
 from solrl_jax.run import loop as trainer
 from solrl_jax.run.progress import Reporter
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from tests.run.test_resume import arrays
 from tests.small import SMALL, small_config
 

@@ -29,7 +29,7 @@ from solrl_jax.policy.lora import attach, flatten, replace
 from solrl_jax.policy.lora_files import LoraSettings, export_diffusers, export_peft, import_lora
 from solrl_jax.policy.state import init_state, read_start
 from solrl_jax.rollout.generate import Grid, generate, prepare
-from solrl_jax.storage.files import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError
 from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, TRANSFORMER, save_pipeline
 
 TOLERANCE = 2e-5  # largest difference over largest value; without adapters it is 5e-6

@@ -21,7 +21,7 @@ from solrl_jax.rollout.generate import generate, prepare
 from solrl_jax.run import checkpoint, ledger, metrics
 from solrl_jax.run import loop as trainer
 from solrl_jax.run.progress import Reporter
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from solrl_jax.training import experiment as experiments
 from solrl_jax.training.iteration import iterate
 from tests import outside

@@ -18,7 +18,7 @@ from solrl_jax.rewards.host import Failure, Workers, scoring
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rewards.registry import open_reward
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from tests import outside
 
 PICTURES = np.random.default_rng(1).integers(0, 256, (5, 6, 7, 3)).astype(np.float32) / 255  # as PNG holds them

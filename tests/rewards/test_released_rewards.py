@@ -15,7 +15,7 @@ from solrl_jax.rewards.clip import hpsv2
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rewards.registry import make_reward, open_reward
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from tests import released
 
 TOLERANCE = 1e-4

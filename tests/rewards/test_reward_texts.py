@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from solrl_jax.rewards.texts import clean, clip_texts, image_reward_texts, open_clip_texts, open_tokenizer
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 from tests import released
 
 PROMPTS = (

@@ -11,7 +11,7 @@ from solrl_jax.backbone.backbone import EMBEDDED_FOLDER
 from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rewards.registry import make_reward
 from solrl_jax.shapes import scenes
-from solrl_jax.storage.files import InputError
+from solrl_jax.storage.errors import InputError
 
 PROMPTS = ("a red circle", "two small blue squares", "a large yellow triangle above a cyan circle", "three purple squares")
 

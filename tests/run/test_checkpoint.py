@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from solrl_jax.run import checkpoint
 from solrl_jax.run import writer as saving
 from solrl_jax.run.checkpoint import CheckpointError
-from solrl_jax.storage.files import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError
 from tests.states import Policy, abstract, assert_same_bits, make_state
 
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from solrl_jax.run import ledger
-from solrl_jax.storage.files import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError
 
 ROWS = 6
 

@@ -16,7 +16,8 @@ import pytest
 
 from solrl_jax.run import metrics
 from solrl_jax.run.metrics import Metrics
-from solrl_jax.storage.files import InputError, RunError, atomic, atomic_write, only_user, writable_directory
+from solrl_jax.storage.errors import InputError, RunError
+from solrl_jax.storage.files import atomic, atomic_write, only_user, writable_directory
 
 
 def report(run_dir, iterations, **options):

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from solrl_jax.run import pictures
-from solrl_jax.storage.files import RunError
+from solrl_jax.storage.errors import RunError
 
 RNG = np.random.default_rng(0)
 

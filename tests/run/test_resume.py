@@ -20,7 +20,7 @@ from solrl_jax.run import writer as saving
 from solrl_jax.run.directory import find_checkpoint
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage import files
-from solrl_jax.storage.files import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError
 from tests.small import SMALL, small_config
 
 ITERATIONS = 5

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from solrl_jax.run import checkpoint
 from solrl_jax.run import writer as saving
 from solrl_jax.run.writer import Saver
-from solrl_jax.storage.files import RunError
+from solrl_jax.storage.errors import RunError
 from tests.states import abstract, abstract_on, assert_same_bits, flat, make_state, placed
 
 SMALL = {"w": jnp.arange(4.0)}
@@ -134,7 +134,7 @@ WORKER = textwrap.dedent(
     from solrl_jax.parallel import consensus
     from solrl_jax.run import writer as saving
     from solrl_jax.run.checkpoint import CheckpointError
-    from solrl_jax.storage.files import RunError
+    from solrl_jax.storage.errors import RunError
     from tests.states import abstract_on, assert_holds, placed
 
     states = pickle.loads((root / "states").read_bytes())

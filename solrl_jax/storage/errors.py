@@ -1,0 +1,29 @@
+"""The two errors that a command reports in one line: what the user gave cannot work, or the run failed."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+
+class RunError(Exception):
+    """The run failed for a reason outside of its input; the message is one line (exit code 1)."""
+
+
+class InputError(ValueError):
+    """What the user gave cannot work; the message is one line that says what to change (exit code 2)."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type when it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def in_one_line(shown: Callable[[str], str] = str) -> Iterator[None]:
+    """Raises as InputError, in one line, whatever the body raises while it reads a model's files.
+
+    shown: makes the message for the user from that line.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
+        raise InputError(shown(" ".join(str(error).split()))) from error
