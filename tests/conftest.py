@@ -16,10 +16,36 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 # no test, nor a process that it starts, writes encoded prompts where the user's own are
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "home")
 
+import dataclasses
+from typing import Any
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
 
+
+def _register(cls: type, data_fields: Any = None, meta_fields: Any = (), **others: Any) -> type:
+    """`jax.tree_util.register_dataclass`, but JAX does not call `__init__`, which the hook below checks.
+
+    JAX builds such classes with whatever a tree holds: placements, shapes or axis numbers where the fields say arrays.
+    """
+    if not cls.__module__.startswith(("solrl_jax.", "tests.")):
+        return _jax_register(cls, data_fields, None if data_fields is None else meta_fields, **others)
+    static = lambda field: field.metadata.get("static", field.name in meta_fields)
+    data, meta = ([f.name for f in dataclasses.fields(cls) if static(f) == of_meta] for of_meta in (False, True))
+
+    def unflatten(meta_values: Any, values: Any) -> Any:
+        new = object.__new__(cls)
+        for name, value in (*zip(data, values, strict=True), *zip(meta, meta_values, strict=True)):
+            object.__setattr__(new, name, value)
+        return new
+
+    with_keys = lambda x: ([(jax.tree_util.GetAttrKey(n), getattr(x, n)) for n in data], tuple(getattr(x, n) for n in meta))
+    jax.tree_util.register_pytree_with_keys(cls, with_keys, unflatten)
+    return cls
+
+
+_jax_register, jax.tree_util.register_dataclass = jax.tree_util.register_dataclass, _register
 # shapes and dtypes of every annotated function are checked while it is traced; in the tests alone
 install_import_hook("solrl_jax", "beartype.beartype")
 

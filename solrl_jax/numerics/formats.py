@@ -63,9 +63,9 @@ _NVFP4 = "weights and activations in E2M1, blocks of 16"
 FORMATS = {
     f.name: f
     for f in (
-        Format("fp32", "no linear is quantised", 32, None, _everywhere),
-        Format("bf16", "no linear is quantised", 16, None, _everywhere),
-        Format("fp8", "weights a channel and activations a token in E4M3", 8, fp8.quantize, _fp8_units),
+        Format("fp32", "no linear is quantised", 32.0, None, _everywhere),
+        Format("bf16", "no linear is quantised", 16.0, None, _everywhere),
+        Format("fp8", "weights a channel and activations a token in E4M3", 8.0, fp8.quantize, _fp8_units),
         Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, mx.quantize_mxfp8, _block_scaled_units),
         Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, mx.quantize_mxfp4, _block_scaled_units),
         Format("nvfp4", _NVFP4, 4.5, nvfp4.quantize, _block_scaled_units),
