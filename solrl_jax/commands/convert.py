@@ -17,7 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.backbone.backbone import pipeline_files
+import click
+
+from solrl_jax.backbone.locate import pipeline_files
+from solrl_jax.commands.options import finish, json_option
 from solrl_jax.models import sana_native
 from solrl_jax.models.pipeline import Component, open_pipeline, read_json
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
@@ -275,3 +278,20 @@ def _bytes(tensor: Any) -> memoryview:
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+@click.command("convert")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A .safetensors file; for SANA, a directory.")
+@click.option("--base", type=click.Path(path_type=Path), help="SANA: a pipeline's directory, whose other parts are added.")
+@click.option("--force", is_flag=True, help="Replace what is there.")
+@json_option
+def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool) -> None:
+    """Turn a torch pickle (.pth, .pt, .bin, .ckpt) into safetensors, once; a native SANA checkpoint into a transformer.
+
+    \b
+    solrl convert HPS_v2.1_compressed.pt --out HPS_v2.1.safetensors
+    solrl convert SANA_LinearFFN.pth --out sana-linear --base Sana_1600M_1024px_BF16_diffusers
+    """
+    summary = convert(file, out, base, force=force)
+    finish(summary, as_json, describe(summary))

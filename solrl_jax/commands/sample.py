@@ -7,29 +7,35 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import click
 import jax
 import numpy as np
 
-from solrl_jax.backbone.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone, open_model
+from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, load_backbone
+from solrl_jax.backbone.locate import open_model
+from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, json_option
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts
 from solrl_jax.config.presets import resolve
-from solrl_jax.config.schema import Config
+from solrl_jax.config.schema import Config, Precision
 from solrl_jax.explore.linears import quantized_paths
+from solrl_jax.explore.sync import Quantizer, merged
+from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
 from solrl_jax.numerics.formats import Format
 from solrl_jax.numerics.formats import resolve as resolve_format
-from solrl_jax.numerics.randomness import candidate_seeds, initial_noise, prompt_uid
+from solrl_jax.numerics.randomness import candidate_seeds, normal, prompt_uid
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy.lora import Adapters, attach
 from solrl_jax.policy.lora_files import import_lora
-from solrl_jax.rollout.generate import Grid, generate, prepare
+from solrl_jax.rollout.generate import Rows, generate, prepare
+from solrl_jax.rollout.stage import Leg, Stage
 from solrl_jax.run import pictures
 from solrl_jax.run.directory import find_checkpoint, is_run, load_ema, output_directory, read_run
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, first_line
-from solrl_jax.training.experiment import device_facts, quantize_policy
+from solrl_jax.training.experiment import device_facts
 
 # the preset that says which linears of a bare model directory are quantised, by pipeline
 RECIPES = {
@@ -81,18 +87,20 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     computed = "fp32" if form.name == "fp32" else "bf16"
     quantized = _quantized(config, pipeline, form, computed)
     backbone = load_backbone(pipeline, computed, make_mesh(-1, 1), **mine)
-    seeds = _seeds(prompts, request.seed)
+    seeds, shape = _seeds(prompts, request.seed), pipeline.latent_shape(*size)
     if noise is None:
-        noise = np.asarray(jax.jit(initial_noise, static_argnums=1)(seeds, pipeline.latent_shape(*size)))
+        noise = np.asarray(jax.jit(normal, static_argnums=(1, 2))(seeds, "initial", shape))
     max_tokens = request.max_tokens or (config.model.max_tokens if config else pipeline.default_max_tokens)
     prompted = prepare(backbone, None, prompts, max_tokens, request.negative)
     backbone.text_encoders.release()  # there is nothing more to encode
-    policy = _policy(target, chosen, request, config, backbone, form, quantized)
-    samples = generate(
-        backbone, policy, grid, prompted, np.arange(len(prompts)), seeds, size,
-        min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size)), None,
-        noise=noise, keep_images=True, progress=progress,
-    )  # fmt: skip
+    adapters, scale = _adapters(Path(target), chosen, request, config, backbone)
+    policy = attach(backbone.transformer, adapters, scale)
+    if form.quantize is not None:
+        policy = merged(backbone, adapters, scale, quantized, Quantizer(form.quantize))
+    chunk = min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size))
+    stage = Stage("sample", (Leg(policy, grid),), backbone.decoder, shape, chunk)
+    rows = Rows(np.arange(len(prompts)), seeds, noise)
+    samples = generate(backbone, stage, prompted, rows, keep_images=True, progress=progress)
     assert samples.images is not None
     _write(request.out, samples.images, noise, prompts)
     made = {"out": str(request.out), "images": len(prompts), "height": size[0], "width": size[1], "steps": request.steps}
@@ -132,7 +140,8 @@ def _grid(
             rollout = dataclasses.replace(config.rollout, guidance=request.guidance, true_guidance=request.true_cfg)
             return Grid.of(rollout, request.steps, tokens, embedded), size
         sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas)
-        return Grid.from_sigmas(sigmas, table, request.guidance, scale > 1, times, scale), size
+        grid = Grid.from_sigmas(sigmas, table, guidance=request.guidance, scale=scale, guided=scale > 1, times=times)
+        return grid, size
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -148,28 +157,20 @@ def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precisio
         raise InputError(str(error)) from error
 
 
-def _policy(
-    target: str, chosen: Path | None, request: Request, config: Config | None, backbone: Backbone, form: Format,
-    quantized: tuple[str, ...],
-) -> Params:  # fmt: skip
-    """The base, with the adapters of the run or the file if there is one, and leaves of `form` where it quantises.
-
-    Without a correction and exact steps (`rollout.explore`), also of a run that explores with them.
-    """
-    base, scale = backbone.transformer, 1.0
-    adapters: Adapters = {}
+def _adapters(
+    run: Path, chosen: Path | None, request: Request, config: Config | None, backbone: Backbone
+) -> tuple[Adapters, float]:
+    """The adapters of the run or the LoRA file, none if there is neither, and their scale alpha / rank."""
     if config:
-        adapters, _ = load_ema(Path(target), config, backbone, chosen)
-        scale = config.lora.alpha / config.lora.rank
-    elif request.lora is not None:
-        try:
-            adapters, settings = import_lora(request.lora, backbone.parameter_table())
-        except InputError as error:
-            raise InputError(f"--lora: {error}") from error
-        scale = settings.scale
-    if form.quantize is None:
-        return attach(base, adapters, scale)
-    return attach(base, adapters, scale, quantize_policy(backbone.mesh, base, adapters, scale, quantized, form.quantize))
+        adapters, _ = load_ema(run, config, backbone, chosen)
+        return adapters, config.lora.alpha / config.lora.rank
+    if request.lora is None:
+        return {}, 1.0
+    try:
+        adapters, settings = import_lora(request.lora, backbone.parameter_table())
+    except InputError as error:
+        raise InputError(f"--lora: {error}") from error
+    return adapters, settings.scale
 
 
 def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
@@ -178,7 +179,7 @@ def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
     rows = []
     for prompt in prompts:
         uid = np.array([prompt_uid(prompt)], np.uint32)
-        rows.append(np.asarray(candidate_seeds(np.int32(seed), np.int32(0), uid, np.array([times[prompt]])))[0, 0])
+        rows.append(np.asarray(candidate_seeds(np.int32(seed), "candidate", np.int32(0), uid, np.array([times[prompt]])))[0, 0])
         times[prompt] += 1
     return np.stack(rows)
 
@@ -229,3 +230,47 @@ def _number(name: str) -> int:
     """Which image's PNG a file name is, counted from 0; -1 if it is none's."""
     digits = re.fullmatch(r"([0-9]{5,})\.png", name)
     return int(digits[1]) if digits and name == f"{int(digits[1]):05d}.png" else -1
+
+
+@click.command("sample")
+@click.argument("target", metavar="RUN_OR_MODEL_DIR")
+@click.option("--prompts", required=True, help="Text file of one prompt a line, or embedded:NAME.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory for the PNGs and arrays.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1))
+@click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite, help="1: unguided.")
+@click.option(
+    "--true-cfg",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0.0),
+    callback=finite,
+    help="For FLUX.1, whose guidance is embedded: classifier-free guidance as well.",
+)
+@click.option("--negative", default="", help="What guidance leads away from (default: the empty prompt).")
+@click.option("--instruction", metavar="FILE", help="SANA: a file with the instruction that goes before every prompt.")
+@click.option("--tile", metavar="PIXELS", type=click.IntRange(1), help="Decode in tiles of that side, which needs less memory.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
+@click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
+@click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
+@click.option(
+    "--precision",
+    default="bf16",
+    show_default=True,
+    type=click.Choice(get_args(Precision)),
+    help="Of all steps; a run's levers of exploration are not applied.",
+)
+@click.option("--lora", type=click.Path(path_type=Path), help="For a model: a LoRA file or folder of diffusers or PEFT.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
+@checkpoint_option
+@json_option
+def command(target: str, size: str | None, as_json: bool, **options: Any) -> None:
+    """Make pictures of prompts with a run's averaged policy, or with a diffusers model directory."""
+    height_width = None
+    if size is not None:
+        parts = size.lower().split("x")
+        if len(parts) != 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+            raise InputError(f"--size {size!r}: expected HEIGHTxWIDTH in pixels, e.g. 512x768")
+        height_width = (int(parts[0]), int(parts[1]))
+    with bar(None, "sample") as shown:
+        summary = sample(target, Request(size=height_width, **options), shown.update)
+    finish(summary, as_json, f"{summary['images']} images in {summary['out']}, {summary['precision']}")

@@ -1,9 +1,10 @@
 """From the name of a preset and `key=value` overrides to a `Config`: composition of the files in `configs/`.
 
-    base <- model <- family <- reward <- the preset's own file <- its `when` <- overrides
+    base <- model <- family <- explore <- reward <- the preset's own file <- overrides
 
 `<model>_<family>_<reward>` names the paper's 48 presets, which have no file of their own. A preset with a file names its parts
-under `compose`; its `when` holds settings for one choice of a part, e.g. `family=diffusionnft: {rollout: ...}`.
+under `compose`. Any file may hold settings for one choice of a part under `when`, e.g. `family=diffusionnft: {rollout: ...}`;
+they follow the file's other settings.
 """
 
 import copy
@@ -20,9 +21,11 @@ from typing import Any
 import pydantic
 import yaml
 
+from solrl_jax.config.migrations import migrate
 from solrl_jax.config.schema import Config, ConfigError, Explore, Section, shown
 
-PARTS = ("model", "family", "reward")  # in the order in which they are merged
+PARTS = ("model", "family", "explore", "reward")  # in the order in which they are merged
+DEFAULTS = {"explore": "paper"}  # of a preset that does not name the part
 PAPER = {
     "model": ("sana", "flux1", "sd3"),
     "family": ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"),
@@ -37,7 +40,7 @@ _ADAPTER = pydantic.TypeAdapter(Config)
 def preset_names() -> list[str]:
     """The presets with a file of their own, then the paper's."""
     own = sorted(path.stem for path in _configs().glob("*.yaml") if path.stem != "base")
-    return own + ["_".join(parts) for parts in itertools.product(*(PAPER[part] for part in PARTS))]
+    return own + ["_".join(parts) for parts in itertools.product(*PAPER.values())]
 
 
 def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
@@ -50,27 +53,35 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"unknown preset '{preset}': {_nearest(preset, preset_names())}")
     settings, chosen, problems = _parse_overrides(overrides)
     own = copy.deepcopy(_read(f"{preset}.yaml")) if (_configs() / f"{preset}.yaml").exists() else {}
-    parts = own.pop("compose", None) or _paper_parts(preset)
-    parts = {part: chosen.get(part, parts[part]) for part in PARTS}
-    extras = [extra for condition, extra in own.pop("when", {}).items() if _holds(condition, parts, preset)]
-
+    parts = DEFAULTS | (own.pop("compose", None) or _paper_parts(preset)) | chosen
     tree: dict[str, Any] = {}
     _merge(tree, _read("base.yaml"))
     for part in PARTS:
-        _merge(tree, _read(f"{part}/{parts[part]}.yaml"))
-    _merge(tree, {**own, "preset": preset, "family": parts["family"]})
-    for extra in extras:
-        _merge(tree, extra)
+        _apply(tree, _read(f"{part}/{parts[part]}.yaml"), parts, f"{part}/{parts[part]}")
+    _apply(tree, {**own, "preset": preset, "family": parts["family"]}, parts, preset)
     for key, value in settings:
         _assign(tree, key, value)
     return _named_dir(_build(tree, problems))
 
 
+def _apply(tree: dict[str, Any], file: Mapping[str, Any], parts: Mapping[str, str], name: str) -> None:
+    """Merges a file, then those of its `when` whose condition holds."""
+    _merge(tree, {key: value for key, value in file.items() if key != "when"})
+    for condition, extra in file.get("when", {}).items():
+        if _holds(condition, parts, name):
+            _merge(tree, extra)
+
+
 def override(config: Config, overrides: Sequence[str]) -> Config:
-    """A resolved configuration with fields changed by `key=value`. Raises ConfigError with all problems."""
+    """A resolved configuration with fields changed by `key=value`. Raises ConfigError with all problems.
+
+    Of the parts, `explore=` can still be chosen.
+    """
     settings, chosen, problems = _parse_overrides(overrides)
-    problems += [f"{part}={name}: can be chosen for a preset, not for a run" for part, name in chosen.items()]
+    problems += [f"{p}={name}: can be chosen for a preset, not for a run" for p, name in chosen.items() if p != "explore"]
     tree = yaml.safe_load(to_yaml(config))
+    if recipe := chosen.get("explore"):
+        _apply(tree, _read(f"explore/{recipe}.yaml"), {"family": config.family}, f"explore/{recipe}")
     for key, value in settings:
         _assign(tree, key, value)
     return _build(tree, problems)
@@ -97,8 +108,7 @@ def describe() -> list[dict[str, str]]:
 
 
 def _explored(explore: Explore) -> str:
-    exact = f", {explore.exact_steps} exact" if explore.exact_steps else ""
-    return f"{explore.precision}, {explore.steps} steps{exact}"
+    return f"{explore.precision}, {explore.steps} steps"
 
 
 def to_yaml(config: Config) -> str:
@@ -108,8 +118,8 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """The configuration that `to_yaml` wrote; nothing is composed. Raises ConfigError with all problems."""
-    return _build(_parse(text, "configuration"), [])
+    """The configuration that `to_yaml` wrote, in this version or an older one. Raises ConfigError with all problems."""
+    return _build(migrate(_parse(text, "configuration")), [])
 
 
 def known_keys(section: type = Config, prefix: str = "") -> list[str]:
@@ -156,12 +166,12 @@ def _choices(part: str) -> list[str]:
     return sorted(path.stem for path in (_configs() / part).glob("*.yaml"))
 
 
-def _holds(condition: str, parts: Mapping[str, str], preset: str) -> bool:
-    """Whether `family=sol_rl` and the like is what was chosen; a condition that never could be is refused."""
+def _holds(condition: str, parts: Mapping[str, str], name: str) -> bool:
+    """Whether `family=sol_rl` and the like is what was chosen. Raises ConfigError for a condition that can never hold."""
     part, _, choice = condition.partition("=")
     if part not in PARTS or choice not in _choices(part):
-        raise ConfigError(f"configs/{preset}.yaml: unknown condition '{condition}' under 'when'")
-    return parts[part] == choice
+        raise ConfigError(f"configs/{name}.yaml: unknown condition '{condition}' under 'when'")
+    return parts.get(part) == choice
 
 
 def _merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> None:

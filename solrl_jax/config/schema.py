@@ -47,7 +47,7 @@ Regex = Annotated[str, AfterValidator(_regex)]
 
 
 # of exploration: the formats of `numerics/formats.py`; auto: the fastest of them that the device runs natively
-Precision = Literal["auto", "nvfp4", "nvfp4_46", "nvfp4_w", "mxfp4", "mxfp8", "fp8", "bf16", "fp32"]
+Precision = Literal["auto", "nvfp4", "nvfp4_46", "mxfp4", "mxfp8", "fp8", "bf16", "fp32"]
 PreviewSigmas = Literal["own", "first"]
 
 
@@ -96,16 +96,14 @@ class Model(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explore(Section):
-    """How the N candidates are drafted."""
+    """How the N candidates are explored. The paper's recipe is `configs/explore/paper.yaml`."""
 
-    precision: Precision
+    precision: Precision  # a format of `numerics/formats.py`; auto: the fastest format that the device runs natively
     steps: Count
-    sigmas: PreviewSigmas  # own: the schedule with so many steps; first: half are `rollout.steps`' first, then long ones
-    exact_steps: Natural  # the first so many steps in `rollout.precision`, of a format that quantises
-    vae: Text | None  # another autoencoder of the same latents that decodes candidates, as `model.path`; null: the model's
-    correction: Natural  # mean rank of what goes past quantised products, their inputs' principal directions; 0: nothing
-    floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the kept samples' Spearman; below it the next explore better
-    audit_every: Natural  # iterations; whole pools are regenerated then, to measure the proxy on; 0: never
+    sigmas: PreviewSigmas  # own: the schedule's own with so many steps; first: half are the full schedule's first
+    exact_steps: Natural  # the first steps that the policy in `rollout.precision` takes; 0: none
+    correction: Natural  # rank of what goes past each quantised product; 0: nothing
+    floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the Spearman correlation over kept samples; null: not watched
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,14 +122,13 @@ class Rollout(Section):
     shift: Positive  # of the sigmas; 'flux' derives its own from the resolution and does not read this
     guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
     true_guidance: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
-    chunk: Count  # rows a device runs at once
+    chunk: Count  # rows that a device runs at once, at most
     precision: Literal["bf16", "fp32"]  # of regeneration, update and evaluation
 
     def __post_init__(self) -> None:
         n, k, explored, field = self.candidates, self.kept, self.explore.steps, "rollout.explore.steps"
         full = f"rollout.steps={self.steps}"
-        compared = "must be {} with rollout.regenerate=false, which has nothing to compare a proxy with"
-        floor, audit = self.explore.floor, self.explore.audit_every
+        floor, compared = self.explore.floor, "must be null with rollout.regenerate=false, which has nothing to compare with"
         follows = self.regenerate or explored == self.steps
         exact, of_exact = self.explore.exact_steps, f"must be less than {field}={explored}"
         even = self.selection != "best_worst" or k % 2 == 0
@@ -142,9 +139,7 @@ class Rollout(Section):
             (not self.regenerate or explored <= self.steps, field, explored, f"must be at most {full}"),
             (exact < explored, "rollout.explore.exact_steps", exact, of_exact),
             # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
-            (self.regenerate or floor is None, "rollout.explore.floor", floor, compared.format("null")),
-            (self.regenerate or not audit, "rollout.explore.audit_every", audit, compared.format(0)),
-            (self.regenerate or self.explore.vae is None, "rollout.explore.vae", self.explore.vae, compared.format("null")),
+            (self.regenerate or floor is None, "rollout.explore.floor", floor, compared),
             (follows, field, explored, f"must equal {full} with rollout.regenerate=false"),
             (self.eta == 0 or self.solver == "ddim", "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
             (self.eta == 0 or own, "rollout.eta", self.eta, "must be 0 with rollout.explore.sigmas=first"),
@@ -207,7 +202,7 @@ class Optimizer(Section):
     weight_decay: NotNegative
     max_grad_norm: Positive  # global norm that gradients are clipped to
     steps_per_iteration: Count
-    micro_batch: Count  # rows a device differentiates at once
+    micro_batch: Count  # rows that a device differentiates at once, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,8 +259,9 @@ class Run(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """A run, whole. `preset` and `family` are for the record: what they stand for is in the sections."""
+    """A run. `preset` and `family` are for the record: what they stand for is in the sections."""
 
+    version: Literal[2]  # of this layout; `config.migrations` reads older ones
     seed: Seed
     preset: Text
     family: Text
@@ -282,21 +278,17 @@ class Config(Section):
     run: Run
 
     def __post_init__(self) -> None:
-        explored, kept = self.train.prompts * self.rollout.candidates, self.train.prompts * self.rollout.kept
-        chunk, micro, steps = self.rollout.chunk, self.optimizer.micro_batch, self.optimizer.steps_per_iteration
-        fraction, terms = self.policy.timestep_fraction, kept * self.trained_sigmas
+        steps, fraction = self.optimizer.steps_per_iteration, self.policy.timestep_fraction
+        terms, least = self.train.prompts * self.rollout.kept * self.trained_sigmas, 1 / self.rollout.steps
+        accepted = f"must divide train.prompts * rollout.kept * trained sigmas = {terms}"
         _check(
-            (explored % chunk == 0, "rollout.chunk", chunk, f"must divide train.prompts * rollout.candidates = {explored}"),
-            (kept % micro == 0, "optimizer.micro_batch", micro, f"must divide train.prompts * rollout.kept = {kept}"),
             (
                 self.trained_sigmas >= 1,
-                *("policy.timestep_fraction", fraction, f"must be at least 1 / rollout.steps = {1 / self.rollout.steps:.3g}"),
+                "policy.timestep_fraction",
+                fraction,
+                f"must be at least 1 / rollout.steps = {least:.3g}",
             ),
-            (
-                terms % steps == 0,
-                *("optimizer.steps_per_iteration", steps),
-                f"must divide train.prompts * rollout.kept * trained sigmas = {terms}",
-            ),
+            (terms % steps == 0, "optimizer.steps_per_iteration", steps, accepted),
         )
 
     @property

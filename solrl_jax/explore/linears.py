@@ -2,7 +2,6 @@
 
 A linear is a parameter `.../kernel` [in, out], or [layers, in, out] in a stack; a name that the rules speak of is a part of its
 path. The rules are the paper's (its public recipe: names to skip, and a smallest width): `configs/model/` has their numbers.
-One is ours: where a correction of the rank asked for would be more than half of a linear, the linear stays as it is.
 """
 
 import dataclasses
@@ -15,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from solrl_jax.config.schema import Quantize
+from solrl_jax.config.schema import Explore, Quantize
+from solrl_jax.explore.lever import shaped_quantizer
+from solrl_jax.explore.sync import Quantizer
 from solrl_jax.numerics.blocks import nbytes
 from solrl_jax.numerics.formats import Format
 from solrl_jax.numerics.matmul import dequantize
@@ -39,30 +40,20 @@ class Linear:
     errors: tuple[float, ...] = ()  # of each layer's matrix, |quantised - exact| / |exact|; empty where not measured
 
 
-def quantized_paths(params: Params, rules: Quantize, form: Format, correction: int = 0) -> tuple[str, ...]:
-    """The paths that the rules leave to be quantised, sorted. params: arrays or their shapes, as all functions here take.
+def quantized_paths(params: Params, rules: Quantize, form: Format) -> tuple[str, ...]:
+    """The paths that the rules leave to be quantised, sorted. params: arrays or their shapes, as in all functions here.
 
-    correction: rank of what goes past each quantised product (`rollout.explore.correction`).
     Raises ValueError, in one line, for names that no linear has, and for rules that leave nothing to a `form` that quantises.
     """
-    reasons = why_kept(params, rules, correction)
+    reasons = why_kept(params, rules)
     if all(reasons.values()) and form.quantize:
-        if left := [path for path, reason in why_kept(params, rules).items() if not reason]:
-            flat = flatten(params)
-            most = max(most_rank(*flat[path].shape[-2:]) for path in left)
-            raise ValueError(f"rollout.explore.correction={correction}: must be at most {most}, where it is half of a linear")
         told = ", ".join(f"{count} by {reason}" for reason, count in Counter(reasons.values()).items())
         raise ValueError(f"model.quantize: leaves no linear to quantise ({told})")
     return tuple(path for path, reason in reasons.items() if not reason)
 
 
-def most_rank(n_in: int, n_out: int) -> int:
-    """The largest rank at which a correction of a linear [n_in, n_out] holds at most half as many numbers as it does."""
-    return n_in * n_out // (2 * (n_in + n_out))
-
-
-def why_kept(params: Params, rules: Quantize, correction: int = 0) -> dict[str, str]:
-    """Of each linear, in the order of their paths, the rule that keeps it in the training precision; '' if none does."""
+def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
+    """For each linear, sorted by path, the rule that keeps it in the training precision; "" if none does."""
     linears = _linears(params)
     for name in rules.skip:
         if not any(name in path for path in linears):
@@ -71,35 +62,35 @@ def why_kept(params: Params, rules: Quantize, correction: int = 0) -> dict[str, 
         if not any(re.fullmatch(pattern, path) for path in linears):
             raise ValueError(f"model.quantize.fused: {pattern!r} matches no linear; there are {', '.join(linears)}")
     widths = _widths(linears, rules.fused)
-    # the blocks, which are stacked, have linears from the network's width to itself, and none that is narrower on both sides
+    # The blocks are stacked. Their narrowest linear goes from the network's width to itself.
     stacked = [leaf for leaf in linears.values() if len(leaf.shape) == 3] or linears.values()
     width = min(max(leaf.shape[-2:]) for leaf in stacked)
 
     def reason(path: str) -> str:
         if names := [name for name in rules.skip if name in path]:
             return f"skip {names[0]}"
-        if widths[path] <= rules.min_dim * width:
-            return f"min_dim {rules.min_dim * width:g}"
-        return f"correction {correction}" if correction > most_rank(*linears[path].shape[-2:]) else ""
+        return f"min_dim {rules.min_dim * width:g}" if widths[path] <= rules.min_dim * width else ""
 
     return {path: reason(path) for path in linears}
 
 
-def report(params: Params, rules: Quantize, form: Format, correction: int = 0) -> list[Linear]:
+def report(params: Params, rules: Quantize, form: Format, explore: Explore | None = None) -> list[Linear]:
     """Every linear: quantised to `form` or not and why, and the bytes it takes before and after. Loads and computes nothing.
 
-    correction: rank of what goes past each quantised product (`rollout.explore.correction`), in the linear's own dtype; as if
-    it were the same everywhere, which it is on average (`calibrate.dealt_ranks`).
+    explore: counts what levers of exploration (`explore/levers/`) keep beside the codes.
     """
-    reasons, rows = why_kept(params, rules, correction), []
-    for path, leaf in _linears(params).items():
+    reasons, rows, linears = why_kept(params, rules), [], _linears(params)
+    shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in linears.items() if not reasons[path]}
+    quantizer = None if form.quantize is None else Quantizer(form.quantize)
+    if quantizer is not None and explore is not None:
+        quantizer = shaped_quantizer(explore, quantizer, shapes)
+    for path, leaf in linears.items():
         (*stack, n_in, n_out), before = leaf.shape, nbytes(leaf)
         kept, after = reasons[path], before
-        if form.quantize is None:
+        if quantizer is None:
             kept = kept or form.name
         elif not kept:
-            after = nbytes(jax.eval_shape(form.quantize, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
-            after += correction * (n_in + n_out) * (stack[0] if stack else 1) * leaf.dtype.itemsize
+            after = nbytes(jax.eval_shape(quantizer.quantize, shapes[path], *quantizer.beside.get(path, ())))
         rows.append(Linear(path, stack[0] if stack else 1, n_in, n_out, kept, before, after))
     return rows
 

@@ -1,61 +1,53 @@
-"""From noise to latents: a scan of one solver step over a table. No decoding, no reward, no model inside.
+"""From noise to latents: a scan of solver steps over a `Grid`. No decoding, no reward, no model inside.
 
-Convention (spec, section 0): `x_sigma = (1 - sigma) x0 + sigma noise`, velocity `v = noise - x0`.
+Convention (docs/method.md, section 0): `x_sigma = (1 - sigma) x0 + sigma noise`, velocity `v = noise - x0`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from solrl_jax.numerics.randomness import stream
+from solrl_jax.flow.grid import Grid
+from solrl_jax.numerics.randomness import normal
 
-# (latents [b, ...] float32, time [] as the network wants it) -> velocities [b, ...]
-Velocity = Callable[[Float[Array, " b *latent"], Float[Array, ""]], Float[Array, " b *latent"]]
+# (latents [b, ...] float32, time [] in 0..1000) -> velocities [b, ...]
+Velocity = Callable[[Float[Array, "b *latent"], Float[Array, ""]], Float[Array, "b *latent"]]
 
 
-def interpolate(x0: Array, noise: Array, sigma: Array) -> Array:
-    """`(1 - sigma) x0 + sigma noise`; sigma [b] broadcasts over the rest."""
+def interpolate(
+    x0: Float[Array, "b *latent"], noise: Float[Array, "b *latent"], sigma: Float[Array, " b"]
+) -> Float[Array, "b *latent"]:
+    """The forward process: `(1 - sigma) x0 + sigma noise`, with one sigma a row."""
     sigma = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
     return (1 - sigma) * x0 + sigma * noise
 
 
 def sample(
-    velocity: Velocity,
-    noise: Float[Array, " b *latent"],
-    sigmas: Float[Array, " steps"],
-    times: Float[Array, " steps"],
-    table: Float[Array, "steps 5"],
-    seeds: UInt32[Array, "b 2"],
-    first: tuple[Velocity, int] | None = None,
-) -> Float[Array, " b *latent"]:
-    """Follows the flow from `noise` at sigmas[0] to latents at 0; float32 throughout, whatever `velocity` computes in.
+    legs: Sequence[tuple[Velocity, Grid]], noise: Float[Array, "b *latent"], seeds: UInt32[Array, "b 2"]
+) -> Float[Array, "b *latent"]:
+    """Follows the flow from `noise` at the first sigma to clean latents at sigma 0.
 
-    sigmas: where each step starts; times: what the network is told there; table: `solver_table`; seeds: one a row, read
-    only where a step adds noise. first: another velocity, and in how many steps, the first ones, it takes that one's place.
+    Latents are float32 throughout, whatever a velocity computes in.
+
+    Args:
+      legs: one after another, each a velocity and the steps that it is followed for. Each leg is a scan of its own.
+      seeds: one a row; read only where a step adds noise.
     """
 
     def step(velocity, carry, inputs):
-        x, (previous, before) = carry
+        x, previous, before_previous = carry
         index, sigma, time, (a, b, c, d, e) = inputs
         x0 = x - sigma * velocity(x, time).astype(jnp.float32)
-        x = a * x + b * x0 + c * previous + d * before
-        x = jax.lax.cond(e > 0, lambda: x + e * _step_noise(seeds, index, x.shape[1:]), lambda: x)
-        return (x, (x0, previous)), None
+        x = a * x + b * x0 + c * previous + d * before_previous
+        x = jax.lax.cond(e > 0, lambda: x + e * normal(seeds, "solver", x.shape[1:], index), lambda: x)
+        return (x, x0, previous), None
 
-    indices, none = jnp.arange(len(sigmas)), jnp.zeros_like(noise)
-    carry, inputs, taken = (noise, (none, none)), (indices, sigmas, times, tuple(table.T)), 0
-    if first is not None:  # a scan of its own, so that no step branches
-        earlier, taken = first
-        carry, _ = jax.lax.scan(partial(step, earlier), carry, jax.tree.map(lambda x: x[:taken], inputs))
-    (x, _), _ = jax.lax.scan(partial(step, velocity), carry, jax.tree.map(lambda x: x[taken:], inputs))
-    return x
-
-
-def _step_noise(seeds: Array, index: Array, shape: tuple[int, ...]) -> Array:
-    draw = lambda seed: jax.random.normal(
-        jax.random.fold_in(stream(jax.random.wrap_key_data(seed), "solver"), index), shape, jnp.float32
-    )
-    return jax.vmap(draw)(seeds)
+    carry, taken = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise)), 0
+    for velocity, grid in legs:
+        inputs = (taken + jnp.arange(grid.steps), grid.sigmas, grid.times, tuple(jnp.asarray(grid.table).T))
+        carry, _ = jax.lax.scan(partial(step, velocity), carry, inputs)
+        taken += grid.steps
+    return carry[0]

@@ -105,7 +105,7 @@ class Component:
         return out
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: static in compiled programs
 class Pipeline:
     """What `solrl_jax` knows of a model."""
 

@@ -8,20 +8,21 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, open_drafts, open_model
+from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, check_tile
+from solrl_jax.backbone.decoder import Decoder
+from solrl_jax.backbone.locate import open_model
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
 from solrl_jax.numerics.formats import Device
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.devices import Machine
-from solrl_jax.policy.state import abstract_state
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_reward
 from solrl_jax.rewards.sources import CARRIED
 from solrl_jax.storage import hub
 from solrl_jax.storage.errors import InputError
-from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
+from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, make_recipe, read_instruction
 
 
 def open_configurations(path: str, remat: str) -> Pipeline:
@@ -47,20 +48,17 @@ def experiment(config: Config, pipeline: Pipeline, machine: Machine, mesh: Mesh)
     dtype, rows = DTYPES[config.rollout.precision], sharding.rows_only(mesh)
     device = Device(machine.platform, machine.kind, machine.capability)
     targets, quantized = linears_of(config, pipeline, device)
-    if model.tile is not None and model.tile % pipeline.compression:
-        raise InputError(f"model.tile={model.tile}: must be a multiple of {pipeline.compression}, or null")
+    check_tile(model.tile, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
     instruction = read_instruction(config)
     encoders.check_instruction(instruction)
-    vae = pipeline.vae.abstract(pipeline.vae_dtype or dtype, sharding.placement(rows))
+    vae_dtype = pipeline.vae_dtype or dtype
+    decoder = Decoder(pipeline.vae.abstract(vae_dtype, sharding.placement(rows)), pipeline, vae_dtype, model.tile)
     transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
-    backbone = drafts = Backbone(pipeline, mesh, dtype, transformer, encoders, vae, instruction, model.tile)
-    if (other := open_drafts(pipeline, config.rollout.explore.vae, weights=False)) is not pipeline:
-        vae = other.vae.abstract(other.vae_dtype or dtype, sharding.placement(rows))
-        drafts = dataclasses.replace(backbone, pipeline=other, vae=vae)
-    scorer = reward(config, rows)
-    prompts = some_prompts(config)
-    return Experiment(config, backbone, drafts, scorer, scorer, targets, quantized, device, prompts, prompts)
+    backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
+    scorer, prompts = reward(config, rows), some_prompts(config)
+    recipe = make_recipe(config, backbone, device, quantized, prompts)
+    return Experiment(config, backbone, scorer, scorer, targets, recipe, device, prompts, prompts)
 
 
 def some_prompts(config: Config) -> list[Prompt]:
@@ -85,12 +83,6 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
     encoders = backbone.text_encoders
     place = sharding.placement(encoders.mesh)
     return {name: part.abstract(encoders.dtype, place) for name, part in encoders.pipeline.text_encoders.items()}
-
-
-def state(experiment: Experiment) -> Any:
-    """The state that is trained (`state.TrainState`)."""
-    config, backbone = experiment.config, experiment.backbone
-    return abstract_state(backbone.transformer, list(experiment.targets), config.lora, config.optimizer, backbone.mesh)
 
 
 def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:

@@ -107,7 +107,7 @@ class Planner:
             with jax.set_mesh(alone.mesh), planned_for(self.machine.platform):
                 self._traced[name] = [p.function.trace(*p.arguments).jaxpr for p in programs]
         if (name, gathers) not in self._walked:
-            native = self.alone.format.native(self.alone.device)
+            native = self.alone.recipe.format.native(self.alone.device)
             walk = lambda p, jaxpr: cost(jaxpr, gathers=gathers, native=native, donated=p.donated)
             self._walked[name, gathers] = list(map(walk, programs, self._traced[name]))
         for program, one in zip(programs, self._walked[name, gathers], strict=True):
@@ -164,15 +164,15 @@ def as_base(whole: Stages) -> Any:
 
 def held_parts(whole: Stages, codes: Any) -> dict[str, int]:
     """What a device holds of the model and of what is made of it, in bytes."""
-    backbone, drafts, state = whole.experiment.backbone, whole.experiment.drafts, whole.state
+    backbone, state = whole.experiment.backbone, whole.state
     parts = {
         "base": backbone.transformer,
         COPY: codes,
         "adapters": (state.adapters, state.old, state.ema),
         "optimiser": state.opt_state,
         ENCODERS: whole.encoders,
-        "vae": [backbone.vae, *([] if drafts is backbone else [drafts.vae])],
+        "vae": backbone.decoder,
         "reward networks": whole.experiment.reward.params,
-        CONDITIONING: (whole.conditioning, whole.negative, whole.prepared),
+        CONDITIONING: (whole.conditions, whole.prepared),
     }
     return {name: held(tree) for name, tree in parts.items()}

@@ -57,7 +57,7 @@ def plan(config: Config, machine: Machine, progress: Callable[[str], None] = lam
         "memory": machine.memory,
         "usable": limit,
         "mesh": dict(mesh.shape),
-        "exploration": planner.alone.format.describe(planner.alone.device),
+        "exploration": planner.alone.recipe.format.describe(planner.alone.device),
         "configurations": str(pipeline.folder),
         "parameters": {name: component.size for name, component in components.items()},
         "parts": measured.parts,
@@ -133,7 +133,7 @@ def until_it_fits(knobs: Iterable[Knob | None]) -> Iterator[Knob]:
 
 def assumptions(planner: Planner, measured: Measured) -> Iterator[str]:
     """What the figures take for granted."""
-    machine, form = planner.machine, planner.alone.format
+    machine, form = planner.machine, planner.alone.recipe.format
     yield f"{USABLE:.0%} of a device's memory are for arrays; the rest is the runtime's and libraries', or lost between buffers"
     if machine.platform == "gpu" and measured.largest.peak > PREALLOCATED * machine.memory:
         yield f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}: by itself JAX takes {PREALLOCATED:.0%} of a GPU"

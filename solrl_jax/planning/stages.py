@@ -6,19 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from solrl_jax.backbone.backbone import Backbone
 from solrl_jax.conditioning.text_encoders import ENCODED_ROWS, encode_chunk
+from solrl_jax.explore.lever import shaped_quantizer
+from solrl_jax.explore.sync import Quantizer, quantize_policy
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import row_groups
-from solrl_jax.planning.abstract import abstract, state, text_encoders
-from solrl_jax.policy.lora import Params, attach, flatten
+from solrl_jax.planning.abstract import abstract, text_encoders
+from solrl_jax.policy.lora import attach, flatten
 from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.rewards.protocol import score_images
-from solrl_jax.rollout.generate import Relay, decode_chunk, sample_chunk
-from solrl_jax.training.experiment import Experiment, quantize_policy
+from solrl_jax.rollout.generate import Conditions, Rows, decode_chunk, sample_chunk
+from solrl_jax.rollout.stage import Leg, Stage
+from solrl_jax.training.experiment import Experiment, state_shapes
 
 STAGES = ("encode", "sync", "explore", "regenerate", "score", "update")
 
@@ -44,17 +45,17 @@ class Stages:
         self.experiment, self.groups, self.tensor = experiment, groups, tensor
         self.mesh = experiment.backbone.mesh
         self.rows_mesh = sharding.rows_only(self.mesh)
-        self.state = state(experiment)
+        self.state = state_shapes(experiment)
         self.encoders = text_encoders(experiment.backbone)
         self.whole = sharding.replicated(self.mesh)
         everywhere = sharding.replicated(self.rows_mesh)
         self.prepared = abstract(experiment.reward.prepare(experiment.train_prompts), self.rows_mesh, everywhere)
-        self.conditioning, self.negative = self._encodings(experiment.config.train.prompts), self._encodings(1)
+        self.conditions = Conditions(self._encodings(experiment.config.train.prompts), self._encodings(1))
 
     def has(self, stage: str) -> bool:
         """Whether a run has that stage."""
         if stage == "sync":
-            return self.experiment.format.quantize is not None
+            return self.experiment.recipe.format.quantize is not None
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
@@ -69,7 +70,7 @@ class Stages:
         """Of a stage that the run has. codes: the quantised copy."""
         experiment, rollout = self.experiment, self.experiment.config.rollout
         pool, kept = (experiment.config.train.prompts * n for n in (rollout.candidates, rollout.kept))
-        chunks = lambda groups: [-(-n // (rollout.chunk * groups)) for n in (pool, kept * rollout.regenerate)]
+        chunks = lambda groups: [-(-n // (self._stage.chunk * groups)) for n in (pool, kept * rollout.regenerate)]
         drafts, redone = chunks(self.groups)
         match stage:
             case "encode":
@@ -78,16 +79,14 @@ class Stages:
                 return [Program(self.mesh, quantize_policy, self._sync(), 1, results_held=True)]
             case "explore":
                 policy = attach(experiment.backbone.transformer, self.state.old, experiment.scale, codes)
-                exact = experiment.exact_steps(experiment.format.name)
-                relay = Relay(experiment.policy(self.state.old), policy, exact) if exact else policy
-                return [self._sample(relay, rollout.explore.steps, drafts)]
+                leg, recipe = Leg(policy, experiment.grid(rollout.explore.steps)), experiment.recipe
+                legs = recipe.legs(leg, experiment.policy(self.state.old), recipe.format.name)
+                return [self._sample(legs, drafts)]
             case "regenerate":
-                return [self._sample(experiment.policy(self.state.old), rollout.steps, redone)]
+                return [self._sample(experiment.stage("regenerate", self.state.old, rollout.steps).legs, redone)]
             case "score":
                 drafted, redone = chunks(self.groups * self.tensor)
-                if experiment.drafts is experiment.backbone:
-                    return self._score(experiment.backbone, drafted + redone)
-                return self._score(experiment.drafts, drafted) + self._score(experiment.backbone, redone)
+                return self._score(drafted + redone)
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
@@ -109,45 +108,35 @@ class Stages:
         return Program(mesh, encode_chunk, (backbone.text_encoders, self.encoders, placed), calls, beside=placed)
 
     def _sync(self) -> tuple[Any, ...]:
-        experiment = self.experiment
-        return (
-            self.mesh,
-            experiment.backbone.transformer,
-            self.state.old,
-            experiment.scale,
-            experiment.quantized,
-            experiment.format.quantize,
-            self._bases(),
-        )
+        experiment, recipe = self.experiment, self.experiment.recipe
+        base = experiment.backbone.transformer
+        assert recipe.format.quantize is not None
+        flat = flatten(base)
+        weights = {path: jax.ShapeDtypeStruct(flat[path].shape, flat[path].dtype) for path in recipe.quantized}
+        quantizer = shaped_quantizer(recipe.explore, Quantizer(recipe.format.quantize), weights)
+        quantizer = Quantizer(quantizer.quantize, abstract(quantizer.beside, self.mesh, self.whole))
+        return self.mesh, base, self.state.old, experiment.scale, recipe.quantized, quantizer
 
-    def _bases(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of one rank everywhere, which it is on average: how it is dealt is measured (`calibrate.dealt_ranks`)."""
-        experiment, flat = self.experiment, flatten(self.experiment.backbone.transformer)
-        rank, dtype = experiment.config.rollout.explore.correction, experiment.backbone.dtype
-        shape = lambda path: (*flat[path].shape[:-1], rank)
-        paths = experiment.quantized if rank else ()
-        return {path: jax.ShapeDtypeStruct(shape(path), dtype, sharding=self.whole) for path in paths}
+    @property
+    def _stage(self) -> Stage:
+        return self.experiment.recipe.calibration.stage
 
-    def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        rows = self.experiment.config.rollout.chunk * row_groups(mesh)
+    def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
+        rows = self._stage.chunk * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
 
-    def _sample(self, params: Params | Relay, steps: int, calls: int) -> Program:
-        backbone, grid = self.experiment.backbone, self.experiment.grid(steps)
-        noise = self._rows(self.mesh, backbone.pipeline.latent_shape(*self.experiment.size), jnp.float32)
-        numbers = (grid.sigmas, grid.times, grid.table, np.float32(grid.guidance), np.float32(grid.scale))
-        arguments = (
-            backbone, grid.guided, params, self.conditioning, self.negative, self._rows(self.mesh, (), jnp.int32),
-            self._rows(self.mesh, (2,), jnp.uint32), noise, *abstract(numbers, self.mesh, self.whole),
-        )  # fmt: skip
+    def _sample(self, legs: tuple[Leg, ...], calls: int) -> Program:
+        noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
+        rows = Rows(self._rows(self.mesh, (), jnp.int32), self._rows(self.mesh, (2,), jnp.uint32), noise)
+        legs = tuple(Leg(leg.policy, abstract(leg.grid, self.mesh, self.whole)) for leg in legs)
+        arguments = (self.experiment.backbone, legs, self.conditions, rows)
         return Program(self.mesh, sample_chunk, arguments, calls, 1 / self.tensor, beside=noise)
 
-    def _score(self, backbone: Backbone, calls: int) -> list[Program]:
-        reward = self.experiment.reward
-        mesh = self.rows_mesh
-        latents = self._rows(mesh, backbone.pipeline.latent_shape(*self.experiment.size), jnp.float32)
-        images = self._rows(mesh, (*self.experiment.size, 3), jnp.float32)
-        decode = Program(mesh, decode_chunk, (backbone, backbone.vae, latents), calls, beside=latents)
+    def _score(self, calls: int) -> list[Program]:
+        experiment, reward, mesh = self.experiment, self.experiment.reward, self.rows_mesh
+        latents = self._rows(mesh, self._stage.shape, jnp.float32)
+        images = self._rows(mesh, (experiment.config.model.height, experiment.config.model.width, 3), jnp.float32)
+        decode = Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls, beside=latents)
         if reward.score is None:
             return [decode]
         arguments = (reward, reward.params, images, self.prepared, self._rows(mesh, (), jnp.int32))
@@ -159,17 +148,17 @@ class Stages:
         count = config.train.prompts * config.rollout.kept
         of: Any = lambda shape, dtype: jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
         batch = PolicyBatch(
-            latents=of(backbone.pipeline.latent_shape(*experiment.size), jnp.float32),
+            latents=of(self._stage.shape, jnp.float32),
             optimality=of((), jnp.float32),
             weight=of((), jnp.float32),
             prompt=of((), jnp.int32),
             seeds=of((2,), jnp.uint32),
+            conditioning=self.conditions.positive,
         )
-        schedule = abstract((grid.sigmas, grid.times), self.mesh, self.whole)
-        arguments = (backbone, config, self.state, backbone.transformer, self.conditioning, batch, *schedule)
+        arguments = (backbone, config, self.state, backbone.transformer, batch, abstract(grid, self.mesh, self.whole))
         # the trace for one device goes through all micro-batches
         terms = count * config.trained_sigmas // config.optimizer.steps_per_iteration
         turns = lambda groups: -(-terms // (config.optimizer.micro_batch * groups))
         share = turns(self.groups) / turns(row_groups(self.mesh)) / self.tensor
         donated = range(len(jax.tree.leaves(self.state)))
-        return Program(self.mesh, update, arguments, 1, share, beside=batch, donated=donated)
+        return Program(self.mesh, update, arguments, 1, share, beside=dataclasses.replace(batch, conditioning={}), donated=donated)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from solrl_jax.numerics.matmul import LowRank, Quantized
-from solrl_jax.numerics.principal import correct
 
 Params = dict[Any, Any]
 Adapters = dict[str, dict[str, Array]]
@@ -59,32 +58,6 @@ def attach(base: Params, adapters: Adapters, scale: float, quantized: Mapping[st
     flat = flatten(base)
     leaves: dict[str, Any] = {path: LowRank(flat[path], ab["a"], ab["b"], scale) for path, ab in adapters.items()}
     return replace(base, leaves | dict(quantized or {}))
-
-
-def merge_and_quantize(
-    base: Params,
-    adapters: Adapters,
-    scale: float,
-    paths: Sequence[str],
-    quantize: Callable[[Array], Quantized],
-    bases: Mapping[str, Array] | None = None,
-    whole: Callable[[Array], Array] = lambda x: x,
-) -> dict[str, Quantized]:
-    """Quantised copies of the linears at `paths`, adapters merged in float32 first: `quantize(W + scale A B)`.
-
-    The other linears need no copy: they keep the base's array and the adapter beside it, which is exact and takes no memory.
-    A stack is done a layer at a time: merged whole, in float32, it would take twice what the base does.
-
-    bases: principal directions [..., in, r] of the inputs of those linears that are `principal.correct`ed; whole: see there.
-    """
-    flat, bases = flatten(base), bases or {}
-
-    def copy(path: str) -> Quantized:
-        beside = (bases[path],) if path in bases else ()
-        make = partial(correct, quantize, whole=whole) if beside else quantize
-        return by_layer(make, flat[path], adapters.get(path), scale, *beside)
-
-    return {path: copy(path) for path in paths}
 
 
 def by_layer(f: Callable[..., Any], w: Array, adapter: dict[str, Array] | None, scale: float, *beside: Array) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from solrl_jax.backbone.backbone import EMBEDDED_FOLDER
+from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from solrl_jax.models.clip import CLIPConfig, CLIPModel
 from solrl_jax.models.image_resize import MEAN, STD, Preprocessing
 from solrl_jax.models.pipeline import read_json

@@ -1,7 +1,7 @@
 """Seeds to samples to rewards, a chunk at a time: the one function behind exploring, regenerating and evaluating.
 
-A chunk is `chunk` rows on every device, always: a shorter one is filled up. So one program is compiled a stage, each row
-goes through the same instructions whatever its batch mates or the number of devices, and memory is known beforehand.
+Every chunk has the same number of rows on every device; a short chunk is filled up. So each stage compiles one program, a
+row runs through the same instructions whatever its batch mates or the number of devices, and the memory is known beforehand.
 """
 
 import contextlib
@@ -15,90 +15,73 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from solrl_jax.backbone.backbone import Backbone, Conditioning, Params
+from solrl_jax.backbone.backbone import Backbone, Conditioning
+from solrl_jax.backbone.decoder import Decoder
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.flow import sampler
-from solrl_jax.flow.sigmas import make_sigmas
-from solrl_jax.flow.solver import solver_table
-from solrl_jax.numerics.randomness import initial_noise
+from solrl_jax.numerics.randomness import normal
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.rewards.division import divided_scoring
+from solrl_jax.rewards.division import DividedScoring, divided_scoring
 from solrl_jax.rewards.host import total
 from solrl_jax.rewards.protocol import Reward, score_images
+from solrl_jax.rollout.stage import Leg, Stage
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["positive", "negative"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """A schedule and a solver, as arrays: another number of steps is another shape, nothing else is compiled in.
+class Conditions:
+    """Encoded prompts: what the network follows, a row a prompt, and what guidance leads away from, one row."""
 
-    sigmas [steps]: where steps start; times [steps]: what the network is told (0..1000); table [steps, 5]: the solver.
-    guidance: what the network is told of it, if it is told; scale: of classifier-free guidance, read if there is any.
-    """
-
-    sigmas: Float[np.ndarray, " steps"]
-    times: Float[np.ndarray, " steps"]
-    table: Float[np.ndarray, "steps 5"]
-    guidance: float
-    scale: float
-    guided: bool  # classifier-free: two evaluations a step
-
-    @classmethod
-    def of(cls, rollout: Any, steps: int, tokens: int, embedded_guidance: bool) -> "Grid":
-        """The grid of a `config.Rollout` with `steps` steps for latents of `tokens` image tokens.
-
-        embedded_guidance: the network is told `guidance`, so that classifier-free is `true_guidance`.
-        """
-        sigmas = make_sigmas(rollout.schedule, steps, rollout.shift, tokens)
-        table = solver_table(rollout.solver, sigmas, rollout.eta)
-        scale = rollout.true_guidance if embedded_guidance else rollout.guidance
-        return cls.from_sigmas(sigmas, table, rollout.guidance, scale != 1.0, scale=scale)
-
-    @classmethod
-    def from_sigmas(
-        cls, sigmas: np.ndarray, table: np.ndarray, guidance: float, guided: bool, times: np.ndarray | None = None,
-        scale: float | None = None,
-    ) -> "Grid":  # fmt: skip
-        """times: 1000 `sigmas` if None; scale: `guidance` if None."""
-        starts = sigmas[:-1].astype(np.float32)
-        times = 1000 * starts if times is None else times.astype(np.float32)
-        return cls(starts, times, table, guidance, guidance if scale is None else scale, guided)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["first", "rest"], meta_fields=["steps"])
-@dataclasses.dataclass(frozen=True)
-class Relay:
-    """A policy for the first `steps` steps of a sample, and one for the others. Leaves that both have are held once."""
-
-    first: Params
-    rest: Params
-    steps: int
+    positive: Conditioning
+    negative: Conditioning
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompted:
-    """Everything a set of prompts means to the networks: what conditions them, what rewards compare with."""
+    """A set of prompts, encoded for the network and prepared for the reward."""
 
     prompts: tuple[Prompt, ...]
-    conditioning: Conditioning
-    negative: Conditioning  # what guidance leads away from: one row
-    prepared: Any
+    conditions: Conditions
+    prepared: Any  # what `Reward.prepare` made of the prompts
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["prompt", "seeds", "noise"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The samples to make, one a row."""
+
+    prompt: Int[Array | np.ndarray, " b"]  # which of the prompts
+    seeds: UInt32[Array | np.ndarray, "b 2"]
+    noise: Float[Array | np.ndarray, "b h w c"] | None = None  # the latents to start from; None: drawn from the seeds
+
+    @classmethod
+    def of(cls, seeds: UInt32[np.ndarray, "p n 2"]) -> "Rows":
+        """A row a seed, prompt by prompt."""
+        prompts, candidates, _ = seeds.shape
+        return cls(np.repeat(np.arange(prompts), candidates), seeds.reshape(-1, 2))
+
+    def __len__(self) -> int:
+        return len(self.prompt)
 
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Rows in the order asked for. latents: float32 [b, h, w, c]; scores: name -> [b]; images [b, H, W, 3] if kept.
+    """Samples in the order of their rows."""
 
-    failed: of each reward outside JAX, how many rows it could not score; their scores are NaN.
-    """
-
-    latents: Float[np.ndarray, "b h w c"]
-    scores: dict[str, np.ndarray]
-    images: Float[np.ndarray, "b H W 3"] | None
-    failed: dict[str, int] = dataclasses.field(default_factory=dict)
+    latents: Float[np.ndarray, "b h w c"]  # float32
+    scores: dict[str, np.ndarray]  # by name; each [b]
+    images: Float[np.ndarray, "b H W 3"] | None = None  # in [0, 1], if asked for
+    failed: dict[str, int] = dataclasses.field(default_factory=dict)  # rows without a score, by reward outside JAX
 
     @property
     def reward(self) -> Float[np.ndarray, " b"]:
+        """The weighted sum that is trained on."""
         return self.scores["reward"]
+
+    def take(self, rows: Int[np.ndarray, "..."]) -> "Samples":
+        """The samples of the given rows (any shape; flattened), without pictures."""
+        rows = rows.reshape(-1)
+        return Samples(self.latents[rows], {name: scores[rows] for name, scores in self.scores.items()})
 
 
 def prepare(
@@ -106,115 +89,138 @@ def prepare(
 ) -> Prompted:
     """Encodes prompts once, for any number of samples of each."""
     prepared = None if reward is None else reward.prepare(prompts)
-    conditioning = backbone.encode(prompts, max_tokens)
-    return Prompted(tuple(prompts), conditioning, backbone.encode((negative,), max_tokens, negative=True), prepared)
+    positive = backbone.encode(prompts, max_tokens)
+    away = backbone.encode((negative,), max_tokens, negative=True)
+    return Prompted(tuple(prompts), Conditions(positive, away), prepared)
 
 
 def generate(
     backbone: Backbone,
-    params: Params | Relay,
-    grid: Grid,
+    stage: Stage,
     prompted: Prompted,
-    index: Int[np.ndarray, " b"],
-    seeds: UInt32[np.ndarray, "b 2"],
-    size: tuple[int, int],
-    chunk: int,
-    reward: Reward | None,
+    rows: Rows,
+    reward: Reward | None = None,
     *,
-    noise: Float[np.ndarray, "b h w c"] | None = None,
     keep_images: bool = False,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Samples:
-    """Samples each row: the prompt `index` names, from the noise its seed stands for (or from `noise` if given).
+    """Samples every row of `rows` and scores it against its prompt.
 
-    params: the policy, whatever its leaves. chunk: rows a device runs at once. progress: told of rows done.
-    Rewards outside JAX score a chunk while the next one is made; RewardError when one fails and the run is to stop then.
+    Args:
+      rows: with host arrays; `rows.noise` replaces the noise that the seeds stand for.
+      reward: scores the pictures; None: nothing is scored, and pictures are decoded only if `keep_images`.
+      progress: called with the number of rows done since the last call.
+
+    Raises RewardError when a reward outside JAX fails and the configuration says that the run stops then.
     """
-    mesh, shape = backbone.mesh, backbone.pipeline.latent_shape(*size)
-    scoring_mesh = sharding.rows_only(mesh)  # decodes and scores as many rows as its larger number of devices take at once
-    rows, scored = chunk * sharding.row_groups(mesh), chunk * scoring_mesh.size
-    place = lambda x, where=mesh: hosts.put(x, sharding.rows(where))
-    whole = lambda x, where=mesh: hosts.put(x, sharding.replicated(where))
-    arrays = whole((grid.sigmas, grid.times, grid.table, np.float32(grid.guidance), np.float32(grid.scale)))
-    prepared = whole(prompted.prepared, scoring_mesh)
-    collected: list[tuple[Array, dict[str, Array], Array | None]] = []
+    chunks = _Chunks(backbone, stage, prompted, rows, reward, keep_images)
     host = None if reward is None else reward.host
     with contextlib.ExitStack() as stack:
-        beside = None
         if host is not None:
-            of_rows, where = [prompted.prompts[i] for i in index], sharding.rows(scoring_mesh)
-            beside = stack.enter_context(divided_scoring(host, of_rows, scored, where))
-
-        def fetch(number: int) -> None:
-            latents, scores, images = collected[number]
-            if beside is not None and images is not None:
-                beside.add(images)
-            collected[number] = hosts.fetch((latents, scores, images if keep_images else None))
-
-        def latents_of(part: slice) -> Float[Array, "rows h w c"]:
-            chunk_index, chunk_seeds = (place(sharding.pad_rows(x[part], rows)) for x in (index, seeds))
-            with jax.set_mesh(mesh):
-                initial = draw_noise(chunk_seeds, shape) if noise is None else place(sharding.pad_rows(noise[part], rows))
-                return sample_chunk(
-                    backbone, grid.guided, params, prompted.conditioning, prompted.negative, chunk_index, chunk_seeds, initial,
-                    *arrays,
-                )  # fmt: skip
-
-        for start in range(0, len(index), scored):
-            parts = [latents_of(slice(i, i + rows)) for i in range(start, min(start + scored, len(index)), rows)]
-            parts += parts[:1] * (scored // rows - len(parts))
-            with jax.set_mesh(scoring_mesh):
-                latents = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-                latents = jax.device_put(latents, sharding.rows(scoring_mesh))
-                images = decode_chunk(backbone, backbone.vae, latents) if reward is not None or keep_images else None
-                scores: dict[str, Array] = {}
-                if images is not None and reward is not None and reward.score is not None:
-                    of_prompt = place(sharding.pad_rows(index[start : start + scored], scored), scoring_mesh)
-                    scores = score_images(reward, reward.params, images, prepared, of_prompt)
-            collected.append((latents, scores, images if keep_images or beside is not None else None))
-            if len(collected) > 1:  # one chunk ahead of the device, no more: the queue holds memory
-                fetch(-2)
-            progress(len(index[start : start + scored]))
-        fetch(-1)
-        outside, failed = ({}, {}) if beside is None else beside.finish()
-    join = lambda parts: np.concatenate(parts)[: len(index)]
-    joined = {name: join([c[1][name] for c in collected]) for name in collected[0][1]} | outside
+            of_rows, where = [prompted.prompts[i] for i in rows.prompt], sharding.rows(chunks.scoring_mesh)
+            chunks.outside = stack.enter_context(divided_scoring(host, of_rows, chunks.scored, where))
+        for start in range(0, len(rows), chunks.scored):
+            chunks.run(start)
+            progress(min(chunks.scored, len(rows) - start))
+        chunks.fetch(-1)
+        scores, failed = ({}, {}) if chunks.outside is None else chunks.outside.finish()
+    join = lambda name: np.concatenate([made[name] for made in chunks.made])[: len(rows)]
+    scores |= {name: join(name) for name in chunks.made[0] if name not in ("latents", "images")}
     return Samples(
-        latents=join([c[0] for c in collected]),
-        scores=joined if host is None else total(host, joined),
-        images=join([c[2] for c in collected]) if keep_images else None,
+        latents=join("latents"),
+        scores=scores if host is None else total(host, scores),
+        images=join("images") if keep_images else None,
         failed=failed,
     )
 
 
+class _Chunks:
+    """The chunks of one `generate`: dispatched to the devices one ahead of what is fetched, for the queue holds memory.
+
+    A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of axis `tensor` hold rows too: so several
+    sampled chunks may be scored at once.
+    """
+
+    def __init__(
+        self, backbone: Backbone, stage: Stage, prompted: Prompted, rows: Rows, reward: Reward | None, keep_images: bool
+    ) -> None:
+        self.backbone, self.stage, self.prompted, self.rows, self.reward = backbone, stage, prompted, rows, reward
+        self.keep_images = keep_images
+        self.mesh, self.scoring_mesh = backbone.mesh, sharding.rows_only(backbone.mesh)
+        self.sampled = stage.chunk * sharding.row_groups(self.mesh)  # rows of a sampled chunk, on all devices
+        self.scored = stage.chunk * self.scoring_mesh.size
+        place = lambda grid: hosts.put(grid, sharding.replicated(self.mesh))
+        self.legs = tuple(Leg(leg.policy, place(leg.grid)) for leg in stage.legs)
+        self.prepared = hosts.put(prompted.prepared, sharding.replicated(self.scoring_mesh))
+        self.outside: DividedScoring | None = None
+        self.made: list[dict[str, Any]] = []  # of each chunk: latents, images and scores
+
+    def run(self, start: int) -> None:
+        """Samples and scores the rows from `start` on; fetches the chunk before."""
+        stop = min(start + self.scored, len(self.rows))
+        parts = [self._latents(slice(i, min(i + self.sampled, stop))) for i in range(start, stop, self.sampled)]
+        parts += parts[:1] * (self.scored // self.sampled - len(parts))
+        with jax.set_mesh(self.scoring_mesh):
+            latents = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+            latents = jax.device_put(latents, sharding.rows(self.scoring_mesh))
+            made: dict[str, Any] = {"latents": latents}
+            if self.reward is not None or self.keep_images:
+                made["images"] = decode_chunk(self.stage.decoder, latents)
+            if self.reward is not None and self.reward.score is not None:
+                prompt = self._placed(self.rows.prompt[start:stop], self.scored, self.scoring_mesh)
+                made |= score_images(self.reward, self.reward.params, made["images"], self.prepared, prompt)
+        if not self.keep_images and self.outside is None:
+            made.pop("images", None)
+        self.made.append(made)
+        if len(self.made) > 1:
+            self.fetch(-2)
+
+    def fetch(self, number: int) -> None:
+        """Brings chunk `number` to the host, and hands its pictures to the rewards outside JAX."""
+        made = self.made[number]
+        if self.outside is not None:
+            self.outside.add(made["images"])
+        if not self.keep_images:
+            made.pop("images", None)
+        self.made[number] = hosts.fetch(made)
+
+    def _latents(self, part: slice) -> Float[Array, "b h w c"]:
+        place = lambda x: self._placed(x[part], self.sampled, self.mesh)
+        prompt, seeds = place(self.rows.prompt), place(self.rows.seeds)
+        with jax.set_mesh(self.mesh):
+            noise = draw_noise(seeds, self.stage.shape) if self.rows.noise is None else place(self.rows.noise)
+            rows = Rows(prompt, seeds, noise)
+            return sample_chunk(self.backbone, self.legs, self.prompted.conditions, rows)
+
+    def _placed(self, x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
+        return hosts.put(sharding.pad_rows(np.asarray(x), count), sharding.rows(mesh))
+
+
 @partial(sharding.jit, static_argnums=1)
 def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Array, "b ..."]:
-    return sharding.split_rows(initial_noise(seeds, shape))
-
-
-@partial(sharding.jit, static_argnums=(0, 1))
-def sample_chunk(
-    backbone: Backbone, guided: bool, params: Params | Relay, conditioning: Conditioning, negative: Conditioning,
-    index: Int[Array, " b"], seeds: UInt32[Array, "b 2"], noise: Float[Array, "b h w c"],
-    sigmas: Array, times: Array, table: Array, guidance: Array, scale: Array,
-) -> Float[Array, "b h w c"]:  # fmt: skip
-    """Noise to clean latents for one chunk."""
-    of_rows = jax.tree.map(lambda c: c[index], conditioning)
-    opposite = jax.tree.map(lambda c: jnp.broadcast_to(c, (len(index), *c.shape[1:])), negative)
-
-    def velocity(params: Params, x: Array, time: Array) -> Array:
-        prompt = backbone.velocity(params, x, of_rows, time, guidance)
-        if not guided:
-            return prompt
-        # classifier-free guidance (arXiv 2207.12598)
-        away = backbone.velocity(params, x, opposite, time, guidance).astype(jnp.float32)
-        return away + scale * (prompt.astype(jnp.float32) - away)
-
-    relay = params if isinstance(params, Relay) else Relay(params, params, 0)
-    first = (partial(velocity, relay.first), relay.steps) if relay.steps else None
-    return sampler.sample(partial(velocity, relay.rest), sharding.split_rows(noise), sigmas, times, table, seeds, first)
+    """The initial noise of each seed, split over the devices."""
+    return sharding.split_rows(normal(seeds, "initial", shape))
 
 
 @partial(sharding.jit, static_argnums=0)
-def decode_chunk(backbone: Backbone, params: Params, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-    return backbone.decode(params, latents)
+def sample_chunk(backbone: Backbone, legs: tuple[Leg, ...], conditions: Conditions, rows: Rows) -> Float[Array, "b h w c"]:
+    """Noise to clean latents for one chunk."""
+    towards = jax.tree.map(lambda c: c[rows.prompt], conditions.positive)
+    away = jax.tree.map(lambda c: jnp.broadcast_to(c, (len(rows), *c.shape[1:])), conditions.negative)
+
+    def velocity(leg: Leg, x: Array, time: Array) -> Array:
+        follow = lambda conditioning: backbone.velocity(leg.policy, x, conditioning, time, jnp.asarray(leg.grid.guidance))
+        if not leg.grid.guided:
+            return follow(towards)
+        # classifier-free guidance (arXiv 2207.12598)
+        without = follow(away).astype(jnp.float32)
+        return without + leg.grid.scale * (follow(towards).astype(jnp.float32) - without)
+
+    noise = sharding.split_rows(jnp.asarray(rows.noise))
+    return sampler.sample([(partial(velocity, leg), leg.grid) for leg in legs], noise, jnp.asarray(rows.seeds))
+
+
+@sharding.jit
+def decode_chunk(decoder: Decoder, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+    """Latents to pictures in [0, 1] for one chunk."""
+    return decoder(latents)

@@ -18,8 +18,8 @@ from solrl_jax.training.experiment import device_facts
 
 # what the adapters do not depend on; what is read from the cache is what would be computed, to the bit
 FREE = (
-    "run", "eval", "mesh", "preset", "prompts.test", "train.iterations", "model.cache",
-    "reward.watched", "reward.workers", "reward.timeout", "reward.on_failure", "rollout.explore.audit_every",
+    "version", "run", "eval", "mesh", "preset", "prompts.test", "train.iterations", "model.cache",
+    "reward.watched", "reward.workers", "reward.timeout", "reward.on_failure",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Held-out prompts, fixed seeds, the training precision: how good a policy is."""
+"""How good a policy is: held-out prompts, fixed seeds, the training precision."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,32 +6,28 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from solrl_jax.backbone.backbone import Params
+from solrl_jax.policy.lora import Adapters
 from solrl_jax.rewards.protocol import Reward
-from solrl_jax.rollout.generate import Samples, generate, prepare
+from solrl_jax.rollout.generate import Rows, Samples, generate
 from solrl_jax.training.experiment import Experiment
 
-# the "iteration" of evaluation seeds: no training iteration gets there, so no training candidate shares its noise
-EVALUATION = 2**31 - 1
+Show = Callable[[int], None]  # called with rows that are done
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """means and standard errors over all images, by score name; the scores [prompts, images] themselves.
+    """Scores by name."""
 
-    failed: of each reward outside JAX, how many images it could not score.
-    """
-
-    means: dict[str, float]
-    errors: dict[str, float]
-    scores: dict[str, Float[np.ndarray, "p m"]]
-    failed: dict[str, int]
+    means: dict[str, float]  # over all pictures with a finite score
+    errors: dict[str, float]  # standard errors of the means
+    scores: dict[str, Float[np.ndarray, "p m"]]  # [prompts, pictures]
+    failed: dict[str, int]  # pictures without a score, by reward outside JAX
 
 
-def evaluate(experiment: Experiment, params: Params, progress: Callable[[int], None] = lambda rows: None) -> Evaluation:
-    """Scores `eval.images_per_prompt` images of each of the first `eval.prompts` test prompts. params: the whole policy."""
+def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = lambda rows: None) -> Evaluation:
+    """Scores `eval.images_per_prompt` pictures of each of the first `eval.prompts` test prompts."""
     config = experiment.config.eval
-    samples = _sample(experiment, params, config.prompts, config.images_per_prompt, experiment.evaluated, False, progress)
+    samples = _sample(experiment, adapters, config.prompts, config.images_per_prompt, experiment.evaluated, progress)
     scores = {name: s.reshape(config.prompts, -1) for name, s in samples.scores.items()}
     finite = {name: s[np.isfinite(s)] for name, s in scores.items()}
     means = {name: float(s.mean()) if s.size else float("nan") for name, s in finite.items()}
@@ -39,24 +35,38 @@ def evaluate(experiment: Experiment, params: Params, progress: Callable[[int], N
     return Evaluation(means, errors, scores, samples.failed)
 
 
-def sample_grid(experiment: Experiment, params: Params) -> tuple[Float[np.ndarray, "p m h w 3"], Sequence[str]]:
-    """The pictures of fixed prompts and seeds that show how a policy changes: `eval.grid` in all, four a prompt."""
-    a_prompt = min(4, experiment.config.eval.grid)
-    count = min(experiment.config.eval.grid // a_prompt, len(experiment.test_prompts))
-    samples = _sample(experiment, params, count, a_prompt, None, True, lambda rows: None)
+@dataclasses.dataclass(frozen=True)
+class PictureGrid:
+    """Pictures of fixed prompts and seeds, which show how a policy changes."""
+
+    prompts: Sequence[str]
+    images: Float[np.ndarray, "p m h w 3"]
+    right: np.ndarray | None  # [p, m] bool, by the first reward that has a score "strict"; None: no reward has one
+
+
+def sample_grid(experiment: Experiment, adapters: Adapters) -> PictureGrid:
+    """`eval.grid` pictures in all, four a prompt."""
+    each = min(4, experiment.config.eval.grid)
+    count = min(experiment.config.eval.grid // each, len(experiment.test_prompts))
+    samples = _sample(experiment, adapters, count, each, experiment.evaluated, keep_images=True)
     assert samples.images is not None
-    return samples.images.reshape(count, a_prompt, *samples.images.shape[1:]), experiment.test_prompts[:count]
+    strict = next((scores for name, scores in samples.scores.items() if name.endswith("/strict")), None)
+    right = None if strict is None else strict.reshape(count, each) > 0.5
+    images = samples.images.reshape(count, each, *samples.images.shape[1:])
+    return PictureGrid(experiment.test_prompts[:count], images, right)
 
 
 def _sample(
-    experiment: Experiment, params: Params, prompts: int, images: int, reward: Reward | None, keep: bool,
-    progress: Callable[[int], None],
-) -> Samples:  # fmt: skip
-    config = experiment.config
-    chosen = experiment.test_prompts[:prompts]
-    seeds = experiment.seeds(config.eval.seed, EVALUATION, chosen, images)
-    prompted = prepare(experiment.backbone, reward, chosen, config.model.max_tokens)
-    return generate(
-        experiment.backbone, params, experiment.grid(config.eval.steps), prompted, np.repeat(np.arange(prompts), images),
-        seeds.reshape(-1, 2), experiment.size, config.rollout.chunk, reward, keep_images=keep, progress=progress,
-    )  # fmt: skip
+    experiment: Experiment,
+    adapters: Adapters,
+    prompts: int,
+    images: int,
+    reward: Reward | None,
+    progress: Show = lambda rows: None,
+    keep_images: bool = False,
+) -> Samples:
+    config, chosen = experiment.config.eval, experiment.test_prompts[:prompts]
+    rows = Rows.of(experiment.seeds("evaluation", chosen, images, seed=config.seed))
+    stage = experiment.stage("evaluate", adapters, config.steps)
+    prompted = experiment.prompted(chosen, reward)
+    return generate(experiment.backbone, stage, prompted, rows, reward, keep_images=keep_images, progress=progress)

@@ -1,0 +1,44 @@
+"""`solrl export`."""
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from solrl_jax.backbone.backbone import DTYPES, load_backbone
+from solrl_jax.commands.options import checkpoint_option, finish, json_option
+from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.policy import lora_files
+from solrl_jax.run.directory import find_checkpoint, load_ema, output_directory, read_run
+from solrl_jax.storage.errors import InputError
+
+
+@click.command("export")
+@click.argument("run", metavar="RUN")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A .safetensors file; a directory for peft.")
+@click.option("--format", "form", default="diffusers", show_default=True, type=click.Choice(["diffusers", "peft"]))
+@click.option("--dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
+@click.option("--fold-alpha", is_flag=True, help="diffusers: alpha / rank goes into B, for readers that know no alpha.")
+@checkpoint_option
+@json_option
+def command(
+    run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, fold_alpha: bool, checkpoint: str, as_json: bool
+) -> None:
+    """Write a run's averaged policy as a LoRA that diffusers or PEFT loads."""
+    config = read_run(run)
+    if fold_alpha and form == "peft":
+        raise InputError("--fold-alpha: only with --format diffusers; PEFT always reads alpha")
+    lora_files.check_target(out, form)
+    chosen = find_checkpoint(run, checkpoint)
+    output_directory(out.parent)
+    backbone = load_backbone(config.model.path, "bf16", make_mesh(-1, 1))  # for its names, and where the adapters lie
+    adapters, iteration = load_ema(Path(run), config, backbone, chosen)
+    rank, alpha = config.lora.rank, config.lora.alpha
+    settings, table = lora_files.LoraSettings(rank, alpha), backbone.parameter_table()
+    if form == "peft":
+        lora_files.export_peft(out, adapters, settings, table, dtype=DTYPES[dtype])
+    else:
+        lora_files.export_diffusers(out, adapters, settings, table, dtype=DTYPES[dtype], fold=fold_alpha)
+    told = {"iteration": iteration, "rank": rank, "alpha": float(rank) if fold_alpha else alpha}  # as the file says it
+    text = f"the averaged policy after iteration {iteration}, rank {rank}, alpha {told['alpha']:g}: {out}"
+    finish({"out": str(out), "format": form, "dtype": dtype} | told, as_json, text)

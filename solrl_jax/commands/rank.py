@@ -1,0 +1,65 @@
+"""`solrl rank`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
+from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.run import pictures
+from solrl_jax.run.directory import configuration, load_policy, output_directory
+from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.files import atomic_write
+from solrl_jax.training import rank
+from solrl_jax.training.experiment import build
+
+
+@click.command("rank")
+@click.argument("target", metavar="RUN_OR_PRESET")
+@overrides_argument
+@click.option("--prompts", default=8, show_default=True, type=click.IntRange(1), help="Test prompts, each with a whole pool.")
+@click.option("--explore", metavar="paper,best", help="Recipes of configs/explore/ (default: the run's own).")
+@click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the recipe's).")
+@click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's).")
+@click.option("--candidates", metavar="N,N,...", help="Sizes of the pools (default: the run's).")
+@click.option("--out", type=click.Path(path_type=Path), help="Where tables and pictures go (default: the run, or runs/rank).")
+@json_option
+def command(
+    target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, **lists: str | None
+) -> None:
+    """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
+
+    \b
+    solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --explore paper,best --formats nvfp4,fp8,bf16
+    """
+    config, run = configuration(target, overrides, None)
+    settings = rank.Sweep(**lists).settings(config)
+    folder = output_directory(out or run or Path("runs/rank"))
+    experiment = build(config)
+    if prompts > len(experiment.test_prompts):
+        raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")
+    adapters, _ = load_policy(run, config, experiment.backbone)
+    total = rank.rounds(settings) * prompts * max(s.candidates for s in settings)
+    with bar(total, "rank") as shown:
+        show = lambda stage, rows, done: shown.update(done)
+        pools = rank.explore_and_regenerate(experiment, adapters, prompts, settings, show)
+    results = [rank.summarise(pools, setting, config.rollout.kept) for setting in settings]
+    write(folder, results, settings, pools)
+    formats = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
+    text = "\n".join([rank.table(results, settings), *(f"{name}: {how}" for name, how in formats.items())])
+    finish({"out": str(folder), "formats": formats, "settings": rank.without_prompts(results)}, as_json, text)
+
+
+def write(folder: Path, results: Sequence[dict[str, Any]], settings: Sequence[rank.Setting], pools: rank.Pools) -> None:
+    """`rank.json`, `rank.csv`, a scatter plot of the first setting, and curves if there are several settings."""
+    atomic_write(folder / "rank.json", json.dumps(results, indent=2) + "\n")
+    atomic_write(folder / "rank.csv", rank.to_csv(results))
+    first = settings[0]
+    proxy, true = pools.proxies[first.proxy], pools.true
+    pictures.save_correlation(folder / "rank.png", proxy[:, : first.candidates], true[:, : first.candidates])
+    if len(results) > 1:
+        rows = rank.without_prompts(results)
+        pictures.save_sweep(folder / "rank-sweep.png", rows, ("spearman", "kendall", "top_k_match"))

@@ -1,0 +1,44 @@
+"""`solrl train`."""
+
+import click
+
+from solrl_jax.commands.options import finish, hosts_options, iterations, join_hosts, json_option, overrides_argument
+from solrl_jax.config.presets import resolve
+from solrl_jax.run import loop
+from solrl_jax.run.progress import Reporter
+
+
+@click.command("train")
+@click.argument("preset")
+@overrides_argument
+@click.option(
+    "--profile",
+    multiple=True,
+    metavar="ITER",
+    callback=iterations,
+    help="Write a trace of that iteration for TensorBoard and Perfetto; may be repeated, or several with commas.",
+)
+@hosts_options
+@json_option
+def command(
+    preset: str,
+    overrides: tuple[str, ...],
+    profile: tuple[int, ...],
+    hosts: str | None,
+    host: int | None,
+    coordinator: str | None,
+    as_json: bool,
+) -> None:
+    """Train PRESET (see `solrl presets`); the same command resumes.
+
+    \b
+    solrl train tiny
+    solrl train tiny family=naive_quant train.iterations=20 run.dir=runs/x seed=1
+    srun solrl train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir=/shared/run
+    """
+    config = resolve(preset, overrides)
+    join_hosts(hosts, host, coordinator)
+    with Reporter() as report:
+        summary = loop.run(config, report, profile)
+    if report.speaks:
+        finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")

@@ -1,0 +1,129 @@
+"""`rollout.explore.correction=RANK`: the principal directions of a linear's inputs go past its quantised product.
+
+    y = (x U) (U^T W) + Q(x - x U U^T) Q(W - U U^T W)                 U [n_in, rank], orthonormal
+
+Inputs of a linear hold most of their energy in few directions, and rounding errors are in proportion to what is rounded. The
+first product takes these directions in the precision of `x`. The second is the format's own, of remainders that are smaller
+on both sides. SVDQuant (arXiv 2411.05007, eq. 4) gives such a branch the largest directions of the weight instead.
+
+U is measured once, on the base, by orthogonal iteration: `U <- orthonormal(X^T X U)`. The gradient of a network whose linears
+are `Probe`s is `X^T X U` of all of them at once. Every device computes it whole, from the same rows in the same order, so U
+does not depend on the mesh.
+"""
+
+import math
+from functools import partial
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from solrl_jax.backbone.backbone import Backbone, Conditioning, Params
+from solrl_jax.config.schema import Explore
+from solrl_jax.explore.lever import Calibration, Lever
+from solrl_jax.explore.sync import Quantizer
+from solrl_jax.flow.grid import Grid
+from solrl_jax.flow.sampler import interpolate
+from solrl_jax.numerics.principal import Probe, correct
+from solrl_jax.numerics.randomness import normal
+from solrl_jax.parallel import hosts, sharding
+from solrl_jax.policy.lora import flatten, replace
+from solrl_jax.rollout.generate import Rows
+
+PASSES = 3  # of the orthogonal iteration; the energy of inputs falls off fast enough
+TURNED = 3  # times the rank: directions that are iterated, of which the last are found worst
+
+Bases: TypeAlias = dict[str, Float[Array | np.ndarray, "... n_in r"]]  # by the linear's path, orthonormal columns
+
+
+class Correction(Lever):
+    """Wraps the quantiser of every linear."""
+
+    def active(self, explore: Explore) -> bool:
+        return explore.correction > 0
+
+    def quantizer(
+        self, explore: Explore, calibration: Calibration, paths: tuple[str, ...], quantizer: Quantizer, grid: Grid
+    ) -> Quantizer:
+        bases = principal_inputs(calibration, paths, explore.correction, grid)
+        return Quantizer(
+            partial(correct, quantizer.quantize, whole=sharding.whole), {path: (basis,) for path, basis in bases.items()}
+        )
+
+    def abstract_quantizer(self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer) -> Quantizer:
+        def basis(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*w.shape[:-1], min(explore.correction, w.shape[-2])), w.dtype)
+
+        return Quantizer(
+            partial(correct, quantizer.quantize, whole=sharding.whole), {path: (basis(w),) for path, w in weights.items()}
+        )
+
+
+LEVER = Correction()
+
+
+def principal_inputs(calibration: Calibration, paths: tuple[str, ...], rank: int, grid: Grid) -> Bases:
+    """The `rank` directions of largest energy of each linear's inputs, in the backbone's dtype, on every device.
+
+    grid: what the base is sampled on; inputs at every sigma of it are measured. Stacks of layers [layers, n_in, n_out] have
+    directions [layers, n_in, rank].
+    """
+    backbone, rows = calibration.backbone, calibration.rows
+    latents = calibration.sample(grid)
+    together = math.gcd(len(rows), min(calibration.micro_batch, len(rows)))
+    place = lambda tree: hosts.put(tree, sharding.replicated(backbone.mesh))
+    conditioning = calibration.prompted().conditions.positive
+    clean = place(Rows(rows.prompt, rows.seeds, latents))
+    bases, grid = _random_directions(backbone.transformer, paths, TURNED * rank), place(grid)
+    for _ in range(PASSES):
+        with jax.set_mesh(backbone.mesh):
+            products = hosts.fetch(probed(backbone, together, backbone.transformer, conditioning, place(bases), clean, grid))
+        bases = {path: _orthonormal(product) for path, product in products.items()}
+    return place({path: np.asarray(basis[..., :rank], backbone.dtype) for path, basis in bases.items()})
+
+
+def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict[str, np.ndarray]:
+    """Where the iteration starts: the same in every run."""
+    flat, rng = flatten(base), np.random.default_rng(0)
+    directions = lambda shape: rng.standard_normal((*shape[:-1], min(count, shape[-2])))
+    return {path: _orthonormal(directions(flat[path].shape)) for path in paths}
+
+
+def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"]:
+    """Orthonormal columns that span those of `x`, the largest directions first.
+
+    On the host: in jaxlib 0.10, stacks of factorisations side by side wait for each other for ever on few CPU cores.
+    """
+    return np.linalg.svd(x.astype(np.float64), full_matrices=False)[0].astype(np.float32)
+
+
+@partial(sharding.jit, static_argnums=(0, 1))
+def probed(
+    backbone: Backbone, together: int, base: Params, conditioning: Conditioning, bases: Bases, clean: Rows, grid: Grid
+) -> Bases:
+    """`X^T X U` of each linear, for its inputs X at every sigma of `grid`.
+
+    clean: samples at sigma 0 in the place of noise; `together` of them are noised to one sigma at a time.
+    """
+    flat, steps = flatten(base), grid.steps
+
+    def add(sums: Bases, at: Array) -> tuple[Bases, None]:
+        part, step = at // steps, at % steps
+        take = lambda x: sharding.whole(jax.lax.dynamic_slice_in_dim(x, part * together, together))
+        x0, prompt = take(clean.noise), take(clean.prompt)
+        noise = normal(take(clean.seeds), "calibration", x0.shape[1:], step)
+        x = interpolate(x0, noise, jnp.full(together, grid.sigmas[step]))
+        of_rows = jax.tree.map(lambda c: c[prompt], conditioning)
+
+        def summed_velocity(bases: Bases) -> Array:
+            leaves = {path: Probe(flat[path], jnp.asarray(basis)) for path, basis in bases.items()}
+            v = backbone.velocity(replace(base, leaves), x, of_rows, grid.times[step], jnp.asarray(grid.guidance))
+            return v.astype(jnp.float32).sum()
+
+        return jax.tree.map(jnp.add, sums, jax.grad(summed_velocity)(bases)), None
+
+    parts = len(clean) // together
+    sums, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, bases), jnp.arange(parts * steps))
+    return jax.tree.map(sharding.whole, sums)

@@ -1,0 +1,24 @@
+"""`rollout.explore.exact_steps=COUNT`: the policy that regenerates takes the first steps of a format that quantises.
+
+A sample is decided at high noise, and the later steps follow. So the errors of a format cost the ranking most in the first
+step. The policy that regenerates is in memory anyway; the leaves that both policies have are held once.
+"""
+
+from solrl_jax.backbone.backbone import Params
+from solrl_jax.config.schema import Explore
+from solrl_jax.explore.lever import Lever
+from solrl_jax.rollout.stage import Leg
+
+
+class ExactSteps(Lever):
+    """Splits the exploring leg in two."""
+
+    def active(self, explore: Explore) -> bool:
+        return explore.exact_steps > 0
+
+    def legs(self, explore: Explore, legs: tuple[Leg, ...], exact: Params) -> tuple[Leg, ...]:
+        count, (first, *others) = explore.exact_steps, legs
+        return Leg(exact, first.grid.part(0, count)), Leg(first.policy, first.grid.part(count)), *others
+
+
+LEVER = ExactSteps()

@@ -1,0 +1,74 @@
+"""`Grid`: the noise levels that a sampler visits and the solver that goes from one to the next, as arrays."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from solrl_jax.config.schema import Rollout
+from solrl_jax.flow.sigmas import make_sigmas
+from solrl_jax.flow.solver import Table, solver_table
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sigmas", "times", "table", "guidance", "scale"],
+    meta_fields=["guided"],
+)
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A schedule and a solver. A compiled program depends on the number of steps and on `guided`, not on the values."""
+
+    sigmas: Float[Array | np.ndarray, " steps"]  # where each step starts, in (0, 1], decreasing
+    times: Float[Array | np.ndarray, " steps"]  # the timestep that the network is given there, in 0..1000
+    table: Float[Array | np.ndarray, "steps 5"]  # the solver's coefficients (`flow.solver`)
+    guidance: Float[Array | np.ndarray, ""] | np.float32  # given to networks with embedded guidance (FLUX.1)
+    scale: Float[Array | np.ndarray, ""] | np.float32  # of classifier-free guidance (arXiv 2207.12598)
+    guided: bool  # whether there is classifier-free guidance: then a step evaluates the network twice
+
+    @classmethod
+    def of(cls, rollout: Rollout, steps: int, tokens: int, embedded_guidance: bool) -> "Grid":
+        """The grid that a configuration asks for.
+
+        Args:
+          steps: number of solver steps.
+          tokens: image tokens of one latent, from which FLUX.1 derives its shift.
+          embedded_guidance: the network is given `rollout.guidance`; classifier-free guidance is then `true_guidance`.
+        """
+        sigmas = make_sigmas(rollout.schedule, steps, rollout.shift, tokens)
+        table = solver_table(rollout.solver, sigmas, rollout.eta)
+        scale = rollout.true_guidance if embedded_guidance else rollout.guidance
+        return cls.from_sigmas(sigmas, table, guidance=rollout.guidance, scale=scale, guided=scale != 1.0)
+
+    @classmethod
+    def from_sigmas(
+        cls,
+        sigmas: Float[np.ndarray, " steps_plus_one"],
+        table: Table,
+        *,
+        guidance: float,
+        scale: float,
+        guided: bool,
+        times: Float[np.ndarray, " steps"] | None = None,
+    ) -> "Grid":
+        """A grid on `sigmas`, of which the last is 0. times: 1000 `sigmas` if None."""
+        starts = sigmas[:-1].astype(np.float32)
+        times = 1000 * starts if times is None else times.astype(np.float32)
+        return cls(starts, times, table, np.float32(guidance), np.float32(scale), guided)
+
+    @property
+    def steps(self) -> int:
+        """The number of solver steps."""
+        return len(self.sigmas)
+
+    def on(self, sigmas: Float[np.ndarray, " steps_plus_one"], table: Table) -> "Grid":
+        """The same guidance on other sigmas, of which the last is 0."""
+        starts = sigmas[:-1].astype(np.float32)
+        return dataclasses.replace(self, sigmas=starts, times=1000 * starts, table=table)
+
+    def part(self, start: int, stop: int | None = None) -> "Grid":
+        """The steps from `start` up to `stop`, as a slice counts them."""
+        cut = slice(start, stop)
+        return dataclasses.replace(self, sigmas=self.sigmas[cut], times=self.times[cut], table=self.table[cut])

@@ -1,0 +1,193 @@
+"""The text of a compiled program: XLA's HLO after optimisation, partitioning and scheduling, read into instructions.
+
+`compiled.as_text()` prints a program as computations, each a list of instructions in the order in which they run. The entry
+computation calls others: a loop its body, a conditional its branches, a fusion what it computes in one kernel.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+BITS = {"pred": 8, "token": 0, "opaque": 0}  # other types say their bits: f32, u8, f4e2m1fn
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_END = re.compile(r"^\}($|, )")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array of a result. kind: the element's type, as HLO names it; space: 0 is the device's main memory."""
+
+    kind: str
+    shape: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def size(self) -> float:
+        """Bytes; elements of four bits are packed."""
+        return math.prod(self.shape) * element_bits(self.kind) / 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One instruction.
+
+    arrays: the results, one unless the result is a tuple; literal: the text in parentheses: operands, a constant's value or a
+    parameter's number; attributes: the text behind them.
+    """
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple["Instruction", ...]
+    literal: str
+    attributes: str
+    is_root: bool
+
+    @property
+    def size(self) -> float:
+        """Bytes of all results in main memory."""
+        return sum(a.size for a in self.arrays if a.space == 0)
+
+    @property
+    def target(self) -> str:
+        """The library function that a custom call names."""
+        return self.text("custom_call_target")
+
+    @property
+    def source(self) -> str:
+        """The JAX operation that it was made from."""
+        return self.text("op_name")
+
+    def text(self, key: str) -> str:
+        """A quoted attribute, `key="..."` or `"key":"..."`; empty if there is none."""
+        found = re.search(rf'\b{key}"?[=:]\s*"([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers: `key={1,2}` or `"key":["1","2"]`; empty if there is none."""
+        found = re.search(rf'\b{key}"?[=:]\s*[\[{{]([\d," ]*)[\]}}]', self.attributes)
+        return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+
+    def called(self, key: str) -> str:
+        """The computation that the attribute `key` names."""
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        if found is None:
+            raise ValueError(f"HLO: {self.opcode} %{self.name} has no {key}")
+        return found[1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A program. computations: by name, in the order in which their instructions run; entry: the one that runs first."""
+
+    computations: Mapping[str, list[Instruction]]
+    entry: str
+
+    def executed(self, computation: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+        """The instructions that run and how often: those of loops as often as the loop turns.
+
+        Of a conditional, the branch that writes the most. A loop of unknown length counts once (`unknown_loops`).
+        """
+        for step in self.computations[computation or self.entry]:
+            if step.opcode == "while":
+                yield from self.executed(step.called("body"), times * (self.turns(step) or 1))
+            elif step.opcode == "conditional":
+                branches = [list(self.executed(name, times)) for name in _branches(step)]
+                yield from max(branches, key=lambda branch: sum(n * inner.size for inner, n in branch))
+            elif step.opcode in ("call", "async-start"):
+                yield from self.executed(step.called("to_apply" if step.opcode == "call" else "calls"), times)
+            else:
+                yield step, times
+
+    def turns(self, loop: Instruction) -> int | None:
+        """How often a loop turns: as XLA notes it, else as the condition `counter < constant` says; None: it is not known.
+
+        A counter starts at 0, as that of `lax.scan` does.
+        """
+        if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
+            return int(known[1])
+        (test,) = [i for i in self.computations[loop.called("condition")] if i.is_root]
+        if test.opcode == "compare" and "direction=LT" in test.attributes and test.operands[1].opcode == "constant":
+            return int(test.operands[1].literal)
+        return None
+
+    def unknown_loops(self) -> int:
+        """How many loops there are whose length is not known."""
+        steps = [i for computation in self.computations.values() for i in computation]
+        return sum(i.opcode == "while" and self.turns(i) is None for i in steps)
+
+
+def parse(text: str) -> Module:
+    """Reads a module. Raises ValueError if there is no entry computation."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            computations[head[2]] = lines = []
+            entry = head[2] if head[1] else entry
+        elif _END.match(line):
+            lines = []
+        elif _INSTRUCTION.match(line):
+            lines.append(line)
+        elif lines:  # an attribute in several lines
+            lines[-1] += line
+    if not entry:
+        raise ValueError("HLO: no entry computation")
+    return Module({name: _instructions(body) for name, body in computations.items()}, entry)
+
+
+def element_bits(kind: str) -> int:
+    """Bits of one element. Raises ValueError for a type that is not known."""
+    if kind in BITS:
+        return BITS[kind]
+    size = re.match(r"(?:[suf]|bf|c)(\d+)", kind)
+    if size is None:
+        raise ValueError(f"HLO: element type {kind!r} is not known")
+    return int(size[1])
+
+
+def _instructions(lines: list[str]) -> list[Instruction]:
+    made: dict[str, Instruction] = {}
+    for line in lines:
+        head = _INSTRUCTION.match(line)
+        assert head is not None
+        rest = line[head.end() :]
+        kind_end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+        opening = rest.index("(", kind_end)
+        closing = opening + _closing(rest[opening:])
+        literal = rest[opening + 1 : closing - 1]
+        operands = tuple(made[name] for name in _OPERAND.findall(literal) if name in made)
+        opcode = rest[kind_end:opening].strip()
+        arrays = _arrays(rest[:kind_end])
+        made[head[2]] = Instruction(head[2], opcode, arrays, operands, literal, rest[closing:], bool(head[1]))
+    return list(made.values())
+
+
+def _arrays(text: str) -> tuple[Array, ...]:
+    found = []
+    for kind, dims, layout in _ARRAY.findall(text):
+        space = re.search(r"S\((\d+)\)", layout)
+        shape = tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)
+        found.append(Array(kind, shape, int(space[1]) if space else 0))
+    return tuple(found)
+
+
+def _closing(text: str) -> int:
+    """The end of the parenthesis that `text` starts with."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    raise ValueError(f"HLO: a parenthesis is not closed: {text[:80]!r}")
+
+
+def _branches(step: Instruction) -> list[str]:
+    listed = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
+    if listed:
+        return _OPERAND.findall(listed[1])
+    return [step.called("true_computation"), step.called("false_computation")]

@@ -1,0 +1,30 @@
+"""`Stage`: what a stage of an iteration rolls out with. Exploring, regenerating and evaluating are three values of it."""
+
+import dataclasses
+from functools import partial
+
+import jax
+
+from solrl_jax.backbone.backbone import Params
+from solrl_jax.backbone.decoder import Decoder
+from solrl_jax.flow.grid import Grid
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["policy", "grid"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """A policy and the steps that it samples."""
+
+    policy: Params  # the base with any of its leaves replaced
+    grid: Grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The policy and the grid of a stage, and the decoder that shows its latents to a reward."""
+
+    name: str  # "explore", "regenerate", "evaluate", ...; as progress is reported
+    legs: tuple[Leg, ...]  # one after another; nearly always a single one
+    decoder: Decoder
+    shape: tuple[int, int, int]  # of one latent: height, width, channels
+    chunk: int  # rows that each device runs at once, at most

@@ -1,0 +1,79 @@
+"""What a run says of itself: `run.json`, the first lines in the terminal, the curves at the end."""
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from solrl_jax.config.schema import Config, batch_line
+from solrl_jax.explore.lever import active_levers
+from solrl_jax.explore.linears import report as report_linears
+from solrl_jax.explore.linears import totals
+from solrl_jax.parallel import hosts
+from solrl_jax.parallel.sharding import row_groups
+from solrl_jax.run import pictures
+from solrl_jax.run.metrics import read as read_metrics
+from solrl_jax.run.progress import Reporter
+from solrl_jax.storage.files import atomic_write
+from solrl_jax.training.experiment import Experiment
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
+
+
+def describe(experiment: Experiment, folder: Path, done: int, report: Reporter) -> None:
+    """Writes `run.json` and prints what runs where."""
+    config, mesh = experiment.config, experiment.backbone.mesh
+    facts = _facts(experiment, done)
+    hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
+    report.line(f"{config.preset}: {config.model.name}, {config.family}, {'+'.join(config.reward.weights)} -> {folder}")
+    exploration = facts["exploration"]
+    levers = f", with {', '.join(exploration['levers'])}" if exploration["levers"] else ""
+    report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {exploration['means']}{levers}")
+    report.line(batch_line(config, row_groups(mesh)))
+
+
+def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
+    config, backbone, recipe = experiment.config, experiment.backbone, experiment.recipe
+    mesh, pipeline = backbone.mesh, backbone.pipeline
+    rows = report_linears(backbone.transformer, config.model.quantize, recipe.format, recipe.explore)
+    return {
+        "solrl_jax": importlib.metadata.version("solrl_jax"),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "devices": f"{mesh.size} x {jax.devices()[0].device_kind}",
+        "hosts": jax.process_count(),
+        "mesh": dict(mesh.shape),
+        "exploration": {
+            "precision": recipe.explore.precision,
+            "format": recipe.format.name,
+            "native": recipe.format.native(experiment.device),
+            "levers": [type(lever).__name__ for lever in active_levers(recipe.explore)],
+            "means": recipe.format.describe(experiment.device),
+        },
+        "parameters": {
+            "transformer": pipeline.transformer.size,
+            **{name: component.size for name, component in pipeline.text_encoders.items()},
+            "vae": pipeline.vae.size,
+        },
+        "adapted": list(experiment.targets),
+        "quantized": [row.path for row in rows if not row.kept],
+        "linears": totals(rows),
+        "started_after_iteration": done,
+    }
+
+
+def draw_curves(config: Config, folder: Path) -> None:
+    """`pictures/reward.png`, and `pictures/watched.png` if rewards are watched."""
+    rows, name = read_metrics(folder), next(iter(config.reward.weights))
+    strict = {"strict success, held-out": f"eval/{name}/strict"} if any(f"eval/{name}/strict" in row for row in rows) else {}
+    upper = {"explored pool": "pool/reward", "kept, as trained on": "kept/reward", "held-out prompts": "eval/reward"}
+    lower = {"Spearman, proxy and regenerated": "fidelity/spearman"}
+    path = folder / "pictures" / "reward.png"
+    pictures.save_curve(path, rows, upper | strict, lower, labels=("reward", "fidelity"), title=folder.name)
+    if watched := config.reward.watched:
+        upper, lower = {"held-out prompts": "eval/reward"}, {name: f"eval/{name}" for name in watched}
+        path = folder / "pictures" / "watched.png"
+        pictures.save_curve(path, rows, upper, lower, labels=("trained on", "watched"), title=folder.name)
