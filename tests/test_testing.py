@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.numerics.nvfp4 import dequantize, quantize
+from solrl_jax.numerics.matmul import dequantize
+from solrl_jax.numerics.nvfp4 import quantize
 from solrl_jax.rollout.fidelity import overlap, rank_correlations, regret
 from solrl_jax.rollout.select import select
 from solrl_jax.testing import NVFP4_BLOCK_ERROR, assert_block_error, assert_ranking_preserved, assert_selection_range

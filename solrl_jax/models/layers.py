@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from solrl_jax.numerics import split
-from solrl_jax.numerics.matmul import LowRank, Quantized, matmul, outputs_divided
+from solrl_jax.numerics.leaf import Leaf
+from solrl_jax.numerics.matmul import matmul, outputs_divided
 
 # How PyTorch orders the axes of a parameter that we hold as
 #   "same": unchanged;  "linear": [in, out] from [out, in];  "pointwise": [in, out] from a 1x1 convolution [out, in, 1, 1];
@@ -84,7 +85,7 @@ def gather(params: P) -> P:
         linear = matrix and any(getattr(key, "key", None) == "kernel" for key in path)
         return outputs_divided(leaf, split.ways()) if linear else PartitionSpec()
 
-    is_leaf = lambda x: isinstance(x, LowRank | Quantized)
+    is_leaf = lambda x: isinstance(x, Leaf)
     return jax.lax.with_sharding_constraint(params, jax.tree_util.tree_map_with_path(place, params, is_leaf=is_leaf))
 
 

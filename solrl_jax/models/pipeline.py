@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ Conditioning = dict[str, Array]  # what the network is told of a prompt; every l
 Tokens = dict[str, np.ndarray]  # what the text encoder is given; likewise
 
 
+@runtime_checkable
 class VelocityFn(Protocol):
     """(transformer parameters, latents [b, h, w, c], conditioning of b prompts, timestep [b] in 0..1000, guidance []) -> v."""
 

@@ -1,14 +1,14 @@
-"""What block-scaled formats share: packed four-bit codes, blocks that come out even, and the one product of such operands."""
+"""Common parts of the block-scaled formats: packed four-bit codes, padding to whole blocks, and the product."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 
-# XLA:GPU has two ways to a native block-scaled product, and neither knows every format: the custom call is cuDNN's kernel, for
-# NVFP4 and MXFP8 (block_scaling_matcher.cc); the composite is Triton's, for scales in E8M0 alone (composite_rewriter.cc). What
-# a way does not know it expands without a word, so which one CUDA is given is said here, by the types of codes and of scales.
+# XLA:GPU has two ways to a native block-scaled product, and neither takes every format. The custom call is cuDNN's kernel, for
+# NVFP4 and MXFP8 (block_scaling_matcher.cc). The composite is Triton's, for scales in E8M0 alone (composite_rewriter.cc). Both
+# expand what they do not take, without a warning. So this table chooses for CUDA, by the types of codes and of scales.
 CUSTOM_CALL, COMPOSITE = "__op$block_scaled_dot", "xla.scaled_dot"
 CUDA_CALLS = {
     ("float4_e2m1fn", "float8_e4m3fn"): CUSTOM_CALL,  # NVFP4
@@ -17,11 +17,14 @@ CUDA_CALLS = {
 }
 
 
-def block_scaled_dot(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Float[Array, "rows n_out"]:
-    """`(x * x_scales) @ (w * w_scales).T`, accumulated in float32: codes [rows, k] and [n_out, k], one scale a block of k.
+def block_scaled_dot(
+    x: Shaped[Array, "rows k"], x_scales: Shaped[Array, "rows blocks"],
+    w: Shaped[Array, "n_out k"], w_scales: Shaped[Array, "n_out blocks"],
+) -> Float[Array, "rows n_out"]:  # fmt: skip
+    """`(x * x_scales) @ (w * w_scales).T`, accumulated in float32: codes, and one scale for each block along k.
 
-    Native on CUDA devices that have units for it. Elsewhere XLA expands it, exactly even in BF16: a code and its scale have
-    eight significant bits between them at most. Scales in float32 are for that reason the caller's to apply, to the result.
+    Native on CUDA devices that have units for it. Elsewhere XLA expands it. That is exact even in BF16: the product of a code
+    and its scale has at most eight significant bits. Scales in float32 would not fit: the caller applies them to the result.
     """
     if CUDA_CALLS[x.dtype.name, x_scales.dtype.name] == COMPOSITE:
         return _composite(x, x_scales, w, w_scales)
@@ -38,14 +41,14 @@ def _custom_call(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
     return jax.nn.scaled_matmul(x[None], w[None], x_scales[None], w_scales[None], preferred_element_type=jnp.float32)[0]
 
 
-def pack(codes: Array) -> UInt8[Array, "... half"]:
-    """float4_e2m1fn [..., k] to bytes [..., k / 2]: XLA's own float4 arrays take a byte an element in memory."""
+def pack(codes: Shaped[Array, "... k"]) -> UInt8[Array, "... half"]:
+    """float4_e2m1fn [..., k] to bytes [..., k / 2]. XLA's own float4 arrays take a byte an element in memory."""
     return jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint8)
 
 
-def unpack(packed: UInt8[Array, "... half"]) -> Array:
+def unpack(packed: UInt8[Array, "... half"]) -> Shaped[Array, "... k"]:
     """Bytes [..., k / 2] to float4_e2m1fn [..., k]."""
-    # XLA (jaxlib 0.10) reads bytes that a program holds as constants as other codes when it works this out beforehand
+    # The barrier prevents constant folding: XLA (jaxlib 0.10) folds this to wrong codes where the bytes are constants.
     codes = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(packed), jnp.float4_e2m1fn)
     return codes.reshape(*packed.shape[:-1], -1)
 
@@ -56,6 +59,6 @@ def pad_blocks(x: Float[Array, "... k"], block: int) -> Float[Array, "... padded
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-def nbytes(leaf: Any) -> int:
-    """Bytes that the arrays of a leaf of any kind hold, or would hold if they are abstract."""
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(leaf))
+def nbytes(tree: Any) -> int:
+    """Bytes that the arrays of a tree hold, or would hold if they are abstract."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))

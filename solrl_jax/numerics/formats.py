@@ -1,4 +1,4 @@
-"""The formats that exploration may run in, by name: what a weight becomes, what it takes, which devices multiply it natively.
+"""The formats that exploration may run in, by name: how a weight is quantised, its size, and the devices that have it.
 
 Peers and specifications: NVFP4 (arXiv 2509.25149), MXFP4 and MXFP8 (OCP Microscaling Formats 1.0), FP8 (arXiv 2209.05433).
 """
@@ -12,16 +12,16 @@ from typing import Any
 from jaxtyping import Array
 
 from solrl_jax.numerics import fp8, mx, nvfp4
-from solrl_jax.numerics.matmul import Quantized
+from solrl_jax.numerics.leaf import Quantized
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What decides which products are native: JAX's platform and device kind, and on CUDA the compute capability."""
+    """The facts that say which products are native: JAX's platform and device kind, and on CUDA the compute capability."""
 
     platform: str  # "cpu", "gpu", "tpu"
     kind: str = ""
-    capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper; (0, 0) where there is none, as on GPUs that are not NVIDIA's
+    capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper; (0, 0): none, as on GPUs that are not NVIDIA's
 
     @classmethod
     def of(cls, device: Any) -> "Device":
@@ -32,16 +32,16 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One way to hold the quantised linears. Everything else in a network stays in the precision that it trains in."""
+    """One way to hold the quantised linears. The rest of a network stays in the training precision."""
 
     name: str
     description: str
-    bits: float  # a weight takes with its share of block scales; a float32 scale a matrix or a channel comes on top
+    bits: float  # per weight, with its share of the block scales, without the float32 scales of a matrix or a channel
     quantize: Callable[[Array], Quantized] | None  # weights [..., in, out] to a leaf; None: nothing is quantised
-    native: Callable[[Device], bool]  # whether the device has units for its products; elsewhere XLA expands them, exactly
+    native: Callable[[Device], bool]  # whether the device has units for the products; elsewhere XLA expands them, exactly
 
     def describe(self, device: Device) -> str:
-        """What runs on `device`, as it is printed and kept in a run's record."""
+        """The format on `device` in one line, for the terminal and for a run's record."""
         how = "native" if self.native(device) else f"emulated: {device.kind or device.platform} has no units for it"
         return f"{self.name} ({self.description}; {how})"
 
@@ -51,7 +51,7 @@ def _cuda(*capability: int) -> Callable[[Device], bool]:
 
 
 def _fp8_units(device: Device) -> bool:
-    """Ada, Hopper and later; of TPUs the seventh generation. The ones before it multiply BF16 and integers."""
+    """Ada, Hopper and later GPUs, and TPU v7. Earlier TPUs multiply BF16 and integers."""
     return _cuda(8, 9)(device) or device.kind.startswith("TPU7")
 
 
@@ -70,8 +70,6 @@ FORMATS = {
         Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, mx.quantize_mxfp4, _block_scaled_units),
         Format("nvfp4", _NVFP4, 4.5, nvfp4.quantize, _block_scaled_units),
         Format("nvfp4_46", f"{_NVFP4}, of weights four over six", 4.5, _four_over_six, _block_scaled_units),
-        # no device has a product of two types: weights are decoded, and the product is one of BF16
-        Format("nvfp4_w", "weights alone in E2M1, blocks of 16", 4.5, nvfp4.quantize_weight_only, lambda device: False),
     )
 }
 AUTO = "auto"
@@ -79,9 +77,9 @@ _FASTEST_FIRST = ("nvfp4", "fp8")
 
 
 def resolve(name: str, device: Device) -> Format:
-    """The format of that name; of "auto" the fastest one that `device` runs natively, which is BF16 where nothing is faster.
+    """The format of that name. "auto" is the fastest one that `device` runs natively, or BF16 if none is faster.
 
-    Of the four-bit ones NVFP4 is the paper's: as fast as MXFP4, with a finer scale for half as many values.
+    Among the four-bit formats "auto" takes NVFP4, the paper's: as fast as MXFP4, with finer scales for smaller blocks.
     """
     if name == AUTO:
         name = next((fast for fast in _FASTEST_FIRST if FORMATS[fast].native(device)), "bf16")

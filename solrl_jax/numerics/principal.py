@@ -1,80 +1,97 @@
-"""The principal directions of a linear's inputs, which a quantised product may leave to an exact one of low rank.
+"""The principal directions of a linear's inputs, multiplied exactly beside a quantised product of low rank.
 
     y = (x U) (U^T W) + Q(x - x U U^T) Q(W - U U^T W)                 U [in, r], orthonormal
 
-Inputs of a linear hold most of their energy in few directions, and those are the ones that cost: rounding errors are in
-proportion to what is rounded. The first product has them, in the dtype of `x`; the second is the format's own, of remainders
-that are smaller on both sides. SVDQuant (arXiv 2411.05007, eq. 4) gives such a branch the largest directions of the weight;
-the inputs' are fewer.
+The inputs of a linear have most of their energy in a few directions. Rounding errors are in proportion to what is rounded, so
+these directions cost most. The first product computes them in the dtype of `x`. The second product is the format's own, of
+remainders that are smaller on both sides. SVDQuant (arXiv 2411.05007, eq. 4) gives the exact branch the largest directions of
+the weight; here it has those of the inputs, which are fewer.
 
-U is found by orthogonal iteration, `U <- orthonormal(X^T X U)`, and `X^T X U` of every linear of a network at once by its
-gradient: a weight that is a `Probe` has it for the gradient of its basis.
+U is found by orthogonal iteration, `U <- orthonormal(X^T X U)`. `X^T X U` of every linear of a network is the gradient of one
+backward pass: a weight that is a `Probe` returns it as the gradient of its basis.
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from solrl_jax.numerics.blocks import nbytes
+from solrl_jax.numerics import split
+from solrl_jax.numerics.leaf import Leaf, Quantized
+from solrl_jax.numerics.matmul import Weight, dequantize, product
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["remainder", "basis", "carried"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Corrected:
-    """A quantised weight matrix [in, out] with what goes past it.
+class Corrected(Quantized):
+    """A quantised weight matrix [in, out] with an exact product of low rank beside it.
 
     remainder: `W - U U^T W` in a format; basis: U [..., in, r]; carried: `U^T W` [..., r, out], both in the training precision.
     """
 
-    remainder: Any
+    output_axes: ClassVar[Mapping[str, int]] = {"remainder": -1, "carried": -1}
+
+    remainder: Weight
     basis: Float[Array, "... n_in r"]
     carried: Float[Array, "... r n_out"]
 
-    @property
-    def nbytes(self) -> int:
-        return nbytes(self)
+    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        basis = self.basis.astype(x.dtype)
+        inner = x @ basis
+        along = jnp.dot(inner, basis.T, preferred_element_type=jnp.float32)
+        rest = (x.astype(jnp.float32) - along).astype(x.dtype)
+        return product(rest, self.remainder) + inner @ split.place(self.carried, -1).astype(x.dtype)
+
+    def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        return dequantize(self.remainder) + self.basis.astype(jnp.float32) @ self.carried.astype(jnp.float32)
 
 
 def correct(
-    quantize: Callable[[Array], Any], w: Float[Array, "... n_in n_out"], basis: Float[Array, "... n_in r"],
+    quantize: Callable[[Array], Any],
+    w: Float[Array, "... n_in n_out"],
+    basis: Float[Array, "... n_in r"],
     whole: Callable[[Array], Array] = lambda x: x,
-) -> Corrected:  # fmt: skip
-    """`w` (float32) quantised but for the directions of `basis`, in whose dtype these are kept.
+) -> Corrected:
+    """`w` (float32), quantised except for the directions of `basis`, which are kept in the dtype of `basis`.
 
-    whole: constrains a value to be whole on every device. In parts, sums round as these are, and a last bit can tip a code.
+    whole: places a value on every device. Divided values would be added up in parts, and a sum that is rounded otherwise in
+    its last bit can change a code.
     """
-    exact, w = basis.astype(jnp.float32), whole(w)  # as it is stored, so that the two products add up to `x w` but for codes
+    exact, w = (
+        basis.astype(jnp.float32),
+        whole(w),
+    )  # as it is stored, so that the two products add up to `x w` but for codes
     carried = whole(exact.swapaxes(-1, -2) @ w).astype(basis.dtype)
     return Corrected(quantize(w - whole(exact @ carried.astype(jnp.float32))), basis, carried)
 
 
-def divide(x: Float[Array, "rows n_in"], w: Corrected) -> tuple[Float[Array, "rows r"], Float[Array, "rows n_in"]]:
-    """`x U`, and what is left of `x` without it, in the dtype of `x`."""
-    inner = x @ w.basis.astype(x.dtype)
-    along = jnp.dot(inner, w.basis.astype(x.dtype).T, preferred_element_type=jnp.float32)
-    return inner, (x.astype(jnp.float32) - along).astype(x.dtype)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["weight", "basis"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Probe:
-    """A weight [in, out] that multiplies as it would without a `basis` [in, r], float32, whose gradient is `X^T X basis`.
+class Probe(Leaf):
+    """A weight [in, out] whose product is the plain one, and whose `basis` [in, r], float32, has the gradient `X^T X basis`.
 
-    X are all rows that the weight multiplies. The gradient is no derivative: it does not depend on what is differentiated.
+    X are all rows that the weight multiplies. This gradient is not a derivative: it is the same for any loss.
     """
 
-    weight: Array
+    output_axes: ClassVar[Mapping[str, int]] = {"weight": -1, "basis": -1}
+
+    weight: Float[Array, "... n_in n_out"]
     basis: Float[Array, "... n_in r"]
+
+    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        return _probe(x, self.weight.astype(x.dtype), self.basis)
+
+    def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        return self.weight.astype(jnp.float32)
 
 
 @jax.custom_vjp
-def probe(x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"], basis: Array) -> Float[Array, "rows n_out"]:
-    """`x @ w`; see `Probe`."""
+def _probe(
+    x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"], basis: Float[Array, "n_in r"]
+) -> Float[Array, "rows n_out"]:
     return x @ w
 
 
@@ -88,4 +105,4 @@ def _probe_backward(saved, g):
     return g @ w.T, jnp.zeros_like(w), rows.T @ (rows @ basis)
 
 
-probe.defvjp(_probe_forward, _probe_backward)
+_probe.defvjp(_probe_forward, _probe_backward)

@@ -1,6 +1,6 @@
 """The platform whose kernels a program is traced for: JAX's own, or the one that a plan names.
 
-A plan traces, on a CPU, what a GPU would run. Only a choice of kernels depends on it; no result of a run does.
+A plan traces on a CPU what a GPU would run. The platform decides which kernels are used, and nothing else.
 """
 
 import contextlib
@@ -18,13 +18,16 @@ def platform() -> str:
 
 
 def is_planned() -> bool:
-    """Whether what is traced now will not run here: kernels of other platforms are then traced as stand-ins."""
+    """Whether programs are traced for a plan and will not run here. Stand-ins then replace kernels of other platforms."""
     return _PLANNED.get() is not None
 
 
 @contextlib.contextmanager
 def planned_for(name: str) -> Iterator[None]:
-    """Within it, programs are traced for the platform `name`. JAX remembers what it traced: plan with objects of their own."""
+    """In the body, programs are traced for the platform `name`.
+
+    JAX caches what it traced: a plan needs function objects of its own.
+    """
     token = _PLANNED.set(name)
     try:
         yield

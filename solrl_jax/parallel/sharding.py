@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from solrl_jax.numerics.matmul import LowRank, Quantized, outputs_divided
+from solrl_jax.numerics.leaf import Leaf
+from solrl_jax.numerics.matmul import outputs_divided
 from solrl_jax.numerics.split import TENSOR
 
 T = TypeVar("T")
@@ -82,11 +83,11 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
         name = next((str(key.key) for key in reversed(path) if hasattr(key, "key")), "")
         linear = name.rpartition("/")[2] == "kernel" or name == "b"
-        divided = linear and (isinstance(leaf, LowRank | Quantized) or leaf.ndim in (2, 3))
+        divided = linear and (isinstance(leaf, Leaf) or leaf.ndim in (2, 3))
         specs = outputs_divided(leaf, tensor) if divided else jax.tree.map(lambda _: PartitionSpec(), leaf)
         return jax.tree.map(split, leaf, specs)
 
-    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, LowRank | Quantized))
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, Leaf))
 
 
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:

@@ -12,7 +12,7 @@ from solrl_jax.numerics.formats import FORMATS, Device
 from solrl_jax.numerics.fp8 import FP8Tensor
 from solrl_jax.numerics.matmul import LowRank
 from solrl_jax.numerics.mx import MXTensor
-from solrl_jax.numerics.nvfp4 import QTensor, WeightOnly
+from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.policy.lora import flatten
 from solrl_jax.rollout.generate import Relay, generate, prepare
 from solrl_jax.run import identity
@@ -21,11 +21,10 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.training import experiment as experiments
 from tests.small import fresh_state, small_config
 
-LEAVES = {"nvfp4": QTensor, "nvfp4_46": QTensor, "nvfp4_w": WeightOnly, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
+LEAVES = {"nvfp4": QTensor, "nvfp4_46": QTensor, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
 ERRORS = {
     "nvfp4": 0.09,
     "nvfp4_46": 0.08,
-    "nvfp4_w": 0.06,
     "mxfp4": 0.14,
     "mxfp8": 0.03,
     "fp8": 0.025,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
+from solrl_jax.numerics.matmul import dequantize
 from solrl_jax.numerics.nvfp4 import (
     BLOCK,
     SMALLEST_SCALE,
-    dequantize,
     pack,
     quantize,
     quantize_blocks,

@@ -11,28 +11,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from solrl_jax.models.attention import attention
 from solrl_jax.models.layers import gather
-from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import LowRank, matmul
 from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding
+from tests.numerics.leaves import MAKE
 
 ROWS, N_IN, N_OUT = 24, 160, 96
-LEAVES = ("array", "low rank", *(name for name, form in FORMATS.items() if form.quantize is not None))
 
 
 @pytest.fixture(scope="module")
 def operands():
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-    return normal(ROWS, N_IN), normal(N_IN, N_OUT), {"a": rng.normal(size=(N_IN, 4)), "b": rng.normal(size=(4, N_OUT))}
-
-
-def leaf(kind, operands):
-    _, w, adapter = operands
-    if kind == "array":
-        return w
-    if kind == "low rank":
-        return LowRank(w, jnp.float32(adapter["a"]), jnp.float32(adapter["b"]), 0.5)
-    return FORMATS[kind].quantize(w)
+    return normal(ROWS, N_IN), normal(N_IN, N_OUT)
 
 
 def on_mesh(tensor, params, x, f):
@@ -58,9 +48,10 @@ def test_parts_of_a_product_are_parts_of_the_product(rows, width, columns, dtype
     np.testing.assert_array_equal(np.hstack(jax.device_get([product(x, part) for part in jnp.split(w, 2, axis=1)])), whole)
 
 
-@pytest.mark.parametrize("kind", LEAVES)
+@pytest.mark.parametrize("kind", ["array", *MAKE])
 def test_a_product_is_the_same_to_the_bit(kind, operands):
-    params, x = {"kernel": leaf(kind, operands)}, operands[0]
+    x, w = operands
+    params = {"kernel": w if kind == "array" else MAKE[kind](w)}
     product = lambda params, x: matmul(x, params["kernel"])
     (one, _), (four, text) = on_mesh(1, params, x, product), on_mesh(4, params, x, product)
     np.testing.assert_array_equal(four, one)
@@ -72,7 +63,8 @@ def test_a_product_is_the_same_to_the_bit(kind, operands):
 
 
 def test_gradients_are_the_same_to_the_bit(operands):
-    params, x = {"kernel": leaf("low rank", operands)}, operands[0]
+    x, w = operands
+    params = {"kernel": MAKE["low rank"](w)}
 
     def gradients(params, x):
         loss = lambda adapter, x: (matmul(x, LowRank(params["kernel"].base, *adapter, 0.5)).astype(jnp.float32) ** 2).sum()

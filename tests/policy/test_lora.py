@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.numerics.matmul import LowRank, matmul
-from solrl_jax.numerics.nvfp4 import QTensor, dequantize, quantize
+from solrl_jax.numerics.matmul import LowRank, dequantize, matmul
+from solrl_jax.numerics.nvfp4 import QTensor, quantize
 from solrl_jax.policy.lora import attach, flatten, init_adapters, matching, merge_and_quantize, replace
 
 RANK, SCALE = 4, 2.0

@@ -9,8 +9,8 @@ import pytest
 
 from solrl_jax.flow.sigmas import flux, sd3
 from solrl_jax.flow.solver import solver_table
-from solrl_jax.numerics.matmul import LowRank
-from solrl_jax.numerics.nvfp4 import QTensor, dequantize
+from solrl_jax.numerics.matmul import LowRank, dequantize
+from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.policy.lora import flatten
 from solrl_jax.policy.update import update
 from solrl_jax.rewards import registry as rewards

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.numerics.matmul import LowRank
-from solrl_jax.numerics.nvfp4 import QTensor, dequantize
+from solrl_jax.numerics.matmul import LowRank, dequantize
+from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.numerics.randomness import seed_numbers
 from solrl_jax.policy.lora import flatten
 from solrl_jax.policy.update import blend, old_decay, update

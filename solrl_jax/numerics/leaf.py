@@ -1,0 +1,53 @@
+"""`Leaf`: a weight matrix that knows how it multiplies.
+
+Precision is a kind of leaf. The BF16 policy, its LoRA-adapted form and its quantised copies are one network with other leaves
+in its tree of parameters: plain arrays, `LowRank`, or one of the quantised kinds (`formats.FORMATS` names them).
+
+A new kind of leaf is a frozen dataclass, registered with JAX, that derives from `Leaf` or `Quantized`. Nothing else needs to
+know its name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from solrl_jax.numerics import blocks, split
+
+Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
+
+
+class Leaf:
+    """A weight matrix [in, out] in a form of its own. Leading axes (stacked layers) are free, except for `multiply`."""
+
+    # by field: the axis of its array that holds the outputs, counted from the end; an array without one is not listed
+    output_axes: ClassVar[Mapping[str, int]] = {}
+
+    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        """`x @ w` in the dtype of `x`. On a mesh with an axis `tensor` the outputs may stay divided (`split`)."""
+        raise NotImplementedError
+
+    def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        """The float32 matrix that the leaf stands for."""
+        raise NotImplementedError
+
+    def output_specs(self, ways: int) -> Any:
+        """The leaf with a `PartitionSpec` for each array: outputs divided `ways` ways over the mesh axis `tensor`."""
+
+        def spec(path: tuple[Any, ...], x: Any) -> Any:
+            if isinstance(x, Leaf):
+                return x.output_specs(ways)
+            return split.spec_of(x.shape, self.output_axes.get(path[0].name), ways)
+
+        return jax.tree_util.tree_map_with_path(spec, self, is_leaf=lambda x: isinstance(x, Leaf) and x is not self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays hold."""
+        return blocks.nbytes(self)
+
+
+class Quantized(Leaf):
+    """A leaf that multiplies in a format of its own: its product is near that of the matrix, and not equal."""
