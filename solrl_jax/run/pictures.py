@@ -1,14 +1,17 @@
-"""Pictures of a run: image grids, before and after, reward curves, and how well a proxy ranks.
+"""Pictures of a run: image grids, before and after training, reward curves, how well a proxy ranks.
 
-Images are float [H, W, 3] in 0..1.  Every file appears whole or not at all.  The drawing libraries are imported where
-they are used, because they are slow to import; nothing here opens a window.
+An image is float [height, width, 3] in 0..1. Every file appears whole or not at all. matplotlib, Pillow and SciPy are imported
+in the functions that use them, because they are slow to import. Nothing here opens a window.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, UInt8
 
 from solrl_jax.storage.files import atomic
 
@@ -17,31 +20,34 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFont import FreeTypeFont
 
+Numbers = Array | np.ndarray
 _INK, _QUIET, _PAPER = "#1f2328", "#6e7781", "#ffffff"
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_RIGHT, _WRONG = "#009E73", "#D55E00"
 _GAP = 4  # pixels between images
-# Images of a before-and-after sheet are shown between these widths in pixels: legible, and a file that can be mailed.
+# Widths in pixels between which `save_before_after` shows an image: legible, and a file that can be mailed.
 _SMALLEST, _LARGEST = 96, 384
+_FRAME, _MARK = 4, 20  # pixels: the frame of an image of `save_before_after`, the tick or cross in its corner
 
 
-def to_uint8(image: Any) -> np.ndarray:
+def to_uint8(image: Float[Numbers, "*size"]) -> UInt8[np.ndarray, "*size"]:
     """round(255 x) clipped to 0..255, the bytes of `image` float [..., 3]; what is not a number is black."""
     unit = np.clip(np.nan_to_num(np.asarray(image, np.float32)), 0, 1)
     return np.round(255 * unit).astype(np.uint8)
 
 
-def save_png(path: str | Path, image: Any) -> None:
-    """Writes `image` float [H, W, 3] as PNG, a pixel a pixel."""
+def save_png(path: str | Path, image: Float[Numbers, "h w 3"]) -> None:
+    """Writes an image as PNG, one pixel of the file for each of its own."""
     from PIL import Image
 
     _save_image(path, Image.fromarray(to_uint8(image)))
 
 
-def grid(images: Any, columns: int, captions: Sequence[str] | None = None, scale: int = 1) -> "Image":
-    """`images` float [N, H, W, 3] in rows of `columns`, each enlarged `scale` times without smoothing.
+def grid(images: Float[Numbers, "n h w 3"], columns: int, captions: Sequence[str] | None = None, scale: int = 1) -> "Image":
+    """Images in rows of `columns`, each enlarged `scale` times without smoothing.
 
-    `captions` [N] stand below their images, in two lines at most.
+    captions: one an image, shown below it in two lines at most. Raises ValueError if there are more or fewer.
     """
     from PIL import Image, ImageDraw
 
@@ -65,50 +71,82 @@ def grid(images: Any, columns: int, captions: Sequence[str] | None = None, scale
     return sheet
 
 
-def save_grid(path: str | Path, images: Any, columns: int, captions: Sequence[str] | None = None, scale: int = 1) -> None:
-    """Writes what `grid` draws."""
+def save_grid(
+    path: str | Path,
+    images: Float[Numbers, "n h w 3"],
+    columns: int,
+    captions: Sequence[str] | None = None,
+    scale: int = 1,
+) -> None:
+    """Writes what `grid` draws as PNG."""
     _save_image(path, grid(images, columns, captions, scale))
 
 
 def save_before_after(
     path: str | Path,
-    before: Any,
-    after: Any,
+    before: Float[Numbers, "p m h w 3"],
+    after: Float[Numbers, "p m h w 3"],
     prompts: Sequence[str],
-    titles: tuple[str, str] = ("before training", "after training"),
+    right_before: Bool[np.ndarray, "p m"] | None = None,
+    right_after: Bool[np.ndarray, "p m"] | None = None,
 ) -> None:
-    """Writes a sheet with a row a prompt: its images before on the left, after on the right, the prompt above them.
+    """Draws m images of each of p prompts as PNG: before training on the left, after training on the right.
 
-    `before` and `after` are float [P, S, H, W, 3], S images of P prompts from the same seeds, or [P, H, W, 3].
+    Args:
+      before, after: images of the same prompts and seeds, in 0..1.
+      prompts: one above each row.
+      right_before, right_after: whether the verifier accepts each image. Each image is then framed and marked with a tick or a
+        cross, and the titles say how many are right. None: no marks and no counts.
+
+    Raises ValueError if there is not one prompt a row, RunError when the disk refuses.
     """
     from PIL import Image, ImageDraw
 
-    both = [to_uint8(side) for side in (before, after)]
-    both = [side[:, None] if side.ndim == 4 else side for side in both]
-    if both[0].shape != both[1].shape or len(prompts) != len(both[0]):
-        raise ValueError(f"before {both[0].shape}, after {both[1].shape} and {len(prompts)} prompts do not match")
-    count, per_row, height, width = both[0].shape[:4]
+    titles = [_title(when, right) for when, right in (("before", right_before), ("after", right_after))]
+    title_font, font = _font(18, bold=True), _font(14)
+    images_in_row, height, width = before.shape[1:4]
     shown = width * -(-_SMALLEST // width) if width < _SMALLEST else min(width, _LARGEST)
     size = (shown, round(height * shown / width))
-    smooth = Image.Resampling.LANCZOS if shown < width else Image.Resampling.NEAREST
-    half, margin, gutter = per_row * (shown + _GAP) - _GAP, 16, 24
-    title_font, font = _font(18, bold=True), _font(14)
+    step, margin, gutter = shown + 2 * _FRAME + _GAP, 16, 24
+    half = max(images_in_row * step - _GAP, *(math.ceil(title_font.getlength(title)) for title in titles))
     head, caption = _text_height(title_font, 1) + 8, _text_height(font, 1) + 4
-    row_height = caption + size[1] + 10
-    sheet = Image.new("RGB", (2 * (margin + half) + gutter, 2 * margin + head + count * row_height), _PAPER)
+    row_height = caption + size[1] + 2 * _FRAME + 16
+    sheet = Image.new("RGB", (2 * (margin + half) + gutter, 2 * margin + head + len(before) * row_height), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    for side, (images, title) in enumerate(zip(both, titles, strict=True)):
-        left = margin + side * (half + gutter)
-        draw.text((left, margin), _wrap(title, title_font, half, lines=1)[0], _INK, title_font)
-        for row in range(count):
-            top = margin + head + row * row_height + caption
-            for column in range(per_row):
-                image = Image.fromarray(images[row, column]).resize(size, smooth)
-                sheet.paste(image, (left + column * (shown + _GAP), top))
-    for row, prompt in enumerate(prompts):
+    for row, prompt in zip(range(len(before)), prompts, strict=True):
         text = _wrap(prompt, font, 2 * half + gutter, lines=1)[0]
         draw.text((margin, margin + head + row * row_height), text, _QUIET, font)
-    _save_image(path, sheet)
+    sides = ((to_uint8(before), right_before), (to_uint8(after), right_after))
+    for left, title, (images, right) in zip((margin, margin + half + gutter), titles, sides, strict=True):
+        draw.text((left, margin), title, _INK, title_font)
+        for row, column in np.ndindex(images.shape[:2]):
+            framed = _framed(images[row, column], size, None if right is None else bool(right[row, column]))
+            sheet.paste(framed, (left + column * step, margin + head + row * row_height + caption))
+    _save_image(path, sheet, title="    ".join(titles))
+
+
+def _title(when: str, right: Bool[np.ndarray, "p m"] | None) -> str:
+    return f"{when} training" if right is None else f"{when}: {right.sum()} of {right.size} right"
+
+
+def _framed(image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None) -> "Image":
+    """An image resized to `size` (width, height) in a frame; with a tick if `right`, a cross if not, nothing if None."""
+    from PIL import Image, ImageDraw
+
+    color = _PAPER if right is None else _RIGHT if right else _WRONG
+    framed = Image.new("RGB", (size[0] + 2 * _FRAME, size[1] + 2 * _FRAME), color)
+    smooth = Image.Resampling.LANCZOS if size[0] < image.shape[1] else Image.Resampling.NEAREST
+    framed.paste(Image.fromarray(image).resize(size, smooth), (_FRAME, _FRAME))
+    if right is None:
+        return framed
+    mark = Image.new("RGB", (_MARK * 8, _MARK * 8), color)  # drawn large, then shrunk: that smooths the strokes
+    strokes = [[(2, 4.2), (3.4, 5.6), (6, 2.6)]] if right else [[(2.4, 2.4), (5.6, 5.6)], [(2.4, 5.6), (5.6, 2.4)]]
+    for stroke in strokes:
+        points = [(x * _MARK, y * _MARK) for x, y in stroke]
+        ImageDraw.Draw(mark).line(points, _PAPER, width=_MARK, joint="curve")
+    corner = (framed.width - _MARK, framed.height - _MARK)
+    framed.paste(mark.resize((_MARK, _MARK), Image.Resampling.LANCZOS), corner)
+    return framed
 
 
 def save_curve(
@@ -122,9 +160,12 @@ def save_curve(
 ) -> None:
     """Draws metrics over iterations as PNG.
 
-    `rows` are those of `metrics.read`; `series` maps a legend label to the name of a metric; `lower` is the same for a
-    second panel below, for metrics of another kind; `labels` name the two vertical axes.  Rows without a value for a
-    metric are skipped, so one that is measured every tenth iteration is drawn through its own points.
+    Args:
+      rows: as `metrics.read` returns them. A row without a value for a metric is skipped, so a metric that is measured every
+        tenth iteration is drawn through its own points.
+      series: a legend label for each metric of the upper panel, with the metric's name.
+      lower: the same for a second panel below, for metrics of another kind.
+      labels: of the vertical axes of the two panels.
     """
     rows = list(rows)
     panels = [panel for panel in (series, lower) if panel]
@@ -146,18 +187,14 @@ def save_curve(
     _save_figure(path, figure)
 
 
-def save_correlation(
-    path: str | Path, proxy: Any, true: Any, labels: tuple[str, str] = ("proxy reward", "true reward")
-) -> None:
-    """Draws `true` [P, N] against `proxy` [P, N] as PNG, a colour a prompt, the mean within-prompt Spearman above.
+def save_correlation(path: str | Path, proxy: Float[np.ndarray, "p n"], true: Float[np.ndarray, "p n"]) -> None:
+    """Draws true against proxy rewards of n candidates of p prompts as PNG. A prompt has one colour.
 
-    Pairs that are not finite are left out; a prompt with fewer than two distinct values has no correlation.
+    The title is the mean of the Spearman correlations within prompts. Pairs that are not finite are left out. A prompt whose
+    rewards are all equal has no correlation.
     """
     from scipy.stats import spearmanr
 
-    proxy, true = np.asarray(proxy, np.float64), np.asarray(true, np.float64)
-    if proxy.shape != true.shape or proxy.ndim != 2:
-        raise ValueError(f"proxy {proxy.shape} and true {true.shape} must be one shape [prompts, candidates]")
     figure = _figure(5.6, 5.6)
     axes = figure.subplots()
     correlations = []
@@ -173,15 +210,16 @@ def save_correlation(
         axes.legend(frameon=False, loc="upper left", fontsize=9)
     mean = f"{np.mean(correlations):.3f}" if correlations else "undefined"
     axes.set_title(f"Spearman {mean}, mean of {len(correlations)} prompts", loc="left", fontsize=12, color=_INK)
-    axes.set_xlabel(labels[0])
-    axes.set_ylabel(labels[1])
+    axes.set_xlabel("proxy reward")
+    axes.set_ylabel("true reward")
     _save_figure(path, figure)
 
 
 def save_sweep(path: str | Path, rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> None:
-    """Draws how columns of `rows` depend on "steps" (of the largest pools) and on "candidates" (of the most steps), as PNG.
+    """Draws how `columns` of a sweep depend on its "steps" and on its "candidates", as PNG.
 
-    A line a "precision", "exact_steps" and "sigmas"; an axis along which nothing varies has no panels.
+    Steps vary for the largest number of candidates, candidates for the largest number of steps; what does not vary has no
+    panel. There is one line for each combination of "explore" and "precision".
     """
     rows, columns = list(rows), list(columns)
     fixed = {axis: max(row[axis] for row in rows) for axis in ("steps", "candidates")}
@@ -192,7 +230,7 @@ def save_sweep(path: str | Path, rows: Iterable[Mapping[str, Any]], columns: Ite
         (other,) = fixed.keys() - {axis}
         chosen = sorted((row for row in rows if row[other] == fixed[other]), key=lambda row: row[axis])
         for column, axes in zip(columns, line_of_axes, strict=True):
-            line = lambda row: f"{row['precision']}, {row['exact_steps']} exact, {row['sigmas']} sigmas"
+            line = lambda row: ": ".join(filter(None, (row["explore"], row["precision"])))
             for color, label in zip(_COLORS * len(chosen), dict.fromkeys(map(line, rows)), strict=False):
                 points = [(row[axis], row[column]) for row in chosen if line(row) == label]
                 axes.plot(*zip(*points, strict=True), color=color, label=label, linewidth=1.8, marker="o", markersize=4)
@@ -205,7 +243,7 @@ def save_sweep(path: str | Path, rows: Iterable[Mapping[str, Any]], columns: Ite
 
 
 def _figure(width: float, height: float) -> "Figure":
-    """An empty figure of `width` x `height` inches that belongs to no window system."""
+    """An empty figure of `width` x `height` inches, drawn in memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -225,13 +263,19 @@ def _save_figure(path: str | Path, figure: "Figure") -> None:
         figure.savefig(partial, format="png")
 
 
-def _save_image(path: str | Path, image: "Image") -> None:
+def _save_image(path: str | Path, image: "Image", title: str = "") -> None:
+    """Writes a PNG file; `title` goes into its metadata, for those who cannot see the image."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    if title:
+        info.add_text("Title", title)
     with atomic(path) as partial:
-        image.save(partial, format="PNG")
+        image.save(partial, format="PNG", pnginfo=info)
 
 
 def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
-    """The font that comes with matplotlib, for its letters of many scripts; `size` in pixels."""
+    """The font that comes with matplotlib, which has letters of many scripts; `size` in pixels."""
     import matplotlib
     from PIL import ImageFont
 
@@ -240,13 +284,13 @@ def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
 
 
 def _text_height(font: "FreeTypeFont", lines: int) -> int:
-    """Pixels that `lines` lines need, the space around them included."""
+    """The height of `lines` lines in pixels, with the space around them."""
     ascent, descent = font.getmetrics()
     return lines * (ascent + descent + 2) + 2 if lines else 0
 
 
 def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[str]:
-    """`text` broken at spaces into at most `lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
+    """Breaks `text` at spaces into at most `lines` lines of `width` pixels; a line that is still too long ends in "…"."""
     out = [""]
     for word in text.split():
         longer = f"{out[-1]} {word}".strip()

@@ -51,25 +51,60 @@ def test_a_grid_has_no_more_columns_than_images(tmp_path):
     assert Image.open(tmp_path / "grid.png").size == (2 * 12 + 4, 16)
 
 
+def sheet_of(path) -> np.ndarray:
+    return np.asarray(Image.open(path)).astype(int)
+
+
 @pytest.mark.parametrize(("size", "shown"), [(16, 96), (40, 120), (200, 200), (512, 384)])
 def test_before_and_after_stand_side_by_side(tmp_path, size, shown):
     before, after = np.zeros((2, 3, size, size, 3)), np.full((2, 3, size, size, 3), 0.5)
     pictures.save_before_after(tmp_path / "sheet.png", before, after, ["a red circle", "a prompt " * 100])
-    pixels = np.asarray(Image.open(tmp_path / "sheet.png"))
+    pixels = sheet_of(tmp_path / "sheet.png")
     middle = pixels.shape[1] // 2
     for half, value in ((pixels[:, :middle], 0), (pixels[:, middle:], 128)):
         assert (half == value).all(-1).sum() >= 6 * shown**2
-    assert pixels.shape[1] == 2 * (16 + 3 * shown + 2 * 4) + 24
+    assert pixels.shape[1] == 2 * (16 + 3 * (shown + 8) + 2 * 4) + 24
+    assert Image.open(tmp_path / "sheet.png").text["Title"] == "before training    after training"
 
 
-def test_one_image_a_prompt_will_do_and_a_mismatch_will_not(tmp_path):
-    path = tmp_path / "sheet.png"
-    pictures.save_before_after(path, np.zeros((2, 8, 8, 3)), np.ones((2, 8, 8, 3)), ["a", "b"])
-    assert Image.open(path).size == (2 * (16 + 96) + 24, Image.open(path).height)
-    with pytest.raises(ValueError, match="do not match"):
-        pictures.save_before_after(path, np.zeros((2, 8, 8, 3)), np.ones((3, 8, 8, 3)), ["a", "b"])
-    with pytest.raises(ValueError, match="do not match"):
-        pictures.save_before_after(path, np.zeros((2, 8, 8, 3)), np.ones((2, 8, 8, 3)), ["a"])
+def test_the_verifiers_verdicts_are_counted_and_marked(tmp_path):
+    images, prompts = np.full((2, 2, 96, 96, 3), 0.5), ["a red circle", "two blue squares"]
+    right = np.array([[True, False], [False, False]])
+    draw = lambda name, *verdicts: pictures.save_before_after(tmp_path / name, images, images, prompts, *verdicts)
+    draw("plain.png")
+    draw("marked.png", right, ~right)
+    draw("half.png", right)
+    title = lambda name: Image.open(tmp_path / name).text["Title"]
+    assert title("marked.png") == "before: 1 of 4 right    after: 3 of 4 right"
+    assert title("half.png") == "before: 1 of 4 right    after training"
+
+    pixels = sheet_of(tmp_path / "marked.png")
+    corners = np.argwhere((sheet_of(tmp_path / "plain.png") == 128).all(-1))  # of the images, whose places do not change
+    top, left = corners.min(0)
+    row_step = np.diff(np.unique(corners[:, 0]))
+    rows, columns = (top, top + 96 + row_step.max() - 1), (left, left + 108)
+    half = (pixels.shape[1] - 2 * 16 - 24) // 2 + 24
+    green, orange = [0, 0x9E, 0x73], [0xD5, 0x5E, 0]
+    for side, verdicts in ((0, right), (half, ~right)):
+        for i, y in enumerate(rows):
+            for j, x in enumerate(columns):
+                frame = pixels[y - 1, x + side : x + side + 96]
+                assert (frame == (green if verdicts[i, j] else orange)).all()
+    # the shape of the mark tells them apart without its colour
+    marks = [(pixels[y + 80 : y + 96, left + 80 : left + 96].sum(-1) > 600) for y in rows]
+    assert marks[0].any()
+    assert marks[1].any()
+    assert (marks[0] != marks[1]).any()
+
+
+def test_the_titles_have_room_however_few_images_there_are(tmp_path):
+    images = np.zeros((1, 1, 8, 8, 3))
+    pictures.save_before_after(tmp_path / "one.png", images, images, ["a"], *[np.array([[True]])] * 2)
+    pixels = sheet_of(tmp_path / "one.png")
+    assert pixels.shape[1] > 2 * (16 + 104) + 24
+    assert (pixels[:, -16:] == 255).all()
+    with pytest.raises(ValueError, match="zip"):
+        pictures.save_before_after(tmp_path / "two.png", images, images, ["a", "b"])
 
 
 def test_a_curve_skips_what_is_not_there(tmp_path):
@@ -100,8 +135,19 @@ def test_a_correlation_is_the_mean_within_prompts(tmp_path, monkeypatch):
     pictures.save_correlation(tmp_path / "flat.png", np.zeros((1, 4)), np.zeros((1, 4)))
     assert titles == ["Spearman 0.000, mean of 2 prompts", "Spearman undefined, mean of 0 prompts"]
     assert sorted(os.listdir(tmp_path)) == ["flat.png", "rank.png"]
-    with pytest.raises(ValueError, match="one shape"):
-        pictures.save_correlation(tmp_path / "bad.png", proxy, true[:2])
+
+
+def test_a_sweep_has_a_line_for_each_recipe_and_format(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures, "_save_figure", lambda path, figure: figures.append(figure))
+    rows = [
+        {"explore": recipe, "precision": precision, "steps": steps, "candidates": 24, "spearman": 0.5}
+        for recipe, precision in (("", "bf16"), ("best", "nvfp4"))
+        for steps in (6, 4)
+    ]
+    pictures.save_sweep(tmp_path / "sweep.png", rows, ["spearman"])
+    (axes,) = figures[0].axes
+    assert {line.get_label(): list(line.get_xdata()) for line in axes.lines} == {"bf16": [4, 6], "best: nvfp4": [4, 6]}
 
 
 def test_the_same_picture_has_the_same_bytes(tmp_path):
