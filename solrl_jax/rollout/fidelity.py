@@ -1,17 +1,19 @@
-"""How faithfully a proxy ranks candidates: rank correlations within prompts, the overlap at both ends, and what it costs."""
+"""How faithfully a proxy ranks candidates: rank correlations within prompts, overlap and true ranks at both ends, regret."""
 
 import dataclasses
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Shaped
 from scipy import stats
+
+from solrl_jax.rollout.select import rank
 
 Rewards = Float[np.ndarray, "p n"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RankCorrelations:
-    """Means over prompts; NaN when no prompt has two distinct rewards on both sides."""
+    """Means over prompts; NaN if no prompt has two distinct rewards on both sides."""
 
     spearman: float
     kendall: float
@@ -35,36 +37,50 @@ def overlap(proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool 
     """The share of the `top` truly best (or worst) candidates that are among the proxy's `within` best (worst), by prompt.
 
     The paper's Top-4 match is `top=4, within=K/2`: are the extremes found among those that are kept? A reward that is not
-    finite is neither best nor worst: where fewer than `top` true ones are finite, the share is of those, and NaN of none.
+    finite is neither best nor worst. Where fewer than `top` true rewards are finite, the share is of those, and NaN if none is.
     """
+    wanted, found = _extremes(true, top, best), _extremes(proxy, within, best)
+    return _mean(found, wanted)
 
-    def extremes(x: Float[np.ndarray, " n"], count: int) -> np.ndarray:
-        finite = np.isfinite(x)
-        order = np.argsort(np.where(finite, -x if best else x, np.inf), kind="stable")
-        return order[: min(count, finite.sum())]
 
-    pairs = [(extremes(t, top), extremes(p, within)) for p, t in zip(proxy, true, strict=True)]
-    return np.array([np.isin(wanted, found).mean() if len(wanted) else np.nan for wanted, found in pairs])
+def mean_true_rank(proxy: Rewards, true: Rewards, within: int, best: bool = True) -> Float[np.ndarray, " p"]:
+    """The mean true rank of the proxy's `within` best (or worst) candidates, by prompt; rank 1 is the truly best.
+
+    Perfect is (within + 1) / 2 for the best, and N - (within - 1) / 2 for the worst of N candidates. Equal rewards are ranked
+    by index, as selection does. A reward that is not finite is neither best nor worst, and has no rank: the mean leaves such
+    candidates out. NaN where none is left.
+    """
+    return _mean(np.where(np.isfinite(true), rank(true) + 1, np.nan), _extremes(proxy, within, best))
 
 
 def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.ndarray, " p"]:
-    """What the pool's best lose by being chosen by proxy, as a share of the prompt's true range, 0 to 1: 0 loses nothing.
+    """How much worse the best candidates are if the proxy chooses them, as a share of the prompt's true range, 0 to 1.
 
-    The mean true reward of the `top` best of all candidates, less that of the `top` best among the proxy's `within` best. It
-    tells candidates that are missed and stand out from those that others equal: where a reward saturates, `overlap` counts
-    both alike. What is not finite on either side cannot be chosen; a place that is left empty by it counts as the pool's worst.
-    NaN for a prompt without a finite true reward.
+    The mean true reward of the `top` best of all candidates, minus that of the `top` best among the proxy's `within` best.
+    `overlap` counts every missed candidate alike. The regret is small where other candidates are nearly as good, as where a
+    reward saturates. A candidate whose proxy or true reward is not finite cannot be chosen; a place that stays empty counts as
+    the pool's worst. NaN for a prompt without a finite true reward.
     """
 
-    def lost(p: Float[np.ndarray, " n"], t: Float[np.ndarray, " n"]) -> float:
-        pool = -np.sort(-t[np.isfinite(t)])
+    def lost(chosen: Bool[np.ndarray, " n"], t: Float[np.ndarray, " n"]) -> float:
+        pool, found = (-np.sort(-t[among & np.isfinite(t)]) for among in (True, chosen))
         if not len(pool):
             return np.nan
-        order = np.argsort(np.where(np.isfinite(p), -p, np.inf), kind="stable")[: min(within, np.isfinite(p).sum())]
-        chosen = -np.sort(-t[order][np.isfinite(t[order])])
         wanted = pool[:top]
-        got = np.append(chosen, np.full(len(wanted), pool[-1]))[: len(wanted)]
+        got = np.append(found, np.full(len(wanted), pool[-1]))[: len(wanted)]
         spread = pool[0] - pool[-1]
         return float((wanted.mean() - got.mean()) / spread) if spread > 0 else 0.0
 
-    return np.array([lost(p, t) for p, t in zip(proxy, true, strict=True)])
+    return np.array([lost(c, t) for c, t in zip(_extremes(proxy, within, True), true, strict=True)])
+
+
+def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n"]:
+    """Which candidates are the `count` best (or worst) of their prompt, in the order of selection; none that is not finite."""
+    places, finite = rank(rewards), np.isfinite(rewards)
+    return finite & (places < count if best else places >= finite.sum(1, keepdims=True) - count)
+
+
+def _mean(values: Shaped[np.ndarray, "p n"], where: Bool[np.ndarray, "p n"]) -> Float[np.ndarray, " p"]:
+    """The mean over each row's chosen values that are numbers; NaN where there is none."""
+    chosen = [v[w & ~np.isnan(v)] for v, w in zip(values, where, strict=True)]
+    return np.array([row.mean() if len(row) else np.nan for row in chosen])

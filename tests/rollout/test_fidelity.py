@@ -1,10 +1,14 @@
 """Rank correlations within prompts and overlaps at the ends, against SciPy and cases worked out by hand."""
 
+import inspect
+
 import numpy as np
 import pytest
+from jaxtyping import TypeCheckError
 from scipy import stats
 
-from solrl_jax.rollout.fidelity import overlap, rank_correlations, regret
+from solrl_jax.rollout.fidelity import mean_true_rank, overlap, rank_correlations, regret
+from solrl_jax.rollout.select import select
 
 NAN = np.nan
 
@@ -73,11 +77,11 @@ def test_a_prompt_without_two_distinct_rewards_is_undefined_and_in_no_mean():
 
 
 def test_prompts_must_correspond():
-    with pytest.raises(ValueError, match="zip"):
-        rank_correlations(np.zeros((2, 3)), np.zeros((3, 3)))
-    for figure in (overlap, regret):
-        with pytest.raises(ValueError, match="zip"):
-            figure(np.zeros((2, 3)), np.zeros((3, 3)), 1, 1)
+    for figure, counts in ((rank_correlations, ()), (mean_true_rank, (1,)), (overlap, (1, 1)), (regret, (1, 1))):
+        with pytest.raises(TypeCheckError, match="parameter 'true'"):  # by the annotations, which are checked in tests
+            figure(np.zeros((2, 3)), np.zeros((3, 3)), *counts)
+    with pytest.raises(ValueError, match="zip"):  # and without them
+        inspect.unwrap(rank_correlations)(np.zeros((1, 3)), np.zeros((3, 3)))
 
 
 def test_overlap_by_hand():
@@ -95,6 +99,15 @@ def test_overlap_by_hand():
 def test_overlap_orders_equal_rewards_by_index_as_selection_does():
     assert overlap(np.zeros((1, 4)), np.array([[4.0, 3.0, 2.0, 1.0]]), 2, 2).tolist() == [1]
     assert overlap(np.zeros((1, 4)), np.array([[1.0, 2.0, 3.0, 4.0]]), 2, 2).tolist() == [0]
+
+
+def test_the_worst_of_equal_rewards_are_those_that_selection_keeps():
+    proxy, true = np.array([[9.0, 5.0, 5.0, 5.0, 0.0]]), np.array([[9.0, 8.0, 7.0, 6.0, 5.0]])
+    index, _ = select(proxy, 4, "best_worst")
+    assert index.tolist() == [[0, 1, 3, 4]]
+    assert overlap(proxy, true, 2, 2, best=False).tolist() == [1]
+    assert mean_true_rank(proxy, true, 2, best=False).tolist() == [4.5]
+    assert mean_true_rank(proxy, true, 2).tolist() == [1.5]
 
 
 def test_overlap_counts_a_reward_that_is_not_finite_to_neither_end():
@@ -164,3 +177,46 @@ def test_regret_of_rewards_that_are_not_finite():
     assert regret(np.full((1, 5), NAN), true, 2, 3).tolist() == pytest.approx([3.5 / 4])
     assert regret(true, true, 4, 4).tolist() == [0]  # the three there are
     assert np.isnan(regret(true, np.full((1, 5), NAN), 1, 2)).tolist() == [True]
+
+
+def test_mean_true_rank_by_hand():
+    true = np.array([[10.0, 9.0, 8.0, 7.0, 6.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    proxy = np.array([[5.0, 1.0, 9.0, 8.0, 7.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    # first prompt: the proxy's best two are 2 and 3, truly third and fourth; its worst two are 5 and 1, truly last and second
+    assert mean_true_rank(proxy, true, 2).tolist() == [3.5, 1.5]
+    assert mean_true_rank(proxy, true, 2, best=False).tolist() == [4.0, 5.5]
+    assert mean_true_rank(proxy, true, 3).tolist() == [4.0, 2.0]
+    assert mean_true_rank(proxy, true, 6).tolist() == mean_true_rank(proxy, true, 6, best=False).tolist() == [3.5, 3.5]
+    assert mean_true_rank(-true, true, 2).tolist() == [5.5, 5.5]  # the reverse order
+
+
+@pytest.mark.parametrize("levels", [1, 3, 96])
+def test_the_mean_true_rank_of_a_perfect_proxy(levels):
+    """Also where rewards are equal; and by chance it is the middle."""
+    rng = np.random.default_rng(6)
+    true = rng.integers(levels, size=(200, 24)).astype(float)
+    for within in (1, 6, 12):
+        assert (mean_true_rank(3 * true - 1, true, within) == (within + 1) / 2).all()
+        assert (mean_true_rank(3 * true - 1, true, within, best=False) == 24 - (within - 1) / 2).all()
+    chance = rng.standard_normal((200, 24))
+    for best in (True, False):
+        assert mean_true_rank(chance, true, 6, best=best).mean() == pytest.approx(12.5, abs=0.6)
+
+
+def test_equal_true_rewards_are_ranked_by_index():
+    true, proxy = np.array([[1.0, 1.0, 1.0, 1.0]]), np.array([[1.0, 2.0, 3.0, 4.0]])
+    assert mean_true_rank(proxy, true, 1).tolist() == [4]
+    assert mean_true_rank(proxy, true, 1, best=False).tolist() == [1]
+    assert mean_true_rank(true, proxy, 2).tolist() == [3.5]  # 0 and 1, truly the worst
+
+
+def test_the_mean_true_rank_of_rewards_that_are_not_finite():
+    true = np.array([[5.0, 4.0, NAN, 2.0, 1.0]])  # ranks 1, 2, none, 3, 4
+    proxy = np.array([[NAN, 4.0, 3.0, 2.0, np.inf]])  # best to worst: 1, 2, 3
+    assert mean_true_rank(proxy, true, 1).tolist() == [2]
+    assert mean_true_rank(proxy, true, 2).tolist() == [2]  # candidate 2 has no rank
+    assert mean_true_rank(proxy, true, 3).tolist() == [2.5]
+    assert mean_true_rank(proxy, true, 1, best=False).tolist() == [3]
+    assert mean_true_rank(true, true, 4, best=False).tolist() == [2.5]  # the four there are
+    assert np.isnan(mean_true_rank(np.array([[0.0, 0.0, 9.0, 0.0, 0.0]]), true, 1)).tolist() == [True]
+    assert np.isnan(mean_true_rank(np.full((1, 5), NAN), true, 2)).tolist() == [True]
