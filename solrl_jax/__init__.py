@@ -1,0 +1,78 @@
+"""RL post-training of text-to-image flow models in JAX: explore in FP4, train in BF16 (Sol-RL, arXiv 2604.06916).
+
+    import solrl_jax as solrl
+
+    experiment = solrl.load("tiny", "run.dir=runs/mine")
+    state = solrl.fresh_state(experiment)
+    for i in range(1, 21):
+        state, outcome = solrl.iterate(experiment, state, i)
+
+Every public name is listed in `__all__`. A name is imported when it is first used, so `import solrl_jax` is quick.
+"""
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from solrl_jax.api import export_lora as export_lora
+    from solrl_jax.api import import_lora as import_lora
+    from solrl_jax.api import load as load
+    from solrl_jax.api import quantize as quantize
+    from solrl_jax.api import rank as rank
+    from solrl_jax.api import sample as sample
+    from solrl_jax.api import train as train
+    from solrl_jax.config.presets import preset_names as preset_names
+    from solrl_jax.config.presets import resolve as resolve
+    from solrl_jax.config.schema import Config as Config
+    from solrl_jax.config.schema import ConfigError as ConfigError
+    from solrl_jax.numerics.formats import FORMATS as FORMATS
+    from solrl_jax.numerics.matmul import dequantize as dequantize
+    from solrl_jax.numerics.matmul import matmul as matmul
+    from solrl_jax.policy.advantage import advantages as advantages
+    from solrl_jax.policy.advantage import optimality as optimality
+    from solrl_jax.policy.objective import nft_loss as nft_loss
+    from solrl_jax.rewards.protocol import Reward as Reward
+    from solrl_jax.rollout.select import select as select
+    from solrl_jax.storage.errors import InputError as InputError
+    from solrl_jax.storage.errors import RunError as RunError
+    from solrl_jax.testing import assert_block_error as assert_block_error
+    from solrl_jax.testing import assert_ranking_preserved as assert_ranking_preserved
+    from solrl_jax.testing import assert_selection_range as assert_selection_range
+    from solrl_jax.training.evaluate import evaluate as evaluate
+    from solrl_jax.training.experiment import Experiment as Experiment
+    from solrl_jax.training.experiment import fresh_state as fresh_state
+    from solrl_jax.training.iteration import iterate as iterate
+
+_WHERE = {
+    "api": ("export_lora", "import_lora", "load", "quantize", "rank", "sample", "train"),
+    "config.presets": ("preset_names", "resolve"),
+    "config.schema": ("Config", "ConfigError"),
+    "numerics.formats": ("FORMATS",),
+    "numerics.matmul": ("dequantize", "matmul"),
+    "policy.advantage": ("advantages", "optimality"),
+    "policy.objective": ("nft_loss",),
+    "rewards.protocol": ("Reward",),
+    "rollout.select": ("select",),
+    "storage.errors": ("InputError", "RunError"),
+    "testing": ("assert_block_error", "assert_ranking_preserved", "assert_selection_range"),
+    "training.evaluate": ("evaluate",),
+    "training.experiment": ("Experiment", "fresh_state"),
+    "training.iteration": ("iterate",),
+}
+_MODULES = {name: module for module, names in _WHERE.items() for name in names}
+__all__ = [*sorted(_MODULES), "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("solrl_jax")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'solrl_jax' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"solrl_jax.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,20 +14,20 @@ from solrl_jax.flow.grid import Grid
 from solrl_jax.numerics.randomness import normal
 
 # (latents [b, ...] float32, time [] in 0..1000) -> velocities [b, ...]
-Velocity = Callable[[Float[Array, "b *latent"], Float[Array, ""]], Float[Array, "b *latent"]]
+Velocity = Callable[[Float[Array, " b *latent"], Float[Array, ""]], Float[Array, " b *latent"]]
 
 
 def interpolate(
-    x0: Float[Array, "b *latent"], noise: Float[Array, "b *latent"], sigma: Float[Array, " b"]
-) -> Float[Array, "b *latent"]:
+    x0: Float[Array, " b *latent"], noise: Float[Array, " b *latent"], sigma: Float[Array, " b"]
+) -> Float[Array, " b *latent"]:
     """The forward process: `(1 - sigma) x0 + sigma noise`, with one sigma a row."""
     sigma = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
     return (1 - sigma) * x0 + sigma * noise
 
 
 def sample(
-    legs: Sequence[tuple[Velocity, Grid]], noise: Float[Array, "b *latent"], seeds: UInt32[Array, "b 2"]
-) -> Float[Array, "b *latent"]:
+    legs: Sequence[tuple[Velocity, Grid]], noise: Float[Array, " b *latent"], seeds: UInt32[Array, "b 2"]
+) -> Float[Array, " b *latent"]:
     """Follows the flow from `noise` at the first sigma to clean latents at sigma 0.
 
     Latents are float32 throughout, whatever a velocity computes in.

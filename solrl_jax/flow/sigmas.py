@@ -34,20 +34,6 @@ def flux(steps: int, tokens: int) -> Sigmas:
     return np.append(math.exp(mu) / (math.exp(mu) + (1 / grid - 1)), 0.0)
 
 
-def first_sigmas(full: Sigmas, steps: int) -> Sigmas:
-    """A preview of a whole schedule: half of its `steps` are the schedule's first, the others divide what is left of it.
-
-    What a sample will be like is decided at high noise, and there it follows the whole schedule exactly. Where the rest does
-    not come out even, the nearest sigmas are taken.
-    """
-    last = len(full) - 1
-    if steps >= last:
-        return full
-    own = steps // 2
-    long = np.rint(np.arange(steps - own + 1) * (last - own) / (steps - own)).astype(int)
-    return full[[*range(own), *(own + long)]]
-
-
 def make_sigmas(name: str, steps: int, shift: float, tokens: int) -> Sigmas:
     """The schedule a configuration names: `linear`, `sd3` or `flux`. tokens: image tokens of one latent."""
     match name:

@@ -8,17 +8,13 @@ DPM-Solver++ 2M, arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln(
 """
 
 import itertools
-from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
 Table = Float[np.ndarray, "steps 5"]
 Row = tuple[float, float, float, float, float]
-Latents = Float[np.ndarray, " b *latent"]
 SOLVERS = ("euler", "dpm1", "dpm2", "ddim")
-STAY: Row = (1.0, 0.0, 0.0, 0.0, 0.0)  # a step that ends where it starts
-PREDICT: Row = (0.0, 1.0, 0.0, 0.0, 0.0)  # one that ends on the data prediction, as the last step of every solver does
 
 
 def solver_table(name: str, sigmas: Float[np.ndarray, " steps_plus_one"], eta: float = 0.0) -> Table:
@@ -38,52 +34,6 @@ def solver_table(name: str, sigmas: Float[np.ndarray, " steps_plus_one"], eta: f
     else:
         rows = [_ddim(*s, eta) for s in steps]
     return np.array(rows, np.float32)
-
-
-def fitted_table(
-    predict: Callable[[Latents, float], Latents], noise: Latents, whole: Float[np.ndarray, " whole_plus_one"], table: Table,
-    sigmas: Float[np.ndarray, " steps_plus_one"],
-) -> Table:  # fmt: skip
-    """The coefficients [steps, 5] float32 with which a preview on `sigmas` comes nearest to what a whole schedule comes to.
-
-    whole, table: that schedule and its solver's coefficients, without noise; sigmas: some of `whole`, the first and the last
-    among them. predict: latents and their sigma to data predictions, of the network that is to be previewed. Steps that the
-    whole schedule takes too stay as they are. Each longer one is fitted by least squares over all values of the samples from
-    `noise`, after those before it, to where the whole schedule is by then:
-
-        min sum (a x + b x0_hat[i] + c x0_hat[i - 1] + d x0_hat[i - 2] - x_whole(sigma_next))^2
-
-    A solver that is fitted to one network in this way, and of this form: arXiv 2403.01329. A few samples suffice: a row has
-    four unknowns, and every value of every latent is an equation.
-    """
-    x, last = noise, (np.zeros_like(noise),) * 3
-    there, predicted = {float(whole[0]): noise}, []
-    for (sigma, after), row in zip(itertools.pairwise(whole), table, strict=True):
-        predicted.append(predict(x, float(sigma)))
-        last = (predicted[-1], *last[:2])
-        there[float(after)] = x = _step(row, x, last)
-    rows, taken = [], list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sigmas, whole, strict=False)))
-    x, last = noise, (np.zeros_like(noise),) * 3
-    for i, (sigma, after) in enumerate(itertools.pairwise(sigmas)):
-        last = (predicted[i] if i < len(taken) else predict(x, float(sigma)), *last[:2])  # as long as both go the same way
-        row = table[i] if i + 1 < len(taken) else _fit((x, *last), there[float(after)])
-        x = _step(row, x, last)
-        rows.append(row)
-    return np.array(rows, np.float32)
-
-
-def _step(row: Float[np.ndarray, " 5"], x: Latents, last: Sequence[Latents]) -> Latents:
-    """The latents after a step without noise; last: the last three data predictions, the newest first."""
-    return row[0] * x + row[1] * last[0] + row[2] * last[1] + row[3] * last[2]
-
-
-def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
-    """The row whose combination of `terms` is nearest to `target`; terms that are zero get no weight."""
-    terms = [term.astype(np.float64).reshape(-1) for term in terms]
-    products = np.array([[a @ b for b in terms] for a in terms])
-    weights = np.linalg.pinv(products, rcond=1e-12, hermitian=True) @ [term @ target.reshape(-1) for term in terms]
-    # to six places: the last bits of a sum on the host must not make two runs of one
-    return np.array([*weights.round(6), 0.0], np.float32)
 
 
 def _first_order(sigma: float, after: float) -> Row:

@@ -1,17 +1,19 @@
 """The forward-process policy loss of DiffusionNFT (arXiv 2509.16117, eq. 5 and section 3.3; docs/method.md, section 4).
 
-An objective is one function: predictions, clean latents and optimality probabilities in; a loss and metrics a row out.
+An objective is one function (`Objective`): predictions, samples and the configuration in; a loss and metrics a row out.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from solrl_jax.config.schema import Policy as PolicyConfig
+
 SMALLEST_DENOMINATOR = 1e-5
 
-Latents: TypeAlias = Float[Array, "b *latent"]
+Latents: TypeAlias = Float[Array, " b *latent"]
 PerRow: TypeAlias = Float[Array, " b"]
 
 
@@ -30,6 +32,20 @@ class Target(NamedTuple):
     x0: Latents  # clean
     sigma: PerRow
     optimality: PerRow  # q in [0, 1]
+
+
+class Objective(Protocol):
+    """One loss a row and metrics a row, from what three policies predict at the noised samples. Pure, and traced by jit."""
+
+    def __call__(
+        self, velocities: Velocities, target: Target, policy: PolicyConfig
+    ) -> tuple[PerRow, dict[str, PerRow]]: ...
+
+
+def nft(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
+    """The objective of Sol-RL: `nft_loss` with the configured weights."""
+    weights = {"beta": policy.beta, "kl_weight": policy.kl_weight, "advantage_clip": policy.advantage_clip}
+    return nft_loss(velocities, target, **weights)
 
 
 def nft_loss(

@@ -22,7 +22,7 @@ from solrl_jax.numerics.randomness import normal, permutations
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, join, zero
 from solrl_jax.policy.lora import Adapters, attach
-from solrl_jax.policy.objective import Target, Velocities, nft_loss
+from solrl_jax.policy.objective import Objective, Target, Velocities, nft
 from solrl_jax.policy.state import TrainState, make_optimizer
 
 EMA_WARMUP = 10
@@ -59,22 +59,29 @@ class _Problem:
     old: Adapters
     batch: PolicyBatch
     grid: Grid
+    objective: Objective
     chosen: Int[Array, "b slots"]  # the steps of the grid at which each row is trained
 
 
-@partial(sharding.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(sharding.jit, static_argnums=(0, 1), static_argnames="objective", donate_argnums=2)
 def update(
-    backbone: Backbone, config: Config, state: TrainState, base: Params, batch: PolicyBatch, grid: Grid
+    backbone: Backbone,
+    config: Config,
+    state: TrainState,
+    base: Params,
+    batch: PolicyBatch,
+    grid: Grid,
+    objective: Objective = nft,
 ) -> tuple[TrainState, Metrics]:
     """One iteration's optimiser step(s) on the kept samples; then the EMA and the old policy follow.
 
     A term is a (sample, sigma) pair. Each sample is trained at `config.trained_sigmas` sigmas of the rollout's own `grid`,
     drawn without replacement, with fresh noise. Gradients are averaged over all terms of a step. A micro-batch whose loss is
-    not finite contributes nothing and is counted. `state` is donated.
+    not finite contributes nothing and is counted. `state` is donated. `objective` is static.
     """
     rows, slots = len(batch.weight), config.trained_sigmas
     chosen = permutations(batch.seeds, "sigmas", grid.steps)[:, :slots]
-    problem = _Problem(backbone, config, base, state.old, batch, grid, chosen)
+    problem = _Problem(backbone, config, base, state.old, batch, grid, objective, chosen)
     terms = jnp.arange(rows * slots).reshape(config.optimizer.steps_per_iteration, -1)
     state, metrics = jax.lax.scan(partial(_optimizer_step, problem), state, terms)
     metrics = {name: values.sum() if name == "skipped_micro_batches" else values.mean() for name, values in metrics.items()}
@@ -170,16 +177,12 @@ def _micro_batch_loss(
     scale = config.lora.alpha / config.lora.rank
     guidance = jnp.asarray(problem.grid.guidance)
     velocity = lambda params: problem.backbone.velocity(params, x, of_rows, time, guidance).astype(jnp.float32)
-    losses, metrics = nft_loss(
-        Velocities(
-            velocity(attach(problem.base, adapters, scale)),
-            velocity(attach(problem.base, problem.old, scale)),
-            velocity(problem.base),
-        ),
-        Target(x, x0, sigma, batch.optimality[row]),
-        beta=config.policy.beta,
-        kl_weight=config.policy.kl_weight,
-        advantage_clip=config.policy.advantage_clip,
+    velocities = Velocities(
+        velocity(attach(problem.base, adapters, scale)),
+        velocity(attach(problem.base, problem.old, scale)),
+        velocity(problem.base),
     )
+    target = Target(x, x0, sigma, batch.optimality[row])
+    losses, metrics = problem.objective(velocities, target, config.policy)
     mean = lambda values: jnp.where(weight > 0, values, 0.0).sum() / total
     return mean(losses), {name: mean(values) for name, values in metrics.items()}

@@ -21,6 +21,7 @@ from solrl_jax.flow.grid import Grid
 from solrl_jax.numerics.randomness import prompt_uid, seed_numbers
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.policy.advantage import advantages, optimality
+from solrl_jax.policy.objective import Objective, nft
 from solrl_jax.policy.state import TrainState
 from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.rollout.fidelity import rank_correlations
@@ -68,7 +69,12 @@ class Selection:
 
 
 def iterate(
-    experiment: Experiment, state: TrainState, iteration: int, level: int = 0, progress: Progress = silent
+    experiment: Experiment,
+    state: TrainState,
+    iteration: int,
+    level: int = 0,
+    progress: Progress = silent,
+    objective: Objective = nft,
 ) -> tuple[TrainState, Outcome]:
     """One iteration. `state` is donated: use the returned state from here on.
 
@@ -77,6 +83,7 @@ def iterate(
     Args:
       iteration: counted from 1; decides the prompts and the seeds.
       level: of `experiment.recipe.levels`, how to explore; 0 is as configured.
+      objective: the loss; one function object for all iterations, or the update is compiled anew.
     """
     config, rollout, recipe, clock = experiment.config, experiment.config.rollout, experiment.recipe, Clock()
 
@@ -110,7 +117,7 @@ def iterate(
     )
     batch = policy_batch(experiment, prompted, selection, kept.latents, rewards, advantage)
     progress("update", len(batch.weight), 0)
-    state, trained = optimise(experiment, state, batch, experiment.grid(rollout.steps))
+    state, trained = optimise(experiment, state, batch, experiment.grid(rollout.steps), objective)
     clock.stop()
 
     metrics = trained | summarise(selection, rewards, kept, pool) | {"fidelity/level": float(level)}
@@ -149,11 +156,13 @@ def policy_batch(
     )
 
 
-def optimise(experiment: Experiment, state: TrainState, batch: PolicyBatch, grid: Grid) -> tuple[TrainState, dict[str, float]]:
+def optimise(
+    experiment: Experiment, state: TrainState, batch: PolicyBatch, grid: Grid, objective: Objective = nft
+) -> tuple[TrainState, dict[str, float]]:
     """`policy.update` on the run's mesh, its metrics on the host."""
     backbone = experiment.backbone
     with jax.set_mesh(backbone.mesh):
-        state, metrics = update(backbone, experiment.config, state, backbone.transformer, batch, grid)
+        state, metrics = update(backbone, experiment.config, state, backbone.transformer, batch, grid, objective=objective)
     return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 

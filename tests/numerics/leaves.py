@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from solrl_jax.explore.levers.correction import Probe, correct
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.leaf import Leaf
 from solrl_jax.numerics.low_rank import LowRank
-from solrl_jax.numerics.principal import Probe, correct
 
 RANK = 4
 QUANTISING = [name for name, form in FORMATS.items() if form.quantize]

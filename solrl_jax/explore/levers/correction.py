@@ -11,9 +11,11 @@ are `Probe`s is `X^T X U` of all of them at once. Every device computes it whole
 does not depend on the mesh.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,9 @@ from solrl_jax.explore.lever import Calibration, Lever
 from solrl_jax.explore.sync import Quantizer
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.sampler import interpolate
-from solrl_jax.numerics.principal import Probe, correct
+from solrl_jax.numerics import split
+from solrl_jax.numerics.leaf import Leaf, Quantized
+from solrl_jax.numerics.matmul import Weight, dequantize, product
 from solrl_jax.numerics.randomness import normal
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.policy.lora import flatten, replace
@@ -36,6 +40,82 @@ PASSES = 3  # of the orthogonal iteration; the energy of inputs falls off fast e
 TURNED = 3  # times the rank: directions that are iterated, of which the last are found worst
 
 Bases: TypeAlias = dict[str, Float[Array | np.ndarray, "... n_in r"]]  # by the linear's path, orthonormal columns
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Corrected(Quantized):
+    """A quantised weight matrix [in, out] with an exact product of low rank beside it.
+
+    remainder: `W - U U^T W` in a format; basis: U [..., in, r]; carried: `U^T W` [..., r, out], both in the training precision.
+    """
+
+    output_axes: ClassVar[Mapping[str, int]] = {"remainder": -1, "carried": -1}
+
+    remainder: Weight
+    basis: Float[Array, "... n_in r"]
+    carried: Float[Array, "... r n_out"]
+
+    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        basis = self.basis.astype(x.dtype)
+        inner = x @ basis
+        along = jnp.dot(inner, basis.T, preferred_element_type=jnp.float32)
+        rest = (x.astype(jnp.float32) - along).astype(x.dtype)
+        return product(rest, self.remainder) + inner @ split.place(self.carried, -1).astype(x.dtype)
+
+    def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        return dequantize(self.remainder) + self.basis.astype(jnp.float32) @ self.carried.astype(jnp.float32)
+
+
+def correct(quantize: Callable[[Array], Any], w: Float[Array, "n_in n_out"], basis: Float[Array, "n_in r"]) -> Corrected:
+    """`w` (float32), quantised except for the directions of `basis`, which are kept in the dtype of `basis`.
+
+    For use under jit, on the ambient mesh. Values are whole on every device: divided values would be added up in parts, and a
+    sum that is rounded otherwise in its last bit can change a code.
+    """
+    exact, w = basis.astype(jnp.float32), sharding.whole(w)
+    carried = sharding.whole(exact.swapaxes(-1, -2) @ w).astype(basis.dtype)  # as stored, so that the parts add up to `x w`
+    return Corrected(quantize(w - sharding.whole(exact @ carried.astype(jnp.float32))), basis, carried)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Probe(Leaf):
+    """A weight [in, out] whose product is the plain one, and whose `basis` [in, r], float32, has the gradient `X^T X basis`.
+
+    X are all rows that the weight multiplies. This gradient is not a derivative: it is the same for any loss.
+    """
+
+    output_axes: ClassVar[Mapping[str, int]] = {"weight": -1, "basis": -1}
+
+    weight: Float[Array, "... n_in n_out"]
+    basis: Float[Array, "... n_in r"]
+
+    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        return _probe(x, self.weight.astype(x.dtype), self.basis)
+
+    def dequantize(self) -> Float[Array, "... n_in n_out"]:
+        return self.weight.astype(jnp.float32)
+
+
+@jax.custom_vjp
+def _probe(
+    x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"], basis: Float[Array, "n_in r"]
+) -> Float[Array, "rows n_out"]:
+    return x @ w
+
+
+def _probe_forward(x, w, basis):
+    return x @ w, (x, w, basis)
+
+
+def _probe_backward(saved, g):
+    x, w, basis = saved
+    rows = x.astype(jnp.float32)
+    return g @ w.T, jnp.zeros_like(w), rows.T @ (rows @ basis)
+
+
+_probe.defvjp(_probe_forward, _probe_backward)
 
 
 class Correction(Lever):
@@ -48,17 +128,13 @@ class Correction(Lever):
         self, explore: Explore, calibration: Calibration, paths: tuple[str, ...], quantizer: Quantizer, grid: Grid
     ) -> Quantizer:
         bases = principal_inputs(calibration, paths, explore.correction, grid)
-        return Quantizer(
-            partial(correct, quantizer.quantize, whole=sharding.whole), {path: (basis,) for path, basis in bases.items()}
-        )
+        return Quantizer(partial(correct, quantizer.quantize), {path: (basis,) for path, basis in bases.items()})
 
     def abstract_quantizer(self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer) -> Quantizer:
         def basis(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((*w.shape[:-1], min(explore.correction, w.shape[-2])), w.dtype)
 
-        return Quantizer(
-            partial(correct, quantizer.quantize, whole=sharding.whole), {path: (basis(w),) for path, w in weights.items()}
-        )
+        return Quantizer(partial(correct, quantizer.quantize), {path: (basis(w),) for path, w in weights.items()})
 
 
 LEVER = Correction()

@@ -16,7 +16,7 @@ from solrl_jax.explore.lever import Calibration, Lever
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.solver import Table
 
-Latents = Float[np.ndarray, "b *latent"]
+Latents = Float[np.ndarray, " b *latent"]
 STAY = (1.0, 0.0, 0.0, 0.0, 0.0)  # the row of a step that ends where it starts
 PREDICT = (0.0, 1.0, 0.0, 0.0, 0.0)  # the row of a step that ends on the data prediction
 DIGITS = 6  # of a fitted coefficient: the last bits of a sum on the host must not make two runs of one

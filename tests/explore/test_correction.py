@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from solrl_jax.explore.calibrate import PASSES, TOGETHER, dealt_ranks
 
 from solrl_jax.explore import calibrate
-from solrl_jax.explore.calibrate import PASSES, TOGETHER, dealt_ranks
+from solrl_jax.explore.levers.correction import Corrected
 from solrl_jax.explore.linears import most_rank
 from solrl_jax.flow.solver import solver_table
 from solrl_jax.numerics.matmul import LowRank, dequantize
 from solrl_jax.numerics.nvfp4 import QTensor
-from solrl_jax.numerics.principal import Corrected
 from solrl_jax.policy.lora import flatten
 from solrl_jax.rollout.generate import generate, prepare
 from solrl_jax.storage.errors import InputError

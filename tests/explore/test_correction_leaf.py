@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from solrl_jax.explore.levers.correction import Corrected, Probe, correct
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import dequantize, matmul
-from solrl_jax.numerics.principal import Corrected, Probe, correct
 
 ROWS, N_IN, N_OUT, RANK = 96, 64, 48, 8
 QUANTISING = [name for name, form in FORMATS.items() if form.quantize]

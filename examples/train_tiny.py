@@ -1,0 +1,25 @@
+"""Trains the embedded pipeline from Python: the loop of `solrl train`, without its records and checkpoints.
+
+python examples/train_tiny.py [KEY=VALUE]...
+"""
+
+import sys
+
+import solrl_jax as solrl
+
+
+def main(*overrides: str) -> None:
+    experiment = solrl.load("tiny", *overrides)
+    state = solrl.fresh_state(experiment)
+    before = solrl.evaluate(experiment, state.ema)
+    for i in range(1, experiment.config.train.iterations + 1):
+        state, outcome = solrl.iterate(experiment, state, i)
+        row = outcome.metrics
+        print(f"{i:3}: pool {row['pool/reward']:.3f}, kept {row['kept/reward']:.3f}, rank {row['fidelity/spearman']:.2f}")
+    after = solrl.evaluate(experiment, state.ema)
+    print(f"held-out reward: {before.means['reward']:.3f} before, {after.means['reward']:.3f} after")
+    solrl.export_lora(experiment, state.ema, "tiny-lora.safetensors")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

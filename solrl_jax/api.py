@@ -1,0 +1,93 @@
+"""What Python users call, beside the functions that `solrl_jax.__all__` names where they are defined."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from solrl_jax.commands.sample import Request
+from solrl_jax.commands.sample import sample as _sample
+from solrl_jax.config.presets import resolve
+from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.numerics.leaf import Quantized
+from solrl_jax.policy import lora_files
+from solrl_jax.policy.lora import Adapters
+from solrl_jax.policy.lora_files import LoraSettings
+from solrl_jax.run import loop
+from solrl_jax.run.progress import Reporter
+from solrl_jax.storage.errors import InputError
+from solrl_jax.training import rank as ranking
+from solrl_jax.training.experiment import Experiment, build
+from solrl_jax.training.iteration import silent
+
+
+def load(preset: str, *overrides: str) -> Experiment:
+    """Builds the experiment of a preset with `key=value` overrides, as `solrl train` takes them. Loads the model.
+
+    Raises ConfigError or InputError in one line for what cannot be.
+    """
+    return build(resolve(preset, overrides))
+
+
+def train(preset: str, *overrides: str) -> dict[str, Any]:
+    """`solrl train`: trains in `run.dir`, or goes on there. Returns the run's directory, its scores before and after."""
+    config = resolve(preset, overrides)
+    with Reporter(bars=False) as report:
+        return loop.run(config, report)
+
+
+def rank(
+    experiment: Experiment, adapters: Adapters, prompts: int = 8, formats: Sequence[str] = (), explore: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """`solrl rank`: how well exploration ranks the candidates of the first test prompts. One row of figures a setting.
+
+    formats: explored in, by name; explore: recipes of `configs/explore/`. Empty: the experiment's own.
+    """
+    sweep = ranking.Sweep(explore=",".join(explore) or None, formats=",".join(formats) or None)
+    settings = sweep.settings(experiment.config)
+    pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, silent)
+    return [ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings]
+
+
+def sample(target: str | Path, prompts: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
+    """`solrl sample`: pictures of a file of prompts, by a diffusers directory or a run's averaged policy.
+
+    options: the fields of `commands.sample.Request`: steps, guidance, seed, size, precision, lora, ...
+    """
+    settings = {"steps": 10, "guidance": 1.0, "seed": 0, **options}
+    return _sample(str(target), Request(prompts=str(prompts), out=Path(out), **settings))
+
+
+def quantize(w: Float[Array, "*stack n_in n_out"], precision: str = "nvfp4") -> Quantized:
+    """Quantises weight matrices to a format of `FORMATS`. `matmul(x, leaf)` multiplies by it, `dequantize(leaf)` undoes it.
+
+    Raises InputError for a format that quantises nothing or that does not exist.
+    """
+    quantizing = [name for name, form in FORMATS.items() if form.quantize is not None]
+    form = FORMATS.get(precision)
+    if form is None or form.quantize is None:
+        raise InputError(f"precision={precision!r}: accepted are {', '.join(quantizing)}")
+    return form.quantize(w)
+
+
+def export_lora(
+    experiment: Experiment, adapters: Adapters, path: str | Path, form: Literal["diffusers", "peft"] = "diffusers"
+) -> None:
+    """Writes adapters, e.g. `state.ema`, as a LoRA: a .safetensors file for diffusers, or a directory for PEFT.
+
+    Raises InputError for a path that cannot be written to.
+    """
+    lora, path = experiment.config.lora, Path(path)
+    settings, table = LoraSettings(lora.rank, lora.alpha), experiment.backbone.parameter_table()
+    lora_files.check_target(path, form)
+    if form == "peft":
+        lora_files.export_peft(path, adapters, settings, table, dtype=jnp.float32)
+    else:
+        lora_files.export_diffusers(path, adapters, settings, table, dtype=jnp.float32)
+
+
+def import_lora(experiment: Experiment, path: str | Path) -> tuple[Adapters, LoraSettings]:
+    """Reads a LoRA of diffusers or PEFT: adapters by parameter path, and rank and alpha. Raises InputError."""
+    return lora_files.import_lora(Path(path), experiment.backbone.parameter_table())
