@@ -1,46 +1,51 @@
-"""Assertions for a user's own tests, in the manner of chex: does exploration rank, select and quantise as well as it must?
+"""Assertions for your own tests, in the style of chex: does exploration rank, select and quantise well enough?
 
     from solrl_jax.testing import assert_ranking_preserved
     assert_ranking_preserved(proxy, true, spearman=0.9, top_k=4, within=12)
 
-Each raises AssertionError that names the figure, its value and what was asked for. They work on concrete arrays, and under jit
+Each raises AssertionError with the name of the figure, its value and the bound. They take concrete arrays. Under jit they work
 in a function that `chex.chexify` wraps.
 """
 
+from typing import Any, TypeAlias
+
 import chex
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Num
 
-Rewards = Float[Array, "p n"]  # p prompts, n candidates each
+Given: TypeAlias = Num[Array | np.ndarray, "..."]  # shapes are checked by the functions, which say what they accept
+Bound: TypeAlias = float | int | np.floating | Float[Array, ""]
+Rewards: TypeAlias = Float[Array, "p n"]  # p prompts, n candidates each
 
 # Half the widest step of E2M1 (4 to 6) in units of the block scale, which E4M3 keeps within 1/16 of a sixth of the maximum.
 NVFP4_BLOCK_ERROR = (1 + 1 / 16) / 6
 
 
 def assert_ranking_preserved(
-    proxy: Rewards,
-    true: Rewards,
+    proxy: Given,
+    true: Given,
     *,
-    spearman: float | None = None,
-    kendall: float | None = None,
+    spearman: Bound | None = None,
+    kendall: Bound | None = None,
     top_k: int | None = None,
     within: int | None = None,
-    match: float | None = None,
-    regret: float | None = None,
+    match: Bound | None = None,
 ) -> None:
-    """Proxy rewards order the candidates of a prompt as the true ones do; figures are means over prompts.
+    """Proxy rewards order the candidates of a prompt as the true rewards do. Each figure is a mean over prompts.
 
-    spearman, kendall: the least rank correlation (rho; tau-b). Pairs of which one is not finite are left out, and prompts
-    whose rewards do not differ on one of the sides. top_k: at least the share `match` of the `top_k` truly best are among the
-    `within` best by proxy (default: `top_k`; the paper's Top-4 match is `top_k=4, within=kept / 2`; Sol-RL, arXiv 2604.06916).
-    regret: the best `top_k` among those have a mean true reward below the pool's best by at most this share of the true range
-    (`solrl_jax.rollout.fidelity.regret`); candidates that others equal may then be missed. match is 1 where neither is given.
+    Args:
+        proxy, true: rewards [prompts, candidates].
+        spearman, kendall: the least rank correlation (rho; tau-b). Pairs with a value that is not finite are left out, and so
+            are prompts whose rewards are all equal on either side.
+        top_k, within, match: at least the share `match` (default: 1) of the `top_k` truly best candidates is among the proxy's
+            `within` best (default: `top_k`). The paper's Top-4 match is `top_k=4, within=kept / 2` (Sol-RL, arXiv 2604.06916).
 
     Raises AssertionError, and ValueError for shapes or numbers that make no sense.
     """
     proxy, true = _pools(proxy, true)
-    if top_k is None and not (match is within is regret is None):
-        given = f"match={match}, within={within}, regret={regret}"
+    if top_k is None and not (match is within is None):
+        given = f"match={match}, within={within}"
         raise ValueError(f"assert_ranking_preserved: {given} without top_k; accepted: top_k, at least 1, beside them")
     if spearman is None and kendall is None and top_k is None:
         raise ValueError("assert_ranking_preserved: nothing is asked for; accepted: spearman, kendall, top_k")
@@ -52,24 +57,28 @@ def assert_ranking_preserved(
         tau = _mean_correlation(above, better, (-2, -1))
         _check(tau >= kendall, "Kendall {} is below {}", tau, kendall)
     if top_k is not None:
-        within = top_k if within is None else within
-        if not 1 <= top_k <= within <= proxy.shape[1]:
-            accepted = f"1 <= top_k <= within <= {proxy.shape[1]}"
-            raise ValueError(f"assert_ranking_preserved: top_k={top_k}, within={within}; accepted: {accepted}")
-        match = 1.0 if match is regret is None else match
-        if match is not None:
-            found = _found(proxy, true, top_k, within)
-            _check(found >= match, "Top-k match {} is below {}", found, match)
-        if regret is not None:
-            lost = _regret(proxy, true, top_k, within)
-            _check(lost <= regret, "Top-k regret {} is above {}", lost, regret)
+        match, found = 1.0 if match is None else match, _found(proxy, true, top_k, _within(top_k, within, proxy))
+        _check(found >= match, "Top-k match {} is below {}", found, match)
 
 
-def assert_selection_range(proxy: Rewards, true: Rewards, *, kept: int, delta: float) -> None:
-    """The kept/2 best and kept/2 worst by proxy span the pool's true range, but for `4 delta`, for every prompt.
+def assert_top_k_regret(proxy: Given, true: Given, *, top_k: int, within: int | None = None, bound: Bound) -> None:
+    """The best `top_k` among the proxy's `within` best are nearly as good as the best `top_k` of all candidates.
+
+    Their mean true reward is lower by at most the share `bound` of the true range (`solrl_jax.rollout.fidelity.regret`), in the
+    mean over prompts. Unlike a match, this allows to miss a candidate if others are as good. within: `top_k` by default.
+
+    Raises AssertionError, and ValueError for shapes or numbers that make no sense.
+    """
+    proxy, true = _pools(proxy, true)
+    lost = _regret(proxy, true, top_k, _within(top_k, within, proxy))
+    _check(lost <= bound, "Top-k regret {} is above {}", lost, bound)
+
+
+def assert_selection_range(proxy: Given, true: Given, *, kept: int, delta: Bound) -> None:
+    """For every prompt, the kept/2 best and kept/2 worst by proxy span the true range of all candidates, minus `4 delta`.
 
     delta: the largest |proxy - true| that is allowed; it is asserted too. Given that, the bound on the range is a theorem (two
-    deltas at each end; Sol-RL, section 3): where only the range fails, the rewards were not selected by this proxy.
+    deltas at each end; Sol-RL, section 3). If only the range fails, the rewards were not selected by this proxy.
     """
     proxy, true = _pools(proxy, true)
     if not 2 <= kept <= proxy.shape[1] or kept % 2:
@@ -83,17 +92,12 @@ def assert_selection_range(proxy: Rewards, true: Rewards, *, kept: int, delta: f
 
 
 def assert_block_error(
-    x: Float[Array, "..."],
-    quantized: Float[Array, "..."],
-    *,
-    bound: float = NVFP4_BLOCK_ERROR,
-    block: int = 16,
-    axis: int = -1,
+    x: Given, quantized: Given, *, bound: Bound = NVFP4_BLOCK_ERROR, block: int = 16, axis: int = -1
 ) -> None:
     """In every block of `block` values along `axis`, the largest error is at most `bound` times the largest magnitude.
 
-    x: what was quantised; quantized: what the codes stand for, of the same shape. The default bound is the format's own, for
-    blocks whose scale E4M3 holds as a normal number. A last block may be short.
+    x: the values before quantisation; quantized: the values that the codes stand for, of the same shape. The default bound is
+    that of NVFP4, for blocks whose scale E4M3 holds as a normal number. The last block may be short.
     """
     if x.shape != quantized.shape or x.ndim == 0:
         raise ValueError(f"assert_block_error: shapes {x.shape} and {quantized.shape}; accepted: equal, one axis or more")
@@ -106,11 +110,19 @@ def assert_block_error(
     _check(worst <= bound, "A block errs by {} of its largest magnitude, more than {}", worst, bound)
 
 
-def _pools(proxy: Rewards, true: Rewards) -> tuple[Array, Array]:
+def _pools(proxy: Given, true: Given) -> tuple[Rewards, Rewards]:
     proxy, true = jnp.asarray(proxy, jnp.float32), jnp.asarray(true, jnp.float32)
     if proxy.ndim != 2 or proxy.shape != true.shape:
         raise ValueError(f"proxy {proxy.shape}, true {true.shape}; accepted: both [prompts, candidates]")
     return proxy, true
+
+
+def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
+    """How many of the proxy's best count, checked."""
+    within = top_k if within is None else within
+    if not 1 <= top_k <= within <= proxy.shape[1]:
+        raise ValueError(f"top_k={top_k}, within={within}; accepted: 1 <= top_k <= within <= {proxy.shape[1]}")
+    return within
 
 
 def _signs(proxy: Rewards, true: Rewards) -> tuple[Float[Array, "p n n"], Float[Array, "p n n"]]:
@@ -125,21 +137,21 @@ def _signs(proxy: Rewards, true: Rewards) -> tuple[Float[Array, "p n n"], Float[
     return sign(proxy), sign(true)
 
 
-def _mean_correlation(a: Array, b: Array, axes: tuple[int, ...]) -> Float[Array, ""]:
-    """The mean of the cosines over `axes`; NaN where no prompt has one."""
+def _mean_correlation(a: Float[Array, "p ..."], b: Float[Array, "p ..."], axes: tuple[int, ...]) -> Float[Array, ""]:
+    """The mean of the cosines over `axes`; NaN if no prompt has one."""
     norm = jnp.sqrt((a**2).sum(axes) * (b**2).sum(axes))
     cosines = (a * b).sum(axes) / jnp.where(norm > 0, norm, 1.0)
     return (cosines * (norm > 0)).sum() / (norm > 0).sum()
 
 
 def _found(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array, ""]:
-    """The share of the `top` truly best among the `within` best by proxy; what is not finite is not among the best."""
+    """The share of the `top` truly best that are among the proxy's `within` best; a value that is not finite is not."""
     wanted = _best(true, top)
     return (wanted & _best(proxy, within)).sum() / wanted.sum()
 
 
 def _regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array, ""]:
-    """The mean of `solrl_jax.rollout.fidelity.regret` over the prompts that have one."""
+    """The mean of `rollout.fidelity.regret` over the prompts that have one."""
     finite = jnp.isfinite(true)
     least = jnp.where(finite, true, jnp.inf).min(1, keepdims=True)
     chosen = _best(proxy, within) & finite
@@ -151,13 +163,13 @@ def _regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array
 
 
 def _best(x: Rewards, count: int) -> Bool[Array, "p n"]:
-    """Which are the `count` best of their prompt, the first of equal ones; what is not finite is not among them."""
+    """Which candidates are the `count` best of their prompt, equal ones by index; a value that is not finite is not."""
     places = jnp.argsort(jnp.argsort(jnp.where(jnp.isfinite(x), -x, jnp.inf), axis=1), axis=1)
     return (places < count) & jnp.isfinite(x)
 
 
-def _check(holds: Bool[Array, ""], message: str, *values: Float[Array, ""] | float) -> None:
-    """An assertion on a value in the one form that chex has for concrete arrays and for traced ones."""
+def _check(holds: Any, message: str, *values: Bound) -> None:
+    """Asserts a scalar truth value in the form of chex that works for concrete and for traced arrays."""
     chex.assert_trees_all_equal(
         jnp.asarray(holds), jnp.asarray(True), include_default_message=False,
         custom_message=message, custom_message_format_vars=[jnp.asarray(v) for v in values],

@@ -12,7 +12,13 @@ from solrl_jax.numerics.matmul import dequantize
 from solrl_jax.numerics.nvfp4 import quantize
 from solrl_jax.rollout.fidelity import overlap, rank_correlations, regret
 from solrl_jax.rollout.select import select
-from solrl_jax.testing import NVFP4_BLOCK_ERROR, assert_block_error, assert_ranking_preserved, assert_selection_range
+from solrl_jax.testing import (
+    NVFP4_BLOCK_ERROR,
+    assert_block_error,
+    assert_ranking_preserved,
+    assert_selection_range,
+    assert_top_k_regret,
+)
 
 HAIR = 1e-4
 
@@ -45,11 +51,11 @@ def test_the_figures_are_scipys_to_a_hair(pools):
     with pytest.raises(AssertionError, match=r"Top-k match 0.* is below"):
         assert_ranking_preserved(*pools, top_k=4, within=6, match=want["match"] + HAIR)
     assert 10 * HAIR < want["regret"] < 0.1
-    assert_ranking_preserved(*pools, top_k=4, within=6, regret=want["regret"] + HAIR)  # of the match nothing is asked
+    assert_top_k_regret(*pools, top_k=4, within=6, bound=want["regret"] + HAIR)
     with pytest.raises(AssertionError, match=r"Top-k regret 0.* is above"):
-        assert_ranking_preserved(*pools, top_k=4, within=6, regret=want["regret"] - HAIR)
+        assert_top_k_regret(*pools, top_k=4, within=6, bound=want["regret"] - HAIR)
     with pytest.raises(AssertionError, match=r"Top-k match 0.* is below 1"):
-        assert_ranking_preserved(*pools, top_k=4, within=6)  # nor of the regret: all must be found
+        assert_ranking_preserved(*pools, top_k=4, within=6)
 
 
 @pytest.mark.parametrize("left", [0, 1, 3, 8])
@@ -60,9 +66,9 @@ def test_the_regret_of_few_finite_rewards_is_that_of_numpy(left):
     true[3] = 2.0  # nothing to lose
     want = float(np.nanmean(regret(proxy, true, 4, 5)))
     assert want > 10 * HAIR
-    assert_ranking_preserved(proxy, true, top_k=4, within=5, regret=want + HAIR)
+    assert_top_k_regret(proxy, true, top_k=4, within=5, bound=want + HAIR)
     with pytest.raises(AssertionError, match=r"Top-k regret"):
-        assert_ranking_preserved(proxy, true, top_k=4, within=5, regret=want - HAIR)
+        assert_top_k_regret(proxy, true, top_k=4, within=5, bound=want - HAIR)
 
 
 def test_a_shuffled_proxy_fails_and_a_monotone_one_passes():
@@ -128,7 +134,8 @@ def test_they_work_under_jit_with_chexify(pools):
     @functools.partial(chex.chexify, async_check=False)
     @jax.jit
     def checked(proxy, true, floor):
-        assert_ranking_preserved(proxy, true, spearman=floor, top_k=4, within=12, match=0.5, regret=0.5)
+        assert_ranking_preserved(proxy, true, spearman=floor, top_k=4, within=12, match=0.5)
+        assert_top_k_regret(proxy, true, top_k=4, within=12, bound=0.5)
         return proxy.sum()
 
     checked(*pools, want["spearman"] - HAIR)
@@ -155,7 +162,8 @@ def test_they_work_under_jit_with_chexify(pools):
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3))), "nothing is asked"),
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((3, 2)), spearman=0.5), "accepted: both"),
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3)), top_k=4), "top_k=4"),
-        (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3)), spearman=0.5, regret=0.1), "without top_k"),
+        (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3)), spearman=0.5, match=0.1), "without top_k"),
+        (lambda: assert_top_k_regret(np.zeros((2, 3)), np.zeros((2, 3)), top_k=1, within=4, bound=0.1), "within=4"),
         (lambda: assert_selection_range(np.zeros((2, 3)), np.zeros((2, 3)), kept=3, delta=1.0), "kept=3"),
         (lambda: assert_block_error(np.zeros((2, 3)), np.zeros((3, 2))), "shapes"),
     ],
