@@ -1,119 +1,97 @@
-"""The architecture, held: which room may import which (ARCHITECTURE.md), and that the product needs no PyTorch."""
+"""The architecture: rooms import downwards only, files in no circle, nobody PyTorch; and importing the package is quick."""
 
 import ast
+import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "solrl_jax"
+# from the floor up; a file may import from its own room and from those before it (ARCHITECTURE.md)
+ROOMS = (
+    "numerics", "storage", "parallel", "models", "config", "conditioning", "backbone", "flow", "shapes", "rewards", "rollout",
+    "policy", "explore", "training", "run", "planning", "commands",
+)  # fmt: skip
+ROOF = {"__init__", "__main__", "api", "testing"}  # files above all rooms: what users import or start
 FORBIDDEN = {"torch", "diffusers", "torchao", "torchvision", "tensorflow"}
-# rooms from the floor up; a module may import from its own row and the rows above
-ORDER = [
-    ("solrl_jax.numerics",),
-    ("models",),
-    (
-        "solrl_jax.storage.errors",
-        "solrl_jax.storage.files",
-        "solrl_jax.parallel.consensus",
-        "solrl_jax.storage.hub",
-        "solrl_jax.config.schema",
-        "solrl_jax.config.presets",
-        "solrl_jax.numerics.randomness",
-        "solrl_jax.parallel.sharding",
-        "solrl_jax.parallel.hosts",
-        "solrl_jax.run.progress",
-    ),
-    ("solrl_jax.conditioning.cache", "solrl_jax.conditioning.prompts"),
-    ("solrl_jax.conditioning.text_encoders",),
-    ("solrl_jax.backbone.backbone",),
-    ("solrl_jax.flow",),
-    (
-        "solrl_jax.shapes",
-        "solrl_jax.rewards",
-        "solrl_jax.rollout.fidelity",
-        "solrl_jax.explore.monitor",
-        "solrl_jax.testing",
-        "solrl_jax.run.hacking",
-    ),
-    (
-        "solrl_jax.rollout",
-        "solrl_jax.policy",
-        "solrl_jax.explore.calibrate",
-        "solrl_jax.explore.linears",
-        "solrl_jax.policy.state",
-        "solrl_jax.training.experiment",
-    ),
-    ("solrl_jax.training.iteration", "solrl_jax.training.evaluate", "solrl_jax.training.rank"),
-    (
-        "solrl_jax.run.checkpoint",
-        "solrl_jax.run.writer",
-        "solrl_jax.run.profiling",
-        "solrl_jax.run.ledger",
-        "solrl_jax.run.metrics",
-        "solrl_jax.run.pictures",
-    ),
-    (
-        "solrl_jax.run.identity",
-        "solrl_jax.run.directory",
-        "solrl_jax.run.loop",
-        "solrl_jax.commands.sample",
-        "solrl_jax.commands.convert",
-        "solrl_jax.planning.plan",
-        "solrl_jax.planning",
-    ),
-    ("solrl_jax.commands.cli", "solrl_jax.commands.cli_files", "solrl_jax.commands.options"),
-]
-# what only writes files may be used by whatever shows results
-LEAVES = ("solrl_jax.run.pictures", "solrl_jax.storage.errors", "solrl_jax.storage.files")
-MODEL_USERS = {"solrl_jax.conditioning.text_encoders", "solrl_jax.backbone.backbone", "solrl_jax.commands.convert"}
 # reads pickles, once and on request: it imports PyTorch when it is called
 LATE = {"solrl_jax.commands.convert": {"torch"}}
+# the other rooms see a network only through `Pipeline` and `Backbone`
+MODEL_USERS = {"backbone", "conditioning", "rewards"}
 
 
 def modules() -> dict[str, Path]:
-    files = [p for package in ("solrl_jax", "models") for p in (ROOT / package).rglob("*.py") if p.name != "__init__.py"]
-    return {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in files}
+    """Every file of the package by its dotted name; a folder's `__init__.py` has the name of the folder."""
+    dotted = lambda path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return {dotted(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+MODULES = modules()
 
 
 def imports(path: Path, late: bool = True) -> set[str]:
-    """What a file imports; late: inside functions too."""
+    """What a file imports, files of the package by their dotted names; late: inside functions too."""
     found = set()
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree) if late else tree.body:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else str(node.module) for name in full}
     return found
 
 
-def row(module: str) -> int | None:
-    fits = [i for i, names in enumerate(ORDER) for name in names if module == name or module.startswith(name + ".")]
-    return fits[0] if fits else None
+def room(module: str) -> int:
+    """The number of a file's room; one more than the last for files above all rooms."""
+    name = module.split(".")[1] if "." in module else "__init__"
+    assert name in ROOMS or name in ROOF, f"{module} is in no room: give it one in ROOMS and in ARCHITECTURE.md"
+    return ROOMS.index(name) if name in ROOMS else len(ROOMS)
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_imports_go_one_way(module):
-    mine = row(module)
-    assert mine is not None, f"{module} has no room: give it one in ORDER and in ARCHITECTURE.md"
-    known = modules()
-    for name in imports(known[module]):
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_rooms_import_downwards_only(module):
+    for name in imports(MODULES[module]):
         assert name.split(".")[0] not in FORBIDDEN - LATE.get(module, set()), f"{module} imports {name}"
-        if name in known and name not in LEAVES:
-            other = row(name)
-            assert other is not None
-            assert other <= mine, f"{module} imports {name}, which stands above it"
-        if name.startswith("models.") and not module.startswith("models"):
-            user = module in MODEL_USERS or module.startswith("solrl_jax.rewards.")
-            assert user, f"{module} opens models/ ({name}); only {sorted(MODEL_USERS)} may"
+        if name in MODULES:
+            assert room(name) <= room(module), f"{module} imports {name}, whose room is above"
+
+
+def test_files_do_not_import_each_other_in_a_circle():
+    """Imports inside functions count: they would only hide a circle from Python."""
+    graph = {module: imports(path) & MODULES.keys() - {module} for module, path in MODULES.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_few_rooms_open_models():
+    for module, path in MODULES.items():
+        opens = {name for name in imports(path) if name.startswith("solrl_jax.models.")}
+        user = module.split(".")[1:2]
+        assert not opens or user in (["models"], *([name] for name in MODEL_USERS)) or module in LATE, (module, opens)
 
 
 def test_what_may_be_imported_late_is_not_imported_at_once():
     for module, names in LATE.items():
-        at_once = {name.split(".")[0] for name in imports(modules()[module], late=False)}
+        at_once = {name.split(".")[0] for name in imports(MODULES[module], late=False)}
         assert not at_once & names, module
 
 
-def test_package_inits_are_empty():
-    for path in ROOT.glob("solrl_jax/**/__init__.py"):
-        assert path.read_text() == ""
+@pytest.mark.parametrize("arguments", [["-c", "import solrl_jax"], ["-m", "solrl_jax", "--help"]])
+def test_neither_the_package_nor_the_help_page_imports_jax(arguments):
+    """JAX takes seconds to import, transformers more."""
+    done = subprocess.run([sys.executable, "-X", "importtime", *arguments], check=True, capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "solrl_jax" in imported
+    assert not imported & {"jax", "flax", "optax", "transformers", "orbax"}
+
+
+def test_the_inits_of_rooms_are_empty():
+    for path in PACKAGE.glob("*/**/__init__.py"):
+        assert path.read_text() == "", path

@@ -46,8 +46,8 @@ class Machine:
 
 
 def _row(
-    name: str, platform: str, kind: str, capability: int, memory: float, bf16: float, fp8: float, fp4: float, bandwidth: float,
-    link: float, network: float,
+    name: str, platform: str, kind: str, capability: int, memory: int, bf16: int, fp8: int, fp4: int, bandwidth: float,
+    link: int, network: int,
 ) -> Machine:  # fmt: skip
     """One device, from GB, teraflops, TB/s and GB/s."""
     rates = (bf16 * 1e12, fp8 * 1e12, fp4 * 1e12, bandwidth * 1e12, link * 1e9, network * 1e9)
