@@ -81,7 +81,8 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     problems += [f"{p}={name}: can be chosen for a preset, not for a run" for p, name in chosen.items() if p != "explore"]
     tree = yaml.safe_load(to_yaml(config))
     if recipe := chosen.get("explore"):
-        _apply(tree, _read(f"explore/{recipe}.yaml"), {"family": config.family}, f"explore/{recipe}")
+        parts = {"model": config.model.name, "family": config.family, "explore": recipe}
+        _apply(tree, _read(f"explore/{recipe}.yaml"), parts, f"explore/{recipe}")
     for key, value in settings:
         _assign(tree, key, value)
     return _build(tree, problems)
@@ -167,11 +168,13 @@ def _choices(part: str) -> list[str]:
 
 
 def _holds(condition: str, parts: Mapping[str, str], name: str) -> bool:
-    """Whether `family=sol_rl` and the like is what was chosen. Raises ConfigError for a condition that can never hold."""
+    """Whether `family=sol_rl` and the like is what was chosen. Raises ConfigError for a condition that cannot be told."""
     part, _, choice = condition.partition("=")
     if part not in PARTS or choice not in _choices(part):
         raise ConfigError(f"configs/{name}.yaml: unknown condition '{condition}' under 'when'")
-    return parts.get(part) == choice
+    if part not in parts:
+        raise ConfigError(f"configs/{name}.yaml: condition '{condition}' under 'when' is for a preset, not for a run")
+    return parts[part] == choice
 
 
 def _merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> None:

@@ -30,7 +30,7 @@ BAD = [
     (("rollout.explore={stepz: 3}",), "unknown key 'rollout.explore.stepz': did you mean 'rollout.explore.steps'?"),
     (
         ("qqq=1",),
-        "unknown key 'qqq': expected one of seed, preset, family, model, rollout, reward, policy, lora, .*, mesh, run",
+        "unknown key 'qqq': expected one of version, seed, preset, family, model, rollout, reward, policy, lora, .*, mesh, run",
     ),
     (("mesh.qqqqqqqqq=1",), "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp, mesh.tensor"),
     (("seed.x=1",), "unknown key 'seed.x': did you mean 'seed'?"),
@@ -79,9 +79,15 @@ BAD = [
         ("rollout.eta=0.5", "rollout.solver=ddim", "rollout.explore.sigmas=first"),
         "rollout.eta=0.5: must be 0 with rollout.explore.sigmas=first",
     ),
-    (("rollout.chunk=7",), "rollout.chunk=7: must divide train.prompts * rollout.candidates = 4608"),
-    (("rollout.chunk=9216",), "rollout.chunk=9216: must divide train.prompts * rollout.candidates = 4608"),
-    (("optimizer.micro_batch=7",), "optimizer.micro_batch=7: must divide train.prompts * rollout.kept = 1152"),
+    (("version=1",), "version=1: expected 2"),
+    (("rollout.explore.precision=nvfp4_w",), "rollout.explore.precision='nvfp4_w': expected 'auto', .*did you mean 'nvfp4'?"),
+    (("rollout.explore.audit_every=2",), "unknown key 'rollout.explore.audit_every': .*"),
+    (("rollout.explore.vae=x",), "unknown key 'rollout.explore.vae': .*"),
+    (("explore=papr",), "unknown explore 'papr': did you mean 'paper'?"),
+    (("rollout.explore.floor=0.8", "family=naive_quant"), "rollout.explore.floor=0.8: must be null with .*=false, .*"),
+    (("rollout.explore.floor=1.5",), "rollout.explore.floor=1.5: must be at most 1"),
+    (("rollout.explore.correction=-1",), "rollout.explore.correction=-1: must be at least 0"),
+    (("rollout.explore.sigmas=last",), "rollout.explore.sigmas='last': expected 'own' or 'first'"),
     (("optimizer.steps_per_iteration=7",), "optimizer.steps_per_iteration=7: must divide .* sigmas = 6912"),
     (("policy.timestep_fraction=0.05",), "policy.timestep_fraction=0.05: must be at least 1 / rollout.steps = 0.1"),
     (("policy.timestep_fraction=1.1",), "policy.timestep_fraction=1.1: must be at most 1"),
@@ -158,6 +164,14 @@ def test_sections_made_by_hand_are_checked_too():
     assert same.candidates == same.kept  # nothing to select is allowed
 
 
+@pytest.mark.parametrize("key", ["rollout.chunk", "optimizer.micro_batch"])
+def test_numbers_of_rows_at_once_are_upper_limits(key):
+    """They need not divide the rows that there are, and may be more than these."""
+    section, field = key.split(".")
+    for value in (1, 7, 9216):
+        assert getattr(getattr(resolve("sana_sol_rl_pickscore", [f"{key}={value}"]), section), field) == value
+
+
 # --- text ---
 
 
@@ -167,10 +181,13 @@ def test_text_that_is_not_a_configuration():
         ("", "configuration=None: expected a mapping of its fields"),
         ("a: [", "configuration: not YAML (line 1: "),
         (text.replace("seed: 0\n", "", 1), "missing key 'seed'"),
+        (text.replace("version: 2\n", "version: 3\n", 1), "version=3: expected 2"),
+        (text.replace("version: 2\n", "version: two\n", 1), "version='two': expected 2"),
         (text + "sede: 1\n", "unknown key 'sede': did you mean 'seed'?"),
     ]:
-        with pytest.raises(ConfigError, match=re.escape(expected)):
+        with pytest.raises(ConfigError, match=re.escape(expected)) as caught:
             from_yaml(bad)
+        assert "\n" not in str(caught.value)
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -202,6 +219,8 @@ def test_effective_batch_of_the_paper():
     assert batch["accumulation"] * batch["micro_batch"] * 8 == 6912
     two = effective_batch(resolve("tiny", ["optimizer.steps_per_iteration=2"]), 1)
     assert two["terms_per_step"] * 2 == two["terms"]
+    uneven = effective_batch(resolve("sana_sol_rl_pickscore", ["optimizer.micro_batch=7"]), 5)
+    assert (uneven["terms_per_step_per_device"], uneven["accumulation"]) == (1383, 198)  # 6912 terms, filled up to 6930
     assert "48 prompts x 24 kept x 6 sigmas = 6912 terms" in batch_line(resolve("sana_sol_rl_pickscore"), 8)
 
 

@@ -3,12 +3,14 @@
 import dataclasses
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
 
-from solrl_jax.config import presets
-from solrl_jax.config.presets import describe, from_yaml, known_keys, preset_names, resolve, to_yaml
+import solrl_jax
+from solrl_jax.config import migrations, presets
+from solrl_jax.config.presets import describe, from_yaml, known_keys, override, preset_names, resolve, to_yaml
 from solrl_jax.config.schema import ConfigError
 
 FAMILIES = presets.PAPER["family"]
@@ -33,9 +35,10 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
         preset[1].removeprefix("family=") if preset[0] == "tiny" else re.findall("|".join(FAMILIES), preset[0])[0]
     )
     assert config.preset == preset[0]
-    four_bits = "nvfp4_46" if preset[0] == "tiny" else "nvfp4"
-    assert rollout.explore.precision == (four_bits if family in ("naive_quant", "sol_rl") else "bf16")
-    assert rollout.explore.steps == (6 if family == "sol_rl" else 10)
+    explore = rollout.explore
+    assert explore.precision == ("nvfp4" if family in ("naive_quant", "sol_rl") else "bf16")
+    assert explore.steps == (6 if family == "sol_rl" else 10)
+    assert (explore.sigmas, explore.exact_steps, explore.correction, explore.floor) == ("own", 0, 0, None)  # the paper's
     assert rollout.steps == 10
     assert rollout.regenerate == (family == "sol_rl")
     assert rollout.candidates == rollout.kept * (1 if family == "diffusionnft" else 4)
@@ -163,7 +166,7 @@ def test_overrides_win_in_order_and_are_yaml():
     )
     assert (c.seed, c.optimizer.learning_rate, c.lora.alpha, c.lora.targets) == (7, 1e-4, 8.0, ("a.*/kernel",))
     assert isinstance(c.lora.alpha, float)
-    assert (c.rollout.explore.steps, c.rollout.explore.precision, c.rollout.shift, c.run.dir) == (4, "nvfp4_46", 2.0, "2024")
+    assert (c.rollout.explore.steps, c.rollout.explore.precision, c.rollout.shift, c.run.dir) == (4, "nvfp4", 2.0, "2024")
     assert resolve("tiny", ["seed=7", "run.dir="]).run.dir == "runs/tiny-sol_rl-seed7"
 
 
@@ -211,21 +214,153 @@ def leaves(tree: dict, prefix: str = "") -> set[str]:
     }
 
 
-def test_configs_inside_the_package_come_first(tmp_path, monkeypatch):
-    package = tmp_path / "solrl_jax"
-    shutil.copytree(presets._configs(), tmp_path / "configs")
-    monkeypatch.setattr(presets, "__file__", str(package / "presets.py"))
-    assert presets._configs() == tmp_path / "configs"
-    shutil.copytree(tmp_path / "configs", package / "configs")
-    assert presets._configs() == package / "configs"
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    """A copy of `configs/` that is read in its place."""
+    folder = tmp_path / "configs"
+    shutil.copytree(presets._configs(), folder)
+    monkeypatch.setattr(presets, "_configs", lambda: folder)
+    presets._read.cache_clear()
+    yield folder
+    presets._read.cache_clear()
 
 
-def test_a_condition_that_cannot_hold_is_refused(tmp_path, monkeypatch):
-    shutil.copytree(presets._configs(), tmp_path / "configs")
-    (tmp_path / "configs" / "mine.yaml").write_text(
+def test_configs_are_inside_the_package():
+    assert presets._configs() == Path(solrl_jax.__file__).parent / "configs"
+    assert (presets._configs() / "base.yaml").is_file()
+
+
+def test_a_condition_that_cannot_hold_is_refused(configs):
+    (configs / "mine.yaml").write_text(
         "compose: {model: sana, family: sol_rl, reward: hpsv2}\nwhen: {family=solrl: {seed: 1}}\n"
     )
-    monkeypatch.setattr(presets, "_configs", lambda: tmp_path / "configs")
     assert "mine" in preset_names()
     with pytest.raises(ConfigError, match=r"^configs/mine.yaml: unknown condition 'family=solrl' under 'when'$"):
         resolve("mine")
+
+
+@pytest.mark.parametrize("part", ["model/sana", "family/sol_rl", "explore/paper", "reward/hpsv2"])
+def test_the_file_of_any_part_may_have_settings_for_one_choice_of_another(configs, part):
+    """They follow the file's own settings; the file of a later part and the preset's own follow them."""
+    path = configs / f"{part}.yaml"
+    path.write_text(
+        path.read_text() + "seed: 1\nwhen: {model=sana: {seed: 5, lora: {rank: 7}}, family=naive_quant: {seed: 6}}\n"
+    )
+    config = resolve("sana_sol_rl_hpsv2")
+    assert (config.seed, config.lora.rank) == (5, 7)
+    assert config.lora.alpha == 64.0  # the others of the section stay
+    assert resolve("sana_sol_rl_hpsv2", ["seed=9"]).seed == 9
+    for other in ("flux1_sol_rl_hpsv2", "sana_naive_quant_hpsv2", "sana_sol_rl_clipscore"):
+        chosen = all(name in other for name in part.split("/")[1:]) or part == "explore/paper"
+        expected = {"flux1_sol_rl_hpsv2": 1, "sana_naive_quant_hpsv2": 6, "sana_sol_rl_clipscore": 5}[other]
+        assert resolve(other).seed == (expected if chosen else 0), other
+
+
+def test_a_condition_in_the_file_of_a_part_that_cannot_hold_is_refused(configs):
+    path = configs / "explore" / "paper.yaml"
+    path.write_text(path.read_text() + "when: {sampler=sana: {seed: 5}}\n")
+    with pytest.raises(ConfigError, match=r"^configs/explore/paper.yaml: unknown condition 'sampler=sana' under 'when'$"):
+        resolve("tiny")
+
+
+# --- recipes of exploration ---
+
+LEVERS = ("rollout.explore.sigmas=first", "rollout.explore.exact_steps=1", "rollout.explore.correction=8")
+
+
+def test_the_papers_recipe_turns_every_lever_off():
+    for preset in ("tiny", "sana_sol_rl_hpsv2"):
+        plain, levers = resolve(preset), resolve(preset, LEVERS)
+        assert resolve(preset, ["explore=paper"]) == plain != levers
+        assert resolve(preset, ["explore=paper", *LEVERS]) == resolve(preset, [*LEVERS, "explore=paper"]) == levers
+        assert override(levers, ["explore=paper"]) == plain
+        assert override(levers, ["explore=paper", LEVERS[1]]) == resolve(preset, [LEVERS[1]])
+
+
+def test_a_recipe_has_settings_for_models_and_families_of_presets_and_of_runs(configs):
+    (configs / "explore" / "mine.yaml").write_text(
+        "rollout: {explore: {sigmas: own, exact_steps: 0, correction: 4}}\n"
+        "when: {family=sol_rl: {rollout: {explore: {exact_steps: 2}}}, model=flux1: {rollout: {explore: {steps: 5}}}}\n"
+    )
+    explored = lambda config: tuple(getattr(config.rollout.explore, name) for name in ("correction", "exact_steps", "steps"))
+    for preset, expected in (
+        ("tiny", (4, 2, 6)),
+        ("sana_naive_quant_hpsv2", (4, 0, 10)),
+        ("flux1_sol_rl_hpsv2", (4, 2, 5)),
+    ):
+        assert explored(resolve(preset, ["explore=mine"])) == explored(override(resolve(preset), ["explore=mine"])) == expected
+    with pytest.raises(ConfigError, match=r"^unknown explore 'min': did you mean 'mine'\?$"):
+        override(resolve("tiny"), ["explore=min"])
+
+
+def test_a_recipe_with_a_condition_that_a_run_does_not_record_is_for_presets_alone(configs):
+    paper = (configs / "explore" / "paper.yaml").read_text()
+    (configs / "explore" / "mine.yaml").write_text(
+        f"{paper}when: {{reward=hpsv2: {{rollout: {{explore: {{correction: 4}}}}}}}}\n"
+    )
+    assert resolve("sana_sol_rl_hpsv2", ["explore=mine"]).rollout.explore.correction == 4
+    assert resolve("sana_sol_rl_clipscore", ["explore=mine"]).rollout.explore.correction == 0
+    with pytest.raises(
+        ConfigError, match=r"^configs/explore/mine.yaml: condition 'reward=hpsv2' .* for a preset, not for a run$"
+    ):
+        override(resolve("sana_sol_rl_hpsv2"), ["explore=mine"])
+
+
+def test_of_a_run_fields_are_changed_and_other_parts_are_refused():
+    config = resolve("tiny", ["seed=3", *LEVERS])
+    changed = override(config, ["rollout.explore.steps=4", "rollout={shift: 2}", "reward.weights.tiny-clip=0.5"])
+    rollout = dataclasses.replace(config.rollout, shift=2.0, explore=dataclasses.replace(config.rollout.explore, steps=4))
+    reward = dataclasses.replace(config.reward, weights={"shapes": 1.0, "tiny-clip": 0.5})
+    assert changed == dataclasses.replace(config, rollout=rollout, reward=reward)
+    assert override(config, []) == config
+    for part in ("model=sana", "family=sol_rl", "reward=hpsv2"):
+        with pytest.raises(ConfigError, match=f"^{part}: can be chosen for a preset, not for a run$"):
+            override(config, [part])
+
+
+# --- older versions ---
+
+VERSION_1 = Path(__file__).parent / "version_1"  # what solrl_jax 0.1.0 wrote
+
+
+def test_a_configuration_says_its_version():
+    assert resolve("tiny").version == migrations.VERSION == 2
+    assert yaml.safe_load(to_yaml(resolve("tiny")))["version"] == 2
+
+
+@pytest.mark.parametrize("name", ["tiny", "flux1_sol_rl_hpsv2"])
+def test_configurations_of_version_1_are_read(name):
+    text = (VERSION_1 / f"{name}.yaml").read_text()
+    assert "version" not in yaml.safe_load(text)
+    was = ("rollout.explore.precision=nvfp4_46", *LEVERS[:2], "rollout.explore.correction=32") if name == "tiny" else ()
+    config = from_yaml(text)
+    assert config == resolve(name, was)
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_what_version_2_has_no_more_is_dropped():
+    tree = yaml.safe_load((VERSION_1 / "tiny.yaml").read_text())
+    plain = from_yaml(yaml.safe_dump(tree))
+    tree["rollout"]["explore"] |= {"vae": "embedded:tiny-light", "audit_every": 5, "precision": "nvfp4_w"}
+    explore = dataclasses.replace(plain.rollout.explore, precision="nvfp4")
+    assert from_yaml(yaml.safe_dump(tree)) == dataclasses.replace(
+        plain, rollout=dataclasses.replace(plain.rollout, explore=explore)
+    )
+    for field in ("vae", "audit_every"):  # and is refused from version 2 on
+        with pytest.raises(ConfigError, match=f"^unknown key 'rollout.explore.{field}': "):
+            from_yaml(to_yaml(plain).replace("    floor: null\n", f"    floor: null\n    {field}: null\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout: 3", "rollout=3: expected a mapping of its fields"),
+        ("rollout: {explore: 3}", "rollout.explore=3: expected a mapping of its fields"),
+        ("seed: 0", "missing key 'preset'"),
+        ("[1]", r"configuration=\[1\]: expected a mapping of its fields"),
+    ],
+)
+def test_a_text_without_a_version_that_is_no_configuration_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_yaml(text)
+    assert "\n" not in str(caught.value)
