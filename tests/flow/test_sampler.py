@@ -1,5 +1,6 @@
 """The scan over a solver's table: exact where the path is straight, and noise that depends on seeds alone."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -7,27 +8,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.sampler import interpolate, sample
 from solrl_jax.flow.sigmas import make_sigmas
 from solrl_jax.flow.solver import solver_table
-from solrl_jax.numerics.randomness import candidate_seeds, initial_noise
+from solrl_jax.numerics.randomness import candidate_seeds, normal
 
 SHAPE, ROWS = (4, 4, 2), 3
 SOLVERS = {"euler": ("euler", 0.0), "dpm2": ("dpm2", 0.0), "ddim": ("ddim", 0.0), "stochastic ddim": ("ddim", 1.0)}
-SEEDS = candidate_seeds(np.int32(0), np.int32(0), np.array([7], np.uint32), np.arange(ROWS))[0]
-NOISE = initial_noise(SEEDS, SHAPE)
 TOLERANCE = 1e-5
 
 
+def make_seeds(run_seed, count=ROWS):
+    return candidate_seeds(np.int32(run_seed), "candidate", np.int32(0), np.array([7], np.uint32), np.arange(count))[0]
+
+
+SEEDS = make_seeds(0)
+NOISE = normal(SEEDS, "initial", SHAPE)
+
+
+def grid_of(sigmas, table, times=None):
+    return Grid.from_sigmas(sigmas, table, guidance=1.0, scale=1.0, guided=False, times=times)
+
+
 @partial(jax.jit, static_argnums=0)
-def compiled(velocity, *arguments):
-    return sample(velocity, *arguments)
+def compiled(velocities, grids, noise, seeds):
+    return sample(list(zip(velocities, grids, strict=True)), noise, seeds)
 
 
 def run(velocity, solver="euler", steps=6, noise=NOISE, seeds=SEEDS, schedule="linear"):
     sigmas = make_sigmas(schedule, steps, 3.0, 1024)
-    starts = sigmas[:-1].astype(np.float32)
-    return compiled(velocity, noise, starts, 1000 * starts, solver_table(SOLVERS[solver][0], sigmas, SOLVERS[solver][1]), seeds)
+    return compiled((velocity,), (grid_of(sigmas, solver_table(SOLVERS[solver][0], sigmas, SOLVERS[solver][1])),), noise, seeds)
 
 
 def curved(x, time):
@@ -70,33 +81,47 @@ def test_the_scan_is_the_loop_over_the_table(name):
     for (a, b, c, d, _), sigma in zip(TABLES[name].astype(np.float64), SIGMAS, strict=False):
         x0 = x - sigma * (np.tanh(1.5 * x + sigma) - 0.7 * np.cos(3 * sigma) * x)
         x, previous, before = a * x + b * x0 + c * previous + d * before, x0, previous
-    starts = SIGMAS[:-1].astype(np.float32)
-    got = {other: compiled(curved, NOISE, starts, 1000 * starts, table, SEEDS) for other, table in TABLES.items()}
+    got = {other: compiled((curved,), (grid_of(SIGMAS, table),), NOISE, SEEDS) for other, table in TABLES.items()}
     np.testing.assert_allclose(got[name], x, atol=TOLERANCE, rtol=0)
     assert all(largest(got[name] - got[other]) > 1e3 * TOLERANCE for other in TABLES if other != name)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_the_first_steps_may_be_another_velocitys(count):
-    """As the loop that asks the one and then the other; that of a step more or less is elsewhere."""
-    starts, table = SIGMAS[:-1].astype(np.float32), TABLES["all predictions"]
+    """Two legs equal the loop that asks the one velocity, then the other; with a step more or less it ends elsewhere."""
+    starts, grid = SIGMAS[:-1].astype(np.float32), grid_of(SIGMAS, TABLES["all predictions"])
 
     def loop(count):
         x, previous, before = NOISE, jnp.zeros_like(NOISE), jnp.zeros_like(NOISE)
-        for i, (a, b, c, d, _) in enumerate(table):
+        for i, (a, b, c, d, _) in enumerate(grid.table):
             x0 = x - starts[i] * (target if i < count else curved)(x, 1000 * starts[i])
             x, previous, before = a * x + b * x0 + c * previous + d * before, x0, previous
         return x
 
-    got = jax.jit(lambda: sample(curved, NOISE, starts, 1000 * starts, table, SEEDS, (target, count)))()
+    got = compiled((target, curved), (grid.part(0, count), grid.part(count)), NOISE, SEEDS)
     np.testing.assert_allclose(got, loop(count), atol=TOLERANCE, rtol=0)
     assert all(largest(got - loop(other)) > 1e2 * TOLERANCE for other in (count - 1, count + 1))
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_where_a_grid_is_cut_into_legs_changes_nothing(solver):
+    """Earlier predictions and the numbers of the draws go on from leg to leg."""
+    grid, whole = grid_of(SIGMAS, solver_table(SOLVERS[solver][0], SIGMAS, SOLVERS[solver][1])), None
+    for cuts in ((), (1,), (3,), (1, 4), (1, 2, 3, 4, 5)):
+        parts = [grid.part(*ends) for ends in itertools.pairwise((0, *cuts, None))]
+        assert sum(part.steps for part in parts) == grid.steps
+        got = compiled((curved,) * len(parts), tuple(parts), NOISE, SEEDS)
+        whole = got if whole is None else whole
+        np.testing.assert_allclose(got, whole, atol=TOLERANCE, rtol=0)
+    if solver == "stochastic ddim":  # a leg that drew the first leg's noise again would be seen
+        again = compiled((curved,), (grid.part(3),), compiled((curved,), (grid.part(0, 3),), NOISE, SEEDS), SEEDS)
+        assert largest(again - whole) > 1e2 * TOLERANCE
+
+
 def test_the_network_is_told_the_times_of_the_steps():
-    starts = np.array([1.0, 0.5], np.float32)
-    euler = solver_table("euler", np.array([1.0, 0.5, 0.0]))
-    got = compiled(lambda x, time: jnp.full_like(x, time), NOISE, starts, np.array([3.0, 5.0], np.float32), euler, SEEDS)
+    sigmas = np.array([1.0, 0.5, 0.0])
+    grid = grid_of(sigmas, solver_table("euler", sigmas), np.array([3.0, 5.0], np.float32))
+    got = compiled((lambda x, time: jnp.full_like(x, time),), (grid,), NOISE, SEEDS)
     np.testing.assert_allclose(got, NOISE - 0.5 * 3 - 0.5 * 5, atol=TOLERANCE)
 
 
@@ -116,7 +141,7 @@ def test_the_same_seeds_give_the_same_bits_in_any_order(solver):
 
 
 def test_seeds_matter_to_a_stochastic_solver_only():
-    others = candidate_seeds(np.int32(1), np.int32(0), np.array([7], np.uint32), np.arange(ROWS))[0]
+    others = make_seeds(1)
     for solver in ("euler", "dpm2", "ddim"):
         np.testing.assert_array_equal(run(curved, solver, seeds=others), run(curved, solver))
     assert largest(run(curved, "stochastic ddim", seeds=others) - run(curved, "stochastic ddim")) > 0.1
@@ -127,12 +152,11 @@ def test_seeds_matter_to_a_stochastic_solver_only():
 
 def test_every_step_draws_fresh_standard_normal_noise():
     """A table of x' = x + noise lays the draws bare."""
-    many = candidate_seeds(np.int32(0), np.int32(0), np.array([7], np.uint32), np.arange(256))[0]
-    initial, sums = initial_noise(many, SHAPE), []
+    many = make_seeds(0, 256)
+    initial, sums = normal(many, "initial", SHAPE), []
     for steps in (1, 2, 3):
-        sigmas = np.linspace(1, 0.1, steps, dtype=np.float32)
-        table = np.tile(np.array([[1, 0, 0, 0, 1]], np.float32), (steps, 1))
-        sums.append(compiled(lambda x, time: x, jnp.zeros_like(initial), sigmas, sigmas, table, many))
+        grid = grid_of(np.linspace(1, 0, steps + 1), np.tile(np.array([[1, 0, 0, 0, 1]], np.float32), (steps, 1)))
+        sums.append(compiled((lambda x, time: x,), (grid,), jnp.zeros_like(initial), many))
     draws = np.stack([initial, sums[0], sums[1] - sums[0], sums[2] - sums[1]]).reshape(4, -1)
     assert draws.std(1) == pytest.approx(np.ones(4), abs=0.03)  # 8192 numbers: 0.008 is one sigma
     assert draws.mean(1) == pytest.approx(np.zeros(4), abs=0.05)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from solrl_jax.flow.sigmas import first_sigmas, flux, linear, make_sigmas, sd3, shift_sigmas
+from solrl_jax.flow.sigmas import flux, linear, make_sigmas, sd3, shift_sigmas
 
 STEPS = (1, 2, 6, 10, 28, 40)
 TOLERANCE = 1e-6  # diffusers' sigmas are float32
@@ -64,18 +64,6 @@ def test_every_schedule_falls_from_pure_noise_to_none(name, steps):
     assert sigmas[0] == 1.0
     assert sigmas[-1] == 0.0
     assert (np.diff(sigmas) < 0).all()
-
-
-@pytest.mark.parametrize("name", ["linear", "sd3", "flux"])
-def test_a_preview_follows_the_whole_schedule_halfway_and_then_takes_long_steps(name):
-    full = make_sigmas(name, 10, 3.0, 1024)
-    for steps, visited in {1: [], 2: [1], 4: [1, 2, 6], 5: [1, 2, 5, 7], 6: [1, 2, 3, 5, 8], 8: [1, 2, 3, 4, 6, 7, 8]}.items():
-        np.testing.assert_array_equal(first_sigmas(full, steps), full[[0, *visited, 10]])
-    for steps in range(1, 10):
-        assert first_sigmas(full, steps).shape == (steps + 1,)
-        assert (np.diff(first_sigmas(full, steps)) < 0).all()
-    for steps in (10, 11):
-        np.testing.assert_array_equal(first_sigmas(full, steps), full)
 
 
 def test_make_sigmas_calls_the_schedule_of_that_name():

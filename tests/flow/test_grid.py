@@ -1,0 +1,70 @@
+"""`Grid`: the arrays that a configuration stands for, its parts, and what a compiled program depends on."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.flow.grid import Grid
+from solrl_jax.flow.sigmas import make_sigmas
+from solrl_jax.flow.solver import solver_table
+
+FLUX = resolve("flux1_sol_rl_hpsv2").rollout  # dpm2, a shift by tokens
+
+
+def test_a_grid_is_the_configured_schedule_and_solver():
+    grid, sigmas = Grid.of(FLUX, 6, 1024, True), make_sigmas("flux", 6, FLUX.shift, 1024)
+    assert grid.steps == 6
+    np.testing.assert_array_equal(grid.sigmas, sigmas[:-1].astype(np.float32))
+    np.testing.assert_array_equal(grid.times, 1000 * grid.sigmas)
+    np.testing.assert_array_equal(grid.table, solver_table("dpm2", sigmas))
+    assert np.abs(grid.sigmas - Grid.of(FLUX, 6, 4096, True).sigmas).max() > 0.01
+    noisy = Grid.of(dataclasses.replace(FLUX, solver="ddim", eta=0.5), 6, 1024, True)
+    np.testing.assert_array_equal(noisy.table, solver_table("ddim", sigmas, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("guidance", "true_guidance", "embedded", "expected"),  # expected: guidance, scale, guided
+    [
+        (4.5, 1.0, False, (4.5, 4.5, True)),  # classifier-free
+        (1.0, 1.0, False, (1.0, 1.0, False)),
+        (3.5, 1.0, True, (3.5, 1.0, False)),  # told to the network
+        (3.5, 2.0, True, (3.5, 2.0, True)),  # both
+    ],
+)
+def test_guidance_is_told_to_the_network_or_classifier_free(guidance, true_guidance, embedded, expected):
+    rollout = dataclasses.replace(FLUX, guidance=guidance, true_guidance=true_guidance)
+    grid = Grid.of(rollout, 3, 1024, embedded)
+    assert (grid.guidance, grid.scale, grid.guided) == expected
+    assert grid.guidance.dtype == grid.scale.dtype == np.float32
+
+
+def test_parts_are_slices_and_other_sigmas_keep_the_guidance():
+    whole = Grid.of(dataclasses.replace(FLUX, guidance=3.5, true_guidance=2.0), 6, 1024, True)
+    for start, stop in ((0, 2), (2, None), (1, 4)):
+        part = whole.part(start, stop)
+        for name in ("sigmas", "times", "table"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[start:stop])
+        assert (part.guidance, part.scale, part.guided) == (whole.guidance, whole.scale, whole.guided)
+    sigmas, table = np.array([1.0, 0.4, 0.0]), np.ones((2, 5), np.float32)
+    other = whole.on(sigmas, table)
+    np.testing.assert_array_equal(other.sigmas, np.float32([1.0, 0.4]))
+    np.testing.assert_array_equal(other.times, 1000 * other.sigmas)
+    assert other.table is table
+    assert (other.guidance, other.scale, other.guided) == (whole.guidance, whole.scale, whole.guided)
+
+
+def test_a_program_depends_on_the_number_of_steps_and_on_whether_there_is_guidance_alone():
+    traced = []
+    total = jax.jit(lambda grid: traced.append(grid.guided) or grid.sigmas.sum() + grid.scale)
+    grid = Grid.of(FLUX, 6, 1024, True)
+    total(grid)
+    for same in (Grid.of(FLUX, 6, 4096, True), Grid.of(dataclasses.replace(FLUX, guidance=2.0, solver="euler"), 6, 256, True)):
+        assert total(same) == pytest.approx(same.sigmas.sum() + same.scale, rel=1e-5)
+        assert traced == [False]
+    total(Grid.of(dataclasses.replace(FLUX, true_guidance=2.0), 6, 1024, True))
+    assert traced == [False, True]
+    total(grid.part(1))
+    assert traced == [False, True, False]
