@@ -40,8 +40,7 @@ DELAY = 0.05  # seconds into the stage
 def child(stage: str, arguments: list[str]) -> None:
     """`solrl` with `arguments`, but that the process kills itself in `stage` of the second iteration, if one is named."""
     from solrl_jax.commands import cli
-    from solrl_jax.run import progress
-    from solrl_jax.run import writer as saving
+    from solrl_jax.run import checkpoint_writer, progress
     from solrl_jax.training import iteration as train
 
     begun = {"iterations": 0}
@@ -52,7 +51,7 @@ def child(stage: str, arguments: list[str]) -> None:
         if name == stage and begun["iterations"] == 2:
             die()
 
-    start, show, begin = train.Clock.start, progress.Reporter.stage, saving.begin
+    start, show, begin = train.Clock.start, progress.Reporter.stage, checkpoint_writer.begin
 
     def started(clock: Any, name: str) -> None:
         in_stage(name)
@@ -67,7 +66,7 @@ def child(stage: str, arguments: list[str]) -> None:
         in_stage("save")
         return begin(*args, **options)
 
-    train.Clock.start, progress.Reporter.stage, saving.begin = started, shown, begun_saving  # type: ignore[method-assign]
+    train.Clock.start, progress.Reporter.stage, checkpoint_writer.begin = started, shown, begun_saving  # type: ignore[method-assign]
     sys.argv = ["solrl", *arguments]
     cli.main()
 

@@ -30,8 +30,7 @@ import numpy as np
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.policy.state import abstract_state
-from solrl_jax.run import checkpoint, ledger, metrics
-from solrl_jax.run import writer as saving
+from solrl_jax.run import checkpoint, checkpoint_writer, ledger, metrics
 from solrl_jax.training.experiment import build
 
 SMALL = (
@@ -148,7 +147,7 @@ def main() -> None:
         if status != -signal.SIGKILL:
             problems.append(f"kill {number} came too late: the run had ended with {status}")
             break
-        saving_now = sorted(path.name for path in (folder / "killed").glob(f"checkpoints/{saving.SAVING}*"))
+        saving_now = sorted(path.name for path in (folder / "killed").glob(f"checkpoints/{checkpoint_writer.SAVING}*"))
         left, reached = newest(folder / "killed"), max(run.iteration, resumed)
         lost, resumed = reached - left, left
         lost_iterations.append(lost)

@@ -1,12 +1,14 @@
-"""Checkpoints: `root/000012/`, whole or absent, checked byte by byte before they are believed. `saving.py` writes them.
+"""What a checkpoint is: its format on disk, how one is found, checked and restored. `checkpoint_writer.py` writes them.
 
     000012/arrays/         the arrays, written by orbax
     000012/meta.json       format, iteration, the caller's own facts, and shape and dtype of every array
     000012/manifest.json   size and SHA-256 of every other file
 
-A state is saved as a flat dict {key path -> array} and rebuilt from the abstract state that the caller gives, so no
-container class is stored and any mesh can restore what any other mesh saved.  Of several processes, which share a file
-system, each writes and reads its own shards; the first one judges what is there, and tells the others.
+A state is saved as a flat dict {key path: array} and rebuilt from the abstract state that the caller gives. So no container
+class is stored, and what one mesh saved, any other can restore.
+
+Several processes share one file system. Each reads and writes its own shards. The first process checks the files and tells
+the others which checkpoint is good.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from solrl_jax.storage.errors import InputError, RunError, first_line
 
 FORMAT = 1
 ARRAYS, META = "arrays", "meta.json"
-# A checkpoint that is being replaced waits under this name until the new one has its own: no instant is without one.
+# A checkpoint that is being replaced has this suffix until the new one has its name: at every instant there is a whole one.
 REPLACED = ".replaced"
 _NAME = re.compile(rf"(\d{{6,}})({re.escape(REPLACED)})?")
 
@@ -37,7 +39,7 @@ class CheckpointError(Exception):
 
 
 def candidates(root: Path) -> list[Path]:
-    """Directories of `root` that are named like checkpoints, newest first; good or bad, see `verify`."""
+    """Directories of `root` that are named like checkpoints, good or bad, the newest first."""
     try:
         found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -47,25 +49,28 @@ def candidates(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: (iteration_of(path), not path.name.endswith(REPLACED)), reverse=True)
 
 
-def newest(root: Path) -> Path | None:
-    """The newest checkpoint of `root` that is good by names and sizes, as `verify` says; None when there is none."""
-    return next(iter(_whole(root)), None)
+def whole(root: Path) -> Iterator[Path]:
+    """Checkpoints of `root` whose files have the right names and sizes, the newest first."""
+    for path in candidates(root):
+        with contextlib.suppress(CheckpointError):
+            verify(path, contents=False)
+            yield path
 
 
 def ranked(root: Path) -> list[Path]:
-    """Checkpoints of `root` that hold an evaluation, the best first: by their `eval/reward`, of equal ones the newest.
+    """Checkpoints of `root` whose meta has an "evaluation", by its "eval/reward", the best first; of equal ones the newest.
 
-    The evaluation is what was saved as "evaluation" of the meta.  Only names and sizes are compared, as `verify` says.
+    Only the names and sizes of their files are checked.
     """
-    rewards = {path: (meta_of(path).get("evaluation") or {}).get("eval/reward") for path in _whole(root)}
+    rewards = {path: (meta_of(path).get("evaluation") or {}).get("eval/reward") for path in whole(root)}
     finite = {path: float(reward) for path, reward in rewards.items() if reward is not None}
     return sorted(finite, key=finite.__getitem__, reverse=True)  # stable: of equal ones the newest come first
 
 
 def verify(path: Path, *, contents: bool = True) -> None:
-    """Raises CheckpointError unless `path` holds exactly the files that were saved, byte for byte.
+    """Raises CheckpointError unless `path` holds exactly the files that were saved.
 
-    With `contents=False` only names and sizes are compared, which does not read the arrays.
+    contents: compare every byte; else only names and sizes, which does not read the arrays.
     """
     if (reason := files.damage(path, contents=contents)) is not None:
         raise CheckpointError(f"{path}: {reason}")
@@ -77,35 +82,32 @@ def verify(path: Path, *, contents: bool = True) -> None:
 
 
 def restore(path: Path, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-    """Reads checkpoint `path` into the structure and onto the shardings of `abstract_state`, bit for bit.
+    """Reads a checkpoint, bit for bit. Every process calls this.
 
-    `abstract_state` is a pytree of jax.ShapeDtypeStruct (or arrays); a leaf without a sharding goes to the first
-    device.  Returns the state and the saved meta with "iteration" added.  Raises CheckpointError when the checkpoint
-    fails `verify` or when its leaves, shapes or dtypes are others, and names the leaves.  Every process calls it.
+    abstract_state: a pytree of jax.ShapeDtypeStruct or arrays. The result has its structure and its shardings; a leaf without a
+    sharding goes to the first device. Returns the state, and the saved meta with "iteration" added. Raises CheckpointError if
+    the checkpoint fails `verify`, or if names, shapes or dtypes of its arrays are not those of `abstract_state`.
     """
-
-    def judge() -> dict[str, Any]:
-        verify(path)
-        return meta_of(path)
-
-    meta = consensus.first("restore/judge", judge, CheckpointError)
+    meta = consensus.first("restore/judge", functools.partial(_judge, path, {}), CheckpointError)
     return _load(path, abstract_state), meta
 
 
 def meta_of(path: Path) -> dict[str, Any]:
-    """The meta that checkpoint `path` was saved with, "iteration" added.  Reads one small file and checks nothing else."""
+    """The meta that a checkpoint was saved with, and its "iteration". Reads one small file and checks no other."""
     header = _header(path)
     return {**header["meta"], "iteration": header["iteration"]}
 
 
 def restore_latest(root: Path, abstract_state: Any, expect: dict[str, Any]) -> tuple[Any, dict[str, Any], list[str]] | None:
-    """Restores the newest good checkpoint of `root`: (state, meta, one line for each newer one that was skipped).
+    """Restores the newest good checkpoint of `root`. Every process calls this, and all restore the same one.
 
-    None when there is none at all.  Raises InputError when a good checkpoint differs from `expect` in any of its keys,
-    because it belongs to another run; RunError when there are checkpoints and none can be used, because starting
-    again over them would lose what is left.  Every process calls it, and all take the same one.
+    expect: what the checkpoint's meta must hold. abstract_state: see `restore`.
+
+    Returns the state, its meta, and a line for each newer checkpoint that is damaged; None if `root` has no checkpoint. Raises
+    InputError if the meta does not hold what is expected: the checkpoint belongs to another run. Raises RunError if there are
+    checkpoints and all are damaged: to start again would overwrite what is left of them.
     """
-    expect = json.loads(json.dumps(expect))  # as it reads after a save: tuples are lists
+    expect = json.loads(json.dumps(expect))  # as JSON returns it: tuples are lists
     warnings: list[str] = []
     for name in consensus.first("restore/candidates", lambda: [path.name for path in candidates(root)]):
         path = root / name
@@ -119,22 +121,14 @@ def restore_latest(root: Path, abstract_state: Any, expect: dict[str, Any]) -> t
     return None
 
 
-def _whole(root: Path) -> Iterator[Path]:
-    """`candidates` that are good by names and sizes, newest first."""
-    for path in candidates(root):
-        with contextlib.suppress(CheckpointError):
-            verify(path, contents=False)
-            yield path
-
-
 def iteration_of(path: Path) -> int | None:
-    """The iteration that a directory's name says; None for a directory that is not named like a checkpoint."""
+    """The iteration in a directory's name; None if it is not named like a checkpoint."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def _judge(path: Path, expect: dict[str, Any]) -> dict[str, Any]:
-    """The meta of a good checkpoint of the run that `expect` describes, see `restore_latest`."""
+    """The meta of a checkpoint. Raises CheckpointError if it is damaged, InputError if it does not hold what is expected."""
     verify(path)
     meta = meta_of(path)
     if differing := [key for key in expect if meta.get(key) != expect[key]]:
@@ -144,7 +138,7 @@ def _judge(path: Path, expect: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises CheckpointError that names the leaves in which a checkpoint's index and an abstract state differ."""
+    """Raises CheckpointError if shapes and dtypes differ between a checkpoint and an abstract state; names the leaves."""
     there = {key: f"{entry['dtype']}{entry['shape']}" for key, entry in saved.items()}
     here = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in wanted.items()}
     differences = [f"{key} is missing" for key in here.keys() - there.keys()]
@@ -160,7 +154,7 @@ def _compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
 def orbax() -> tuple[Any, Any]:
     """orbax and its module of paths, imported at the first call because that is slow.
 
-    Its notes are muted, errors too: its threads log stacks, then raise the same error here.
+    Its log is muted: its threads log a stack for each error that they also raise here.
     """
     from absl import logging
 
@@ -172,7 +166,7 @@ def orbax() -> tuple[Any, Any]:
 
 
 def _load(path: Path, abstract_state: Any) -> Any:
-    """The state of a verified checkpoint, see `restore`; when a process cannot read it, none has it."""
+    """The state of a verified checkpoint, see `restore`. If one process cannot read it, all raise CheckpointError."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
     wanted = {jax.tree_util.keystr(key): leaf for key, leaf in leaves}
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -186,14 +180,14 @@ def _load(path: Path, abstract_state: Any) -> Any:
         for key, leaf in wanted.items():
             if math.prod(leaf.shape):
                 how[key] = ocp.ArrayRestoreArgs(sharding=shardings[key], global_shape=leaf.shape, dtype=leaf.dtype)
-            else:
+            else:  # was not saved: orbax refuses empty arrays
                 arrays[key] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), shardings[key])
         try:
             if how:
                 args = ocp.args.PyTreeRestore({key: wanted[key] for key in how}, restore_args=how)
                 arrays.update(ocp.PyTreeCheckpointHandler().restore(epath.Path(path.absolute() / ARRAYS), args=args))
         except Exception as error:
-            # Its bytes are as saved, so this is another orbax or a device without room: still one line, not a stack.
+            # The bytes are as saved, so it is another version of orbax or a device without room.
             raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
     consensus.together("restore/read", read, CheckpointError)
@@ -201,7 +195,7 @@ def _load(path: Path, abstract_state: Any) -> Any:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """What `meta.json` of a checkpoint holds; CheckpointError when it cannot be read."""
+    """The content of `meta.json`. Raises CheckpointError if it cannot be read."""
     try:
         header = json.loads((path / META).read_bytes())
     except (OSError, ValueError) as error:

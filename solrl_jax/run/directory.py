@@ -1,11 +1,15 @@
-"""What a run directory, a preset or a model means to the commands: its configuration, its averaged policy."""
+"""What commands read from a run directory: its configuration, a checkpoint, the averaged policy.
+
+Most commands also take a preset or a model instead: `configuration` and `load_policy`. `identity.py` decides whether a run may
+write to a directory.
+"""
 
 import dataclasses
 from pathlib import Path
 
 from solrl_jax.backbone.backbone import Backbone
 from solrl_jax.config.presets import from_yaml, override, preset_names, resolve
-from solrl_jax.config.schema import Config
+from solrl_jax.config.schema import Config, ConfigError
 from solrl_jax.policy.lora import Adapters, matching
 from solrl_jax.policy.state import abstract_state, read_start
 from solrl_jax.run import checkpoint
@@ -14,10 +18,14 @@ from solrl_jax.storage.errors import InputError, RunError
 
 
 def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -> tuple[Config, Path | None]:
-    """The configuration that `target` means, and its run directory if it is one.
+    """The configuration that `target` stands for, and the run directory if it is one.
 
-    A run directory has its own, and its adapters are as they were trained; a preset is resolved; anything else is a model, for
-    which `preset` gives the rest. Raises InputError or ConfigError.
+    Args:
+      target: a run directory, a preset, or a model (a directory or "embedded:NAME").
+      overrides: `key=value`. The adapters of a run cannot be changed.
+      preset: the rest of the configuration for a model.
+
+    Raises InputError or ConfigError.
     """
     if is_run(target):
         own = read_run(target)
@@ -34,6 +42,7 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -
 
 
 def is_run(path: str | Path) -> bool:
+    """Whether `path` is a run directory."""
     return (Path(path) / "config.yaml").is_file()
 
 
@@ -41,14 +50,20 @@ def read_run(path: str | Path) -> Config:
     """The configuration of a run directory. Raises InputError or ConfigError."""
     if not is_run(path):
         raise InputError(f"{path}: not a run directory (it has no config.yaml)")
-    return from_yaml((Path(path) / "config.yaml").read_text())
+    file = Path(path) / "config.yaml"
+    try:
+        return from_yaml(file.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot be read as UTF-8 text ({error})") from error
 
 
 def find_checkpoint(target: str | Path, which: str) -> Path | None:
-    """The checkpoint that `--checkpoint` names in the run directory `target`; None: the newest good one, whichever that is.
+    """The checkpoint that `--checkpoint` names in the run directory `target`; None for the newest good one.
 
-    which: "latest"; "best", the one with the highest eval/reward; or an iteration. Raises InputError in one line for anything
-    else, for a target that is no run, and for a checkpoint that is not there.
+    which: "latest", "best" (the highest eval/reward) or an iteration. Raises InputError for anything else, for a target that is
+    no run directory, and for a checkpoint that is not there.
     """
     if which == "latest":
         return None
@@ -68,9 +83,9 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
 
 
 def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
-    """The averaged adapters of a run's checkpoint, and its iteration.
+    """The averaged adapters (EMA) of a run's checkpoint, and its iteration.
 
-    path: as `find_checkpoint` returns it. Raises RunError for one that is damaged, InputError for a run that has none.
+    path: as `find_checkpoint` returns it. Raises RunError if that checkpoint is damaged, InputError if the run has none.
     """
     targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
     abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
@@ -88,18 +103,15 @@ def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None
 
 
 def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
-    """The averaged adapters of `run` and its iteration; without a run, those that `lora.init` names, before the first.
-
-    path: see `load_ema`.
-    """
-    if run:
+    """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.init`), and 0."""
+    if run is not None:
         return load_ema(run, config, backbone, path)
     targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
     return read_start(config.lora, targets, backbone.parameter_table()), 0
 
 
 def output_directory(path: Path) -> Path:
-    """The directory `path` that `--out` names, made if need be. Raises InputError where nothing can be written there."""
+    """Creates the directory that `--out` names. Raises InputError if nothing can be written there."""
     try:
         return files.writable_directory(path)
     except InputError as error:

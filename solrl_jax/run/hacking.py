@@ -1,17 +1,22 @@
-"""Watched rewards: does what is trained on still mean what it did?"""
+"""Reward hacking: the trained reward rises while a score that is only watched falls."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 TRAINED = "eval/reward"
-Row = Mapping[str, float | None]  # of `metrics.read`
+Row = Mapping[str, float | int | None]  # of `metrics.read`
 
 
-def hacking(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> list[str]:
-    """A line for each of the `watched` scores that has fallen while the trained reward has risen.
+def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> list[str]:
+    """A line for each watched score that has fallen while the trained reward has risen.
 
-    Both since the first evaluation of `rows` that has both, by more than the standard error of the difference: the root of the
-    sum of the squares of the two evaluations'. now: the evaluation in question.
+    Both changes are counted from the first evaluation that has both scores. Each must be larger than its standard error, which
+    is the root of the sum of the squares of the standard errors of the two evaluations.
+
+    Args:
+      rows: the record of the run, `metrics.read`.
+      now: the newest evaluation.
+      watched: names of the scores, without "eval/".
     """
     lines = []
     for name in watched:
@@ -27,7 +32,7 @@ def hacking(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> list[str]:
 
 
 def _steps(first: Row, now: Row, key: str) -> float:
-    """The change of a score in standard errors, 0 where it is not known."""
+    """The change of a score in standard errors; 0 if one of the two is not known."""
     values = [row.get(name) for row in (first, now) for name in (key, f"{key}/standard_error")]
     if any(value is None or not math.isfinite(value) for value in values):
         return 0.0

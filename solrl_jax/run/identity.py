@@ -1,38 +1,51 @@
-"""Which run a directory holds: what the trained adapters depend on, and what may differ between two starts."""
+"""Whether a run may write to a directory: it may if the directory is empty of runs, or holds this very run.
 
+Two starts are of one run if their configurations have the same `fingerprint`: all that the trained adapters depend on.
+"""
+
+import contextlib
 import functools
 import hashlib
 import json
 import operator
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from solrl_jax.config.presets import from_yaml, to_yaml
+from solrl_jax.config.presets import to_yaml
 from solrl_jax.config.schema import Config
 from solrl_jax.numerics.formats import AUTO, resolve
 from solrl_jax.rewards.registry import reward_name, reward_names
+from solrl_jax.run import checkpoint, ledger, metrics
+from solrl_jax.run.directory import is_run, read_run
 from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.training.experiment import device_facts
 
-# what the adapters do not depend on; what is read from the cache is what would be computed, to the bit
+# settings that the adapters do not depend on; the cache holds the very bits that would be computed
 FREE = (
     "version", "run", "eval", "mesh", "preset", "prompts.test", "train.iterations", "model.cache",
     "reward.watched", "reward.workers", "reward.timeout", "reward.on_failure",
 )  # fmt: skip
+# what a run writes besides config.yaml, which it writes first
+RECORDS = ("checkpoints", "ledger", "metrics.csv", "metrics.jsonl", "pictures", "profile", "run.json")
 
 
 def refuse_another_run(folder: Path, config: Config) -> None:
-    """Checks that a run that is there is this one."""
-    path = folder / "config.yaml"
-    if not path.exists():
+    """Raises InputError if training `config` in `folder` would overwrite anything but this run's own records."""
+    name = f"run.dir={str(folder)!r}"
+    if not is_run(folder):
+        if found := [record for record in RECORDS if _holds_something(folder / record)]:
+            raise InputError(f"{name} has {found[0]} but no config.yaml, so it may not be a run's; name another directory")
         return
-    there, name = from_yaml(path.read_text()), f"run.dir={str(folder)!r}"
+    there = read_run(folder)
     here = resolve(config.rollout.explore.precision, device_facts()).name
     precision = there.rollout.explore.precision
     was = precision if precision != AUTO else _explored_in(folder) or here
     if fingerprint(there, was) == fingerprint(config, here):
+        _refuse_lost_checkpoints(folder, name)
         return
     if fingerprint(there, here) == fingerprint(config, here):
         field = "rollout.explore.precision"
@@ -42,16 +55,43 @@ def refuse_another_run(folder: Path, config: Config) -> None:
     raise InputError(f"{name} holds another run ({changed}); name another directory, or remove it")
 
 
+def _holds_something(path: Path) -> bool:
+    """Whether there is a file or link `path`, or a directory that is not empty."""
+    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
+
+
+def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
+    """Raises InputError if a run had checkpoints and has none: it would start over and erase its records.
+
+    A run that stopped before its first save has an empty `checkpoints` (see `claim`). It may start over. Only a finished run
+    has `pictures/reward.png`.
+    """
+    root = folder / "checkpoints"
+    iterations = [*ledger.iterations_in(folder / "ledger"), *(row["iteration"] for row in metrics.read(folder))]
+    had_checkpoints = not root.is_dir() or (folder / "pictures" / "reward.png").exists()
+    if had_checkpoints and max(iterations, default=0) > 0 and not checkpoint.candidates(root):
+        lost = f"{name} records {max(iterations)} iterations, but {root} holds no checkpoint"
+        raise InputError(f"{lost}; put the checkpoints back, or name another directory")
+
+
+def claim(folder: Path, config: Config) -> None:
+    """Makes `folder` the run directory of `config`. Raises RunError if the disk refuses."""
+    with writing(folder / "checkpoints"):
+        (folder / "checkpoints").mkdir(exist_ok=True)
+    atomic_write(folder / "config.yaml", to_yaml(config))
+
+
 def _explored_in(folder: Path) -> str | None:
-    """The format that a run's record says it explores in; None for a run that stopped before it wrote one."""
-    path = folder / "run.json"
-    return json.loads(path.read_text())["exploration"]["format"] if path.exists() else None
+    """The format that `run.json` says the run explores in; None if it cannot be read: the checkpoints then decide."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return str(json.loads((folder / "run.json").read_text())["exploration"]["format"])
+    return None
 
 
 def fingerprint(config: Config, explored_in: str) -> str:
-    """Names everything that the trained adapters depend on; equal fingerprints may resume one another.
+    """A hash of all that the trained adapters depend on. A run may resume another with the same fingerprint.
 
-    explored_in: the format that `rollout.explore.precision` is on the devices of the run.
+    explored_in: the format that `rollout.explore.precision` stands for on the devices of the run.
     """
     tree = _bound(config)
     tree["rollout"]["explore"]["precision"] = explored_in
@@ -59,7 +99,7 @@ def fingerprint(config: Config, explored_in: str) -> str:
 
 
 def _bound(config: Config) -> dict[str, Any]:
-    """The configuration without what may differ between starts: lengths, logging, devices, how rewards are run."""
+    """The configuration without settings that may differ between starts: lengths, logging, devices, how rewards are run."""
     tree = yaml.safe_load(to_yaml(config))
     for name in FREE:
         *sections, field = name.split(".")
@@ -70,7 +110,8 @@ def _bound(config: Config) -> dict[str, Any]:
     return tree
 
 
-def _differences(there: dict, here: dict, prefix: str = "") -> list[str]:
+def _differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
+    """A line for each setting in which two configurations differ."""
     out = []
     for key in there.keys() | here.keys():
         a, b = there.get(key), here.get(key)

@@ -1,7 +1,7 @@
 """The ledger: every candidate of every iteration, one Parquet file an iteration.
 
-`root/iteration-000012.parquet` appears whole or not at all, and the same columns give the same bytes, so a resumed run
-overwrites what it repeats.  Any Parquet reader opens it; the meaning of each column is in the schema's field metadata.
+`root/iteration-000012.parquet` appears whole or not at all. The same columns give the same bytes, so what a resumed run repeats
+is overwritten with itself. Any Parquet reader opens a file. The schema's metadata says what each column means.
 """
 
 import re
@@ -59,12 +59,14 @@ def path_of(root: Path, iteration: int) -> Path:
 
 
 def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
-    """Writes the rows of one iteration, in the order given; returns the file's path.
+    """Writes the rows of one iteration, in the order given, and returns the file's path.
 
-    `columns` maps every name of SCHEMA ("iteration" may be left out) to an array [rows], or to one value for all rows.
-    "regenerated_reward" and "advantage" are null where a masked array (numpy.ma) masks them; a plain array is null
-    where "kept" is false, and None is null everywhere.  NaN stays NaN.  Raises ValueError for a column that is missing,
-    unknown, of another length or not exactly of its type; RunError when the disk refuses.
+    columns: for every name of SCHEMA an array [rows], or one value for all rows; "iteration" may be left out. A nullable column
+    is null where a masked array (numpy.ma) masks it, or where "kept" is false if it is a plain array, or everywhere if it is
+    None. NaN stays NaN.
+
+    Raises ValueError for a column that is missing, unknown, of another length, or has values that its type cannot hold exactly;
+    RunError if the disk refuses.
     """
     columns = {"iteration": iteration, **columns}
     if np.any(np.asarray(columns["iteration"]) != iteration):
@@ -84,11 +86,11 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
 
 
 def read(root: Path, iterations: Iterable[int] | None = None) -> pa.Table:
-    """The rows of `iterations`, of all there are when None, in that order, as one table of SCHEMA.
+    """The rows of `iterations`, in that order, as one table of SCHEMA; None: of all iterations.
 
-    Raises InputError for an iteration that is not there and for a file that is not of a ledger.
+    Raises InputError for an iteration that is not there, and for a file that is not a ledger's.
     """
-    wanted = _iterations(root) if iterations is None else list(iterations)
+    wanted = iterations_in(root) if iterations is None else list(iterations)
     tables = [SCHEMA.empty_table()]
     for iteration in wanted:
         path = path_of(root, iteration)
@@ -105,28 +107,28 @@ def read(root: Path, iterations: Iterable[int] | None = None) -> pa.Table:
 
 
 def discard_after(root: Path, iteration: int) -> None:
-    """Removes every iteration after `iteration`, which a resumed run will write again."""
-    for later in _iterations(root):
+    """Removes all later iterations: a resumed run writes them again."""
+    for later in iterations_in(root):
         if later > iteration:
             path = path_of(root, later)
             with writing(path):
                 path.unlink()
 
 
-def _iterations(root: Path) -> list[int]:
-    """The iterations that are there, in order."""
+def iterations_in(root: Path) -> list[int]:
+    """The iterations of the ledger `root`, in order."""
     matches = (_NAME.fullmatch(path.name) for path in root.glob("iteration-*.parquet"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def _column(field: pa.Field, values: Any, rows: int, kept: np.ndarray) -> pa.Array:
-    """`values` [rows] (or one value for all rows) as an Arrow array of exactly the field's type."""
+    """`values` [rows], or one value for all rows, as an Arrow array of the field's type."""
     if values is None and field.nullable:
         return pa.nulls(rows, field.type)
     mask = None
     if field.nullable:
         mask = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else ~kept
-        values = np.where(mask, 0, np.ma.getdata(values))  # so that what is masked out never reaches the file's bytes
+        values = np.where(mask, 0, np.ma.getdata(values))  # masked values must not change the file's bytes
     array = np.broadcast_to(np.asarray(values), rows)
     if pa.types.is_string(field.type):
         return pa.array([str(value) for value in array], field.type)

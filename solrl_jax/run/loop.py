@@ -20,21 +20,19 @@ import jax
 import jax.numpy as jnp
 
 from solrl_jax.conditioning.prompts import draw_prompts
-from solrl_jax.config.presets import to_yaml
 from solrl_jax.config.schema import Config
 from solrl_jax.explore.monitor import WINDOW, level_after
 from solrl_jax.parallel import hosts
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.policy.state import TrainState
 from solrl_jax.run import checkpoint, ledger, pictures, profiling, record
-from solrl_jax.run.hacking import hacking
-from solrl_jax.run.identity import fingerprint, refuse_another_run
+from solrl_jax.run.checkpoint_writer import Saver
+from solrl_jax.run.hacking import hacking_alarms
+from solrl_jax.run.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.run.metrics import Metrics
 from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Interrupted, Reporter
-from solrl_jax.run.writer import Saver
 from solrl_jax.storage import files
-from solrl_jax.storage.files import atomic_write
 from solrl_jax.training.evaluate import evaluate, sample_grid
 from solrl_jax.training.experiment import Experiment, build, fresh_state, state_shapes
 from solrl_jax.training.iteration import iterate
@@ -76,7 +74,7 @@ def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict
         experiment = build(config)
         state, done = _restore(experiment, folder, report)
         # the directory is this run's once all input has been accepted
-        hosts.write(lambda: atomic_write(folder / "config.yaml", to_yaml(config)))
+        hosts.write(lambda: claim(folder, config))
         record.describe(experiment, folder, done, report)
         metrics = Metrics(folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1)
         hosts.write(lambda: stack.enter_context(metrics))
@@ -222,7 +220,7 @@ def _evaluate(this: _Run, ema: Adapters, done: int) -> Row:
     row |= {f"eval/{name}/standard_error": error for name, error in result.errors.items()}
     row |= {f"eval/reward_failures/{name}": float(count) for name, count in result.failed.items()}
     if config.reward.watched:
-        lines = hosts.agreed(lambda: hacking(read_metrics(this.folder), row, config.reward.watched))
+        lines = hosts.agreed(lambda: hacking_alarms(read_metrics(this.folder), row, config.reward.watched))
         for line in lines:
             report.line(line)
         row["eval/hacking"] = float(bool(lines))

@@ -1,11 +1,11 @@
-"""What a run reports: `metrics.jsonl` is the record, and everything else is made from it or beside it.
+"""What a run reports. `metrics.jsonl` is the record; the other files repeat it.
 
     metrics.jsonl     one JSON object a line: {"iteration": 12, "reward": 0.61, ...}; null for what was not finite
-    metrics.csv       the same as a table, derived
-    tensorboard/      the same as TensorBoard scalars, if asked for
+    metrics.csv       a table, made from metrics.jsonl
+    tensorboard/      TensorBoard scalars, if asked for
 
-Each line is on the disk when `log` returns: a checkpoint saved afterwards is never newer than the metrics before it.
-A resumed run drops what came after its checkpoint, and so leaves the same record as a run that was never interrupted.
+Each line is on the disk when `log` returns, so no checkpoint is newer than the record. A resumed run drops the lines after its
+checkpoint, so its record is that of a run that was never interrupted.
 """
 
 import contextlib
@@ -16,8 +16,9 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic_write, disk_reason, writing
@@ -26,9 +27,9 @@ _JSONL, _CSV, _TENSORBOARD, _WANDB_ID = "metrics.jsonl", "metrics.csv", "tensorb
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's record, in order; none when it has no record.
+    """The rows of a run's record, in order; none if there is no record.
 
-    A torn last line, of a run that is writing or was killed, is left out.  Raises InputError for any other bad line.
+    An incomplete last line is left out: the run is writing it, or was killed. Raises InputError for any other bad line.
     """
     path = Path(run_dir) / _JSONL
     try:
@@ -51,14 +52,14 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """The open record of one run.  Use as a context manager, or `open` and `close` it."""
+    """The open record of one run. Use as a context manager, or `open` and `close` it."""
 
     def __init__(
         self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int | None = None
     ) -> None:
-        """Options only; nothing is touched before `open`.
+        """Nothing is read or written before `open`.
 
-        Rows of iterations after `resume_after` are dropped at `open`.  None keeps every whole row and appends.
+        resume_after: rows of later iterations are dropped at `open`; None: all complete rows are kept.
         """
         self._run_dir = Path(run_dir)
         self._path = self._run_dir / _JSONL
@@ -70,9 +71,9 @@ class Metrics:
         self._wandb: Any = None
 
     def open(self) -> "Metrics":
-        """Drops what a resumed run will report again and opens every output.
+        """Drops the rows that a resumed run reports again, and opens every output.
 
-        Raises InputError when W&B is asked for and cannot start; RunError when the disk refuses.
+        Raises InputError if Weights & Biases is asked for and cannot start, RunError if the disk refuses.
         """
         rows = read(self._run_dir)
         if self._resume_after is not None:
@@ -93,7 +94,7 @@ class Metrics:
         return self
 
     def close(self) -> None:
-        """Closes every output.  Closing twice is harmless."""
+        """Closes every output. Closing twice is harmless."""
         self._closing.close()
         self._file = self._tensorboard = self._wandb = None
 
@@ -103,10 +104,10 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def log(self, iteration: int, values: dict[str, float]) -> None:
-        """Appends one row.  A value may be any scalar that `float` takes; one that is not finite is recorded as null.
+    def log(self, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
+        """Appends one row. A value that is not finite is recorded as null.
 
-        Raises RunError when the disk refuses; the record then ends with the row before.
+        Raises RunError if the disk refuses; the record then ends with the previous row.
         """
         if self._file is None:
             raise RuntimeError("these metrics are not open")
@@ -122,7 +123,7 @@ class Metrics:
             self._wandb.log({"iteration": int(iteration), **numbers})
 
     def write_csv(self) -> Path:
-        """Derives `metrics.csv` from the record: a row a line, a column for every name, empty where there is no value."""
+        """Makes `metrics.csv` from the record: a column for every name, empty where a row has no value."""
         rows = read(self._run_dir)
         names = dict.fromkeys(name for row in [{"iteration": 0}, *rows] for name in row)
         text = io.StringIO()
@@ -134,7 +135,7 @@ class Metrics:
 
 
 def _append(descriptor: int, line: bytes) -> None:
-    """Puts a line at the end of a file and on the disk, or leaves the file as it was and raises OSError."""
+    """Appends a line and syncs it to the disk. If that fails, leaves the file as it was and raises OSError."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     try:
         written = 0
@@ -147,21 +148,21 @@ def _append(descriptor: int, line: bytes) -> None:
 
 
 class _TensorBoard:
-    """TensorBoard scalars, written at once.
+    """TensorBoard scalars, each on the disk when `log` returns.
 
-    tensorboardX's SummaryWriter hands events to a thread, where a full disk kills the thread and hangs the run at the
-    next event.  Its event writer alone raises here.
+    tensorboardX's SummaryWriter writes in a thread. A full disk kills that thread, and the run hangs at the next event. So its
+    event writer is called here, which raises.
     """
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
-        """Opens a new event file; TensorBoard then hides what older files say of `purge_step` and later."""
+        """Opens a new event file. TensorBoard then hides events of older files from `purge_step` on."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._folder, self._event, self._summary = folder, event_pb2.Event, summary_pb2.Summary
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            # The writer's own name has the time in seconds: two runs within one second would share a file.
+            # The writer names a file by the second, so two starts within one second would share it.
             suffix = f".{len(list(folder.iterdir())):04d}"
             self._writer = EventsWriter(str(folder / "events"), suffix)
             if purge_step is not None:
@@ -170,20 +171,20 @@ class _TensorBoard:
             self._writer.flush()
 
     def log(self, iteration: int, values: dict[str, float]) -> None:
-        """Writes one event with all values; they are on the disk when it returns."""
+        """Writes one event with all values."""
         summary = self._summary(value=[self._summary.Value(tag=name, simple_value=v) for name, v in values.items()])
         with writing(self._folder):
             self._writer.write_event(self._event(wall_time=time.time(), step=iteration, summary=summary))
             self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event file.  All of it is on the disk already, so a disk that refuses now takes nothing away."""
+        """Closes the event file. All events are on the disk already, so an error now loses nothing."""
         with contextlib.suppress(OSError):
             self._writer.close()
 
 
 def _start_wandb(run_dir: Path) -> Any:
-    """Starts W&B, or continues the run that `run_dir` started before.  Raises InputError when it cannot."""
+    """Starts Weights & Biases, or continues the run that `run_dir` started before. Raises InputError if that fails."""
     try:
         import wandb
     except ImportError as error:
@@ -195,6 +196,6 @@ def _start_wandb(run_dir: Path) -> Any:
         run = wandb.init(project="solrl_jax", name=run_dir.name, id=identity.read_text(), dir=str(run_dir), resume="allow")
     except Exception as error:
         raise InputError(f"Weights & Biases did not start: {first_line(error)}") from error
-    # Its own step only grows, so a resumed run's repeated iterations would be dropped; ours is the x axis instead.
+    # The service's own step can only grow, so it would drop the iterations that a resumed run repeats.
     run.define_metric("*", step_metric="iteration")
     return run

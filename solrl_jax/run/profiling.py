@@ -2,7 +2,7 @@
 
     run.dir/profile/iteration-000003/plugins/profile/TIME/    *.xplane.pb; perfetto_trace.json.gz for ui.perfetto.dev
 
-The stages of the iteration are in it by their names (`train.Clock`). Of several processes the first one writes what it sees.
+A trace names the stages of the iteration (`training.clock.Clock`). Of several processes, only the first writes one, of itself.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from solrl_jax.storage.errors import InputError
 
 
 def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
-    """Raises InputError for iterations of `profile` that the run in `folder`, of so many `iterations`, will not come to."""
+    """Raises InputError if the run in `folder` has done an iteration of `profile` already, or ends before it."""
     if outside := sorted(i for i in profile if not 1 <= i <= iterations):
         raise InputError(f"--profile {_shown(outside)}: must be in 1..{iterations} (train.iterations)")
-    newest = checkpoint.newest(folder / "checkpoints") if profile else None
+    newest = next(checkpoint.whole(folder / "checkpoints"), None) if profile else None
     if newest is not None and (done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))):
         raise InputError(f"--profile {_shown(done)}: done already, see {newest}; name later ones or another run.dir")
 
 
 @contextlib.contextmanager
 def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[None]:
-    """Writes a trace of the body to the run directory `folder` if `profile` has `iteration`; one that raises leaves none.
+    """Writes a trace of the body to the run directory `folder`, if `iteration` is in `profile` and the body does not raise.
 
-    Raises RunError when the disk refuses.
+    Raises RunError if the disk refuses.
     """
     if iteration not in profile or jax.process_index() > 0:
         yield
@@ -38,7 +38,7 @@ def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[N
     target = folder / "profile" / f"iteration-{iteration:06d}"
     partial = target.with_name(files.PARTIAL + target.name)
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every call of every Python function: large, slow, and not what a device waits for
+    options.python_tracer_level = 0  # a trace of every Python call would be large and slow
     with files.writing(target):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

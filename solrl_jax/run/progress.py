@@ -1,8 +1,9 @@
-"""What the person at the terminal sees: one bar over iterations, with the stage, the reward and the time left."""
+"""What the terminal shows: one bar over iterations, with the stage, the reward and the time left."""
 
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from solrl_jax.parallel import hosts
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM; carries the last whole state and how many iterations it has behind it."""
+    """Training stopped early. Carries the state after the last complete iteration, and that iteration's number."""
 
     def __init__(self, state: Any, done: int) -> None:
         super().__init__(f"after iteration {done}")
@@ -20,7 +21,10 @@ class Interrupted(Exception):
 
 
 class Reporter:
-    """Bars and lines on standard error; standard output is left to results. As a context manager it also handles signals."""
+    """Bars and lines on standard error. As a context manager it also handles Ctrl-C and SIGTERM.
+
+    Standard output is for results alone.
+    """
 
     def __init__(self, *, bars: bool = True) -> None:
         self.speaks = hosts.first()
@@ -43,7 +47,7 @@ class Reporter:
         self.stop()
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        # Only noted: the state is being replaced somewhere below, and a save needs a whole one. A second time means now.
+        # Only noted, because the state may be half updated now and could not be saved. A second signal stops at once.
         if self._stopping:
             raise SystemExit(1)
         self._stopping = True
@@ -58,9 +62,9 @@ class Reporter:
             self._bar = None
 
     def stage(self, name: str, rows: int, done: int) -> None:
-        """`done` more of `rows` rows of a stage. Raises KeyboardInterrupt here, between chunks, when asked to stop.
+        """Shows that `done` more of the `rows` rows of a stage are done; 0: the stage begins.
 
-        Several hosts stop together, between stages.
+        Raises KeyboardInterrupt after a signal. Several hosts stop together, so only where a stage begins.
         """
         if self._asked(between_stages=not done):
             raise KeyboardInterrupt
@@ -68,7 +72,8 @@ class Reporter:
         self._stage, self._of = name, rows
         self._show()
 
-    def iteration(self, done: int, metrics: dict[str, float]) -> None:
+    def iteration(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Shows that iteration `done` is complete. Raises KeyboardInterrupt after a signal."""
         reward = metrics.get("kept/reward", float("nan"))
         self._reward = f" reward {reward:.3f}"
         if self._bar is not None:
@@ -86,7 +91,7 @@ class Reporter:
         return between_stages and hosts.anywhere([self._stopping])[0]
 
     def line(self, text: str) -> None:
-        """One line that stays."""
+        """Prints one line, above the bar."""
         if not self.speaks:
             return
         tqdm.write(text, file=sys.stderr)

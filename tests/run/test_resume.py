@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from solrl_jax.run import checkpoint, ledger, metrics
+from solrl_jax.run import checkpoint, checkpoint_writer, ledger, metrics
 from solrl_jax.run import loop as trainer
-from solrl_jax.run import writer as saving
 from solrl_jax.run.directory import find_checkpoint
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError
+from solrl_jax.training.experiment import build, state_shapes
 from tests.small import SMALL, small_config
 
 ITERATIONS = 5
@@ -40,12 +40,7 @@ def arrays(run_dir: Path) -> dict[str, np.ndarray]:
     """The last checkpoint's arrays, by key path, as stored."""
     path = checkpoint.candidates(run_dir / "checkpoints")[0]
     checkpoint.verify(path)
-    experiment = trainer.build(small_config(run_dir))
-    config = experiment.config
-    abstract = trainer.abstract_state(
-        experiment.backbone.transformer, list(experiment.targets), config.lora, config.optimizer, experiment.backbone.mesh
-    )
-    state, meta = checkpoint.restore(path, abstract)
+    state, meta = checkpoint.restore(path, state_shapes(build(small_config(run_dir))))
     assert meta["iteration"] == int(path.name)
     return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_leaves_with_path(state)}
 
@@ -163,7 +158,7 @@ def test_another_run_is_not_overwritten(uninterrupted):
 
 
 def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch):
-    original, saves = saving._start_writing, []
+    original, saves = checkpoint_writer._start_writing, []
 
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -173,7 +168,7 @@ def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(t
         wait, merge = original(folder, state)
         return (full if len(saves) == 3 else wait), merge
 
-    monkeypatch.setattr(saving, "_start_writing", third)
+    monkeypatch.setattr(checkpoint_writer, "_start_writing", third)
     with pytest.raises(RunError, match=r"^disk full while writing .*000003; the last checkpoint is .*000002$"):
         run(tmp_path)
     assert len(saves) == 3  # the next save is where it is told
@@ -188,7 +183,7 @@ def stopped(tmp_path_factory):
 
     Returns its directory, what it said when it was stopped, and the names and the newest meta of its checkpoints then.
     """
-    folder, original = tmp_path_factory.mktemp("stopped"), saving._start_writing
+    folder, original = tmp_path_factory.mktemp("stopped"), checkpoint_writer._start_writing
     options = ("eval.every=2", "run.keep_best=2", "run.keep_checkpoints=1", "run.checkpoint_every=9")
 
     def slow(path, state):
@@ -203,7 +198,7 @@ def stopped(tmp_path_factory):
         return terminated, merge
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_start_writing", slow)
+        patch.setattr(checkpoint_writer, "_start_writing", slow)
         summary = run(folder, *options)
     (path,) = checkpoint.candidates(folder / "checkpoints")
     checkpoint.verify(path)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from solrl_jax.run.hacking import hacking
+from solrl_jax.run.hacking import hacking_alarms
 
 
 def row(iteration, reward, clip, error=0.01, **more):
@@ -26,7 +26,7 @@ def row(iteration, reward, clip, error=0.01, **more):
     ],
 )
 def test_what_is_flagged(now, flagged):
-    assert bool(hacking([row(0, 0.5, 0.5)], now, ["clip"])) == flagged
+    assert bool(hacking_alarms([row(0, 0.5, 0.5)], now, ["clip"])) == flagged
 
 
 def test_the_line_names_the_watched_reward_and_both_changes():
@@ -36,7 +36,7 @@ def test_the_line_names_the_watched_reward_and_both_changes():
         row(7, 0.7, 0.1),
     ]
     now = row(9, 0.6, 0.4, **{"eval/ocr": 0.8, "eval/ocr/standard_error": 0.01})
-    assert hacking(rows, now, ["ocr", "clip"]) == [
+    assert hacking_alarms(rows, now, ["ocr", "clip"]) == [
         "reward hacking? since the evaluation after iteration 5 the trained reward rose from 0.500 to 0.600,"
         " the watched 'clip' fell from 0.500 to 0.400"
     ]
@@ -44,6 +44,6 @@ def test_the_line_names_the_watched_reward_and_both_changes():
 
 def test_a_score_that_is_watched_since_later_is_compared_with_its_first():
     rows = [row(0, 0.1, None), row(5, 0.5, 0.5)]
-    assert not hacking(rows, row(9, 0.5, 0.4), ["clip"])
-    assert hacking(rows, row(9, 0.6, 0.4), ["clip"])
-    assert not hacking([], row(9, 0.6, 0.4), ["clip"])
+    assert not hacking_alarms(rows, row(9, 0.5, 0.4), ["clip"])
+    assert hacking_alarms(rows, row(9, 0.6, 0.4), ["clip"])
+    assert not hacking_alarms([], row(9, 0.6, 0.4), ["clip"])

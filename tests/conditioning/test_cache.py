@@ -20,7 +20,7 @@ from solrl_jax.commands import cli
 from solrl_jax.conditioning import cache as encodings
 from solrl_jax.conditioning.cache import Cache, open_cache
 from solrl_jax.conditioning.text_encoders import TextEncoders
-from solrl_jax.models.pipeline import Component
+from solrl_jax.models.component import Component
 from solrl_jax.parallel import sharding
 from solrl_jax.rollout.generate import prepare
 from solrl_jax.storage.errors import InputError, RunError
@@ -198,7 +198,7 @@ def encoders_of(folder: Path, cache=None, precision: str = "bf16", data: int = 1
 @pytest.fixture
 def no_loading(monkeypatch):
     def load(self, *_):
-        pytest.fail(f"{self.folder} was loaded")
+        pytest.fail(f"{self.source} was loaded")
 
     return lambda: monkeypatch.setattr(Component, "load", load)
 

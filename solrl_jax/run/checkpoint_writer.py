@@ -1,16 +1,15 @@
-"""Saving checkpoints (`checkpoint.py` says what they are) while training goes on.
+"""Writes checkpoints in a thread beside the training, and removes old ones. `checkpoint.py` says what a checkpoint is.
 
-A save has two halves. The first copies every process's shards to its host, and only then returns: the next update may overwrite
-the state. The second writes them, seals the directory, gives it its name and removes old ones, in a thread of its own.
+A save has two halves. The first copies the arrays to the host; when it returns, the next update may overwrite them. The second
+runs in the thread: it writes the copies, adds the manifest, gives the directory its name and removes old checkpoints.
 
-orbax copies, writes and merges what several processes wrote. Its AsyncCheckpointer, which would do all of it, gives a directory
-its name before a manifest could be in it, and leaves the processes whose disks are well at a barrier for minutes when another
-one's is full. Here every process tells the others how its half went, and only then the first one seals or sweeps up.
+orbax writes the arrays and merges the files of several processes. Its AsyncCheckpointer would do all of a save, but it names
+the directory before there is a manifest, and if one process's disk is full, it keeps the others waiting for minutes. Here every
+process tells the others whether its half succeeded. Then the first process adds the manifest, or removes what was written.
 """
 
 import asyncio
 import contextlib
-import functools
 import json
 import shutil
 from collections.abc import Callable, Coroutine, Iterator
@@ -25,13 +24,13 @@ from solrl_jax.run import checkpoint
 from solrl_jax.run.checkpoint import ARRAYS, FORMAT, META, REPLACED, CheckpointError, candidates
 from solrl_jax.storage import files
 
-SAVING = ".saving-"  # what is being written is named so
+SAVING = ".saving-"  # how the name of a checkpoint begins while it is written
 
 
 class Saver:
-    """Saves to one directory, at most one checkpoint at a time; what goes wrong is raised by the next call, never lost.
+    """Saves to one directory, one checkpoint at a time. An error in the thread is raised by the next call.
 
-    As a context manager it waits at the end for the save under way, however the end came.  Every process has one.
+    Every process has one. As a context manager it waits at the end for the save under way, also when the body raised.
     """
 
     def __init__(self, root: Path, *, keep: int, best: int) -> None:
@@ -42,9 +41,9 @@ class Saver:
         self._last: int | None = None
 
     def save(self, iteration: int, state: Any, meta: dict[str, Any]) -> None:
-        """Returns when `state` has been copied, which may then be overwritten; first waits for the save before.
+        """Waits for the previous save and starts one of `state`. When this returns, `state` may be overwritten.
 
-        An iteration that it saved already is not saved again.  Raises what `save` and `wait` raise.
+        The same iteration twice in a row is saved once. Raises what `wait` and the function `save` raise.
         """
         self.wait()
         if iteration != self._last:
@@ -52,7 +51,7 @@ class Saver:
             self._under_way, self._last = self._thread.submit(finish), iteration
 
     def wait(self) -> None:
-        """Returns when nothing is under way.  Raises RunError, naming the last checkpoint, when the disk refused."""
+        """Waits for the save under way. Raises RunError, which names the last checkpoint, if the disk refused."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -68,11 +67,17 @@ class Saver:
 
 
 def save(root: Path, iteration: int, state: Any, meta: dict[str, Any], *, keep: int | None = None, best: int = 0) -> Path:
-    """Writes `state` (a pytree of jax arrays) and `meta` (JSON values) as checkpoint `iteration`; returns its path.
+    """Writes a checkpoint and returns its path when all of it is on the disk. Every process calls this.
 
-    Returns when all of it is on the disk.  What a killed save left behind is removed first, an older checkpoint of the
-    same iteration is replaced, and with `keep` given `prune` follows.  Raises RunError, naming the last checkpoint, when
-    the disk refuses; TypeError for a leaf that is not a plain jax array.  Every process calls it; the first one's meta counts.
+    What a killed save left is removed first. An older checkpoint of the same iteration is replaced.
+
+    Args:
+      root: directory of the checkpoints.
+      state: a pytree of jax arrays.
+      meta: JSON values; those of the first process are saved.
+      keep, best: see `prune`, which follows; None: it does not.
+
+    Raises RunError, which names the last checkpoint, if the disk refuses; TypeError for a leaf that is no plain jax array.
     """
     return begin(root, iteration, state, meta, keep=keep, best=best)()
 
@@ -80,7 +85,7 @@ def save(root: Path, iteration: int, state: Any, meta: dict[str, Any], *, keep: 
 def begin(
     root: Path, iteration: int, state: Any, meta: dict[str, Any], *, keep: int | None = None, best: int = 0
 ) -> Callable[[], Path]:
-    """The first half of `save`; the second is what it returns, to be called once, in any thread."""
+    """The first half of `save`. Returns the second half, to be called once, in any thread."""
     root = root.absolute()
     target, temporary = root / f"{iteration:06d}", root / f"{SAVING}{iteration:06d}"
     arrays = _arrays(state)
@@ -107,8 +112,10 @@ def begin(
         consensus.first("save/prepare", prepare)
     try:
         wait, merge = _start_writing(temporary / ARRAYS, arrays)
-    except Exception as error:  # is told in the second half, when no process writes any more
-        wait, merge = functools.partial(_raise, error), lambda: None
+    except Exception as error:  # is raised in the second half, when no process writes any more
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        wait, merge = failed.result, lambda: None
 
     def finish() -> Path:
         with _or_nothing(temporary):
@@ -122,10 +129,10 @@ def begin(
 
 
 def prune(root: Path, keep: int, best: int = 0) -> None:
-    """Removes all but the newest `keep` good checkpoints, at least one, and the `best` with the highest `eval/reward`.
+    """Removes all checkpoints but the newest `keep` good ones, at least one, and the `best` with the highest "eval/reward".
 
-    The newest good one is read in full, the others are judged by names and sizes: hashing all of them at every save
-    would cost more than the save.  A directory without a manifest is not ours to remove.
+    The newest good one is read in full. Of the others only names and sizes are checked: to read all of them would take longer
+    than the save. A directory without a manifest is not removed: this program may not have written it.
     """
     good, prized = 0, checkpoint.ranked(root)[:best]
     for path in candidates(root):
@@ -137,12 +144,8 @@ def prune(root: Path, keep: int, best: int = 0) -> None:
             files.remove_directory(path)
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def _arrays(state: Any) -> dict[str, jax.Array]:
-    """{key path: array} of a pytree; TypeError names a leaf that cannot be saved."""
+    """The arrays of a pytree by key path. Raises TypeError, which names the leaf, for one that cannot be saved."""
     arrays = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
     for key, leaf in arrays.items():
         if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -152,7 +155,7 @@ def _arrays(state: Any) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def _or_nothing(temporary: Path) -> Iterator[None]:
-    """Removes the directory when the body fails.  The first process does, which no other one hears of."""
+    """Removes the directory, in the first process, if the body raises. The other processes do not wait for that."""
     try:
         yield
     except BaseException:
@@ -162,10 +165,11 @@ def _or_nothing(temporary: Path) -> Iterator[None]:
 
 
 def _start_writing(folder: Path, arrays: dict[str, jax.Array]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Copies this process's shards of the arrays to the host, and starts to write them to the directory `folder`.
+    """Copies this process's shards of the arrays to the host, and starts to write the copies to `folder`.
 
-    Returns what waits until they are written, and what then merges the files of all processes.  On CPU the copies are views,
-    and XLA donates no buffer that has one.  Arrays that hold nothing are left out: orbax refuses them, and the index is enough.
+    Returns two functions: the first waits until they are written, the second then merges the files of all processes. On CPU the
+    copies are views, and XLA donates no buffer that has a view. Empty arrays are left out, because orbax refuses them: their
+    shape and dtype are in `meta.json`.
     """
     full = {key: leaf for key, leaf in arrays.items() if leaf.size}
     if not full:
@@ -182,9 +186,9 @@ def _start_writing(folder: Path, arrays: dict[str, jax.Array]) -> tuple[Callable
 
 
 def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns, run in a thread of its own: the caller's may be in a loop already, as a notebook's is.
+    """Runs a coroutine in a new thread: the caller's thread may have an event loop already, as a notebook's has.
 
-    Not by asyncio.run, which ends by going through the tasks of all threads, those that write among them.
+    asyncio.run will not do: before it returns it goes through the tasks of all threads, and some of them are still writing.
     """
     loop = asyncio.new_event_loop()
     try:
@@ -195,7 +199,7 @@ def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what a killed save left: unfinished directories, and replaced checkpoints whose successor is there."""
+    """Removes what a killed save left: unfinished directories, and checkpoints that were replaced."""
     for path in list(root.iterdir()):
         replaced = path.name.endswith(REPLACED) and checkpoint.iteration_of(path) is not None and path.with_suffix("").exists()
         if replaced or path.name.startswith((SAVING, files.REMOVING)):

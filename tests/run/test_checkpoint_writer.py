@@ -18,9 +18,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from solrl_jax.run import checkpoint
-from solrl_jax.run import writer as saving
-from solrl_jax.run.writer import Saver
+from solrl_jax.run import checkpoint, checkpoint_writer
+from solrl_jax.run.checkpoint_writer import Saver
 from solrl_jax.storage.errors import RunError
 from tests.states import abstract, abstract_on, assert_same_bits, flat, make_state, placed
 
@@ -51,11 +50,11 @@ def test_a_state_may_be_overwritten_as_soon_as_its_save_has_begun(tmp_path, spre
 
 @pytest.mark.parametrize("told", ["save", "wait", "end", "end of a run that failed"])
 def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(tmp_path, monkeypatch, told):
-    saving.save(tmp_path, 1, SMALL, {})
+    checkpoint_writer.save(tmp_path, 1, SMALL, {})
     saver = Saver(tmp_path, keep=3, best=0)
     expected = f"disk full while writing {tmp_path / '000002'}; the last checkpoint is {tmp_path / '000001'}"
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "_start_writing", lambda *_: (full, lambda: None))
+        patch.setattr(checkpoint_writer, "_start_writing", lambda *_: (full, lambda: None))
         saver.save(2, SMALL, {})
 
     def end(error: Exception | None = None) -> None:
@@ -72,7 +71,7 @@ def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(tmp_path
 
 
 def test_one_save_at_a_time_and_one_an_iteration(tmp_path, monkeypatch):
-    events, go, original = [], threading.Event(), saving._start_writing
+    events, go, original = [], threading.Event(), checkpoint_writer._start_writing
 
     def gated(folder, arrays):
         number = folder.parent.name[-1]
@@ -86,7 +85,7 @@ def test_one_save_at_a_time_and_one_an_iteration(tmp_path, monkeypatch):
 
         return held, merge
 
-    monkeypatch.setattr(saving, "_start_writing", gated)
+    monkeypatch.setattr(checkpoint_writer, "_start_writing", gated)
     with Saver(tmp_path, keep=3, best=0) as saver:
         saver.save(1, SMALL, {})
         threading.Timer(0.3, go.set).start()
@@ -100,7 +99,7 @@ def test_one_save_at_a_time_and_one_an_iteration(tmp_path, monkeypatch):
 def test_the_best_stay_beside_the_newest(tmp_path):
     def save(iteration: int, reward: float | None, **options: int) -> list[int]:
         evaluation = None if iteration == 3 else {"eval/reward": reward}
-        saving.save(tmp_path, iteration, SMALL, {"evaluation": evaluation}, keep=1, **options)
+        checkpoint_writer.save(tmp_path, iteration, SMALL, {"evaluation": evaluation}, keep=1, **options)
         return [checkpoint.iteration_of(path) for path in checkpoint.candidates(tmp_path)]
 
     assert save(1, 0.5, best=2) == [1]
@@ -132,7 +131,7 @@ WORKER = textwrap.dedent(
 
     from solrl_jax.run import checkpoint
     from solrl_jax.parallel import consensus
-    from solrl_jax.run import writer as saving
+    from solrl_jax.run import checkpoint_writer
     from solrl_jax.run.checkpoint import CheckpointError
     from solrl_jax.storage.errors import RunError
     from tests.states import abstract_on, assert_holds, placed
@@ -153,7 +152,7 @@ WORKER = textwrap.dedent(
 
     # two saves beside collectives of the devices
     mean = jax.jit(lambda x: x * 0 + x.sum() / 8)
-    with saving.Saver(root / "two", keep=3, best=0) as saver:
+    with checkpoint_writer.Saver(root / "two", keep=3, best=0) as saver:
         for iteration in (1, 2):
             state = placed(states[iteration], wide)
             saver.save(iteration, state, {"by": me})
@@ -165,7 +164,7 @@ WORKER = textwrap.dedent(
     said["newest"] = [meta["iteration"], meta["by"], warnings]
 
     # a disk that refuses one process, at once and later
-    original, full = saving._start_writing, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    original, full = checkpoint_writer._start_writing, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     def early(folder, arrays):
         if me == 1:
             raise full
@@ -178,9 +177,9 @@ WORKER = textwrap.dedent(
                 raise full
         return refused, merge
     for number, broken in enumerate((late, early), start=3):
-        saving._start_writing = broken
-        said[f"full {number}"] = line(lambda: saving.save(root / "two", number, state, {}))
-    saving._start_writing = original
+        checkpoint_writer._start_writing = broken
+        said[f"full {number}"] = line(lambda: checkpoint_writer.save(root / "two", number, state, {}))
+    checkpoint_writer._start_writing = original
     said["there"] = consensus.first("there", lambda: sorted(os.listdir(root / "two")))
 
     # the newest one is damaged: no process may take another one than the others
@@ -220,7 +219,7 @@ def two(tmp_path_factory):
     # flat, and made here: the processes have little else to compile
     states = {number: jax.tree.map(np.asarray, flat(make_state(number))) for number in (1, 2)}
     (root / "states").write_bytes(pickle.dumps(states))
-    saving.save(root / "one", 1, placed(states[1], jax.make_mesh((2, 4), ("data", "fsdp"))), {"by": "one"})
+    checkpoint_writer.save(root / "one", 1, placed(states[1], jax.make_mesh((2, 4), ("data", "fsdp"))), {"by": "one"})
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
