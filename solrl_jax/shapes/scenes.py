@@ -4,7 +4,7 @@
     group = count [size] colour shape(s)
     relation = above | below | left of | right of
 
-NumPy only, host side. Every source of chance is a `numpy.random.Generator` that the caller passes in.
+This file uses NumPy, not JAX. Every random choice comes from the `numpy.random.Generator` that the caller passes in.
 """
 
 import dataclasses
@@ -35,8 +35,9 @@ GRAMMAR = (
     "colour or shape; no three large shapes beside a second group"
 )
 
-# Seen from the background, the six colours lie 40 degrees or more apart (subtractive axes and face diagonals): an edge pixel,
-# a mixture of an object and the background, keeps the direction of its object and cannot pass for another colour.
+# Seen from the background, the directions of the six colours are at least 40 degrees apart (subtractive axes and face
+# diagonals). A pixel at an edge mixes its object with the background. It keeps the object's direction, so it cannot be taken
+# for another colour.
 BACKGROUND: tuple[int, int, int] = (238, 238, 238)
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (225, 25, 25),
@@ -47,20 +48,21 @@ PALETTE: dict[str, tuple[int, int, int]] = {
     "cyan": (10, 210, 230),
 }
 
-# Lengths in pixels of a picture 32 wide; other widths scale them.
+# Lengths are in pixels of a picture 32 pixels wide. In a picture of another width they are scaled.
 BASE = 32
 DIAMETERS: dict[str, tuple[float, ...]] = {"small": (6.0, 6.5, 7.0), "large": (10.0, 10.5, 11.0)}
 GAP = 2.0  # least free space between the bounding boxes of two objects
-LEAD = 2.0  # by how much the groups lie further apart along the relation's axis than across it: no other relation holds too
-GRID = 4  # corners lie on quarter pixels, so that the shape masks can be cached
+# Two groups are further apart along their relation's axis than across it, by at least this: no second relation holds.
+LEAD = 2.0
+GRID = 4  # corners lie on quarter pixels, so that the masks of shapes can be cached
 SUPERSAMPLE = 8
-CANDIDATES = 64  # layouts a round of rejection sampling
-ROUNDS = 200  # a round fails about one time in ten at worst: running out means a layout that cannot exist
+CANDIDATES = 64  # layouts that one round of rejection sampling draws
+ROUNDS = 200  # a round fails at most one time in ten: if all fail, no layout exists
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """`count` (1 to 3) like objects; `size` None leaves the size open."""
+    """`count` (1 to 3) objects of one kind. With `size` None, both sizes are right. Raises ValueError for other values."""
 
     count: int
     size: str | None
@@ -75,7 +77,10 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """One group and no relation, or two groups: `groups[0]` is `relation` (above, ...) `groups[1]`."""
+    """One group without a relation, or two groups: the first is `relation` (above, below, ...) the second.
+
+    Raises ValueError for what the grammar does not allow.
+    """
 
     groups: tuple[Group, ...]
     relation: str | None
@@ -93,7 +98,7 @@ class Scene:
 
 
 def caption(scene: Scene) -> str:
-    """The scene in words of VOCABULARY, e.g. "two red circles above a small blue square"."""
+    """Describes the scene in words of VOCABULARY: "two red circles above a small blue square"."""
     words = [_group_words(scene.groups[0])]
     if scene.relation is not None:
         words += [scene.relation, _group_words(scene.groups[1])]
@@ -101,9 +106,9 @@ def caption(scene: Scene) -> str:
 
 
 def parse(text: str) -> Scene:
-    """The scene of a caption: the inverse of `caption`, blind to case and spacing; "one" reads as "a".
+    """The scene of a caption: the inverse of `caption`. Case and spacing do not matter, and "one" means "a".
 
-    Raises ValueError, naming the caption and the grammar, for anything else.
+    Raises ValueError that quotes the caption and the grammar, if the caption does not follow the grammar.
     """
     normal = " ".join(text.lower().split())
     try:
@@ -117,7 +122,7 @@ def parse(text: str) -> Scene:
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:
-    """A random scene: 30 % have one group, 70 % two groups and a relation."""
+    """Draws a scene: with probability 0.3 one group, else two groups and a relation."""
     if rng.random() < 0.3:
         return Scene((_draw_group(rng, 3),), None)
     while True:
@@ -127,16 +132,16 @@ def draw_scene(rng: np.random.Generator) -> Scene:
         try:
             return Scene(groups, RELATIONS[rng.integers(len(RELATIONS))])
         except ValueError:
-            continue  # like groups, or three large shapes: draw again
+            continue  # equal groups, or three large shapes: draw again
 
 
 def held_out(text: str) -> bool:
-    """True for the about 10 % of captions that training never sees: a stable hash of the normalised caption decides."""
+    """Whether the caption is held out from training: about 10 % are, by a stable hash of the normalised caption."""
     return _held_out(caption(parse(text)))
 
 
 def draw_prompts(rng: np.random.Generator, n: int, held_out: bool) -> list[str]:
-    """`n` distinct captions of the asked split, in the order drawn. Raises ValueError if that many do not turn up."""
+    """Draws `n` distinct captions, all held out or none. Raises ValueError if so many are not found."""
     drawn: dict[str, None] = {}
     for _ in range(1000 + 200 * n):
         if len(drawn) == n:
@@ -148,10 +153,10 @@ def draw_prompts(rng: np.random.Generator, n: int, held_out: bool) -> list[str]:
 
 
 def render(scene: Scene, rng: np.random.Generator, size: int = BASE) -> UInt8[np.ndarray, "size size 3"]:
-    """A picture of the scene, RGB bytes: plain background, anti-aliased objects, apart and fully inside.
+    """Draws the scene as RGB bytes: anti-aliased objects on a plain background, separate and fully inside the picture.
 
-    Groups stand apart along the axis of their relation, their bounding boxes disjoint along it, and lie LEAD further apart
-    along that axis than across it. A group's objects are of one size; an open size falls to chance.
+    Along the axis of their relation, the bounding boxes of two groups do not overlap, and the groups' distance is greater than
+    across it, by LEAD at least. All objects of a group have the same size, drawn at random where the scene leaves it open.
     """
     scale = size / BASE
     diameters = [scale * _draw_diameter(scene, group, rng) for group in scene.groups]
@@ -195,30 +200,28 @@ def _held_out(normal: str) -> bool:
 
 
 def _draw_diameter(scene: Scene, group: Group, rng: np.random.Generator) -> float:
-    crowded = len(scene.groups) == 2 and group.count == 3  # three large shapes would leave no room
+    crowded = len(scene.groups) == 2 and group.count == 3  # three large shapes would leave no room for the other group
     size = group.size or ("small" if crowded else SIZES[rng.integers(2)])
     return DIAMETERS[size][rng.integers(len(DIAMETERS[size]))]
 
 
-def _layout(scene: Scene, diameters: list[float], size: int, rng: np.random.Generator) -> list[Float[np.ndarray, "count 2"]]:
-    """Top left corners (x, y) of each group's objects, in pixels on the quarter-pixel grid."""
+def _layout(scene: Scene, diameters: list[float], size: int, rng: np.random.Generator) -> list[Float[np.ndarray, "_ 2"]]:
+    """The top left corners (x, y) of each group's objects, in pixels, on the quarter-pixel grid."""
     scale = size / BASE
     for _ in range(ROUNDS):
         if scene.relation is None:
-            found = _place(scene.groups[0].count, diameters[0], (0, 0), (size, size), scale * GAP, rng)
+            found = _place(scene.groups[0].count, diameters[0], np.zeros(2), np.full(2, float(size)), scale * GAP, rng)
             if len(found):
                 return [found[0]]
             continue
         axis = int(scene.relation in ("above", "below"))  # 0: x, 1: y, growing downwards
         order = (0, 1) if scene.relation in ("above", "left of") else (1, 0)
-        # A line across the axis parts the picture; each group is then placed alone on its side of it.
+        # A line across the axis divides the picture. Each group is placed on its own side of the line.
         near, far = (diameters[i] for i in order)
-        line = _snap(near + rng.random() * (size - scale * GAP - far - near))
-        bounds = [((0.0, 0.0), _with(size, axis, line)), (_with(0.0, axis, line + scale * GAP), (size, size))]
-        sides = [
-            _place(scene.groups[i].count, diameters[i], lo, hi, scale * GAP, rng)
-            for i, (lo, hi) in zip(order, bounds, strict=True)
-        ]
+        line = np.floor((near + rng.random() * (size - scale * GAP - far - near)) * GRID) / GRID
+        low, high = np.zeros((2, 2)), np.full((2, 2), float(size))  # [side of the line, (x, y)]
+        high[0, axis], low[1, axis] = line, line + scale * GAP
+        sides = [_place(scene.groups[i].count, diameters[i], low[j], high[j], scale * GAP, rng) for j, i in enumerate(order)]
         pairs = min(map(len, sides))
         middles = [side[:pairs].mean(1) + diameters[i] / 2 for i, side in zip(order, sides, strict=True)]
         apart = np.abs(middles[1] - middles[0])
@@ -230,28 +233,29 @@ def _layout(scene: Scene, diameters: list[float], size: int, rng: np.random.Gene
 
 
 def _place(
-    count: int, diameter: float, lo: tuple, hi: tuple, gap: float, rng: np.random.Generator
-) -> Float[np.ndarray, "layouts count 2"]:
-    """The sound ones of CANDIDATES uniform layouts of `count` boxes `diameter` wide, `gap` apart, in the box `lo`..`hi`."""
-    low = np.ceil(np.asarray(lo, np.float64) * GRID) / GRID
-    corners = _snap(low + rng.random((CANDIDATES, count, 2)) * (np.asarray(hi) - diameter - low))
+    count: int,
+    diameter: float,
+    low: Float[np.ndarray, " 2"],
+    high: Float[np.ndarray, " 2"],
+    gap: float,
+    rng: np.random.Generator,
+) -> Float[np.ndarray, "layouts {count} 2"]:
+    """Draws CANDIDATES layouts of `count` boxes between the corners `low` and `high`, uniformly.
+
+    Returns the top left corners of the boxes, in the layouts whose boxes are at least `gap` apart.
+    """
+    low = np.ceil(low * GRID) / GRID
+    corners = np.floor((low + rng.random((CANDIDATES, count, 2)) * (high - diameter - low)) * GRID) / GRID
     i, j = np.triu_indices(count, 1)
     return corners[(np.abs(corners[:, i] - corners[:, j]).max(-1) >= diameter + gap).all(-1)]
 
 
-def _snap(x):
-    """`x` rounded down to the grid."""
-    return np.floor(x * GRID) / GRID
-
-
-def _with(rest: float, axis: int, value: float) -> tuple[float, float]:
-    """The point whose coordinate on `axis` is `value` and `rest` on the other."""
-    return (value, rest) if axis == 0 else (rest, value)
-
-
 @functools.lru_cache(maxsize=4096)
 def _mask(shape: str, diameter: float, dx: float, dy: float) -> Float[np.ndarray, "side side"]:
-    """Coverage in [0, 1] of the pixels by a shape whose bounding box has its top left corner at (dx, dy) in [0, 1) pixels."""
+    """How much of each pixel a shape covers, in [0, 1].
+
+    dx, dy: the top left corner of the shape's bounding box, in [0, 1) pixels.
+    """
     side = int(np.ceil(diameter)) + 1
     ticks = (np.arange(side * SUPERSAMPLE) + 0.5) / SUPERSAMPLE
     u, v = np.meshgrid((ticks - dx) / diameter, (ticks - dy) / diameter)  # the bounding box is the unit square

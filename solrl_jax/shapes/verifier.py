@@ -2,8 +2,8 @@
 
     pixels -> coverage by a palette colour -> connected components -> colour, shape, size, place -> score and strict verdict
 
-The score is continuous in the pixels: candidates of one prompt are ranked by it, and ties would waste information. Every
-picture is judged alone; nothing is reduced over the batch, so the batch axis may be sharded at will.
+The score is continuous in the pixels, because it ranks the candidates of a prompt: ties would waste information. Every picture
+is judged by itself. Nothing is summed over the batch, so the batch axis may be sharded in any way.
 """
 
 import dataclasses
@@ -16,93 +16,94 @@ from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.shapes import scenes
 
-# Displacement of each colour from the background, RGB in [0, 1]: a pixel covered to a share a lies at a times this.
+# Each colour minus the background, RGB in [0, 1]. A pixel that an object covers to a share differs by this share of the tint.
 _BACKGROUND = np.asarray(scenes.BACKGROUND, np.float32) / 255
 _TINTS = np.asarray([scenes.PALETTE[c] for c in scenes.COLOURS], np.float32) / 255 - _BACKGROUND
 
-_KEPT = 8  # components looked at, the largest; a right picture has four at most
-# Rounds of label propagation: ragged blobs settle in two or three, nearly all random percolation clusters in four. A stain so
-# contorted that it stays in pieces is no shape either way.
+_KEPT = 8  # the largest components are looked at; a right picture has four at most
+# Rounds of label propagation. Ragged blobs are labelled in two or three, nearly all random percolation clusters in four. A
+# component that needs more rounds stays in pieces, and matches no shape either way.
 _ROUNDS = 4
 _NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
-# Areas in pixels of a picture 32 wide; the smallest shape, a small triangle, has 18.
+# Areas are in pixels of a picture 32 wide. The smallest shape, a small triangle, has an area of 18.
 _LEAST_AREA = 8.0
 _SIZE_EDGE = (max(scenes.DIAMETERS["small"]) + min(scenes.DIAMETERS["large"])) / 2
-# Intersection over union with an ideal shape: (worst, best) of the soft ramp, and the least a strict verdict takes. Right
-# shapes reach 0.95 clean and 0.8 blurred; the next best shape stays 0.12 behind, blurred 0.02.
+# Intersection over union with an ideal shape: (worst, best) of the soft ramp, and the least that the strict verdict accepts.
+# The right shape reaches 0.95, or 0.8 when blurred. The second best shape is 0.12 below it, or 0.02 when blurred.
 _FIT = (0.5, 0.8)
 _FIT_STRICT = 0.6
 _FIT_SCALE = 0.02
-_EDGES = (1.0, 1.7, 2.4)  # widths of an edge in pixels, as drawn and under a Gaussian blur of 0.6; the better fit counts
-# Distance of a component's colour from the palette's, RGB in [0, 1]. The palette's own distances are 0.6 and above.
+_EDGES = (1.0, 1.7, 2.4)  # widths of an edge in pixels: as drawn, and for two Gaussian blurs; the best fit counts
+# Distance of a component's colour from the palette's, RGB in [0, 1]. Two colours of the palette are at least 0.6 apart.
 _HUE = (0.45, 0.15)
 _HUE_STRICT = 0.3
 _HUE_SCALE = 0.18
 _PEAK = (0.45, 0.8)  # cover of an object's most covered pixel: a pale object is not of its colour
 _PEAK_STRICT = 0.6
-# Weights of the score's terms; the relation's goes to the others where none is asked.
+# Weights of the score's terms. Without a relation in the caption, the other terms share its weight.
 _WEIGHTS = {"objects": 0.4, "colours": 0.12, "shapes": 0.12, "relation": 0.26, "alone": 0.1}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """What N captions ask for, two groups each: indices into scenes.COLOURS, SHAPES, SIZES, RELATIONS.
+    """What n captions ask for, two groups each; without the axis n, what one caption asks for.
 
-    A group whose count is 0 is absent. Size -1: any; relation -1: none.
+    The values are indices into scenes.COLOURS, SHAPES, SIZES and RELATIONS. A group with count 0 is absent. Size -1 accepts any
+    size. Relation -1 is no relation.
     """
 
-    count: Int[Array, "n 2"]
-    colour: Int[Array, "n 2"]
-    shape: Int[Array, "n 2"]
-    size: Int[Array, "n 2"]
-    relation: Int[Array, " n"]
+    count: Int[Array, "*n 2"]
+    colour: Int[Array, "*n 2"]
+    shape: Int[Array, "*n 2"]
+    size: Int[Array, "*n 2"]
+    relation: Int[Array, "*n"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`score` in [0, 1] is soft; `strict` is true when the picture shows exactly what was asked and nothing else."""
+    """score: partial credit in [0, 1]. strict: the picture shows exactly what the caption asks, and nothing else."""
 
-    score: Float[Array, " n"]
-    strict: Bool[Array, " n"]
+    score: Float[Array, "*n"]
+    strict: Bool[Array, "*n"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Things:
-    """The objects of n pictures as the strict verdict names them, at most k a picture, the largest first.
+    """The objects of n pictures as the strict verdict sees them, at most k in each picture, the largest first.
 
-    colour, shape, size: indices into scenes.COLOURS, SHAPES, SIZES; -1 where none is clear, and where there is no object.
-    centre (x, y), diameter: of the bounding box, a square, in pixels of a picture 32 wide.
+    colour, shape, size: indices into scenes.COLOURS, SHAPES and SIZES; -1 where none is clear, or where there is no object.
+    centre (x, y), diameter: of the bounding box, which is a square, in pixels of a picture 32 wide.
     """
 
-    colour: Int[Array, "n k"]
-    shape: Int[Array, "n k"]
-    size: Int[Array, "n k"]
-    centre: Float[Array, "n k 2"]
-    diameter: Float[Array, "n k"]
+    colour: Int[Array, "*n k"]
+    shape: Int[Array, "*n k"]
+    size: Int[Array, "*n k"]
+    centre: Float[Array, "*n k 2"]
+    diameter: Float[Array, "*n k"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Objects:
-    """The components of one picture, largest first. Lengths in pixels of a picture 32 wide."""
+    """The components of one picture, the largest first. Lengths are in pixels of a picture 32 wide."""
 
-    area: Float[Array, " k"]  # hard: pixels covered by more than half
-    present: Float[Array, " k"]  # soft, in [0, 1]
-    hue: Float[Array, "k colours"]  # soft membership of each colour, in [0, 1]
-    hue_gap: Float[Array, "k colours"]  # RGB distance
+    area: Float[Array, " k"]  # number of pixels that are covered by more than half
+    present: Float[Array, " k"]  # whether this is an object, soft, in [0, 1]
+    hue: Float[Array, "k colours"]  # how far the component has each colour, soft, in [0, 1]
+    hue_gap: Float[Array, "k colours"]  # RGB distance from each colour
     peak: Float[Array, " k"]  # cover of the most covered pixel
     fit: Float[Array, "k shapes"]  # intersection over union with the ideal shape
-    shape: Float[Array, "k shapes"]  # soft membership of each shape, in [0, 1]
+    shape: Float[Array, "k shapes"]  # how far the component has each shape, soft, in [0, 1]
     diameter: Float[Array, " k"]  # width of the bounding box
     centre: Float[Array, "k 2"]  # (x, y) of the bounding box
-    specks: Float[Array, ""]  # area of all that is too small or too many to be looked at
+    specks: Float[Array, ""]  # area of the components that are too small, or beyond the first _KEPT
 
 
 def targets(prompts: Sequence[str]) -> Targets:
-    """What the captions ask for. Raises ValueError for one that is not of this world."""
+    """Reads what the captions ask for. Raises ValueError for a caption that does not follow the grammar of `scenes`."""
     parsed = [scenes.parse(prompt) for prompt in prompts]
     rows = np.zeros((4, len(parsed), 2), np.int32)
     for i, scene in enumerate(parsed):
@@ -116,7 +117,7 @@ def targets(prompts: Sequence[str]) -> Targets:
 
 @jax.jit
 def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
-    """Judges pictures (RGB in [0, 1], square) one by one against what their captions ask."""
+    """Judges each picture against what its caption asks. images: square, RGB in [0, 1]."""
 
     def one(image: Float[Array, "h w 3"], target: Targets) -> Verdict:
         objects = _observe(image.astype(jnp.float32))
@@ -127,7 +128,7 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
 
 @jax.jit
 def find(images: Float[Array, "n h w 3"]) -> Things:
-    """What pictures (RGB in [0, 1], square) show, whatever was asked."""
+    """Finds the objects in pictures, whatever their captions ask. images: square, RGB in [0, 1]."""
 
     def one(image: Float[Array, "h w 3"]) -> Things:
         found = _observe(image.astype(jnp.float32))
@@ -138,14 +139,14 @@ def find(images: Float[Array, "n h w 3"]) -> Things:
 
 
 def _observe(image: Float[Array, "h w 3"]) -> _Objects:
-    """Finds a picture's components and describes them."""
+    """Finds the components of a picture and measures them."""
     unit = image.shape[1] / scenes.BASE
-    offset = [image[..., c] - _BACKGROUND[c] for c in range(3)]  # planes: a last axis of three would not vectorise
+    offset = [image[..., c] - _BACKGROUND[c] for c in range(3)]  # one plane a channel: a last axis of three is slow
     kind = _classify(offset)
     labels = _label(kind)
     area, roots = _largest(labels, kind >= 0)
     solid = (labels == roots[:, None, None]) & (kind >= 0)
-    # An object's soft mask: how far its colour covers its pixels and those around them, which its edge only grazes.
+    # The soft mask of an object: how much its colour covers its pixels and the pixels around them, at its edge.
     reach = _dilate(solid) & (solid | (kind < 0))
     tint = jnp.asarray(_TINTS / np.sum(_TINTS**2, -1, keepdims=True))[jnp.maximum(kind.ravel()[roots], 0)]
     along = sum(offset[c] * tint[:, c, None, None] for c in range(3))
@@ -153,16 +154,16 @@ def _observe(image: Float[Array, "h w 3"]) -> _Objects:
     mass = jnp.maximum(mask.sum((1, 2)), 1e-3)
     ticks = jnp.arange(image.shape[1]) + 0.5
     centroid = jnp.stack([(mask.sum(1) * ticks).sum(-1), (mask.sum(2) * ticks).sum(-1)], -1) / mass[:, None]
-    # Least squares over the object's pixels: the colour at full cover, edges included.
+    # Least squares over the object's pixels gives the colour at full cover. Pixels at the edge are used too.
     colour = [(mask * plane).sum((1, 2)) / jnp.maximum((mask**2).sum((1, 2)), 1e-3) for plane in offset]
     hue_gap = jnp.sqrt(jnp.sum((jnp.stack(colour, -1)[:, None] - _TINTS) ** 2, -1) + 1e-12)
     peak = mask.max((1, 2))
     hue = jax.nn.softmax(-0.5 * (hue_gap / _HUE_SCALE) ** 2, -1) * _ramp(hue_gap, *_HUE) * _ramp(peak, *_PEAK)[:, None]
-    diameters = jnp.sqrt(mass[:, None] * jnp.asarray([4 / np.pi, 1.0, 2.0]))  # of a circle, square, triangle of that area
+    diameters = jnp.sqrt(mass[:, None] * jnp.asarray([4 / np.pi, 1.0, 2.0]))  # of the circle, square, triangle of this area
     fit = _fit(mask, centroid, diameters)
     share = jax.nn.softmax(fit / _FIT_SCALE, -1)
     diameter = (share * diameters).sum(-1)
-    # A triangle's centroid lies a sixth of its height below the middle of its bounding box.
+    # The centroid of a triangle is a sixth of its height below the middle of its bounding box.
     centre = centroid - jnp.stack([jnp.zeros_like(diameter), share[:, 2] * diameter / 6], -1)
     return _Objects(
         area=area / unit**2,
@@ -179,10 +180,10 @@ def _observe(image: Float[Array, "h w 3"]) -> _Objects:
 
 
 def _classify(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
-    """The colour that covers most of each pixel, -1 where none covers half of it; `offset` from the background, by channel.
+    """The colour of each pixel: the one whose line to the background is nearest; -1 where it covers less than half the pixel.
 
-    A pixel belongs to the colour whose line to the background it lies closest to. Nearest colours would not do: halfway to the
-    background, every edge comes close to some paler colour.
+    offset: the picture minus the background, one plane a channel. The nearest colour would be wrong: a pixel at an edge is a
+    mixture with the background, which is close to some paler colour.
     """
     kind, cover, least = jnp.full(offset[0].shape, -1), jnp.zeros(offset[0].shape), jnp.full(offset[0].shape, jnp.inf)
     for i, tint in enumerate(_TINTS):
@@ -196,15 +197,15 @@ def _classify(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
 
 
 def _label(kind: Int[Array, "h w"]) -> Int[Array, "h w"]:
-    """Labels every 4-connected component of one kind by the largest flat index within it (-1, the background, included)."""
+    """Labels each 4-connected component of equal `kind` by its largest flat index. The background, -1, is labelled too."""
     labels = jnp.arange(kind.size).reshape(kind.shape)
     joined = [kind == _shift(kind, dy, dx, -2) for dy, dx in _NEIGHBOURS]
     for _ in range(_ROUNDS):
         best = labels
         for (dy, dx), same in zip(_NEIGHBOURS, joined, strict=True):
             best = jnp.maximum(best, jnp.where(same, _shift(best, dy, dx, 0), 0))
-        # Hooking: what a pixel learns, the pixel it is named after learns too; else a ragged edge, whose every tooth is a
-        # local maximum, would spread by one pixel a round. Then pointer jumping shortens the paths.
+        # Hooking: when a pixel gets a larger label, so does the pixel that its old label names. Otherwise labels would move
+        # by one pixel a round along a ragged edge, where every tooth is a local maximum. Pointer jumping then shortens paths.
         flat = best.ravel().at[labels.ravel()].max(best.ravel())
         flat = flat[flat]
         labels = flat[flat].reshape(kind.shape)
@@ -212,9 +213,9 @@ def _label(kind: Int[Array, "h w"]) -> Int[Array, "h w"]:
 
 
 def _largest(labels: Int[Array, "h w"], covered: Bool[Array, "h w"]) -> tuple[Int[Array, " k"], Int[Array, " k"]]:
-    """Areas in pixels (0: there is none) and labels of the largest components, largest first."""
+    """Areas in pixels and labels of the largest components, the largest first. Area 0: there are no more components."""
     areas = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(covered.ravel().astype(jnp.int32))
-    # Area and label in one number (31 bits hold it up to 215 x 215 pixels): a few maxima cost less than a general top_k.
+    # One number holds area and label (in 31 bits, up to 215 x 215 pixels): a few maxima cost less than a general top_k.
     keys = areas * labels.size + jnp.arange(labels.size)
     tops = [keys.max()]
     for _ in range(_KEPT - 1):
@@ -223,7 +224,7 @@ def _largest(labels: Int[Array, "h w"], covered: Bool[Array, "h w"]) -> tuple[In
 
 
 def _shift(x: Array, dy: int, dx: int, fill: int) -> Array:
-    """`x[..., i + dy, j + dx]`, `fill` beyond the edge; shifts of one pixel."""
+    """`x[..., i + dy, j + dx]` for dy and dx of at most one pixel, with `fill` beyond the edge."""
     h, w = x.shape[-2:]
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 1), (1, 1)], constant_values=fill)
     return padded[..., 1 + dy : 1 + dy + h, 1 + dx : 1 + dx + w]
@@ -238,12 +239,12 @@ def _dilate(mask: Bool[Array, "k h w"]) -> Bool[Array, "k h w"]:
 def _fit(
     mask: Float[Array, "k h w"], centroid: Float[Array, "k 2"], diameters: Float[Array, "k shapes"]
 ) -> Float[Array, "k shapes"]:
-    """Soft intersection over union of each mask with the circle, square and triangle of its own area and centroid."""
+    """Soft intersection over union of each mask with the circle, square and triangle of the same area and centroid."""
     ticks = jnp.arange(mask.shape[1]) + 0.5
     x, y = (ticks - centroid[:, :1])[:, None, :], (ticks - centroid[:, 1:])[:, :, None]
     circle, square, triangle = (diameters[:, i, None, None] for i in range(3))
     radius = jnp.sqrt(x**2 + y**2 + 1e-12)
-    depth = y + 2 * triangle / 3  # below the apex; the flanks fall two down for one across
+    depth = y + 2 * triangle / 3  # distance below the apex; the flanks fall by two pixels for each pixel across
     slope = 2 / np.sqrt(5)
     fits = []
     for width in _EDGES:
@@ -259,17 +260,17 @@ def _fit(
 
 
 def _cover(inside: Array, width: float) -> Array:
-    """Coverage of a pixel whose centre lies `inside` pixels within a straight edge that is `width` pixels wide."""
+    """Cover of a pixel whose centre is `inside` pixels within a straight edge that is `width` pixels wide."""
     return jnp.clip(0.5 + inside / width, 0, 1)
 
 
 def _ramp(x: Array, lo: float, hi: float) -> Array:
-    """About 0 at `lo` and 1 at `hi`, and strictly rising throughout (falling where lo > hi)."""
+    """About 0 at `lo` and 1 at `hi`, strictly rising everywhere (strictly falling where lo > hi)."""
     return jax.nn.sigmoid(8 * (x - (lo + hi) / 2) / (hi - lo))
 
 
 def _score(found: _Objects, target: Targets) -> Float[Array, ""]:
-    """The soft score of one picture, in [0, 1]; `target` without its batch axis."""
+    """The soft score of one picture, in [0, 1]. `target` has no batch axis."""
     asked = target.count > 0
     want = target.count.astype(jnp.float32)
     hue, shape = found.hue[:, target.colour], found.shape[:, target.shape]
@@ -282,7 +283,7 @@ def _score(found: _Objects, target: Targets) -> Float[Array, ""]:
         hits = jnp.clip(1 - jnp.abs(wanted - total) / jnp.maximum(wanted, 1), 0, 1)
         return jnp.where(asked, hits, 0).sum() / n_asked
 
-    # Two groups of one colour (shape) are asked for as one number of things of that colour (shape).
+    # Two groups of the same colour ask for their sum of objects of this colour. The same holds for shapes.
     alike_colour = jnp.where((target.colour[:, None] == target.colour) & asked, want, 0).sum(-1)
     alike_shape = jnp.where((target.shape[:, None] == target.shape) & asked, want, 0).sum(-1)
     shown = jnp.minimum(n_found / jnp.maximum(want, 1), 1)
@@ -301,7 +302,7 @@ def _score(found: _Objects, target: Targets) -> Float[Array, ""]:
 
 
 def _strict(found: _Objects, target: Targets) -> Bool[Array, ""]:
-    """The hard verdict on one picture; `target` without its batch axis."""
+    """The strict verdict on one picture. `target` has no batch axis."""
     counted = found.area >= _LEAST_AREA
     colour, shape, size = _named(found)
     member = counted[:, None] & (colour[:, None] == target.colour) & (shape[:, None] == target.shape)
@@ -315,7 +316,7 @@ def _strict(found: _Objects, target: Targets) -> Bool[Array, ""]:
 
 
 def _named(found: _Objects) -> tuple[Int[Array, " k"], Int[Array, " k"], Int[Array, " k"]]:
-    """The colour, shape and size that the strict verdict gives each component: indices, -1 where none is clear."""
+    """Indices of the colour, shape and size that the strict verdict gives each component; -1 where none is clear."""
     coloured = (found.hue_gap.min(-1) < _HUE_STRICT) & (found.peak > _PEAK_STRICT)
     colour = jnp.where(coloured, jnp.argmin(found.hue_gap, -1), -1)
     shape = jnp.where(found.fit.max(-1) > _FIT_STRICT, jnp.argmax(found.fit, -1), -1)
@@ -325,8 +326,8 @@ def _named(found: _Objects) -> tuple[Int[Array, " k"], Int[Array, " k"], Int[Arr
 def _displacement(
     member: Float[Array, "k 2"], centre: Float[Array, "k 2"], relation: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """How far the groups' middles lie apart along the relation's axis (positive: as asked) and across it (at least 0)."""
-    # A sum, not a dot: accelerators round the operands of a float32 dot.
+    """The distance of the groups' middles along the relation's axis (positive: as asked) and across it (at least 0)."""
+    # a sum instead of a dot: accelerators round the operands of a float32 dot
     middles = (member[:, :, None] * centre[:, None]).sum(0) / jnp.maximum(member.sum(0), 1e-3)[:, None]
     dx, dy = middles[1] - middles[0]
     along = jnp.stack([dy, -dy, dx, -dx])[relation]

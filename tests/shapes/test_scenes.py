@@ -1,4 +1,4 @@
-"""Captions and their grammar, the held-out split, and what the pictures promise the verifier."""
+"""Captions and their grammar, the held-out split, and the properties of pictures that the verifier relies on."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from solrl_jax.shapes.scenes import Group, Scene
 
 BACKGROUND = np.asarray(scenes.BACKGROUND, np.float64)
 
-# Time says nothing here: the machine may be busy.
+# no deadline: the machine may be busy
 unhurried = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 groups = st.builds(
@@ -27,7 +27,7 @@ groups = st.builds(
 
 @st.composite
 def any_scene(draw):
-    """Every scene the grammar admits."""
+    """Any scene that the grammar allows."""
     first = draw(groups)
     if draw(st.booleans()):
         return Scene((first,), None)
@@ -44,7 +44,7 @@ def any_scene(draw):
 
 
 def coverage(picture, colour):
-    """How far `colour` covers each pixel: its place on the line from the background, 0 for pixels off that line."""
+    """How much `colour` covers each pixel: its position on the line from the background, 0 for pixels beside this line."""
     offset, tint = picture - BACKGROUND, np.asarray(scenes.PALETTE[colour]) - BACKGROUND
     share = offset @ tint / (tint @ tint)
     on_line = np.linalg.norm(offset - share[..., None] * tint, axis=-1) < 3  # rounding to bytes: sqrt(3) at most
@@ -119,7 +119,7 @@ def test_drawn_scenes_are_mostly_pairs_and_use_the_whole_vocabulary():
 
 
 def test_the_split_is_stable_and_about_a_tenth():
-    # Fixed for good: a trained checkpoint's held-out captions must stay held out.
+    # must never change: captions that were held out from a trained checkpoint stay held out
     frozen = {
         "a red circle": False,
         "two red circles above a small blue square": False,
@@ -157,36 +157,38 @@ def test_pictures_hold_whole_separate_objects_in_the_asked_relation(scene, seed,
     picture = scenes.render(scene, np.random.default_rng(seed), size).astype(np.float64)
     assert picture.shape == (size, size, 3)
     everything = sum(coverage(picture, c) for c in {g.colour for g in scene.groups})
-    # Every pixel is the background or lies on the line to one asked colour.
+    # each pixel is the background, or on the line from it to one of the asked colours
     assert np.abs(picture - BACKGROUND)[everything < 0.02].max() < 8
     boxes = _object_boxes(everything > 0.02)
     assert len(boxes) == sum(g.count for g in scene.groups)
     assert boxes.min() >= 0
     assert boxes.max() <= size
     if scene.relation is None:
-        side = (boxes[:, 1] - boxes[:, 0]).min()  # which pixels that are covered in part make up to two longer
+        side = (boxes[:, 1] - boxes[:, 0]).min()  # up to two pixels too long, because of pixels that are partly covered
         assert abs(everything.sum() - _area(scene.groups[0], boxes)) / everything.sum() < 4 / side
         return
     colours = [g.colour for g in scene.groups]
     if colours[0] == colours[1]:
-        return  # told apart by shape alone
+        return  # only their shapes differ
     first, second = (_object_boxes(coverage(picture, c) > 0.02) for c in colours)
     axis = int(scene.relation in ("above", "below"))
     if scene.relation in ("below", "right of"):
         first, second = second, first
-    assert first[:, 1, axis].max() < second[:, 0, axis].min() + 1  # a gap of 2 pixels, whose rims may be grazed
+    assert (
+        first[:, 1, axis].max() < second[:, 0, axis].min() + 1
+    )  # a gap of 2 pixels, at whose rims pixels may be partly covered
     apart = np.abs(first.mean((0, 1)) - second.mean((0, 1)))
     assert apart[axis] > apart[1 - axis]
 
 
 def _object_boxes(covered):
-    """Bounding boxes of the 4-connected pieces, [objects, (low, high), (x, y)]."""
+    """Bounding boxes of the 4-connected components, [objects, (low, high), (x, y)]."""
     pieces = ndimage.find_objects(ndimage.label(covered)[0])
     return np.asarray([[(x.start, y.start), (x.stop, y.stop)] for y, x in pieces])
 
 
 def _area(group, boxes):
-    """Area of the group's shapes in their bounding boxes, which the pixel grid widens by up to one."""
+    """Area of the group's shapes, from their bounding boxes, which are up to one pixel too wide."""
     share = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}[group.shape]
     return sum(share * np.prod(box[1] - box[0] - 0.5) for box in boxes)
 
@@ -199,7 +201,7 @@ def test_sizes_and_shapes_cover_the_area_they_should(size, shape):
     group = Group(1, size, "blue", shape)
     areas = [coverage(scenes.render(Scene((group,), None), rng), "blue").sum() for _ in range(200)]
     want = share * np.asarray(scenes.DIAMETERS[size]) ** 2
-    # Supersampling eight times and bytes: 3 % of a small triangle.
+    # supersampling by eight and rounding to bytes: 3 % of a small triangle
     nearest = np.abs(np.subtract.outer(areas, want)).min(1)
     assert nearest.max() < 0.03 * want.min()
     assert len({int(np.argmin(np.abs(a - want))) for a in areas}) == len(want)

@@ -1,4 +1,4 @@
-"""The verifier against rendered scenes: right ones pass, clean or degraded; ones wrong in a single attribute do not."""
+"""The verifier on rendered scenes: right pictures pass, clean or degraded; pictures with one wrong attribute fail."""
 
 import dataclasses
 import functools
@@ -14,8 +14,8 @@ from scipy.ndimage import gaussian_filter, label
 
 from solrl_jax.shapes import scenes, verifier
 
-N = 800  # pictures a bar is measured on
-FEW = 64  # pictures elsewhere: two batch sizes in all, since each compiles for seconds
+N = 800  # pictures of the tests that measure a rate
+FEW = 64  # pictures of the other tests: only two batch sizes, because each takes seconds to compile
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def test_right_pictures_pass():
     assert verdict.score.min() > 0.95
 
 
-# (blur, noise): Gaussian standard deviations in pixels and in RGB of [0, 1]; the least share of strict passes; mean score.
+# blur, noise: Gaussian standard deviations in pixels and in RGB of [0, 1]; share: least rate of passes; score: least mean
 @pytest.mark.parametrize(
     ("blur", "noise", "share", "score"), [(0, 0.03, 0.99, 0.98), (0.5, 0.03, 0.99, 0.95), (0.7, 0.05, 0.97, 0.9)]
 )
@@ -85,12 +85,12 @@ def test_pictures_wrong_in_one_attribute_fail(attribute, blur, noise):
             shown.append(other)
     verdict = verifier.verify(_degraded(_pictures(shown, rng), blur, noise), verifier.targets(asked))
     assert verdict.strict.mean() <= 0.001
-    assert verdict.score.max() < 0.95  # the least of the right pictures, above
+    assert verdict.score.max() < 0.95  # the lowest score of the right pictures is above it
     assert verdict.score.mean() < 0.8
 
 
 def _changed(scene, attribute, rng):
-    """The scene with one attribute (of one group) changed; None where it has none to change, or none that is of this world."""
+    """The scene with one attribute of one group changed; None if it has no such attribute, or the result is no scene."""
     if attribute == "relation":
         others = [r for r in scenes.RELATIONS if r != scene.relation]
         return scene.relation and scenes.Scene(scene.groups, others[rng.integers(3)])
@@ -136,8 +136,8 @@ def test_scores_rank_pictures_without_ties():
     first = jax.tree.map(lambda x: jnp.repeat(x[:1], FEW, 0), verifier.targets(prompts))
     noisy = _degraded(np.repeat(pictures[:1], FEW, 0), 0.5, 0.03)
     assert len(np.unique(verifier.verify(noisy, first).score)) >= 62
-    # An asked picture that fades into the background loses its score, and never regains more than a little of it: edge pixels
-    # that drop below half cover may tidy a shape (0.03 seen).
+    # A right picture that fades into the background loses its score. It may rise a little in between (0.03 measured): a shape
+    # fits better when pixels at its edge drop below half cover.
     background = np.asarray(scenes.BACKGROUND, np.float32) / 255
     fade = np.linspace(1, 0, FEW, dtype=np.float32)[:, None, None, None]
     scores = np.asarray(verifier.verify(background + fade * (pictures[:1] - background), first).score)
@@ -177,7 +177,7 @@ def test_each_picture_is_judged_alone():
     np.testing.assert_array_equal(shuffled.score, whole.score[order])
     np.testing.assert_array_equal(shuffled.strict, whole.strict[order])
     part = verifier.verify(pictures[:FEW], _take(targets, slice(FEW)))
-    # Another batch size may compile to another order of summation: a few float32 roundings.
+    # another batch size may be compiled to another order of summation: a few float32 roundings
     np.testing.assert_allclose(part.score, whole.score[:FEW], atol=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_a_sharded_batch_gives_the_same_verdicts():
 
 
 def _pieces(kind):
-    """Number of components the verifier's labels tell apart, background excluded."""
+    """Number of components by the verifier's labels, without the background."""
     labels = np.asarray(jax.vmap(verifier._label)(jnp.asarray(kind)))
     return [len(np.unique(one[k >= 0])) for one, k in zip(labels, kind, strict=True)]
 
