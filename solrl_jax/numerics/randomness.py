@@ -41,23 +41,15 @@ def key(run_seed: int | Int[Array, ""], name: str) -> Array:
     return stream(jax.random.key(run_seed), name)
 
 
-def candidate_seeds(run_seed: Any, *address: Any) -> UInt32[Array, "p n 2"]:
-    """The seed of each candidate of each prompt.
-
-    address: name of the stream, iteration [], prompt_uids [p] uint32, candidates [n]: indices within a prompt.
-    """
-    # Without a name: the old signature, for callers that have not been changed yet.
-    return _candidate_seeds(run_seed, *(address if isinstance(address[0], str) else ("candidate", *address)))
-
-
 @partial(jax.jit, static_argnums=1)
-def _candidate_seeds(
+def candidate_seeds(
     run_seed: Int[Array, ""],
     name: str,
     iteration: Int[Array, ""],
     prompt_uids: UInt32[Array, " p"],
     candidates: Int[Array, " n"],
 ) -> UInt32[Array, "p n 2"]:
+    """The seed of each candidate of each prompt. name: the stream; candidates: indices within a prompt."""
     root = jax.random.fold_in(key(run_seed, name), iteration)
     one = lambda uid, index: jax.random.key_data(jax.random.fold_in(jax.random.fold_in(root, uid), index))
     return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(prompt_uids, candidates)
@@ -82,11 +74,6 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
 def _folded(seed: UInt32[Array, " 2"], name: str, number: Any) -> Array:
     root = stream(jax.random.wrap_key_data(seed), name)
     return root if number is None else jax.random.fold_in(root, number)
-
-
-def initial_noise(seeds: Seeds, shape: tuple[int, ...]) -> Float[Array, "b ..."]:
-    """Old name of `normal(seeds, "initial", shape)`."""
-    return normal(seeds, "initial", shape)
 
 
 def seed_numbers(seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt64[np.ndarray, "*shape"]:

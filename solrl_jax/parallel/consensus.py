@@ -1,7 +1,7 @@
-"""Decisions that all processes of a run share: what one finds or suffers, every one is told.
+"""Decisions that all processes of a run share: every process is told what each of them found, and which error it had.
 
-Answers go through jax's coordination service as JSON and not through the devices, so that threads may ask beside a computation:
-collectives of two threads could meet in another order on every process, and then wait for one another for good.
+Answers go as JSON through JAX's coordination service, not through the devices. So a thread may ask while a computation runs.
+Collectives of two threads could start in a different order on each process, and would then wait for each other forever.
 """
 
 import collections
@@ -14,15 +14,15 @@ from jax._src import distributed  # the only place that has the service's client
 
 from solrl_jax.storage.errors import InputError, RunError, first_line
 
-PATIENCE = 1800.0  # seconds for an answer: a process may have gigabytes to write, and if it dies jax tells the others
+PATIENCE = 1800.0  # seconds to wait for an answer: a process may have gigabytes to write; if it dies, JAX tells the others
 _asked: collections.Counter[str] = collections.Counter()
 
 
 def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> list[Any]:
-    """Runs `act` on every process, each of which must call this: what it returned (JSON values), by process.
+    """Calls `act` on every process, and gives all of them what it returned (JSON values), by process. Every process must call.
 
-    If it raised anywhere, the error of the first such process is raised everywhere: as what it is when that is a RunError, an
-    InputError or one of `kinds`, else as a RunError that names the process. One thread at a time may use a label.
+    If `act` raised, the error of the first process where it did is raised in all: a RunError, an InputError and an error of one
+    of `kinds` as itself, any other as a RunError that names the process. Only one thread at a time may use a label.
     """
     if jax.process_count() == 1:
         return [act()]
@@ -45,15 +45,15 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
 
 
 def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
-    """What `act` returns or raises on the first process, on every one; the others wait. See `together`."""
+    """Gives every process what `act` returns or raises on the first; the others wait. See `together`."""
     return together(label, act if jax.process_index() == 0 else lambda: None, *kinds)[0]
 
 
 def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every process's answer, by process. A key holds one value for good, so a label counts how often it was used.
+    """The answer of each process, by process. The service keeps a key's value forever, so each use of a label has a number.
 
-    Whoever has all answers knows that everyone has those of the time before, so each takes back what it said then: the
-    service, which lives in the first process, holds two answers a label and process, however long a run is.
+    A process that has all answers knows that all processes have those of the use before. Each then deletes its earlier answer.
+    So the service, which runs in the first process, holds at most two answers for a label and process.
     """
     count, client, mine = _asked[label], distributed.global_state.client, jax.process_index()
     key = f"solrl_jax/{label}/{count}"

@@ -1,8 +1,8 @@
-"""Several hosts: how a run finds the others, and what they agree on. One host is the case in which nobody else is asked.
+"""Several hosts: how the processes of a run find each other, and how they agree. On one host nobody else is asked.
 
 Every process runs the same program on the same arguments (JAX's multi-controller model) and holds the shards of its own
-devices. So two rules hold: what decides which program runs next is the same everywhere (`agreed`, `anywhere`), and what
-the run directory is told, the first process tells it (`write`), for all to go on or to fail together.
+devices. Two rules follow. A value that decides which program runs next must be the same in every process (`agreed`,
+`anywhere`). Only the first process writes to the run directory (`write`); then all go on, or all fail.
 """
 
 import logging
@@ -19,17 +19,17 @@ from solrl_jax.storage.errors import InputError
 
 T = TypeVar("T")
 AUTO = "auto"
-HEARTBEAT = 30  # seconds without a sign of life after which a process is taken for dead, and the others end
-START = 300  # seconds in which all processes must have come
-END = 15  # seconds that a process waits for the others to end too, after which it leaves, and they are told
+HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead, and the others end
+START = 300  # seconds within which all processes must have joined
+END = 15  # seconds that a process waits at its end for the others; then it leaves, and they are told
 
 
 def initialise(hosts: str, host: int | None = None, coordinator: str | None = None) -> None:
-    """Joins the processes of a run; before anything else asks JAX for devices.
+    """Joins the processes of a run. Call it before anything else asks JAX for devices.
 
-    hosts: how many processes there are, or "auto": what SLURM, Open MPI, Kubernetes or a TPU pod says of itself, as JAX reads
-    it. host: which one this is, from 0; coordinator: HOST:PORT of the first, a free port of a host that all can reach.
-    A process that dies ends the others with a message within a minute. Raises InputError.
+    hosts: the number of processes, or "auto": JAX reads it from SLURM, Open MPI, Kubernetes or a TPU pod. host: the number of
+    this process, from 0. coordinator: HOST:PORT of the first process, a free port that all can reach. If a process dies, the
+    others end with a message within a minute. Raises InputError.
     """
     given = {"--host": host, "--coordinator": coordinator}
     settings: dict[str, Any] = {}
@@ -54,17 +54,17 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
 
 
 def first() -> bool:
-    """Whether this is the process that writes the run directory and speaks to the terminal."""
+    """Whether this is the process that writes to the run directory and to the terminal."""
     return jax.process_index() == 0
 
 
 def write(act: Callable[[], Any]) -> None:
-    """Does `act` in the first process, for which the others wait. An InputError or RunError is raised everywhere."""
+    """Calls `act` in the first process; the others wait. An InputError or RunError is raised in all of them."""
     consensus.first("write", lambda: act() and None)
 
 
 def agreed(find: Callable[[], T]) -> T:
-    """What `find` returns in the first process (JSON), everywhere. An InputError or RunError is raised everywhere."""
+    """Gives every process what `find` returns in the first (JSON). An InputError or RunError is raised in all of them."""
     return consensus.first("agreed", find)
 
 
@@ -74,12 +74,12 @@ def everyones(value: T) -> list[T]:
 
 
 def anywhere(flags: Sequence[bool]) -> list[bool]:
-    """Of each flag, whether it is true in a process; there are as many everywhere."""
+    """For each flag, whether it is true in any process. All processes give the same number of flags."""
     return [any(of_all) for of_all in zip(*everyones(list(flags)), strict=True)]
 
 
 def put(tree: Any, where: NamedSharding) -> Any:
-    """Arrays that every process has whole on the host, placed on a mesh; each process gives its own devices their parts."""
+    """Places arrays on a mesh. Every process has the full arrays on its host, and gives its own devices their parts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
     place = lambda x: jax.make_array_from_callback(x.shape, where, lambda index: x[index])
@@ -87,19 +87,19 @@ def put(tree: Any, where: NamedSharding) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Arrays of a mesh, whole, on the host of every process."""
+    """The full arrays of a mesh, on the host of every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
 
 
 def rows_held(where: NamedSharding, count: int) -> list[int]:
-    """Which of `count` rows, split as `where` says, this process's devices hold, in order."""
+    """The numbers of the rows that this process's devices hold, in order, of `count` rows placed by `where`."""
     slices = {index[0].indices(count)[:2] for index in where.addressable_devices_indices_map((count,)).values() if index}
     return sorted({row for start, stop in slices for row in range(start, stop)})
 
 
 def held(x: jax.Array) -> np.ndarray:
-    """The rows of `rows_held`, from the devices of this process."""
+    """The rows of `x` that this process's devices hold, in the order of `rows_held`."""
     parts = {shard.index[0].indices(x.shape[0])[0]: shard for shard in x.addressable_shards}
     return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])

@@ -1,8 +1,8 @@
-"""The mesh and where things lie on it. One device is the mesh of size one: there is no other path.
+"""The mesh, and where arrays lie on it. One device is a mesh of size one: there is no other path.
 
 Three axes. Rows (candidates, samples) are split over `data` and `fsdp`. The frozen base and the adapters are split over `fsdp`
-and whole on every group of `data`. The products of the transformer are divided over `tensor` by their outputs
-(`numerics.split`); all else that is computed for rows has no use for that axis and takes its devices for rows (`rows_only`).
+and replicated over `data`. The products of the transformer are divided over `tensor` by their outputs (`numerics.split`).
+Other computations on rows have no use for the axis `tensor`: its devices take rows as well (`rows_only`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ T = TypeVar("T")
 AXES = ("data", "fsdp", TENSOR)
 AUTO = (jax.sharding.AxisType.Auto,) * len(AXES)
 ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a sample
-# Every stage is compiled with it, or results would depend on the mesh. XLA may keep float32 where BF16 is asked for, as it
-# happens to fuse, each program differently (gradients by 4 %, measured). And on a CPU it takes kernels for products that suit
-# this CPU and this shape: with AMX, half of a product's columns are then not the half of the whole product.
+# Every stage is compiled with these options, or results would depend on the mesh. By default XLA keeps float32 instead of BF16
+# wherever it fuses so, which differs between programs (gradients by 4 %, measured). On a CPU it also chooses kernels by the
+# shape of a product: with AMX, a product of half of the columns then differs from half of the product.
 jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False, "xla_cpu_enable_platform_dependent_math": False})
-SMALLEST_SHARDED = 2**12  # elements; splitting less costs more in messages than it saves in memory
+SMALLEST_SHARDED = 2**12  # elements; to split a smaller array costs more in messages than it saves in memory
 
 
 def make_mesh(data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A `data` x `fsdp` x `tensor` mesh; `data = -1` takes all the devices that are left.
+    """A `data` x `fsdp` x `tensor` mesh; `data = -1` takes all devices.
 
-    Raises ValueError when the devices do not come out even.
+    Raises ValueError if the sizes do not fit the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     asked, group = data, fsdp * tensor
@@ -50,7 +50,7 @@ def make_mesh(data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Devic
 
 
 def rows_only(mesh: Mesh) -> Mesh:
-    """The same devices in the same order, those of an axis `tensor` holding rows and shards of parameters as well."""
+    """The same devices in the same order, with the axis `tensor` folded into `fsdp`."""
     data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
     return Mesh(mesh.devices.reshape(data, fsdp * tensor, 1), AXES, axis_types=AUTO)
 
@@ -61,9 +61,9 @@ def row_groups(mesh: Mesh) -> int:
 
 
 def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
-    """A sharding a leaf: its largest axis that `fsdp` divides is split over `fsdp`; small leaves are whole everywhere.
+    """A sharding for each array: its largest axis that `fsdp` divides is split over `fsdp`; small arrays are replicated.
 
-    The outputs of linears (what is called kernel, and the factor b of adapters) are split over `tensor` beforehand.
+    The outputs of linears (leaves named kernel, and the factor b of adapters) are split over `tensor` first.
     """
     size, tensor = mesh.shape["fsdp"], mesh.shape[TENSOR]
 
@@ -76,7 +76,9 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
         if size > 1 and divisible:
             axis = max(divisible, key=lambda i: (left[i], i))
             names[axis] = (TENSOR, "fsdp") if names[axis] else "fsdp"
-        while names and names[-1] is None:  # one spelling a placement: jit tells P() from P(None) and would compile again
+        while (
+            names and names[-1] is None
+        ):  # one spelling for each placement: jit distinguishes P() and P(None), and would compile again
             names.pop()
         return NamedSharding(mesh, PartitionSpec(*names))
 
@@ -91,7 +93,7 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 
 
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
-    """Where a parameter of some path and shape belongs, one at a time (`models.weights.Placement`)."""
+    """The sharding of one parameter, from its path and shape (`models.weights.Placement`)."""
 
     def place(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
         return parameter_sharding(mesh, {path[-1]: jax.ShapeDtypeStruct(shape, np.float32)})[path[-1]]
@@ -108,20 +110,20 @@ def rows(mesh: Mesh) -> NamedSharding:
 
 
 def split_rows(x: T) -> T:
-    """Constrains the leading axis, of an array or of a tree of them, to be split over the ambient mesh's devices."""
+    """Constrains the leading axis of each array in `x` to be split over the rows' axes of the ambient mesh."""
     return jax.lax.with_sharding_constraint(x, ROWS)
 
 
-def whole(x: jax.Array) -> jax.Array:
-    """Constrains `x` to be whole on every device; under `jax.vmap` over the rows' axes, on every one that holds that row."""
-    return jax.lax.with_sharding_constraint(x, PartitionSpec())
+def replicate(x: jax.Array) -> jax.Array:
+    """Constrains `x` to be replicated over the ambient mesh, if any; under `jax.vmap`, over the devices of each row."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
-    """`f` of `count` rows at a time on every device of the ambient mesh, one after another; what is missing is filled up.
+    """`f` of `count` rows at a time on every device of the ambient mesh; the last `count` are filled up with copies of a row.
 
-    tree: arrays with rows first; so is what `f` returns. Every product in `f` then has the same number of rows, and rounds the
-    same way, however many there are in all.
+    tree: arrays with rows first; `f` returns the same. So every product in `f` has the same number of rows, and rounds the same
+    way, whatever the total number.
     """
     devices = max(jax.sharding.get_abstract_mesh().size, 1)
     each = len(jax.tree.leaves(tree)[0]) // devices
@@ -141,5 +143,5 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
 
 
 def pad_rows(x: np.ndarray, count: int) -> np.ndarray:
-    """`x` with its first row repeated up to `count` rows: every chunk runs the one compiled program."""
+    """`x` filled up to `count` rows with copies of its first row, so that every chunk runs the same compiled program."""
     return x if len(x) == count else np.concatenate([x, np.repeat(x[:1], count - len(x), axis=0)])

@@ -1,9 +1,9 @@
-"""Sums whose value does not depend on the order of their terms, so neither on how many devices they are divided over.
+"""Sums whose value does not depend on the order of their terms, and so not on the number of devices.
 
-What rounding loses of each addition is an exact float itself (Knuth, The Art of Computer Programming, volume 2, section 4.2.2,
-theorem B) and is added up beside the sum (Neumaier 1974, "Rundungsfehleranalyse einiger Verfahren zur Summation endlicher
-Summen"). The two together carry about twice the digits, which are rounded once, at the end: another order of the terms comes to
-another float only where the sum lies next to the middle between two, about once in millions.
+The part that rounding loses in an addition is itself a float (Knuth, The Art of Computer Programming, volume 2, section 4.2.2,
+theorem B). These parts are added up beside the sum (Neumaier 1974, "Rundungsfehleranalyse einiger Verfahren zur Summation
+endlicher Summen"). Both together have about twice the digits, and are rounded once, at the end. Another order of the terms
+gives another float only if the sum is almost exactly half-way between two floats, about once in millions.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 @partial(jax.tree_util.register_dataclass, data_fields=["rounded", "lost"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Two trees of floats of the same shapes: what was added up, and what rounding took of it."""
+    """Two trees of floats of the same shapes: the rounded sum, and the sum of the parts that rounding lost."""
 
     rounded: Any
     lost: Any
@@ -34,14 +34,14 @@ def zero(tree: Any) -> Sum:
 
 
 def add(total: Sum, tree: Any) -> Sum:
-    """`total` and one term more."""
+    """`total` plus one more term."""
     rounded = jax.tree.map(jnp.add, total.rounded, tree)
     lost = jax.tree.map(_lost, total.rounded, tree, rounded)
     return Sum(rounded, jax.tree.map(jnp.add, total.lost, lost))
 
 
 def join(parts: Sum) -> Sum:
-    """The sum of sums that lie side by side along the leading axis."""
+    """The sum of the sums along the leading axis."""
 
     def one(total: Sum, part: Sum) -> tuple[Sum, None]:
         total = add(total, part.rounded)

@@ -3,7 +3,7 @@
 An objective is one function (`Objective`): predictions, samples and the configuration in; a loss and metrics a row out.
 """
 
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ class Target(NamedTuple):
     optimality: PerRow  # q in [0, 1]
 
 
+@runtime_checkable
 class Objective(Protocol):
     """One loss a row and metrics a row, from what three policies predict at the noised samples. Pure, and traced by jit."""
 

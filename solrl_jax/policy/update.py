@@ -144,7 +144,7 @@ def _accumulate(
     sums, metrics = jax.lax.scan(one, sums, (split(terms), split(jnp.ones(len(terms)))))
     # each device joins all groups' sums of its share of the numbers, and is then sent the other shares
     joined = join(Sum(*(jax.tree.map(_dealt, part) for part in (sums.rounded, sums.lost)))).value
-    gradient = jax.tree.map(lambda x, like: sharding.whole(x)[: like.size].reshape(like.shape), joined, adapters)
+    gradient = jax.tree.map(lambda x, like: sharding.replicate(x)[: like.size].reshape(like.shape), joined, adapters)
     return gradient, {name: x.sum() for name, x in metrics.items()}
 
 
@@ -168,8 +168,8 @@ def _micro_batch_loss(
     # Rows of weight 0 may hold anything. They are zeroed before the loss: the gradient of `where` would be 0 * NaN.
     weight = valid * batch.weight[row]
     counts = (weight > 0).reshape(-1, *(1,) * (batch.latents.ndim - 1))
-    x0 = sharding.whole(jnp.where(counts, batch.latents[row], 0.0))
-    noise = sharding.whole(normal(batch.seeds[row], "training", x0.shape[1:], slot))
+    x0 = sharding.replicate(jnp.where(counts, batch.latents[row], 0.0))
+    noise = sharding.replicate(normal(batch.seeds[row], "training", x0.shape[1:], slot))
     step = problem.chosen[row, slot]
     sigma, time = problem.grid.sigmas[step], problem.grid.times[step]
     x = interpolate(x0, noise, sigma)

@@ -1,8 +1,8 @@
-"""Writing to a run directory: files appear whole or not at all, and a disk that says no is one line.
+"""Writing to a run directory: a file appears complete or not at all, and a refusal of the disk is reported in one line.
 
-A file or directory is written under a hidden sibling name, synced to the disk, then renamed.  A process killed at any
-instant therefore leaves the old one, the new one, and at most one hidden sibling that the next write replaces.
-A directory also carries a manifest, so that a reader can tell whether it still is what was written.
+A file or directory is written under a hidden sibling name, synced to the disk, then renamed. If the process is killed, it
+leaves the old one or the new one, and at most one hidden sibling, which the next write replaces. A directory also has a
+manifest, by which a reader can tell whether it was altered.
 """
 
 import contextlib
@@ -31,10 +31,9 @@ _REASONS = {
 
 
 def disk_reason(error: BaseException) -> str | None:
-    """Why the disk refused, in a few words; None when `error` is not about the disk.
+    """Why the disk refused, in a few words; None if `error` is not about the disk.
 
-    Libraries written in C++ raise the refusal as an error of another type with the system's words in its text, so the
-    text counts too.
+    Libraries written in C++ raise errors of other types with the system's words in their text, so the text counts too.
     """
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
@@ -43,9 +42,9 @@ def disk_reason(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
-    """Turns a refusal of the disk in the body into a RunError: the reason, `path` and what `note` has to add.
+    """Raises a refusal of the disk in the body as a RunError with the reason, `path`, and the text of `note`.
 
-    Every OSError counts, so keep reads of input out of the body.
+    Every OSError counts, so the body must not read input.
     """
     try:
         yield
@@ -70,10 +69,10 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Yields a sibling path to write; on success it becomes `path`, on failure it is removed and `path` is untouched.
+    """Yields a sibling path to write. On success it becomes `path`; on failure it is removed, and `path` is untouched.
 
-    The sibling keeps the suffix of `path`, because image writers choose the format by it.  Missing parent directories
-    are created.  An OSError of the body is raised as RunError.
+    The sibling has the suffix of `path`, because image writers choose the format by it. Missing parent directories are created.
+    An OSError of the body is raised as RunError.
     """
     path = Path(path)
     partial = path.with_name(PARTIAL + path.name)
@@ -91,15 +90,15 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
-    """Makes `data` (text as UTF-8) the whole content of `path`.  Raises RunError when the disk refuses."""
+    """Replaces the content of `path` by `data` (text as UTF-8). Raises RunError if the disk refuses."""
     with atomic(path) as partial:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def writable_directory(path: str | Path) -> Path:
-    """Creates `path` if need be and tries a write in it.
+    """Creates `path` if it does not exist, and tries a write in it.
 
-    Raises InputError in one line when it is a file, cannot be created, is read-only or has no room.
+    Raises InputError in one line if it is a file, cannot be created, is read-only or has no room.
     """
     path = Path(path)
     probe = path / f"{PARTIAL}probe-{os.getpid()}"
@@ -120,9 +119,9 @@ def writable_directory(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def only_user(directory: Path) -> Iterator[None]:
-    """Holds `directory` for this process; raises InputError while another process holds it.
+    """Locks `directory` for this process; raises InputError if another process holds the lock.
 
-    The system lets go of the lock when the process ends, however it ends, so a killed run leaves nothing to clean up.
+    The system releases the lock when the process ends, even if it is killed: there is nothing to clean up.
     """
     with writing(directory / ".lock"):
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -137,7 +136,7 @@ def only_user(directory: Path) -> Iterator[None]:
 
 
 def seal(directory: Path) -> None:
-    """Writes `manifest.json`, the size and SHA-256 of every other file below `directory`, and syncs all of it."""
+    """Writes `manifest.json` with the size and SHA-256 of every other file below `directory`, and syncs all of them."""
     files = {name: _describe(directory / name) for name in _file_names(directory)}
     (directory / MANIFEST).write_text(json.dumps(files, indent=1))
     for folder, _, names in os.walk(directory):
@@ -146,9 +145,9 @@ def seal(directory: Path) -> None:
 
 
 def damage(directory: Path, *, contents: bool = True) -> str | None:
-    """How `directory` differs from what was sealed, naming a file; None when it does not.
+    """How `directory` differs from what was sealed, with the name of a file; None if it does not differ.
 
-    With `contents=False` only names and sizes are compared.
+    contents: if False, only names and sizes are compared.
     """
     name = MANIFEST
     try:
@@ -173,7 +172,7 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
 
 
 def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
-    """Gives a sealed directory its name.  An older `target` waits under the name `replaced` meanwhile, then goes."""
+    """Renames a sealed directory to `target`. An older `target` is first renamed to `replaced`, and removed afterwards."""
     if target.exists():
         os.replace(target, replaced)
     os.replace(temporary, target)
@@ -183,7 +182,7 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory: out of sight by one rename first, so that a kill half-way leaves no half of it in sight."""
+    """Removes a directory. It is first renamed to a hidden name, so that a kill leaves no incomplete directory in sight."""
     with writing(path):
         hidden = path
         if not path.name.startswith(REMOVING):

@@ -1,7 +1,7 @@
-"""Files from the Hugging Face hub or its local cache, and one line where they cannot be had.
+"""Files from the Hugging Face hub or its local cache; an error is one line.
 
-The package carries the configurations of the released models that presets name, for plans: they hold no weights and no
-vocabularies, and nothing is loaded from them.
+The package contains the configurations of the released models that presets name, for plans. They hold no weights and no
+vocabularies, and no model is loaded from them.
 """
 
 import os
@@ -14,27 +14,28 @@ CARRIED = Path(__file__).parents[1] / "assets" / "released"
 
 
 def is_name(path: str) -> bool:
-    """Whether `path`, which is no directory, is of the form OWNER/NAME of a repository."""
+    """Whether `path`, which is not a directory, has the form OWNER/NAME of a repository."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
 def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy: str = "") -> Path:
-    """The directory with the files of the repository `name`: downloaded unless HF_HUB_OFFLINE is set, then from the cache.
+    """The directory with the files of the repository `name`: downloaded, or from the cache if HF_HUB_OFFLINE is set.
 
-    patterns: says which files, and may ask the hub. Raises InputError that begins with `what` and ends with `remedy`.
+    patterns: returns the names of the files, and may ask the hub. Raises InputError that begins with `what` and ends with
+    `remedy`.
     """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns())))
-    except Exception as error:  # the hub client raises a dozen unrelated kinds; to the user they are one
+    except Exception as error:  # the hub client raises a dozen unrelated types
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"{what} cannot be had from the hub{offline}: {reason}{remedy}") from error
 
 
 def cached(name: str) -> Path | None:
-    """The directory of the repository `name` in the local cache, if its index is there; the hub is not asked."""
+    """The directory of the repository `name` in the local cache, or None if its index is not there. The hub is not asked."""
     from huggingface_hub import try_to_load_from_cache
 
     index = try_to_load_from_cache(name, "model_index.json")
@@ -42,5 +43,5 @@ def cached(name: str) -> Path | None:
 
 
 def is_carried(path: Path) -> bool:
-    """Whether `path` is in the folder of configurations alone."""
+    """Whether `path` is in the folder of configurations without weights."""
     return path.is_relative_to(CARRIED)

@@ -44,11 +44,16 @@ def _low_rank(w: jax.Array) -> Leaf:
     return LowRank(w, normal(*w.shape[:-1], RANK, seed=8), normal(*w.shape[:-2], RANK, w.shape[-1], seed=9), 0.5)
 
 
+def _corrected(w: jax.Array) -> Leaf:
+    one = lambda w, basis: correct(FORMATS["nvfp4"].quantize, w.astype(jnp.float32), basis.astype(w.dtype))
+    return (jax.vmap(one) if w.ndim == 3 else one)(w, _basis(w))
+
+
 # name: from a matrix [..., in, out], float32 or BF16, to a leaf
 MAKE: dict[str, Callable[[jax.Array], Leaf]] = {
     **{name: FORMATS[name].quantize for name in QUANTISING},
     "low rank": _low_rank,
-    "corrected": lambda w: correct(FORMATS["nvfp4"].quantize, w.astype(jnp.float32), _basis(w).astype(w.dtype)),
+    "corrected": _corrected,
     "probe": lambda w: Probe(w, _basis(w)),
     "another kind": lambda w: Flipped(w.swapaxes(-1, -2)),
 }

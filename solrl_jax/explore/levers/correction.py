@@ -73,9 +73,9 @@ def correct(quantize: Callable[[Array], Any], w: Float[Array, "n_in n_out"], bas
     For use under jit, on the ambient mesh. Values are whole on every device: divided values would be added up in parts, and a
     sum that is rounded otherwise in its last bit can change a code.
     """
-    exact, w = basis.astype(jnp.float32), sharding.whole(w)
-    carried = sharding.whole(exact.swapaxes(-1, -2) @ w).astype(basis.dtype)  # as stored, so that the parts add up to `x w`
-    return Corrected(quantize(w - sharding.whole(exact @ carried.astype(jnp.float32))), basis, carried)
+    exact, w = basis.astype(jnp.float32), sharding.replicate(w)
+    carried = sharding.replicate(exact.swapaxes(-1, -2) @ w).astype(basis.dtype)  # as stored, so that the parts add up to `x w`
+    return Corrected(quantize(w - sharding.replicate(exact @ carried.astype(jnp.float32))), basis, carried)
 
 
 @jax.tree_util.register_dataclass
@@ -187,7 +187,7 @@ def probed(
 
     def add(sums: Bases, at: Array) -> tuple[Bases, None]:
         part, step = at // steps, at % steps
-        take = lambda x: sharding.whole(jax.lax.dynamic_slice_in_dim(x, part * together, together))
+        take = lambda x: sharding.replicate(jax.lax.dynamic_slice_in_dim(x, part * together, together))
         x0, prompt = take(clean.noise), take(clean.prompt)
         noise = normal(take(clean.seeds), "calibration", x0.shape[1:], step)
         x = interpolate(x0, noise, jnp.full(together, grid.sigmas[step]))
@@ -202,4 +202,4 @@ def probed(
 
     parts = len(clean) // together
     sums, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, bases), jnp.arange(parts * steps))
-    return jax.tree.map(sharding.whole, sums)
+    return jax.tree.map(sharding.replicate, sums)
