@@ -2,7 +2,9 @@
 
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import split
@@ -31,6 +33,6 @@ def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
     return w.dequantize() if isinstance(w, Leaf) else w.astype(jnp.float32)
 
 
-def outputs_divided(w: Weight, ways: int) -> Any:
-    """Of a weight [..., in, out], a `PartitionSpec` an array: outputs divided `ways` ways over the mesh axis `tensor`."""
+def outputs_divided(w: Weight | np.ndarray | jax.ShapeDtypeStruct, ways: int) -> Any:
+    """A `PartitionSpec` for each array of a weight [..., in, out]: outputs divided `ways` ways over the mesh axis `tensor`."""
     return w.output_specs(ways) if isinstance(w, Leaf) else split.spec_of(w.shape, w.ndim - 1, ways)
