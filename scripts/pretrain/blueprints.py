@@ -1,99 +1,80 @@
-"""`tiny-flux` and `tiny-sd3` described: what every file of their directories but the weights says.
+"""The embedded pipelines described: everything that the files of their directories say, except the weights.
 
-Both generate 16 tokens of an 8 x 8 latent that one small KL autoencoder makes of 32 x 32 pixels. The shapes are the released
-ones' in miniature: SD3's two CLIPs of different width, side by side and padded to T5's.
+Every pipeline draws 32 x 32 pixels from an 8 x 8 latent. The networks are the released ones in miniature: SD3 has two CLIPs of
+different width, side by side and padded to the width of its T5.
 """
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
+import jax.numpy as jnp
 
-from pretrain.networks import Network, initialise
-from pretrain.words import CLIP_END, SHORT, VOCAB_SIZE, clip_tokenizer, t5_tokenizer
+from pretrain.networks import Part
+from pretrain.recipe import MAX_TOKENS, SHORT
+from pretrain.words import CLIP_END, VOCAB_SIZE, clip_tokenizer, gemma_tokenizer, t5_tokenizer
+from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
+from solrl_jax.models.clip import CLIPConfig, CLIPModel
 from solrl_jax.models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
+from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
+from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.t5 import T5Config, T5EncoderModel
-from solrl_jax.models.weights import Params, save_component, to_torch
+from solrl_jax.models.weights import Params
 
 LATENT_CHANNELS = 8
-DIFFUSERS = "diffusion_pytorch_model.safetensors"
-TRANSFORMERS = "model.safetensors"
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A network of a pipeline: who released its class, the class here, that of its configuration, the configuration."""
-
-    library: str
-    network: type
-    config_type: Any
-    config: dict[str, Any]
-
-    def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        return self.network(self.config_type.from_dict(self.config), rngs=rngs)
-
-    def initialise(self, seed: int) -> Params:
-        return initialise(self.make, seed)
-
-    @property
-    def stored_config(self) -> dict[str, Any]:
-        name = self.network.__name__
-        if self.library == "diffusers":
-            return {"_class_name": name} | self.config
-        return {"architectures": [name]} | self.config
-
-    def save(self, folder: Path, params: Params, dtype: Any) -> None:
-        file = DIFFUSERS if self.library == "diffusers" else TRANSFORMERS
-        save_component(folder, file, self.stored_config, to_torch(Network.of(self.make).state, params), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """A pipeline: its networks, tokenizers and scheduler, each by its folder or `_class_name`."""
+    """A pipeline: its networks and tokenizers by folder, and its scheduler."""
 
-    kind: str
+    kind: str  # the class name in model_index.json
     parts: dict[str, Part]
     tokenizers: dict[str, Callable[[], Any]]
     scheduler: dict[str, Any]
+    absent: tuple[str, ...] = ()  # optional parts that model_index.json names as not there
 
     @property
     def text_encoders(self) -> dict[str, Part]:
         return {name: part for name, part in self.parts.items() if name.startswith("text_encoder")}
 
-    def scaled(self, scale: float, shift: float) -> "Blueprint":
-        """With an autoencoder that says so: the transformer sees `(latent - shift) * scale`."""
-        vae = self.parts["vae"]
-        config = vae.config | {"scaling_factor": scale, "shift_factor": shift}
-        return dataclasses.replace(self, parts=self.parts | {"vae": dataclasses.replace(vae, config=config)})
+    def with_vae(self, config: Mapping[str, float]) -> "Blueprint":
+        """The same pipeline, whose autoencoder's config.json says `config` too."""
+        vae = dataclasses.replace(self.parts["vae"], config=self.parts["vae"].config | dict(config))
+        return dataclasses.replace(self, parts=self.parts | {"vae": vae})
 
     def write(self, folder: Path) -> None:
-        """The directory without weights, as diffusers lays it out."""
+        """Writes the directory without weights, in the layout of diffusers."""
         for name, part in self.parts.items():
-            (folder / name).mkdir(parents=True, exist_ok=True)
             _write_json(folder / name / "config.json", part.stored_config)
         for name, make in self.tokenizers.items():
             make().save_pretrained(folder / name)
-        (folder / "scheduler").mkdir(exist_ok=True)
         _write_json(folder / "scheduler" / "scheduler_config.json", self.scheduler)
         index = {name: [part.library, part.network.__name__] for name, part in self.parts.items()}
         index |= {name: ["transformers", "PreTrainedTokenizerFast"] for name in self.tokenizers}
         index["scheduler"] = ["diffusers", self.scheduler["_class_name"]]
-        index |= {name: [None, None] for name in ("feature_extractor", "image_encoder")}
-        _write_json(folder / "model_index.json", {"_class_name": self.kind} | dict(sorted(index.items())))
+        absent = {name: [None, None] for name in self.absent}
+        _write_json(folder / "model_index.json", {"_class_name": self.kind} | dict(sorted((index | absent).items())))
+
+    def save(self, folder: Path, params: Mapping[str, Params]) -> None:
+        """Writes the directory. params: by folder; they are stored in BF16, as the released pipelines are."""
+        self.write(folder)
+        for name, part in self.parts.items():
+            part.save(folder / name, params[name], jnp.bfloat16)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _clip(network: type, width: int) -> Part:
-    """A text tower; `width // 32` heads, so that all are of one size."""
+    """A text tower with heads of 32."""
     return Part("transformers", network, CLIPTextEncoderConfig, {
         "model_type": "clip_text_model", "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
         "num_attention_heads": width // 32, "hidden_act": "quick_gelu", "projection_dim": width, "vocab_size": VOCAB_SIZE,
@@ -110,15 +91,59 @@ def _t5(width: int) -> Part:
     })  # fmt: skip
 
 
+DC = Part("diffusers", AutoencoderDC, AutoencoderDCConfig, {
+    "in_channels": 3, "latent_channels": LATENT_CHANNELS, "attention_head_dim": 32,
+    "encoder_block_types": ["ResBlock", "ResBlock", "EfficientViTBlock"],
+    "decoder_block_types": ["ResBlock", "ResBlock", "EfficientViTBlock"],
+    "encoder_block_out_channels": [16, 32, 64], "decoder_block_out_channels": [16, 32, 64],
+    "encoder_layers_per_block": [1, 1, 1], "decoder_layers_per_block": [1, 2, 2],
+    "encoder_qkv_multiscales": [[], [], [5]], "decoder_qkv_multiscales": [[], [], [5]],
+    "downsample_block_type": "Conv", "upsample_block_type": "pixel_shuffle",
+    "decoder_norm_types": "rms_norm", "decoder_act_fns": "silu",
+    "encoder_out_shortcut": True, "decoder_in_shortcut": True, "decoder_conv_act_fn": "relu", "scaling_factor": 1.0,
+})  # fmt: skip
 KL = Part("diffusers", AutoencoderKL, AutoencoderKLConfig, {
     "in_channels": 3, "out_channels": 3, "latent_channels": LATENT_CHANNELS, "block_out_channels": [16, 32, 64],
     "down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3, "layers_per_block": 1,
     "norm_num_groups": 8, "sample_size": 32, "scaling_factor": 1.0, "shift_factor": 0.0, "force_upcast": True,
     "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": True, "act_fn": "silu",
 })  # fmt: skip
-EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}  # unshifted: 64 tokens
+TOWER = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "hidden_act": "quick_gelu"}
+CLIP = Part("transformers", CLIPModel, CLIPConfig, {
+    "model_type": "clip", "projection_dim": 64,
+    "text_config": TOWER | {
+        "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_TOKENS, "pad_token_id": 0,
+        "bos_token_id": CLIP_END - 1, "eos_token_id": CLIP_END,
+    },
+    "vision_config": TOWER | {"num_hidden_layers": 3, "image_size": 32, "patch_size": 4, "num_channels": 3},
+})  # fmt: skip
+# schedules are not shifted: shifts are for resolutions far above 32 pixels
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+ABSENT = ("feature_extractor", "image_encoder")
 
 BLUEPRINTS = {
+    "tiny-sana": Blueprint(
+        "SanaPipeline",
+        {
+            "transformer": Part("diffusers", SanaTransformer2DModel, SanaConfig, {
+                "in_channels": LATENT_CHANNELS, "out_channels": LATENT_CHANNELS, "num_attention_heads": 4,
+                "attention_head_dim": 32, "num_layers": 4, "num_cross_attention_heads": 4, "cross_attention_head_dim": 32,
+                "cross_attention_dim": 128, "caption_channels": 64, "mlp_ratio": 1.5, "sample_size": 8, "patch_size": 1,
+                "interpolation_scale": 1.0,
+            }),
+            "text_encoder": Part("transformers", Gemma2Model, Gemma2Config, {
+                "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 32,
+                "sliding_window": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+                "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+                "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention_bias": False,
+                "layer_types": ["sliding_attention", "full_attention"],
+            }),
+            "vae": DC,
+        },
+        {"tokenizer": gemma_tokenizer},
+        EULER | {"use_dynamic_shifting": False},
+    ),
     "tiny-flux": Blueprint(
         "FluxPipeline",
         {
@@ -133,6 +158,7 @@ BLUEPRINTS = {
         },
         {"tokenizer": clip_tokenizer, "tokenizer_2": t5_tokenizer},
         EULER,
+        ABSENT,
     ),
     "tiny-sd3": Blueprint(
         "StableDiffusion3Pipeline",
@@ -150,5 +176,6 @@ BLUEPRINTS = {
         },
         {"tokenizer": clip_tokenizer, "tokenizer_2": clip_tokenizer, "tokenizer_3": t5_tokenizer},
         EULER,
+        ABSENT,
     ),
 }  # fmt: skip

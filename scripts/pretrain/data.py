@@ -1,19 +1,21 @@
-"""What the embedded pipelines are trained on: rendered pictures of coloured shapes, their captions, and captions that nearly
-are theirs. None is held out."""
+"""What the embedded pipelines are trained on: rendered pictures of coloured shapes, and their captions. None is held out."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from pretrain.recipe import Curriculum
 from solrl_jax.shapes import scenes
 
 SIDE = 32  # pixels
+BATCH = 64
 
 
 def make_dataset(count: int, seed: int, cache: Path) -> tuple[np.ndarray, list[str]]:
-    """`count` pictures [n, 32, 32, 3] uint8 and their captions, none held out."""
+    """`count` pictures [n, 32, 32, 3] uint8 and their captions, kept in a file in `cache`."""
     path = cache / f"pictures-{count}-{seed}.npz"
     if path.exists():
         with np.load(path) as file:
@@ -32,19 +34,53 @@ def make_dataset(count: int, seed: int, cache: Path) -> tuple[np.ndarray, list[s
     return images, captions
 
 
+def write_prompt_sets(seed: int, folder: Path) -> None:
+    """Writes `shapes-train`, captions that pre-training has seen, and `shapes-test`, held-out ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count, held_out in (("shapes-train", 256, False), ("shapes-test", 26, True)):
+        drawn = scenes.draw_prompts(np.random.default_rng((seed, 4, held_out)), 10 * count, held_out)
+        drawn = [prompt for prompt in drawn if _is_asked(prompt)]
+        alone = [prompt for prompt in drawn if len(scenes.parse(prompt).groups) == 1]
+        pairs = [prompt for prompt in drawn if prompt not in alone]
+        chosen = {*alone[: 4 * count // 7], *pairs[: count - 4 * count // 7]}
+        prompts = [prompt for prompt in drawn if prompt in chosen]
+        (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
+
+
 def to_signed(images: np.ndarray) -> np.ndarray:
+    """Pixels in [-1, 1], float32, of uint8 ones."""
     return images.astype(np.float32) / 127.5 - 1
 
 
-def is_asked(caption: str) -> bool:
-    """Whether the prompt sets may hold it: one group of any count, or two single objects and how they lie to each other."""
-    scene = scenes.parse(caption)
-    return len(scene.groups) == 1 or sum(group.count for group in scene.groups) == 2
+def picture_batches(images: np.ndarray, seed: int, stream: int) -> Callable[[int], np.ndarray]:
+    """A function from the step to a batch of pictures [b, 32, 32, 3], float32."""
+    return lambda step: to_signed(images[np.random.default_rng((seed, stream, step)).integers(len(images), size=BATCH)])
 
 
-def asked_rows(captions: list[str]) -> np.ndarray:
-    """The indices of the captions that the prompt sets may hold."""
-    return np.array([i for i, caption in enumerate(captions) if is_asked(caption)])
+def caption_batches(
+    captions: list[str], curriculum: Curriculum, seed: int
+) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:  # fmt: skip
+    """A function from the step to a batch: the rows of its pictures [b], and those of its prompts [b] in `["", *captions]`.
+
+    One prompt in ten is the empty one, so that guidance has something to compare with.
+    """
+    asked = np.array([row for row, caption in enumerate(captions) if _is_asked(caption)])
+    paired = np.array([len(scenes.parse(captions[row]).groups) == 2 for row in asked])
+    singles, pairs = asked[~paired], asked[paired]
+
+    def draw(step: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng((seed, curriculum.stream, step))
+        rows = rng.integers(len(captions), size=BATCH)
+        if step >= curriculum.balance:
+            rows = np.where(rng.random(BATCH) < 0.5, pairs[rows % len(pairs)], singles[rows % len(singles)])
+        elif step >= curriculum.focus:
+            rows = asked[rows % len(asked)]
+        prompts = np.where(rng.random(BATCH) < 0.1, 0, rows + 1)
+        if step in curriculum.wrong:
+            prompts = np.where(rng.random(BATCH) < 0.3, rng.permutation(prompts), prompts)
+        return rows, prompts
+
+    return draw
 
 
 def near_miss(caption: str, rng: np.random.Generator) -> str:
@@ -72,3 +108,9 @@ def near_miss(caption: str, rng: np.random.Generator) -> str:
             continue
         if other != caption:
             return other
+
+
+def _is_asked(caption: str) -> bool:
+    """Whether the prompt sets may hold it: one group of any count, or two single objects and their relation."""
+    scene = scenes.parse(caption)
+    return len(scene.groups) == 1 or sum(group.count for group in scene.groups) == 2

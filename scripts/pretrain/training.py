@@ -1,7 +1,7 @@
 """The training loop of every network here: AdamW, an average of the parameters, and a state on disk to go on from."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,48 +13,40 @@ import optax
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
+from pretrain.recipe import Schedule, Settings
+
+State = dict[str, Any]  # params, average, opt, step
+
 
 def train(
     name: str,
     params: Any,
-    loss: Callable,
+    loss: Callable[[Any, Any, jax.Array], jax.Array],
     batches: Callable[[int], Any],
-    steps: int,
-    rate: float,
-    work: Path,
-    stop: int | None = None,
-    more: Sequence[int] = (),
+    schedule: Schedule,
+    settings: Settings,
 ) -> Any:
-    """Training with warm-up and a cosine end over `steps`; returns the averaged parameters. Resumes from `work`.
+    """Trains, going on from the state in `settings.work` if there is one. A training past its last step is not trained.
 
-    stop: leave the schedule there, before its end; more: further legs, of so many steps from half the rate to a tenth of it.
+    Args:
+        name: of the state's file.
+        params: the initial parameters.
+        loss: from parameters, a batch and a key to a scalar.
+        batches: from a step to its batch. Batches and keys are functions of the step alone, so that an interrupted training
+            ends where an uninterrupted one does.
 
-    loss(params, batch, key) -> scalar; batches(step) -> batch. Both are functions of the step alone, so that an interrupted
-    training ends where an uninterrupted one does.
+    Returns:
+        The average of the parameters over the steps, by exponential decay.
     """
-    last = steps if stop is None else stop
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, 100, steps, rate / 20)
-    for leg in more:
-        schedule = optax.join_schedules([schedule, optax.cosine_decay_schedule(rate / 2, leg, 0.2)], [last])
-        last += leg
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=1e-3))
-    params = jax.tree.map(lambda x: jnp.array(np.asarray(x)), params)  # of no weak type, which would compile a step twice
-    # a copy: donated buffers may appear once
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule.learning_rate(), b2=0.99, weight_decay=1e-3))
+    params = jax.tree.map(lambda x: jnp.array(np.asarray(x)), params)  # not weakly typed, which would compile a step twice
+    # a copy, because a donated buffer may appear once only
     state = {"params": params, "average": jax.tree.map(jnp.copy, params), "opt": optimizer.init(params), "step": jnp.int32(0)}
-    path = work / f"{name}.safetensors"
+    path = settings.work / f"{name}.safetensors"
     if path.exists():
         state = _load(path, state)
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(state, batch):
-        key = jax.random.fold_in(jax.random.key(0), state["step"])
-        value, gradient = jax.value_and_grad(loss)(state["params"], batch, key)
-        update, opt = optimizer.update(gradient, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], update)
-        decay = jnp.minimum(0.999, (1 + state["step"]) / (10 + state["step"]))
-        mean = jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state["average"], params)
-        return {"params": params, "average": mean, "opt": opt, "step": state["step"] + 1}, value
-
+    step = jax.jit(partial(_step, loss, optimizer), donate_argnums=0)
+    last = schedule.last if settings.stop is None else min(schedule.last, settings.stop)
     smooth, started = None, time.time()
     for i in tqdm(range(int(state["step"]), last), desc=name, mininterval=30):
         state, value = step(state, batches(i))
@@ -65,15 +57,25 @@ def train(
     return state["average"]
 
 
-def _save(path: Path, state: Any) -> None:
-    """Every leaf under its place in the flattened tree; the file appears by rename."""
+def _step(loss: Callable, optimizer: optax.GradientTransformation, state: State, batch: Any) -> tuple[State, jax.Array]:
+    key = jax.random.fold_in(jax.random.key(0), state["step"])
+    value, gradient = jax.value_and_grad(loss)(state["params"], batch, key)
+    update, opt = optimizer.update(gradient, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], update)
+    decay = jnp.minimum(0.999, (1 + state["step"]) / (10 + state["step"]))
+    mean = jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, state["average"], params)
+    return {"params": params, "average": mean, "opt": opt, "step": state["step"] + 1}, value
+
+
+def _save(path: Path, state: State) -> None:
+    """Writes every leaf under its index in the flattened tree. The file appears by rename."""
     partial_path = path.with_suffix(".partial")
     save_file({str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}, partial_path)
     partial_path.replace(path)
 
 
-def _load(path: Path, like: Any) -> Any:
-    """The state that `_save` wrote. Raises ValueError where it is of other networks than `like`."""
+def _load(path: Path, like: State) -> State:
+    """The state that `_save` wrote. Raises ValueError if it belongs to other networks than `like`."""
     leaves, structure = jax.tree.flatten(like)
     stored = load_file(path)
     if [stored[str(i)].shape for i in range(len(stored))] != [np.shape(leaf) for leaf in leaves]:

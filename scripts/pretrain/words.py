@@ -1,23 +1,22 @@
-"""Word tokenizers over the embedded world's vocabulary, each with the special tokens of the one that it stands for."""
+"""Word tokenizers over the embedded world's vocabulary, with the special tokens of Gemma's, CLIP's and T5's."""
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from pretrain.recipe import MAX_TOKENS, SHORT
 from solrl_jax.shapes import scenes
 
-VOCAB_SIZE = 32  # of every table of tokens, a few entries spare
-MAX_TOKENS = 24  # of `tiny-sana` and `tiny-clip`
-SHORT = 12  # of the others, whose networks look at padding too: the longest caption has 10 words
+VOCAB_SIZE = 32  # rows of every table of tokens; a few are spare
 
 
 def gemma_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, after a beginning; Gemma's adds no end."""
+    """A beginning of text, then one token a word. Like Gemma's, it adds no end."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *scenes.VOCABULARY]
     return _tokenizer(words, "<bos> $A", ("<bos>", "<eos>"), MAX_TOKENS)
 
 
 def clip_tokenizer(length: int = SHORT) -> PreTrainedTokenizerFast:
-    """As CLIP's, beginning and end of text are the last two ids; CLIP pools at the end, which has seen the whole text."""
+    """Like CLIP's: beginning and end of text have the two highest ids. CLIP pools at the end of text, which sees all of it."""
     return _tokenizer(["<pad>", "<unk>", *scenes.VOCABULARY, "<bos>", "<eos>"], "<bos> $A <eos>", ("<bos>", "<eos>"), length)
 
 
@@ -25,7 +24,7 @@ CLIP_END = 2 + len(scenes.VOCABULARY) + 1  # the id of the end of text in `clip_
 
 
 def t5_tokenizer() -> PreTrainedTokenizerFast:
-    """As T5's: an end but no beginning; padding 0, end 1, unknown 2."""
+    """Like T5's: an end but no beginning; padding is 0, the end 1, an unknown word 2."""
     return _tokenizer(["<pad>", "<eos>", "<unk>", *scenes.VOCABULARY], "$A <eos>", ("<eos>",), SHORT)
 
 

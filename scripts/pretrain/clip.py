@@ -1,0 +1,54 @@
+"""`tiny-clip`: a CLIP trained on pictures and captions, each beside a caption that differs in one word."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pretrain import recipe
+from pretrain.blueprints import CLIP
+from pretrain.data import near_miss
+from pretrain.recipe import MAX_TOKENS, Settings
+from pretrain.training import train
+from pretrain.words import clip_tokenizer
+from solrl_jax.models.weights import Params
+
+BATCH = 128
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073])  # OpenAI's, of the channels
+STD = np.array([0.26862954, 0.26130258, 0.27577711])
+
+
+def train_clip(settings: Settings, images: np.ndarray, captions: list[str]) -> None:
+    """Trains on images [n, 32, 32, 3] uint8 and writes `tiny-clip` in the layout of transformers' CLIPModel."""
+    tokenizer = clip_tokenizer(MAX_TOKENS)
+
+    def batches(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rng = np.random.default_rng((settings.seed, 3, step))
+        rows = rng.integers(len(images), size=BATCH)
+        texts = [captions[row] for row in rows]
+        texts += [near_miss(text, rng) for text in texts]
+        tokens = tokenizer(texts, padding="max_length", max_length=MAX_TOKENS, return_tensors="np")
+        pixels = ((images[rows] / 255 - MEAN) / STD).astype(np.float32)
+        return pixels, tokens["input_ids"], tokens["attention_mask"]
+
+    trained = train("clip", CLIP.initialise(settings.seed + 2), _loss, batches, recipe.CLIP, settings)
+    CLIP.save(settings.out / "tiny-clip", trained, np.float32)
+    tokenizer.save_pretrained(settings.out / "tiny-clip")
+
+
+def _loss(params: Params, batch: tuple[jax.Array, jax.Array, jax.Array], key: jax.Array) -> jax.Array:
+    """CLIP's contrastive loss (arXiv 2103.00020); near misses are further texts that a picture must not match.
+
+    batch: pixels [b, 32, 32, 3], token ids and attention mask [2b, t], near misses in the second half.
+    """
+    pixels, ids, mask = batch
+    clip = CLIP(params)
+    pixels = pixels + 0.03 * jax.random.normal(key, pixels.shape)  # generated pictures are never quite clean
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    image, text = unit(clip.encode_image(pixels)), unit(clip.encode_text(ids, mask))
+    temperature = jnp.exp(jnp.minimum(clip.logit_scale.get_value(), jnp.log(100.0)))
+    logits = temperature * image @ text.T  # [b, 2b]
+    labels = jnp.arange(len(pixels))
+    to_text = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    to_image = optax.softmax_cross_entropy_with_integer_labels(logits[:, : len(pixels)].T, labels)
+    return (to_text + to_image).mean() / 2

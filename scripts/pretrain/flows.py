@@ -1,0 +1,152 @@
+"""Training of a pipeline's transformer and text encoders, together, through the functions that sample from it later."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pretrain.autoencoders import Latents
+from pretrain.blueprints import BLUEPRINTS, Blueprint
+from pretrain.data import BATCH, caption_batches
+from pretrain.recipe import RECIPES, Settings
+from pretrain.training import train
+from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.models.registry import open_pipeline
+from solrl_jax.models.weights import Params
+
+PLAIN = 1.0  # the guidance scale that a network is told until it learns what the scale means
+SCALES = 1.0, 4.0  # the guidance scales that are distilled; 1 is no guidance
+TEACHING = 3.0  # the guidance scale that a teacher is told
+
+Velocity = Callable[[Params, jax.Array, Any, jax.Array, jax.Array], jax.Array]  # transformer, x, text, sigma [b], guidance [b]
+
+
+def train_pipeline(settings: Settings, name: str, latents: Latents, captions: list[str]) -> None:
+    """Trains the pipeline `name` on latents [n, 8, 8, 8] and their captions, and writes it to `settings.out`."""
+    recipe, blueprint = RECIPES[name], BLUEPRINTS[name].with_vae(latents.config)
+    blueprint.write(settings.work / name)
+    pipeline = open_pipeline(settings.work / name)
+    prompts = ["", *captions]
+    tokens = pipeline.tokenize(prompts, recipe.max_tokens)
+    teacher = Teacher(open_pipeline(settings.out / recipe.teacher), prompts, recipe.max_tokens) if recipe.teacher else None
+    draw = caption_batches(captions, recipe.curriculum, settings.seed)
+    params, positions = _initialise(blueprint, settings.seed)
+
+    def velocity(transformer: Params, x: jax.Array, text: Any, sigma: jax.Array, guidance: jax.Array) -> jax.Array:
+        return pipeline.velocity(_with_positions(transformer, positions), x, text, 1000 * sigma, guidance)
+
+    def loss(params: Params, batch: tuple[jax.Array, Any, Any], key: jax.Array) -> jax.Array:
+        x0, tokens, lesson = batch
+        x, sigma, target = noised(x0, key)
+        if lesson is not None and teacher is not None:
+            target = teacher.velocity(lesson, x, sigma)
+        text = pipeline.encode_text(params["text"], tokens)
+        return ((velocity(params["transformer"], x, text, sigma, jnp.float32(PLAIN)) - target) ** 2).mean()
+
+    def batches(step: int) -> tuple[np.ndarray, Any, Any]:
+        rows, asked = draw(step)
+        # a wrong caption is never taught: the pictures' own velocity is the target then
+        lesson = teacher.lesson(asked) if teacher and step not in recipe.curriculum.wrong else None
+        return latents.values[rows], {part: ids[asked] for part, ids in tokens.items()}, lesson
+
+    trained = train(name, params, loss, batches, recipe.schedule, settings)
+    if recipe.distillation:
+        encode = jax.jit(partial(pipeline.encode_text, trained["text"]))
+        empty = encode({part: np.repeat(ids[:1], BATCH, 0) for part, ids in tokens.items()})
+        before = trained["transformer"]
+
+        def guided_batches(step: int) -> tuple[np.ndarray, Any, Any, Params]:
+            x0, asked, _ = batches(recipe.schedule.last + step)
+            return x0, encode(asked), empty, before
+
+        trained["transformer"] = train(
+            f"{name}-guided", before, guidance_loss(velocity), guided_batches, recipe.distillation, settings
+        )
+    networks = {"transformer": _with_positions(trained["transformer"], positions), "vae": latents.vae} | trained["text"]
+    blueprint.save(settings.out / name, networks)
+
+
+def noised(x0: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Latents on their way to noise, for flow matching (arXiv 2210.02747).
+
+    Args:
+        x0: clean latents [b, h, w, c].
+        key: of the noise and of the noise levels, which are logit-normal (arXiv 2403.03206, eq. 19 with m = 0, s = 1).
+
+    Returns:
+        x = (1 - sigma) x0 + sigma noise [b, h, w, c], sigma [b], and the velocity noise - x0 [b, h, w, c].
+    """
+    noise_key, sigma_key = jax.random.split(key)
+    noise = jax.random.normal(noise_key, x0.shape)
+    sigma = jax.nn.sigmoid(jax.random.normal(sigma_key, (len(x0),)))
+    at = sigma[:, None, None, None]
+    return (1 - at) * x0 + at * noise, sigma, noise - x0
+
+
+def guidance_loss(velocity: Velocity) -> Callable[[Params, tuple[jax.Array, Any, Any, Params], jax.Array], jax.Array]:
+    """The loss of guidance distillation (arXiv 2210.03142), as FLUX.1-dev's.
+
+    Told a scale in `SCALES`, the network learns to say in one evaluation what it said `before` in two, told `PLAIN`:
+    empty + scale (prompt - empty).
+
+    Returns:
+        A function of the transformer's parameters, a batch and a key. The batch: latents [b, h, w, c], the conditioning of
+        their prompts, that of b empty prompts, the transformer's parameters before.
+    """
+
+    def loss(params: Params, batch: tuple[jax.Array, Any, Any, Params], key: jax.Array) -> jax.Array:
+        x0, text, empty, before = batch
+        noise_key, scale_key = jax.random.split(key)
+        x, sigma, _ = noised(x0, noise_key)
+        scale = jax.random.uniform(scale_key, (len(x0),), minval=SCALES[0], maxval=SCALES[1])
+        told = jnp.full_like(scale, PLAIN)
+        without, given = (velocity(before, x, prompts, sigma, told) for prompts in (empty, text))
+        target = without + scale[:, None, None, None] * (given - without)
+        return ((velocity(params, x, text, sigma, scale) - target) ** 2).mean()
+
+    return loss
+
+
+class Teacher:
+    """A trained pipeline with embedded guidance, whose velocity another network learns.
+
+    A teacher's velocity has less variance than `noise - x0` of single pictures (distillation, arXiv 1503.02531), and it holds
+    the effect of guidance.
+    """
+
+    def __init__(self, pipeline: Pipeline, prompts: list[str], max_tokens: int):
+        self._pipeline = pipeline
+        self._tokens = pipeline.tokenize(prompts, max_tokens)
+        self._text = {name: part.load(jnp.dtype(jnp.float32)) for name, part in pipeline.text_encoders.items()}
+        self._transformer = pipeline.transformer.load(jnp.dtype(jnp.float32))
+        self._encode = jax.jit(pipeline.encode_text)
+
+    def lesson(self, rows: np.ndarray) -> tuple[Params, Any]:
+        """The transformer's parameters, and the conditioning of the prompts at indices `rows` [b], for `velocity`."""
+        return self._transformer, self._encode(self._text, {part: ids[rows] for part, ids in self._tokens.items()})
+
+    def velocity(self, lesson: tuple[Params, Any], x: jax.Array, sigma: jax.Array) -> jax.Array:
+        """The velocity [b, h, w, c] at latents x [b, h, w, c] and noise levels sigma [b]."""
+        transformer, text = lesson
+        return self._pipeline.velocity(transformer, x, text, 1000 * sigma, jnp.float32(TEACHING))
+
+
+def _initialise(blueprint: Blueprint, seed: int) -> tuple[Params, Params]:
+    """What is trained (`transformer`, and `text` by folder), and SD3's table of positions, which is not trained."""
+    transformer, positions = blueprint.parts["transformer"].initialise(seed), {}
+    if "pos_embed" in transformer:  # SD3 alone stores its table
+        rest = dict(transformer["pos_embed"])
+        positions = {"pos_embed": rest.pop("pos_embed")}
+        transformer = transformer | {"pos_embed": rest}
+    encoders = blueprint.text_encoders.items()
+    text = {name: part.initialise(seed + i) for i, (name, part) in enumerate(encoders, start=1)}
+    return {"transformer": transformer, "text": text}, positions
+
+
+def _with_positions(transformer: Params, positions: Params) -> Params:
+    if not positions:
+        return transformer
+    return transformer | {"pos_embed": transformer["pos_embed"] | positions}

@@ -1,0 +1,118 @@
+"""The recipe of the embedded pipelines: what it writes is what ships; which captions and rates it trains with, step by step."""
+
+import importlib
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from solrl_jax.shapes import scenes
+
+ASSETS = Path(__file__).parents[2] / "solrl_jax" / "assets"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def pretrain(monkeypatch):
+    """Imports a module of scripts/pretrain."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return lambda name: importlib.import_module(f"pretrain.{name}")
+
+
+def without_scale(path: Path) -> dict:
+    """A JSON file without the numbers that are measured on the latents."""
+    return {
+        name: value for name, value in json.loads(path.read_text()).items() if name not in ("scaling_factor", "shift_factor")
+    }
+
+
+@pytest.mark.parametrize("name", ["tiny-sana", "tiny-flux", "tiny-sd3"])
+def test_a_blueprint_writes_the_files_that_ship(pretrain, tmp_path, name):
+    pretrain("blueprints").BLUEPRINTS[name].write(tmp_path)
+    shipped = {file.relative_to(ASSETS / "pipelines" / name) for file in (ASSETS / "pipelines" / name).rglob("*.json")}
+    assert {file.relative_to(tmp_path) for file in tmp_path.rglob("*.json")} == shipped
+    for file in shipped:
+        assert without_scale(tmp_path / file) == without_scale(ASSETS / "pipelines" / name / file), file
+
+
+def test_clip_is_configured_as_it_ships(pretrain):
+    stored = json.loads((ASSETS / "pipelines" / "tiny-clip" / "config.json").read_text())
+    assert pretrain("blueprints").CLIP.stored_config == stored
+
+
+def test_the_prompt_sets_are_those_that_ship(pretrain, tmp_path):
+    pretrain("data").write_prompt_sets(0, tmp_path)
+    for file in ("shapes-train.txt", "shapes-test.txt"):
+        assert (tmp_path / file).read_text() == (ASSETS / "prompt_sets" / file).read_text()
+
+
+def test_captions_follow_the_curriculum(pretrain):
+    curriculum = pretrain("recipe").Curriculum(stream=1, focus=10, balance=20, wrong=range(30, 40))
+    captions = list(scenes.draw_prompts(np.random.default_rng(0), 400, held_out=False))
+    draw = pretrain("data").caption_batches(captions, curriculum, seed=0)
+    asked = lambda row: len(groups := scenes.parse(captions[row]).groups) == 1 or sum(g.count for g in groups) == 2
+    pair = lambda row: len(scenes.parse(captions[row]).groups) == 2
+
+    def shares(steps: range) -> tuple[float, float, float, float]:
+        """Of scenes that prompt sets may ask for, of pairs among all, of empty prompts, of wrong ones."""
+        rows, prompts = (np.concatenate(parts) for parts in zip(*map(draw, steps), strict=True))
+        wrong = (prompts != 0) & (prompts != rows + 1)
+        return (
+            *(float(np.mean([of(row) for row in rows])) for of in (asked, pair)),
+            float((prompts == 0).mean()),
+            float(wrong.mean()),
+        )
+
+    of_asked = np.array([row for row in range(len(captions)) if asked(row)])
+    everything, focused, balanced, erring = map(shares, (range(10), range(10, 20), range(20, 30), range(30, 40)))
+    assert everything[0] == pytest.approx(len(of_asked) / len(captions), abs=0.06)
+    assert everything[0] < 0.9
+    assert focused[0] == balanced[0] == erring[0] == 1
+    assert focused[1] == pytest.approx(np.mean([pair(row) for row in of_asked]), abs=0.06)
+    assert balanced[1] == pytest.approx(0.5, abs=0.06)
+    assert [phase[2] for phase in (everything, focused, balanced, erring)] == pytest.approx([0.1] * 4, abs=0.04)
+    assert [everything[3], focused[3], balanced[3]] == [0, 0, 0]
+    assert erring[3] == pytest.approx(0.3 * 0.9, abs=0.05)
+
+
+def test_rates_of_a_schedule_with_legs(pretrain):
+    schedule = pretrain("recipe").Schedule(1.0, 1000, stop=800, more=(200, 400))
+    rate = schedule.learning_rate()
+    assert schedule.last == 1400
+    assert rate(0) == 0
+    assert float(rate(100)) == pytest.approx(1.0)
+    assert 0.05 < float(rate(799)) < 0.25  # left before its end, where the rate is a twentieth
+    for start, last in ((800, 1000), (1000, 1400)):
+        assert float(rate(start)) == pytest.approx(0.5)
+        assert float(rate(last - 1)) == pytest.approx(0.1, abs=0.001)
+
+
+def test_a_wrong_caption_ends_with_the_training(pretrain):
+    for recipe in pretrain("recipe").RECIPES.values():
+        assert not recipe.curriculum.wrong or recipe.curriculum.wrong.stop == recipe.schedule.last
+
+
+def test_guidance_is_learned_by_a_network_that_already_says_it(pretrain):
+    """A linear network v = scale * text: its guided velocity is known, and the loss of a network that says it is 0."""
+    flows = pretrain("flows")
+    velocity = lambda weight, x, text, sigma, scale: (weight(scale) * text)[:, None, None, None] * jnp.ones_like(x)
+    text, empty = jnp.linspace(2.0, 3.0, 64), jnp.ones(64)
+    plain = lambda scale: jnp.ones_like(scale)
+    guided = lambda scale: (empty + scale * (text - empty)) / text
+    loss = flows.guidance_loss(velocity)
+    batch = (jnp.zeros((64, 2, 2, 1)), text, empty, plain)
+    assert float(loss(guided, batch, jax.random.key(0))) == pytest.approx(0, abs=1e-10)
+    assert float(loss(plain, batch, jax.random.key(0))) > 0.1
+
+
+def test_noised_latents_lie_between_picture_and_noise(pretrain):
+    x0 = jax.random.normal(jax.random.key(1), (4000, 1, 1, 1))
+    x, sigma, velocity = pretrain("flows").noised(x0, jax.random.key(0))
+    at = sigma[:, None, None, None]
+    np.testing.assert_allclose(x - at * velocity, x0, atol=1e-5)
+    np.testing.assert_allclose(
+        np.quantile(sigma, [0.1587, 0.5, 0.8413]), [0.2689, 0.5, 0.7311], atol=0.02
+    )  # logistic of -1, 0, 1
