@@ -1,12 +1,11 @@
-"""Encodings of prompts on disk, found by content: what a text encoder once said of a prompt it need not be asked again.
+"""A cache of encoded prompts on disk: what a text encoder computed once is read from then on.
 
-FOLDER/ab/ab12....safetensors    one prompt's encoding, named by its key; a checksum of it and of the key is in its header
-FOLDER/files/...                 SHA-256 of each weight file, so that gigabytes are read once and not at every start
+FOLDER/ab/ab12....safetensors    one prompt's encoding, named by its key; the header has a checksum of both
+FOLDER/files/...                 SHA-256 of each weight file, so that gigabytes are not read at every start
 
-A key stands for all that an encoding depends on (`backbone.TextEncoders`), so an entry is right wherever the folder lies and
-whoever wrote it; it is never out of date, and the folder can be copied, shared and removed. Entries appear by rename under
-names that no two writers share. They are not synced: what a crash of the machine leaves half-written fails its checksum, and
-an entry that fails is no entry, to be computed and written again.
+A key is a hash of all that an encoding depends on (`TextEncoders`). So an entry is never out of date, and the folder can be
+copied, shared and removed. An entry appears by rename, and two writers never share a temporary name. Entries are not synced to
+the disk: one that a crash of the machine cut short fails its checksum, and is computed and written again.
 """
 
 import contextlib
@@ -29,17 +28,17 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import PARTIAL, disk_reason, writing
 
 Encoding = dict[str, np.ndarray]  # of one prompt
-DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I32": np.int32, "BOOL": np.bool_}  # by the format's names
+DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I32": np.int32, "BOOL": np.bool_}  # by their names in safetensors
 
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A folder of encodings; it is made when the first one is written."""
+    """A folder of encodings. It is created when the first one is written."""
 
     folder: Path
 
     def read(self, key: str, like: Mapping[str, Any]) -> Encoding | None:
-        """The entry of `key`; None if there is none, or none that is whole and has the names, shapes and dtypes of `like`."""
+        """The entry of `key`; None if it is absent, damaged, or has other names, shapes or dtypes than `like`."""
         try:
             data = self._entry(key).read_bytes()
             start = 8 + int.from_bytes(data[:8], "little")
@@ -53,17 +52,20 @@ class Cache:
         return encoding if sound and described(encoding) == described(like) else None
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry of `key`, be it sound or not."""
+        """Whether there is an entry of `key`, damaged or not."""
         return self._entry(key).is_file()
 
     def write(self, key: str, encoding: Encoding) -> None:
-        """Makes `encoding` the entry of `key`. Raises RunError when the disk refuses."""
+        """Makes `encoding` the entry of `key`. Raises RunError if the disk refuses."""
         arrays = {name: np.ascontiguousarray(x) for name, x in encoding.items()}
-        self._appear(self._entry(key), save(arrays, {"sha256": _checksum(arrays, key)}))
+        with writing(self._entry(key)):
+            _replace(self._entry(key), save(arrays, {"sha256": _checksum(arrays, key)}))
 
     def digest(self, file: Path) -> str:
-        """The SHA-256 of a file's content. It is read again only if it is another file, or changed, by what the system says:
-        its place, size, times of change and inode, as version control judges whether a file has changed."""
+        """The SHA-256 of a file's content.
+
+        The file is read again only if its path, size, times of change, device or inode have changed, as git decides that.
+        """
         stat = file.stat()
         identity = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_dev, stat.st_ino]
         known = self.folder / "files" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -72,12 +74,12 @@ class Cache:
                 return digest
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        with contextlib.suppress(OSError):  # a folder that is only read from: the next start reads the file again
-            self._replace(known, digest.encode())
+        with contextlib.suppress(OSError):  # the folder may be read-only; then the next start reads the file again
+            _replace(known, digest.encode())
         return digest
 
     def check_writable(self) -> None:
-        """Raises InputError in one line if no entry can be written."""
+        """Raises InputError if no entry can be written."""
         probe = self.folder / f"{PARTIAL}{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,26 +92,9 @@ class Cache:
     def _entry(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.safetensors"
 
-    def _appear(self, path: Path, data: bytes) -> None:
-        with writing(path):
-            self._replace(path, data)
-
-    @staticmethod
-    def _replace(path: Path, data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}")
-        try:
-            with partial.open("xb") as stream:
-                stream.write(data)
-            os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
-
 
 def open_cache(path: str | None) -> Cache | None:
-    """The cache that `model.cache` names: a folder, '' for the user's own, None for none. Raises InputError for a file."""
+    """The cache that `model.cache` names: a folder, '' for the user's own, None for none. Raises InputError if it is a file."""
     if path is None:
         return None
     if path:
@@ -122,18 +107,32 @@ def open_cache(path: str | None) -> Cache | None:
 
 
 def key_of(identity: str, tokens: Mapping[str, np.ndarray]) -> str:
-    """Names an encoding: of one prompt's `tokens` by the encoders that `identity` names."""
+    """The key of the encoding of one prompt's `tokens` by the encoders that `identity` names."""
     return _checksum(tokens, identity)
 
 
+def _replace(path: Path, data: bytes) -> None:
+    """Makes `data` the content of a file, by rename. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        with partial.open("xb") as stream:
+            stream.write(data)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
 def _array(data: bytes, start: int, field: Mapping[str, Any]) -> np.ndarray:
-    """A tensor of a safetensors file that is in memory, its numbers from byte `start` on; a view."""
+    """A view of one tensor of a safetensors file in memory, whose data begin at byte `start`."""
     first, _ = field["data_offsets"]
     return np.frombuffer(data, DTYPES[field["dtype"]], math.prod(field["shape"]), start + first).reshape(field["shape"])
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], owner: str) -> str:
-    """Of whose they are, names, dtypes, shapes and every bit."""
+    """A hash of names, dtypes, shapes and every bit, and of `owner`."""
     total = hashlib.sha256(json.dumps(owner).encode())
     for name in sorted(arrays):
         x = arrays[name]

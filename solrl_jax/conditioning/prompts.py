@@ -1,4 +1,4 @@
-"""Prompt sets: files of one prompt a line, the order in which a run goes through them, and what goes before each prompt."""
+"""Prompt sets: files with one prompt a line, the order in which a run draws them, and the instruction before each prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "prompt_sets"
 
 
 class Prompt(str):
-    """A prompt is its text. `metadata` is what rewards are told beside it (as GenEval's counts and colours), mostly nothing."""
+    """The text of a prompt, and `metadata` for rewards that need more, such as GenEval's counts and colours."""
 
     metadata: Mapping[str, Any]
 
@@ -26,15 +26,23 @@ class Prompt(str):
 
 
 def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt]:
-    """The prompts of a file, in order, each once if `distinct`; blank lines are skipped. Errors name `field`.
+    """The prompts of a file, in order. Blank lines are skipped.
 
-    A text file has a prompt a line. A `.jsonl` file has an object a line, as GenEval's: its "prompt", all else being metadata.
-    Raises InputError when the file is absent, not text, holds no prompt, or has other metadata where a prompt comes again.
+    A text file has one prompt a line. A `.jsonl` file has one object a line, as GenEval's: "prompt", and metadata.
+
+    Args:
+      path: a file, or "embedded:NAME".
+      field: the setting that names the file, for messages.
+      distinct: return a prompt that is repeated once.
+
+    Raises InputError if the file is absent, is not text, holds no prompt, or repeats a prompt with other metadata.
     """
     where = f"{field}={path!r}"
     file = _embedded(path, where) if path.startswith(EMBEDDED) else Path(path)
     parse = _parse_json if file.suffix == ".jsonl" else lambda line, where: Prompt(line)
-    prompts = [parse(line, f"{where}: line {n}") for n, line in enumerate(_lines(file, where), start=1) if line]
+    # `splitlines` would also split at U+2028 and others, at which editors do not
+    lines = _read_text(file, where, "a text file of one prompt a line, or .jsonl").split("\n")
+    prompts = [parse(line.strip(), f"{where}: line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise InputError(f"{where}: holds no prompt; expected one a line")
     first: dict[str, Prompt] = {}
@@ -51,13 +59,12 @@ def _embedded(path: str, where: str) -> Path:
     return files[path]
 
 
-def _lines(file: Path, where: str) -> list[str]:
-    """The lines of a text file, without what surrounds them."""
+def _read_text(file: Path, where: str, expected: str) -> str:
+    """The content of a text file, without a byte-order mark. Raises InputError, which says what is expected."""
     try:
-        # a byte-order mark is no part of the first prompt; a line ends where an editor ends it, not at the likes of U+2028
-        return [line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n")]
+        return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise InputError(f"{where}: no such file; expected a text file of one prompt a line, or .jsonl") from None
+        raise InputError(f"{where}: no such file; expected {expected}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{where}: cannot be read as UTF-8 text ({error})") from error
 
@@ -73,26 +80,21 @@ def _parse_json(line: str, where: str) -> Prompt:
 
 
 def load_instruction(path: str, field: str) -> str:
-    """The text of a file, to be put before every prompt; the end of its last line is no part of it. Errors name `field`.
+    """The text of a file, which goes before every prompt; without the last end of line.
 
-    Raises InputError when the file is absent, not text, or blank.
+    field: the setting that names the file, for messages. Raises InputError if the file is absent, not text, or blank.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
-    except FileNotFoundError:
-        raise InputError(f"{field}={path!r}: no such file; expected a text file that holds the instruction") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{field}={path!r}: cannot be read as UTF-8 text ({error})") from error
+    text = _read_text(Path(path), f"{field}={path!r}", "a text file that holds the instruction").removesuffix("\n")
     if not text.strip():
         raise InputError(f"{field}={path!r}: holds no instruction")
     return text
 
 
 def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) -> list[T]:
-    """The `count` prompts of iteration `iteration` (from 0): every epoch goes through all, in an order of its own.
+    """The `count` prompts of an iteration, from 0. Every epoch goes through all prompts, in a new order.
 
-    A function of its arguments alone, so that the cursor is the iteration. Iterations are disjoint within an epoch; what
-    is left of an epoch when fewer than `count` remain is dropped, so that no iteration has a prompt twice.
+    The result depends on the arguments alone, so a resumed run needs no cursor. Within an epoch no prompt is drawn twice. If
+    fewer than `count` prompts are left in an epoch, they are dropped.
     """
     an_epoch = len(prompts) // count
     epoch, position = divmod(iteration, an_epoch)
