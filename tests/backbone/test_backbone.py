@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from solrl_jax.backbone.backbone import EMBEDDED_FOLDER, find_model, load_backbone, pipeline_files
+from solrl_jax.backbone.backbone import load_backbone
+from solrl_jax.backbone.locate import EMBEDDED_FOLDER, find_model, pipeline_files
 from solrl_jax.config.presets import resolve
 from solrl_jax.models import weights
-from solrl_jax.models.pipeline import open_pipeline
+from solrl_jax.models.registry import open_pipeline
 from solrl_jax.models.tiling import decode_tiled
 from solrl_jax.parallel import sharding
 from solrl_jax.rollout.generate import decode_chunk
@@ -80,7 +81,7 @@ def test_a_model_that_is_not_there_is_one_line_that_says_what_was_tried(path, me
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", jnp.float32), ("bf16", jnp.bfloat16)])
 def test_every_parameter_has_the_dtype_of_the_precision(precision, dtype, folder):
     backbone = load_backbone(str(folder), precision, sharding.make_mesh(1, 1))
-    parts = (backbone.transformer, backbone.text_encoders.params(), backbone.vae)
+    parts = (backbone.transformer, backbone.text_encoders.params(), backbone.decoder.params)
     assert {leaf.dtype for leaf in jax.tree.leaves(parts)} == {jnp.dtype(dtype)}
     assert backbone.dtype == dtype
 
@@ -93,7 +94,7 @@ def test_large_parameters_are_split_over_fsdp_and_small_ones_are_whole(backbones
     assert len(large.addressable_shards) == 8
     assert {shard.data.size for shard in large.addressable_shards} == {large.size // 4}
     assert small.sharding.is_fully_replicated
-    for leaf in jax.tree.leaves((split.transformer, split.text_encoders.params(), split.vae)):
+    for leaf in jax.tree.leaves((split.transformer, split.text_encoders.params(), split.decoder.params)):
         parts = leaf.size // leaf.addressable_shards[0].data.size
         assert parts == (4 if leaf.size >= sharding.SMALLEST_SHARDED else 1), leaf.shape
 
@@ -104,7 +105,7 @@ def test_each_parameter_is_placed_as_it_is_read(folder, monkeypatch, backbones):
     whole, split = backbones
     monkeypatch.setattr(jax, "device_put", one_device_only(jax.device_put))
     loaded = load_backbone(str(folder), "fp32", split.mesh)
-    trees = [(b.transformer, b.text_encoders.params(), b.vae) for b in (whole, split, loaded)]
+    trees = [(b.transformer, b.text_encoders.params(), b.decoder.params) for b in (whole, split, loaded)]
     assert jax.tree.map(lambda x: x.sharding, trees[2]) == sharding.parameter_sharding(split.mesh, trees[2])
     for (path, one), two, three in zip(
         jax.tree_util.tree_leaves_with_path(trees[0]), *map(jax.tree.leaves, trees[1:]), strict=True
@@ -212,7 +213,7 @@ def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(repository
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:  # in a process of its own: the client reads its environment once
         online = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
-        code = "from solrl_jax.backbone.backbone import find_model; print(find_model('owner/model'))"
+        code = "from solrl_jax.backbone.locate import find_model; print(find_model('owner/model'))"
         environment = os.environ | online | {"HF_HUB_CACHE": str(tmp_path), "HF_HOME": str(tmp_path / "home")}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     finally:
@@ -244,7 +245,7 @@ def test_velocity_and_images_do_not_depend_on_the_mesh(backbones):
         x, conditioning = jax.device_put((latent, of_rows), sharding.rows(backbone.mesh))
         with jax.set_mesh(backbone.mesh):
             velocity = jax.jit(backbone.velocity)(backbone.transformer, x, conditioning, np.float32(700), np.float32(1))
-            images = jax.jit(backbone.decode)(backbone.vae, x)
+            images = decode_chunk(backbone.decoder, x)
         results.append([np.asarray(x) for x in (encoded["text"], encoded["mask"], velocity, images)])
     (text, mask, velocity, images), (text_split, mask_split, velocity_split, images_split) = results
     print(relative(text_split[mask], text[mask]), relative(velocity_split, velocity), relative(images_split, images))
@@ -271,16 +272,17 @@ def test_an_image_decoded_in_tiles_is_much_like_the_whole_and_needs_much_less_me
     save_flux_pipeline(tmp_path)
     whole = load_backbone(str(tmp_path), "fp32", sharding.make_mesh(1, 1))
     latents = np.random.default_rng(0).standard_normal((2, 32, 32, KL_CHANNELS)).astype(np.float32)
-    tiled, wide = dataclasses.replace(whole, tile=32), dataclasses.replace(whole, tile=64)
+    plain = whole.decoder
+    tiled, wide = dataclasses.replace(plain, tile=32), dataclasses.replace(plain, tile=64)
 
-    def temporary(backbone):
+    def temporary(decoder):
         latent = jax.ShapeDtypeStruct((1, 128, 128, KL_CHANNELS), jnp.float32)  # of 256 pixels a side
-        return decode_chunk.lower(backbone, whole.vae, latent).compile().memory_analysis().temp_size_in_bytes
+        return decode_chunk.lower(decoder, latent).compile().memory_analysis().temp_size_in_bytes
 
     with jax.set_mesh(whole.mesh):
-        one, other = (np.asarray(decode_chunk(backbone, whole.vae, latents)) for backbone in (whole, tiled))
-        want = jax.jit(lambda vae, z: decode_tiled(partial(whole.pipeline.decode, vae), z, 16, 4, 2))(whole.vae, latents)
-        needed, needed_tiled = temporary(whole), temporary(wide)
+        one, other = (np.asarray(decode_chunk(decoder, latents)) for decoder in (plain, tiled))
+        want = jax.jit(lambda vae, z: decode_tiled(partial(whole.pipeline.decode, vae), z, 16, 4, 2))(plain.params, latents)
+        needed, needed_tiled = temporary(plain), temporary(wide)
     np.testing.assert_allclose(other, want, atol=1e-6)
     difference, another = np.abs(other - one).mean(), np.abs(one[0] - one[1]).mean()
     print(f"{difference:.3f}, between two images {another:.3f}; {needed / 1e6:.0f} MB, in tiles {needed_tiled / 1e6:.0f} MB")

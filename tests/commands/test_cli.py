@@ -2,12 +2,12 @@
 
 import csv
 import gzip
-import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,10 +50,9 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "cli"
     arguments = ["train", "tiny", *SMALL, "train.iterations=2", "eval.every=1", f"run.dir={folder}", "--json"]
     # the schedule is the one that the model directory itself names, so that both can make the same pictures
-    arguments += ["run.tensorboard=true", "reward=tiny-clip", "rollout.schedule=sd3", "--profile", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "solrl_jax.commands.cli", *arguments], capture_output=True, text=True, check=False
-    )
+    arguments += ["run.tensorboard=true", "reward=tiny-clip", "rollout.schedule=sd3", "rollout.explore.exact_steps=1"]
+    arguments += ["--profile", "2"]
+    done = subprocess.run([sys.executable, "-m", "solrl_jax", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout.strip().splitlines()[-1]), done.stderr
 
@@ -80,10 +79,8 @@ def test_train_leaves_everything_a_run_has(trained):
         assert (folder / name).exists(), name
     assert list((folder / "tensorboard").iterdir())
     assert "2 prompts x 4 kept x 2 sigmas = 16 terms" in said
-    assert (
-        "exploration in nvfp4_46 (weights and activations in E2M1, blocks of 16, of weights four over six; emulated: cpu"
-        in said
-    )
+    assert "exploration in nvfp4 (weights and activations in E2M1, blocks of 16; emulated: cpu" in said
+    assert "has no units for it), with ExactSteps" in said
     rows = metrics.read(folder)
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert {"seconds/explore", "images_per_second/explore", "fidelity/spearman", "loss"} <= rows[1].keys()
@@ -152,37 +149,47 @@ def test_eval_of_a_model_directory(call):
     assert 0 <= result["means"]["shapes/strict"] <= 1
 
 
-def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
+def test_rank_of_a_run(trained, call, tmp_path):
     folder, _, _ = trained
     code, out, _ = call("rank", str(folder), "--prompts", "2", "--out", str(tmp_path / "rank"), "--json")
     (result,) = json.loads(out.strip().splitlines()[-1])["settings"]
     assert code == 0
     assert -1 <= result["spearman"] <= 1
-    assert (result["precision"], result["steps"], result["candidates"], result["prompts"]) == ("nvfp4_46", 2, 8, 2)
+    assert (result["precision"], result["steps"], result["candidates"], result["prompts"]) == ("nvfp4", 2, 8, 2)
     rows = json.loads((tmp_path / "rank" / "rank.json").read_text())[0]["per_prompt"]
     assert len(rows) == 2
     assert {"spearman", "kendall", "top_k_match", "top_k_regret", "bottom_k_match", "largest_difference"} <= rows[0].keys()
     assert Image.open(tmp_path / "rank" / "rank.png").size[0] > 100
     assert not (tmp_path / "rank" / "rank-sweep.png").exists()
 
-    out = tmp_path / "sweep"
-    sweep = ("--formats", "nvfp4,bf16", "--steps", "2,3", "--sigmas", "own,first", "--candidates", "4,8", "--prompts", "1")
-    assert call("rank", "tiny", *SMALL, *sweep, "--out", str(out))[0] == 0
-    with (out / "rank.csv").open() as stream:
-        by = lambda row: (row["precision"], int(row["steps"]), row["sigmas"], int(row["candidates"]))
-        table = {by(row): row for row in csv.DictReader(stream)}
-    assert len(table) == 16
+
+def test_rank_sweeps_formats_steps_and_pools(call, tmp_path):
+    sweep = ("--formats", "nvfp4,bf16", "--steps", "2,3", "--candidates", "4,8", "--prompts", "1")
+    assert call("rank", "tiny", *SMALL, "rollout.explore.sigmas=first", *sweep, "--out", str(tmp_path / "first"))[0] == 0
+    table = rank_table(tmp_path / "first", "precision", "steps", "candidates")
+    assert len(table) == 8
     difference = lambda *key: float(table[key]["largest_difference"])
-    for size, sigmas in itertools.product((4, 8), ("own", "first")):  # the proxy is the truth, and nowhere else
-        assert difference("bf16", 3, sigmas, size) == 0
-        assert float(table["bf16", 3, sigmas, size]["spearman"]) == pytest.approx(1.0)
-        assert float(table["bf16", 3, sigmas, size]["range_bound"]) == pytest.approx(1.0)
-        for key in (("bf16", 2, sigmas, size), ("nvfp4", 2, sigmas, size), ("nvfp4", 3, sigmas, size)):
+    for size in ("4", "8"):
+        exact = table["bf16", "3", size]  # the proxy is the truth here, and nowhere else
+        assert (float(exact["largest_difference"]), float(exact["top_k_match"])) == (0, 1)
+        assert (float(exact["spearman"]), float(exact["range_bound"])) == pytest.approx((1, 1))
+        for key in (("bf16", "2", size), ("nvfp4", "2", size), ("nvfp4", "3", size)):
             assert difference(*key) > 1e-4
             assert float(table[key]["range_kept"]) >= float(table[key]["range_bound"])
-    assert abs(difference("bf16", 2, "own", 8) - difference("bf16", 2, "first", 8)) > 1e-4
-    assert {(row["precision"], row["exact_steps"]) for row in table.values()} == {("nvfp4", "1"), ("bf16", "0")}
-    assert Image.open(out / "rank-sweep.png").size[0] > 600
+        ends, ranks = 2, ("true_rank_best", "true_rank_worst")  # four are kept
+        assert [float(exact[name]) for name in ranks] == [(ends + 1) / 2, int(size) - (ends - 1) / 2]
+    assert Image.open(tmp_path / "first" / "rank-sweep.png").size[0] > 600
+
+    recipe = ("--explore", "paper", "--formats", "bf16", "--steps", "2", "--prompts", "1")
+    assert call("rank", "tiny", *SMALL, "rollout.explore.sigmas=first", *recipe, "--out", str(tmp_path / "paper"))[0] == 0
+    paper = rank_table(tmp_path / "paper", "explore", "precision", "steps", "candidates")["paper", "bf16", "2", "8"]
+    assert abs(float(paper["largest_difference"]) - difference("bf16", "2", "8")) > 1e-4  # on sigmas of its own
+
+
+def rank_table(folder: Path, *columns: str) -> dict[tuple[str, ...], dict[str, str]]:
+    """The rows of a folder's rank.csv by the values of some columns."""
+    with (folder / "rank.csv").open() as stream:
+        return {tuple(row[column] for column in columns): row for row in csv.DictReader(stream)}
 
 
 @pytest.mark.parametrize(
@@ -190,9 +197,7 @@ def test_rank_of_a_run_and_of_a_preset(trained, call, tmp_path):
     [
         (("--formats", "nvfp4,fp5"), "--formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, "),
         (("--steps", "4,0"), "--steps 4,0: expected a comma-separated list of integers of at least 1"),
-        (("--exact-steps", "1,-1"), "--exact-steps 1,-1: expected a comma-separated list of integers of at least 0"),
-        (("--exact-steps", "1,4", "--steps", "4,5"), "--exact-steps 4: must be less than the steps explored with, 4"),
-        (("--sigmas", "last"), "--sigmas last: expected a comma-separated list of own, first"),
+        (("--explore", "paper,mine"), "unknown explore 'mine': expected one of "),
         (("--candidates", "all"), "--candidates all: expected a comma-separated list of integers of at least 1"),
     ],
 )
@@ -393,7 +398,7 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "rollout.kept=3"), "must be even"),
         (("train", "tiny", "train.iterations=x"), "expected an integer"),
         (("train", "tiny", "rollout.steps=0"), "must be at least 1"),
-        (("train", "tiny", "rollout.chunk=7"), "must divide"),
+        (("train", "tiny", "explore=papers"), "unknown explore 'papers': did you mean 'paper'"),
         (("train", "tiny", "prompts.train=nowhere.txt"), "prompts.train='nowhere.txt': no such file"),
         (("train", "tiny", "reward.weights={beauty: 1}"), "unknown reward 'beauty'"),
         (("train", "tiny", "lora.targets=[blocks/nothing]"), "lora.targets: 'blocks/nothing' matches no parameter"),
@@ -445,7 +450,7 @@ def test_a_read_only_run_directory(tmp_path):
     folder.chmod(0o555)
     path = "/proc/solrl" if os.geteuid() == 0 else str(folder)  # root cannot write to the former either
     done = subprocess.run(
-        [sys.executable, "-m", "solrl_jax.commands.cli", "train", "tiny", f"run.dir={path}"],
+        [sys.executable, "-m", "solrl_jax", "train", "tiny", f"run.dir={path}"],
         capture_output=True,
         text=True,
         check=False,

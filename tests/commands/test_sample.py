@@ -141,8 +141,8 @@ def test_text_encoders_are_gone_before_the_first_step(models, prompt_file, tmp_p
     class Enough(Exception):
         pass
 
-    def generate(backbone, params, grid, prompted, *rest, **options):
-        assert prompted.conditioning["text"].shape[0] == len(PROMPTS)
+    def generate(backbone, stage, prompted, rows, **options):
+        assert prompted.conditions.positive["text"].shape[0] == len(rows) == len(PROMPTS)
         assert not backbone.text_encoders.loaded
         raise Enough
 
@@ -384,7 +384,7 @@ def test_the_program_itself_ends_with_code_2_and_no_traceback(case, models, prom
         prompt_file = tmp_path / "absent.txt"
     else:
         (tmp_path / "model" / WEIGHTS).unlink()
-    command = [sys.executable, "-m", "solrl_jax.commands.cli", "sample", tmp_path / "model", "--prompts", prompt_file]
+    command = [sys.executable, "-m", "solrl_jax", "sample", tmp_path / "model", "--prompts", prompt_file]
     ended = subprocess.run([*map(str, command), "--out", str(tmp_path / "out")], capture_output=True, text=True)
     assert_refused(ended.returncode, ended.stderr, tmp_path / "out")
     assert not ended.stdout

@@ -32,7 +32,7 @@ def start(folder: Path, host: int, port: int) -> subprocess.Popen:
     settings = [*SMALL, *MESH, *REWARD, *CALIBRATED, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     return subprocess.Popen(
-        [sys.executable, "-m", "solrl_jax.commands.cli", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
+        [sys.executable, "-m", "solrl_jax", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
         env=os.environ | {"XLA_FLAGS": flags}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
