@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding
 from safetensors import safe_open
 
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
-from solrl_jax.models.weights import Entry, entries, load_component, parameter_count
+from solrl_jax.models.weights import Entry, entries, find_component, load_tensors, parameter_count
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 
 # the released config but for the number of layers
@@ -150,7 +150,7 @@ def measure(folder: Path, state: nnx.State, fsdp: int) -> dict:
             return parameter_sharding(mesh, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
         began, computed = time.perf_counter(), time.process_time()
-        params = jax.block_until_ready(load_component(folder, state, jnp.dtype(jnp.bfloat16), place))
+        params = jax.block_until_ready(load_tensors(*find_component(folder, state), jnp.dtype(jnp.bfloat16), place))
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - computed
     check(folder, state, params)
     return {

@@ -33,7 +33,7 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
     pipeline = open_configurations(config.model.path, config.model.remat)
     there = experiment(config, pipeline, this_machine(), sharding.make_mesh(1, 1))
     encodings = {name: leaf.shape[1:] for name, leaf in Stages(there, 1).negative.items()}
-    stored = json.loads((pipeline.transformer.folder / "config.json").read_text())
+    stored = json.loads((pipeline.transformer.source / "config.json").read_text())
     return stored, encodings, pipeline.latent_shape(config.model.height, config.model.width)
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from solrl_jax.models.pipeline import Pipeline, open_pipeline
+from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.models.registry import open_pipeline
 from solrl_jax.models.tensor_files import without_variants
 from solrl_jax.storage import hub
 from solrl_jax.storage.errors import InputError, in_one_line

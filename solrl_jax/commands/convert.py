@@ -22,8 +22,10 @@ import click
 from solrl_jax.backbone.locate import pipeline_files
 from solrl_jax.commands.options import finish, json_option
 from solrl_jax.models import sana_native
-from solrl_jax.models.pipeline import Component, open_pipeline, read_json
+from solrl_jax.models.component import Component
+from solrl_jax.models.registry import open_pipeline
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.tensor_files import read_json
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, first_line, in_one_line
 
@@ -206,8 +208,8 @@ def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> d
 
 def _network(folder: Path) -> Component:
     """The transformer in `folder`, by its config alone."""
-    make = lambda fields: lambda rngs: SanaTransformer2DModel(SanaConfig.from_dict(fields), rngs=rngs)
-    return Component.of(folder / TRANSFORMER, make)
+    config = SanaConfig.from_dict(read_json(folder / TRANSFORMER / "config.json"))
+    return Component.of(folder / TRANSFORMER, lambda rngs: SanaTransformer2DModel(config, rngs=rngs))
 
 
 def _component_files(base: Path) -> list[str]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers import Linear, param
@@ -48,7 +49,7 @@ class TimestepMLP(nnx.Module):
     def __init__(self, d: int, *, rngs: nnx.Rngs):
         self.linear_1, self.linear_2 = Linear(256, d, rngs=rngs), Linear(d, d, rngs=rngs)
 
-    def __call__(self, value: Float[Array, " b"], dtype: jnp.dtype) -> Float[Array, "b d"]:
+    def __call__(self, value: Float[Array, " b"], dtype: DTypeLike) -> Float[Array, "b d"]:
         return self.linear_2(jax.nn.silu(self.linear_1(sinusoid(value).astype(dtype))))
 
 

@@ -7,13 +7,13 @@ parts of the file in their own right; the two projections to the shared space ar
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 
 from solrl_jax.models.tensor_files import STORED_DTYPES, Stored
-from solrl_jax.models.weights import Entry, find_tensors
+from solrl_jax.models.weights import Entry, entries, find_tensors
 
 # transformers' name -> OpenCLIP's, of tensors outside of the layers
 NAMES = {
@@ -40,11 +40,13 @@ THIRDS = ("q_proj", "k_proj", "v_proj")  # of attn.in_proj_weight and attn.in_pr
 TRANSPOSED = ("text_projection.weight", "visual_projection.weight")
 
 
-def find_open_clip(table: Sequence[Entry], file: Path) -> tuple[list[Entry], dict[str, Stored]]:
+def find_open_clip(file: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
     """The table of a `CLIPModel`, and where in a safetensors file of OpenCLIP each of its tensors lies: for `load_tensors`.
 
-    Raises ValueError listing every tensor that is missing, unexpected, mis-shaped or not of floating point, by its names.
+    Raises ValueError listing every tensor that is missing, unexpected, of another shape or not floating-point, by its name in
+    the file.
     """
+    table = entries(state)
     shapes = {name: e.torch_shape for e in table for name in e.names}
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():

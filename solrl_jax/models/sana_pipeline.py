@@ -1,5 +1,6 @@
 """SANA as a pipeline: prompt encoding, velocity and decoding as in diffusers' `SanaPipeline` (arXiv 2410.10629)."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,68 +9,83 @@ import numpy as np
 from jaxtyping import Array
 
 from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
+from solrl_jax.models.component import Component
 from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
-from solrl_jax.models.pipeline import (
-    Component,
-    Conditioning,
-    Pipeline,
-    Tokens,
-    check_fit,
-    fitting_latent,
-    load_tokenizer,
-    read_json,
-)
+from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.tensor_files import read_json
+from solrl_jax.models.tokenizers import load_tokenizer
 from solrl_jax.models.weights import Params
 
 MAX_TOKENS = 300
 
 
-def open_sana(folder: Path, remat: str) -> Pipeline:
-    """Reads a directory in the layout of `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`."""
-    config = SanaConfig.from_dict(read_json(folder / "transformer" / "config.json"))
-    vae_config = AutoencoderDCConfig.from_dict(read_json(folder / "vae" / "config.json"))
-    _check_fit(folder, config, vae_config)
+@dataclasses.dataclass(frozen=True, eq=False)
+class SanaText:
+    """The text encoder, Gemma 2, and its tokenizer."""
 
-    transformer = Component.of(
-        folder / "transformer", lambda d: lambda r: SanaTransformer2DModel(SanaConfig.from_dict(d), remat=remat, rngs=r)
-    )
-    text_encoder = Component.of(folder / "text_encoder", lambda d: lambda r: Gemma2Model(Gemma2Config.from_dict(d), rngs=r))
-    vae = Component.of(folder / "vae", lambda d: lambda r: AutoencoderDC(AutoencoderDCConfig.from_dict(d), rngs=r))
-    tokenizer = folder / "tokenizer"
+    encoder: Component
+    tokenizer: Path
 
-    def tokenize(prompts: Sequence[str], max_tokens: int) -> Tokens:
-        """Lower-cased, stripped, padded on the right to `max_tokens`; without an instruction, as the recipe trains."""
-        return with_instruction(prompts, max_tokens, "", 0)
+    def tokenize(self, prompts: Sequence[str], max_tokens: int) -> Tokens:
+        """Prompts in lower case, stripped, padded on the right to `max_tokens`; without an instruction, as in the recipe."""
+        return self._tokens([clean(p) for p in prompts], max_tokens, max_tokens)
 
-    def instruct(prompts: Sequence[str], max_tokens: int, instruction: str) -> Tokens:
-        """The instruction, as it is, before each prompt; of all tokens the first and the last `max_tokens` - 1 are kept.
+    def instruct(self, prompts: Sequence[str], max_tokens: int, instruction: str) -> Tokens:
+        """As `tokenize`, with the instruction before each prompt. The encoder reads it; the transformer does not see it.
 
-        The released text is the default of `complex_human_instruction` of diffusers' `SanaPipeline`, `chi_prompt` in the
-        authors' configs: its lines joined by line breaks.
+        The released instruction is the default of `complex_human_instruction` of diffusers' `SanaPipeline` (`chi_prompt` in the
+        authors' configs), its lines joined by line breaks.
         """
-        # 2: of the instruction's own tokens the one that begins the text, and the one that runs into the prompt
-        return with_instruction(prompts, max_tokens, instruction, len(load_tokenizer(tokenizer).encode(instruction)) - 2)
+        # The prompt reuses two of the instruction's own tokens: the one that begins every text, and the last one, which may
+        # become one token with the prompt's first letters.
+        own = len(load_tokenizer(self.tokenizer).encode(instruction)) - 2
+        return self._tokens([instruction + clean(p) for p in prompts], max_tokens, max_tokens + own)
 
-    def with_instruction(prompts: Sequence[str], max_tokens: int, instruction: str, more: int) -> Tokens:
-        """`more`: tokens that the encoder sees beside those that are kept. kept: the places of those, a row a prompt."""
-        length = max_tokens + more
-        encoded = load_tokenizer(tokenizer)(
-            [instruction + p.lower().strip() for p in prompts], padding="max_length", max_length=length, truncation=True,
-            padding_side="right", return_tensors="np")  # fmt: skip
-        kept = np.concatenate([[0], np.arange(length - max_tokens + 1, length)]).astype("int32")
+    def _tokens(self, texts: Sequence[str], kept: int, length: int) -> Tokens:
+        """Texts as `length` tokens. "kept": the positions of the first token and of the last `kept` - 1, a row a text."""
+        encoded = load_tokenizer(self.tokenizer)(
+            texts, padding="max_length", max_length=length, truncation=True, padding_side="right", return_tensors="np"
+        )
+        positions = np.concatenate([[0], np.arange(length - kept + 1, length)]).astype("int32")
         return {
             "ids": encoded["input_ids"].astype("int32"),
             "mask": encoded["attention_mask"].astype(bool),
-            "kept": np.tile(kept, (len(prompts), 1)),
+            "kept": np.tile(positions, (len(texts), 1)),
         }
 
-    def encode_text(params: dict[str, Params], tokens: Tokens) -> Conditioning:
-        text = text_encoder(params["text_encoder"])(tokens["ids"], tokens["mask"])
+    def encode(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
+        """{"text": [b, l, d], "mask": [b, l]}, at the kept tokens."""
+        text = self.encoder(params["text_encoder"])(tokens["ids"], tokens["mask"])
         return {
             "text": jnp.take_along_axis(text, tokens["kept"][..., None], axis=1),
             "mask": jnp.take_along_axis(tokens["mask"], tokens["kept"], axis=1),
         }
+
+
+def clean(prompt: str) -> str:
+    return prompt.lower().strip()
+
+
+def open_sana(folder: Path, remat: str) -> Pipeline:
+    """Opens a directory in the layout of `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`.
+
+    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
+    """
+    read = lambda part: read_json(folder / part / "config.json")
+    config, vae_config = SanaConfig.from_dict(read("transformer")), AutoencoderDCConfig.from_dict(read("vae"))
+    text_config = Gemma2Config.from_dict(read("text_encoder"))
+    check_fit(
+        folder,
+        ("transformer in_channels", config.in_channels, vae_config.latent_channels),
+        # a network with twice the channels would predict a variance beside the velocity
+        ("transformer out_channels", config.out_channels or config.in_channels, config.in_channels),
+        ("transformer caption_channels", config.caption_channels, text_config.hidden_size),
+        ("transformer cross_attention_dim", config.cross_attention_dim, config.width),
+    )
+    transformer = Component.of(folder / "transformer", lambda r: SanaTransformer2DModel(config, remat=remat, rngs=r))
+    encoder = Component.of(folder / "text_encoder", lambda r: Gemma2Model(text_config, rngs=r))
+    text = SanaText(encoder, folder / "tokenizer")
 
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
         embedded = None
@@ -78,37 +94,21 @@ def open_sana(folder: Path, remat: str) -> Pipeline:
         timestep = timestep * config.timestep_scale
         return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep, embedded)
 
-    compression = vae_config.spatial_compression
-
-    def latent_shape(height: int, width: int) -> tuple[int, int, int]:
-        return *fitting_latent(height, width, compression, config.patch_size), config.in_channels
-
     return Pipeline(
         kind="SanaPipeline",
         folder=folder,
         transformer=transformer,
-        text_encoders={"text_encoder": text_encoder},
-        vae=vae,
+        text_encoders={"text_encoder": encoder},
+        vae=Component.of(folder / "vae", lambda r: AutoencoderDC(vae_config, rngs=r)),
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
-        encode_text=encode_text,
+        tokenize=text.tokenize,
+        encode_text=text.encode,
         unscale=lambda latent: latent / vae_config.scaling_factor,
-        tokenize=tokenize,
-        instruct=instruct,
-        latent_shape=latent_shape,
-        image_tokens=lambda height, width: height * width // (compression * config.patch_size) ** 2,
-        default_max_tokens=min(MAX_TOKENS, load_tokenizer(tokenizer).model_max_length),
-        default_size=(config.sample_size * compression,) * 2,
-    )
-
-
-def _check_fit(folder: Path, config: SanaConfig, vae: AutoencoderDCConfig) -> None:
-    """The components were made for each other, and the network predicts a velocity and nothing beside it."""
-    text = Gemma2Config.from_dict(read_json(folder / "text_encoder" / "config.json"))
-    check_fit(
-        folder,
-        ("transformer in_channels", config.in_channels, vae.latent_channels),
-        ("transformer out_channels", config.out_channels or config.in_channels, config.in_channels),
-        ("transformer caption_channels", config.caption_channels, text.hidden_size),
-        ("transformer cross_attention_dim", config.cross_attention_dim, config.width),
+        compression=vae_config.spatial_compression,
+        channels=config.in_channels,
+        patch=config.patch_size,
+        default_size=(config.sample_size * vae_config.spatial_compression,) * 2,
+        default_max_tokens=min(MAX_TOKENS, load_tokenizer(text.tokenizer).model_max_length),
+        instruct=text.instruct,
     )

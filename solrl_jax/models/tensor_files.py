@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +45,19 @@ class Stored:
                 if file.readinto(data.data) != len(data):
                     raise ValueError(f"{self.file}: ended within {self.name}")
                 yield start, data.view(dtype).reshape(-1, *shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises FileNotFoundError or ValueError naming the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return value
 
 
 def read_header(file: Path) -> list[Stored]:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from solrl_jax.models.axis_order import Index, from_torch_order, index_in_torch, shape_in_torch, to_torch_order
@@ -99,41 +100,43 @@ def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
     for e in entries(state):
         value = np.asarray(flat[e.path])
         for name, tensor in zip(e.names, value if e.stacked else value[None], strict=True):
-            out[name] = np.asarray(to_torch_order(tensor, e.layout), order="C")  # (ascontiguousarray would make 0-d 1-d)
+            out[name] = np.asarray(
+                to_torch_order(np.asarray(tensor), e.layout), order="C"
+            )  # ascontiguousarray makes scalars 1-d
     return out
 
 
-def load_component(folder: Path, state: nnx.State, dtype: jnp.dtype, place: Placement | None = None) -> Params:
-    """Parameters of the component in `folder`, cast to `dtype`; tensor by tensor, each put where it belongs as it is read.
-
-    place: from a parameter's path and shape to its sharding; None: arrays on JAX's default device.
-    No more than `PART` bytes, or one tensor if that is more, are on the host at a time, and a process reads no rows of a file
-    that none of its devices holds. Raises ValueError that lists every tensor that does not fit, before anything is placed.
-    """
-    return load_tensors(*check_component(folder, state), dtype, place)
-
-
 def load_tensors(
-    table: Sequence[Entry], stored: Mapping[str, Stored], dtype: jnp.dtype, place: Placement | None = None
+    table: Sequence[Entry], stored: Mapping[str, Stored], dtype: DTypeLike, place: Placement | None = None
 ) -> Params:
-    """`load_component` for tensors that have been found: `stored` has each name of the table."""
+    """The parameters of a table, cast to `dtype`. Each tensor is read and goes at once to the devices that hold it.
+
+    stored: where each tensor of the table lies, by name. place: from a parameter's path and shape to its sharding; None:
+    arrays on JAX's default device.
+    The host holds no more than `PART` bytes at a time, or one tensor if that is more. A process reads only those rows of a
+    file that its own devices hold.
+    """
     return _nest({e.path: _place(e, stored, jnp.dtype(dtype), place) for e in table})
 
 
-def abstract_tensors(table: Sequence[Entry], dtype: jnp.dtype, place: Placement | None = None) -> Params:
+def abstract_tensors(table: Sequence[Entry], dtype: DTypeLike, place: Placement | None = None) -> Params:
     """What `load_tensors` would return, as ShapeDtypeStruct."""
     where = lambda e: None if place is None else place(e.path, e.full_shape)
     return _nest({e.path: jax.ShapeDtypeStruct(e.full_shape, dtype, sharding=where(e)) for e in table})
 
 
-def check_component(folder: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
-    """The network's table and where each tensor of `folder` lies, from the headers of its files alone.
+def find_component(source: Path, state: nnx.State, unused: tuple[str, ...] = ()) -> tuple[list[Entry], dict[str, Stored]]:
+    """The network's table, and where each of its tensors lies, from the headers of the files alone: for `load_tensors`.
 
-    Raises ValueError listing every tensor that is missing, unexpected, mis-shaped, there twice or not of floating point.
+    source: a directory of a pipeline's component, or one safetensors file. unused: how the names of tensors begin that the
+    files hold and the network does without.
+    Raises ValueError listing every tensor that is missing, unexpected, of another shape, stored twice or not floating-point.
     """
-    table = _as_spelt(entries(state), weight_files(folder))
+    files = [source] if source.is_file() else weight_files(source)
+    table = _as_spelt(entries(state), files)
     wanted = {name: e.torch_shape for e in table for name in e.names}
-    return table, find_tensors(weight_files(folder), wanted, str(folder), lambda name: REDUNDANT.get(name) in wanted)
+    ignored = lambda name: REDUNDANT.get(name) in wanted or name.startswith(unused)
+    return table, find_tensors(files, wanted, str(source), ignored)
 
 
 def _as_spelt(table: list[Entry], files: Sequence[Path]) -> list[Entry]:
@@ -167,7 +170,7 @@ def find_tensors(
     return stored
 
 
-def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: jnp.dtype) -> None:
+def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> None:
     """Writes `config.json` and the weights in `dtype`; each file appears by rename."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {k: np.asarray(v).astype(dtype) for k, v in tensors.items()}

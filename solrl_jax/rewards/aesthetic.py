@@ -1,6 +1,7 @@
-"""The LAION aesthetic predictor (arXiv 2210.08402, section 3): how much people would like a picture, whatever was asked for."""
+"""The LAION aesthetic predictor (arXiv 2210.08402, section 3): how much people like a picture, whatever its prompt."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,19 @@ from jaxtyping import Array, Float
 from solrl_jax.models.clip import CLIPConfig, VisionModel
 from solrl_jax.models.image_resize import Preprocessing
 from solrl_jax.models.layers import Linear
-from solrl_jax.models.pipeline import read_json
 from solrl_jax.models.score_head import ScoreHead
+from solrl_jax.models.tensor_files import read_json
+from solrl_jax.models.weights import find_component
 from solrl_jax.rewards.clip import unit
-from solrl_jax.rewards.network import Network, in_rows
+from solrl_jax.rewards.network import in_rows, load_network, open_network
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.rewards.sources import find
 
-OF_TEXTS = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")  # not read
+TEXT_TENSORS = ("text_model.", "text_projection.", "logit_scale")  # in CLIP's file; not read
 
 
 class ImageEncoder(nnx.Module):
-    """The half of `models.clip.CLIPModel` that sees pictures, under its names."""
+    """The half of `models.clip.CLIPModel` that reads pictures; its parameters have the same names."""
 
     def __init__(self, c: CLIPConfig, *, rngs: nnx.Rngs):
         self.vision_model = VisionModel(c.vision_config, rngs=rngs)
@@ -33,21 +35,22 @@ class ImageEncoder(nnx.Module):
 
 
 def aesthetic(paths: Mapping[str, str]) -> Loader:
-    """About 1 to 10, from the direction of the picture's vector in OpenAI's ViT-L/14; the prompt has no say."""
+    """A rating of about 1 to 10, from the direction of the picture's vector in OpenAI's ViT-L/14."""
     head_file, folder = find("aesthetic", paths), find("aesthetic/clip", paths)
     config = CLIPConfig.from_dict(read_json(folder / "config.json"))
-    encoder = Network.of(lambda rngs: ImageEncoder(config, rngs=rngs), folder, lambda tensor: tensor.startswith(OF_TEXTS))
-    head = Network.of(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), head_file)
+    encoder = open_network(lambda rngs: ImageEncoder(config, rngs=rngs), folder, partial(find_component, unused=TEXT_TENSORS))
+    head = open_network(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), head_file)
     preprocess = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")
 
     def prepare(prompts: Sequence[str]) -> np.ndarray:
+        """The prompts are not read, but `score` wants an array with a row a prompt."""
         return np.zeros(len(prompts), np.float32)
 
-    def score(params: dict[str, Any], images: Array, nothing: Array) -> Scores:
-        vector = unit(encoder(params["encoder"])(preprocess(images)))
-        return {"reward": head(params["head"])(vector)}
+    def score(params: dict[str, Any], images: Array, _: Array) -> Scores:
+        vector = unit(encoder(encoder.gathered(params["encoder"]))(preprocess(images)))
+        return {"reward": head(head.gathered(params["head"]))(vector)}
 
     def load(mesh: Mesh | None) -> Reward:
-        return Reward({"encoder": encoder.load(mesh), "head": head.load(mesh)}, prepare, in_rows(score))
+        return Reward({"encoder": load_network(encoder, mesh), "head": load_network(head, mesh)}, prepare, in_rows(score))
 
     return load

@@ -1,7 +1,4 @@
-"""Rewards that are cosines of picture and prompt in a CLIP (arXiv 2103.00020), each on the scale of its peers.
-
-What a reward sees of a picture, and in which library that was so, is its `Preprocessing`.
-"""
+"""Rewards that are the cosine between a picture and its prompt in a CLIP (arXiv 2103.00020), each on its published scale."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,15 +9,17 @@ from jaxtyping import Array, Float
 
 from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from solrl_jax.models.clip import CLIPConfig, CLIPModel
+from solrl_jax.models.component import Component
 from solrl_jax.models.image_resize import MEAN, STD, Preprocessing
-from solrl_jax.models.pipeline import read_json
-from solrl_jax.models.weights import REDUNDANT
-from solrl_jax.rewards.network import Network, in_rows
+from solrl_jax.models.open_clip import find_open_clip
+from solrl_jax.models.tensor_files import read_json
+from solrl_jax.rewards.network import in_rows, load_network, open_network
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import Tokenize, clip_texts, open_clip_texts, open_tokenizer
 
-# HPS v2.1 is OpenCLIP's ViT-H-14; its file says no sizes. A text ends at its highest token (2: `models.clip.TextModel.at_end`).
+# HPS v2.1 is OpenCLIP's ViT-H-14. Its file does not say the sizes. `eos_token_id` 2 means: a text ends at its highest token id
+# (`models.clip.TextModel.at_end`).
 HPS = CLIPConfig.from_dict({
     "projection_dim": 1024,
     "text_config": {
@@ -35,7 +34,7 @@ HPS = CLIPConfig.from_dict({
 
 
 def clipscore(paths: Mapping[str, str]) -> Loader:
-    """CLIPScore (arXiv 2104.08718) by OpenAI's ViT-L/14: `exp(logit_scale) / 100` times the cosine, about the cosine itself."""
+    """CLIPScore (arXiv 2104.08718) with OpenAI's ViT-L/14: `exp(logit_scale) / 100` times the cosine, about the cosine."""
     config, network = _open(paths, "clipscore")
     preprocessing = Preprocessing(config.vision_config.image_size, "bilinear", eight_bit=False, fit="crop")
     texts = clip_texts(find("clipscore", paths), config.text_config.max_position_embeddings)
@@ -43,7 +42,7 @@ def clipscore(paths: Mapping[str, str]) -> Loader:
 
 
 def pickscore(paths: Mapping[str, str]) -> Loader:
-    """PickScore v1 (arXiv 2305.01569) by a fine-tuned ViT-H/14: `exp(logit_scale) / 26` times the cosine, about 0.8."""
+    """PickScore v1 (arXiv 2305.01569) with a fine-tuned ViT-H/14: `exp(logit_scale) / 26` times the cosine, about 0.8."""
     config, network = _open(paths, "pickscore")
     preprocessing = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")
     texts = clip_texts(find("pickscore/tokenizer", paths), config.text_config.max_position_embeddings)
@@ -51,47 +50,49 @@ def pickscore(paths: Mapping[str, str]) -> Loader:
 
 
 def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
-    """HPS v2.1 (arXiv 2306.09341) by a fine-tuned ViT-H/14 in OpenCLIP's layout: the cosine, about 0.3."""
-    network = Network.of_open_clip(lambda rngs: CLIPModel(config, rngs=rngs), find("hpsv2", paths))
+    """HPS v2.1 (arXiv 2306.09341) with a fine-tuned ViT-H/14 in OpenCLIP's layout: the cosine, about 0.3."""
+    network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), find("hpsv2", paths), find_open_clip)
     preprocessing = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=False, fit="pad")
     texts = open_clip_texts(find("hpsv2/tokenizer", paths), config.text_config.max_position_embeddings)
     return _cosine(network, preprocessing, texts, lambda model: jnp.ones(()))
 
 
 def tiny_clip() -> Reward:
-    """Cosine of picture and prompt in the embedded CLIP, about -0.2 to 0.6. Pictures have the size that it takes."""
+    """The cosine in the embedded CLIP, about -0.2 to 0.6. Pictures must have that CLIP's own size."""
     folder = EMBEDDED_FOLDER / "tiny-clip"
     config = CLIPConfig.from_dict(read_json(folder / "config.json"))
-    network = Network.of(lambda rngs: CLIPModel(config, rngs=rngs), folder)
+    network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
     texts = clip_texts(folder, open_tokenizer(folder).model_max_length)
     return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))(None)
 
 
-def _open(paths: Mapping[str, str], name: str) -> tuple[CLIPConfig, Network]:
-    """A CLIP of transformers' layout."""
+def _open(paths: Mapping[str, str], name: str) -> tuple[CLIPConfig, Component]:
+    """A CLIP in the layout of transformers, by its name in `reward.paths`."""
     folder = find(name, paths)
     config = CLIPConfig.from_dict(read_json(folder / "config.json"))
-    ignored = lambda tensor: tensor in REDUNDANT
-    return config, Network.of(lambda rngs: CLIPModel(config, rngs=rngs), folder, ignored)
+    return config, open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
 
 
 def _cosine(
-    network: Network,
+    network: Component,
     preprocess: Callable[[Float[Array, "b H W 3"]], Float[Array, "b h w 3"]],
     tokenize: Tokenize,
     scale: Callable[[CLIPModel], Array],
 ) -> Loader:
+    """The reward `scale(model)` (a scalar) times the cosine between picture and prompt."""
+
     def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
-        model = network(params)
+        model = network(network.gathered(params))
         image = unit(model.encode_image(preprocess(images)))
         text = unit(model.encode_text(tokens["ids"], tokens["mask"]))
         return {"reward": scale(model) * (image * text).sum(-1)}
 
     def load(mesh: Mesh | None) -> Reward:
-        return Reward(network.load(mesh), tokenize, in_rows(score))
+        return Reward(load_network(network, mesh), tokenize, in_rows(score))
 
     return load
 
 
 def unit(x: Float[Array, "b d"]) -> Float[Array, "b d"]:
+    """Vectors divided by their lengths."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)

@@ -1,6 +1,7 @@
-"""ImageReward v1.0 (arXiv 2304.05977): human preference by a fine-tuned BLIP that reads prompt and picture together."""
+"""ImageReward v1.0 (arXiv 2304.05977): human preference, by a fine-tuned BLIP that reads prompt and picture together."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
@@ -8,7 +9,8 @@ from jaxtyping import Array
 
 from solrl_jax.models.blip import UNUSED, ImageReward, ImageRewardConfig
 from solrl_jax.models.image_resize import Preprocessing
-from solrl_jax.rewards.network import Network, in_rows
+from solrl_jax.models.weights import find_component
+from solrl_jax.rewards.network import in_rows, load_network, open_network
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import image_reward_texts
@@ -17,14 +19,14 @@ from solrl_jax.rewards.texts import image_reward_texts
 def imagereward(paths: Mapping[str, str], config: ImageRewardConfig = ImageRewardConfig()) -> Loader:  # noqa: B008 - frozen
     """The standardised reward, about -2 to 2. Pictures are resized and cropped as Pillow and torchvision do it."""
     build = lambda rngs: ImageReward(config, rngs=rngs)
-    network = Network.of(build, find("imagereward", paths), lambda tensor: tensor.startswith(UNUSED))
+    network = open_network(build, find("imagereward", paths), partial(find_component, unused=UNUSED))
     preprocess = Preprocessing(config.image_size, "bicubic", eight_bit=True, fit="crop")
     tokenize = image_reward_texts(find("imagereward/tokenizer", paths), config.tokens)
 
     def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
-        return {"reward": network(params)(preprocess(images), tokens["ids"], tokens["mask"])}
+        return {"reward": network(network.gathered(params))(preprocess(images), tokens["ids"], tokens["mask"])}
 
     def load(mesh: Mesh | None) -> Reward:
-        return Reward(network.load(mesh), tokenize, in_rows(score))
+        return Reward(load_network(network, mesh), tokenize, in_rows(score))
 
     return load

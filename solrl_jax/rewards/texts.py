@@ -7,7 +7,7 @@ from pathlib import Path
 import ftfy
 import numpy as np
 
-from solrl_jax.models.pipeline import load_tokenizer
+from solrl_jax.models.tokenizers import load_tokenizer
 from solrl_jax.storage.errors import in_one_line
 
 Tokens = dict[str, np.ndarray]  # "ids" int32 and "mask" bool (true on tokens), [prompts, length]

@@ -18,7 +18,7 @@ from diffusers import SanaTransformer2DModel
 
 from solrl_jax.commands import convert as conversion
 from solrl_jax.commands.convert import convert
-from solrl_jax.models.pipeline import open_pipeline
+from solrl_jax.models.registry import open_pipeline
 from solrl_jax.models.sana import SanaConfig
 from solrl_jax.storage.errors import InputError, RunError
 from tests.commands.test_cli import solrl

@@ -172,7 +172,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     def load(*_):
         raise AssertionError("weights are loaded")
 
-    monkeypatch.setattr("solrl_jax.models.pipeline.load_component", load)
+    monkeypatch.setattr("solrl_jax.models.component.Component.load", load)
     call = lambda *arguments: CliRunner().invoke(cli.cli, ["linears", "tiny", *arguments], catch_exceptions=False).output
     summary = json.loads(call("--json", "rollout.explore.precision=mxfp4", "rollout.explore.correction=16"))
     of = open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["mxfp4"]

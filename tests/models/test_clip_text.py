@@ -10,7 +10,15 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from solrl_jax.models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
-from solrl_jax.models.weights import entries, from_torch, load_component, parameter_count, save_component, to_torch
+from solrl_jax.models.weights import (
+    entries,
+    find_component,
+    from_torch,
+    load_tensors,
+    parameter_count,
+    save_component,
+    to_torch,
+)
 from tests import carried
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -71,13 +79,13 @@ def test_files_of_transformers_4_and_5_are_read_alike(prefix, tmp_path):
     state, _, want = port(reference, projected=False)
     tensors = {prefix + name.removeprefix("text_model."): t.numpy() for name, t in reference.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    got = load_component(tmp_path, state, jnp.float32)
+    got = load_tensors(*find_component(tmp_path, state), jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     odd = "final_layer_norm.bias"  # both spellings in one file are no spelling
     tensors[("" if prefix else "text_model.") + odd] = tensors.pop(prefix + odd)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"do not fit the network: missing text_model\..*; unexpected "):
-        load_component(tmp_path, state, jnp.float32)
+        load_tensors(*find_component(tmp_path, state), jnp.float32)
 
 
 def texts(count: int, length: int, seed: int = 1) -> np.ndarray:
@@ -183,7 +191,7 @@ def test_a_component_goes_out_as_it_came_in(tmp_path, projected):
     for (name, a), b in zip(reference.state_dict().items(), theirs.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     theirs.save_pretrained(tmp_path)
-    loaded = load_component(tmp_path, state, jnp.float32)
+    loaded = load_tensors(*find_component(tmp_path, state), jnp.float32)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), loaded, params))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from solrl_jax.backbone.backbone import load_backbone
-from solrl_jax.models.pipeline import open_pipeline
+from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.storage.errors import InputError
 from tests import pipelines
@@ -248,7 +248,7 @@ def test_blocks_of_text_encoders_are_gathered_a_layer_at_a_time(monkeypatch, tmp
     save_flux_pipeline(tmp_path)
     t5 = open_pipeline(tmp_path).text_encoders["text_encoder_2"]
     params, whole = t5.shapes(jnp.float32), []
-    monkeypatch.setattr("solrl_jax.models.pipeline.gather", lambda tree: whole.append(tree) or tree)
+    monkeypatch.setattr("solrl_jax.models.component.gather", lambda tree: whole.append(tree) or tree)
     assert t5.gathered(params) == params
     ids = lambda tree: {id(leaf) for leaf in jax.tree.leaves(tree)}
     assert ids(whole) == ids(params) - ids(params["encoder"]["block"]) != ids(params)

@@ -30,8 +30,8 @@ def test_every_tensor_arrives_where_transformers_has_it(tmp_path):
     for first, (name, t) in enumerate(model.state_dict().items()):
         tensors[name] = (torch.arange(t.numel()) % 251 + first).reshape(t.shape).to(torch.bfloat16)
     save_file(tensors, tmp_path / "hps.safetensors")
-    state, ours = table(released.HPS)
-    got = to_torch(state, jax.device_get(load_tensors(*find_open_clip(ours, tmp_path / "hps.safetensors"), np.float32)))
+    state, _ = table(released.HPS)
+    got = to_torch(state, jax.device_get(load_tensors(*find_open_clip(tmp_path / "hps.safetensors", state), np.float32)))
     taken = set()
     for name, value in got.items():
         theirs, third = open_clip_name(name)

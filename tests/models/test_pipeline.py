@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from solrl_jax.models.pipeline import open_pipeline
+from solrl_jax.models.registry import open_pipeline
 from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, WORDS, save_pipeline
 
 TOLERANCE = 1e-5

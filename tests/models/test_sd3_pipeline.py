@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from solrl_jax.backbone.backbone import load_backbone
-from solrl_jax.models.pipeline import open_pipeline
+from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.storage.errors import InputError
 from tests import pipelines

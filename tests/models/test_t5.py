@@ -12,7 +12,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from solrl_jax.models import attention as attention_module
 from solrl_jax.models.attention import attention
 from solrl_jax.models.t5 import T5Config, T5EncoderModel, relative_buckets
-from solrl_jax.models.weights import entries, from_torch, load_component, parameter_count, to_torch
+from solrl_jax.models.weights import entries, find_component, from_torch, load_tensors, parameter_count, to_torch
 from tests import carried
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -139,7 +139,7 @@ def test_a_saved_component_loads(tmp_path):
     reference = reference_model({})
     reference.save_pretrained(tmp_path)
     state, _, params = port(reference)
-    loaded = load_component(tmp_path, state, jnp.float32)
+    loaded = load_tensors(*find_component(tmp_path, state), jnp.float32)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), loaded, params))
     back = to_torch(state, params)
     assert back.keys() == released(reference).keys()

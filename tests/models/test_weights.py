@@ -20,10 +20,10 @@ from solrl_jax.models import tensor_files, weights
 from solrl_jax.models.layers import Conv, DepthwiseConv, Embedding, Linear, RMSNorm, param, stack
 from solrl_jax.models.tensor_files import weight_files, without_variants
 from solrl_jax.models.weights import (
-    check_component,
     entries,
+    find_component,
     from_torch,
-    load_component,
+    load_tensors,
     parameter_count,
     save_component,
     to_torch,
@@ -121,7 +121,7 @@ def test_every_layout_computes_what_pytorchs_layer_does(theirs, network):
 def test_a_file_of_any_precision_is_cast_to_the_one_wanted(stored, wanted, theirs, network, tmp_path):
     tensors = {name: t.to(stored) for name, t in theirs.state_dict().items()}
     safetensors.torch.save_file(tensors, tmp_path / FILE)
-    params = load_component(tmp_path, network[1], wanted)
+    params = load_tensors(*find_component(tmp_path, network[1]), wanted)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
     want = from_torch(network[1], {name: t.float().numpy().astype(wanted) for name, t in tensors.items()})
     got, want = flat(params), flat(want)
@@ -149,7 +149,7 @@ def test_shards_with_an_index_load_as_one_file_does(theirs, network, tmp_path):
     names = save_shards(tmp_path / "two", theirs)
     assert [p.name for p in weight_files(tmp_path / "one")] == [FILE]
     assert [p.name for p in weight_files(tmp_path / "two")] == names
-    one, two = (flat(load_component(tmp_path / name, network[1], jnp.float32)) for name in ("one", "two"))
+    one, two = (flat(load_tensors(*find_component(tmp_path / name, network[1]), jnp.float32)) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name in one:
         np.testing.assert_array_equal(one[name], two[name], err_msg=name)
@@ -180,7 +180,7 @@ def test_a_variant_is_read_only_where_there_is_nothing_else(kind, theirs, networ
         (tmp_path / names[2]).write_text(json.dumps({"weight_map": place}))
     for other in others:
         (tmp_path / other).write_text("{}")
-    temperature = lambda: float(load_component(tmp_path, network[1], jnp.float32)["temperature"])
+    temperature = lambda: float(load_tensors(*find_component(tmp_path, network[1]), jnp.float32)["temperature"])
     assert [p.name for p in weight_files(tmp_path)] == files
     assert temperature() == float(theirs.temperature) + 1
     save_shards(tmp_path, theirs)
@@ -227,7 +227,7 @@ def test_all_problems_of_a_file_are_listed_at_once_in_one_line(theirs, network, 
     tensors |= {"stranger": torch.zeros(2, 3), "linear.weight": torch.zeros(3, 4)}
     safetensors.torch.save_file(tensors, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"4 tensor\(s\) do not fit") as error:
-        load_component(tmp_path, network[1], jnp.float32)
+        load_tensors(*find_component(tmp_path, network[1]), jnp.float32)
     for part in (str(tmp_path), "missing blocks.1.first.weight (4, 3)", "missing temperature ()", "unexpected stranger (2, 3)",
                  "linear.weight has shape (3, 4), expected (4, 3)"):  # fmt: skip
         assert part in str(error.value)
@@ -240,7 +240,7 @@ def test_a_tensor_that_is_not_of_plain_floating_point_is_refused_by_name(dtype, 
     tensors |= {name: tensors[name].to(dtype) for name in ("linear.weight", "blocks.2.inner.conv.bias")}
     safetensors.torch.save_file(tensors, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"2 tensor\(s\) do not fit") as error:
-        check_component(tmp_path, network[1])
+        find_component(tmp_path, network[1])
     for name in ("linear.weight", "blocks.2.inner.conv.bias"):
         assert re.search(rf"{re.escape(name)} is [A-Z0-9_]+, expected one of BF16, F16, F32, F64", str(error.value))
     assert "\n" not in str(error.value)
@@ -251,7 +251,7 @@ def test_a_tensor_in_two_shards_is_refused(theirs, network, tmp_path):
     both = safetensors.torch.load_file(tmp_path / first) | safetensors.torch.load_file(tmp_path / second)
     safetensors.torch.save_file({n: t for n, t in both.items() if n != "temperature"}, tmp_path / second)
     with pytest.raises(ValueError, match=rf"linear\.weight is both in {first} and in {second}"):
-        load_component(tmp_path, network[1], jnp.float32)
+        load_tensors(*find_component(tmp_path, network[1]), jnp.float32)
 
 
 class Tied(nnx.Module):
@@ -275,14 +275,14 @@ def test_what_older_files_repeat_is_passed_over_beside_what_it_repeats_and_nowhe
     full, bare = ({name: torch.randn(e.torch_shape) for e in entries(s) for name in e.names} for s in states)
     assert len(full) == 4
     safetensors.torch.save_file(full | old, tmp_path / FILE)
-    params = load_component(tmp_path, states[0], jnp.float32)
+    params = load_tensors(*find_component(tmp_path, states[0]), jnp.float32)
     np.testing.assert_array_equal(params["shared"]["embedding"], full["shared.weight"].numpy())
     safetensors.torch.save_file(full | old | {"decoder.embed_tokens.weight": torch.zeros(7, 3)}, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"1 tensor\(s\) do not fit the network: unexpected decoder.embed_tokens.weight"):
-        load_component(tmp_path, states[0], jnp.float32)
+        load_tensors(*find_component(tmp_path, states[0]), jnp.float32)
     safetensors.torch.save_file(bare | old, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"3 tensor\(s\) do not fit") as error:
-        load_component(tmp_path, states[1], jnp.float32)
+        load_tensors(*find_component(tmp_path, states[1]), jnp.float32)
     assert all(f"unexpected {name}" in str(error.value) for name in old)
 
 
@@ -291,7 +291,7 @@ def test_a_file_cut_short_is_refused(keep, theirs, network, tmp_path):
     whole = safetensors.torch.save(theirs.state_dict())
     (tmp_path / FILE).write_bytes(whole[:keep])
     with pytest.raises(ValueError, match=f"{FILE}: not a readable safetensors file"):
-        load_component(tmp_path, network[1], jnp.float32)
+        load_tensors(*find_component(tmp_path, network[1]), jnp.float32)
 
 
 def test_a_saved_component_is_config_and_weights_in_the_precision_asked_for(theirs, network, tmp_path):
@@ -302,7 +302,7 @@ def test_a_saved_component_is_config_and_weights_in_the_precision_asked_for(thei
     read_by_torch = safetensors.torch.load_file(tmp_path / "new" / FILE)
     for name, t in theirs.state_dict().items():
         assert torch.equal(read_by_torch[name], t.bfloat16()), name
-    back = to_torch(network[1], load_component(tmp_path / "new", network[1], jnp.float32))
+    back = to_torch(network[1], load_tensors(*find_component(tmp_path / "new", network[1]), jnp.float32))
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(back[name], tensor.astype(ml_dtypes.bfloat16).astype(np.float32), err_msg=name)
 
@@ -381,7 +381,7 @@ def test_every_shard_of_every_parameter_is_its_part_of_the_tensors(split, part, 
     monkeypatch.setattr(tensor_files, "BLOCK", 2**22 if part > 500 else 70)
     placed = {}
     place = placement(SPLITS[split], placed)
-    params = load_component(folder, state, jnp.float32, place)
+    params = load_tensors(*find_component(folder, state), jnp.float32, place)
     assert placed == {name: value.shape for name, value in want.items()}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -420,7 +420,7 @@ def reads(monkeypatch):
 def test_each_byte_is_read_once_a_little_at_a_time(split, large, reads, monkeypatch):
     state, folder, want = large
     monkeypatch.setattr(tensor_files, "BLOCK", 256)
-    load_component(folder, state, jnp.float32, placement(SPLITS[split]))
+    load_tensors(*find_component(folder, state), jnp.float32, placement(SPLITS[split]))
     assert sum(reads) == sum(value.nbytes for value in want.values())
     assert max(reads) == 256
 
@@ -428,7 +428,7 @@ def test_each_byte_is_read_once_a_little_at_a_time(split, large, reads, monkeypa
 def test_a_process_reads_no_rows_that_its_devices_do_not_hold(large, reads):
     state, folder, want = large
     (entry,) = (e for e in entries(state) if e.path == ("blocks", "linear", "kernel"))
-    _, stored = check_component(folder, state)
+    _, stored = find_component(folder, state)
     index = (range(2, 4), range(12), range(6, 8))  # two of eight layers, a quarter of the rows of each
     (got,) = weights._read_parts(entry, stored, np.dtype(np.float32), [index])
     np.testing.assert_array_equal(got, want["['blocks']['linear']['kernel']"][2:4, :, 6:8].astype(np.float32))
@@ -447,7 +447,7 @@ def test_the_host_never_holds_more_than_a_part(large, monkeypatch):
 
     monkeypatch.setattr(weights, "_read_parts", watched)
     monkeypatch.setattr(weights, "PART", 1100)
-    load_component(folder, state, jnp.bfloat16, placement(-1))
+    load_tensors(*find_component(folder, state), jnp.bfloat16, placement(-1))
     by_itself = ("conv", "kernel")  # one tensor, of which no part is a run of the file's rows
     assert 1000 < max(size for size, path in sizes if path != by_itself) <= 1100
     assert [size for size, path in sizes if path == ("blocks", "conv", "kernel")] == [1024] * 8
@@ -459,21 +459,15 @@ def test_nothing_is_placed_where_something_does_not_fit(large, tmp_path):
     save_file({n: t for n, t in tensors.items() if n != "mixed.6.norm.weight"}, tmp_path / FILE)
     placed = {}
     with pytest.raises(ValueError, match=r"missing mixed\.6\.norm\.weight \(8,\)"):
-        load_component(tmp_path, state, jnp.float32, placement(0, placed))
+        load_tensors(*find_component(tmp_path, state), jnp.float32, placement(0, placed))
     assert not placed
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_refused(large, tmp_path, monkeypatch):
+def test_a_file_that_shrinks_while_it_is_read_is_refused(large, tmp_path):
     state, folder, _ = large
     tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
     save_file(tensors, tmp_path / FILE)
-    check = weights.check_component
-
-    def then_cut(folder, state):
-        checked = check(folder, state)
-        (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-10])
-        return checked
-
-    monkeypatch.setattr(weights, "check_component", then_cut)
+    found = find_component(tmp_path, state)
+    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-10])
     with pytest.raises(ValueError, match=rf"{FILE}: ended within [a-z0-9.]+$"):
-        load_component(tmp_path, state, jnp.float32, placement(0))
+        load_tensors(*found, jnp.float32, placement(0))

@@ -1,0 +1,93 @@
+"""`Component`: one network of a pipeline or of a reward, with the released files that hold its parameters."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from solrl_jax.models.layers import gather
+from solrl_jax.models.tensor_files import Stored
+from solrl_jax.models.weights import (
+    Entry,
+    Params,
+    Placement,
+    abstract_tensors,
+    entries,
+    find_component,
+    load_tensors,
+    parameter_count,
+)
+
+# (files, abstract state) -> the network's table of parameters, and by name where each of its tensors lies
+Find = Callable[[Path, nnx.State], tuple[list[Entry], dict[str, Stored]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """A network without its parameters. `load` reads them from `source`; `component(params)` is the network that computes."""
+
+    graphdef: nnx.GraphDef  # static
+    state: nnx.State  # abstract: each parameter's path, shape and layout
+    source: Path  # a directory with safetensors files, or one safetensors file
+    find: Find = find_component
+
+    @classmethod
+    def of(cls, source: Path, build: Callable[[nnx.Rngs], nnx.Module], find: Find = find_component) -> "Component":
+        """The network that `build` makes. It is traced for its shapes only: no parameter is computed, no file is read."""
+        return cls(*nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0)))), source, find)
+
+    def __call__(self, params: Params) -> Any:
+        """The network with these parameters."""
+        return nnx.merge(self.graphdef, params)
+
+    def check(self) -> None:
+        """Raises what `load` raises for tensors that do not fit. Reads only the headers of the files."""
+        self.find(self.source, self.state)
+
+    def load(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
+        """The parameters in `dtype`.
+
+        place: gives the sharding of a parameter; None: JAX's default device.
+        Raises ValueError that lists every tensor that does not fit, before anything is placed.
+        """
+        return load_tensors(*self.find(self.source, self.state), dtype, place)
+
+    def abstract(self, dtype: DTypeLike, place: Placement | None) -> Params:
+        """What `load` would return, as a tree of ShapeDtypeStruct with shardings."""
+        return abstract_tensors(entries(self.state), dtype, place)
+
+    def shapes(self, dtype: DTypeLike) -> Params:
+        """The parameters' shapes as a tree of ShapeDtypeStruct."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), nnx.to_pure_dict(self.state))
+
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return parameter_count(self.state)
+
+    @functools.cached_property
+    def stacks(self) -> frozenset[tuple[str, ...]]:
+        """The path of every stack of blocks (`models.layers.stack`) in the tree of parameters."""
+        depths = [(path, variable.get_metadata()["below_stack"]) for path, variable in nnx.to_flat_state(self.state)]
+        return frozenset(tuple(map(str, path[:-depth])) for path, depth in depths if depth)
+
+    def gathered(self, params: Params, path: tuple[str, ...] = ()) -> Params:
+        """The parameters as whole arrays on every device. Stacks stay sharded: their layers are gathered as they run.
+
+        path: of `params` in the network's tree.
+        """
+        out = {}
+        for name, value in params.items():
+            here = (*path, str(name))
+            if here in self.stacks:
+                out[name] = value
+            elif isinstance(value, dict) and any(stack[: len(here)] == here for stack in self.stacks):
+                out[name] = self.gathered(value, here)
+            else:
+                out |= gather({name: value})
+        return out

@@ -1,0 +1,25 @@
+"""The pipelines that are ported, by their class in diffusers. To add one: a file with its `open_...`, and a line here."""
+
+from pathlib import Path
+
+from solrl_jax.models.flux_pipeline import open_flux
+from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.models.sana_pipeline import open_sana
+from solrl_jax.models.sd3_pipeline import open_sd3
+from solrl_jax.models.tensor_files import read_json
+
+PIPELINES = {"SanaPipeline": open_sana, "FluxPipeline": open_flux, "StableDiffusion3Pipeline": open_sd3}
+
+
+def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:
+    """Opens the directory of a released pipeline. No weight is loaded.
+
+    remat: what gradients through the transformer recompute, a key of `models.layers.REMAT`.
+    Raises FileNotFoundError or ValueError, in one line, for what is missing, does not fit or is not ported.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such model directory")
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    if kind not in PIPELINES:
+        raise ValueError(f"{folder / 'model_index.json'}: _class_name={kind!r}; accepted: {', '.join(PIPELINES)}")
+    return PIPELINES[kind](folder, remat)

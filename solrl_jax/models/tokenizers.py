@@ -1,0 +1,71 @@
+"""The tokenizers of released pipelines and rewards, as transformers loads them."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from solrl_jax.models.tensor_files import read_json
+
+
+@functools.cache
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`: one of transformers (which needs no PyTorch for it), or `NoVocabulary`.
+
+    Raises FileNotFoundError or ValueError that names what is missing or damaged.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such tokenizer directory")
+    config = read_json(folder / "tokenizer_config.json")
+    named = config.get("tokenizer_class", "")
+    if named == "NoVocabulary":
+        return NoVocabulary(config["model_max_length"])
+    from transformers import (  # late: takes seconds
+        AutoTokenizer,
+        PreTrainedTokenizerFast,
+    )
+
+    # AutoTokenizer refuses a folder that says neither the model nor a class of its own. The generic class needs no model.
+    generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(str(folder), local_files_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoVocabulary:
+    """Stands in for a tokenizer where only its length limit is known, in plans. Every text becomes zeros of the right shape."""
+
+    model_max_length: int
+    bos_token_id: int = 0
+    eos_token_id: int = 0
+
+    def __call__(self, texts: Sequence[str], max_length: int = 1, **_: Any) -> dict[str, np.ndarray]:
+        ids = np.zeros((len(texts), max_length), np.int64)
+        return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * (len(text) // 3)  # English has three letters or more a token
+
+    def add_tokens(self, tokens: Sequence[str], **_: Any) -> None:
+        """There is no vocabulary to add to."""
+
+
+def tokenize_padded(folder: Path, prompts: Sequence[str], length: int) -> np.ndarray:
+    """Token ids [prompts, length] int32, padded and truncated to `length` as the tokenizer in `folder` does it."""
+    encoded = load_tokenizer(folder)(
+        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np"
+    )
+    return encoded["input_ids"].astype("int32")
+
+
+def clip_length(folder: Path, *positions: int) -> int:
+    """The number of tokens that CLIP's tokenizer in `folder` pads a text to.
+
+    positions: that each text tower has. Raises ValueError if a tower has fewer than that number.
+    """
+    length = load_tokenizer(folder).model_max_length
+    if length > min(positions):
+        raise ValueError(f"{folder}: model_max_length={length}; accepted: up to {min(positions)}, the positions of its encoder")
+    return length
