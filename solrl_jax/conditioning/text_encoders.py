@@ -1,4 +1,4 @@
-"""From prompts to what the network is told of them: tokens, the cache of encodings, and the encoders when they are needed."""
+"""From prompts to conditioning: tokens, the cache of encodings, and the text encoders when the cache lacks a prompt."""
 
 import hashlib
 import json
@@ -12,26 +12,26 @@ import numpy as np
 from jax.sharding import Mesh
 
 from solrl_jax.conditioning.cache import Cache, Encoding, key_of
-from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens
+from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens
 from solrl_jax.models.tensor_files import weight_files
 from solrl_jax.models.weights import Params
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.storage.errors import InputError, in_one_line
 
 ENCODED_ROWS = 8  # prompts that a device encodes at once
-REVISION = 1  # of what encoders compute: raised with every change of `models/` that changes a bit of an encoding
+REVISION = 1  # part of every key: raised with every change of `models/` that changes a bit of an encoding
 
 
 class TextEncoders:
-    """The text encoders of a pipeline, and the cache of what they said: the one object here that changes.
+    """The text encoders of a pipeline and the cache of their results. This object has state: the loaded parameters.
 
-    They are loaded when a prompt comes that the cache lacks, and then stay until `release`. Prompts are encoded in chunks of
-    `ENCODED_ROWS` on every device, always: one program, and a prompt's encoding depends neither on its batch mates nor on the
-    mesh. So it makes no difference, to the last bit, whether an encoding was computed now or read.
+    The parameters are loaded when a prompt is not in the cache, and stay until `release`. Every device always encodes
+    `ENCODED_ROWS` prompts at once. So there is one compiled program, and an encoding depends neither on the other prompts nor
+    on the mesh: computed or read from the cache, it has the same bits.
 
-    The key of an encoding stands for the content of the weight files, the configs, the dtype and the tokens, which hold all
-    that prompt, tokenizer, longest length and instruction have to say. It does not say on what device and by which XLA it was
-    computed: a cache that is filled on one machine is good on another, up to what their rounding differs.
+    The key of an encoding is a hash of the weight files, the configurations, the dtype and the tokens. The tokens stand for
+    prompt, tokenizer, maximum length and instruction. The device and the version of XLA are not part of the key: a cache from
+    one machine can be used on another, where the same computation may round differently.
     """
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh, dtype: jnp.dtype, cache: Cache | None):
@@ -46,30 +46,30 @@ class TextEncoders:
 
     @property
     def chunk(self) -> int:
-        """Prompts that are encoded at once."""
+        """How many prompts are encoded at once, on all devices together."""
         return ENCODED_ROWS * self.mesh.size
 
     def params(self) -> dict[str, Params]:
-        """The parameters by folder, loaded if they are not there."""
+        """The parameters by folder, loaded if need be."""
         if self._params is None:
             if self.cache is not None:
-                self.cache.check_writable()  # before minutes go by for what could not be kept
+                self.cache.check_writable()  # first, because loading takes minutes
             encoders, place = self.pipeline.text_encoders, sharding.placement(self.mesh)
             with in_one_line():
                 self._params = {name: part.load(self.dtype, place) for name, part in encoders.items()}
         return self._params
 
     def check_instruction(self, instruction: str | None) -> None:
-        """Raises InputError for an instruction to a model that knows none."""
+        """Raises InputError for an instruction to a model that takes none."""
         if instruction is not None and self.pipeline.instruct is None:
             raise InputError(f"model.instruction: a {self.pipeline.kind} takes none; accepted: null")
 
     def release(self) -> None:
-        """Frees the parameters; the next prompt that the cache lacks loads them again."""
+        """Frees the parameters. They are loaded again when a prompt is not in the cache."""
         self._params = None
 
     def encode(self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None) -> tuple[Encoding, int]:
-        """Encodings with a row a prompt, on the host, and how many of them were not in the cache. There is a prompt or more."""
+        """Encodings on the host, a row for each of one or more prompts, and how many were not in the cache."""
         tokens = self._tokenize(prompts, max_tokens, instruction)
         rows: list[Encoding | None] = [None] * len(prompts)
         if self.cache is not None:
@@ -88,9 +88,9 @@ class TextEncoders:
     def encode_ahead(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None, progress: Callable[[int, int], None]
     ) -> None:
-        """Encodes those of `prompts` that have no entry in the cache, and frees the parameters: what comes next has their room.
+        """Encodes the prompts that the cache lacks, then frees the parameters. Without a cache it does nothing.
 
-        progress: told how many there are and how many more are done. Without a cache nothing is done.
+        progress: is called with how many prompts the cache lacks, and how many more are done.
         """
         if self.cache is None:
             return
@@ -105,24 +105,24 @@ class TextEncoders:
     def _tokenize(self, prompts: Sequence[str], max_tokens: int, instruction: str | None) -> Tokens:
         if instruction is None:
             return self.pipeline.tokenize(prompts, max_tokens)
-        assert self.pipeline.instruct is not None  # `load_backbone` has refused it
+        assert self.pipeline.instruct is not None  # see `check_instruction`
         return self.pipeline.instruct(prompts, max_tokens, instruction)
 
     def _keys(self, tokens: Tokens) -> list[str]:
-        """The names of each prompt's entry in the cache."""
+        """The key of each prompt's entry in the cache."""
         like = self._like(tokens)
         identity = f"{self.identity()} {[(name, x.shape, x.dtype.name) for name, x in sorted(like.items())]}"
         count = len(next(iter(tokens.values())))
         return [key_of(identity, {name: x[i] for name, x in tokens.items()}) for i in range(count)]
 
     def identity(self) -> str:
-        """Names the encoders by content: two that differ in a bit of a weight, in a config or in dtype have two names."""
+        """A hash of what the encoders compute: weight files, configurations, dtype, kind of pipeline."""
         if self._identity is None:
             assert self.cache is not None
             parts: dict[str, Any] = {}
             with in_one_line():
                 for name, component in self.pipeline.text_encoders.items():
-                    files = [component.folder / "config.json", *weight_files(component.folder)]
+                    files = [component.source / "config.json", *weight_files(component.source)]
                     parts[name] = [(file.name, self.cache.digest(file)) for file in files]
             facts = [REVISION, self.pipeline.kind, jnp.dtype(self.dtype).name, parts]
             self._identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -139,7 +139,7 @@ class TextEncoders:
         return self._shapes[shapes]
 
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
-        """The encodings of prompts, one at a time."""
+        """Encodes prompts in chunks and yields their encodings one by one."""
         length, count = len(next(iter(tokens.values()))), self.chunk
         for start in range(0, length, count):
             part = {name: x[start : start + count] for name, x in tokens.items()}
@@ -150,7 +150,8 @@ class TextEncoders:
 
 
 @partial(sharding.jit, static_argnums=0)
-def encode_chunk(encoders: TextEncoders, params: dict[str, Params], tokens: Any) -> Conditioning:
+def encode_chunk(encoders: TextEncoders, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
+    """The conditioning of a chunk of prompts, split over the mesh."""
     parts = encoders.pipeline.text_encoders
     out = encoders.pipeline.encode_text({name: parts[name].gathered(p) for name, p in params.items()}, tokens)
     return jax.tree.map(sharding.split_rows, out)
