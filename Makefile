@@ -1,15 +1,16 @@
-# Two commands: `make demo` trains the embedded pipeline and shows what it learned; `make test` checks everything, in 25 minutes on
-# two cores. `make test-all` takes twice as long: all configurations of every network, whole runs on more meshes and hosts.
-# Both set up a virtual environment of their own in .venv first; a second call re-uses it.
+# Two commands: `make demo` trains the embedded pipeline and shows what it learned; `make test` checks everything.
+# `make test-all` takes twice as long: all configurations of every network, whole runs on more meshes and hosts.
+# Both set up a virtual environment of their own in .venv first; a second call re-uses it. For a quick verdict: `.venv/bin/pytest`.
 
 PYTHON ?= python3
 BIN := .venv/bin
 # Not counted for coverage, which takes as long again as to compile: networks against PyTorch, whole runs, and the parts by
 # themselves. What they go through the others do too.
 NETWORKS := tests/models
-# A file is one process's, so the longest comes first, as they are listed; those that run what it compiles come last, and find it.
-WHOLE := tests/test_resume.py tests/test_other_models.py $(addprefix tests/,policy flow numerics rollout shapes) \
-  $(addprefix tests/test_,train.py mesh.py sample.py hosts.py)
+# A file is one process's, so the longest comes first.
+WHOLE := tests/run/test_resume.py tests/training tests/commands/test_sample.py tests/parallel \
+  $(addprefix tests/,policy flow numerics rollout shapes)
+OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
@@ -28,14 +29,14 @@ test: .venv/installed-test
 	$(BIN)/coverage erase
 	$(BIN)/python -m pytest $(QUICKLY) $(NETWORKS)
 	$(BIN)/python -m pytest $(QUICKLY) $(WHOLE)
-	$(BIN)/coverage run -m pytest $(QUICKLY) $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
+	$(BIN)/coverage run -m pytest $(QUICKLY) $(OTHERS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
 test-all: .venv/installed-test
 	$(BIN)/python -m pytest $(TOGETHER) $(NETWORKS)
 	$(BIN)/python -m pytest $(TOGETHER) $(WHOLE)
-	$(BIN)/python -m pytest $(TOGETHER) $(filter-out $(WHOLE),$(sort $(wildcard tests/test_*.py)))
+	$(BIN)/python -m pytest $(TOGETHER) $(OTHERS)
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11 to 3.13 is needed, this is " + sys.version'

@@ -55,6 +55,10 @@ class Lever:
         """Whether the configuration asks for this lever."""
         raise NotImplementedError
 
+    def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
+        """Whether it measures anything on the base. full_steps: of the regeneration; quantizes: whether the format does."""
+        return False
+
     def grid(self, explore: Explore, calibration: Calibration, grid: Grid) -> Grid:
         """The grid to explore on, in place of `grid`, which is the schedule's own with as many steps."""
         return grid

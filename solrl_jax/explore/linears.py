@@ -1,7 +1,7 @@
-"""Which linears are quantised, and why the others are not: the rules of `config.Quantize` on a network's shapes; the report.
+"""Which linears are quantised, and why the others are not: the rules of `config.Quantize` on a network's shapes.
 
-A linear is a parameter `.../kernel` [in, out], or [layers, in, out] in a stack; a name that the rules speak of is a part of its
-path. The rules are the paper's (its public recipe: names to skip, and a smallest width): `configs/model/` has their numbers.
+A linear is a parameter `.../kernel` [in, out], or [layers, in, out] in a stack. A name in the rules is a part of a path. The
+rules are those of the paper's public recipe, names to skip and a smallest width; `configs/model/` has their numbers.
 """
 
 import dataclasses

@@ -37,7 +37,8 @@ class Recipe:
     @property
     def calibrates(self) -> bool:
         """Whether anything is measured on the base."""
-        return bool(active_levers(self.explore))
+        steps, quantizes = self.calibration.grid.steps, self.format.quantize is not None
+        return any(lever.measures(self.explore, steps, quantizes) for lever in active_levers(self.explore))
 
     @cached_property
     def grid(self) -> Callable[[int], Grid]:

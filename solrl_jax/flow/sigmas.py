@@ -1,6 +1,6 @@
-"""Noise levels: which sigmas a sampler visits (spec, section 6). `sigma` in [0, 1]; 1 is pure noise; the last is 0.
+"""Noise levels: which sigmas a sampler visits (docs/method.md, section 6). `sigma` in [0, 1]; 1 is pure noise; the last is 0.
 
-Everything here is float64 NumPy on the host: a schedule is a constant of the compiled program's arguments, not part of it.
+Everything here is float64 NumPy on the host. A schedule is an argument of the compiled program, not part of it.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Solvers as tables: every step of every solver here is one linear combination, whose weights depend on the sigmas alone.
+"""Solvers as tables: a step of any solver here is one linear combination, whose weights depend on the sigmas alone.
 
     x_next = a x + b x0_hat[i] + c x0_hat[i - 1] + d x0_hat[i - 2] + e noise,      x0_hat = x - sigma v
 
-One row (a, b, c, d, e) a step, worked out in float64 on the host; the sampler then neither branches nor divides, and one
+A row (a, b, c, d, e) for each step is computed in float64 on the host. The sampler then neither branches nor divides, and one
 compiled program serves all solvers. Sources: DDIM, arXiv 2010.02502 (eq. 12, with the noise level of its general form);
 DPM-Solver++ 2M, arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln((1 - sigma) / sigma)`.
 """
@@ -20,9 +20,9 @@ SOLVERS = ("euler", "dpm1", "dpm2", "ddim")
 def solver_table(name: str, sigmas: Float[np.ndarray, " steps_plus_one"], eta: float = 0.0) -> Table:
     """The coefficients [steps, 5] float32 of solver `name` on `sigmas` (decreasing, last 0).
 
-    `euler`, `dpm1` and `ddim` with eta 0 are one and the same step for a linear flow (exponential integrators of first order
-    are exact where the path is straight); they are all named because users of the recipes look for them. eta: only for
-    `ddim`, 0 (deterministic) to 1 (as much fresh noise as the forward process lost).
+    For a linear flow, `euler`, `dpm1` and `ddim` with eta 0 are the same step: first-order exponential integrators are exact on
+    straight paths. All are named because users of the recipes look for them. eta: for `ddim` alone, from 0 (deterministic) to 1
+    (as much fresh noise as the forward process lost). Raises ValueError for another solver, and for noise in a deterministic one.
     """
     if name not in SOLVERS:
         raise ValueError(f"rollout.solver={name!r}: accepted are {', '.join(SOLVERS)}")

@@ -1,4 +1,4 @@
-"""From rewards to optimality probabilities (spec, section 3; DiffusionNFT, arXiv 2509.16117, section 3.2).
+"""From rewards to optimality probabilities (docs/method.md, section 3; DiffusionNFT, arXiv 2509.16117, section 3.2).
 
 Only regenerated rewards come here: nothing computed in low precision enters the loss.
 """
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
 STD_FLOOR = 1e-4
-LEVELS = 4096  # of an optimality probability
+LEVELS = 4096  # an optimality probability is a multiple of 1 / LEVELS
 
 
 def advantages(rewards: Float[Array, "p k"], *, clip: float, global_std: bool, mode: str) -> Float[Array, "p k"]:
@@ -45,7 +45,7 @@ def advantages(rewards: Float[Array, "p k"], *, clip: float, global_std: bool, m
 def optimality(advantages: Float[Array, "..."], clip: float) -> Float[Array, "..."]:
     """`q = clip(A / clip / 2 + 1/2, 0, 1)`: the probability that a sample is one to imitate rather than to avoid.
 
-    To the next 4096th, 0.0012 of a standard deviation at a clip of 5: rewards agree between meshes but for their last bits,
-    and these must not decide which way a gradient in BF16 is rounded.
+    Rounded to a 4096th, which is 0.0012 of a standard deviation at a clip of 5. Rewards on different meshes differ in their
+    last bits, and these bits must not decide which way a gradient in BF16 is rounded.
     """
     return jnp.round(jnp.clip(advantages / clip / 2 + 0.5, 0.0, 1.0) * LEVELS) / LEVELS

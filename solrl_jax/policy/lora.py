@@ -1,8 +1,8 @@
 """LoRA adapters (arXiv 2106.09685) as a flat dictionary beside the frozen base, and the ways to put them onto it.
 
-An adapter tree is `{parameter path: {"a": [..., in, rank], "b": [..., rank, out]}}` in float32. A policy is the base with
-some leaves replaced: by `LowRank` (exact, for sampling in BF16 and for gradients), by one of `Quantized` (merged, for
-exploration). No layer knows which policy it belongs to.
+An adapter tree is `{parameter path: {"a": [..., in, rank], "b": [..., rank, out]}}` in float32. A policy is the base with some
+leaves replaced: by `LowRank` leaves, which are exact, for sampling in BF16 and for gradients; by merged `Quantized` leaves for
+exploration. No layer knows which policy it belongs to.
 """
 
 import re

@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +51,7 @@ class LoraSettings:
         return self.alpha / self.rank
 
 
+@runtime_checkable
 class Entry(Protocol):
     """A parameter of the network, as `models.weights.entries` describes it."""
 

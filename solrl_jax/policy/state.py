@@ -1,4 +1,4 @@
-"""`TrainState`: everything that training changes, hence everything that a checkpoint holds (with the cursor beside it)."""
+"""`TrainState`: everything that training changes. A checkpoint holds it, and the cursor through the prompts."""
 
 import dataclasses
 from collections.abc import Collection
@@ -44,8 +44,8 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
 def read_start(lora: Lora, targets: Collection[str], table: Table) -> Adapters:
     """The adapters in the file that `lora.init` names, on some of `targets`; none if it is null.
 
-    table: of the network, `Backbone.parameter_table`. Raises InputError in one line for a file that `import_lora` refuses, that
-    adapts something else, or whose rank or alpha is another than the run's.
+    table: `Backbone.parameter_table`. Raises InputError in one line for a file that `import_lora` refuses, that has adapters
+    elsewhere, or whose rank or alpha differs from the run's.
     """
     if lora.init is None:
         return {}
@@ -90,6 +90,6 @@ def _fresh(key: Array, base: Params, targets: list[str], lora: Lora, optimizer: 
 
 
 def _filled(adapter: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
-    """`adapter` with `fresh` in the layers where both its factors are zero: from there no gradient would move it."""
+    """`adapter`, with `fresh` in the layers where both its factors are zero: no gradient would move these."""
     used = adapter["a"].any((-2, -1)) | adapter["b"].any((-2, -1))
     return {k: jnp.where(used[..., None, None], adapter[k], fresh[k]) for k in adapter}

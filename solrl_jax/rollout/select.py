@@ -1,4 +1,4 @@
-"""Which candidates are kept (spec, section 2): stable, and blind to anything but the rewards of one prompt."""
+"""Which candidates are kept (docs/method.md, section 2): a stable choice by the rewards of one prompt alone."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -7,7 +7,7 @@ Rewards = Float[np.ndarray, "p n"]
 
 
 def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
-    """Each candidate's place within its prompt, 0 the best. Equal rewards are ordered by index; non-finite ones come last."""
+    """Each candidate's rank within its prompt, 0 the best. Equal rewards are ordered by index; non-finite ones come last."""
     order = np.argsort(np.where(np.isfinite(rewards), -rewards, np.inf), axis=1, kind="stable")
     places = np.empty_like(order)
     np.put_along_axis(places, order, np.arange(rewards.shape[1])[None], axis=1)
@@ -19,8 +19,9 @@ def select(
 ) -> tuple[Int[np.ndarray, "p k"], Bool[np.ndarray, " p"]]:
     """Indices of the kept candidates of each prompt, ascending, and whether the prompt had enough finite rewards.
 
-    `best_worst` keeps the kept/2 best and the kept/2 worst; `best` the best; `random` a draw from `seed`. A non-finite
-    reward is never selected: a prompt with fewer than `kept` finite rewards is not usable (its indices are then padding).
+    mode: `best_worst` keeps the kept/2 best and the kept/2 worst; `best` the best; `random` a draw from `seed`. A non-finite
+    reward is never selected. A prompt with fewer than `kept` finite rewards is not usable, and its indices are padding.
+    Raises ValueError for another mode.
     """
     n = rewards.shape[1]
     finite = np.isfinite(rewards)

@@ -155,7 +155,7 @@ def summarise(pools: Pools, setting: Setting, kept: int) -> dict[str, Any]:
     kept = min(kept, setting.candidates)
     ends = max(kept // 2, 1)
     correlations = rank_correlations(proxy, true)
-    columns = {
+    columns: dict[str, Any] = {
         "spearman": [spearman for spearman, _ in correlations.per_prompt],
         "kendall": [kendall for _, kendall in correlations.per_prompt],
         "top_k_match": overlap(proxy, true, TOP, ends),

@@ -124,6 +124,9 @@ class Correction(Lever):
     def active(self, explore: Explore) -> bool:
         return explore.correction > 0
 
+    def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
+        return quantizes
+
     def quantizer(
         self, explore: Explore, calibration: Calibration, paths: tuple[str, ...], quantizer: Quantizer, grid: Grid
     ) -> Quantizer:

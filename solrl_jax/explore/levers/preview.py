@@ -28,6 +28,9 @@ class Preview(Lever):
     def active(self, explore: Explore) -> bool:
         return explore.sigmas == "first"
 
+    def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
+        return explore.steps < full_steps
+
     def grid(self, explore: Explore, calibration: Calibration, grid: Grid) -> Grid:
         full = calibration.grid
         if grid.steps >= full.steps:
@@ -60,8 +63,8 @@ def fitted_table(
     noise: Latents,
     full: Float[np.ndarray, " full_plus_one"],
     table: Table,
-    sigmas: Float[np.ndarray, " steps_plus_one"],
-) -> Table:
+    sigmas: Float[np.ndarray, " preview_steps_plus_one"],
+) -> Float[np.ndarray, "preview_steps 5"]:
     """The coefficients [steps, 5] float32 with which samples on `sigmas` come nearest to samples on the `full` schedule.
 
     Args:
