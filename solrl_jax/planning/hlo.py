@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 BITS = {"pred": 8, "token": 0, "opaque": 0}  # other types say their bits: f32, u8, f4e2m1fn
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_END = re.compile(r"^\}($|, )")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-_END = re.compile(r"^\}($|, )")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
@@ -35,14 +35,14 @@ class Array:
 class Instruction:
     """One instruction.
 
-    arrays: the results, one unless the result is a tuple; literal: the text in parentheses: operands, a constant's value or a
-    parameter's number; attributes: the text behind them.
+    arrays: the results, one unless the result is a tuple; literal: the text in parentheses (operands, a constant's value or a
+    parameter's number); attributes: the text behind them.
     """
 
     name: str
     opcode: str
     arrays: tuple[Array, ...]
-    operands: tuple["Instruction", ...]
+    operands: tuple["Instruction", ...] = dataclasses.field(repr=False)  # what they are made of would be shown, too
     literal: str
     attributes: str
     is_root: bool
@@ -50,17 +50,7 @@ class Instruction:
     @property
     def size(self) -> float:
         """Bytes of all results in main memory."""
-        return sum(a.size for a in self.arrays if a.space == 0)
-
-    @property
-    def target(self) -> str:
-        """The library function that a custom call names."""
-        return self.text("custom_call_target")
-
-    @property
-    def source(self) -> str:
-        """The JAX operation that it was made from."""
-        return self.text("op_name")
+        return sum((a.size for a in self.arrays if a.space == 0), 0.0)
 
     def text(self, key: str) -> str:
         """A quoted attribute, `key="..."` or `"key":"..."`; empty if there is none."""
@@ -73,22 +63,20 @@ class Instruction:
         return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
     def called(self, key: str) -> str:
-        """The computation that the attribute `key` names."""
+        """The computation that the attribute `key` names; empty if there is none."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        if found is None:
-            raise ValueError(f"HLO: {self.opcode} %{self.name} has no {key}")
-        return found[1]
+        return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A program. computations: by name, in the order in which their instructions run; entry: the one that runs first."""
+    """A program. computations: by name, each in the order in which its instructions run; entry: the one that runs first."""
 
     computations: Mapping[str, list[Instruction]]
     entry: str
 
     def executed(self, computation: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
-        """The instructions that run and how often: those of loops as often as the loop turns.
+        """The instructions that run, and how often: those of loops as often as the loop turns.
 
         Of a conditional, the branch that writes the most. A loop of unknown length counts once (`unknown_loops`).
         """
@@ -99,32 +87,35 @@ class Module:
                 branches = [list(self.executed(name, times)) for name in _branches(step)]
                 yield from max(branches, key=lambda branch: sum(n * inner.size for inner, n in branch))
             elif step.opcode in ("call", "async-start"):
-                yield from self.executed(step.called("to_apply" if step.opcode == "call" else "calls"), times)
+                yield from self.executed(step.called("to_apply") or step.called("calls"), times)
             else:
                 yield step, times
 
     def turns(self, loop: Instruction) -> int | None:
-        """How often a loop turns: as XLA notes it, else as the condition `counter < constant` says; None: it is not known.
+        """How often a loop turns: as XLA notes, else by its condition `counter < constant`; None if neither says.
 
         A counter starts at 0, as that of `lax.scan` does.
         """
         if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
             return int(known[1])
-        (test,) = [i for i in self.computations[loop.called("condition")] if i.is_root]
-        if test.opcode == "compare" and "direction=LT" in test.attributes and test.operands[1].opcode == "constant":
-            return int(test.operands[1].literal)
-        return None
+        test = self.root(loop.called("condition"))
+        counts = test.opcode == "compare" and "direction=LT" in test.attributes and test.operands[1].opcode == "constant"
+        return int(test.operands[1].literal) if counts else None
 
     def unknown_loops(self) -> int:
         """How many loops there are whose length is not known."""
-        steps = [i for computation in self.computations.values() for i in computation]
-        return sum(i.opcode == "while" and self.turns(i) is None for i in steps)
+        loops = [step for steps in self.computations.values() for step in steps if step.opcode == "while"]
+        return sum(self.turns(loop) is None for loop in loops)
+
+    def root(self, computation: str) -> Instruction:
+        """The instruction whose result is the computation's."""
+        return next(step for step in self.computations[computation] if step.is_root)
 
 
 def parse(text: str) -> Module:
-    """Reads a module. Raises ValueError if there is no entry computation."""
-    computations: dict[str, list[Instruction]] = {}
-    entry, lines = "", []
+    """Reads a module. Raises ValueError if there is no entry computation, or a type is not known."""
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", list[str]()
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             computations[head[2]] = lines = []
@@ -142,12 +133,10 @@ def parse(text: str) -> Module:
 
 def element_bits(kind: str) -> int:
     """Bits of one element. Raises ValueError for a type that is not known."""
-    if kind in BITS:
-        return BITS[kind]
     size = re.match(r"(?:[suf]|bf|c)(\d+)", kind)
-    if size is None:
+    if kind not in BITS and size is None:
         raise ValueError(f"HLO: element type {kind!r} is not known")
-    return int(size[1])
+    return int(size[1]) if size else BITS[kind]
 
 
 def _instructions(lines: list[str]) -> list[Instruction]:
@@ -188,6 +177,4 @@ def _closing(text: str) -> int:
 
 def _branches(step: Instruction) -> list[str]:
     listed = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
-    if listed:
-        return _OPERAND.findall(listed[1])
-    return [step.called("true_computation"), step.called("false_computation")]
+    return _OPERAND.findall(listed[1]) if listed else [step.called("true_computation"), step.called("false_computation")]

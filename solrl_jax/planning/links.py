@@ -1,0 +1,112 @@
+"""What a partitioned program moves between devices: its collectives, who takes part, and whether kernels run meanwhile."""
+
+import dataclasses
+import itertools
+import math
+import re
+
+import numpy as np
+
+from solrl_jax.planning.hlo import Instruction, Module
+from solrl_jax.planning.kernels import collective
+
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+_PARTS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective.
+
+    size: bytes of the array where it is whole; groups: numbers of the devices that take part; overlaps: whether kernels run
+    until the result is wanted.
+    """
+
+    kind: str
+    size: float
+    groups: tuple[tuple[int, ...], ...]
+    times: int
+    overlaps: bool
+
+    @property
+    def ways(self) -> int:
+        """How many devices take part in one group."""
+        return len(self.groups[0])
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends each time: in a ring all that is not its own; a sum goes round twice."""
+        if self.kind == "collective-permute":
+            return self.size
+        return self.size * (2 if self.kind == "all-reduce" else 1) * (self.ways - 1) / self.ways
+
+    def crossing(self, devices: int) -> float:
+        """The part of `sent` that leaves the host, which has `devices` devices with numbers in a row.
+
+        Of the bytes that a host lacks, each of its members fetches a share.
+        """
+        hosts = max(len({i // devices for i in group}) for group in self.groups)
+        if self.kind == "collective-permute":
+            return self.size if hosts > 1 else 0.0
+        members = self.ways / hosts
+        return self.size * (2 if self.kind == "all-reduce" else 1) * (hosts - 1) / hosts / members
+
+
+def collectives(module: Module, devices: int) -> list[Collective]:
+    """The collectives of a program for so many devices; those among groups of one device move nothing, and are left out."""
+    wrapped = {step.called("calls") for steps in module.computations.values() for step in steps if step.opcode == "async-start"}
+    inner = {step for name in wrapped for step in module.computations[name]}
+    found = []
+    for step, times in module.executed():
+        kind = collective(step.opcode)
+        if kind is not None:
+            groups = _groups(step, kind, devices)
+            given = sum(a.size for operand in step.operands for a in operand.arrays)
+            size = given * len(groups[0]) if kind == "all-gather" else given
+            started = step.opcode.endswith("-start") or step in inner
+            overlaps = started and not re.search(r'"is_sync":\s*true', step.attributes)
+            found.append(Collective(kind, size, groups, times, overlaps))
+    return [one for one in found if one.ways > 1]
+
+
+def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Device numbers, group by group."""
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", step.attributes)
+        assert pairs is not None
+        return tuple(tuple(map(int, pair.split(","))) for pair in re.findall(r"(\d+,\d+)", pairs[1]))
+    if mesh := _MESH.search(step.attributes):
+        return _mesh_groups(*mesh.groups())
+    if iota := _IOTA.search(step.attributes):
+        return tuple(map(tuple, _numbers(iota[2], iota[3]).reshape(_integers(iota[1])).tolist()))
+    listed = re.search(r"replica_groups=\{(\{.*?\})\}", step.attributes)
+    if listed is None:  # all
+        return (tuple(range(devices)),)
+    return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+
+
+def _mesh_groups(axes: str, order: str | None, transposed: str | None, chosen: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along some axes of a mesh, 'x'=4, or parts of axes, 'x':(2)2: those of 2 numbers within whole runs of 2."""
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    numbers = _numbers(order or str(math.prod(sizes.values())), transposed)
+    parts: list[tuple[str, int, int]] = []  # axes divided where a part of one is chosen
+    wanted = [(name, int(before or 1), int(size or sizes[name])) for name, before, size in _PARTS.findall(chosen)]
+    for name, size in sizes.items():
+        inner = [(before, part) for other, before, part in wanted if other == name]
+        edges = sorted({1, size, *(before for before, _ in inner), *(before * part for before, part in inner)})
+        parts += [(name, low, high // low) for low, high in itertools.pairwise(edges)] or [(name, 1, 1)]
+    along = [i for i, (name, low, _) in enumerate(parts) if any(n == name and b <= low < b * p for n, b, p in wanted)]
+    grid = numbers.reshape([size for _, _, size in parts])
+    grid = np.moveaxis(grid, along, range(-len(along), 0))
+    return tuple(map(tuple, grid.reshape(-1, math.prod(parts[i][2] for i in along)).tolist()))
+
+
+def _numbers(order: str, transposed: str | None) -> np.ndarray:
+    shape = _integers(order)
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose(_integers(transposed)) if transposed else numbers
+
+
+def _integers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]

@@ -1,0 +1,136 @@
+"""The least time that a compiled program can take on a device: every kernel at the peak of its operations or of memory.
+
+A yardstick to compare programs by, not a prediction (Williams et al. 2009, "Roofline", doi:10.1145/1498765.1498785): it knows
+nothing of caches, of the time to launch a kernel, or of how near a library comes to its peak. A kernel takes the longer of its
+operations at the peak of its operands' type, and its operands and results at the peak of memory.
+"""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+from solrl_jax.planning.hlo import parse
+from solrl_jax.planning.kernels import Kernel, kernels, native
+from solrl_jax.planning.links import Collective, collectives
+from solrl_jax.planning.targets import Target
+
+KINDS = ("products", "attention", "memory", "links")  # what time goes into
+LARGEST = 8  # kernels that are listed
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """One call of a program on one device of a host that has `on_host`. unknown_loops: loops counted as one turn."""
+
+    target: Target
+    on_host: int
+    kernels: list[Kernel]
+    collectives: list[Collective]
+    unknown_loops: int
+
+    def peak_seconds(self, kernel: Kernel) -> float:
+        """What the operations alone would take, of all runs."""
+        return kernel.times * kernel.operations / getattr(self.target.peaks, kernel.unit)
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """Of all runs of a kernel."""
+        return max(
+            self.peak_seconds(kernel),
+            kernel.times * kernel.moved / self.target.peaks.memory,
+        )
+
+    def link_seconds(self, collective: Collective) -> float:
+        """Of all runs of a collective."""
+        crossing = collective.crossing(self.on_host)
+        return collective.times * (
+            max(collective.sent - crossing, 0) / self.target.peaks.link + crossing / self.target.peaks.network
+        )
+
+    def split(self) -> dict[str, float]:
+        """Seconds by `KINDS`. Collectives that overlap with kernels count for what is left when all kernels have run."""
+        seconds = dict.fromkeys(KINDS, 0.0)
+        for kernel in self.kernels:
+            seconds[kernel.kind] += self.kernel_seconds(kernel)
+        waiting = sum(self.link_seconds(c) for c in self.collectives if not c.overlaps)
+        overlapping = sum(self.link_seconds(c) for c in self.collectives if c.overlaps)
+        return seconds | {"links": waiting + max(overlapping - sum(seconds.values()), 0.0)}
+
+    def summary(self) -> dict[str, Any]:
+        """All figures, as `--json` prints them: seconds, bytes and operations of one call on one device."""
+        split, operations = self.split(), defaultdict[str, float](float)
+        for kernel in self.kernels:
+            operations[kernel.unit] += kernel.times * kernel.operations
+        return {
+            "seconds": sum(split.values()),
+            "split": split,
+            "products_at_peak": sum(map(self.peak_seconds, self.kernels)),
+            "kernels": sum(kernel.times for kernel in self.kernels),
+            "native": native(self.kernels),
+            "operations": dict(operations),
+            "memory_traffic": sum(kernel.times * kernel.moved for kernel in self.kernels),
+            "collectives": self._messages(),
+            "largest": self._largest(),
+            "unknown_loops": self.unknown_loops,
+        }
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Collectives by kind, and whether they overlap with kernels; bytes that a device sends."""
+        alike: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
+        for one in self.collectives:
+            alike[one.kind, one.overlaps].append(one)
+        return [
+            {
+                "kind": kind,
+                "overlaps": overlaps,
+                "count": sum(c.times for c in of),
+                "sent": sum(c.times * c.sent for c in of),
+                "crossing": sum(c.times * c.crossing(self.on_host) for c in of),
+                "seconds": sum(map(self.link_seconds, of)),
+            }
+            for (kind, overlaps), of in alike.items()
+        ]
+
+    def _largest(self) -> list[dict[str, Any]]:
+        """Kernels of the same name, result and source, those first that take longest."""
+        alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
+        for kernel in self.kernels:
+            alike[kernel.name, kernel.result, kernel.source].append(kernel)
+        rows = [
+            {
+                "name": name,
+                "result": result,
+                "source": source,
+                "times": sum(k.times for k in of),
+                "seconds": sum(map(self.kernel_seconds, of)),
+                "at_peak": sum(map(self.peak_seconds, of)),
+            }
+            for (name, result, source), of in alike.items()
+        ]
+        return sorted(rows, key=lambda row: -float(row["seconds"]))[:LARGEST]
+
+
+def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roofline:
+    """Of the text of a program compiled for `hosts` hosts with `on_host` devices each."""
+    module = parse(text)
+    return Roofline(
+        target,
+        on_host,
+        kernels(module),
+        collectives(module, on_host * hosts),
+        module.unknown_loops(),
+    )
+
+
+def table(summary: dict[str, Any]) -> str:
+    """A program's figures for a terminal."""
+    total = summary["seconds"]
+    row_of = lambda seconds: f"  {seconds:9.3g} s {seconds / total if total else 0:4.0%} "
+    lines = [f"{total:.4g} s at the peaks; operations alone {summary['products_at_peak']:.4g} s"]
+    lines += [f"{row_of(seconds)}{kind}" for kind, seconds in summary["split"].items() if seconds]
+    lines += [f"  {count:9} x {name}" for name, count in sorted(summary["native"].items())]
+    for row in summary["collectives"]:
+        how = "overlaps" if row["overlaps"] else "waits"
+        lines.append(f"  {row['count']:9} x {row['kind']}, {how}: {row['sent'] / 1e9:.3g} GB sent, {row['seconds']:.3g} s")
+    for row in summary["largest"]:
+        lines.append(f"{row_of(row['seconds'])}{row['times']} x {row['name']} {row['result']} {row['source'][-60:]}")
+    return "\n".join(lines)

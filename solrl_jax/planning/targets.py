@@ -1,0 +1,120 @@
+"""The devices that a plan can be made for: their public figures, and what their compiler is told of them.
+
+Figures are one device's, per second and dense (without sparsity); links are counted in one direction. Sources, all of the
+makers: data sheets and white papers of NVIDIA's A100, H100 (SXM), H200, HGX B200, GB200 NVL72 and RTX PRO 6000 Blackwell; the
+pages of TPU v5e, v5p, v6e and TPU7x in Google Cloud's documentation. NVIDIA states no network: one 200 Gb/s (A100) or 400 Gb/s
+card a GPU is that of its reference systems (DGX); the 18 hosts of a GB200 NVL72 share their links.
+"""
+
+import dataclasses
+from typing import Literal
+
+CUDNN = "9.12.0"  # the oldest that jax 0.10's plug-in for CUDA 13 takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What XLA asks of a GPU: processors, GHz, bytes of cache; of each processor: bytes to share, threads, float32 units."""
+
+    cores: int
+    clock: float
+    cache: int
+    shared: int
+    threads: int = 2048
+    units: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Operations or bytes a second.
+
+    fp8, fp4: BF16's where there are no units; fp32: of products at JAX's default precision, which is TF32 on GPUs and a pass of
+    BF16 on TPUs; link: between devices of a host, or of a TPU slice; network: between hosts, a device's share.
+    """
+
+    bf16: float
+    fp8: float
+    fp4: float
+    fp32: float
+    memory: float
+    link: float
+    network: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One kind of device.
+
+    kind: JAX's `device_kind`; capability: CUDA's, (0, 0) on TPUs; memory: bytes; on_host: most devices of one host; chip: None
+    on TPUs; axes: of a TPU's torus; cores: how many of JAX's devices one TPU chip is.
+    """
+
+    name: str
+    platform: Literal["gpu", "tpu"]
+    kind: str
+    capability: tuple[int, int]
+    memory: float
+    peaks: Peaks
+    on_host: int
+    chip: Chip | None = None
+    axes: int = 0
+    cores: int = 1
+
+
+def _gpu(name: str, kind: str, major: int, memory: int, rates: tuple[int | float, ...], chip: Chip, on_host: int = 8) -> Target:
+    """memory: MiB, as the driver reports it; rates: teraflops in BF16, FP8, FP4, TB/s of memory, GB/s of links and network."""
+    bf16, fp8, fp4, bandwidth, link, network = rates
+    peaks = Peaks(bf16 * 1e12, fp8 * 1e12, fp4 * 1e12, bf16 / 2 * 1e12, bandwidth * 1e12, link * 1e9, network * 1e9)
+    return Target(name, "gpu", kind, (major, 0), memory * 2.0**20, peaks, on_host, chip)
+
+
+def _tpu(name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1) -> Target:
+    """Of a chip: GB of memory; rates: teraflops in BF16 and FP8, TB/s of memory, GB/s of links. Its cores share them."""
+    bf16, fp8, bandwidth, link = (rate / cores for rate in rates)
+    peaks = Peaks(bf16 * 1e12, fp8 * 1e12, fp8 * 1e12, bf16 * 1e12, bandwidth * 1e12, link * 1e9, link * 1e9)
+    return Target(name, "tpu", kind, (0, 0), memory * 1e9 / cores, peaks, (8 if axes == 2 else 4) * cores, None, axes, cores)
+
+
+_KIB, _MIB = 2**10, 2**20
+_A100 = Chip(108, 1.41, 40 * _MIB, 164 * _KIB, units=64)
+_HOPPER = Chip(132, 1.98, 50 * _MIB, 228 * _KIB)
+_B200, _GB200 = Chip(148, 1.965, 132644864, 228 * _KIB), Chip(152, 2.062, 135528448, 228 * _KIB)
+_PRO = Chip(188, 2.6, 128 * _MIB, 100 * _KIB, threads=1536)
+TARGETS = {
+    target.name: target
+    for target in (
+        _gpu("a100", "NVIDIA A100", 8, 81157, (312, 312, 312, 2.039, 300, 25), _A100),
+        _gpu("h100", "NVIDIA H100", 9, 81007, (989, 1979, 989, 3.35, 450, 50), _HOPPER),
+        _gpu("h200", "NVIDIA H200", 9, 144384, (989, 1979, 989, 4.8, 450, 50), _HOPPER),
+        _gpu("b200", "NVIDIA B200", 10, 182642, (2250, 4500, 9000, 8.0, 900, 50), _B200),
+        _gpu("gb200", "NVIDIA GB200", 10, 188730, (2500, 5000, 10000, 8.0, 900, 900), _GB200, on_host=4),
+        _gpu("rtx6000pro", "NVIDIA RTX PRO 6000 Blackwell", 12, 98304, (504, 1008, 2015, 1.792, 64, 50), _PRO),
+        _tpu("tpu-v5e", "TPU v5 lite", 16, (197, 197, 0.819, 200), axes=2),
+        _tpu("tpu-v5p", "TPU v5", 95, (459, 459, 2.765, 600), axes=3),
+        _tpu("tpu-v6e", "TPU v6 lite", 32, (918, 918, 1.638, 400), axes=2),
+        _tpu("tpu7x", "TPU7x", 192, (2307, 4614, 7.38, 600), axes=3, cores=2),
+    )
+}
+
+
+def description(target: Target) -> str:
+    """A GPU as XLA's compiler takes it: a `GpuTargetConfigProto` as text."""
+    chip, (major, minor) = target.chip, target.capability
+    assert chip is not None
+    own = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # what this architecture alone has: sm_90a
+    dnn = "major: {} minor: {} patch: {}".format(*CUDNN.split("."))
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} {own} }}
+  core_count: {chip.cores} fpus_per_core: {chip.units} clock_rate_ghz: {chip.clock} l2_cache_size: {chip.cache}
+  memory_bandwidth: {target.peaks.memory:.0f} device_memory_size: {target.memory:.0f}
+  shared_memory_per_core: {chip.shared} shared_memory_per_block: {48 * _KIB} shared_memory_per_block_optin: {chip.shared - _KIB}
+  threads_per_warp: 32 threads_per_core_limit: {chip.threads} threads_per_block_limit: 1024
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  device_vendor: "NVIDIA Corporation" name: "{target.kind}" dnn_version: "{CUDNN}"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}}
+platform_name: "CUDA" dnn_version_info {{ {dnn} }} device_description_str: "{target.kind}"
+"""

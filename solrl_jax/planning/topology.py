@@ -1,0 +1,95 @@
+"""XLA's compilers for devices that are not here: devices to lower programs for, and compiling for them.
+
+The GPU compiler is in JAX's CUDA plug-in, the TPU compiler in libtpu. Neither needs a device or a driver. The functions that
+train are lowered as they are, with shardings over a topology's devices in place of those that JAX finds.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from solrl_jax.planning.targets import CUDNN, Target, description
+from solrl_jax.storage.errors import InputError
+
+WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}  # any of them
+EXTRAS = {"gpu": "plan-cuda", "tpu": "plan-tpu"}
+# No device is asked for anything, and no program is kept, since none can be loaded. libtpu looks for no TPU and writes no log.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost", "TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3",
+}  # fmt: skip
+# Nothing can be tuned without a device: products in Triton would get tiles that no one measured, or none that fit.
+OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}, "tpu": {}}
+_TPU_HOSTS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}  # how the chips of a host lie
+_MOST_CHIPS = {2: 256, 3: 8192}  # of a slice, by its axes
+
+
+def prepare(target: Target) -> None:
+    """Sets the environment to compile for `target` in. JAX reads it as it is imported, so that this must come before.
+
+    Raises InputError if the compiler is not installed.
+    """
+    if not any(map(importlib.util.find_spec, WHEELS[target.platform])):
+        extra = f"solrl_jax[{EXTRAS[target.platform]}]"
+        raise InputError(f"--device {target.name}: its compiler is not installed: pip install '{extra}'")
+    os.environ.update(ENVIRONMENT)
+
+
+def devices(target: Target, count: int, hosts: int) -> list[Any]:
+    """`count` devices on each of `hosts` hosts, host by host: `jax.Device`s that can be compiled for, and nothing else.
+
+    Raises InputError if there is no such topology.
+    """
+    import jax
+    from jax.experimental.topologies import get_topology_desc
+
+    jax.devices()  # finds the plug-ins
+    if target.platform == "gpu":
+        if count > target.on_host:
+            raise InputError(f"--devices {count}: a host has at most {target.on_host} {target.name}; see --hosts")
+        layout = f"1x{hosts}x{count}"  # slices, hosts, devices
+        found = get_topology_desc(platform="cuda", topology_name="", topology=layout, target_config=description(target))
+    else:
+        name, host = tpu_topology(target, count, hosts)
+        found = get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
+    return sorted(found.devices, key=lambda device: (device.process_index, device.id))
+
+
+def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int, int, int]]:
+    """A slice as libtpu names it, 2 hosts of 8 tpu-v6e as "v6e:4x4", and how a host's chips lie.
+
+    Raises InputError if there are no hosts with so many devices, or no slices with so many hosts.
+    """
+    sizes = {chips * target.cores: lie for chips, lie in _TPU_HOSTS.items() if chips * target.cores <= target.on_host}
+    if count not in sizes:
+        raise InputError(f"--devices {count}: a host has {' or '.join(map(str, sizes))} {target.name}; see --hosts")
+    chips, most = count * hosts // target.cores, _MOST_CHIPS[target.axes]
+    if hosts > 1 and (hosts & (hosts - 1) or chips > most or count == target.cores):
+        raise InputError(f"--hosts {hosts}: expected a power of two, {most} chips at most, and 4 or more of them a host")
+    doublings = chips.bit_length() - 1
+    edges = [2 ** ((doublings + i) // target.axes) for i in range(target.axes)]  # the last ones are longest
+    edges.sort(key=lambda edge: edge == 1)
+    return f"{target.name.removeprefix('tpu-')}:{'x'.join(map(str, edges))}", sizes[count]
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Within it, JAX traces attention for the target's cuDNN, whichever is installed here, or none."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    major, minor, patch = map(int, CUDNN.split("."))
+    before = fused_attention_stablehlo.check_cudnn_version
+    fused_attention_stablehlo.check_cudnn_version = lambda: major * 10000 + minor * 100 + patch
+    try:
+        yield
+    finally:
+        fused_attention_stablehlo.check_cudnn_version = before
+
+
+def compiled(function: Any, arguments: tuple[Any, ...], target: Target) -> Any:
+    """A jitted function compiled for shapes that are placed on a topology's devices. Raises what XLA raises."""
+    with tracing():
+        lowered = function.lower(*arguments)
+    return lowered.compile(compiler_options=OPTIONS[target.platform])

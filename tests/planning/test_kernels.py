@@ -1,0 +1,111 @@
+"""Operations and traffic of kernels: `planning.kernels` on texts of real compilers, against formulas."""
+
+import pytest
+
+from solrl_jax.planning import hlo
+from solrl_jax.planning.kernels import Kernel, kernels, native
+from tests.planning.programs import text
+
+
+def read(name: str) -> list[Kernel]:
+    return kernels(hlo.parse(text(name)))
+
+
+def named(name: str, part: str) -> Kernel:
+    (kernel,) = [kernel for kernel in read(name) if part in kernel.name]
+    return kernel
+
+
+def test_a_block_scaled_product_is_native_on_blackwell():
+    """Its 64 columns are padded to 128, and its operands are packed."""
+    kernel = named("nvfp4-b200", "blockScaledDot")
+    assert (kernel.name, kernel.kind, kernel.unit) == ("__cudnn$blockScaledDot f4e2m1fn", "products", "fp4")
+    assert kernel.operations == 2 * 128 * 128 * 256
+    scales = 2 * 128 * 16  # rows are padded to 128 and blocks to 16 for both operands
+    assert kernel.moved == 2 * 128 * 256 / 2 + 2 * scales / 2 + 2 * 128 * 128
+    assert native(read("nvfp4-b200")) == {kernel.name: 1}
+
+
+def test_a_block_scaled_product_is_expanded_on_hopper():
+    kernel = named("nvfp4-h200", "matmul")
+    assert (kernel.name, kernel.unit) == ("__cublas$lt$matmul bf16", "bf16")
+    assert kernel.operations == 2 * 128 * 64 * 256
+    assert kernel.moved == 2 * (128 * 256 + 64 * 256 + 128 * 64)  # without the workspace
+
+
+def test_products_of_a_loop_are_counted_as_often_as_they_run():
+    kernel = named("fp8-h200", "matmul")
+    assert (kernel.name, kernel.unit, kernel.times) == ("__cublas$lt$matmul$f8 f8e4m3fn", "fp8", 3)
+    assert kernel.operations == 2 * 128 * 256 * 256
+    assert kernel.moved == 128 * 256 + 256 * 256 + 4 * 128 * 256 + 8  # and two scales
+
+
+def test_a_loop_reads_a_slice_of_what_is_stacked_and_writes_a_slice():
+    """Of three matrices [256, 256] one, and of three results [128, 256] one; the number of the turn comes on top."""
+    sliced = [kernel.moved for kernel in read("fp8-h200") if "dynamic_slice" in kernel.source]
+    updated = [kernel.moved for kernel in read("fp8-h200") if "dynamic_update_slice" in kernel.source]
+    assert sliced == [2 * 256 * 256 + 4]
+    assert updated == [2 * 2 * 128 * 256 + 4]
+
+
+def test_flash_attention_has_two_products_forwards_and_five_backwards():
+    forwards, backwards = (kernel for kernel in read("attend-b200") if kernel.kind == "attention")
+    scores, one = 2 * 4 * 256 * 256, 2 * 2 * 256 * 4 * 64
+    assert (forwards.name, backwards.name) == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+    assert (forwards.operations, backwards.operations) == (2 * 2 * scores * 64, 5 * 2 * scores * 64)
+    logarithms = 4 * 2 * 4 * 256
+    assert (forwards.moved, backwards.moved) == (4 * one + logarithms, 8 * one + logarithms)
+
+
+def test_convolutions_count_what_they_read_of_the_input():
+    """cuDNN is given a padded input: 9 taps for each of 16 x 16 outputs, forwards and for the gradient."""
+    found = [kernel for kernel in read("convolve-h200") if kernel.kind == "products"]
+    assert [kernel.name for kernel in found] == ["__cudnn$convForward bf16", "__cudnn$convBackwardInput bf16"]
+    assert [kernel.operations for kernel in found] == [2 * 2 * 16 * 16 * 9 * 16 * 32] * 2
+
+
+def test_padding_and_dilation_multiply_nothing():
+    """Three taps along five elements, one of padding at either end; and a window that meets one element in two."""
+    line = "  ROOT %c = f32[1,5,1]{2,1,0} convolution(%x, %k), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f\n"
+    module = f"""HloModule c
+
+ENTRY %main (x: f32[1,5,1], k: f32[3,1,1]) -> f32[1,5,1] {{
+  %x = f32[1,5,1]{{2,1,0}} parameter(0)
+  %k = f32[3,1,1]{{2,1,0}} parameter(1)
+{line}}}
+"""
+    (kernel,) = kernels(hlo.parse(module))
+    assert (kernel.operations, kernel.unit) == (2 * (5 * 3 - 2), "fp32")
+    spread = module.replace("f32[1,5,1]{2,1,0} convolution", "f32[1,9,1]{2,1,0} convolution")
+    (kernel,) = kernels(hlo.parse(spread.replace("pad=1_1", "pad=1_1 lhs_dilate=2")))
+    assert kernel.operations == 2 * (9 + 4)  # of 9 outputs, 5 meet one element and 4 meet two
+
+
+def test_a_tpus_batched_product_is_no_larger_for_being_a_convolution():
+    kernel = named("batched-tpu-v6e", "fusion")
+    assert (kernel.kind, kernel.unit, kernel.times) == ("products", "bf16", 4)
+    assert kernel.operations == 2 * 8 * 256 * 128 * 128
+    assert kernel.moved == 2 * 8 * 128 * 128  # the weights: what is carried stays in the TPU's own memory
+
+
+def test_attention_in_pallas_is_counted_by_its_shapes():
+    line = """HloModule p
+
+ENTRY %main (q: bf16[2,8,64,32], k: bf16[2,8,16,32]) -> bf16[2,8,64,32] {
+  %q = bf16[2,8,64,32]{3,2,1,0} parameter(0)
+  %k = bf16[2,8,16,32]{3,2,1,0} parameter(1)
+  ROOT %a = bf16[2,8,64,32]{3,2,1,0} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call", metadata={op_name="NAME"}
+}
+"""
+    one = 2 * 2 * 8 * 64 * 16 * 32
+    for name, products in (("splash_mha_fwd", 2), ("splash_mha_dkv", 4), ("flash_mha_bwd_dq", 3)):
+        (kernel,) = kernels(hlo.parse(line.replace("NAME", name)))
+        assert (kernel.kind, kernel.operations) == ("attention", products * one), name
+    stated = line.replace('"NAME"}', '"other"}, backend_config={"cost_estimate":{"flops":"1234"}}')
+    (kernel,) = kernels(hlo.parse(stated))
+    assert (kernel.name, kernel.kind, kernel.operations) == ("tpu_custom_call bf16", "products", 1234)
+
+
+@pytest.mark.parametrize(("name", "count"), [("train-h200", 15), ("attend-b200", 2), ("batched-tpu-v6e", 0)])
+def test_functions_of_libraries_are_counted_by_name(name, count):
+    assert sum(native(read(name)).values()) == count
