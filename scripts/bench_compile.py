@@ -1,22 +1,23 @@
-"""How long the released transformers take to compile, from shapes alone: no weight is made.
+"""How long the released transformers take to compile, from shapes alone.
 
     python scripts/bench_compile.py                          # FLUX.1-dev, SD3.5-Large and SANA 1.6B, forward and LoRA gradient
     python scripts/bench_compile.py --model flux1 --out benchmarks/compile-cpu.json
 
-For each: the velocity of a batch of one at the recipe's resolution in BF16, and its gradient with respect to LoRA adapters of
-the recipe's targets; seconds to trace and to compile ahead of time, as a share of the limit of 10 s. The peer in the same run
-is the same number of plain transformer blocks (attention and MLP, no modulation) of the same width, scanned likewise.
+Two programs are compiled ahead of time, for a batch of one at the recipe's resolution in BF16: the velocity, and its gradient
+with respect to LoRA adapters on the recipe's targets. Reported: seconds to trace and to compile, and their share of the limit
+of 10 s. The peer in the same run is a scan over the same number of plain transformer blocks (attention and MLP, no
+modulation) of the same width.
 """
 
 import argparse
-import importlib.metadata
-import json
 import time
-from datetime import date
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from bench.timing import finish
 from flax import nnx
 
 from solrl_jax.config.presets import resolve
@@ -53,26 +54,29 @@ MODELS = {
 
 
 class PlainBlock(nnx.Module):
+    """A transformer block without modulation."""
+
     def __init__(self, d: int, head: int, *, rngs: nnx.Rngs):
         self.norm1, self.norm2 = (LayerNorm(d, eps=1e-6, affine=False) for _ in range(2))
         self.to_q, self.to_k, self.to_v, self.to_out = (Linear(d, d, rngs=rngs) for _ in range(4))
         self.up, self.down = Linear(d, 4 * d, rngs=rngs), Linear(4 * d, d, rngs=rngs)
         self.head = head
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         h = self.norm1(x)
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head)
         x = x + self.to_out(attention(heads(self.to_q(h)), heads(self.to_k(h)), heads(self.to_v(h))).reshape(x.shape))
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
 
-def abstract(make) -> tuple[nnx.GraphDef, dict]:
+def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, dict]:
     """A network's graph and its parameters as shapes in BF16."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, BF16), nnx.to_pure_dict(state))
 
 
-def seconds_to_compile(function, *arguments) -> dict[str, float]:
+def seconds_to_compile(function: Callable, *arguments: Any) -> dict[str, float]:
+    """Seconds to trace, to compile, and both, without running."""
     started = time.perf_counter()
     lowered = jax.jit(function).lower(*arguments)
     traced = time.perf_counter()
@@ -81,7 +85,8 @@ def seconds_to_compile(function, *arguments) -> dict[str, float]:
     return {"trace": round(traced - started, 2), "compile": round(done - traced, 2), "total": round(done - started, 2)}
 
 
-def measure(name: str) -> dict:
+def measure(name: str) -> dict[str, dict[str, float]]:
+    """The results of one model."""
     make, inputs, blocks, width, tokens = MODELS[name]
     graphdef, params = abstract(make)
     lora = resolve(f"{name}_sol_rl_pickscore").lora
@@ -110,22 +115,11 @@ def measure(name: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[*MODELS], action="append", help="may be given several times (default: all)")
+    parser.add_argument("--model", choices=[*MODELS], action="append", help="may be repeated (default: all)")
     parser.add_argument("--out", type=Path, help="where the JSON goes, beside standard output")
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    report = {
-        "date": date.today().isoformat(),
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "versions": {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")},
-        "limit_seconds": LIMIT,
-        "models": {name: measure(name) for name in args.model or MODELS},
-    }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + "\n")
+    finish({"limit_seconds": LIMIT, "models": {name: measure(name) for name in args.model or MODELS}}, args.out)
 
 
 if __name__ == "__main__":

@@ -3,34 +3,35 @@
     python scripts/bench_iteration.py flux1_sol_rl_hpsv2 train.prompts=1 --out benchmarks/iteration-flux1-h200.json
     python scripts/bench_iteration.py tiny --families sol_rl,naive_scaling,diffusionnft
 
-Of each family: the median seconds of each stage over --repeat iterations after one that compiles, and what share of an
-iteration `sync` is (the merge of adapters and the copy in few bits). `times_sol_rl`: how many times as long as `sol_rl`.
+For each family: the median seconds of each stage over --repeat iterations after one that compiles, and the share of an
+iteration that `sync` takes (adapters merged, linears quantised). `times_sol_rl`: the time of an iteration over that of
+`sol_rl`.
 """
 
 import statistics
 from typing import Any
 
-from bench.random_weights import fresh_state, random_experiment
+from bench.random_weights import random_experiment
 from bench.timing import finish, parser
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
+from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import iterate
-
-silent = lambda stage, rows, done: None
 
 
 def measure(config: Config, repeat: int) -> dict[str, Any]:
+    """The medians of `repeat` iterations of a family."""
     experiment = random_experiment(config)
     state = fresh_state(experiment)
     measured = []
     for iteration in range(1, repeat + 2):
-        state, outcome = iterate(experiment, state, iteration, silent)
+        state, outcome = iterate(experiment, state, iteration)
         measured.append(outcome.metrics)
     names = [name for name in measured[0] if name == "seconds" or name.startswith("seconds/")]
     medians = {name: statistics.median(row[name] for row in measured[1:]) for name in names if name != "seconds/compile"}
     return {
-        "exploration": experiment.format.describe(experiment.device),
+        "exploration": experiment.recipe.format.describe(experiment.device),
         "seconds": medians["seconds"],
         "stages": {name.removeprefix("seconds/"): value for name, value in medians.items() if "/" in name},
         "sync_share": round(medians["seconds/sync"] / medians["seconds"], 5),
@@ -40,7 +41,7 @@ def measure(config: Config, repeat: int) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--families", default="sol_rl,naive_scaling", help="the first is what the others are compared with")
+    options.add_argument("--families", default="sol_rl,naive_scaling", help="with commas; others are compared with the first")
     args = options.parse_args(arguments)
     families = {}
     for name in args.families.split(","):

@@ -2,33 +2,30 @@
 
     python scripts/bench_load.py --gigabytes 8 --out benchmarks/load-cpu.json
 
-Writes a checkpoint of random numbers in the released layout (the transformer of Stable Diffusion 3.5 Large in BF16, with as
-many layers as the size asks for, in shards with an index), drops it from the page cache, loads it as training does, compares
-every tensor with its file and deletes it.
+Writes a checkpoint of random numbers in the released layout: the transformer of Stable Diffusion 3.5 Large in BF16, in shards
+with an index, with as many layers as the size needs. It drops the files from the page cache, loads them as training does,
+compares every tensor with its file, and deletes the checkpoint.
 
-On a GPU the arrays are not in host memory; on the CPU they are, and are taken off: `host_bytes_peak` is the largest value over
-time of the resident memory of the process, interpreter and libraries included, less the arrays on the mesh. The bar is that it
-stays below the largest shard plus 1 GB.
+`host_bytes_peak` is the largest resident memory of the process over time, interpreter and libraries included, minus the
+arrays on the mesh if those are in host memory (on a CPU). The bar: it stays below the largest shard plus 1 GB.
 """
 
 import argparse
-import datetime
 import json
 import math
 import os
-import platform
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from bench.timing import finish
 from flax import nnx
 from jax.sharding import NamedSharding
 from safetensors import safe_open
@@ -37,7 +34,7 @@ from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.weights import Entry, entries, find_component, load_tensors, parameter_count
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 
-# the released config but for the number of layers
+# the released configuration without the number of layers
 LARGE = {
     "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_attention_heads": 38, "attention_head_dim": 64,
     "joint_attention_dim": 4096, "caption_projection_dim": 2432, "pooled_projection_dim": 2048, "out_channels": 16,
@@ -65,24 +62,14 @@ def main() -> None:
         "architecture": "SD3Transformer2DModel", "layers": layers, "parameters": parameter_count(state), "dtype": "BF16",
         "bytes": sum(sizes), "shards": len(sizes), "largest_shard_bytes": max(sizes),
     }  # fmt: skip
-    bar = max(sizes) + GB
-    peak = result["host_bytes_peak"]
-    result |= {
-        "bytes_per_second": round(sum(sizes) / result["seconds"]),
-        "bar_bytes": bar,
-        "peak_over_bar": round(peak / bar, 3),
-        "within_bar": peak < bar,
-    }
-    report = {"date": datetime.date.today().isoformat(), "device": device(), "versions": versions()}
-    text = json.dumps(report | {"checkpoint": checkpoint, "load": result}, indent=2)
-    print(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + "\n")
+    bar, peak = max(sizes) + GB, result["host_bytes_peak"]
+    verdict = {"bar_bytes": bar, "peak_over_bar": round(peak / bar, 3), "within_bar": peak < bar}
+    result |= {"bytes_per_second": round(sum(sizes) / result["seconds"])} | verdict
+    finish({"checkpoint": checkpoint, "load": result}, args.out, ("jax", "jaxlib", "numpy", "safetensors"))
 
 
 def network(size: float) -> tuple[nnx.State, int]:
-    """The abstract network with the fewest layers that make `size` bytes in BF16, and how many these are."""
+    """The abstract network with the fewest layers that take `size` bytes in BF16, and the number of layers."""
 
     def state(layers: int) -> nnx.State:
         config = SD3Config.from_dict(LARGE | {"num_layers": layers})
@@ -94,7 +81,7 @@ def network(size: float) -> tuple[nnx.State, int]:
 
 
 def write(folder: Path, table: list[Entry], shard: int) -> list[int]:
-    """The tensors of `table`, random, in shards of at most `shard` bytes; returns the sizes of the files."""
+    """Writes the tensors of `table` with random numbers, in shards of at most `shard` bytes. Returns the sizes of the files."""
     shapes = {name: e.torch_shape for e in table for name in e.names}
     shards: list[list[str]] = [[]]
     size = 0
@@ -105,7 +92,7 @@ def write(folder: Path, table: list[Entry], shard: int) -> list[int]:
             size = 0
         shards[-1].append(name)
         size += bytes_
-    place = {}
+    place: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"diffusion_pytorch_model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         place |= dict.fromkeys(names, file)
@@ -115,6 +102,7 @@ def write(folder: Path, table: list[Entry], shard: int) -> list[int]:
 
 
 def write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A safetensors file of BF16 tensors, written a block at a time."""
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 2 * int(np.prod(shape))
@@ -128,11 +116,11 @@ def write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
                 file.write(block.data)
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it is read from the disk, not from memory
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from the disk, not from memory
 
 
 def noise(name: str, count: int, block: int = 2**20) -> Iterator[np.ndarray]:
-    """`count` BF16 numbers that depend on the name, as bytes, some at a time."""
+    """`count` BF16 numbers that depend on the name, as bytes, `block` of them at a time."""
     draw = np.random.default_rng(list(name.encode())).standard_normal(block, np.float32)
     numbers = draw.astype(ml_dtypes.bfloat16).view(np.uint8)
     for start in range(0, count, block):
@@ -167,11 +155,11 @@ def measure(folder: Path, state: nnx.State, fsdp: int) -> dict:
 
 
 class HostMemory:
-    """Samples the resident memory of this process, less the arrays on the mesh if those are in host memory.
+    """Samples the resident memory of this process, minus the arrays on the mesh if those are in host memory.
 
-    `peak` leaves out the arrays of all parameters whose placing has `begun`: as long as a buffer of the host lasts, the array
-    that it goes into is there. `peak_unfinished` leaves out only arrays that JAX lists at the time, which are not those that a
-    program is just writing: an upper bound.
+    `peak` subtracts the arrays of all parameters whose placing has `begun`: an array is allocated before the host's buffer is
+    freed. `peak_unfinished` subtracts only arrays that JAX lists at the time, without those that a program is writing: it is an
+    upper bound.
     """
 
     def __init__(self, seconds: float = 0.005):
@@ -207,12 +195,12 @@ class HostMemory:
 
     @staticmethod
     def _listed() -> int:
-        """Pieces on single devices, of which an array is about to be made, do not count: to a GPU they are still on the way."""
+        """Bytes of the arrays on the mesh. Pieces on single devices do not count: on a GPU they may still be in transfer."""
         return sum(a.nbytes for a in jax.live_arrays() if isinstance(a.sharding, NamedSharding))
 
 
 def check(folder: Path, state: nnx.State, params: dict) -> None:
-    """Raises ValueError naming a tensor that is not what its file says."""
+    """Raises ValueError that names a tensor which differs from its file."""
     files = {name: file for file in folder.glob("*.safetensors") for name in safe_open(file, "numpy").keys()}  # noqa: SIM118
     for e in entries(state):
         leaf = params
@@ -225,16 +213,6 @@ def check(folder: Path, state: nnx.State, params: dict) -> None:
             ours = {"linear": lambda v: v.T, "conv": lambda v: v.transpose(3, 2, 0, 1), "same": lambda v: v}[e.layout](value)
             if not np.array_equal(ours.view(np.uint16), stored.view(np.uint16)):
                 raise ValueError(f"{name}: loaded otherwise than stored")
-
-
-def device() -> str:
-    if jax.default_backend() == "cpu":
-        return f"{os.cpu_count()} CPU cores"
-    return f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
-
-
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in ("jax", "jaxlib", "numpy", "safetensors")}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Products of a model's linears in each format, against BF16's in the same run.
+"""Products of a model's linears in each format, compared with BF16 in the same run.
 
     python scripts/bench_matmul.py flux1_sol_rl_hpsv2 --rows 4 --out benchmarks/matmul-h200.json
     python scripts/bench_matmul.py tiny --formats nvfp4,fp8
 
-For every shape of a linear that is quantised while exploring: activations of --rows pictures' image tokens in BF16 times a
-weight of that shape, in the format, activations quantised as part of the call. `times_bf16` above 1 is faster.
+For every shape of a quantised linear: activations of the image tokens of --rows pictures, in BF16, times a weight of that shape
+in the format. Activations are quantised as part of the call. `times_bf16` above 1 is faster than BF16.
 """
 
 import math
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from bench.timing import best_matmul_rate, finish, parser, rate, seconds
 
 from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Config
 from solrl_jax.explore.linears import report
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import matmul
@@ -25,7 +26,7 @@ from solrl_jax.training.experiment import device_facts
 product = sharding.jit(matmul)
 
 
-def shapes_of(config) -> tuple[Counter[tuple[int, int]], int]:
+def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
     """How many linears of each shape [in, out] are quantised, and how many image tokens a picture has."""
     pipeline = open_configurations(config.model.path, config.model.remat)
     shapes = Counter[tuple[int, int]]()
@@ -36,6 +37,7 @@ def shapes_of(config) -> tuple[Counter[tuple[int, int]], int]:
 
 
 def measure(shape: tuple[int, int], rows: int, formats: list[str], best: float, repeat: int) -> dict:
+    """Seconds and rates of one product in each format. shape: of the weight, [in, out]; best: operations a second."""
     x = jax.random.normal(jax.random.key(0), (rows, shape[0]), jnp.bfloat16)
     w = 0.02 * jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
     count, results = 2 * rows * math.prod(shape), {}

@@ -2,24 +2,21 @@
 
     python scripts/bench_ocr.py --out benchmarks/ocr-cpu.json
 
-Draws the words of the embedded prompt set on plain, noisy and busy grounds, 512 x 512, and scores them in processes of one
-engine thread each, as a run does: first as a fresh process does, engine made and all, then again with the engines there. The
-bar is 100 pictures a minute on 2 cores, for the slower of both, by the clock; `cpu_seconds` is what they took of the processor,
-whatever else the machine was doing (`load_average`, before).
+Draws the words of the embedded prompt set on plain, noisy and busy grounds, 512 x 512, and scores them in processes with one
+engine thread each, as a run does. The first round (`fresh`) includes making the engines, the second (`warm`) does not. The
+bar is 100 pictures a minute on 2 cores for the slower round. `cpu_seconds` is the processor time, which does not depend on
+other work of the machine (`load_average`, before).
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import os
-import platform
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from bench.report import cores, finish
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 
@@ -44,24 +41,13 @@ def main() -> None:
         runs = {name: measure(pool, images, prompts) for name in ("fresh", "warm")}
     slowest = min(run["images_per_minute"] for run in runs.values())
     packages = ("rapidocr", "onnxruntime", "opencv-python-headless", "numpy")
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"{os.cpu_count()} CPU cores",
-        "load_average": load,
-        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
-        "images": len(images), "size": args.size, "processes": args.processes, "threads_per_process": 1,
-        **runs,
-        "bar_images_per_minute": BAR, "times_bar": round(slowest / BAR, 2), "within_bar": slowest >= BAR,
-    }  # fmt: skip
-    text = json.dumps(report, indent=2)
-    print(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + "\n")
+    setting = {"load_average": load, "images": len(images), "size": args.size, "processes": args.processes}
+    verdict = {"bar_images_per_minute": BAR, "times_bar": round(slowest / BAR, 2), "within_bar": slowest >= BAR}
+    finish(setting | {"threads_per_process": 1} | runs | verdict, args.out, cores(), packages)
 
 
 def draw(prompt: str, size: int, seed: int) -> np.ndarray:
-    """A picture of the quoted words, float32 [size, size, 3]: every third ground plain, noisy, or with coarse blotches."""
+    """A picture of the quoted words, float32 [size, size, 3]. By turns the ground is plain, noisy, or has coarse blotches."""
     rng = np.random.default_rng(seed)
     ground = np.full((size, size, 3), rng.uniform(0.6, 1.0, 3))
     if seed % 3 == 1:
@@ -72,12 +58,13 @@ def draw(prompt: str, size: int, seed: int) -> np.ndarray:
     picture = Image.fromarray(np.uint8(255 * np.clip(ground, 0, 1)))
     ink = tuple(int(c) for c in rng.integers(0, 90, 3))
     font = ImageFont.load_default(float(rng.uniform(0.06, 0.1)) * size)
-    place = tuple(float(x) for x in rng.uniform(0.4, 0.6, 2) * size)
-    ImageDraw.Draw(picture).text(place, target(prompt, {}).replace(" ", "\n"), ink, font, anchor="mm", align="center")
+    x, y = (float(middle) for middle in rng.uniform(0.4, 0.6, 2) * size)
+    ImageDraw.Draw(picture).text((x, y), target(prompt, {}).replace(" ", "\n"), ink, font, anchor="mm", align="center")
     return np.asarray(picture, np.float32) / 255
 
 
 def measure(pool: ProcessPoolExecutor, images: np.ndarray, prompts: list[str]) -> dict[str, float]:
+    """Scores all images [n, size, size, 3] once."""
     pieces = [slice(start, start + PIECE) for start in range(0, len(images), PIECE)]
     began = time.perf_counter()
     waiting = [pool.submit(score, images[piece], prompts[piece]) for piece in pieces]
@@ -94,6 +81,7 @@ def measure(pool: ProcessPoolExecutor, images: np.ndarray, prompts: list[str]) -
 
 
 def score(images: np.ndarray, prompts: list[str]) -> tuple[np.ndarray, float]:
+    """The scores [n], and the seconds of processor time. It runs in a process of the pool."""
     began = time.process_time()
     return ocr(images, prompts, [{}] * len(prompts)), time.process_time() - began
 

@@ -3,8 +3,8 @@
     python scripts/bench_peer_torch.py flux1_sol_rl_hpsv2 --rows 4
     python scripts/bench_peer_torch.py tiny --rows 2 --mode eager
 
-Seconds of one evaluation of the network, as JSON on standard output. Needs PyTorch and diffusers, which nothing else here does
-but the tests; JAX stays on the CPU and is asked for shapes alone.
+Prints the seconds of one evaluation of the network, as JSON. It needs PyTorch and diffusers. JAX stays on the CPU and is asked
+for shapes alone.
 """
 
 import argparse
@@ -17,28 +17,27 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import diffusers
 import torch
-from bench.random_weights import this_machine
+from bench.random_weights import encoding_shapes, this_machine
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment, open_configurations
-from solrl_jax.planning.stages import Stages
 
 MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 
 
 def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int, int, int]]:
-    """The transformer's config.json, and the shapes without batch of each encoding of a prompt and of a latent [h, w, c]."""
+    """The transformer's config.json, the shape of each encoding of a prompt without its row, and that of a latent [h, w, c]."""
     config = resolve(preset, tuple(overrides))
     pipeline = open_configurations(config.model.path, config.model.remat)
     there = experiment(config, pipeline, this_machine(), sharding.make_mesh(1, 1))
-    encodings = {name: leaf.shape[1:] for name, leaf in Stages(there, 1).negative.items()}
+    encodings = {name: leaf.shape[1:] for name, leaf in encoding_shapes(there).items()}
     stored = json.loads((pipeline.transformer.source / "config.json").read_text())
     return stored, encodings, pipeline.latent_shape(config.model.height, config.model.width)
 
 
 def inputs(stored: dict, encodings: dict, latent: tuple[int, int, int], rows: int, device: str) -> dict[str, torch.Tensor]:
-    """What the network is called with."""
+    """The arguments of a call of the network."""
     draw = lambda *shape: torch.randn(rows, *shape, dtype=torch.bfloat16, device=device)
     (height, width, channels), time = latent, torch.full((rows,), 500.0, device=device)
     text = {"encoder_hidden_states": draw(*encodings["text"])}
@@ -59,7 +58,7 @@ def main() -> None:
     parser.add_argument("preset")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--rows", type=int, default=4, help="pictures at once (default: 4)")
-    parser.add_argument("--repeat", type=int, default=5, help="the time is the median of so many calls (default: 5)")
+    parser.add_argument("--repeat", type=int, default=5, help="the time is the median of this many calls (default: 5)")
     parser.add_argument("--mode", choices=MODES, default="max-autotune-no-cudagraphs", help="of torch.compile")
     args = parser.parse_args()
     stored, encodings, latent = shapes_of(args.preset, args.overrides)
@@ -71,7 +70,7 @@ def main() -> None:
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     with torch.inference_mode():
-        for _ in range(args.repeat + 2):  # of which two compile and warm up
+        for _ in range(args.repeat + 2):  # the first two compile and warm up
             wait()
             began = time.perf_counter()
             run(**given, return_dict=False)

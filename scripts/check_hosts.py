@@ -1,16 +1,17 @@
-"""Two hosts of four devices train as one of eight, though one of them is killed in each stage of an iteration in turn.
+"""Two hosts of four devices train as one of eight, also if one is killed in any stage of an iteration.
 
     python scripts/check_hosts.py            # 20 to 30 minutes on 2 CPU cores
 
-A run of one process comes first, and one of two, which has to keep the same candidates and end with the same state to 1e-6.
-Then, for each stage, two processes start anew; one of them kills itself in that stage of the second iteration. The other one
-has to end by itself within a minute. Both start again, and have to end as the run of two processes that nobody killed did.
-The mesh is data=2 fsdp=2 tensor=2 in all runs of two processes.
+A run of one process comes first, then one of two. Both must keep the same candidates and end with the same state to 1e-6. Then,
+for each stage, two processes start anew, and one of them kills itself in that stage of the second iteration. The other must end
+by itself within a minute. Both start again, and must end as the run of two processes that nobody killed. The mesh is data=2
+fsdp=2 tensor=2 in all runs of two processes.
 
-Prints a line a stage, and one of JSON at the end; exit code 1 if anything is not as said.
+Prints a line for each stage, and one of JSON at the end. The exit code is 1 if something differs.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,11 @@ DELAY = 0.05  # seconds into the stage
 
 
 def child(stage: str, arguments: list[str]) -> None:
-    """`solrl` with `arguments`, but that the process kills itself in `stage` of the second iteration, if one is named."""
+    """Runs `solrl` with `arguments`. If a stage is named, the process kills itself in that stage of the second iteration."""
     from solrl_jax.commands import cli
-    from solrl_jax.run import checkpoint_writer, progress
-    from solrl_jax.training import iteration as train
+    from solrl_jax.run import checkpoint_writer
+    from solrl_jax.run.progress import Reporter
+    from solrl_jax.training.clock import Clock
 
     begun = {"iterations": 0}
     die = lambda: threading.Timer(DELAY, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -51,28 +54,25 @@ def child(stage: str, arguments: list[str]) -> None:
         if name == stage and begun["iterations"] == 2:
             die()
 
-    start, show, begin = train.Clock.start, progress.Reporter.stage, checkpoint_writer.begin
+    def before(owner: Any, method: str, name_of: Callable[..., str]) -> None:
+        """Has `in_stage` called before each call of a method, with the stage that the call's arguments name."""
+        original = getattr(owner, method)
 
-    def started(clock: Any, name: str) -> None:
-        in_stage(name)
-        start(clock, name)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            in_stage(name_of(*args))
+            return original(*args, **options)
 
-    def shown(report: Any, name: str, rows: int, done: int) -> None:
-        if name == "evaluate" and not done:
-            in_stage(name)
-        show(report, name, rows, done)
+        setattr(owner, method, wrapped)
 
-    def begun_saving(*args: Any, **options: Any) -> Any:
-        in_stage("save")
-        return begin(*args, **options)
-
-    train.Clock.start, progress.Reporter.stage, checkpoint_writer.begin = started, shown, begun_saving  # type: ignore[method-assign]
+    before(Clock, "start", lambda clock, name: name)
+    before(Reporter, "stage", lambda report, name, rows, done: name if name == "evaluate" and not done else "")
+    before(checkpoint_writer, "begin", lambda *args: "save")
     sys.argv = ["solrl", *arguments]
     cli.main()
 
 
 class Processes:
-    """The processes of a start, and what they say."""
+    """The processes of a start, and their logs."""
 
     def __init__(self, folder: Path, hosts: int, dying: int | None = None, stage: str = "") -> None:
         mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2") if hosts == 2 else ("mesh.data=8",)
@@ -101,62 +101,77 @@ class Processes:
 
 
 def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    """The distance of two states over the size of the second."""
+    """The distance of two states divided by the norm of the second."""
     norm = lambda arrays: float(np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in arrays)))
     return norm([ours[key] - theirs[key] for key in theirs]) / norm(theirs.values())
 
 
 def kept(folder: Path) -> list[tuple[int, bool]]:
-    """Every candidate's seed, and whether it was kept."""
+    """Each candidate's seed, and whether it was kept."""
     table = ledger.read(folder / "ledger")
     return list(zip(table["seed"].to_pylist(), table["kept"].to_pylist(), strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """What happened when one of two processes was killed."""
+
+    stage: str
+    killed: int  # the process
+    other_ended_after_seconds: float
+    apart: float  # the distance of the restarted run's state from that of the run that nobody killed
+
+
+def compare_hosts(folder: Path) -> list[str]:
+    """Runs one process and two, undisturbed; returns the problems."""
+    for name, hosts in (("one", 1), ("two", 2)):
+        if any(statuses := Processes(folder / name, hosts).wait()):
+            sys.exit(f"the run {name} ended with {statuses}: {(folder / f'{name}-0.log').read_text()[-500:]}")
+    distance = apart(state_of(folder / "two", ITERATIONS), state_of(folder / "one", ITERATIONS))
+    print(f"one process and two: {distance:.1e} apart", flush=True)
+    if distance <= TOLERANCE and kept(folder / "two") == kept(folder / "one"):
+        return []
+    return [f"two processes end {distance:.1e} from one, or keep others"]
+
+
+def kill_in(stage: str, dying: int, folder: Path) -> tuple[Kill | None, list[str]]:
+    """Kills process `dying` in `stage` of the second iteration, starts both again, and compares; returns the problems too."""
+    problems, run = [], folder / stage
+    start = Processes(run, 2, dying, stage)
+    status = start.processes[dying].wait()
+    died = time.monotonic()
+    other = start.processes[1 - dying].wait()
+    seconds = time.monotonic() - died
+    if status != -signal.SIGKILL or other == 0:
+        problems.append(f"{stage}: the processes ended with {status} and {other}")
+    if seconds > LIMIT:
+        problems.append(f"{stage}: the other process ended after {seconds:.0f} s")
+    again = Processes(run, 2)
+    if any(statuses := again.wait()):
+        return None, [*problems, f"{stage}: the second start ended with {statuses}: {again.logs[0].read_text()[-300:]}"]
+    distance = apart(state_of(run, ITERATIONS), state_of(folder / "two", ITERATIONS))
+    if distance > TOLERANCE or kept(run) != kept(folder / "two"):
+        problems.append(f"{stage}: ends {distance:.1e} from the run that nobody killed, or keeps others")
+    print(f"{stage}: process {dying} killed, other ended {seconds:.0f} s later; restarted: {distance:.1e} apart", flush=True)
+    return Kill(stage, dying, round(seconds, 1), distance), problems
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default=",".join(STAGES), help="in which one is killed, with commas")
-    parser.add_argument("--folder", type=Path, help="where the runs are left (default: nowhere)")
+    parser.add_argument("--stages", default=",".join(STAGES), help="in which a process is killed, with commas")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept (default: they are deleted)")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="hosts-"))
     folder.mkdir(parents=True, exist_ok=True)
-    problems: list[str] = []
-    rows, began = [], time.monotonic()
-    if (status := Processes(folder / "one", 1).wait()) != [0]:
-        sys.exit(f"the run of one process ended with {status}: {(folder / 'one-0.log').read_text()[-500:]}")
-    if (statuses := Processes(folder / "two", 2).wait()) != [0, 0]:
-        sys.exit(f"the run of two processes ended with {statuses}: {(folder / 'two-0.log').read_text()[-500:]}")
-    theirs = state_of(folder / "two", ITERATIONS)
-    beside_one = apart(theirs, state_of(folder / "one", ITERATIONS))
-    print(f"one process and two: {beside_one:.1e} apart", flush=True)
-    if beside_one > TOLERANCE or kept(folder / "two") != kept(folder / "one"):
-        problems.append(f"two processes end {beside_one:.1e} from one, or keep others")
+    began, kills = time.monotonic(), []
+    problems = compare_hosts(folder)
     for number, stage in enumerate(arguments.stages.split(",")):
-        run, dying = folder / stage, number % 2
-        start = Processes(run, 2, dying, stage)
-        status = start.processes[dying].wait()
-        died = time.monotonic()
-        other = start.processes[1 - dying].wait()
-        seconds = time.monotonic() - died
-        if status != -signal.SIGKILL or other == 0:
-            problems.append(f"{stage}: the processes ended with {status} and {other}")
-        if seconds > LIMIT:
-            problems.append(f"{stage}: the other process ended after {seconds:.0f} s")
-        again = Processes(run, 2)
-        if (statuses := again.wait()) != [0, 0]:
-            problems.append(f"{stage}: the second start ended with {statuses}: {again.logs[0].read_text()[-300:]}")
-            continue
-        ours = state_of(run, ITERATIONS)
-        distance = apart(ours, theirs)
-        if distance > TOLERANCE or kept(run) != kept(folder / "two"):
-            problems.append(f"{stage}: ends {distance:.1e} from the run that nobody killed, or keeps others")
-        rows.append({"stage": stage, "killed": dying, "other_ended_after_seconds": round(seconds, 1), "apart": distance})
-        print(
-            f"{stage}: process {dying} killed, the other ended {seconds:.0f} s later; restarted: {distance:.1e} apart",
-            flush=True,
-        )
+        kill, found = kill_in(stage, number % 2, folder)
+        problems += found
+        kills += [dataclasses.asdict(kill)] if kill else []
     if arguments.folder is None:
         shutil.rmtree(folder)
-    print(json.dumps({"kills": rows, "minutes": round((time.monotonic() - began) / 60, 1), "problems": problems}))
+    print(json.dumps({"kills": kills, "minutes": round((time.monotonic() - began) / 60, 1), "problems": problems}))
     sys.exit(bool(problems))
 
 

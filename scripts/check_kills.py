@@ -1,17 +1,18 @@
-"""Kills a small run of `solrl train tiny` at random moments, starts it again each time, and checks what was lost: nothing.
+"""Kills a small run of `solrl train tiny` at random moments, starts it again each time, and checks that nothing is lost.
 
     python scripts/check_kills.py                              # 20 kills; 19 minutes on 2 busy cores
     python scripts/check_kills.py --kills 5 --seed 3 --folder runs/kills
 
-An uninterrupted run comes first; it says how long starting and iterating take. Then SIGKILLs: one in five falls into a start,
-the others into the iterations after it. After each, the newest checkpoint that is good byte for byte is looked up. A kill may
-lose the iteration under way, and nothing else: with run.checkpoint_every=1 the one before it is on the disk. At the end the
-whole state equals the uninterrupted run's to the bit, and so do the ledger and the metrics but for times.
+An uninterrupted run comes first. It says how long a start and an iteration take. Then SIGKILLs: one in five during a start, the
+others during the iterations after it. After each kill the newest checkpoint is verified byte for byte. A kill may lose the
+iteration under way and nothing else: with run.checkpoint_every=1 the iteration before is on the disk. At the end the state
+equals that of the uninterrupted run to the bit. So do the ledger, and the metrics without times.
 
-Prints a line a kill, and one of JSON at the end; exit code 1 if anything is not as said.
+Prints a line for each kill, and one of JSON at the end. The exit code is 1 if something differs.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -29,9 +30,8 @@ import jax
 import numpy as np
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.policy.state import abstract_state
 from solrl_jax.run import checkpoint, checkpoint_writer, ledger, metrics
-from solrl_jax.training.experiment import build
+from solrl_jax.training.experiment import build, state_shapes
 
 SMALL = (
     "train.prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.chunk=2", "rollout.steps=3",
@@ -44,15 +44,19 @@ SAID = re.compile(r"(?:resuming after )?iteration (\d+)")
 
 
 class Process:
-    """A start of the run: the seconds after which it said something, and the last iteration that it spoke of."""
+    """A start of the run: its messages with their times, and the last iteration that it reported."""
 
     def __init__(self, folder: Path, iterations: int) -> None:
         command = [sys.executable, "-m", "solrl_jax.commands.cli", "train", "tiny", *SMALL, f"train.iterations={iterations}"]
         compiled = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"), "JAX_PLATFORMS": "cpu"}
-        self._began, self._process = time.monotonic(), subprocess.Popen(
-            [*command, f"run.dir={folder}"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            [*command, f"run.dir={folder}"],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
             env=os.environ | compiled | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
-        )  # fmt: skip
+        )
         self.lines: list[tuple[float, str]] = []
         self.iteration = 0
         self._spoke = threading.Condition()
@@ -70,12 +74,17 @@ class Process:
         with self._spoke:
             self._spoke.notify_all()
 
+    @property
+    def age(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._began
+
     def finished(self) -> list[float]:
-        """When each iteration of this start was finished."""
+        """The seconds after which each iteration of this start was finished."""
         return [when for when, line in self.lines if line.startswith("iteration ")]
 
     def wait_for(self, count: int) -> None:
-        """Returns when so many iterations were finished, or when the process has ended."""
+        """Waits until `count` iterations are finished, or the process has ended."""
         with self._spoke:
             self._spoke.wait_for(lambda: len(self.finished()) >= count or not self._reader.is_alive())
 
@@ -89,7 +98,7 @@ class Process:
 
 
 def newest(folder: Path) -> int:
-    """The iteration of the newest checkpoint that is good byte for byte; 0 for none. One that is damaged ends the script."""
+    """The iteration of the newest checkpoint; 0 if there is none. A damaged checkpoint ends the script."""
     for path in checkpoint.candidates(folder / "checkpoints"):
         checkpoint.verify(path)
         return checkpoint.iteration_of(path) or 0
@@ -99,10 +108,7 @@ def newest(folder: Path) -> int:
 def state_of(folder: Path, iterations: int) -> dict[str, np.ndarray]:
     """The arrays of the last checkpoint, by key path."""
     config = resolve("tiny", (*SMALL, f"train.iterations={iterations}", f"run.dir={folder}"))
-    experiment = build(config)
-    backbone = experiment.backbone
-    abstract = abstract_state(backbone.transformer, list(experiment.targets), config.lora, config.optimizer, backbone.mesh)
-    state, meta = checkpoint.restore(checkpoint.candidates(folder / "checkpoints")[0], abstract)
+    state, meta = checkpoint.restore(checkpoint.candidates(folder / "checkpoints")[0], state_shapes(build(config)))
     assert meta["iteration"] == iterations
     return {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
@@ -112,69 +118,101 @@ def record(folder: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if "second" not in name} for row in metrics.read(folder)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--iterations", type=int, help="of the run (default: two a kill, more than the kills let it make)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=None, help="where both runs are left (default: nowhere)")
-    arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kills-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    iterations, rng, began = arguments.iterations or 2 * arguments.kills + 2, random.Random(arguments.seed), time.monotonic()
-    problems: list[str] = []
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """How long an uninterrupted run takes, in seconds."""
 
-    for _ in range(2):  # the second time with its programs compiled, as the starts after a kill
+    start: float  # until the first iteration is finished
+    each: float  # of the other iterations
+
+
+@dataclasses.dataclass
+class Kills:
+    """What the kills did so far."""
+
+    lost: list[int] = dataclasses.field(default_factory=list)  # finished iterations that each kill lost
+    saves_under_way: int = 0  # kills while a checkpoint was written
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def run_whole(folder: Path, iterations: int) -> Timing:
+    """Runs `folder`/whole without interruption."""
+    for _ in range(2):  # the second time its programs are compiled, as they are in the starts after a kill
         shutil.rmtree(folder / "whole", ignore_errors=True)
         whole = Process(folder / "whole", iterations)
         if (status := whole.end()) != 0:
             sys.exit(f"the uninterrupted run ended with {status}: {whole.lines[-1:]}")
     finished = whole.finished()
-    start, each = finished[0], (finished[-1] - finished[0]) / (len(finished) - 1)
-    print(f"uninterrupted: {iterations} iterations, first after {start:.1f} s, then {each:.2f} s each", flush=True)
+    timing = Timing(finished[0], (finished[-1] - finished[0]) / (len(finished) - 1))
+    print(
+        f"uninterrupted: {iterations} iterations, first after {timing.start:.1f} s, then {timing.each:.2f} s each", flush=True
+    )
+    return timing
 
-    lost_iterations, saves_under_way, resumed = [], 0, 0
-    for number in range(1, arguments.kills + 1):
+
+def kill_often(folder: Path, iterations: int, count: int, timing: Timing, rng: random.Random) -> Kills:
+    """Starts `folder`/killed and kills it, `count` times."""
+    kills, resumed = Kills(), 0
+    for number in range(1, count + 1):
         run = Process(folder / "killed", iterations)
         if rng.random() < IN_START:
-            moment = rng.uniform(0, start)
-            time.sleep(moment)
+            time.sleep(rng.uniform(0, timing.start))
         else:
             run.wait_for(1)
-            time.sleep(rng.uniform(0, 2 * each))
-        when = time.monotonic() - run._began
-        status = run.end(signal.SIGKILL)
-        if status != -signal.SIGKILL:
-            problems.append(f"kill {number} came too late: the run had ended with {status}")
+            time.sleep(rng.uniform(0, 2 * timing.each))
+        when = run.age
+        if (status := run.end(signal.SIGKILL)) != -signal.SIGKILL:
+            kills.problems.append(f"kill {number} came too late: the run had ended with {status}")
             break
         saving_now = sorted(path.name for path in (folder / "killed").glob(f"checkpoints/{checkpoint_writer.SAVING}*"))
         left, reached = newest(folder / "killed"), max(run.iteration, resumed)
         lost, resumed = reached - left, left
-        lost_iterations.append(lost)
-        saves_under_way += bool(saving_now)
+        kills.lost.append(lost)
+        kills.saves_under_way += bool(saving_now)
         beside = f", while {', '.join(saving_now)} was written" if saving_now else ""
         print(f"kill {number:2d} after {when:5.1f} s, in iteration {reached + 1}{beside}: goes on after {left}", flush=True)
         if lost > 0:
-            problems.append(f"kill {number} lost {lost} finished iterations")
-        problems += [f"kill {number}: {line}" for _, line in run.lines if "skipped checkpoint" in line or "Traceback" in line]
+            kills.problems.append(f"kill {number} lost {lost} finished iterations")
+        bad = [line for _, line in run.lines if "skipped checkpoint" in line or "Traceback" in line]
+        kills.problems += [f"kill {number}: {line}" for line in bad]
+    return kills
+
+
+def differences(folder: Path, iterations: int) -> list[str]:
+    """Lets `folder`/killed come to its end, and compares it with `folder`/whole."""
     last = Process(folder / "killed", iterations)
     if (status := last.end()) != 0:
-        problems.append(f"the last start ended with {status}: {last.lines[-1:]}")
-    else:
-        ours, theirs = (state_of(folder / name, iterations) for name in ("killed", "whole"))
-        problems += [f"{key} differs" for key in theirs if ours[key].tobytes() != theirs[key].tobytes()]
-        if not ledger.read(folder / "killed" / "ledger").equals(ledger.read(folder / "whole" / "ledger")):
-            problems.append("the ledgers differ")
-        if record(folder / "killed") != record(folder / "whole"):
-            problems.append("the metrics differ")
+        return [f"the last start ended with {status}: {last.lines[-1:]}"]
+    ours, theirs = (state_of(folder / name, iterations) for name in ("killed", "whole"))
+    problems = [f"{key} differs" for key in theirs if ours[key].tobytes() != theirs[key].tobytes()]
+    if not ledger.read(folder / "killed" / "ledger").equals(ledger.read(folder / "whole" / "ledger")):
+        problems.append("the ledgers differ")
+    if record(folder / "killed") != record(folder / "whole"):
+        problems.append("the metrics differ")
+    return problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--iterations", type=int, help="of the run (default: two for each kill, and two more)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where both runs are kept (default: they are deleted)")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kills-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    iterations, began = arguments.iterations or 2 * arguments.kills + 2, time.monotonic()
+    timing = run_whole(folder, iterations)
+    kills = kill_often(folder, iterations, arguments.kills, timing, random.Random(arguments.seed))
+    problems = kills.problems + differences(folder, iterations)
     if arguments.folder is None:
         shutil.rmtree(folder)
     report = {
-        "kills": len(lost_iterations),
+        "kills": len(kills.lost),
         "iterations": iterations,
         "seed": arguments.seed,
-        "lost_nothing_finished": sum(lost <= 0 for lost in lost_iterations),
-        "kills_while_a_checkpoint_was_written": saves_under_way,
+        "lost_nothing_finished": sum(lost <= 0 for lost in kills.lost),
+        "kills_while_a_checkpoint_was_written": kills.saves_under_way,
         "minutes": round((time.monotonic() - began) / 60, 1),
         "problems": problems,
     }

@@ -1,4 +1,4 @@
-"""An experiment of full size without a file: the released configurations, random weights, random encodings of prompts."""
+"""An experiment of full size without a weight file: released configurations, random weights, random encodings of prompts."""
 
 import dataclasses
 import zlib
@@ -10,50 +10,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.devices import DEVICES, Machine
 from solrl_jax.planning.stages import Stages
-from solrl_jax.policy.state import TrainState, init_state
-from solrl_jax.training.experiment import Experiment, device_facts, open_mesh
+from solrl_jax.training.experiment import Experiment, device_facts, make_recipe, open_mesh
 
-SIZE = 0.02  # of weights and encodings: nothing overflows, and no time depends on it
+SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no time depends on it
 
 
 def random_experiment(config: Config) -> Experiment:
-    """What `experiment.build` makes of `config`, on this machine's devices; of rewards, those in JAX. Raises InputError."""
+    """The experiment of `config` on this machine's devices, with the rewards that are scored in JAX. Raises InputError."""
     pipeline = open_configurations(config.model.path, config.model.remat)
     shapes = of_shapes(config, pipeline, this_machine(), open_mesh(config))
-    backbone, reward = shapes.backbone, shapes.reward
-    encodings = Encodings(Stages(shapes, sharding.row_groups(backbone.mesh), backbone.mesh.shape["tensor"]).negative)
     backbone = dataclasses.replace(
-        backbone, transformer=fill(backbone.transformer), vae=fill(backbone.vae), text_encoders=encodings
+        shapes.backbone,
+        transformer=fill(shapes.backbone.transformer),
+        decoder=dataclasses.replace(shapes.backbone.decoder, params=fill(shapes.backbone.decoder.params)),
+        text_encoders=RandomEncodings(shapes.backbone.text_encoders, encoding_shapes(shapes)),
     )
-    drafts = backbone
-    if shapes.drafts is not shapes.backbone:
-        drafts = dataclasses.replace(backbone, pipeline=shapes.drafts.pipeline, vae=fill(shapes.drafts.vae))
-    reward = dataclasses.replace(reward, params=fill(reward.params))
-    return dataclasses.replace(shapes, backbone=backbone, drafts=drafts, reward=reward, evaluated=reward)
+    recipe = make_recipe(config, backbone, shapes.device, shapes.recipe.quantized, shapes.train_prompts)
+    reward = dataclasses.replace(shapes.reward, params=fill(shapes.reward.params))
+    return dataclasses.replace(shapes, backbone=backbone, recipe=recipe, reward=reward, evaluated=reward)
 
 
-def fresh_state(experiment: Experiment) -> TrainState:
-    """Before the first iteration."""
-    config, backbone = experiment.config, experiment.backbone
-    key, targets = jax.random.key(config.seed), list(experiment.targets)
-    return init_state(key, backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
+def encoding_shapes(shapes: Experiment) -> Any:
+    """The shapes of the encoding of one prompt: every leaf has one row. shapes: an experiment of shapes."""
+    mesh = shapes.backbone.mesh
+    return Stages(shapes, sharding.row_groups(mesh), mesh.shape["tensor"]).conditions.negative
 
 
-@dataclasses.dataclass(frozen=True)
-class Encodings:
-    """Stands where the text encoders do: an encoding of the right shape for any text. one: shapes of a single row."""
+def this_machine() -> Machine:
+    """A machine with devices of the kind that is here. Its public figures are another device's: nothing reads them here."""
+    here = device_facts()
+    return dataclasses.replace(DEVICES["h100"], name="here", platform=here.platform, kind=here.kind, capability=here.capability)
 
-    one: Any
+
+class RandomEncodings(TextEncoders):
+    """Text encoders without weights: numbers of the right shapes that depend on the prompt."""
+
+    def __init__(self, encoders: TextEncoders, one: Any):
+        """one: the shapes of the encoding of one prompt."""
+        super().__init__(encoders.pipeline, encoders.mesh, encoders.dtype, cache=None)
+        self._one = one
 
     def encode(self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None) -> tuple[Any, int]:
-        """max_tokens: the configuration's, which `one` was made for."""
-        rows = [jax.tree.map(partial(self._row, zlib.crc32(prompt.encode())), self.one) for prompt in prompts]
+        """max_tokens: the configuration's."""
+        rows = [jax.tree.map(partial(self._row, zlib.crc32(prompt.encode())), self._one) for prompt in prompts]
         return jax.tree.map(lambda *parts: np.concatenate(parts), *rows), len(prompts)
 
     def _row(self, seed: int, like: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -62,15 +68,8 @@ class Encodings:
         return (SIZE * np.random.default_rng(seed).standard_normal(like.shape, np.float32)).astype(like.dtype)
 
 
-def this_machine() -> Machine:
-    """The kind of the devices here; of the rest of a `Machine` nothing is read."""
-    device = device_facts()
-    there = {"platform": device.platform, "kind": device.kind, "capability": device.capability}
-    return dataclasses.replace(DEVICES["h100"], name="here", **there)
-
-
 def fill(tree: Any) -> Any:
-    """Arrays for shapes, where the shapes say. Arrays that are there already stay."""
+    """Random arrays for shapes, with the shapes' shardings. Arrays stay."""
 
     def one(path: Any, leaf: Any) -> jax.Array:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -86,5 +85,5 @@ def _draw(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
         return jnp.zeros(shape, dtype)
     if len(shape) < 3:
         return (SIZE * jax.random.normal(key, shape)).astype(dtype)
-    # a layer at a time: random bits take four bytes an element
+    # a layer at a time, because random bits take four bytes an element
     return jax.lax.map(lambda k: (SIZE * jax.random.normal(k, shape[1:])).astype(dtype), jax.random.split(key, shape[0]))

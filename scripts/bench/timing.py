@@ -1,30 +1,25 @@
-"""How long things take, how many operations they are, and what they are compared with."""
+"""How long a computation takes, how many operations it is, and the best rate that this device reaches."""
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from bench import report
 from solrl_jax.numerics.target import planned_for
 from solrl_jax.planning.walk import cost
-from solrl_jax.storage.files import atomic_write
 
 PACKAGES = ("jax", "jaxlib", "flax")
-SQUARES = {"cpu": (512, 1024), "gpu": (4096, 8192, 16384), "tpu": (4096, 8192)}  # sides of what the best rate is looked for in
+SQUARES = {"cpu": (512, 1024), "gpu": (4096, 8192, 16384), "tpu": (4096, 8192)}  # sides of the matrices that are multiplied
 
 
 def seconds(run: Callable[[], Any], repeat: int) -> float:
-    """The median time of `repeat` calls after one that compiles; what a call returns is waited for."""
+    """The median time of `repeat` calls, each until its result is there, after a first call that compiles."""
     jax.block_until_ready(run())
     times = []
     for _ in range(repeat):
@@ -35,7 +30,7 @@ def seconds(run: Callable[[], Any], repeat: int) -> float:
 
 
 def best_matmul_rate(repeat: int) -> float:
-    """Operations a second of the fastest square product in BF16 on one device here: what other rates are shares of."""
+    """Operations a second of the fastest product of square BF16 matrices on one device here."""
     rates = []
     for side in SQUARES[jax.devices()[0].platform]:
         x = jnp.full((side, side), 0.01, jnp.bfloat16)
@@ -45,40 +40,29 @@ def best_matmul_rate(repeat: int) -> float:
 
 
 def operations(function: Callable[..., Any], *arguments: Any) -> int:
-    """Of products, attention's among them, in one call of `function`, whatever the format; on one device."""
-    with planned_for(jax.devices()[0].platform):  # cuDNN's attention tells no one what it does; what stands in for it does
+    """The operations of all products in one call of `function`, attention included, in any format, on one device."""
+    with planned_for(jax.devices()[0].platform):  # a plan's stand-in for cuDNN's attention can be counted
         program = jax.make_jaxpr(lambda *given: function(*given))(*arguments)
     return round(sum(cost(program, gathers=False, native=True).flops.values()))
 
 
 def rate(count: int, elapsed: float, best: float) -> dict[str, float]:
+    """`count` operations in `elapsed` seconds, beside the best rate of this device."""
     return {"tflops": round(count / elapsed / 1e12, 4), "share_of_best_matmul": round(count / elapsed / best, 4)}
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """What all benchmarks take."""
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks of a preset take."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("preset", help="as `solrl train` takes it: `flux1_sol_rl_hpsv2`, or `tiny`, which a CPU can run")
     made.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as `solrl train` takes them")
-    made.add_argument("--repeat", type=int, default=5, help="times are medians of so many calls (default: 5)")
+    made.add_argument("--repeat", type=int, default=5, help="times are medians of this many calls (default: 5)")
     made.add_argument("--out", type=Path, help="a JSON file for the result, which is printed as well")
     return made
 
 
-def facts() -> dict[str, Any]:
-    """Where and when a benchmark ran."""
+def finish(result: Mapping[str, Any], out: Path | None, packages: tuple[str, ...] = PACKAGES) -> None:
+    """Prints and writes `result`, with the devices that JAX sees here."""
     devices = jax.devices()
-    cores = f", {os.cpu_count()} cores" if devices[0].platform == "cpu" else ""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": f"{len(devices)} x {devices[0].device_kind}{cores}",
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-    }
-
-
-def finish(result: dict[str, Any], out: Path | None) -> None:
-    text = json.dumps(facts() | result, indent=2)
-    print(text)
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, text + "\n")
+    here = report.cores() if devices[0].platform == "cpu" else f"{len(devices)} x {devices[0].device_kind}"
+    report.finish(result, out, here, packages)

@@ -21,7 +21,8 @@ def make_dataset(count: int, seed: int, cache: Path) -> tuple[np.ndarray, list[s
         with np.load(path) as file:
             return file["images"], list(file["captions"])
     rng = np.random.default_rng(seed)
-    images, captions = np.empty((count, SIDE, SIDE, 3), np.uint8), []
+    images = np.empty((count, SIDE, SIDE, 3), np.uint8)
+    captions: list[str] = []
     with tqdm(total=count, desc="rendering") as bar:
         while len(captions) < count:
             scene = scenes.draw_scene(rng)

@@ -1,0 +1,28 @@
+"""How a benchmark's result is written: what was measured, when, on which device, with which versions. JAX is not imported."""
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from solrl_jax.storage.files import atomic_write
+
+
+def cores() -> str:
+    """The CPU of this machine, as `device` of a report."""
+    return f"{os.cpu_count()} CPU cores"
+
+
+def finish(result: Mapping[str, Any], out: Path | None, device: str, packages: Sequence[str]) -> None:
+    """Prints `result` as JSON, with date, device and the versions of `packages`, and writes it to `out` if given."""
+    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
+    facts = {"date": datetime.date.today().isoformat(), "device": device, "versions": versions}
+    text = json.dumps(facts | dict(result), indent=2)
+    print(text)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(out, text + "\n")
