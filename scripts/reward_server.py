@@ -1,9 +1,10 @@
-"""A reward as a service, for a scorer that needs an environment of its own: the standard library, NumPy and Pillow.
+"""Serves a reward, for a scorer that needs an environment of its own. This file needs NumPy and Pillow, but not solrl_jax.
 
     python reward_server.py module.path:function --port 8000            # in the scorer's environment
     solrl train tiny reward=http://127.0.0.1:8000/                      # where the training runs
 
-function(images float32 [n, H, W, 3] in [0, 1], prompts, metadata) -> scores [n], or a mapping that holds them as "reward".
+The function is called as function(images float32 [n, H, W, 3] in [0, 1], prompts, metadata). It returns scores [n], or a
+mapping with scores [n] under "reward".
 """
 
 import argparse
@@ -19,9 +20,9 @@ import numpy as np
 from PIL import Image
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("function", help="module.path:function, from the working directory too")
+parser.add_argument("function", help="module.path:function; the working directory is searched too")
 parser.add_argument("--host", default="127.0.0.1")
-parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+parser.add_argument("--port", type=int, default=8000, help="0: any free port")
 options = parser.parse_args()
 sys.path.append(os.getcwd())
 module, _, name = options.function.partition(":")
@@ -29,6 +30,8 @@ function = getattr(importlib.import_module(module), name)
 
 
 class Service(http.server.BaseHTTPRequestHandler):
+    """Scores what a POST request holds: see solrl_jax/rewards/http.py for its form."""
+
     def do_POST(self) -> None:
         try:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -1,4 +1,4 @@
-"""Rewards outside JAX for the tests, imported by worker processes: one that is well, and one that fails as it is told."""
+"""Rewards for the tests. Those outside JAX are imported by worker processes; some fail on request."""
 
 import os
 import time
@@ -26,7 +26,7 @@ def told_or_mean(images, prompts, metadata):
 
 
 def where(images, prompts, metadata):
-    """1 in a process that leaves accelerators alone; it says so."""
+    """1 in a process that does not use accelerators. Prints a line, too."""
     print("here", flush=True)
     return [float(os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ["CUDA_VISIBLE_DEVICES"])] * len(images)
 
@@ -36,7 +36,10 @@ def pid(images, prompts, metadata):
 
 
 def failing(images, prompts, metadata, *, how, prompt="", file="", once=False):
-    """The mean, unless `prompt` is asked for (any, if "") and `file`, if one is named, is there; once: it is removed then."""
+    """Fails as `how` says, if `prompt` is among the prompts (or "") and `file` exists (or ""); otherwise returns the mean.
+
+    once: removes `file`, so that the next call does not fail.
+    """
     scores = images.mean((1, 2, 3))
     if prompt and prompt not in prompts:
         return scores
@@ -67,17 +70,39 @@ def failing(images, prompts, metadata, *, how, prompt="", file="", once=False):
 
 
 def waiting(images, prompts, metadata, *, file):
-    """Goes on when `file` is there, which it is not before the next chunk has been made."""
+    """Waits until `file` exists: the test writes it when the next chunk is made."""
     while not Path(file).exists():
         time.sleep(0.01)
     return images.mean((1, 2, 3))
 
 
 def in_jax(scale=1.0):
-    from solrl_jax.rewards.protocol import Reward  # workers do without
+    from solrl_jax.rewards.protocol import Reward  # imported here, because workers do not need it
 
     score = lambda params, images, prepared: {"reward": params * images.mean((1, 2, 3))}
     return Reward(np.float32(scale), lambda prompts: np.zeros(len(prompts), np.float32), score)
+
+
+def checked(images, prompts, metadata, *, colour="red"):
+    return images.mean((1, 2, 3))
+
+
+def _check(prompt, metadata, *, colour="red"):
+    if colour in prompt:
+        raise ValueError(f"{colour} is not for me")
+
+
+checked.check = _check
+
+
+def checked_in_jax():
+    from solrl_jax.rewards.protocol import Reward
+
+    def check(prompt):
+        if "red" in prompt:
+            raise KeyError("red")
+
+    return Reward((), lambda prompts: np.zeros(len(prompts), np.float32), lambda params, images, _: {}, check=check)
 
 
 def not_a_reward():

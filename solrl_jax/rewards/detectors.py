@@ -1,4 +1,4 @@
-"""What finds objects in pictures for the `geneval` reward: the embedded world's verifier, or a function of the user's."""
+"""Detectors of objects for the `geneval` reward: the verifier of the embedded world, or a function of the user's."""
 
 import dataclasses
 import functools
@@ -10,13 +10,13 @@ from jaxtyping import Float
 
 from solrl_jax.shapes import scenes, verifier
 
-BLOCK = 16  # pictures judged at once: another number of them compiles nothing
-LARGEST = 215  # pixels a side that the verifier can count
+BLOCK = 16  # pictures in each call of the verifier: one number, so it is compiled once
+LARGEST = 215  # pixels a side that the verifier can count: see `verifier._largest`
 
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """One object. box: x0, y0, x1, y1 in pixels, y down; color: None if none is clear; confidence: in [0, 1]."""
+    """One object. box: x0, y0, x1, y1 in pixels, y grows downwards. color: None if unclear. confidence: in [0, 1]."""
 
     name: str
     box: tuple[float, float, float, float]
@@ -24,23 +24,30 @@ class Detection:
     confidence: float
 
 
-Detect = Callable[[Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]]  # a list a picture
+Detect = Callable[[Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]]  # pictures to a list of objects for each
 
 
 @dataclasses.dataclass(frozen=True)
-class Detector:
-    """`classes` and `colors` are all that it can find; None: not known."""
+class Vocabulary:
+    """All classes and colours that a detector can find; None: unknown."""
 
-    detect: Detect
     classes: tuple[str, ...] | None = None
     colors: tuple[str, ...] | None = None
 
 
+SHAPE_CLASSES = (*scenes.SHAPES, *(f"{size} {shape}" for size in scenes.SIZES for shape in scenes.SHAPES))
+
+
+def vocabulary(name: str) -> Vocabulary:
+    """What the detector of this name can find."""
+    return Vocabulary(SHAPE_CLASSES, scenes.COLOURS) if name == "shapes" else Vocabulary()
+
+
 @functools.cache
-def open_detector(name: str) -> Detector:
+def open_detector(name: str) -> Detect:
     """The detector "shapes", or the function that "module.path:function" names. Raises ValueError in one line."""
     if name == "shapes":
-        return Detector(detect_shapes, SHAPE_CLASSES, scenes.COLOURS)
+        return detect_shapes
     module, colon, function = name.partition(":")
     expected = "expected 'shapes' or 'module.path:function'"
     if not (module and colon and function):
@@ -51,16 +58,13 @@ def open_detector(name: str) -> Detector:
         raise ValueError(f"reward 'geneval': detector={name!r}: {expected} ({' '.join(str(error).split())})") from error
     if not callable(detect):
         raise ValueError(f"reward 'geneval': detector={name!r}: {expected} ({function} is no function)")
-    return Detector(detect)
+    return detect
 
 
-SHAPE_CLASSES = (*scenes.SHAPES, *(f"{size} {shape}" for size in scenes.SIZES for shape in scenes.SHAPES))
+def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]:
+    """The objects of the embedded world as the strict verdict sees them: each twice, as "circle" and as "small circle".
 
-
-def detect_shapes(images: Float[np.ndarray, "n s s 3"]) -> list[list[Detection]]:
-    """The objects of the embedded world as its strict verdict sees them, each as "circle" and as "small circle".
-
-    There is no doubt about them: the confidence is 1. What has no clear shape is no object.
+    Their confidence is 1. A component without a clear shape is no object. Raises ValueError for pictures of another size.
     """
     n, height, width, _ = images.shape
     if height != width or width > LARGEST:

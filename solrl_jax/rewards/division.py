@@ -1,4 +1,4 @@
-"""Rewards outside JAX, divided over hosts: each scores the pictures that its own devices made, and all learn all scores."""
+"""Rewards outside JAX on several hosts: each host scores the pictures of its own devices, then all hosts share all scores."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -11,21 +11,22 @@ from jaxtyping import Array, Float
 
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.parallel import hosts
-from solrl_jax.rewards.host import Host, RewardError, Scoring, scoring
+from solrl_jax.rewards.host import RewardError, Scoring, scoring
+from solrl_jax.rewards.protocol import Host
 
 Scores = dict[str, Float[np.ndarray, " n"]]
 
 
 class DividedScoring:
-    """`Scoring` of a series of pictures that come from the devices in chunks, each split over them."""
+    """Scores a series of pictures that come from the devices in chunks. The rows of each chunk are split over the devices."""
 
     def __init__(self, mine: Scoring, rows: list[int], count: int) -> None:
-        """mine: of this process's pictures, which are `rows` of the `count` there are."""
+        """mine: scores the pictures of this process. rows: their indices among all `count` pictures."""
         self._mine, self._rows, self._count = mine, rows, count
         self._error: RewardError | None = None
 
     def add(self, images: Float[Array, "b H W 3"]) -> None:
-        """Hands over the next chunk, of the size the series was said to have; what goes beyond the last picture is padding."""
+        """Passes on the next chunk, of the size given to `divided_scoring`. Pictures beyond the last prompt are padding."""
         if self._error is not None:
             return
         try:
@@ -33,10 +34,13 @@ class DividedScoring:
         except RewardError as error:
             if jax.process_count() == 1:
                 raise
-            self._error = error  # the others have programs to run that need this process: they are told at the end
+            self._error = error  # raised at the end: until then, the programs of the other processes need this process
 
     def finish(self) -> tuple[Scores, dict[str, int]]:
-        """All scores [count] by name, and how many pictures each reward could not score. Raises RewardError everywhere."""
+        """All scores [count] by name, and the number of pictures that each reward could not score.
+
+        Raises RewardError in every process if one process failed.
+        """
         scores: Scores = {}
         try:
             if self._error is None:
@@ -44,9 +48,11 @@ class DividedScoring:
         except RewardError as error:
             self._error = error
         mine: dict[str, Any] = {
-            "rows": self._rows, "failed": self._mine.failed, "error": None if self._error is None else str(self._error),
+            "rows": self._rows,
+            "failed": self._mine.failed,
+            "error": None if self._error is None else str(self._error),
             "scores": {name: values.tolist() for name, values in scores.items()},
-        }  # fmt: skip
+        }
         parts = hosts.everyones(mine)
         if errors := [part["error"] for part in parts if part["error"] is not None]:
             raise self._error or RewardError(errors[0])
@@ -59,7 +65,10 @@ class DividedScoring:
 
 @contextlib.contextmanager
 def divided_scoring(host: Host, prompts: Sequence[Prompt], chunk: int, where: NamedSharding) -> Iterator[DividedScoring]:
-    """A `DividedScoring` of a picture a prompt, `chunk` of them at once, split as `where` says; see `scoring`."""
+    """A `DividedScoring` with one picture for each prompt. `chunk` pictures come at once, split over devices as in `where`.
+
+    If the body raises, calls that have not returned are dropped: see `host.scoring`.
+    """
     held = hosts.rows_held(where, chunk)
     rows = [start + row for start in range(0, len(prompts), chunk) for row in held if start + row < len(prompts)]
     with scoring(host, [prompts[row] for row in rows]) as mine:

@@ -1,11 +1,11 @@
-"""GenEval (arXiv 2310.11513): are the objects that were asked for there, as many, in their colours and places?
+"""GenEval (arXiv 2310.11513): whether a picture shows the right number of objects, in the right colours and places.
 
-Scored as DiffusionNFT and Flow-GRPO train on it. The metadata of a prompt is a line of GenEval's own files:
+It is scored as in DiffusionNFT and Flow-GRPO. The metadata of a prompt is a line of GenEval's own files:
 
     {"tag": "position", "include": [{"class": "bench", "count": 1},
                                     {"class": "dog", "count": 1, "color": "brown", "position": ["left of", 0]}]}
 
-and perhaps "exclude": [{"class": ..., "count": ...}]. A position refers to a clause before it by its index.
+It may also have "exclude": [{"class": ..., "count": ...}]. A position names an earlier clause by its index.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ import numpy as np
 from jaxtyping import Float
 
 from solrl_jax.config.schema import shown
-from solrl_jax.rewards.detectors import Detection, Detector, open_detector
-from solrl_jax.rewards.outside import Metadata, check, finite
+from solrl_jax.rewards.detectors import Detection, Vocabulary, open_detector, vocabulary
+from solrl_jax.rewards.outside import Images, Metadata, check_arguments, checked_by, finite
 
 RELATIONS = ("left of", "right of", "above", "below")
-MOST = 16  # objects of a class
-NEAR = 0.1  # share of both sizes that does not count as an offset
-LEAN = 0.5  # least share of the distance that lies along a relation's axis
+MOST = 16  # objects of a class that are counted
+NEAR = 0.1  # an offset counts beyond this share of the sum of both sizes
+LEAN = 0.5  # least share of the distance along the axis of a relation
 
-Objects = Mapping[str, Sequence[Detection]]  # by class, the most certain first
+Objects = Mapping[str, Sequence[Detection]]  # by class, the most confident first
 
 
 @dataclasses.dataclass(frozen=True)
 class Clause:
-    """`count` objects of a class, of a colour if one is asked; position: a relation to the objects of an earlier clause."""
+    """`count` objects of class `name`, perhaps in a colour. position: (relation, index of an earlier clause)."""
 
     name: str
     count: int
@@ -39,15 +39,21 @@ class Clause:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a picture should show."""
+    """What a picture should show, from the metadata of its prompt."""
 
     tag: str
     include: tuple[Clause, ...]
     exclude: tuple[Clause, ...]
 
 
+def check_metadata(prompt: str, metadata: Metadata, *, detector: str = "shapes", **thresholds: float) -> None:
+    """Raises ValueError, as `request` does, for metadata that is not GenEval's. A detector of the user's is not imported."""
+    request(prompt, metadata, vocabulary(detector))
+
+
+@checked_by(check_metadata)
 def geneval(
-    images: Float[np.ndarray, "n H W 3"],
+    images: Images,
     prompts: Sequence[str],
     metadata: Sequence[Metadata],
     *,
@@ -55,17 +61,21 @@ def geneval(
     threshold: float = 0.3,
     counting_threshold: float = 0.9,
 ) -> dict[str, Float[np.ndarray, " n"]]:
-    """The partial score, at most 1, under "reward"; under "strict" 1 where all is exactly as asked, else 0.
+    """Scores pictures against the metadata of their prompts.
 
-    detector: "shapes" (the embedded world's) or "module.path:function", a `detectors.Detect`. threshold: confidence that an
-    object must exceed, `counting_threshold` where the tag is "counting". NaN for a picture that holds other than numbers.
-    Raises ValueError in one line that names the prompt when its metadata is not GenEval's.
+    Args:
+      detector: "shapes", which finds the objects of the embedded world, or "module.path:function", a `detectors.Detect`.
+      threshold: an object counts if its confidence is greater.
+      counting_threshold: the same where the tag is "counting".
+
+    Returns "reward", the partial score, at most 1, and "strict", 1 if all is exactly as asked, else 0. A picture with values
+    that are not finite scores NaN. Raises ValueError in one line that names the prompt if its metadata is not GenEval's.
     """
-    check("geneval", images, prompts, metadata)
-    find = open_detector(detector)
-    requests = [request(prompt, extra, find) for prompt, extra in zip(prompts, metadata, strict=True)]
+    check_arguments("geneval", images, prompts, metadata)
+    detect, known = open_detector(detector), vocabulary(detector)
+    requests = [request(prompt, extra, known) for prompt, extra in zip(prompts, metadata, strict=True)]
     sound = np.flatnonzero(finite(images))
-    found = find.detect(images[sound]) if len(sound) else []
+    found = detect(images[sound]) if len(sound) else []
     if len(found) != len(sound):
         raise ValueError(f"reward 'geneval': detector {detector!r} gave {len(found)} lists for {len(sound)} pictures")
     reward, strict = np.full((2, len(images)), np.nan, np.float32)
@@ -76,7 +86,7 @@ def geneval(
 
 
 def by_class(detections: Sequence[Detection], threshold: float) -> Objects:
-    """The objects of each class whose confidence exceeds `threshold`, the most certain first, MOST at most."""
+    """The objects of each class with a confidence above `threshold`: the MOST most confident, in this order."""
     found: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda d: -d.confidence):
         if detection.confidence > threshold and len(found.setdefault(detection.name, [])) < MOST:
@@ -85,15 +95,18 @@ def by_class(detections: Sequence[Detection], threshold: float) -> Objects:
 
 
 def judge(found: Objects, asked: Request) -> tuple[float, bool]:
-    """The partial score, a mean of terms, and the strict verdict on one picture.
+    """The partial score of one picture, which is a mean of terms, and the strict verdict.
 
-    A clause's terms: how close its count is; then, as far as it asks, a 0 if the count is wrong, else how close the number of
-    that colour is, and the relation: 1 if it holds for every pair, a 0 and a 1 if it does not (as the peers' loop leaves
-    them), 0 if the earlier clause was not met. The relation is looked at only if the colour is right. A term falls below 0
-    when more than twice the number is there. `exclude` fails the strict verdict alone.
+    Each clause gives these terms:
+      1. how close the number of its objects is to its count. This is below 0 for more than twice the count.
+      2. a 0 if this number is wrong and the clause asks for a colour or a position. There are no further terms then.
+      3. if it asks for a colour: how close the number of objects of this colour is.
+      4. if it asks for a position, and the colours are right: 1 if the relation holds for every pair; a 0 and a 1 if it does
+         not, as in Flow-GRPO's code; 0 if the earlier clause was not met.
+    `exclude` only affects the strict verdict.
     """
     terms: list[float] = []
-    groups: list[Sequence[Detection] | None] = []  # what met each clause
+    groups: list[Sequence[Detection] | None] = []  # the objects of each clause; None: it was not met
     for clause in asked.include:
         objects = found.get(clause.name, ())
         terms.append(_closeness(clause.count, len(objects)))
@@ -115,7 +128,7 @@ def judge(found: Objects, asked: Request) -> tuple[float, bool]:
 
 
 def relations(a: Detection, b: Detection) -> set[str]:
-    """How `a` lies to `b`: two relations at once for a diagonal, none for boxes about the same centre."""
+    """The relations that `a` has to `b`: two if it is diagonal to it, none if their centres are nearly the same."""
     (ax0, ay0, ax1, ay1), (bx0, by0, bx1, by1) = a.box, b.box
     offset = np.array([ax0 + ax1 - bx0 - bx1, ay0 + ay1 - by0 - by1]) / 2
     sizes = np.abs([ax1 - ax0, ay1 - ay0]) + np.abs([bx1 - bx0, by1 - by0])
@@ -127,8 +140,8 @@ def relations(a: Detection, b: Detection) -> set[str]:
     return {relation for relation, true in holds.items() if true}
 
 
-def request(prompt: str, metadata: Metadata, detector: Detector) -> Request:
-    """What the metadata asks for. Raises ValueError in one line that names the prompt, the field and what is accepted."""
+def request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request:
+    """Reads what the metadata asks for. Raises ValueError in one line that names the prompt, the field and what is accepted."""
 
     def refuse(field: str, value: Any, accepted: str) -> ValueError:
         return ValueError(f"reward 'geneval': prompt {shown(prompt)}: {field}={shown(value)}: expected {accepted}")
@@ -143,12 +156,12 @@ def request(prompt: str, metadata: Metadata, detector: Detector) -> Request:
         if strange := [key for key in given if key not in allowed]:
             raise refuse(field, given, f"no other keys than {', '.join(allowed)}, got {', '.join(map(repr, strange))}")
         name, count, color, position = (given.get(key) for key in ("class", "count", "color", "position"))
-        if not isinstance(name, str) or (detector.classes and name not in detector.classes):
-            raise refuse(f"{field}.class", name, f"one of {', '.join(detector.classes)}" if detector.classes else "a name")
+        if not isinstance(name, str) or (known.classes and name not in known.classes):
+            raise refuse(f"{field}.class", name, f"one of {', '.join(known.classes)}" if known.classes else "a name")
         if type(count) is not int or count < 1:
             raise refuse(f"{field}.count", count, "a count of at least 1")
-        if color is not None and (not isinstance(color, str) or (detector.colors and color not in detector.colors)):
-            raise refuse(f"{field}.color", color, f"one of {', '.join(detector.colors)}" if detector.colors else "a colour")
+        if color is not None and (not isinstance(color, str) or (known.colors and color not in known.colors)):
+            raise refuse(f"{field}.color", color, f"one of {', '.join(known.colors)}" if known.colors else "a colour")
         if position is None:
             return Clause(name, count, color)
         sound = isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS

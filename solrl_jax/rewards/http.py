@@ -1,7 +1,7 @@
-"""A reward service: pictures and prompts go out, scores come back, for scorers that need an environment of their own.
+"""The client of a reward service, for scorers that need an environment of their own.
 
-POST {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}, answered by {"scores": [...]}, a number or
-null for each picture. `scripts/reward_server.py` is the other side.
+The request is POST {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}. The answer is
+{"scores": [...]}, with a number or null for each picture. `scripts/reward_server.py` is such a service.
 """
 
 import base64
@@ -19,16 +19,19 @@ from PIL import Image
 
 from solrl_jax.rewards.host import Failure
 from solrl_jax.rewards.outside import Metadata
-from solrl_jax.run.pictures import to_uint8
 from solrl_jax.storage.errors import first_line
+from solrl_jax.storage.images import to_uint8
 
-RETRIED = (429, 502, 503, 504)  # answers of a service that is busy or about to start
+RETRIED = (429, 502, 503, 504)  # status of a service that is busy or about to start
 
 
 def http(
     images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata], *, url: str, timeout: float
 ) -> Float[np.ndarray, " n"]:
-    """What the service at `url` answers, NaN for null. timeout: seconds that all attempts have together."""
+    """The scores that the service at `url` answers, NaN for null.
+
+    timeout: seconds for all attempts together. Raises Failure in one line if there is no answer, or no scores in it.
+    """
     body: Any = {"images": [png(image) for image in images], "prompts": list(prompts), "metadata": [dict(m) for m in metadata]}
     try:
         answer = session(timeout).post(url, json=body, timeout=timeout)
@@ -44,6 +47,7 @@ def http(
 
 
 def png(image: Float[np.ndarray, "H W 3"]) -> str:
+    """The image as a PNG file in base64."""
     buffer = io.BytesIO()
     Image.fromarray(to_uint8(image)).save(buffer, format="PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -51,7 +55,7 @@ def png(image: Float[np.ndarray, "H W 3"]) -> str:
 
 @functools.cache
 def session(timeout: float) -> requests.Session:
-    """Connections that are kept; attempts are repeated after 0, 1, 2, 4, ... seconds, half of `timeout` in all."""
+    """Connections to services, which stay open. A request is repeated after 0, 1, 2, 4, ... seconds, for half of `timeout`."""
     attempts = 1 + int(math.log2(1 + timeout / 2))
     retry = urllib3.Retry(attempts, backoff_factor=0.5, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False)
     out = requests.Session()

@@ -1,4 +1,4 @@
-"""How well a picture compresses, whatever was asked for: the two toy rewards of DDPO (arXiv 2305.13301, section 5.1)."""
+"""The size of a picture as a JPEG, whatever its prompt: the two toy rewards of DDPO (arXiv 2305.13301, section 5.1)."""
 
 import io
 from collections.abc import Sequence
@@ -7,26 +7,22 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from solrl_jax.rewards.outside import Metadata, check, finite
-from solrl_jax.run.pictures import to_uint8
+from solrl_jax.rewards.outside import Images, Metadata, check_arguments, finite
+from solrl_jax.storage.images import to_uint8
 
 QUALITY = 95
 KILOBYTE = 1000  # bytes
 
 
-def jpeg_incompressibility(
-    images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata]
-) -> Float[np.ndarray, " n"]:
-    """Size in kB of the picture as a JPEG: the more detail the better. NaN for a picture that holds other than numbers."""
-    check("jpeg_incompressibility", images, prompts, metadata)
+def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Float[np.ndarray, " n"]:
+    """The size in kB: the more detail, the higher. NaN for a picture with values that are not finite."""
+    check_arguments("jpeg_incompressibility", images, prompts, metadata)
     return _sizes(images)
 
 
-def jpeg_compressibility(
-    images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata]
-) -> Float[np.ndarray, " n"]:
-    """The size in kB, negative: the plainer the better. Flow-GRPO divides it by 500; in a mixture its weight can."""
-    check("jpeg_compressibility", images, prompts, metadata)
+def jpeg_compressibility(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Float[np.ndarray, " n"]:
+    """Minus the size in kB: the plainer, the higher. Flow-GRPO also divides by 500; here the weight can do this."""
+    check_arguments("jpeg_compressibility", images, prompts, metadata)
     return -_sizes(images)
 
 

@@ -1,4 +1,4 @@
-"""Does the picture hold the words that its prompt quotes? By RapidOCR, scored as Flow-GRPO scores it (arXiv 2505.05470)."""
+"""Whether the picture shows the words that its prompt quotes: read by RapidOCR, scored as in Flow-GRPO (arXiv 2505.05470)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,39 +9,23 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from solrl_jax.config.schema import shown
-from solrl_jax.rewards.outside import Metadata, check, finite
-from solrl_jax.run.pictures import to_uint8
+from solrl_jax.rewards.outside import Images, Metadata, check_arguments, checked_by, finite
+from solrl_jax.storage.images import to_uint8
 
-# Said when the file is imported, hence before a run loads anything; the libraries themselves wait for the first picture.
+# Checked when the file is imported, so before a run loads anything. The libraries are imported for the first picture.
 if MISSING := [name for name in ("rapidocr", "onnxruntime", "rapidfuzz") if find_spec(name) is None]:
     raise ImportError(f"reward 'ocr' needs {', '.join(MISSING)}: pip install 'solrl_jax[rewards]'")
 
-DETECTOR, RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"  # in the wheel of rapidocr
+DETECTOR, RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"  # files of the rapidocr package
 
 Reader = Callable[[UInt8[np.ndarray, "H W 3"]], str]
 
 
-def ocr(
-    images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1
-) -> Float[np.ndarray, " n"]:
-    """1 where the wanted words can be read, less by each edit that the picture is away from them, at least 0.
-
-    The wanted words: metadata["text"], or what the prompt's first pair of double quotes holds. threads: of one process, for
-    callers run several. NaN for a picture that holds other than numbers. An engine that fails raises (Flow-GRPO scores 0).
-    Raises ValueError in one line that names the prompt when it asks for no words.
-    """
-    check("ocr", images, prompts, metadata)
-    if type(threads) is not int or threads < 1:
-        raise ValueError(f"reward 'ocr': threads={threads!r}: expected an integer of at least 1")
-    targets = [target(prompt, extra) for prompt, extra in zip(prompts, metadata, strict=True)]
-    scores = np.full(len(images), np.nan, np.float32)
-    for i in np.flatnonzero(finite(images)):
-        scores[i] = similarity(reader(threads)(to_uint8(images[i])), targets[i])
-    return scores
-
-
 def target(prompt: str, metadata: Metadata) -> str:
-    """The words that a picture of `prompt` should hold."""
+    """The words that a picture of `prompt` should show: metadata["text"], or what the first pair of double quotes encloses.
+
+    Raises ValueError in one line that names the prompt if there are no words.
+    """
     text, quoted = metadata.get("text"), prompt.split('"')
     if text is None and len(quoted) > 2:
         text = quoted[1]
@@ -53,10 +37,28 @@ def target(prompt: str, metadata: Metadata) -> str:
     return text
 
 
-def similarity(text: str, target: str) -> float:
-    """1 - d / len(target): d is 0 if `text` holds `target`, else their Levenshtein distance, at most len(target).
+@checked_by(lambda prompt, metadata, **options: target(prompt, metadata))
+def ocr(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1) -> Float[np.ndarray, " n"]:
+    """1 if the words of `target` can be read in the picture. Each edit between what is read and the words costs its share.
 
-    Neither spaces nor case count.
+    The lowest score is 0. A picture with values that are not finite scores NaN. threads: of one process; several processes
+    score at once. Raises ValueError in one line for a prompt without words. An engine that fails raises its own exception,
+    where Flow-GRPO scores 0.
+    """
+    check_arguments("ocr", images, prompts, metadata)
+    if type(threads) is not int or threads < 1:
+        raise ValueError(f"reward 'ocr': threads={threads!r}: expected an integer of at least 1")
+    targets = [target(prompt, extra) for prompt, extra in zip(prompts, metadata, strict=True)]
+    scores = np.full(len(images), np.nan, np.float32)
+    for i in np.flatnonzero(finite(images)):
+        scores[i] = similarity(reader(threads)(to_uint8(images[i])), targets[i])
+    return scores
+
+
+def similarity(text: str, target: str) -> float:
+    """1 - d / len(target), where d is 0 if `text` contains `target`, else their Levenshtein distance, at most len(target).
+
+    Spaces and case do not matter.
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -67,7 +69,7 @@ def similarity(text: str, target: str) -> float:
 
 @functools.cache
 def reader(threads: int) -> Reader:
-    """From a picture to all the text in it, from top to bottom: an engine, made once a process. Nothing is downloaded."""
+    """Makes the engine that reads all text in a picture, from top to bottom. Once in each process; nothing is downloaded."""
     import rapidocr
 
     folder = Path(rapidocr.__file__).parent / "models"
@@ -75,13 +77,13 @@ def reader(threads: int) -> Reader:
         raise ImportError(f"reward 'ocr': no {', '.join(absent)} in this rapidocr: pip install 'solrl_jax[rewards]'")
     engine = rapidocr.RapidOCR(
         params={
-            "Global.log_level": "error",  # an empty picture is no event
-            "Global.use_cls": False,  # text upside down is not looked for, as in Flow-GRPO
-            "Global.text_score": 0.5,  # boxes less certain are dropped, as PaddleOCR does before Flow-GRPO sees them
-            # named, for an engine without a path fetches its default model
+            "Global.log_level": "error",  # it would warn about each picture without text
+            "Global.use_cls": False,  # do not look for text that is upside down, as in Flow-GRPO
+            "Global.text_score": 0.5,  # drop less certain text, as PaddleOCR does for Flow-GRPO
+            # without a path, the engine downloads its default model
             "Det.model_path": str(folder / DETECTOR),
             "Rec.model_path": str(folder / RECOGNISER),
-            # PaddleOCR's: pictures are looked at as they are, up to this size
+            # as in PaddleOCR: pictures up to this size are not resized
             "Det.limit_type": "max",
             "Det.limit_side_len": 960,
             "EngineConfig.onnxruntime.intra_op_num_threads": threads,
@@ -90,8 +92,8 @@ def reader(threads: int) -> Reader:
     )
 
     def read(picture: UInt8[np.ndarray, "H W 3"]) -> str:
-        found = engine(np.ascontiguousarray(picture[..., ::-1]))  # it takes arrays for BGR
-        return "".join(getattr(found, "txts", None) or ())  # there are none where nothing was detected, or nothing read
+        found = engine(np.ascontiguousarray(picture[..., ::-1]))  # arrays are BGR for it
+        return "".join(getattr(found, "txts", None) or ())  # None if nothing was detected or read
 
     return read
 

@@ -1,16 +1,28 @@
-"""What rewards outside JAX have in common: what they are given is checked, and a picture that is none has no score."""
+"""What the package's rewards outside JAX share: checks of their arguments, and pictures that cannot be scored."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-Metadata = Mapping[str, Any]  # what a prompt set says of a prompt beside its text
+F = TypeVar("F", bound=Callable[..., Any])
+Metadata = Mapping[str, Any]  # what a prompt set says about a prompt beside its text
+Images = Float[np.ndarray, "..."]  # float32 [n, H, W, 3] in [0, 1], which `check_arguments` checks
 
 
-def check(reward: str, images: Float[np.ndarray, "n H W 3"], prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
-    """Raises ValueError in one line unless there are n pictures, n prompts and what is said of each."""
+def checked_by(check: Callable[..., object]) -> Callable[[F], F]:
+    """Decorates a function outside JAX with its `check`: see `openers._host_reward`."""
+
+    def decorate(function: F) -> F:
+        function.check = check  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def check_arguments(reward: str, images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
+    """Raises ValueError in one line unless there are n pictures, n prompts and n mappings of metadata."""
     if images.ndim != 4 or images.shape[-1] != 3:
         raise ValueError(f"reward '{reward}': images of shape {images.shape}; expected [n, height, width, 3]")
     if not len(images) == len(prompts) == len(metadata):
@@ -19,5 +31,5 @@ def check(reward: str, images: Float[np.ndarray, "n H W 3"], prompts: Sequence[s
 
 
 def finite(images: Float[np.ndarray, "n H W 3"]) -> Bool[np.ndarray, " n"]:
-    """Which pictures hold numbers alone. The others score NaN, as they do with the rewards in JAX, and are not learnt from."""
+    """Which pictures have only finite values. The others score NaN, as in JAX, and are not trained on."""
     return np.isfinite(images).all((1, 2, 3))

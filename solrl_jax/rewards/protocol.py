@@ -1,7 +1,7 @@
-"""What a reward is: how well pictures answer their prompts, as a pure function."""
+"""What a reward is: scores of pictures against their prompts, inside JAX (`Reward`) or outside it (`HostReward`)."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,19 +10,59 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.config.schema import shown
 from solrl_jax.parallel import sharding
-from solrl_jax.rewards.host import Host
+from solrl_jax.storage.errors import InputError
 
-Scores = dict[str, Float[Array, " b"]]
+BATCH = 16  # pictures that a function outside JAX gets at most in one call; its timeout is for one call
+Scores = dict[str, Float[Array, " b"]]  # by name; the reward itself is named "reward"
+Check = Callable[[Prompt], None]  # raises ValueError, in one line, for a prompt that the reward cannot score
+
+
+def accept(prompt: Prompt) -> None:
+    """The check of a reward that can score any prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostReward:
+    """A reward outside JAX: a function that other processes import and call.
+
+    It is called as f(images float32 [n, H, W, 3] in [0, 1], prompts [n], metadata [n], **options) and returns scores [n], or a
+    mapping with scores [n] by name, of which the reward itself is named "reward". The score of a picture must not depend on
+    the other pictures: n depends on the chunk and on the number of processes.
+    """
+
+    name: str
+    target: str  # "module:function"
+    options: Mapping[str, Any]
+    others: tuple[str, ...] | None  # the scores beside "reward" that must come; None: unknown before the first answer
+    batch: int = BATCH
+    check: Check = accept
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Host:
+    """The rewards outside JAX that belong to a `Reward`, and how they are run."""
+
+    rewards: tuple[HostReward, ...]
+    weights: Mapping[str, float]  # in the weighted sum, by score: "ocr", "geneval/strict"
+    workers: int  # processes that score
+    timeout: float  # seconds for one call; then its process is killed
+    skip: bool  # true: if a call fails, its pictures have no score; false: the run stops
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reward:
-    """prepare(prompts) -> pytree of arrays, a row a prompt; score(params, images [b, H, W, 3] in [0, 1], prepared) -> scores.
+    """A reward inside JAX, as pure functions.
 
-    `prepare` works on the host; `score` inside jit and on the mesh, a row at a time (no picture's score may depend on
-    another's). It returns the reward itself under "reward" and may add `others` (as "strict", a success or not), to watch or
-    to train on as well. What is scored outside JAX is the `host`'s; where that is all, there is no `score`.
+    params: arrays that `score` takes, any pytree.
+    prepare: (prompts) -> a pytree of arrays with one row a prompt; runs on the host.
+    score: (params, images [b, H, W, 3] in [0, 1], rows [b] of what `prepare` returned) -> Scores. It is traced by jit with the
+      rows split over the mesh: the score of a picture must not depend on the other pictures. None: all is scored outside JAX.
+    others: names of the scores beside "reward". They can be watched or trained on too.
+    host: what is scored outside JAX in addition.
+    check: raises ValueError for a prompt that the reward cannot score. It is cheap: it gets every prompt of a run.
     """
 
     params: Any
@@ -30,13 +70,29 @@ class Reward:
     score: Callable[[Any, Float[Array, "b H W 3"], Any], Scores] | None
     others: tuple[str, ...] = ()
     host: Host | None = None
+    check: Check = accept
 
 
-Loader = Callable[[Mesh | None], Reward]  # reads weights that have been found, onto the mesh if there is one
+Loader = Callable[[Mesh | None], Reward]  # reads a reward's weights onto the mesh; None: onto JAX's default device
 
 
 @partial(sharding.jit, static_argnums=0)
 def score_images(reward: Reward, params: Any, images: Float[Array, "b H W 3"], prepared: Any, index: Array) -> Scores:
-    """Scores of pictures [b], each against the prompt that `index` [b] names among the prepared ones."""
+    """The scores of pictures, each against one prompt: `index` [b] is its row in `prepared`."""
     assert reward.score is not None
     return reward.score(params, images, jax.tree.map(lambda x: jnp.asarray(x)[index], prepared))
+
+
+def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None:
+    """Checks that `reward` can score every prompt. Raises InputError in one line that names `field`, reward and prompt."""
+    wrong = []
+    for prompt in prompts:
+        try:
+            reward.check(prompt)
+        except ValueError as error:
+            wrong.append((prompt, " ".join(str(error).split())))
+    if wrong:
+        prompt, text = wrong[0]
+        quoted = "" if shown(str(prompt)) in text else f"prompt {shown(str(prompt))}: "
+        more = f" ({len(wrong)} of {len(prompts)} prompts cannot be scored)" if len(wrong) > 1 else ""
+        raise InputError(f"{field}: {quoted}{text}{more}")

@@ -3,19 +3,16 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
+from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.rewards.protocol import Reward, Scores
-from solrl_jax.shapes import verifier
+from solrl_jax.shapes import scenes, verifier
 from solrl_jax.storage.errors import InputError
 
 
 def shapes_reward() -> Reward:
-    """Partial credit in [0, 1], strict success beside it."""
-
-    def score(params: None, images: Array, targets: verifier.Targets) -> Scores:
-        verdict = verifier.verify(images, targets)
-        return {"reward": verdict.score, "strict": verdict.strict.astype(jnp.float32)}
+    """Partial credit in [0, 1]. "strict" is 1 if the picture shows exactly what its caption asks, else 0."""
 
     def prepare(prompts: Sequence[str]) -> verifier.Targets:
         try:
@@ -23,4 +20,11 @@ def shapes_reward() -> Reward:
         except ValueError as error:
             raise InputError(f"reward 'shapes': {error}") from error
 
-    return Reward(None, prepare, score, others=("strict",))
+    def score(params: None, images: Float[Array, "b H W 3"], targets: verifier.Targets) -> Scores:
+        verdict = verifier.verify(images, targets)
+        return {"reward": verdict.score, "strict": verdict.strict.astype(jnp.float32)}
+
+    def check(prompt: Prompt) -> None:
+        scenes.parse(prompt)
+
+    return Reward(None, prepare, score, others=("strict",), check=check)

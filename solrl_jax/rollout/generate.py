@@ -22,7 +22,7 @@ from solrl_jax.flow import sampler
 from solrl_jax.numerics.randomness import normal
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.division import DividedScoring, divided_scoring
-from solrl_jax.rewards.host import total
+from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rollout.stage import Leg, Stage
 
@@ -128,7 +128,7 @@ def generate(
     scores |= {name: join(name) for name in chunks.made[0] if name not in ("latents", "images")}
     return Samples(
         latents=join("latents"),
-        scores=scores if host is None else total(host, scores),
+        scores=scores if host is None else add_total(host.weights, scores),
         images=join("images") if keep_images else None,
         failed=failed,
     )

@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float, UInt8
 
 from solrl_jax.storage.files import atomic
+from solrl_jax.storage.images import to_uint8
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,12 +30,6 @@ _GAP = 4  # pixels between images
 # Widths in pixels between which `save_before_after` shows an image: legible, and a file that can be mailed.
 _SMALLEST, _LARGEST = 96, 384
 _FRAME, _MARK = 4, 20  # pixels: the frame of an image of `save_before_after`, the tick or cross in its corner
-
-
-def to_uint8(image: Float[Numbers, "*size"]) -> UInt8[np.ndarray, "*size"]:
-    """round(255 x) clipped to 0..255, the bytes of `image` float [..., 3]; what is not a number is black."""
-    unit = np.clip(np.nan_to_num(np.asarray(image, np.float32)), 0, 1)
-    return np.round(255 * unit).astype(np.uint8)
 
 
 def save_png(path: str | Path, image: Float[Numbers, "h w 3"]) -> None:

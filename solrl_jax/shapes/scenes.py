@@ -14,6 +14,8 @@ import hashlib
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from solrl_jax.config.schema import shown
+
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "purple", "cyan")
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle")
 SIZES: tuple[str, ...] = ("small", "large")
@@ -118,7 +120,7 @@ def parse(text: str) -> Scene:
                 return Scene((_parse_group(first), _parse_group(second)), relation)
         return Scene((_parse_group(normal),), None)
     except ValueError as error:
-        raise ValueError(f"cannot parse the caption {text!r}; want {GRAMMAR}") from error
+        raise ValueError(f"cannot parse the caption {shown(text)}; want {GRAMMAR}") from error
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:

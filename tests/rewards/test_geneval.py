@@ -1,4 +1,4 @@
-"""The GenEval reward: its rule on hand-made detections, and the embedded world's verifier as its detector."""
+"""The GenEval reward: its rule on given detections, and the verifier of the embedded world as its detector."""
 
 import dataclasses
 import json
@@ -14,11 +14,11 @@ from solrl_jax.rewards.detectors import Detection, detect_shapes
 from solrl_jax.rewards.geneval import geneval, relations
 from solrl_jax.shapes import scenes, verifier
 
-HERE = "tests.test_geneval"
+HERE = __name__
 
 
 def thing(name, x=0.0, y=0.0, color=None, confidence=0.95, side=10.0):
-    """A detection by the centre of its box."""
+    """A detection, given the centre of its box."""
     return Detection(name, (x - side / 2, y - side / 2, x + side / 2, y + side / 2), color, confidence)
 
 
@@ -69,7 +69,7 @@ CASES = {
 
 
 def from_the_table(images):
-    """A detector for pictures that hold nothing but the number of a case."""
+    """A detector for pictures whose pixels all have the number of a case."""
     found = [case[2] for case in CASES.values()]
     return [found[round(float(image.mean()))] for image in images]
 
@@ -123,7 +123,7 @@ def test_a_picture_that_holds_other_than_numbers_has_no_score():
     np.testing.assert_array_equal(scores["strict"], [1, np.nan, 1])
 
 
-# --- the embedded world ---
+# the embedded world
 
 
 def lines(name):
@@ -136,7 +136,7 @@ def rendered(drawn, seed=0):
 
 
 def written(scene):
-    """What the script that made the sets writes of a scene."""
+    """The line for a scene, by the script that made the sets."""
     return LINE(scene)
 
 
@@ -144,7 +144,7 @@ LINE = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_prompt_s
 
 
 def one_word_changed(scene, rng):
-    """The scene with one attribute of one group changed, or the relation turned round."""
+    """The scene with one attribute of one group changed, or the opposite relation."""
     while True:
         i, attribute = rng.integers(len(scene.groups)), ("colour", "shape", "size", "count", "relation")[rng.integers(5)]
         every = {"count": (1, 2, 3), "colour": scenes.COLOURS, "shape": scenes.SHAPES, "size": scenes.SIZES}
@@ -182,7 +182,7 @@ def test_right_pictures_of_the_embedded_sets_pass_and_those_of_a_word_changed_do
     assert scores["reward"].max() < 1
     assert 0.1 < scores["reward"].mean() < 0.8
 
-    few = geneval(images[-3:], prompts[-3:], wrong[-3:])  # alone, a picture scores as it does among others
+    few = geneval(images[-3:], prompts[-3:], wrong[-3:])  # the score does not depend on the other pictures
     np.testing.assert_array_equal(few["reward"], scores["reward"][-3:])
 
 
@@ -206,7 +206,7 @@ def test_the_verifier_says_where_things_are(side):
         np.testing.assert_allclose(detection.box, np.multiply(box, unit), atol=0.3 * unit)
 
 
-# --- what is refused ---
+# what is refused
 
 GOOD = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
 FIRST = GOOD["include"][0]

@@ -1,4 +1,4 @@
-"""Rewards outside JAX: beside the device's work, independent of chunks and workers; failures stop the run or cost a score."""
+"""Rewards outside JAX: they run while devices work, chunks and workers change no score, a failure stops the run or skips."""
 
 import dataclasses
 import json
@@ -15,17 +15,21 @@ import numpy as np
 import pytest
 
 from solrl_jax.conditioning.prompts import Prompt
-from solrl_jax.rewards.host import Host, HostReward, RewardError, Workers, scoring, total, trial
+from solrl_jax.rewards import host
+from solrl_jax.rewards.host import RewardError, scoring, trial
+from solrl_jax.rewards.mixture import add_total
+from solrl_jax.rewards.protocol import Host, HostReward
 from solrl_jax.rewards.registry import open_reward, open_rewards
-from solrl_jax.rollout.generate import generate, prepare
+from solrl_jax.rollout.generate import Rows, generate, prepare
 from solrl_jax.run import checkpoint, ledger, metrics
 from solrl_jax.run import loop as trainer
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage.errors import InputError
 from solrl_jax.training import experiment as experiments
+from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import iterate
 from tests import outside
-from tests.small import fresh_state, silent, small_config
+from tests.small import small_config
 
 PROMPTS = [Prompt(f"a {'very ' * i}red circle", {"score": i / 4}) for i in range(7)]
 PICTURES = np.random.default_rng(0).random((7, 8, 8, 3), np.float32)
@@ -42,57 +46,52 @@ WRONG = {
 }
 
 
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2, 2.0)
-    yield pool
-    pool.close()
+WORKERS = (2, 2.0)  # processes and seconds; one setting for nearly all tests, because processes take a second to start
 
 
-@pytest.fixture(autouse=True)
-def _ended(workers, monkeypatch):
-    """Experiments share the workers: processes take a second to start."""
-    monkeypatch.setattr("solrl_jax.rewards.registry.Workers", lambda count, timeout: workers)
+@pytest.fixture(autouse=True, scope="module")
+def _closed():
+    yield
+    host.workers(*WORKERS).close()
 
 
 def reward(function: str, others=(), batch=16, name="some", **options) -> HostReward:
     return HostReward(name, f"tests.outside:{function}", options, others, batch)
 
 
-def scores(rewards, workers, chunk=4, skip=False, weights=None, pictures=PICTURES, prompts=PROMPTS):
-    host = Host(tuple(rewards), weights or {"some": 1.0}, {r.name: () for r in rewards}, workers, skip)
-    with scoring(host, prompts) as beside:
+def scores(rewards, workers=WORKERS, chunk=4, skip=False, pictures=PICTURES, prompts=PROMPTS):
+    with scoring(Host(tuple(rewards), {}, *workers, skip), prompts) as outside_jax:
         for start in range(0, len(pictures), chunk):
-            beside.add(pictures[start : start + chunk])
-        return beside.finish(), beside.failed
+            outside_jax.add(pictures[start : start + chunk])
+        return outside_jax.finish(), outside_jax.failed
 
 
-def test_scores_do_not_depend_on_chunks_batches_or_workers(workers):
+def test_scores_do_not_depend_on_chunks_batches_or_workers():
     expected = outside.mean(PICTURES, PROMPTS, [], scale=0.5)
-    alone = Workers(1, 20.0)
+    alone = (1, 20.0)
     try:
-        for pool, chunk, batch in ((workers, 7, 16), (workers, 3, 16), (workers, 7, 1), (alone, 4, 16), (alone, 4, 3)):
-            padded = np.concatenate([PICTURES, PICTURES[:2]])  # what goes beyond the last prompt is padding
-            got, failed = scores([reward("mean", scale=0.5, batch=batch)], pool, chunk, pictures=padded)
+        for workers, chunk, batch in ((WORKERS, 7, 16), (WORKERS, 3, 16), (WORKERS, 7, 1), (alone, 4, 16), (alone, 4, 3)):
+            padded = np.concatenate([PICTURES, PICTURES[:2]])  # pictures beyond the last prompt are padding
+            got, failed = scores([reward("mean", scale=0.5, batch=batch)], workers, chunk, pictures=padded)
             np.testing.assert_array_equal(got["some"], expected.astype(np.float32))
             assert failed == {"some": 0}
     finally:
-        alone.close()
+        host.workers(*alone).close()
 
 
-def test_a_function_gets_metadata_and_may_return_several_scores(workers):
-    got, _ = scores([reward("told", name="told"), reward("several", None)], workers, weights={"told": 2.0, "some/green": -1.0})
+def test_a_function_gets_metadata_and_may_return_several_scores():
+    got, _ = scores([reward("told", name="told"), reward("several", None)])
     np.testing.assert_array_equal(got["told"], [p.metadata["score"] for p in PROMPTS])
     np.testing.assert_allclose(got["some/green"], PICTURES[..., 1].mean((1, 2)), rtol=1e-6)
-    summed = total(Host((), {"told": 2.0, "some/green": -1.0}, {}, workers, False), got)
+    summed = add_total({"told": 2.0, "some/green": -1.0}, got)
     np.testing.assert_allclose(summed["reward"], 2 * got["told"] - got["some/green"], rtol=1e-6)
     assert summed["reward"].dtype == np.float32
 
 
-def test_a_picture_that_is_none_has_no_score(workers):
+def test_a_picture_with_nan_has_no_score():
     pictures = PICTURES.copy()
     pictures[2, 0, 0, 0] = np.nan
-    got, failed = scores([reward("told")], workers, pictures=pictures)
+    got, failed = scores([reward("told")], pictures=pictures)
     np.testing.assert_array_equal(np.isnan(got["some"]), np.arange(7) == 2)
     assert failed == {"some": 0}
 
@@ -100,9 +99,9 @@ def test_a_picture_that_is_none_has_no_score(workers):
 def test_workers_leave_accelerators_and_results_alone(monkeypatch, capfd):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    pool = Workers(1, 20.0)
-    got, _ = scores([reward("where")], pool)
-    pool.close()
+    workers = (1, 21.0)  # of this test alone: they start in the environment above
+    got, _ = scores([reward("where")], workers)
+    host.workers(*workers).close()
     np.testing.assert_array_equal(got["some"], 1)
     said = capfd.readouterr()
     assert (said.out, "here" in said.err) == ("", True)
@@ -113,10 +112,10 @@ def told_of(how):
 
 
 @pytest.mark.parametrize("how", sorted(WRONG.keys() - {"hang", "exit"}))
-def test_a_failure_costs_a_score(how, workers, capsys):
-    """Seven pictures are four pieces of two, two of which are at work at once; the first fails."""
+def test_a_failure_costs_a_score(how, capsys):
+    """Seven pictures are four calls with at most two pictures each; the first call fails."""
     bad = reward("failing", how=how, prompt=PROMPTS[1])
-    got, failed = scores([bad, reward("mean", name="other")], workers, skip=True)
+    got, failed = scores([bad, reward("mean", name="other")], skip=True)
     np.testing.assert_array_equal(np.isnan(got["some"]), np.arange(7) < 2)
     assert np.isfinite(got["other"]).all()
     assert failed == {"some": 2, "other": 0}
@@ -124,23 +123,21 @@ def test_a_failure_costs_a_score(how, workers, capsys):
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
-def test_or_a_failure_stops_the_run_and_the_work(workers):
+def test_or_a_failure_stops_the_run_and_the_workers():
     with pytest.raises(RewardError, match=f"^{told_of('raise')}$"):
-        scores([reward("failing", how="raise", prompt=PROMPTS[1])], workers)
+        scores([reward("failing", how="raise", prompt=PROMPTS[1])])
     assert not multiprocessing.active_children()
 
 
-def test_a_score_that_is_wanted_and_does_not_come_is_a_failure(workers):
-    host = Host((reward("mean", None),), {"some/strict": 1.0}, {"some": ["strict"]}, workers, False)
+def test_a_score_that_does_not_come_is_a_failure():
     with pytest.raises(RewardError, match=r"reward 'some': returned no 'strict'"):
-        trial(host, PROMPTS[:2], (8, 8))
+        trial(Host((reward("mean", ("strict",)),), {"some/strict": 1.0}, *WORKERS, False), PROMPTS[:2], (8, 8))
 
 
 def test_processes_that_do_not_start_are_a_failure(monkeypatch):
-    pool = Workers(1, 20.0)
     monkeypatch.setattr("solrl_jax.rewards.host._set_up", os.abort)
     with pytest.raises(RewardError, match=r"do not start, or end by themselves"):
-        scores([reward("mean")], pool)
+        scores([reward("mean")], (1, 22.0))
 
 
 HOLDER = """
@@ -149,7 +146,8 @@ import sys
 import numpy as np
 
 from solrl_jax.conditioning.prompts import Prompt
-from solrl_jax.rewards.host import HostReward, Workers
+from solrl_jax.rewards.host import Workers
+from solrl_jax.rewards.protocol import HostReward
 
 if __name__ == "__main__":
     workers = Workers(1, 100.0)
@@ -164,7 +162,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_workers_end_with_the_program(end, tmp_path):
-    """In the midst of their work, whether the program ends by itself or is killed."""
+    """They end during a call, whether the program ends by itself or is killed."""
     (tmp_path / "holder.py").write_text(HOLDER)
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -196,14 +194,15 @@ def built():
     return experiments.build(small_config())
 
 
-def with_reward(built, weights, options=None, skip=False, workers=None):
+def with_reward(built, weights, options=None, skip=False):
     """The experiment with another reward, without loading it again."""
-    opened = open_reward(weights, {}, options=options, workers=workers, skip=skip)(built.backbone.mesh)
+    count, timeout = WORKERS
+    opened = open_reward(weights, {}, options=options, workers=count, timeout=timeout, skip=skip)(built.backbone.mesh)
     return dataclasses.replace(built, reward=opened.trained, evaluated=opened.evaluated)
 
 
 def with_config(built, config):
-    """As `experiments.build` would make it, but for what is loaded already."""
+    """The result of `experiments.build`, without loading anything again."""
     trained, evaluated = open_rewards(config.reward)(built.backbone.mesh)
     return dataclasses.replace(built, config=config, reward=trained, evaluated=evaluated)
 
@@ -216,7 +215,7 @@ def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatc
 
 
 def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
-    """The first chunk's score waits for a file that is written once the second chunk has been made."""
+    """The score of the first chunk waits for a file, which is written after the second chunk is made."""
     name, file = "tests.outside:waiting", tmp_path / "go"
     experiment = with_reward(built, {name: 1.0}, {name: {"file": str(file)}})
     prompted = prepare(built.backbone, experiment.reward, built.train_prompts[:1], built.config.model.max_tokens)
@@ -224,20 +223,22 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
 
     def progress(rows):
         made.append(rows)
-        if len(made) == 3:  # of the third chunk: the second has arrived
+        if len(made) == 3:  # the third chunk is on its way, so the second is made
             file.touch()
 
-    samples = generate(
-        built.backbone, built.policy(fresh_state(built).adapters), built.grid(3), prompted, np.zeros(6, int),
-        built.seeds(0, 1, built.train_prompts[:1], 6)[0], built.size, 2, experiment.reward, progress=progress, keep_images=True,
-    )  # fmt: skip
+    stage, rows = (
+        built.stage("some", fresh_state(built).adapters, 3),
+        Rows.of(built.seeds("candidate", built.train_prompts[:1], 6)),
+    )
+    assert stage.chunk == 2
+    samples = generate(built.backbone, stage, prompted, rows, experiment.reward, progress=progress, keep_images=True)
     np.testing.assert_allclose(samples.reward, samples.images.mean((1, 2, 3)), rtol=1e-6)
 
 
 def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
     weights = {"tests.outside:in_jax": 0.5, "tests.outside:mean": 2.0, "tests.outside:several/green": -1.0}
     experiment = with_reward(built, weights)
-    _, outcome = iterate(experiment, fresh_state(experiment), 1, silent)
+    _, outcome = iterate(experiment, fresh_state(experiment), 1)
     m = outcome.metrics
     assert m["pool/reward"] == pytest.approx(sum(w * m[f"pool/{name}"] for name, w in weights.items()), rel=1e-5)
     assert {"pool/tests.outside:several", "kept/tests.outside:mean"} <= m.keys()
@@ -246,11 +247,11 @@ def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
 
 @pytest.mark.parametrize("how", ["nan", "raise", "hang", "exit", "length"])
 def test_what_has_no_score_is_not_trained_on(how, built, tmp_path):
-    """One picture's scoring fails, once; of several, the reward is NaN. The run goes on, or stops as configured."""
+    """Scoring one picture fails once, or several rewards are NaN. The run goes on, or stops, as configured."""
     once = {} if how == "nan" else {"file": str(tmp_path / "broken"), "once": True}
     experiment = lambda skip: with_reward(built, {FAILING: 1.0}, {FAILING: {"how": how, **once}}, skip=skip)
     (tmp_path / "broken").touch()
-    state, outcome = iterate(experiment(skip=how != "nan"), fresh_state(built), 1, silent)
+    state, outcome = iterate(experiment(skip=how != "nan"), fresh_state(built), 1)
     bad = ~np.isfinite(outcome.ledger["proxy_reward"])
     assert bad.sum() == 1 if how != "nan" else 0 < bad.sum() < bad.size
     assert outcome.metrics["nonfinite_rewards"] >= bad.sum()
@@ -261,20 +262,20 @@ def test_what_has_no_score_is_not_trained_on(how, built, tmp_path):
     if how != "nan":
         (tmp_path / "broken").touch()
         with pytest.raises(RewardError, match=WRONG[how].replace("for 2", "for 1").replace("(1,", "(0,")):
-            iterate(experiment(skip=False), fresh_state(built), 1, silent)
+            iterate(experiment(skip=False), fresh_state(built), 1)
 
 
 def test_if_all_scoring_fails_the_run_goes_on(built):
-    weights = {FAILING: 1.0, f"{FAILING}/strict": 1.0}  # of which nothing is known before there is an answer
+    weights = {FAILING: 1.0, f"{FAILING}/strict": 1.0}  # its scores are unknown before the first answer
     experiment = with_reward(built, weights, {FAILING: {"how": "raise"}}, skip=True)
-    state, outcome = iterate(experiment, fresh_state(experiment), 1, silent)
+    state, outcome = iterate(experiment, fresh_state(experiment), 1)
     assert outcome.metrics[f"reward_failures/{FAILING}"] == outcome.metrics["nonfinite_rewards"] == 16 + 8
     assert not outcome.ledger["kept"].any()
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
 
 
 class Breaking(Reporter):
-    """Writes a file when a stage begins for the `at`-th time: from then on the reward fails."""
+    """Writes a file when a stage begins for the `at`-th time. From then on, the reward fails."""
 
     def __init__(self, file: Path, stage: str, at: int) -> None:
         super().__init__(bars=False)
@@ -289,7 +290,7 @@ class Breaking(Reporter):
 
 
 def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch, tmp_path, capsys):
-    """In the second iteration, and in the evaluation after it; what comes of it is what comes of a run without failures."""
+    """It fails in the second iteration, and in the evaluation after it. The result equals that of a run without failures."""
     broken = tmp_path / "broken"
     options = json.dumps({FAILING: {"how": "raise", "file": str(broken)}})
     overrides = ["train.iterations=2", "run.checkpoint_every=9", "eval.grid=0", f"reward={FAILING}"]
@@ -319,7 +320,7 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
 
 
 def rows(run_dir: Path, watched: str = "watched") -> dict[int, dict]:
-    """The metrics by iteration, without what a clock measured or is only watched."""
+    """The metrics by iteration, without times and without what is only watched."""
     merged = {}
     for row in metrics.read(run_dir):
         kept = {k: v for k, v in row.items() if not ("second" in k or watched in k or "hacking" in k)}

@@ -1,4 +1,4 @@
-"""The JPEG rewards: the size of a file, as another encoder has it."""
+"""The JPEG rewards: the size of the file, compared with another encoder."""
 
 import cv2
 import numpy as np
@@ -8,7 +8,7 @@ from solrl_jax.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 
 
 def pictures():
-    """Flat, a gradient, a coarse and a fine pattern, noise: float32 [5, 96, 128, 3], the more detailed the later."""
+    """Flat, a gradient, a coarse and a fine pattern, noise: float32 [5, 96, 128, 3], with more and more detail."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[:96, :128].astype(np.float32)
     planes = [
@@ -22,7 +22,7 @@ def pictures():
 
 
 def test_the_reward_is_the_size_that_another_encoder_makes_of_the_picture():
-    images = pictures() * np.float32([1.0, 0.8, 0.6])  # coloured, so that chroma counts
+    images = pictures() * np.float32([1.0, 0.8, 0.6])  # in colour, so that chroma matters
     bgr = np.round(255 * images).astype(np.uint8)[..., ::-1]
     sizes = [len(cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 95])[1]) / 1000 for picture in bgr]
     scores = jpeg_incompressibility(images, ["p"] * 5, [{}] * 5)
@@ -37,7 +37,7 @@ def test_the_plainer_the_picture_the_less_it_weighs():
     assert (np.diff(scores) > 0).all()
 
 
-def test_a_picture_that_holds_other_than_numbers_has_no_score_and_spoils_no_other():
+def test_a_picture_with_values_that_are_not_finite_has_no_score_and_changes_no_other():
     images = pictures()
     images[1, 0, 0, 0], images[3, 5, 5, 1] = np.nan, np.inf
     scores = jpeg_compressibility(images, ["p"] * 5, [{}] * 5)

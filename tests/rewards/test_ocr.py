@@ -47,7 +47,7 @@ def test_lines_are_read_from_top_to_bottom_and_joined():
 
 @pytest.mark.parametrize(("harm", "step"), [("blur", 1.0), ("noise", 0.15)])
 def test_the_worse_the_picture_the_less_it_scores(harm, step):
-    """Means over twelve words of as many sizes, in even steps from clean to nothing that could be read."""
+    """Means over twelve words in twelve sizes, in equal steps from clean to unreadable."""
     words = (
         "Anchor",
         "Canyon",
@@ -97,11 +97,11 @@ def test_nothing_is_fetched(monkeypatch):
         ("xx h E l l o yy", "Hell O", 1.0),  # anywhere in the text, spaces and case aside
         ("kitten", "sitting", 1 - 3 / 7),
         ("", "abcd", 0.0),
-        ("abcd is missing one letr", "letter", 0.0),  # words around it count, unless it is there whole
+        ("abcd is missing one letr", "letter", 0.0),  # without the whole word, other text costs edits too
         ("abXd", "abcd", 0.75),
         ("abcde", "abcdf", 0.8),
         ("bcd", "abcd", 0.75),
-        ("zzzzzzzzzzzz", "ab", 0.0),  # not below
+        ("zzzzzzzzzzzz", "ab", 0.0),  # never below 0
         ("STRASSE", "straße", 1 - 2 / 6),
     ],
 )

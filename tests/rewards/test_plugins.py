@@ -1,4 +1,4 @@
-"""Rewards that are not the package's: functions, entry points, services, their options, and how a configuration names them."""
+"""Rewards of the user's: functions, entry points, services, their options, and how a configuration names them."""
 
 import http.server
 import json
@@ -14,7 +14,7 @@ import pytest
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.presets import from_yaml, override, resolve, to_yaml
 from solrl_jax.config.schema import ConfigError
-from solrl_jax.rewards.host import Failure, Workers, scoring
+from solrl_jax.rewards.host import Failure, scoring, workers
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rewards.registry import open_reward
@@ -34,11 +34,10 @@ def test_a_function_outside_jax_and_its_options():
     host = opened(names, options={"tests.outside:mean": {"scale": 2.0}}).trained.host
     found = {r.name: (r.target, dict(r.options), r.others) for r in host.rewards}
     assert found == {
-        "tests.outside:mean": ("tests.outside:mean", {"scale": 2.0}, None),
-        "tests.outside:several": ("tests.outside:several", {}, None),
+        "tests.outside:mean": ("tests.outside:mean", {"scale": 2.0}, ()),
+        "tests.outside:several": ("tests.outside:several", {}, ("green",)),
         "geneval": ("solrl_jax.rewards.geneval:geneval", {}, ("strict",)),
     }
-    assert host.wanted == {"tests.outside:mean": [], "tests.outside:several": ["green"], "geneval": ["strict"]}
     assert host.weights == names
 
 
@@ -89,34 +88,34 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (dict(weights={"nowhere.at:all": 1}), "reward 'nowhere.at:all': cannot be imported (ModuleNotFoundError: No module"),
-        (dict(weights={"tests.outside:gone": 1}), "reward 'tests.outside:gone': cannot be imported (AttributeError: module"),
-        (dict(weights={"tests.outside:time": 1}), "is no function"),
-        (dict(weights={"tests.outside:not_a_reward": 1}), "returned 3: expected a solrl_jax.rewards.protocol.Reward"),
+        (dict(weights={"nowhere.at:all": 1.0}), "reward 'nowhere.at:all': cannot be imported (ModuleNotFoundError: No module"),
+        (dict(weights={"tests.outside:gone": 1.0}), "reward 'tests.outside:gone': cannot be imported (AttributeError: module"),
+        (dict(weights={"tests.outside:time": 1.0}), "is no function"),
+        (dict(weights={"tests.outside:not_a_reward": 1.0}), "returned 3: expected a solrl_jax.rewards.protocol.Reward"),
         (
-            dict(weights={"os.path:basename": 1}),
+            dict(weights={"os.path:basename": 1.0}),
             "reward 'os.path:basename': takes 1 arguments; expected images, prompts, metadata",
         ),
-        (dict(weights={"shapes": 1}, watched=["beauty"]), "reward.watched: unknown reward 'beauty'; there are shapes, "),
+        (dict(weights={"shapes": 1.0}, watched=["beauty"]), "reward.watched: unknown reward 'beauty'; there are shapes, "),
         (
-            dict(weights={"shapes": 1}, watched=["geneval/loose"]),
+            dict(weights={"shapes": 1.0}, watched=["geneval/loose"]),
             "reward.watched: unknown score 'geneval/loose'; there are geneval",
         ),
-        (dict(weights={"shapes": 1}, options={"ocr": {}}), "reward.options: no reward 'ocr'; there are shapes"),
-        (dict(weights={"shapes": 1}, options={"shapes": {"a": 1}}), "reward.options.shapes={'a': 1}: it takes none"),
+        (dict(weights={"shapes": 1.0}, options={"ocr": {}}), "reward.options: no reward 'ocr'; there are shapes"),
+        (dict(weights={"shapes": 1.0}, options={"shapes": {"a": 1}}), "reward.options.shapes={'a': 1}: it takes none"),
         (
-            dict(weights={"tests.outside:mean": 1}, options={"tests.outside:mean": {"scales": 2}}),
+            dict(weights={"tests.outside:mean": 1.0}, options={"tests.outside:mean": {"scales": 2}}),
             "reward.options.tests.outside:mean.scales=2: unknown option; there are scale",
         ),
         (
-            dict(weights={"tests.outside:failing": 1}),
+            dict(weights={"tests.outside:failing": 1.0}),
             "reward.options.tests.outside:failing: missing option 'how'; there are how, ",
         ),
         (
-            dict(weights={"http://a": 1}, options={"http://a": {"batch": 0}}),
+            dict(weights={"http://a": 1.0}, options={"http://a": {"batch": 0}}),
             "reward.options.http://a.batch=0: expected an integer",
         ),
-        (dict(weights={"http://a": 1}, options={"http://a": {"size": 1}}), "reward.options.http://a: unknown option 'size'"),
+        (dict(weights={"http://a": 1.0}, options={"http://a": {"size": 1}}), "reward.options.http://a: unknown option 'size'"),
     ],
 )
 def test_what_does_not_fit_is_one_line(settings, said):
@@ -180,12 +179,11 @@ def ask(url, pictures=PICTURES, prompts=PROMPTS, timeout=2.0):
 
 
 def test_a_service_is_given_what_a_function_is(service):
-    workers = Workers(1, 20.0)
-    host = opened({service: 1.0}, options={service: {"batch": 2}}, workers=workers).trained.host
-    with scoring(host, PROMPTS) as beside:
-        beside.add(PICTURES)
-        got = beside.finish()[service]
-    workers.close()
+    host = opened({service: 1.0}, options={service: {"batch": 2}}, workers=1, timeout=20.0).trained.host
+    with scoring(host, PROMPTS) as outside_jax:
+        outside_jax.add(PICTURES)
+        got = outside_jax.finish()[service]
+    workers(1, 20.0).close()
     expected = outside.told_or_mean(PICTURES, PROMPTS, [p.metadata for p in PROMPTS])
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert np.isnan(got[3])

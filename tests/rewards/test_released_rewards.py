@@ -61,8 +61,8 @@ def files(tmp_path_factory):
         "aesthetic": aesthetic,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(mixture.RELEASED, "hpsv2", partial(hpsv2, config=released.HPS))
-        patch.setitem(mixture.RELEASED, "imagereward", partial(imagereward, config=config))
+        patch.setitem(mixture.REWARDS, "hpsv2", mixture.released(partial(hpsv2, config=released.HPS)))
+        patch.setitem(mixture.REWARDS, "imagereward", mixture.released(partial(imagereward, config=config)))
         yield {name: str(path) for name, path in paths.items()}, references
 
 

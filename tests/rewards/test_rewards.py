@@ -1,4 +1,4 @@
-"""Rewards: the embedded CLIP equals transformers' on the same files; sums; batch independence."""
+"""Rewards: the embedded CLIP equals transformers' on the same files; weighted sums; checks of prompts; independence of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import CLIPModel
 
-from solrl_jax.backbone.backbone import EMBEDDED_FOLDER
-from solrl_jax.rewards.protocol import score_images
-from solrl_jax.rewards.registry import make_reward
+from solrl_jax.backbone.locate import EMBEDDED_FOLDER
+from solrl_jax.conditioning.prompts import Prompt, load_prompts
+from solrl_jax.rewards.protocol import check_prompts, score_images
+from solrl_jax.rewards.registry import make_reward, open_reward
 from solrl_jax.shapes import scenes
 from solrl_jax.storage.errors import InputError
 
@@ -64,7 +65,7 @@ def test_any_score_of_a_reward_may_be_trained_on(pictures):
     mixed = scores({"shapes": 0.5, "shapes/strict": 0.5}, pictures[wrong], np.arange(4))
     np.testing.assert_allclose(mixed["reward"], 0.5 * mixed["shapes"] + 0.5 * mixed["shapes/strict"], rtol=1e-6)
     assert set(mixed) == {"reward", "shapes", "shapes/strict"}
-    assert (mixed["reward"] < mixed["shapes"]).all()  # partial credit, no success
+    assert (mixed["reward"] < mixed["shapes"]).all()  # partial credit without success
     only = scores({"shapes/strict": 1.0}, pictures, np.arange(4))["reward"]
     np.testing.assert_array_equal(only, 1.0)
 
@@ -82,3 +83,80 @@ def test_unknown_rewards_and_unreadable_prompts_are_named():
         make_reward({"shapes": 1.0, "shapes/lenient": 1.0})
     with pytest.raises(InputError, match=r"reward 'shapes': .*a red dog"):
         make_reward({"shapes": 1.0}).prepare(["a red dog"])
+
+
+# checks of prompts, before a run
+
+
+GENEVAL = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
+
+
+@pytest.mark.parametrize(
+    ("weights", "set_name"),
+    [
+        ({"shapes": 1.0}, "shapes-train"),
+        ({"ocr": 1.0, "tiny-clip": 1.0}, "ocr-train"),
+        ({"geneval": 1.0}, "geneval-shapes-train"),
+    ],
+)
+def test_a_set_of_prompts_that_can_be_scored_passes(weights, set_name):
+    check_prompts(make_reward(weights), load_prompts(f"embedded:{set_name}", "prompts.train"), "prompts.train")
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "said"),
+    [
+        (
+            "shapes",
+            Prompt("a red circle"),
+            Prompt("a red dog"),
+            "cannot parse the caption 'a red dog'; want GROUP or GROUP above",
+        ),
+        (
+            "ocr",
+            Prompt('says "go"'),
+            Prompt("a red dog"),
+            "prompt 'a red dog': expected the words to draw, in double quotes or",
+        ),
+        ("geneval", Prompt("x", GENEVAL), Prompt("a red dog"), "prompt 'a red dog': tag=None: expected metadata that names a"),
+        ("tests.outside:checked", Prompt("green"), Prompt("a red dog"), "red is not for me"),
+        ("tests.outside:checked_in_jax", Prompt("green"), Prompt("a red dog"), "KeyError: 'red'"),
+    ],
+)
+def test_a_prompt_that_a_reward_cannot_score_is_found_wherever_it_is(name, good, bad, said):
+    """The message names the field, the reward, the first such prompt and how many there are."""
+    reward = make_reward({name: 1.0, "tiny-clip": 1.0})
+    check_prompts(reward, [good, good], "prompts.test")
+    with pytest.raises(InputError) as error:
+        check_prompts(reward, [good, good, bad, good, Prompt("another red dog")], "prompts.test")
+    message = str(error.value)
+    assert message.startswith("prompts.test: ")
+    assert f"reward '{name}': {said}" in message
+    assert message.count("'a red dog'") == 1
+    assert message.endswith(" (2 of 5 prompts cannot be scored)")
+    assert "\n" not in message
+    with pytest.raises(InputError) as error:
+        check_prompts(reward, [bad], "prompts.test")
+    assert "cannot be scored" not in str(error.value)
+
+
+def test_watched_rewards_check_their_prompts_in_evaluations_alone():
+    trained, evaluated = open_reward({"tiny-clip": 1.0}, {}, watched=["shapes", "ocr"])(None)
+    check_prompts(trained, [Prompt("a red dog")], "prompts.train")
+    with pytest.raises(InputError, match=r"^prompts.test: reward 'shapes': cannot parse"):
+        check_prompts(evaluated, [Prompt("a red dog")], "prompts.test")
+    with pytest.raises(InputError, match=r"^prompts.test: reward 'ocr': prompt 'a red circle': expected the words"):
+        check_prompts(evaluated, [Prompt("a red circle")], "prompts.test")
+
+
+def test_a_detector_of_the_users_is_not_imported_to_check_prompts():
+    reward = open_reward({"geneval": 1.0}, {}, options={"geneval": {"detector": "nowhere.at:all"}})(None).trained
+    check_prompts(reward, [Prompt("a dog", {"tag": "colors", "include": [{"class": "dog", "count": 1}]})], "prompts.train")
+    with pytest.raises(InputError, match=r"count=0: expected a count of at least 1"):
+        check_prompts(reward, [Prompt("a dog", {"tag": "x", "include": [{"class": "dog", "count": 0}]})], "prompts.train")
+
+
+def test_a_message_about_a_long_prompt_is_short():
+    with pytest.raises(InputError) as error:
+        check_prompts(make_reward({"shapes": 1.0}), [Prompt("dog " * 100_000)], "prompts.train")
+    assert len(str(error.value)) < 500

@@ -160,7 +160,7 @@ def poisoned(bad) -> Reward:
 
 
 def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on(monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "some", lambda: poisoned(lambda m: jnp.modf(m * 1000)[0] < 0.3))
+    monkeypatch.setitem(rewards.REWARDS, "some", rewards.shipped(lambda: poisoned(lambda m: jnp.modf(m * 1000)[0] < 0.3)))
     built = experiments.build(small_config("unused", "reward.weights={some: 1}", "rollout.kept=2"))
     state, outcome = iterate(built, fresh_state(built), 1, silent)
     bad = ~np.isfinite(outcome.ledger["proxy_reward"])
@@ -172,7 +172,7 @@ def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on(monkeypatch
 
 @pytest.mark.exhaustive
 def test_if_every_reward_fails_the_policy_stays(monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "none", lambda: poisoned(lambda m: m > -1))
+    monkeypatch.setitem(rewards.REWARDS, "none", rewards.shipped(lambda: poisoned(lambda m: m > -1)))
     built = experiments.build(small_config("unused", "reward.weights={none: 1}", "optimizer.weight_decay=0"))
     start = fresh_state(built)
     before = leaves(start.adapters)

@@ -1,0 +1,62 @@
+"""The weighted sum of several rewards, as one reward."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.rewards.protocol import Check, Host, Reward, Scores
+from solrl_jax.storage.errors import first_line
+
+
+def add_total(weights: Mapping[str, float], scores: Mapping[str, Array | np.ndarray]) -> dict[str, Any]:
+    """Adds the weighted sum of `scores` to their "reward", or to 0 if there is none yet, in float32.
+
+    It is called twice for the same pictures: in JAX with the scores made there, then with the scores made outside JAX.
+    """
+    if not weights:
+        return dict(scores)
+    terms = (np.float32(weight) * scores[name] for name, weight in weights.items())
+    return {**scores, "reward": sum(terms, scores.get("reward", np.float32(0))).astype(np.float32)}
+
+
+def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Host | None) -> Reward:
+    """One reward of several: the weighted sum of their scores, beside which it returns every score under its name.
+
+    weights: of the scores that `parts` make; `host` has the weights of its own. parts: rewards inside JAX, by name.
+    """
+
+    def score(params: dict[str, Any], images: Array, prepared: dict[str, Any]) -> Scores:
+        out: Scores = {}
+        for name, part in parts.items():
+            assert part.score is not None
+            for key, value in part.score(params[name], images, prepared[name]).items():
+                out[name if key == "reward" else f"{name}/{key}"] = value
+        return add_total(weights, out)
+
+    checks = {name: part.check for name, part in parts.items()}
+    checks |= {part.name: part.check for part in (host.rewards if host else ())}
+    return Reward(
+        params={name: part.params for name, part in parts.items()},
+        prepare=lambda prompts: {name: part.prepare(prompts) for name, part in parts.items()},
+        score=score if parts else None,
+        host=host,
+        check=_named(checks),
+    )
+
+
+def _named(checks: Mapping[str, Check]) -> Check:
+    """All checks as one, whose message names the reward."""
+
+    def check(prompt: Prompt) -> None:
+        for name, one in checks.items():
+            try:
+                one(prompt)
+            except Exception as error:  # a check of the user's may raise anything
+                head = f"reward '{name}': "
+                text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
+                raise ValueError(head + text.removeprefix(head)) from error
+
+    return check
