@@ -66,7 +66,7 @@ class Roofline:
             "products_at_peak": sum(map(self.peak_seconds, self.kernels)),
             "kernels": sum(kernel.times for kernel in self.kernels),
             "native": native(self.kernels),
-            "operations": dict(operations),
+            "operations": {unit: count for unit, count in operations.items() if count},
             "memory_traffic": sum(kernel.times * kernel.moved for kernel in self.kernels),
             "collectives": self._messages(),
             "largest": self._largest(),
