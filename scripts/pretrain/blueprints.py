@@ -18,7 +18,7 @@ from pretrain.words import CLIP_END, VOCAB_SIZE, clip_tokenizer, gemma_tokenizer
 from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from solrl_jax.models.clip import CLIPConfig, CLIPModel
-from solrl_jax.models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
+from solrl_jax.models.clip_text import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
@@ -75,7 +75,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _clip(network: type, width: int) -> Part:
     """A text tower with heads of 32."""
-    return Part("transformers", network, CLIPTextEncoderConfig, {
+    return Part("transformers", network, CLIPTextConfig, {
         "model_type": "clip_text_model", "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
         "num_attention_heads": width // 32, "hidden_act": "quick_gelu", "projection_dim": width, "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": SHORT, "pad_token_id": 0, "bos_token_id": CLIP_END - 1, "eos_token_id": CLIP_END,

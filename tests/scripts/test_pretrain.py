@@ -56,15 +56,12 @@ def test_captions_follow_the_curriculum(pretrain):
     asked = lambda row: len(groups := scenes.parse(captions[row]).groups) == 1 or sum(g.count for g in groups) == 2
     pair = lambda row: len(scenes.parse(captions[row]).groups) == 2
 
-    def shares(steps: range) -> tuple[float, float, float, float]:
-        """Of scenes that prompt sets may ask for, of pairs among all, of empty prompts, of wrong ones."""
+    def shares(steps: range) -> list[float]:
+        """The shares of scenes that prompt sets may ask for, of pairs among all, of empty prompts, of wrong ones."""
         rows, prompts = (np.concatenate(parts) for parts in zip(*map(draw, steps), strict=True))
         wrong = (prompts != 0) & (prompts != rows + 1)
-        return (
-            *(float(np.mean([of(row) for row in rows])) for of in (asked, pair)),
-            float((prompts == 0).mean()),
-            float(wrong.mean()),
-        )
+        parts = [asked(row) for row in rows], [pair(row) for row in rows], prompts == 0, wrong
+        return [float(np.mean(part)) for part in parts]
 
     of_asked = np.array([row for row in range(len(captions)) if asked(row)])
     everything, focused, balanced, erring = map(shares, (range(10), range(10, 20), range(20, 30), range(30, 40)))
