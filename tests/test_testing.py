@@ -103,11 +103,11 @@ def test_selection_range(pools):
     with pytest.raises(AssertionError, match="largest difference"):
         assert_selection_range(proxy, true, kept=2, delta=delta - HAIR)
     with pytest.raises(AssertionError, match="largest difference"):
-        assert_selection_range(*pools, kept=2, delta=10.0)  # a reward that is not finite is no small difference
+        assert_selection_range(*pools, kept=2, delta=10.0)  # a reward that is not finite counts as a large difference
 
 
 def test_selection_range_is_of_what_is_selected():
-    """Its own choice is that of the loop: the bound by hand on a case where the extremes by proxy are not the true ones."""
+    """It selects as the loop does. The bound by hand, where the extremes by proxy are not the true ones."""
     true, proxy = np.array([[0.0, 1.0, 2.0, 3.0]]), np.array([[0.9, 0.0, 3.1, 3.0]])
     index, _ = select(proxy, 2, "best_worst")
     assert index.tolist() == [[1, 2]]  # they span 1 of 3

@@ -39,7 +39,7 @@ from solrl_jax.policy.lora import attach, flatten
 QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
 BLOCK = {"nvfp4": 16, "nvfp4_46": 16, "mxfp4": 32, "mxfp8": 32, "fp8": 64}  # values under one scale, of the 64 that are tested
 TINY, FLOAT32_MAX = 2.0**-126, float(np.finfo(np.float32).max)
-# without shrinking, which takes minutes for arrays: a failure prints them whole
+# without shrinking, which takes minutes for arrays: a failure prints the full array
 drawn = settings(
     max_examples=25, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow],
@@ -70,7 +70,7 @@ GRIDS = {name: grid(ml_dtypes.float8_e4m3fn if "8" in name else ml_dtypes.float4
 # --- laws ---
 
 
-# whole float32 range, with its ends and the numbers around the smallest usable scales made likely
+# the full range of float32; its ends and the numbers around the smallest usable scales are drawn often
 EDGES = [0.0, -0.0, FLOAT32_MAX, -FLOAT32_MAX, 1e-45, TINY, -TINY / 2, 2.0**-106, 2.0**-124, 2.0**-118, 448 * TINY, 1e-32, 1.0]
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(EDGES)
 ORDINARY = st.floats(2.0**-20, 2.0**20, width=32)
@@ -96,10 +96,10 @@ def test_signs_and_powers_of_two_go_through_and_a_second_time_changes_nothing(na
     np.testing.assert_array_equal(round_trip(name, -w), -back)
     np.testing.assert_array_equal(round_trip(name, np.ldexp(w, k)), np.ldexp(back, k))
     twice = quantize(name)(back)
-    if name == "nvfp4_46":  # what can be said under both scales is then said under that for six; and subnormal ones are coarse
+    if name == "nvfp4_46":  # a block that both scales represent takes the one for six; subnormal scales are coarse
         return np.testing.assert_allclose(decode(twice), back, rtol=2.0**-22, atol=2.0**-8 * float(once.tensor_scale[()]))
     chex.assert_trees_all_equal(twice.codes, once.codes)
-    # to the bit, but for the last one of a float32 scale: amax / 448 times 448 is not always amax
+    # equal to the bit, except for the last bit of a float32 scale: amax / 448 times 448 is not always amax
     same = lambda scales: np.asarray(scales).astype(np.float64)
     np.testing.assert_allclose(same(twice.scales), same(once.scales), rtol=2.0**-23 if name == "fp8" else 0)
 
@@ -115,7 +115,7 @@ def test_what_is_larger_stays_no_smaller(name, w):
 
 
 def units(name, q):
-    """What the code of 1.0 stands for in the place of each value."""
+    """The value of the code 1.0 in the place of each value."""
     one = {"mxfp4": np.uint8(0x22), "mxfp8": jnp.float8_e4m3fn(1), "fp8": jnp.float8_e4m3fn(1)}[name]
     return np.asarray(dequantize(replace(q, codes=jnp.full_like(q.codes, one))), np.float64)
 
@@ -132,7 +132,7 @@ def test_every_code_is_the_nearest_or_the_largest(name, w):
     inside = scaled <= values[-1]
     nearest = np.abs(scaled[inside, None] - values).min(-1)
     assert (error[inside] <= nearest + 1e-6 * scaled[inside]).all()  # half a step at most; and float32 rounding at a tie
-    # what lies beyond the largest code saturates: of MX up to the next power of two, of FP8 by rounding alone
+    # values beyond the largest code saturate: in MX up to the next power of two, in FP8 by rounding alone
     beyond = {"mxfp4": 8 / 6, "mxfp8": 512 / 448, "fp8": 1 + 1e-6}[name]
     np.testing.assert_allclose(error[~inside], scaled[~inside] - values[-1], rtol=1e-6, atol=1e-4)
     assert (scaled <= values[-1] * beyond).all()
@@ -144,7 +144,7 @@ def test_what_a_format_can_say_it_says_exactly(name):
     values = GRIDS[name]
     signed = np.concatenate([values, -values]).astype(np.float32)
     w = np.resize(signed, (-(-len(signed) // 64) * 64, 2)).copy()
-    w[:: BLOCK[name] // 2] = values[-1]  # each scale is the one that is wanted
+    w[:: BLOCK[name] // 2] = values[-1]  # so each scale is known
     w *= np.float32([2.0**-7, 2.0**12])
     np.testing.assert_array_equal(round_trip(name, w), w)
     assert len(np.unique(np.abs(w))) > len(values)
@@ -231,7 +231,7 @@ def test_mx_bits_equal_torchaos(case, name):
 
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_where_mx_differs_from_torchao_nothing_is_left_to_say(name):
-    """Where the scale would be 2^-127 or less, torchao codes the block as if it were 2^-126 and says 2^-127; ours is zero."""
+    """For a scale of 2^-127 or less, torchao computes codes with 2^-126 and stores the scale 2^-127. Our codes are zero."""
     ours, theirs = ELEMENTS[name]
     exponent = mx.ELEMENTS[ours][1]
     x = np.full((1, 32), 2.0 ** (exponent - 127), np.float32)
@@ -266,7 +266,7 @@ def test_a_value_takes_the_bits_that_the_format_says(name, bits, more):
     for shape, matrices in (((64, 48), 1), ((3, 64, 48), 3)):
         q = quantize(name)(normal(*shape))
         assert q.nbytes == np.prod(shape) * bits / 8 + more * matrices
-        # what the device holds, the host's CPU too: float4 arrays of XLA would take twice as much
+        # bytes in the memory of the device (here the CPU): float4 arrays of XLA would take twice as much
         assert sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(q)) == q.nbytes
     assert FORMATS[name].bits == bits
 
@@ -289,7 +289,7 @@ def test_bfloat16_is_quantised_as_the_float32_of_the_same_value(name):
 
 @pytest.mark.parametrize("name", QUANTISING)
 def test_the_product_is_that_of_the_dequantised_operands(name):
-    """Each row is quantised as a matrix of its own would be."""
+    """Each row of activations is quantised like a matrix with one row."""
     x, w = normal(7, 40) * np.logspace(-3, 3, 7, dtype=np.float32)[:, None], normal(40, 24, seed=1)
     q = quantize(name)(w)
     of_activations = "nvfp4" if name == "nvfp4_46" else name
@@ -303,7 +303,7 @@ def test_the_product_is_that_of_the_dequantised_operands(name):
 
 
 def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
-    """Merged and quantised where the base lies, then gathered a layer at a time in the scan over the blocks."""
+    """They are merged and quantised on the devices that hold the base, then gathered one layer at a time in the scan."""
     graphdef, state = nnx.split(stack(3, lambda r: Linear(64, 64, rngs=r), nnx.Rngs(0)))
     base, x = {"blocks": nnx.to_pure_dict(state)}, normal(16, 64)
 
@@ -328,12 +328,12 @@ def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
     assert all(np.abs(one[name] - one["bf16"]).max() > 1e-3 for name in QUANTISING)
 
 
-# --- what CUDA is given, seen without one ---
+# --- programs for CUDA, lowered without a GPU ---
 
 
 @pytest.fixture(scope="module")
 def network():
-    """SANA in miniature, abstract: what it holds, what its rules leave to be quantised, and what goes in."""
+    """A small SANA without arrays: the pipeline, the shapes of its parameters, the paths that are quantised, its inputs."""
     pipeline, shape = open_model("embedded:tiny-sana"), lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
     params = pipeline.transformer.shapes(jnp.bfloat16)
     paths = quantized_paths(params, preset("tiny").model.quantize, FORMATS["nvfp4"])
@@ -344,7 +344,7 @@ def network():
 
 @pytest.fixture(scope="module")
 def lowered(network):
-    """From a format and a platform to the forward pass of the network as StableHLO. Its four blocks are one scanned body."""
+    """The forward pass of the network as StableHLO, by format and platform. Its four blocks are one scanned body."""
     pipeline, params, paths, inputs = network
 
     @cache

@@ -1,4 +1,4 @@
-"""The NVFP4 format: bits equal to torchao's, and where it goes its own way. What holds for every format: `test_formats.py`."""
+"""The NVFP4 format: bits equal to torchao's, and the differences. Laws of every format: `test_formats.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def test_zeros_have_a_zero_scale_where_torchao_has_its_floor():
 
 
 def test_exact_ties_under_other_scales_may_fall_either_way_when_compiled():
-    """XLA turns (1 / t) / s into 1 / (t s), one rounding less: the codes of exact ties, and of nothing else, then move."""
+    """XLA turns (1 / t) / s into 1 / (t s), one rounding less. Only the codes of exact ties may change by that."""
     scale = np.float32(1.1)
     row = np.concatenate([[6.0], HALF_WAY, [-6.0], -HALF_WAY]).astype(np.float32)
     x = np.concatenate([row * np.float32(s) for s in (1, 1.125, 1.25, 1.5, 1.875, 448)])[None] * scale
@@ -183,7 +183,7 @@ def test_small_blocks_keep_their_resolution_where_torchao_lifts_their_scale(rule
 
 
 def test_float32_subnormals_and_too_small_scales_give_zero_where_torchao_resolves_them():
-    """XLA on CPU reads subnormal float32 as zero, so a scale is not used unless all it makes of a block scale is normal."""
+    """XLA on CPU reads subnormal float32 as zero. So a scale is used only if its product with any block scale is normal."""
     shape = np.array([6, 4, 3, 2, 1.5, 1, 0.5, 0] * 2, np.float32)
     x = (shape.astype(np.float64) * 2.0**-127).astype(np.float32)[None]  # 1.5, 1 and 0.5 times this are subnormal
     assert SMALLEST_SCALE > 2.0**-121
@@ -208,7 +208,7 @@ def test_float32_subnormals_and_too_small_scales_give_zero_where_torchao_resolve
 
 @pytest.mark.parametrize("case", DATA)
 def test_four_over_six_takes_of_two_scales_the_one_that_errs_less(case):
-    """Each block is what the rule makes of it with its largest value as 6 or as 4; in float64, the other errs no less."""
+    """Each block is quantised by the rule with its largest value as 6 or as 4, and in float64 the other one errs no less."""
     x, scale = DATA[case]
     scale = np.broadcast_to(scale * np.float32(448 / 256), (len(x), 1)).astype(np.float32)  # as `quantize` leaves room for 4
     codes, scales = jax.jit(quantize_blocks, static_argnums=2)(jnp.asarray(x), jnp.asarray(scale), True)
@@ -237,7 +237,7 @@ def test_four_over_six_takes_of_two_scales_the_one_that_errs_less(case):
 
 
 def test_what_four_over_six_makes_of_bf16_weights_does_not_depend_on_the_program():
-    """Their block scales lie in the middle between two of E4M3 often; alone, compiled and divided: what float64 says."""
+    """Their block scales often lie half-way between two numbers of E4M3. Eager, compiled and divided agree with float64."""
     w = jax.random.normal(jax.random.key(0), (2, 320, 192)).astype(jnp.bfloat16)
     rows = np.swapaxes(np.asarray(w).astype(np.float64), -1, -2)
     tensor_scale = 2.0 ** np.ceil(np.log2(np.abs(rows).max((-1, -2)) / (256 * 6)))
@@ -313,6 +313,6 @@ def test_every_code_is_the_nearest_so_a_block_errs_by_half_a_step_at_most(w):
     nearest = np.abs(scaled[..., None] - GRID).min(-1)
     assert (np.abs(scaled - np.abs(codes[live])) <= nearest + 1e-5).all()  # of a step: float32 rounding at a tie
     assert (nearest <= 1).all()
-    # a block without a scale is one that all of E4M3 is too coarse for
+    # a block has no scale only if it is too small for every scale of E4M3
     assert (np.abs(blocks[~live]) <= 6 * 2.0**-10 * float(q.tensor_scale) * (1 + 1e-6)).all()
     assert not codes[~live].any()

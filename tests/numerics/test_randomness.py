@@ -1,4 +1,4 @@
-"""Randomness by address: what a candidate's seed depends on, what it does not, and values that must never change."""
+"""Random numbers by address: what a candidate's seed depends on, and values that must never change."""
 
 import hashlib
 
@@ -22,7 +22,7 @@ def initial_noise(seeds, shape):
 
 
 def test_golden_values():
-    """These are what runs on disk were made with: a change here makes every ledger a lie."""
+    """Runs on disk were made with these values: if they change, every ledger is wrong."""
     uids = [prompt_uid("a red circle"), prompt_uid("a blue square")]
     assert uids == [2158159009, 3970364994]
     golden = seeds(42, 3, uids, 2)
@@ -80,7 +80,7 @@ def test_initial_noise_is_standard_normal_and_no_two_rows_are_alike():
 
 def test_streams_are_distinct():
     assert len(set(STREAMS.values())) == len(STREAMS)
-    old = {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5}  # runs keep theirs
+    old = {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5}  # of runs on disk
     new = {"evaluation": 6, "ranking": 7, "calibration seeds": 8, "adapters": 9}
     assert {**old, **new} == STREAMS
     root = jax.random.wrap_key_data(seeds()[0, 0])

@@ -1,4 +1,4 @@
-"""Products divided over the axis `tensor`: the same numbers to the bit, forwards and backwards, and really divided."""
+"""Products divided over the axis `tensor`: equal to the bit, forwards and backwards, and really divided."""
 
 import re
 
@@ -38,8 +38,8 @@ def on_mesh(tensor, params, x, f):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("rows", "width", "columns"), [(8, 16, 16), (64, 128, 64), (128, 128, 32)])
 def test_parts_of_a_product_are_parts_of_the_product(rows, width, columns, dtype):
-    """With AMX, kernels are chosen by shape, unless `sharding.jit` asks for others: then by shape only for single rows and for
-    sums of some hundred terms."""
+    """With AMX, XLA chooses kernels by shape. With the options of `sharding.jit` it does so only for single rows and sums of
+    some hundred terms."""
     rng = np.random.default_rng(rows)
     x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, width), (width, columns)))
     product = jit(lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.float32))
@@ -58,8 +58,8 @@ def test_a_product_is_the_same_to_the_bit(kind, operands):
     assert np.abs(np.asarray(one, np.float32)).max() > 10
     columns = [int(n) for n in re.findall(r"= \w+\[\d+,(\d+)\]\S* (?:dot|custom-call)\(", text)]
     assert N_OUT // 4 in columns, columns
-    assert N_OUT not in columns, columns  # nobody computes all of the outputs
-    assert "all-reduce" not in text  # nor a part of one
+    assert N_OUT not in columns, columns  # no device computes all outputs
+    assert "all-reduce" not in text  # and no sum is divided
 
 
 def test_gradients_are_the_same_to_the_bit(operands):

@@ -1,4 +1,4 @@
-"""Several hosts: two processes of four devices train as one of eight does, and a dead one ends the run, which then goes on."""
+"""Several hosts: two processes of four devices train like one of eight. If one dies, the run ends and can be resumed."""
 
 import os
 import signal
@@ -19,9 +19,9 @@ from solrl_jax.storage.errors import InputError
 from tests.run.test_resume import arrays
 from tests.small import SMALL, small_config
 
-# scored by a network, and outside JAX by the host that made the picture
+# one reward is a network; the other is outside JAX, on the host that made the picture
 REWARD = ("reward.weights={shapes: 1.0, tests.outside:mean: 1.0}", "reward.workers=1")
-# and what exploration is calibrated on, of which the hosts agree how much goes to which linear
+# levers that are calibrated, on which the hosts must agree
 CALIBRATED = ("rollout.explore.correction=8", "rollout.explore.sigmas=first")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 TOLERANCE = 1e-6  # of the state, relative
@@ -67,7 +67,7 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     told = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert "resuming after iteration" in told[0][1]
-    connected = "peer ranks"  # Gloo's threads say so in pieces
+    connected = "peer ranks"  # Gloo's threads print this in pieces
     assert not [line for text in told[1] for line in text.splitlines() if connected not in line and "[Gloo]" not in line]
     ours, theirs = arrays(tmp_path / "two"), arrays(tmp_path / "one")
     norm = lambda values: np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in values))

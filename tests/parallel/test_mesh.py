@@ -1,4 +1,4 @@
-"""Results do not depend on the batch, the chunk or the mesh (spec, section 2; eight CPU devices)."""
+"""Results do not depend on the batch, the chunk or the mesh (docs/method.md, section 2); on eight CPU devices."""
 
 import itertools
 
@@ -9,10 +9,11 @@ import pytest
 
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 from solrl_jax.policy.lora import flatten
-from solrl_jax.rollout.generate import draw_noise, generate, prepare
+from solrl_jax.rollout.generate import Rows, draw_noise, generate
 from solrl_jax.training import experiment as experiments
+from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import iterate
-from tests.small import fresh_state, silent, small_config
+from tests.small import small_config
 
 MESHES = {
     "one": ("mesh.data=1",),
@@ -32,21 +33,21 @@ ADAPTER_TOLERANCE = 1e-6
 @pytest.fixture(scope="module")
 def built():
     """Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight."""
-    extra = ("rollout.explore.correction=8", "rollout.explore.sigmas=first")  # what is calibrated on each mesh
+    # every lever: two are calibrated on each mesh, one explores in two legs
+    extra = ("rollout.explore.correction=8", "rollout.explore.sigmas=first", "rollout.explore.exact_steps=1")
     return {name: experiments.build(small_config("unused", *extra, *overrides)) for name, overrides in MESHES.items()}
 
 
 def explore(experiment, rows):
     """NVFP4 proxy rewards of some of 24 candidates of a prompt."""
-    prompts, config = experiment.test_prompts[:2], experiment.config
-    seeds = experiment.seeds(0, 1, prompts[:1], 24)[0]
-    prompted = prepare(experiment.backbone, experiment.reward, prompts, config.model.max_tokens)
-    policy = experiment.exploring_policy(fresh_state(experiment).old, "nvfp4")
-    grid = experiment.exploring_grid(config.rollout.explore.steps)
+    prompts, recipe = experiment.test_prompts[:2], experiment.recipe
+    seeds = experiment.seeds("candidate", prompts[:1], 24, seed=0, iteration=1)[0]
+    assert recipe.levels[0].precision == "nvfp4"
+    stage = recipe.stage(fresh_state(experiment).old, recipe.levels[0])
+    chosen = Rows(np.zeros(len(rows), int), seeds[rows])
     return generate(
-        experiment.backbone, policy, grid, prompted, np.zeros(len(rows), int), seeds[rows], experiment.size,
-        config.rollout.chunk, experiment.reward,
-    ).reward  # fmt: skip
+        experiment.backbone, stage, experiment.prompted(prompts, experiment.reward), chosen, experiment.reward
+    ).reward
 
 
 def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(built):
@@ -58,24 +59,24 @@ def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(built):
 
 
 def test_the_policy_that_explores_is_the_same_to_the_bit_on_any_mesh(built):
-    """Codes, scales, and what goes past them: a sum in parts would round otherwise here and there, and tip a code."""
+    """Codes, scales and corrections. A sum in parts rounds differently, and can change a code."""
     policies = {}
     for name, experiment in built.items():
         adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
-        policies[name] = jax.device_get(flatten(experiment.exploring_policy(adapters, "nvfp4_46")))
-    for name, path in itertools.product(MESHES, built["one"].quantized):
+        policies[name] = jax.device_get(flatten(experiment.recipe.policy(adapters, "nvfp4_46")))
+    for name, path in itertools.product(MESHES, built["one"].recipe.quantized):
         chex.assert_trees_all_equal(policies[name][path], policies["one"][path], custom_message=f"{name} {path}")
 
 
 def test_a_preview_is_fitted_the_same_on_any_mesh(built):
-    tables = {name: experiment.exploring_grid(2).table for name, experiment in built.items()}
-    assert np.abs(tables["one"] - experiments.Grid.of(built["one"].config.rollout, 2, 64, False).table).max() > 0.01
+    tables = {name: experiment.recipe.grid(2).table for name, experiment in built.items()}
+    assert np.abs(tables["one"] - built["one"].grid(2).table).max() > 0.01
     for name in MESHES:
         np.testing.assert_array_equal(tables[name], tables["one"], err_msg=name)
 
 
 def test_initial_noise_is_the_same_to_the_bit(built):
-    seeds = built["one"].seeds(5, 9, ["a red circle"], 24)[0]
+    seeds = built["one"].seeds("candidate", ["a red circle"], 24, seed=5, iteration=9)[0]
     whole = None
     for experiment in built.values():
         with jax.set_mesh(experiment.backbone.mesh):
@@ -94,7 +95,7 @@ def two_iterations(experiment):
     state, kept = fresh_state(experiment), []
     start = jax.device_get(state.adapters)
     for iteration in (1, 2):
-        state, outcome = iterate(experiment, state, iteration, silent)
+        state, outcome = iterate(experiment, state, iteration)
         kept.append(outcome.ledger["kept"])
     return start, jax.device_get(state.adapters), kept, outcome.ledger["proxy_reward"]
 
@@ -110,8 +111,8 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(name
     start, one, kept_by_one, scored_by_one = on_one
     capfd.readouterr()
     _, adapters, kept, scored = two_iterations(built[name])
-    # no gradient that is divided became whole for want of a way from one division to another; a layer that is quantised may,
-    # where its share of a device is not of whole blocks (XLA says so where it compiles: a warm cache is silent)
+    # XLA warns if it replicates an array because it knows no way from one division to another. It must not do so to a gradient.
+    # It may to a quantised layer, if a share of it is not of whole blocks. (With a warm cache there are no warnings.)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "full rematerialization" in line]
     assert not [line for line in warnings if "jit(quantize_policy)" not in line]
     np.testing.assert_array_equal(kept, kept_by_one)

@@ -24,7 +24,7 @@ def in_groups(terms):
 
 
 def terms_of(seed):
-    """Gradients of a size of their own, most of which cancel."""
+    """Terms like gradients, each column of its own size; most cancel."""
     rng = np.random.default_rng(seed)
     large = rng.normal(size=(12, 50)) * 10.0 ** rng.uniform(-3, 1, 50)
     return np.concatenate([large, -large, rng.normal(size=(24, 50))]).astype(np.float32)

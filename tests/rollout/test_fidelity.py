@@ -121,7 +121,7 @@ def test_overlap_counts_a_reward_that_is_not_finite_to_neither_end():
 
 
 def test_overlap_where_fewer_rewards_are_finite_than_are_asked_for():
-    """The others are no filling: none of them is found, or to be found."""
+    """Values that are not finite fill no place: none of them is found or to be found."""
     true = np.array([[5.0, 4.0, 3.0, 2.0, 1.0]])
     few = np.array([[NAN, np.inf, 3.0, -np.inf, NAN]])
     for best in (True, False):
@@ -192,7 +192,7 @@ def test_mean_true_rank_by_hand():
 
 @pytest.mark.parametrize("levels", [1, 3, 96])
 def test_the_mean_true_rank_of_a_perfect_proxy(levels):
-    """Also where rewards are equal; and by chance it is the middle."""
+    """Also with equal rewards. A random proxy gives the middle."""
     rng = np.random.default_rng(6)
     true = rng.integers(levels, size=(200, 24)).astype(float)
     for within in (1, 6, 12):
