@@ -61,7 +61,7 @@ _WHERE = {
     "training.iteration": ("iterate",),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = [*sorted(_MODULES), "__version__"]  # noqa: PLE0604
+__all__ = [*sorted(_MODULES), "__version__"]
 
 
 def __getattr__(name: str) -> Any:

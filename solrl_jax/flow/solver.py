@@ -22,7 +22,7 @@ def solver_table(name: str, sigmas: Float[np.ndarray, " steps_plus_one"], eta: f
 
     For a linear flow, `euler`, `dpm1` and `ddim` with eta 0 are the same step: first-order exponential integrators are exact on
     straight paths. All are named because users of the recipes look for them. eta: for `ddim` alone, from 0 (deterministic) to 1
-    (as much fresh noise as the forward process lost). Raises ValueError for another solver, and for noise in a deterministic one.
+    (as much fresh noise as the forward process lost). Raises ValueError for another solver, or noise in a deterministic one.
     """
     if name not in SOLVERS:
         raise ValueError(f"rollout.solver={name!r}: accepted are {', '.join(SOLVERS)}")

@@ -161,4 +161,5 @@ class Stages:
         turns = lambda groups: -(-terms // (config.optimizer.micro_batch * groups))
         share = turns(self.groups) / turns(row_groups(self.mesh)) / self.tensor
         donated = range(len(jax.tree.leaves(self.state)))
-        return Program(self.mesh, update, arguments, 1, share, beside=dataclasses.replace(batch, conditioning={}), donated=donated)
+        samples = dataclasses.replace(batch, conditioning={})
+        return Program(self.mesh, update, arguments, 1, share, beside=samples, donated=donated)

@@ -40,7 +40,7 @@ class Clock:
 
 @functools.cache
 def _compilations() -> list[float]:
-    """Seconds of every compilation since the first call, in order; reading a program from jax's cache counts. jax adds to it."""
+    """Seconds of every compilation since the first call, in order. JAX adds to it; reading from JAX's cache counts too."""
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
