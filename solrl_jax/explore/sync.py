@@ -24,7 +24,7 @@ class Quantizer:
     """
 
     quantize: Callable[..., Quantized]
-    beside: Mapping[str, tuple[jax.Array, ...]] = dataclasses.field(default_factory=dict)
+    beside: Mapping[str, tuple[jax.Array | jax.ShapeDtypeStruct, ...]] = dataclasses.field(default_factory=dict)
 
 
 @partial(sharding.jit, static_argnums=(0, 3, 4))
