@@ -1,4 +1,4 @@
-"""The configurations of released models that the package carries: the tests of networks take them from the same files."""
+"""The configurations of released models that come with the package, for tests of networks."""
 
 import json
 from typing import Any

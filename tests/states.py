@@ -1,11 +1,16 @@
-"""States for tests of checkpoints: every kind of node, dtypes that are easily lost, and how two are compared."""
+"""States for tests of checkpoints, how they are saved, and how two are compared."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from solrl_jax.run import checkpoint_writer
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +41,11 @@ def make_state(number: int) -> Policy:
     return Policy(weights, moments, jnp.int32(number))
 
 
+def save(root: Path, iteration: int, state: Any, meta: Mapping[str, Any], **options: int) -> Path:
+    """Saves a checkpoint and waits for it."""
+    return checkpoint_writer.begin(root, iteration, state, meta, **options)()
+
+
 def flat(state) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
@@ -52,7 +62,7 @@ def assert_same_bits(a, b):
 
 
 def shardings(state, mesh: Mesh):
-    """A sharding a leaf over ("data", "fsdp"): a matrix over both, a vector over one, what does not divide whole everywhere."""
+    """Shardings over ("data", "fsdp"): of a matrix over both, of a vector over one; what does not divide is replicated."""
 
     def place(leaf) -> NamedSharding:
         axes = ("data", "fsdp")[-leaf.ndim :] if 0 < leaf.ndim <= 2 else ()
@@ -63,7 +73,7 @@ def shardings(state, mesh: Mesh):
 
 
 def placed(state, mesh: Mesh):
-    """`state`, which every process has, as arrays of all processes."""
+    """`state`, which every process holds, as arrays that all processes share."""
     spread = lambda leaf, where: jax.make_array_from_callback(leaf.shape, where, lambda index: np.asarray(leaf)[index])
     return jax.tree.map(spread, state, shardings(state, mesh))
 
@@ -75,7 +85,7 @@ def abstract_on(state, mesh: Mesh):
 
 
 def assert_holds(state, expected) -> None:
-    """That this process's shards of `state` are those of `expected`, to the bit."""
+    """This process's shards of `state` have the bits of `expected`."""
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for (key, leaf), whole in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True):
         for shard in leaf.addressable_shards:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,10 @@ class Saver:
         self._under_way: Future[Path] | None = None
         self._last: int | None = None
 
-    def save(self, iteration: int, state: Any, meta: dict[str, Any]) -> None:
+    def save(self, iteration: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Waits for the previous save and starts one of `state`. When this returns, `state` may be overwritten.
 
-        The same iteration twice in a row is saved once. Raises what `wait` and the function `save` raise.
+        The same iteration twice in a row is saved once. Raises what `wait` and `begin` raise.
         """
         self.wait()
         if iteration != self._last:
@@ -66,26 +66,23 @@ class Saver:
             self._thread.shutdown()
 
 
-def save(root: Path, iteration: int, state: Any, meta: dict[str, Any], *, keep: int | None = None, best: int = 0) -> Path:
-    """Writes a checkpoint and returns its path when all of it is on the disk. Every process calls this.
+def begin(
+    root: Path, iteration: int, state: Any, meta: Mapping[str, Any], *, keep: int | None = None, best: int = 0
+) -> Callable[[], Path]:
+    """The first half of a save. Every process calls this.
 
     What a killed save left is removed first. An older checkpoint of the same iteration is replaced.
 
     Args:
       root: directory of the checkpoints.
-      state: a pytree of jax arrays.
+      state: a pytree of jax arrays. When this returns, they may be overwritten.
       meta: JSON values; those of the first process are saved.
       keep, best: see `prune`, which follows; None: it does not.
 
-    Raises RunError, which names the last checkpoint, if the disk refuses; TypeError for a leaf that is no plain jax array.
+    Returns the second half, to be called once, in any thread; that returns the checkpoint's path when all of it is on the disk.
+    Both raise RunError, which names the last checkpoint, if the disk refuses. Raises TypeError for a leaf that is no plain jax
+    array.
     """
-    return begin(root, iteration, state, meta, keep=keep, best=best)()
-
-
-def begin(
-    root: Path, iteration: int, state: Any, meta: dict[str, Any], *, keep: int | None = None, best: int = 0
-) -> Callable[[], Path]:
-    """The first half of `save`. Returns the second half, to be called once, in any thread."""
     root = root.absolute()
     target, temporary = root / f"{iteration:06d}", root / f"{SAVING}{iteration:06d}"
     arrays = _arrays(state)

@@ -5,7 +5,7 @@ in the functions that use them, because they are slow to import. Nothing here op
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,42 +39,28 @@ def save_png(path: str | Path, image: Float[Numbers, "h w 3"]) -> None:
     _save_image(path, Image.fromarray(to_uint8(image)))
 
 
-def grid(images: Float[Numbers, "n h w 3"], columns: int, captions: Sequence[str] | None = None, scale: int = 1) -> "Image":
-    """Images in rows of `columns`, each enlarged `scale` times without smoothing.
+def save_grid(path: str | Path, images: Float[Numbers, "n h w 3"], columns: int, captions: Sequence[str]) -> None:
+    """Draws images in rows of `columns` as PNG, one pixel of the file for each of theirs.
 
     captions: one an image, shown below it in two lines at most. Raises ValueError if there are more or fewer.
     """
     from PIL import Image, ImageDraw
 
-    pixels = to_uint8(images).repeat(scale, axis=1).repeat(scale, axis=2)
+    pixels = to_uint8(images)
     count, height, width = pixels.shape[:3]
-    if captions is not None and len(captions) != count:
-        raise ValueError(f"{len(captions)} captions for {count} images")
-    columns = max(min(columns, count), 1)
+    columns = min(columns, count)
     font = _font(int(np.clip(width / 11, 9, 16)))
-    texts = ["\n".join(_wrap(caption, font, width, lines=2)) for caption in captions or []]
-    band = _text_height(font, max((text.count("\n") + 1 for text in texts), default=0))
+    texts = ["\n".join(_wrap(caption, font, width, lines=2)) for caption in captions]
+    band = _text_height(font, max(text.count("\n") + 1 for text in texts))
     rows = -(-count // columns)
     cell_width, cell_height = width + _GAP, height + band + _GAP
     sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    for index, image in enumerate(pixels):
+    for index, (image, text) in enumerate(zip(pixels, texts, strict=True)):
         left, top = _GAP + index % columns * cell_width, _GAP + index // columns * cell_height
         sheet.paste(Image.fromarray(image), (left, top))
-        if texts:
-            draw.multiline_text((left, top + height + 2), texts[index], _INK, font, spacing=2)
-    return sheet
-
-
-def save_grid(
-    path: str | Path,
-    images: Float[Numbers, "n h w 3"],
-    columns: int,
-    captions: Sequence[str] | None = None,
-    scale: int = 1,
-) -> None:
-    """Writes what `grid` draws as PNG."""
-    _save_image(path, grid(images, columns, captions, scale))
+        draw.multiline_text((left, top + height + 2), text, _INK, font, spacing=2)
+    _save_image(path, sheet)
 
 
 def save_before_after(
@@ -146,27 +132,23 @@ def _framed(image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: boo
 
 def save_curve(
     path: str | Path,
-    rows: Iterable[Mapping[str, Any]],
-    series: Mapping[str, str],
-    lower: Mapping[str, str] | None = None,
-    *,
-    labels: tuple[str, str] = ("reward", "value"),
-    title: str = "",
+    rows: Sequence[Mapping[str, Any]],
+    upper: Mapping[str, str],
+    lower: Mapping[str, str],
+    labels: tuple[str, str],
+    title: str,
 ) -> None:
-    """Draws metrics over iterations as PNG.
+    """Draws metrics over iterations in two panels as PNG.
 
     Args:
       rows: as `metrics.read` returns them. A row without a value for a metric is skipped, so a metric that is measured every
         tenth iteration is drawn through its own points.
-      series: a legend label for each metric of the upper panel, with the metric's name.
-      lower: the same for a second panel below, for metrics of another kind.
+      upper, lower: the metrics of the two panels: for each label of the legend, the metric's name.
       labels: of the vertical axes of the two panels.
     """
-    rows = list(rows)
-    panels = [panel for panel in (series, lower) if panel]
-    figure = _figure(7.2, 1.2 + 3.0 * len(panels))
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, panel, label in zip(all_axes, panels, labels, strict=False):
+    figure = _figure(7.2, 7.2)
+    all_axes = figure.subplots(2, 1, sharex=True)
+    for axes, panel, label in zip(all_axes, (upper, lower), labels, strict=True):
         for color, (name, key) in zip(_COLORS * len(panel), panel.items(), strict=False):
             points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
             marker = "o" if len(points) <= 30 else None
@@ -177,8 +159,7 @@ def save_curve(
     figure.align_ylabels(all_axes)
     all_axes[-1].set_xlabel("iteration")
     all_axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    if title:
-        all_axes[0].set_title(title, loc="left", fontsize=12, color=_INK)
+    all_axes[0].set_title(title, loc="left", fontsize=12, color=_INK)
     _save_figure(path, figure)
 
 
@@ -210,13 +191,12 @@ def save_correlation(path: str | Path, proxy: Float[np.ndarray, "p n"], true: Fl
     _save_figure(path, figure)
 
 
-def save_sweep(path: str | Path, rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> None:
+def save_sweep(path: str | Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Draws how `columns` of a sweep depend on its "steps" and on its "candidates", as PNG.
 
     Steps vary for the largest number of candidates, candidates for the largest number of steps; what does not vary has no
     panel. There is one line for each combination of "explore" and "precision".
     """
-    rows, columns = list(rows), list(columns)
     fixed = {axis: max(row[axis] for row in rows) for axis in ("steps", "candidates")}
     along = [axis for axis in fixed if len({row[axis] for row in rows}) > 1] or ["steps"]
     figure = _figure(3.4 * len(columns), 3.2 * len(along))

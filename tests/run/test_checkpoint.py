@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from solrl_jax.run import checkpoint, checkpoint_writer
 from solrl_jax.run.checkpoint import CheckpointError
 from solrl_jax.storage.errors import InputError, RunError
-from tests.states import Policy, abstract, assert_same_bits, make_state
+from tests.states import Policy, abstract, assert_same_bits, make_state, save
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def saved(tmp_path_factory):
     """A root that holds iterations 1 and 2.  Tests that damage it copy it first."""
     root = tmp_path_factory.mktemp("checkpoints")
     for iteration in (1, 2):
-        checkpoint_writer.save(root, iteration, make_state(iteration), {"config": "abc", "cursor": [iteration, 7]})
+        save(root, iteration, make_state(iteration), {"config": "abc", "cursor": [iteration, 7]})
     return root
 
 
@@ -70,7 +70,7 @@ def test_a_state_moves_between_meshes(tmp_path):
     placements = [wide, {"w": half, "v": thin, "step": NamedSharding(four, P())}, dict.fromkeys(state, one), wide]
     placed = jax.device_put(state, wide)
     for iteration, placement in enumerate(placements[1:]):
-        path = checkpoint_writer.save(tmp_path, iteration, placed, {})
+        path = save(tmp_path, iteration, placed, {})
         wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placement)
         placed, _ = checkpoint.restore(path, wanted)
         assert_same_bits(placed, state)
@@ -90,7 +90,7 @@ def test_training_goes_on_as_if_nothing_happened(tmp_path):
     states = [(params, optimizer.init(params), jnp.int32(0))]
     for _ in range(6):
         states.append(step(*states[-1]))
-    path = checkpoint_writer.save(tmp_path, 3, states[3], {})
+    path = save(tmp_path, 3, states[3], {})
     state, _ = checkpoint.restore(path, abstract(states[0]))
     for _ in range(3):
         state = step(*state)
@@ -114,7 +114,7 @@ def test_another_structure_shape_or_dtype_is_refused_by_leaf(saved):
 def test_a_leaf_that_is_no_plain_array_is_refused(tmp_path):
     for leaf in (np.zeros(2), 1.0, jax.random.key(0)):
         with pytest.raises(TypeError, match=r"\['x'\]"):
-            checkpoint_writer.save(tmp_path, 0, {"x": leaf}, {})
+            save(tmp_path, 0, {"x": leaf}, {})
 
 
 def files_of(path):
@@ -165,7 +165,7 @@ def test_an_extra_file_a_foreign_directory_and_another_name_are_refused(root):
     (root / "000007" / "thesis.txt").write_text("do not remove")
     assert_skipped(root, "manifest.json")
     for iteration in (8, 9):
-        checkpoint_writer.save(root, iteration, make_state(iteration), {}, keep=1)
+        save(root, iteration, make_state(iteration), {}, keep=1)
     assert (root / "000007" / "thesis.txt").exists()
 
 
@@ -183,14 +183,14 @@ def test_a_good_checkpoint_of_another_run_is_refused(root):
 
 
 def test_pruning_counts_good_ones_only(root):
-    checkpoint_writer.save(root, 3, make_state(3), {"config": "abc"})
+    save(root, 3, make_state(3), {"config": "abc"})
     newest = files_of(root / "000003")[0]
     newest.write_bytes(bytes(newest.stat().st_size))
     checkpoint_writer.prune(root, 1)
     assert [path.name for path in checkpoint.candidates(root)] == ["000003", "000002"]
     checkpoint_writer.prune(root, 0)
     assert [path.name for path in checkpoint.candidates(root)] == ["000003", "000002"]
-    checkpoint_writer.save(root, 3, make_state(3), {"config": "abc"}, keep=1)
+    save(root, 3, make_state(3), {"config": "abc"}, keep=1)
     assert os.listdir(root) == ["000003"]
     checkpoint.verify(root / "000003")
 
@@ -229,13 +229,13 @@ def dying_at(monkeypatch, instant, arrays):
 
 def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path, monkeypatch):
     new = make_state(5)
-    arrays = checkpoint_writer.save(tmp_path, 5, new, {}) / "arrays"
+    arrays = save(tmp_path, 5, new, {}) / "arrays"
     seen = []
     for instant in range(1000):
         root = Path(shutil.copytree(saved, tmp_path / str(instant)))
         try:
             with dying_at(monkeypatch, instant, arrays):
-                checkpoint_writer.save(root, 2, new, {"new": True}, keep=1)
+                save(root, 2, new, {"new": True}, keep=1)
         except Killed:
             newest = checkpoint.candidates(root)[0]
             checkpoint.verify(newest)
@@ -246,7 +246,7 @@ def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path,
             state, meta, warnings = checkpoint.restore_latest(root, abstract(new), {})
             assert_same_bits(state, new if "new" in meta else make_state(2))
             assert warnings == []
-            checkpoint_writer.save(root, 3, new, {}, keep=1)
+            save(root, 3, new, {}, keep=1)
             assert os.listdir(root) == ["000003"]
     assert len(seen) > 20
     assert sorted(set(seen)) == [("000002", False), ("000002", True), ("000002.replaced", False)]
@@ -263,7 +263,7 @@ SAVER = textwrap.dedent(
     root, last = Path(sys.argv[1]), int(sys.argv[2])
     for iteration in range(last + 1):
         state = {"w": jnp.full((256, 64), iteration, jnp.bfloat16), "n": jnp.int32(iteration)}
-        checkpoint_writer.save(root, iteration, state, {"n": iteration}, keep=2)
+        checkpoint_writer.begin(root, iteration, state, {"n": iteration}, keep=2)()
         print(iteration, flush=True)
     """
 )
@@ -295,7 +295,7 @@ def test_kill_nine_while_saving(tmp_path):
         assert meta["iteration"] - said[-1] in (0, 1)
         assert (np.asarray(state["w"]) == np.asarray(jnp.full((256, 64), meta["n"], jnp.bfloat16))).all()
         assert int(state["n"]) == meta["n"] == meta["iteration"]
-        checkpoint_writer.save(root, meta["n"] + 1, state, {}, keep=1)
+        save(root, meta["n"] + 1, state, {}, keep=1)
         assert os.listdir(root) == [f"{meta['n'] + 1:06d}"]
 
 
@@ -327,7 +327,7 @@ def test_a_full_disk_is_one_line_and_takes_nothing(root, monkeypatch, owner, nam
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, function)
         with pytest.raises(RunError) as error:
-            checkpoint_writer.save(root, 3, make_state(3), {})
+            save(root, 3, make_state(3), {})
     assert str(error.value) == f"disk full while writing {root / '000003'}; the last checkpoint is {root / '000002'}"
     assert sorted(os.listdir(root)) == ["000001", "000002"]
     checkpoint.verify(root / "000002")
@@ -340,15 +340,15 @@ def test_a_disk_that_is_really_full(tmp_path):
     try:
         small, big = ({"w": jax.random.normal(jax.random.key(0), (size,))} for size in (1000, 150_000))
         for size in (60_000, 70_000, 80_000, 90_000, 100_000):
-            checkpoint_writer.save(tmp_path, 1, small, {})
+            save(tmp_path, 1, small, {})
             with contextlib.suppress(RunError):
-                checkpoint_writer.save(tmp_path, 2, {"w": big["w"][:size]}, {})
+                save(tmp_path, 2, {"w": big["w"][:size]}, {})
                 shutil.rmtree(tmp_path / "000002")
         with pytest.raises(RunError, match=r"^disk full while writing .*000002; the last checkpoint is .*000001$"):
-            checkpoint_writer.save(tmp_path, 2, big, {})
+            save(tmp_path, 2, big, {})
         assert os.listdir(tmp_path) == ["000001"]
         assert_same_bits(checkpoint.restore(tmp_path / "000001", abstract(small))[0], small)
-        checkpoint_writer.save(tmp_path, 2, small, {})
+        save(tmp_path, 2, small, {})
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 

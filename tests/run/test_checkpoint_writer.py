@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from solrl_jax.run import checkpoint, checkpoint_writer
 from solrl_jax.run.checkpoint_writer import Saver
 from solrl_jax.storage.errors import RunError
-from tests.states import abstract, abstract_on, assert_same_bits, flat, make_state, placed
+from tests.states import abstract, abstract_on, assert_same_bits, flat, make_state, placed, save
 
 SMALL = {"w": jnp.arange(4.0)}
 
@@ -50,7 +50,7 @@ def test_a_state_may_be_overwritten_as_soon_as_its_save_has_begun(tmp_path, spre
 
 @pytest.mark.parametrize("told", ["save", "wait", "end", "end of a run that failed"])
 def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(tmp_path, monkeypatch, told):
-    checkpoint_writer.save(tmp_path, 1, SMALL, {})
+    save(tmp_path, 1, SMALL, {})
     saver = Saver(tmp_path, keep=3, best=0)
     expected = f"disk full while writing {tmp_path / '000002'}; the last checkpoint is {tmp_path / '000001'}"
     with monkeypatch.context() as patch:
@@ -97,22 +97,22 @@ def test_one_save_at_a_time_and_one_an_iteration(tmp_path, monkeypatch):
 
 
 def test_the_best_stay_beside_the_newest(tmp_path):
-    def save(iteration: int, reward: float | None, **options: int) -> list[int]:
+    def names(iteration: int, reward: float | None, **options: int) -> list[int]:
         evaluation = None if iteration == 3 else {"eval/reward": reward}
-        checkpoint_writer.save(tmp_path, iteration, SMALL, {"evaluation": evaluation}, keep=1, **options)
+        save(tmp_path, iteration, SMALL, {"evaluation": evaluation}, keep=1, **options)
         return [checkpoint.iteration_of(path) for path in checkpoint.candidates(tmp_path)]
 
-    assert save(1, 0.5, best=2) == [1]
-    assert save(2, 0.9, best=2) == [2, 1]
-    assert save(3, None, best=2) == [3, 2, 1]  # not evaluated
-    assert save(4, None, best=2) == [4, 2, 1]  # its reward was not finite
-    assert save(5, 0.5, best=2) == [5, 2]  # of equal ones the newer is the better
-    assert save(6, 0.95, best=2) == [6, 2]
+    assert names(1, 0.5, best=2) == [1]
+    assert names(2, 0.9, best=2) == [2, 1]
+    assert names(3, None, best=2) == [3, 2, 1]  # not evaluated
+    assert names(4, None, best=2) == [4, 2, 1]  # its reward was not finite
+    assert names(5, 0.5, best=2) == [5, 2]  # of equal ones the newer is the better
+    assert names(6, 0.95, best=2) == [6, 2]
     assert [path.name for path in checkpoint.ranked(tmp_path)] == ["000006", "000002"]
     (tmp_path / "000006" / "manifest.json").unlink()  # damaged: neither the best nor the newest good one
-    assert save(7, 0.1, best=1) == [7, 6, 2]
+    assert names(7, 0.1, best=1) == [7, 6, 2]
     assert [path.name for path in checkpoint.ranked(tmp_path)] == ["000002", "000007"]
-    assert save(8, 0.2) == [8, 6]  # what has no manifest is not ours to remove
+    assert names(8, 0.2) == [8, 6]  # what has no manifest is not ours to remove
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ WORKER = textwrap.dedent(
     from solrl_jax.run import checkpoint_writer
     from solrl_jax.run.checkpoint import CheckpointError
     from solrl_jax.storage.errors import RunError
-    from tests.states import abstract_on, assert_holds, placed
+    from tests.states import abstract_on, assert_holds, placed, save
 
     states = pickle.loads((root / "states").read_bytes())
     wide, tall = (jax.make_mesh(shape, ("data", "fsdp")) for shape in ((2, 4), (4, 2)))
@@ -178,7 +178,7 @@ WORKER = textwrap.dedent(
         return refused, merge
     for number, broken in enumerate((late, early), start=3):
         checkpoint_writer._start_writing = broken
-        said[f"full {number}"] = line(lambda: checkpoint_writer.save(root / "two", number, state, {}))
+        said[f"full {number}"] = line(lambda: save(root / "two", number, state, {}))
     checkpoint_writer._start_writing = original
     said["there"] = consensus.first("there", lambda: sorted(os.listdir(root / "two")))
 
@@ -219,7 +219,7 @@ def two(tmp_path_factory):
     # flat, and made here: the processes have little else to compile
     states = {number: jax.tree.map(np.asarray, flat(make_state(number))) for number in (1, 2)}
     (root / "states").write_bytes(pickle.dumps(states))
-    checkpoint_writer.save(root / "one", 1, placed(states[1], jax.make_mesh((2, 4), ("data", "fsdp"))), {"by": "one"})
+    save(root / "one", 1, placed(states[1], jax.make_mesh((2, 4), ("data", "fsdp"))), {"by": "one"})
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

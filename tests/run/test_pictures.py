@@ -9,6 +9,7 @@ from PIL import Image
 
 from solrl_jax.run import pictures
 from solrl_jax.storage.errors import RunError
+from solrl_jax.storage.images import to_uint8
 
 RNG = np.random.default_rng(0)
 
@@ -21,38 +22,39 @@ def test_a_pixel_is_255_times_its_value_rounded_and_clipped(tmp_path):
     assert os.listdir(tmp_path) == ["one.png"]
 
 
-def test_a_grid_enlarges_without_smoothing():
-    images = RNG.random((5, 4, 6, 3), np.float32)
-    sheet = np.asarray(pictures.grid(images, 3, scale=2))
-    gap = 4
-    assert sheet.shape == (2 * (8 + gap) + gap, 3 * (12 + gap) + gap, 3)
-    last = sheet[gap + 8 + gap :, gap + 12 + gap :][:8, :12]
-    assert (last[::2, ::2] == pictures.to_uint8(images[4])).all()
-    assert (last[1::2, 1::2] == pictures.to_uint8(images[4])).all()
+def sheet_of(path) -> np.ndarray:
+    return np.asarray(Image.open(path)).astype(int)
 
 
-def test_captions_take_room_below_and_never_leave_their_cell():
-    images = np.zeros((2, 64, 64, 3))
-    bare = pictures.grid(images, 2)
+def test_a_grid_shows_every_pixel_and_fills_rows(tmp_path):
+    images, gap = RNG.random((5, 24, 30, 3), np.float32), 4
+    pictures.save_grid(tmp_path / "grid.png", images, 3, list("abcde"))
+    sheet = sheet_of(tmp_path / "grid.png")
+    step = (sheet.shape[0] - gap) // 2
+    assert sheet.shape == (2 * step + gap, 3 * (30 + gap) + gap, 3)
+    for index, image in enumerate(images):
+        top, left = gap + index // 3 * step, gap + index % 3 * (30 + gap)
+        assert (sheet[top : top + 24, left : left + 30] == to_uint8(image)).all()
+
+
+def test_captions_take_room_below_and_never_leave_their_cell(tmp_path):
+    images, path = np.zeros((2, 64, 64, 3)), tmp_path / "grid.png"
     for captions in (["short", "a caption that is far too long for sixty-four pixels in two lines"], ["", "x" * 300]):
-        sheet = pictures.grid(images, 2, captions)
-        assert sheet.width == bare.width
-        assert sheet.height > bare.height
-        pixels = np.asarray(sheet)[68:]
-        assert (pixels[:, 68:72] == 255).all()
-        assert (pixels[:, -4:] == 255).all()
-        assert (pixels < 128).any()
-    with pytest.raises(ValueError, match="1 captions for 2 images"):
-        pictures.grid(images, 2, ["one"])
+        pictures.save_grid(path, images, 2, captions)
+        sheet = sheet_of(path)
+        assert sheet.shape[1] == 2 * 68 + 4
+        assert sheet.shape[0] > 64 + 2 * 4
+        below = sheet[68:]
+        assert (below[:, 68:72] == 255).all()
+        assert (below[:, -4:] == 255).all()
+        assert (below < 128).any()
+    with pytest.raises(ValueError, match="zip"):
+        pictures.save_grid(path, images, 2, ["one"])
 
 
 def test_a_grid_has_no_more_columns_than_images(tmp_path):
-    pictures.save_grid(tmp_path / "grid.png", np.zeros((2, 8, 8, 3)), 8)
-    assert Image.open(tmp_path / "grid.png").size == (2 * 12 + 4, 16)
-
-
-def sheet_of(path) -> np.ndarray:
-    return np.asarray(Image.open(path)).astype(int)
+    pictures.save_grid(tmp_path / "grid.png", np.zeros((2, 8, 8, 3)), 8, ["", ""])
+    assert Image.open(tmp_path / "grid.png").width == 2 * 12 + 4
 
 
 @pytest.mark.parametrize(("size", "shown"), [(16, 96), (40, 120), (200, 200), (512, 384)])
@@ -111,16 +113,15 @@ def test_a_curve_skips_what_is_not_there(tmp_path):
     rows = [{"iteration": i, "reward": i / 10, "loss": 1 / (i + 1)} for i in range(40)]
     rows[3]["reward"] = None
     rows.append({"iteration": 39, "eval": 0.5})
-    series = {"training": "reward", "held out": "eval", "never logged": "absent"}
-    pictures.save_curve(tmp_path / "one.png", rows, series)
-    pictures.save_curve(tmp_path / "two.png", rows, series, {"loss": "loss"}, labels=("reward", "loss"), title="tiny")
-    pictures.save_curve(tmp_path / "none.png", [], series)
-    one, two = (Image.open(tmp_path / name) for name in ("one.png", "two.png"))
-    assert one.width == two.width
-    assert one.height < two.height
-    blue = (np.asarray(one.convert("RGB")).astype(int) - [0, 0x72, 0xB2]).__abs__().sum(-1) < 10
-    assert blue.sum() > 500
-    assert sorted(os.listdir(tmp_path)) == ["none.png", "one.png", "two.png"]
+    upper = {"training": "reward", "held out": "eval", "never logged": "absent"}
+    for name, drawn in (("full.png", rows), ("none.png", [])):
+        pictures.save_curve(tmp_path / name, drawn, upper, {"loss": "loss"}, ("reward", "loss"), "tiny")
+    blue = lambda pixels: (np.abs(pixels - [0, 0x72, 0xB2]).sum(-1) < 10).sum()
+    full, none = (np.asarray(Image.open(tmp_path / name).convert("RGB")).astype(int) for name in ("full.png", "none.png"))
+    assert full.shape == none.shape
+    for panel in (slice(None, len(full) // 2), slice(len(full) // 2, None)):
+        assert blue(full[panel]) > blue(none[panel]) + 500
+    assert sorted(os.listdir(tmp_path)) == ["full.png", "none.png"]
 
 
 def test_a_correlation_is_the_mean_within_prompts(tmp_path, monkeypatch):
@@ -153,7 +154,7 @@ def test_a_sweep_has_a_line_for_each_recipe_and_format(tmp_path, monkeypatch):
 def test_the_same_picture_has_the_same_bytes(tmp_path):
     images = RNG.random((4, 8, 8, 3))
     for name in ("a.png", "b.png"):
-        pictures.save_grid(tmp_path / name, images, 2, list("abcd"), scale=4)
+        pictures.save_grid(tmp_path / name, images, 2, list("abcd"))
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
