@@ -79,7 +79,7 @@ def forward(base):
     text = rng.standard_normal((2, 5, TEXT["hidden_size"])).astype(np.float32)
     mask, time = np.arange(5)[None] < np.array([[5], [3]]), np.array([900.0, 130.0], np.float32)
     network = open_pipeline(base[0]).transformer
-    ours = jax.jit(lambda params: network(params)(latent, text, mask, time))
+    ours = jax.jit(lambda params: network(params)(*map(jnp.asarray, (latent, text, mask, time))))
     t = torch.from_numpy
     with torch.no_grad():
         theirs = base[1](t(latent.transpose(0, 3, 1, 2).copy()), t(text), t(time), encoder_attention_mask=t(mask).float())[0]

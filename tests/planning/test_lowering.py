@@ -44,16 +44,16 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     texts = {name: [lowered(program) for program in stages.programs(name, stages.codes())] for name in STAGES}
     assert [name for name, of in texts.items() if any(CUSTOM in text for text in of)] == ["explore"]
     (explored,), (regenerated,) = texts["explore"], texts["regenerate"]
-    merged = set(made.quantized) & set(made.targets)
-    assert len(made.quantized) >= 4
-    assert products(regenerated) - products(explored) == len(made.quantized) + 2 * len(merged)
+    merged = set(made.recipe.quantized) & set(made.targets)
+    assert len(made.recipe.quantized) >= 4
+    assert products(regenerated) - products(explored) == len(made.recipe.quantized) + 2 * len(merged)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
     made, stages = of_shapes(preset, "fp8", "h200")
     (explored,), (regenerated,) = ([lowered(p) for p in stages.programs(n, stages.codes())] for n in ("explore", "regenerate"))
-    assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (len(made.quantized), 0)
+    assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (len(made.recipe.quantized), 0)
     assert CUSTOM not in explored
 
 

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from solrl_jax.config.presets import resolve
+from solrl_jax.explore.sync import quantize_policy
 from solrl_jax.models.attention import attention
 from solrl_jax.numerics.target import planned_for
-from solrl_jax.parallel import hosts, sharding
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.planning import devices
 from solrl_jax.planning import plan as planning
@@ -23,10 +23,10 @@ from solrl_jax.planning.collectives import collectives, partitioned
 from solrl_jax.planning.measure import Planner, as_base, held_parts
 from solrl_jax.planning.stages import Stages
 from solrl_jax.planning.walk import cost
-from solrl_jax.policy.lora import flatten
 from solrl_jax.training import experiment as experiments
+from solrl_jax.training.experiment import fresh_state
 from tests.commands.test_cli import call  # noqa: F401 - a fixture
-from tests.small import SMALL, fresh_state, small_config
+from tests.small import SMALL, small_config
 
 H100 = devices.DEVICES["h100"]
 
@@ -187,33 +187,28 @@ def test_parts_agree_with_a_count_by_hand(preset):
 
 
 def test_parts_are_what_arrays_hold():
-    """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync` leaves it.
-
-    But for a correction, whose ranks are dealt when they are measured: no more in all than if they were the same everywhere.
-    """
+    """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync` leaves it."""
     config = small_config("unused", "mesh.data=2", "mesh.fsdp=4", "reward=tiny-clip", "rollout.explore.correction=8")
     built = experiments.build(config)
-    state, backbone = fresh_state(built), built.backbone
-    of = backbone.mesh, backbone.transformer, state.old, built.scale, built.quantized, built.format.quantize
-    held = lambda tree, device: sum(
-        s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device
-    )
-    shapes = {path: (*flatten(backbone.transformer)[path].shape[:-1], 8) for path in built.quantized}
-    everywhere = {path: jnp.zeros(shape, backbone.dtype) for path, shape in shapes.items()}
-    codes = experiments.quantize_policy(*of, hosts.put(everywhere, sharding.replicated(backbone.mesh)))
-    dealt = experiments.quantize_policy(*of, built.bases)
+    state, backbone, recipe = fresh_state(built), built.backbone, built.recipe
+    quantizer = recipe.quantizer(recipe.format.name)
+    assert quantizer.beside.keys() == set(recipe.quantized)  # what the correction keeps is part of the copy
+    with jax.set_mesh(backbone.mesh):
+        codes = quantize_policy(backbone.mesh, backbone.transformer, state.old, built.scale, recipe.quantized, quantizer)
     trees = {
         "base": backbone.transformer, "quantised copy": codes, "adapters": (state.adapters, state.old, state.ema),
-        "optimiser": state.opt_state, "text encoders": backbone.text_encoders.params(), "vae": backbone.vae,
+        "optimiser": state.opt_state, "text encoders": backbone.text_encoders.params(), "vae": backbone.decoder.params,
         "reward networks": built.reward.params,
     }  # fmt: skip
     machine = devices.machine("h100", 8, 1, None, None, None, None, None)
     pipeline = open_configurations(config.model.path, config.model.remat)
     planned = Planner(config, machine, pipeline).measure(backbone.mesh, only=()).parts
+    held = lambda tree, device: sum(
+        s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device
+    )
     for name, tree in trees.items():
         for device in jax.devices():
             assert planned[name] == held(tree, device), name
-    assert all(0.9 * held(codes, device) < held(dealt, device) <= held(codes, device) for device in jax.devices())
 
 
 # --- stages ---
@@ -258,7 +253,7 @@ def test_the_command_plans_a_run_that_does_not_fit(tmp_path):
     """In a process of its own, whose environment has eight devices, for one: nothing is compiled, and nothing is written."""
     settings = [*SMALL, "model.cache=null", "--devices", "1", "--memory", "15MB", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "solrl_jax.commands.cli", "plan", "tiny", *settings],
+        [sys.executable, "-m", "solrl_jax", "plan", "tiny", *settings],
         capture_output=True,
         text=True,
         check=False,
