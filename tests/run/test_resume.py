@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,6 +156,15 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path, uninterrupted):
 def test_another_run_is_not_overwritten(uninterrupted):
     with pytest.raises(InputError, match=r"holds another run.*optimizer.learning_rate: 0.001 there, 0.002 here"):
         run(uninterrupted, "optimizer.learning_rate=2e-3")
+
+
+def test_a_finished_run_whose_checkpoints_were_moved_away_keeps_its_records(tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder, ignore=shutil.ignore_patterns("checkpoints"))
+    with pytest.raises(InputError, match=r"records 5 iterations, but .*/checkpoints holds no checkpoint; put"):
+        run(folder)
+    assert record(folder) == record(uninterrupted)
+    assert ledger.read(folder / "ledger").equals(ledger.read(uninterrupted / "ledger"))
 
 
 def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch):
