@@ -54,7 +54,7 @@ def measure(shape: tuple[int, int], rows: int, formats: list[str], best: float, 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--rows", type=int, default=4, help="pictures at once (default: 4)")
-    options.add_argument("--formats", default="fp8,nvfp4,nvfp4_46,mxfp8,mxfp4")
+    options.add_argument("--formats", default="fp8,nvfp4,mxfp8,mxfp4")
     args = options.parse_args(arguments)
     config, formats = resolve(args.preset, tuple(args.overrides)), args.formats.split(",")
     shapes, tokens = shapes_of(config)

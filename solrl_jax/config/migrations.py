@@ -16,12 +16,12 @@ def migrate(tree: Any) -> Any:
 
 
 def _from_version_1(tree: dict[str, Any]) -> dict[str, Any]:
-    """Drops what version 2 has no more: another decoder for candidates, audits, and weights alone in four bits."""
+    """Drops what version 2 has no more: another decoder for candidates, audits, and two variants of NVFP4."""
     tree = {"version": VERSION, **tree}
     explore = tree.get("rollout", {}).get("explore", {}) if isinstance(tree.get("rollout"), dict) else {}
     if isinstance(explore, dict):
         for field in ("vae", "audit_every"):
             explore.pop(field, None)
-        if explore.get("precision") == "nvfp4_w":
+        if explore.get("precision") in ("nvfp4_w", "nvfp4_46"):
             explore["precision"] = "nvfp4"
     return tree

@@ -6,7 +6,6 @@ Peers and specifications: NVFP4 (arXiv 2509.25149), MXFP4 and MXFP8 (OCP Microsc
 import dataclasses
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from jaxtyping import Array
@@ -58,8 +57,6 @@ def _fp8_units(device: Device) -> bool:
 _everywhere = lambda device: True
 _block_scaled_units = _cuda(10, 0)  # Blackwell
 
-_four_over_six = partial(nvfp4.quantize, four_over_six=True)
-_NVFP4 = "weights and activations in E2M1, blocks of 16"
 FORMATS = {
     f.name: f
     for f in (
@@ -68,8 +65,7 @@ FORMATS = {
         Format("fp8", "weights a channel and activations a token in E4M3", 8.0, fp8.quantize, _fp8_units),
         Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, mx.quantize_mxfp8, _block_scaled_units),
         Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, mx.quantize_mxfp4, _block_scaled_units),
-        Format("nvfp4", _NVFP4, 4.5, nvfp4.quantize, _block_scaled_units),
-        Format("nvfp4_46", f"{_NVFP4}, of weights four over six", 4.5, _four_over_six, _block_scaled_units),
+        Format("nvfp4", "weights and activations in E2M1, blocks of 16", 4.5, nvfp4.quantize, _block_scaled_units),
     )
 }
 AUTO = "auto"

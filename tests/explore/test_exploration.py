@@ -21,10 +21,9 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.training import experiment as experiments
 from tests.small import fresh_state, small_config
 
-LEAVES = {"nvfp4": QTensor, "nvfp4_46": QTensor, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
+LEAVES = {"nvfp4": QTensor, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
 ERRORS = {
     "nvfp4": 0.09,
-    "nvfp4_46": 0.08,
     "mxfp4": 0.14,
     "mxfp8": 0.03,
     "fp8": 0.025,

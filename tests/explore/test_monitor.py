@@ -85,8 +85,8 @@ def test_a_run_explores_better_below_the_floor_and_audits_whole_pools(tmp_path, 
     assert [row["fidelity/level"] for row in rows] == [0, 0, 0, 1, 1]
     assert max(row["fidelity/spearman"] for row in rows[:3]) < 1
     explored = [parquet.read_table(tmp_path / "ledger" / f"iteration-{i:06d}.parquet").to_pylist()[0] for i in range(1, 6)]
-    assert [(row["precision"], row["steps"]) for row in explored] == [("nvfp4_46", 2)] * 3 + [("nvfp4_46", 3)] * 2
-    assert "exploring in nvfp4_46, 3 steps from now on" in capsys.readouterr().err
+    assert [(row["precision"], row["steps"]) for row in explored] == [("nvfp4", 2)] * 3 + [("nvfp4", 3)] * 2
+    assert "exploring in nvfp4, 3 steps from now on" in capsys.readouterr().err
     names = ("spearman", "kendall", "top_4_match", "top_4_regret")
     audits = [[row.get(f"fidelity/pool/{name}") for name in names] for row in rows]
     assert [audit == [None] * 4 for audit in audits] == [True, False, True, False, True]

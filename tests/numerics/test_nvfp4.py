@@ -206,69 +206,6 @@ def test_float32_subnormals_and_too_small_scales_give_zero_where_torchao_resolve
     assert value(codes) == [6, 4, 0, 0] * 4
 
 
-@pytest.mark.parametrize("case", DATA)
-def test_four_over_six_takes_of_two_scales_the_one_that_errs_less(case):
-    """Each block is quantised by the rule with its largest value as 6 or as 4, and in float64 the other one errs no less."""
-    x, scale = DATA[case]
-    scale = np.broadcast_to(scale * np.float32(448 / 256), (len(x), 1)).astype(np.float32)  # as `quantize` leaves room for 4
-    codes, scales = jax.jit(quantize_blocks, static_argnums=2)(jnp.asarray(x), jnp.asarray(scale), True)
-    codes = np.asarray(codes).astype(np.float64).reshape(*scales.shape, BLOCK)
-    blocks = x.astype(np.float64).reshape(codes.shape)
-    amax = np.abs(x.reshape(codes.shape)).max(-1)
-    errors, chosen = [], []
-    for largest in (6, 4):
-        s = np.minimum(amax / np.float32(largest) / scale, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        unit = (s * scale)[..., None]
-        ratio = np.divide(blocks, unit, out=np.zeros_like(blocks), where=unit > 0)
-        errors.append(
-            (((np.clip(ratio, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64) - ratio) * unit) ** 2).sum(-1)
-        )
-        errors[-1] = np.where(unit[..., 0] > 0, errors[-1], (blocks**2).sum(-1))
-        chosen.append(np.asarray(scales).astype(np.float64) == s)
-    six, four = errors
-    clear = np.abs(six - four) > 1e-4 * np.maximum(six, four)  # else float32 may decide either way
-    assert (chosen[0] | chosen[1]).all()
-    assert chosen[0][clear & (six < four)].all()
-    assert chosen[1][clear & (four < six)].all()
-    unit = (np.asarray(scales).astype(np.float64) * scale)[..., None]
-    np.testing.assert_array_less(((codes * unit - blocks) ** 2).sum(-1), np.minimum(six, four) * (1 + 1e-3) + 1e-300)
-    if case == "normal":
-        assert 0.2 < (chosen[1] & ~chosen[0]).mean() < 0.6
-
-
-def test_what_four_over_six_makes_of_bf16_weights_does_not_depend_on_the_program():
-    """Their block scales often lie half-way between two numbers of E4M3. Eager, compiled and divided agree with float64."""
-    w = jax.random.normal(jax.random.key(0), (2, 320, 192)).astype(jnp.bfloat16)
-    rows = np.swapaxes(np.asarray(w).astype(np.float64), -1, -2)
-    tensor_scale = 2.0 ** np.ceil(np.log2(np.abs(rows).max((-1, -2)) / (256 * 6)))
-    blocks = (rows / tensor_scale[:, None, None]).reshape(2, 192, -1, BLOCK)
-    amax = np.abs(blocks).max(-1)
-    as_six, as_four = (jnp.float32(amax / largest).astype(jnp.float8_e4m3fn) for largest in (6, 4))
-    steps = amax / 6 / 2.0 ** (np.floor(np.log2(amax / 6)) - 4)  # half steps of E4M3
-    assert (steps % 2 == 1).sum() > 30
-
-    def error(scales):
-        s = np.asarray(scales).astype(np.float64)[..., None]
-        codes = np.clip(blocks / s, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
-        unit = 1024 / np.asarray(as_four).astype(np.float64)[..., None]
-        return (np.round((codes * s - blocks) * unit) ** 2).sum(-1)
-
-    scales = np.where(error(as_four) < error(as_six), as_four, as_six)
-    mesh = jax.make_mesh((2, 4), ("layers", "outputs"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    divided = jax.device_put(w, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("layers", None, "outputs")))
-    inputs = jax.device_put(w, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "outputs")))
-    compiled = jax.jit(quantize, static_argnums=1)
-    found = {
-        "alone": quantize(w, True), "compiled": compiled(w, True), "divided": compiled(divided, True),
-        "divided by inputs": compiled(inputs, True), "in float32": compiled(w.astype(jnp.float32), True),
-        "a matrix": jax.tree.map(lambda *x: jnp.stack(x), *(compiled(m, True) for m in w)),
-    }  # fmt: skip
-    for name, q in found.items():
-        np.testing.assert_array_equal(q.tensor_scale, tensor_scale, err_msg=name)
-        np.testing.assert_array_equal(np.asarray(q.scales).view(np.uint8), scales.view(np.uint8), err_msg=name)
-        np.testing.assert_array_equal(q.codes, found["alone"].codes, err_msg=name)
-
-
 def test_pack_is_the_inverse_of_unpack_with_the_even_index_in_the_low_nibble():
     every_byte = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
     codes = unpack(every_byte)

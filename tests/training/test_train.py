@@ -73,7 +73,7 @@ def test_the_ledger_tells_the_whole_iteration(experiment, first):
     expected = (reward - reward.mean(1, keepdims=True)) / ((reward - reward.mean()).std() + 1e-4)
     np.testing.assert_allclose(advantage, np.clip(expected, -5, 5), rtol=1e-4, atol=1e-5)
     assert len(set(ledger["seed"].tolist())) == kept.size
-    assert (ledger["precision"], ledger["steps"]) == ("nvfp4_46", 2)
+    assert (ledger["precision"], ledger["steps"]) == ("nvfp4", 2)
 
 
 def test_low_precision_never_enters_the_loss(experiment, monkeypatch):
@@ -83,7 +83,7 @@ def test_low_precision_never_enters_the_loss(experiment, monkeypatch):
 
     def spoiled(self, adapters, precision):
         params = original(self, adapters, precision)
-        assert precision == "nvfp4_46"
+        assert precision == "nvfp4"
         seen.append(sum(isinstance(leaf, QTensor) for leaf in flatten(params).values()))
         return params
 
