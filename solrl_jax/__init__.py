@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from solrl_jax.testing import assert_block_error as assert_block_error
     from solrl_jax.testing import assert_ranking_preserved as assert_ranking_preserved
     from solrl_jax.testing import assert_selection_range as assert_selection_range
+    from solrl_jax.testing import assert_top_k_regret as assert_top_k_regret
     from solrl_jax.training.evaluate import evaluate as evaluate
     from solrl_jax.training.experiment import Experiment as Experiment
     from solrl_jax.training.experiment import fresh_state as fresh_state
@@ -55,7 +56,7 @@ _WHERE = {
     "rewards.protocol": ("Reward",),
     "rollout.select": ("select",),
     "storage.errors": ("InputError", "RunError"),
-    "testing": ("assert_block_error", "assert_ranking_preserved", "assert_selection_range"),
+    "testing": ("assert_block_error", "assert_ranking_preserved", "assert_selection_range", "assert_top_k_regret"),
     "training.evaluate": ("evaluate",),
     "training.experiment": ("Experiment", "fresh_state"),
     "training.iteration": ("iterate",),
