@@ -35,28 +35,29 @@ class InJax:
 Opener = Callable[[str, Options, float], InJax | HostReward]
 
 
-def shipped(make: Callable[[], Reward]) -> Opener:
-    """Opens a reward inside JAX that comes with the package."""
+def released(find: Find, *others: str) -> Opener:
+    """Opens a reward inside JAX that is read from released files. others: the scores that it returns beside "reward"."""
 
     def opener(name: str, options: Options, timeout: float) -> InJax:
-        _check_none(name, options)
-        return _made(make())
+        if options:
+            raise InputError(f"reward.options.{name}={dict(options)!r}: it takes none")
+        return InJax(find, others)
 
     return opener
 
 
-def released(find: Find) -> Opener:
-    """Opens a reward inside JAX that is read from released files."""
+def shipped(make: Callable[[], Reward]) -> Opener:
+    """Opens a reward inside JAX that comes with the package."""
 
-    def opener(name: str, options: Options, timeout: float) -> InJax:
-        _check_none(name, options)
-        return InJax(find)
+    def opener(name: str, options: Options, timeout: float) -> InJax | HostReward:
+        reward = make()
+        return released(lambda paths: _placed(reward), *reward.others)(name, options, timeout)
 
     return opener
 
 
 def outside(target: str, *others: str) -> Opener:
-    """Opens a function outside JAX of the package. others: the scores that it returns beside "reward"."""
+    """Opens a function of the package that scores outside JAX."""
     return lambda name, options, timeout: _host_reward(name, target, options, others)
 
 
@@ -78,7 +79,7 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
     if not isinstance(reward, Reward):
         expected = f"a solrl_jax.rewards.protocol.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
         raise InputError(f"reward '{name}': returned {shown(reward)}: expected {expected}")
-    return _made(reward)
+    return InJax(lambda paths: _placed(reward), reward.others)
 
 
 def service(url: str, options: Options, timeout: float) -> HostReward:
@@ -101,16 +102,16 @@ def entry_points() -> dict[str, str]:
     return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
-def _made(reward: Reward) -> InJax:
-    """A reward that has its parameters already; its loader places them."""
+def _placed(reward: Reward) -> Loader:
+    """The loader of a reward that has its parameters already."""
 
     def load(mesh: Mesh | None) -> Reward:
         if mesh is None:
             return reward
-        placed = jax.tree.map(hosts.put, reward.params, sharding.parameter_sharding(mesh, reward.params))
-        return dataclasses.replace(reward, params=placed)
+        params = jax.tree.map(hosts.put, reward.params, sharding.parameter_sharding(mesh, reward.params))
+        return dataclasses.replace(reward, params=params)
 
-    return InJax(lambda paths: load, reward.others)
+    return load
 
 
 def _host_reward(name: str, target: str, options: Options, others: tuple[str, ...] | None) -> HostReward:
@@ -147,12 +148,6 @@ def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise InputError(f"reward '{name}': {first_line(error)}") from error
-
-
-def _check_none(name: str, options: Options) -> None:
-    """Raises InputError if there are options."""
-    if options:
-        raise InputError(f"reward.options.{name}={dict(options)!r}: it takes none")
 
 
 def _check_options(name: str, function: Callable[..., Any], options: Options, arguments: tuple[str, ...]) -> None:
