@@ -93,7 +93,7 @@ def export_diffusers(
     check_target(path, "diffusers")
     if fold:
         adapters = {p: {"a": ab["a"], "b": settings.scale * ab["b"]} for p, ab in adapters.items()}
-        settings = LoraSettings(settings.rank, settings.rank)
+        settings = LoraSettings(settings.rank, float(settings.rank))
     table = list(table)
     modules = _to_modules(adapters, settings, table)
     metadata = {f"{_DIFFUSERS}{k}": v for k, v in _peft_config(modules, settings, table).items()}

@@ -171,8 +171,9 @@ def test_rank_sweeps_formats_steps_and_pools(call, tmp_path):
     difference = lambda *key: float(table[key]["largest_difference"])
     for size in ("4", "8"):
         exact = table["bf16", "3", size]  # the proxy is the truth here, and nowhere else
-        assert (float(exact["largest_difference"]), float(exact["top_k_match"])) == (0, 1)
-        assert (float(exact["spearman"]), float(exact["range_bound"])) == pytest.approx((1, 1))
+        figures = [float(exact[name]) for name in ("largest_difference", "spearman", "range_bound", "top_k_match")]
+        assert figures == pytest.approx([0, 1, 1, 0.5], abs=1e-6)  # two are at an end: two of the four best
+        assert figures[0] == 0
         for key in (("bf16", "2", size), ("nvfp4", "2", size), ("nvfp4", "3", size)):
             assert difference(*key) > 1e-4
             assert float(table[key]["range_kept"]) >= float(table[key]["range_bound"])
