@@ -80,7 +80,7 @@ BAD = [
         "rollout.eta=0.5: must be 0 with rollout.explore.sigmas=first",
     ),
     (("version=1",), "version=1: expected 2"),
-    (("rollout.explore.precision=nvfp4_w",), "rollout.explore.precision='nvfp4_w': expected 'auto', .*did you mean 'nvfp4'?"),
+    (("rollout.explore.precision=nvfp4_46",), "rollout.explore.precision='nvfp4_46': expected 'auto', .*did you mean 'nvfp4'?"),
     (("rollout.explore.audit_every=2",), "unknown key 'rollout.explore.audit_every': .*"),
     (("rollout.explore.vae=x",), "unknown key 'rollout.explore.vae': .*"),
     (("explore=papr",), "unknown explore 'papr': did you mean 'paper'?"),

@@ -277,6 +277,18 @@ def test_the_papers_recipe_turns_every_lever_off():
         assert override(levers, ["explore=paper", LEVERS[1]]) == resolve(preset, [LEVERS[1]])
 
 
+@pytest.mark.parametrize("preset", ALL, ids="-".join)
+def test_recipes_go_with_every_preset_and_leave_all_but_exploration(preset):
+    plain, best = resolve(preset[0], preset[1:]), resolve(preset[0], [*preset[1:], "explore=best"])
+    assert override(plain, ["explore=best"]) == best
+    assert override(best, ["explore=paper"]) == plain
+    explore = best.rollout.explore
+    assert dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, explore=explore)) == best
+    quantises = plain.family in ("naive_quant", "sol_rl")
+    assert (explore.correction > 0) == quantises
+    assert (explore.sigmas == "first") == (explore.exact_steps > 0) == (plain.family == "sol_rl")
+
+
 def test_a_recipe_has_settings_for_models_and_families_of_presets_and_of_runs(configs):
     (configs / "explore" / "mine.yaml").write_text(
         "rollout: {explore: {sigmas: own, exact_steps: 0, correction: 4}}\n"
@@ -332,7 +344,7 @@ def test_a_configuration_says_its_version():
 def test_configurations_of_version_1_are_read(name):
     text = (VERSION_1 / f"{name}.yaml").read_text()
     assert "version" not in yaml.safe_load(text)
-    was = ("rollout.explore.precision=nvfp4_46", *LEVERS[:2], "rollout.explore.correction=32") if name == "tiny" else ()
+    was = (*LEVERS[:2], "rollout.explore.correction=32") if name == "tiny" else ()
     config = from_yaml(text)
     assert config == resolve(name, was)
     assert from_yaml(to_yaml(config)) == config
@@ -341,11 +353,13 @@ def test_configurations_of_version_1_are_read(name):
 def test_what_version_2_has_no_more_is_dropped():
     tree = yaml.safe_load((VERSION_1 / "tiny.yaml").read_text())
     plain = from_yaml(yaml.safe_dump(tree))
+    assert tree["rollout"]["explore"]["precision"] == "nvfp4_46"
+    assert plain.rollout.explore.precision == "nvfp4"
     tree["rollout"]["explore"] |= {"vae": "embedded:tiny-light", "audit_every": 5, "precision": "nvfp4_w"}
-    explore = dataclasses.replace(plain.rollout.explore, precision="nvfp4")
-    assert from_yaml(yaml.safe_dump(tree)) == dataclasses.replace(
-        plain, rollout=dataclasses.replace(plain.rollout, explore=explore)
-    )
+    assert from_yaml(yaml.safe_dump(tree)) == plain
+    tree["rollout"]["explore"]["precision"] = "mxfp8"  # any other format stays
+    explore = dataclasses.replace(plain.rollout.explore, precision="mxfp8")
+    assert from_yaml(yaml.safe_dump(tree)).rollout == dataclasses.replace(plain.rollout, explore=explore)
     for field in ("vae", "audit_every"):  # and is refused from version 2 on
         with pytest.raises(ConfigError, match=f"^unknown key 'rollout.explore.{field}': "):
             from_yaml(to_yaml(plain).replace("    floor: null\n", f"    floor: null\n    {field}: null\n"))
