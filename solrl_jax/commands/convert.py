@@ -1,8 +1,9 @@
-"""`solrl convert`: a released torch pickle becomes safetensors, once; a native SANA checkpoint a transformer of diffusers.
+"""`solrl convert`: turns a released torch pickle into safetensors, and a native SANA checkpoint into diffusers' layout.
 
-The one file that imports PyTorch, and only when it is called: all else reads safetensors, which hold numbers and no code. A
-pickle is read with `weights_only`, which runs no code of it, and mapped into memory; each tensor's bytes go from there to the
-new file, without a copy of the whole. (Pages of the map count as the process's memory; the system has them back at any time.)
+This is the one file that imports PyTorch, and it does so only when it is called. All other files read safetensors, which hold
+numbers and no code. A pickle is read with `weights_only`, which runs none of its code, and is mapped into memory. Each tensor's
+bytes go from the map to the new file, so the whole is never copied. (The pages of the map count as the process's memory, but
+the system can take them back at any time.)
 """
 
 import contextlib
@@ -29,10 +30,10 @@ from solrl_jax.models.tensor_files import read_json
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, first_line, in_one_line
 
-# under what checkpoints hold their tensors; the first that is there, `state_dict` before `model` as SANA's authors read them
+# Keys under which checkpoints hold their tensors. The first one found is used: SANA's authors read `state_dict` before `model`.
 CONTAINERS = ("state_dict", "model", "model_state_dict", "module", "net", "weights", "params")
 HARMLESS = (type(None), bool, int, float, str)
-DTYPES = {  # of the format, by PyTorch's names; which of them PyTorch has depends on its version
+DTYPES = {  # safetensors' names by PyTorch's names; older versions of PyTorch lack some
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16",
@@ -45,11 +46,16 @@ Tensors = dict[str, Any]  # of torch.Tensor, by name
 
 
 def convert(file: Path, out: Path, base: Path | None = None, *, force: bool = False) -> dict[str, Any]:
-    """Writes the tensors of the pickle `file` to `out`, and says what it did.
+    """Writes the tensors of the pickle `file` to `out`. Returns what `--json` prints.
 
-    A native SANA checkpoint becomes the directory `out` with a `transformer` in it; with `base`, a pipeline's directory, all of
-    a pipeline. Any other becomes the safetensors file `out`, names and dtypes as they were. force: replace what `out` was.
-    Raises InputError, and leaves no output, for files that hold more than tensors, or not those that they should.
+    A native SANA checkpoint becomes a directory with a `transformer` in it. Any other file becomes one safetensors file with
+    the same names and dtypes.
+
+    Args:
+      base: for SANA, the directory of a pipeline, whose other components are added.
+      force: replace `out` if it exists.
+
+    Raises InputError, and leaves no output, for a file that holds more than tensors, or other tensors than the network's.
     """
     _check_paths(file, out, base, force)
     torch = _torch()
@@ -67,7 +73,7 @@ def convert(file: Path, out: Path, base: Path | None = None, *, force: bool = Fa
 
 
 def describe(summary: Mapping[str, Any]) -> str:
-    """What `convert` did, in a few lines."""
+    """`convert`'s result for a terminal."""
     lines = [f"took {summary['took']}"] if summary["took"] else []
     left = [*summary["left_out"], *summary.get("ignored", [])]
     lines += [f"left out {', '.join(left)}"] if left else []
@@ -90,7 +96,7 @@ def _torch() -> Any:
 
 
 def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
-    """Raises InputError for paths that cannot be, or where something would be lost."""
+    """Raises InputError for paths that cannot be used, or if a file would be lost."""
     if not file.is_file():
         raise InputError(f"{file}: no such file")
     if file.suffix == ".safetensors":
@@ -110,10 +116,10 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
 
 
 def _load(torch: Any, file: Path) -> Any:
-    """What the pickle holds, tensors mapped from the file where its format (a zip archive, since PyTorch 1.6) allows."""
+    """What the pickle holds. Tensors are mapped from the file if its format allows (a zip archive, since PyTorch 1.6)."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is refused just after
+            warnings.simplefilter("ignore")  # they warn of what is refused below
             return torch.load(file, weights_only=True, mmap=zipfile.is_zipfile(file), map_location="cpu")
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)|Unsupported operand \d+", str(error))
@@ -125,9 +131,9 @@ def _load(torch: Any, file: Path) -> Any:
 
 
 def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, list[str]]:
-    """The tensors, under which key they were (dots between nested ones; None: at the top), and what is left out beside them.
+    """The tensors, the key that they were under (dots between nested keys; None: no key), and the entries that are left out.
 
-    Raises InputError listing the entries among the tensors that are neither tensors nor plain numbers and strings.
+    Raises InputError that lists entries which are neither tensors nor plain numbers and strings.
     """
     took, left = "", []
     while isinstance(value, Mapping) and (key := _container(value, torch)) is not None:
@@ -150,7 +156,7 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
 
 def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
-    """The key below which a checkpoint has its tensors: a known name, or the only one with any; None if they are here."""
+    """The key under which a checkpoint holds its tensors: a known name, or the only key with tensors. None: there is no key."""
     for key in CONTAINERS:
         if isinstance(value.get(key), Mapping):
             return key
@@ -160,7 +166,7 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
 
 def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
-    """Raises InputError listing the tensors that a safetensors file cannot hold."""
+    """Raises InputError that lists the tensors which a safetensors file cannot hold."""
     known = {getattr(torch, name, None) for name in DTYPES}
     strange = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype not in known]
     strange += [f"{name} is {t.layout}" for name, t in tensors.items() if t.layout != torch.strided]
@@ -170,9 +176,9 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
 
 
 def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> dict[str, Any]:
-    """The directory `out` of a native SANA checkpoint: checked by the network's own loader, then named."""
+    """Writes the directory `out` of a native SANA checkpoint, which the network's own loader checks first."""
     with in_one_line(lambda said: f"--base {base}: {said}"):
-        config = None if base is None else SanaConfig.from_dict(read_json(base / TRANSFORMER / "config.json"))
+        config = None if base is None else SanaConfig.read(base / TRANSFORMER)
     grid = tensors.get(sana_native.POSITIONS)
     try:
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -185,11 +191,10 @@ def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> d
         files.atomic_write(folder / TRANSFORMER / "config.json", json.dumps(plan.config, indent=2) + "\n")
         for name in copied:
             _copy(Path(base or "", name), folder / name)
-        with in_one_line(
-            lambda said: said.replace(str(folder), str(base or out))
-        ):  # what does not fit is known before the weights are written
+        # checked before the weights are written, which takes long
+        with in_one_line(lambda said: said.replace(str(folder), str(base or out))):
             network = _network(folder) if base is None else open_pipeline(folder).transformer
-        # parts of tensors are views: still nothing is read
+        # views: no weight is read yet
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
         with in_one_line(lambda said: said.replace(str(folder), str(out))):
@@ -207,19 +212,19 @@ def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> d
 
 
 def _network(folder: Path) -> Component:
-    """The transformer in `folder`, by its config alone."""
-    config = SanaConfig.from_dict(read_json(folder / TRANSFORMER / "config.json"))
+    """The transformer that the config in `folder` describes."""
+    config = SanaConfig.read(folder / TRANSFORMER)
     return Component.of(folder / TRANSFORMER, lambda rngs: SanaTransformer2DModel(config, rngs=rngs))
 
 
 def _component_files(base: Path) -> list[str]:
-    """What of a pipeline's directory makes it one, except for the transformer; names relative to it."""
+    """The files of a pipeline's directory, without its transformer; paths relative to `base`."""
     names = [path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file()]
     return [name for name in pipeline_files(names) if not name.startswith(f"{TRANSFORMER}/")]
 
 
 def _check_directory(out: Path, names: set[str]) -> None:
-    """Raises InputError if `out` is no name for a directory, or a directory with more in it than `names`."""
+    """Raises InputError if `out` cannot name a directory, or is a directory that holds more than `names`."""
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
     if out.is_dir() and (strange := sorted({path.name for path in out.iterdir()} - names)):
@@ -228,7 +233,7 @@ def _check_directory(out: Path, names: set[str]) -> None:
 
 @contextlib.contextmanager
 def _directory(out: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes `out` as a whole, in place of what `out` was; nothing is left of a failure."""
+    """A directory to fill. It replaces `out` when it is complete; a failure leaves nothing behind."""
     temporary, replaced = (out.with_name(prefix + out.name) for prefix in (files.PARTIAL, files.REMOVING))
     with files.writing(out):
         for left in (temporary, replaced):  # by a conversion that was killed
@@ -242,7 +247,7 @@ def _directory(out: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Weights get a second name where the file system can, and take no room; all else, which people edit, is copied."""
+    """Copies a file. Weights become a hard link where possible, which takes no room; other files are edited by people."""
     target.parent.mkdir(parents=True, exist_ok=True)
     source = source.resolve()  # a hub cache holds links
     if target.suffix == ".safetensors":
@@ -254,11 +259,12 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _write(path: Path, tensors: Tensors) -> None:
-    """A safetensors file, tensor by tensor: no more than one is in memory, and one only if it does not lie in a row.
+    """Writes a safetensors file, tensor by tensor.
 
-    Tensors that shared memory each get bytes of their own. (The library's own writer takes all tensors at once.)
+    At most one tensor is copied into memory, and only if its elements are not contiguous. (The library's own writer takes all
+    tensors at once.) Tensors that share memory are each written.
     """
-    # wide elements first, as the library does it, so that each tensor starts at a multiple of its element's size
+    # Wide elements first, as in the library: then each tensor starts at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -276,7 +282,7 @@ def _write(path: Path, tensors: Tensors) -> None:
 
 
 def _bytes(tensor: Any) -> memoryview:
-    """A tensor's numbers in the order of its axes, as bytes: NumPy does not know all dtypes."""
+    """A tensor's elements in row-major order, as bytes, because NumPy lacks some of the dtypes."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -284,12 +290,12 @@ def _bytes(tensor: Any) -> memoryview:
 
 @click.command("convert")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A .safetensors file; for SANA, a directory.")
-@click.option("--base", type=click.Path(path_type=Path), help="SANA: a pipeline's directory, whose other parts are added.")
-@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output file, .safetensors; for SANA, a directory.")
+@click.option("--base", type=click.Path(path_type=Path), help="SANA: a pipeline's directory, whose other components are added.")
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
 @json_option
 def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool) -> None:
-    """Turn a torch pickle (.pth, .pt, .bin, .ckpt) into safetensors, once; a native SANA checkpoint into a transformer.
+    """Turn a torch pickle (.pth, .pt, .bin, .ckpt) into safetensors, or a native SANA checkpoint into diffusers' layout.
 
     \b
     solrl convert HPS_v2.1_compressed.pt --out HPS_v2.1.safetensors

@@ -19,7 +19,7 @@ from solrl_jax.training.experiment import load_prompt_sets, open_mesh, read_inst
 @overrides_argument
 @json_option
 def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Fill the cache with PRESET's encoded prompts: training then never loads the text encoders.
+    """Fill the cache with PRESET's encoded prompts. Training then never loads the text encoders.
 
     \b
     solrl encode flux1_sol_rl_pickscore model.cache=/data/prompts
@@ -31,9 +31,9 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 def fill_cache(config: Config, progress: Callable[[int], None] = lambda prompts: None) -> dict[str, Any]:
-    """Encodes all that a run of `config` will ask of the text encoders: both prompt sets and the empty prompt.
+    """Encodes both prompt sets of `config` and the empty prompt. Loads only the text encoders.
 
-    Loads nothing but the text encoders. progress: told of prompts done. Returns what `--json` prints.
+    progress: called with the number of prompts done since the last call. Returns what `--json` prints.
     """
     prompts = list(dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set]))
     instruction, mesh, tokens = read_instruction(config), open_mesh(config), config.model.max_tokens

@@ -15,10 +15,10 @@ from solrl_jax.storage.errors import InputError
 
 @click.command("export")
 @click.argument("run", metavar="RUN")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A .safetensors file; a directory for peft.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output file, .safetensors; for peft, a directory.")
 @click.option("--format", "form", default="diffusers", show_default=True, type=click.Choice(["diffusers", "peft"]))
 @click.option("--dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
-@click.option("--fold-alpha", is_flag=True, help="diffusers: alpha / rank goes into B, for readers that know no alpha.")
+@click.option("--fold-alpha", is_flag=True, help="diffusers: multiply B by alpha / rank, for programs that ignore alpha.")
 @checkpoint_option
 @json_option
 def command(
@@ -31,7 +31,7 @@ def command(
     lora_files.check_target(out, form)
     chosen = find_checkpoint(run, checkpoint)
     output_directory(out.parent)
-    backbone = load_backbone(config.model.path, "bf16", make_mesh(-1, 1))  # for its names, and where the adapters lie
+    backbone = load_backbone(config.model.path, "bf16", make_mesh(-1, 1))  # names and places the adapters
     adapters, iteration = load_ema(Path(run), config, backbone, chosen)
     rank, alpha = config.lora.rank, config.lora.alpha
     settings, table = lora_files.LoraSettings(rank, alpha), backbone.parameter_table()
@@ -39,6 +39,6 @@ def command(
         lora_files.export_peft(out, adapters, settings, table, dtype=DTYPES[dtype])
     else:
         lora_files.export_diffusers(out, adapters, settings, table, dtype=DTYPES[dtype], fold=fold_alpha)
-    told = {"iteration": iteration, "rank": rank, "alpha": float(rank) if fold_alpha else alpha}  # as the file says it
+    told = {"iteration": iteration, "rank": rank, "alpha": float(rank) if fold_alpha else alpha}  # as in the file
     text = f"the averaged policy after iteration {iteration}, rank {rank}, alpha {told['alpha']:g}: {out}"
     finish({"out": str(out), "format": form, "dtype": dtype} | told, as_json, text)

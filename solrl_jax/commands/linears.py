@@ -18,10 +18,10 @@ from solrl_jax.training.experiment import device_facts
 @click.command("linears")
 @click.argument("target", metavar="RUN_OR_PRESET")
 @overrides_argument
-@click.option("--errors", is_flag=True, help="Load the weights, a run's averaged policy merged, and measure what each loses.")
+@click.option("--errors", is_flag=True, help="Load the weights, merge a run's averaged policy, and measure errors.")
 @json_option
 def command(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool) -> None:
-    """List the linears of a model: quantised or not and why, and the bytes they take before and after. Loads no weights.
+    """List the linears of a model: which are quantised, why others are not, and their bytes. Loads no weights.
 
     \b
     solrl linears tiny rollout.explore.precision=mxfp4 --errors

@@ -15,7 +15,7 @@ from solrl_jax.training.experiment import load_prompt_sets
 
 
 @click.command("presets")
-@click.option("--show", metavar="PRESET", help="Its prompt sets, and those prompts that its first iteration draws.")
+@click.option("--show", metavar="PRESET", help="Show the prompt sets of PRESET and the prompts of its first iteration.")
 @overrides_argument
 @json_option
 def command(show: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
@@ -37,7 +37,7 @@ def command(show: str | None, overrides: tuple[str, ...], as_json: bool) -> None
 
 
 def describe_prompts(config: Config) -> dict[str, Any]:
-    """How many distinct prompts there are to train and to test on, in which files, and those of the first iteration."""
+    """The numbers of distinct prompts to train and to test on, their files, and the prompts of the first iteration."""
     train, test = load_prompt_sets(config)
     first = draw_prompts(train, config.seed, 0, min(config.train.prompts, len(train)))
     return {

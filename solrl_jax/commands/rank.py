@@ -20,12 +20,14 @@ from solrl_jax.training.experiment import build
 @click.command("rank")
 @click.argument("target", metavar="RUN_OR_PRESET")
 @overrides_argument
-@click.option("--prompts", default=8, show_default=True, type=click.IntRange(1), help="Test prompts, each with a whole pool.")
+@click.option("--prompts", default=8, show_default=True, type=click.IntRange(1), help="Number of test prompts.")
 @click.option("--explore", metavar="paper,best", help="Recipes of configs/explore/ (default: the run's own).")
 @click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the recipe's).")
 @click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's).")
 @click.option("--candidates", metavar="N,N,...", help="Sizes of the pools (default: the run's).")
-@click.option("--out", type=click.Path(path_type=Path), help="Where tables and pictures go (default: the run, or runs/rank).")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Directory for tables and pictures (default: the run, or runs/rank)."
+)
 @json_option
 def command(
     target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, **lists: str | None
@@ -54,7 +56,7 @@ def command(
 
 
 def write(folder: Path, results: Sequence[dict[str, Any]], settings: Sequence[rank.Setting], pools: rank.Pools) -> None:
-    """`rank.json`, `rank.csv`, a scatter plot of the first setting, and curves if there are several settings."""
+    """Writes `rank.json`, `rank.csv`, a scatter plot of the first setting, and curves if there are several settings."""
     atomic_write(folder / "rank.json", json.dumps(results, indent=2) + "\n")
     atomic_write(folder / "rank.csv", rank.to_csv(results))
     first = settings[0]

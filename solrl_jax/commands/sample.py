@@ -1,4 +1,4 @@
-"""Pictures of given prompts from a model directory, as diffusers would make them, or from a run, as its evaluation does."""
+"""`solrl sample`: pictures from a model directory, as diffusers makes them, or from a run, as its evaluation makes them."""
 
 import dataclasses
 import io
@@ -37,7 +37,7 @@ from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.training.experiment import device_facts
 
-# the preset that says which linears of a bare model directory are quantised, by pipeline
+# by pipeline: the preset whose rules choose the quantised linears of a model directory
 RECIPES = {
     "SanaPipeline": "sana_sol_rl_pickscore",
     "FluxPipeline": "flux1_sol_rl_pickscore",
@@ -47,7 +47,7 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The options of `solrl sample`; None takes what the run or the model has."""
+    """The options of `solrl sample`. None: as the run or the model has it."""
 
     prompts: str
     out: Path
@@ -59,7 +59,7 @@ class Request:
     precision: str = "bf16"
     max_tokens: int | None = None
     lora: Path | None = None
-    checkpoint: str = "latest"  # of a run, see `runs.find_checkpoint`
+    checkpoint: str = "latest"  # of a run; see `run.directory.find_checkpoint`
     negative: str = ""
     true_cfg: float = 1.0
     instruction: str | None = None
@@ -70,7 +70,7 @@ class Request:
 def sample(target: str, request: Request, progress: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
     """Writes one PNG an image, `grid.png`, `images.npy` [N, H, W, 3] in [0, 1] and `latents.npy` [N, C, h, w] to `request.out`.
 
-    Raises InputError in one line before anything is loaded or written, where that can be known so early.
+    Raises InputError in one line; if possible before anything is loaded or written.
     """
     prompts = load_prompts(request.prompts, "--prompts", distinct=False)
     noise = None if request.latents is None else _read_latents(request.latents, len(prompts))
@@ -108,7 +108,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
 
 
 def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
-    """What `load_backbone` is asked for beside the model: the request's, else the run's."""
+    """Keyword arguments of `load_backbone`: the request's, else the run's."""
     path, field = request.instruction, "--instruction"
     if path is None and config:
         path, field = config.model.instruction, "model.instruction"
@@ -122,7 +122,7 @@ def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
 def _grid(
     request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None
 ) -> tuple[Grid, tuple[int, int]]:
-    """The steps to take, and height and width. Raises InputError for options that this model cannot follow."""
+    """The grid, and height and width. Raises InputError for options that this model does not support."""
     embedded = pipeline.embedded_guidance
     if request.instruction is not None and pipeline.instruct is None:
         raise InputError(f"--instruction {request.instruction}: a {pipeline.kind} takes none")
@@ -147,7 +147,7 @@ def _grid(
 
 
 def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precision: str) -> tuple[str, ...]:
-    """The linears that `form` takes, by the rules of the run, or of the preset for such a pipeline; none if it takes none."""
+    """Paths of the linears that `form` quantises, by the rules of the run or of the pipeline's preset."""
     if form.quantize is None:
         return ()
     rules = (config or resolve(RECIPES[pipeline.kind])).model.quantize
@@ -160,7 +160,7 @@ def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precisio
 def _adapters(
     run: Path, chosen: Path | None, request: Request, config: Config | None, backbone: Backbone
 ) -> tuple[Adapters, float]:
-    """The adapters of the run or the LoRA file, none if there is neither, and their scale alpha / rank."""
+    """The adapters of the run or of the LoRA file, if there are any, and their scale alpha / rank."""
     if config:
         adapters, _ = load_ema(run, config, backbone, chosen)
         return adapters, config.lora.alpha / config.lora.rank
@@ -174,7 +174,7 @@ def _adapters(
 
 
 def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
-    """A seed a line of the file; a prompt that comes twice gets its second candidate the second time."""
+    """A seed for each line of the file. A repeated prompt gets the seed of its next candidate."""
     times: Counter[str] = Counter()
     rows = []
     for prompt in prompts:
@@ -185,7 +185,7 @@ def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
 
 
 def _size(request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None) -> tuple[int, int]:
-    """Height and width: given, or the latents', or the run's, or the model's own."""
+    """Height and width: of the request, of the latents, of the run, or the model's default."""
     default = (config.model.height, config.model.width) if config else pipeline.default_size
     size = request.size or default
     if noise is not None:
@@ -222,33 +222,33 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
     pictures.save_grid(out / "grid.png", images, min(len(images), 8), prompts)
     with files.writing(out):
         for path in out.iterdir():
-            if _number(path.name) >= len(images) and path.is_file():  # of an earlier call with more prompts
+            if _number(path.name) >= len(images) and path.is_file():  # left by an earlier call with more prompts
                 path.unlink()
 
 
 def _number(name: str) -> int:
-    """Which image's PNG a file name is, counted from 0; -1 if it is none's."""
+    """The number of the image whose PNG has this file name, from 0; -1 for other files."""
     digits = re.fullmatch(r"([0-9]{5,})\.png", name)
     return int(digits[1]) if digits and name == f"{int(digits[1]):05d}.png" else -1
 
 
 @click.command("sample")
 @click.argument("target", metavar="RUN_OR_MODEL_DIR")
-@click.option("--prompts", required=True, help="Text file of one prompt a line, or embedded:NAME.")
+@click.option("--prompts", required=True, help="Text file with one prompt per line, or embedded:NAME.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory for the PNGs and arrays.")
 @click.option("--steps", default=10, show_default=True, type=click.IntRange(1))
-@click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite, help="1: unguided.")
+@click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite, help="1: no guidance.")
 @click.option(
     "--true-cfg",
     default=1.0,
     show_default=True,
     type=click.FloatRange(0.0),
     callback=finite,
-    help="For FLUX.1, whose guidance is embedded: classifier-free guidance as well.",
+    help="FLUX.1, whose guidance is embedded: classifier-free guidance as well.",
 )
-@click.option("--negative", default="", help="What guidance leads away from (default: the empty prompt).")
-@click.option("--instruction", metavar="FILE", help="SANA: a file with the instruction that goes before every prompt.")
-@click.option("--tile", metavar="PIXELS", type=click.IntRange(1), help="Decode in tiles of that side, which needs less memory.")
+@click.option("--negative", default="", help="Negative prompt (default: empty).")
+@click.option("--instruction", metavar="FILE", help="SANA: text file with the instruction that precedes every prompt.")
+@click.option("--tile", metavar="PIXELS", type=click.IntRange(1), help="Decode in tiles of this side, which takes less memory.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
 @click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
 @click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
@@ -257,9 +257,9 @@ def _number(name: str) -> int:
     default="bf16",
     show_default=True,
     type=click.Choice(get_args(Precision)),
-    help="Of all steps; a run's levers of exploration are not applied.",
+    help="Format of all steps, without the levers of a run's exploration.",
 )
-@click.option("--lora", type=click.Path(path_type=Path), help="For a model: a LoRA file or folder of diffusers or PEFT.")
+@click.option("--lora", type=click.Path(path_type=Path), help="For a model directory: a LoRA of diffusers or PEFT.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
 @checkpoint_option
 @json_option

@@ -16,7 +16,7 @@ from solrl_jax.run.progress import Reporter
     multiple=True,
     metavar="ITER",
     callback=iterations,
-    help="Write a trace of that iteration for TensorBoard and Perfetto; may be repeated, or several with commas.",
+    help="Write a trace of this iteration for TensorBoard and Perfetto; repeat it, or separate several with commas.",
 )
 @hosts_options
 @json_option
@@ -29,7 +29,7 @@ def command(
     coordinator: str | None,
     as_json: bool,
 ) -> None:
-    """Train PRESET (see `solrl presets`); the same command resumes.
+    """Train PRESET (see `solrl presets`). The same command resumes.
 
     \b
     solrl train tiny
