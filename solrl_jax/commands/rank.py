@@ -25,9 +25,7 @@ from solrl_jax.training.experiment import build
 @click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the recipe's).")
 @click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's).")
 @click.option("--candidates", metavar="N,N,...", help="Sizes of the pools (default: the run's).")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Directory for tables and pictures (default: the run, or runs/rank)."
-)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for tables and pictures (default: the run or runs/rank).")
 @json_option
 def command(
     target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, **lists: str | None
