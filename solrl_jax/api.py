@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from solrl_jax.commands.sample import Request
 from solrl_jax.commands.sample import sample as _sample
 from solrl_jax.config.presets import resolve
 from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.numerics.leaf import Quantized
+from solrl_jax.numerics.leaf import Matrix, Quantized
 from solrl_jax.policy import lora_files
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.policy.lora_files import LoraSettings
@@ -60,7 +59,7 @@ def sample(target: str | Path, prompts: str | Path, out: str | Path, **options: 
     return _sample(str(target), Request(prompts=str(prompts), out=Path(out), **settings))
 
 
-def quantize(w: Float[Array, "*stack n_in n_out"], precision: str = "nvfp4") -> Quantized:
+def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
     """Quantises weight matrices to a format of `FORMATS`. `matmul(x, leaf)` multiplies by it, `dequantize(leaf)` undoes it.
 
     Raises InputError for a format that quantises nothing or that does not exist.
