@@ -27,7 +27,7 @@ def test_type_checkers_see_the_same_names():
 
 
 def test_a_name_that_is_not_there_says_what_is():
-    with pytest.raises(AttributeError, match="has no attribute 'lod'; it has .*load"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'lod'; it has .*load"):
         solrl.lod  # noqa: B018
 
 
