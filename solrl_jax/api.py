@@ -68,7 +68,7 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
     form = FORMATS.get(precision)
     if form is None or form.quantize is None:
         raise InputError(f"precision={precision!r}: accepted are {', '.join(quantizing)}")
-    return form.quantize(w)
+    return form.quantize(jnp.asarray(w))
 
 
 def export_lora(

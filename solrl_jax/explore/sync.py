@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from solrl_jax.backbone.backbone import Backbone
@@ -39,7 +40,9 @@ def quantize_policy(
     """
     flat = flatten(base)
     codes: dict[str, Any] = {
-        path: by_layer(quantizer.quantize, flat[path], adapters.get(path), scale, *quantizer.beside.get(path, ()))
+        path: by_layer(
+            quantizer.quantize, flat[path], adapters.get(path), scale, *map(jnp.asarray, quantizer.beside.get(path, ()))
+        )
         for path in paths
     }
     return jax.lax.with_sharding_constraint(codes, sharding.parameter_sharding(mesh, codes))
