@@ -31,7 +31,7 @@ from solrl_jax.run.hacking import hacking_alarms
 from solrl_jax.run.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.run.metrics import Metrics
 from solrl_jax.run.metrics import read as read_metrics
-from solrl_jax.run.progress import Interrupted, Reporter
+from solrl_jax.run.progress import Stopped, Reporter
 from solrl_jax.storage import files
 from solrl_jax.training.evaluate import evaluate, sample_grid
 from solrl_jax.training.experiment import Experiment, build, fresh_state, state_shapes
@@ -84,7 +84,7 @@ def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict
         interrupted = False
         try:
             state, done = _loop(this, state, done)
-        except Interrupted as stop:
+        except Stopped as stop:
             state, done, interrupted = stop.state, stop.done, True
             _save_last(this, stop)
         saver.wait()
@@ -95,7 +95,7 @@ def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict
 
 
 def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
-    """From iteration `done` + 1 to the last. Raises Interrupted, with the last whole state, for whatever stops it."""
+    """From iteration `done` + 1 to the last. Raises Stopped, with the last whole state, for whatever stops it."""
     config, report = this.config, this.report
     report.start(config.train.iterations, done)
     try:
@@ -123,12 +123,12 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
             report.iteration(done, row)
         return state, done
     except (KeyboardInterrupt, Exception) as error:
-        raise Interrupted(state, done) from error
+        raise Stopped(state, done) from error
     finally:
         report.stop()
 
 
-def _save_last(this: _Run, stop: Interrupted) -> None:
+def _save_last(this: _Run, stop: Stopped) -> None:
     """Saves the last whole state of a loop that was stopped, then raises what stopped it, unless that was the user."""
     cause, report = stop.__cause__, this.report
     what = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"

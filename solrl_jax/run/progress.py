@@ -12,8 +12,8 @@ from tqdm import tqdm
 from solrl_jax.parallel import hosts
 
 
-class Interrupted(Exception):
-    """Training stopped early. Carries the state after the last complete iteration, and that iteration's number."""
+class Stopped(Exception):
+    """The loop was stopped, by Ctrl-C, SIGTERM or a failure; carries the last whole state and the iterations it has behind it."""
 
     def __init__(self, state: Any, done: int) -> None:
         super().__init__(f"after iteration {done}")
