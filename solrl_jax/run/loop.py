@@ -31,7 +31,7 @@ from solrl_jax.run.hacking import hacking_alarms
 from solrl_jax.run.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.run.metrics import Metrics
 from solrl_jax.run.metrics import read as read_metrics
-from solrl_jax.run.progress import Stopped, Reporter
+from solrl_jax.run.progress import Reporter, Stopped
 from solrl_jax.storage import files
 from solrl_jax.training.evaluate import evaluate, sample_grid
 from solrl_jax.training.experiment import Experiment, build, fresh_state, state_shapes

@@ -13,7 +13,7 @@ from solrl_jax.parallel import hosts
 
 
 class Stopped(Exception):
-    """The loop was stopped, by Ctrl-C, SIGTERM or a failure; carries the last whole state and the iterations it has behind it."""
+    """The loop was stopped, by a signal or a failure. Carries the last whole state and how many iterations it has behind it."""
 
     def __init__(self, state: Any, done: int) -> None:
         super().__init__(f"after iteration {done}")
