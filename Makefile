@@ -14,7 +14,7 @@ OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
-.PHONY: demo test test-all clean
+.PHONY: demo test test-all test-targets clean
 
 demo: .venv/installed
 	$(BIN)/solrl train tiny run.dir=runs/demo
@@ -38,6 +38,15 @@ test-all: .venv/installed-test
 	$(BIN)/python -m pytest $(TOGETHER) $(WHOLE)
 	$(BIN)/python -m pytest $(TOGETHER) $(OTHERS)
 
+# What the compilers of an H200 and a B200 make of the programs that train. Their wheels must not lie beside those that train.
+test-targets: .venv-targets/installed
+	.venv-targets/bin/python -m pytest tests/targets
+
+.venv-targets/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-targets
+	.venv-targets/bin/python -m pip install --quiet --editable '.[plan-cuda]' 'beartype>=0.20' 'hypothesis>=6.120' 'pytest>=8.3'
+	touch $@
+
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11 to 3.13 is needed, this is " + sys.version'
 	$(PYTHON) -m venv .venv
@@ -54,4 +63,4 @@ test-all: .venv/installed-test
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-targets build dist

@@ -17,11 +17,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import diffusers
 import torch
-from bench.random_weights import encoding_shapes, this_machine
+from bench.random_weights import encoding_shapes
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment, open_configurations
+from solrl_jax.training.experiment import device_facts
 
 MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 
@@ -30,7 +31,7 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
     """The transformer's config.json, the shape of each encoding of a prompt without its row, and that of a latent [h, w, c]."""
     config = resolve(preset, tuple(overrides))
     pipeline = open_configurations(config.model.path, config.model.remat)
-    there = experiment(config, pipeline, this_machine(), sharding.make_mesh(1, 1))
+    there = experiment(config, pipeline, device_facts(), sharding.make_mesh(1, 1))
     encodings = {name: leaf.shape[1:] for name, leaf in encoding_shapes(there).items()}
     stored = json.loads((pipeline.transformer.source / "config.json").read_text())
     return stored, encodings, pipeline.latent_shape(config.model.height, config.model.width)

@@ -12,10 +12,8 @@ import numpy as np
 
 from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
-from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
-from solrl_jax.planning.devices import DEVICES, Machine
 from solrl_jax.planning.stages import Stages
 from solrl_jax.training.experiment import Experiment, device_facts, make_recipe, open_mesh
 
@@ -25,7 +23,7 @@ SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no tim
 def random_experiment(config: Config) -> Experiment:
     """The experiment of `config` on this machine's devices, with the rewards that are scored in JAX. Raises InputError."""
     pipeline = open_configurations(config.model.path, config.model.remat)
-    shapes = of_shapes(config, pipeline, this_machine(), open_mesh(config))
+    shapes = of_shapes(config, pipeline, device_facts(), open_mesh(config))
     backbone = dataclasses.replace(
         shapes.backbone,
         transformer=fill(shapes.backbone.transformer),
@@ -39,14 +37,7 @@ def random_experiment(config: Config) -> Experiment:
 
 def encoding_shapes(shapes: Experiment) -> Any:
     """The shapes of the encoding of one prompt: every leaf has one row. shapes: an experiment of shapes."""
-    mesh = shapes.backbone.mesh
-    return Stages(shapes, sharding.row_groups(mesh), mesh.shape["tensor"]).conditions.negative
-
-
-def this_machine() -> Machine:
-    """A machine with devices of the kind that is here. Its public figures are another device's: nothing reads them here."""
-    here = device_facts()
-    return dataclasses.replace(DEVICES["h100"], name="here", platform=here.platform, kind=here.kind, capability=here.capability)
+    return Stages(shapes).conditions.negative
 
 
 class RandomEncodings(TextEncoders):

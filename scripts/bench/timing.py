@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from bench import report
-from solrl_jax.numerics.target import planned_for
-from solrl_jax.planning.walk import cost
+from solrl_jax.planning.hlo import parse
+from solrl_jax.planning.kernels import kernels
 
 PACKAGES = ("jax", "jaxlib", "flax")
 SQUARES = {"cpu": (512, 1024), "gpu": (4096, 8192, 16384), "tpu": (4096, 8192)}  # sides of the matrices that are multiplied
@@ -41,9 +41,8 @@ def best_matmul_rate(repeat: int) -> float:
 
 def operations(function: Callable[..., Any], *arguments: Any) -> int:
     """The operations of all products in one call of `function`, attention included, in any format, on one device."""
-    with planned_for(jax.devices()[0].platform):  # a plan's stand-in for cuDNN's attention can be counted
-        program = jax.make_jaxpr(lambda *given: function(*given))(*arguments)
-    return round(sum(cost(program, gathers=False, native=True).flops.values()))
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    return round(sum(kernel.times * kernel.operations for kernel in kernels(parse(text))))
 
 
 def rate(count: int, elapsed: float, best: float) -> dict[str, float]:

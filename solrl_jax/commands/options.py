@@ -1,4 +1,4 @@
-"""Options that several commands take, and those that belong together; how commands show progress and results."""
+"""Options that several commands share; how commands show progress and results."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from solrl_jax.planning.devices import DEVICES
+from solrl_jax.planning.targets import TARGETS
 from solrl_jax.storage.errors import InputError
 
 Command = Callable[..., Any]
@@ -17,14 +17,14 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 def finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    """A click callback: ranges let infinity and NaN pass."""
+    """A click callback that refuses infinity and NaN, which ranges accept."""
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is not finite")
     return value
 
 
 def iterations(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
-    """A click callback: numbers of iterations, given one by one or with commas."""
+    """A click callback: iteration numbers, as repeated options or separated by commas."""
     parts = [part for value in values for part in value.split(",")]
     if wrong := [part for part in parts if not part.isdecimal()]:
         raise click.BadParameter(f"{wrong[0]!r} is no iteration; expected e.g. 3 or 3,10")
@@ -33,14 +33,13 @@ def iterations(_context: click.Context, _parameter: click.Parameter, values: tup
 
 checkpoint_option = click.option(
     "--checkpoint", default="latest", show_default=True, metavar="best|latest|ITERATION",
-    help="Which of a run's; best: with the highest eval/reward.",
+    help="Checkpoint of a run; best: the one with the highest eval/reward.",
 )  # fmt: skip
-positive = click.FloatRange(0.0, min_open=True)
-json_option = click.option("--json", "as_json", is_flag=True, help="End with one line of JSON on standard output.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one line of JSON.")
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """One decorator of several options, which the help lists in this order."""
+    """One decorator for several options. The help page lists them in this order."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -50,31 +49,26 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
-# of a command that several hosts run together; each may come from the environment
+# for commands that several hosts run together; each option can come from the environment
 hosts_options = together(
     click.option(
         "--hosts", metavar="N|auto", envvar="SOLRL_HOSTS",
-        help="Processes that run this command together; auto: as SLURM, Open MPI, Kubernetes or a TPU pod says.",
+        help="Number of processes that train together; auto: read it from SLURM, Open MPI, Kubernetes or a TPU pod.",
     ),
-    click.option("--host", type=int, envvar="SOLRL_HOST", help="With --hosts N: which of them this is, from 0."),
-    click.option("--coordinator", metavar="HOST:PORT", envvar="SOLRL_COORDINATOR", help="With --hosts N: the first's."),
+    click.option("--host", type=int, envvar="SOLRL_HOST", help="With --hosts N: the number of this process, from 0."),
+    click.option("--coordinator", metavar="HOST:PORT", envvar="SOLRL_COORDINATOR", help="With --hosts N: where the first is."),
 )  # fmt: skip
 
-# what `planning.devices.machine` takes
+# devices that a plan is made for
 machine_options = together(
-    click.option("--devices", default=8, show_default=True, type=click.IntRange(1), help="On each host."),
+    click.option("--device", default="h200", show_default=True, type=click.Choice(list(TARGETS)), help="The kind of device."),
+    click.option("--devices", default=1, show_default=True, type=click.IntRange(1), help="On each host."),
     click.option("--hosts", default=1, show_default=True, type=click.IntRange(1)),
-    click.option("--device", default="h100", show_default=True, type=click.Choice(sorted(DEVICES)), help="Whose figures."),
-    click.option("--memory", metavar="SIZE", help="Of a device, e.g. 80GB, in place of the public figure; so are the others."),
-    click.option("--peak-tflops", metavar="N", type=positive, callback=finite, help="Of products in BF16."),
-    click.option("--memory-bandwidth", metavar="GB/S", type=positive, callback=finite),
-    click.option("--link-bandwidth", metavar="GB/S", type=positive, callback=finite, help="Within a host, one way."),
-    click.option("--network-bandwidth", metavar="GB/S", type=positive, callback=finite, help="Between hosts, per device."),
-)  # fmt: skip
+)
 
 
 def join_hosts(hosts: str | None, host: int | None, coordinator: str | None) -> None:
-    """What `hosts_options` ask for. Raises InputError."""
+    """Joins the processes that `hosts_options` name. Raises InputError."""
     if hosts is None:
         if host is not None or coordinator is not None:
             raise InputError("--host and --coordinator: only with --hosts N")
@@ -85,11 +79,12 @@ def join_hosts(hosts: str | None, host: int | None, coordinator: str | None) -> 
 
 
 def bar(total: int | None, name: str, unit: str = "img"):
-    """A progress bar on standard error, silent where that is no terminal."""
+    """A progress bar on standard error; nothing is shown if that is not a terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=name, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty())
 
 
 def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
+    """Prints the result of a command: `summary` as JSON, or `text`."""
     click.echo(json.dumps(summary) if as_json else text)

@@ -1,34 +1,42 @@
 """`solrl plan`."""
 
-from typing import Any
+from pathlib import Path
 
 import click
 
 from solrl_jax.commands.options import bar, finish, json_option, machine_options, overrides_argument
 from solrl_jax.config.presets import resolve
-from solrl_jax.planning import plan
-from solrl_jax.planning.devices import machine, pretend
+from solrl_jax.planning import topology
+from solrl_jax.planning.targets import TARGETS
 
 
 @click.command("plan")
 @click.argument("preset")
 @overrides_argument
 @machine_options
+@click.option("--hlo", type=click.Path(file_okay=False, path_type=Path), help="A folder for the compiled texts.")
 @json_option
-def command(preset: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """What training PRESET would need: memory, operations, messages, time; from shapes, on no device. Needs no weights.
+def command(
+    preset: str, overrides: tuple[str, ...], device: str, devices: int, hosts: int, hlo: Path | None, as_json: bool
+) -> None:
+    """What training PRESET takes on devices that need not be here: memory, kernels, messages, least time. Needs no weights.
+
+    The compiler of the devices must be installed: `pip install 'solrl_jax[plan-cuda]'` or `[plan-tpu]`, in an environment
+    that does not train.
 
     \b
-    solrl plan flux1_sol_rl_hpsv2 --devices 8 --memory 80GB
-    solrl plan flux1_sol_rl_hpsv2 mesh.fsdp=4 --device tpu-v6e --hosts 32
+    solrl plan flux1_sol_rl_hpsv2 --device b200
+    solrl plan flux1_sol_rl_hpsv2 mesh.fsdp=4 --device h200 --devices 8 --hosts 2 --hlo compiled
     """
-    config, described = resolve(preset, overrides), machine(**options)
-    pretend(described.count)
-    with bar(None, "plan", "step") as shown:
+    config, target = resolve(preset, overrides), TARGETS[device]
+    topology.prepare(target)  # before JAX is imported
+    from solrl_jax.planning import plan
+
+    with bar(None, "plan", "program") as shown:
 
         def show(doing: str) -> None:
             shown.set_postfix_str(doing)
             shown.update()
 
-        summary = plan.plan(config, described, show)
+        summary = plan.plan(config, plan.Devices(target, devices, hosts), hlo, show)
     finish(summary, as_json, plan.table(summary))

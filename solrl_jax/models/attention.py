@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from solrl_jax.models.flash import stand_in
 from solrl_jax.numerics import split, target
 
 
@@ -44,7 +43,7 @@ def attention(
     return split.join(split.split(out, 2), 2)
 
 
-def flash_fits(q: Array, k: Array, *, biased: bool) -> bool:
+def flash_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, biased: bool) -> bool:
     """Whether cuDNN's flash attention takes these operands, with their gradient, on the platform that is traced for.
 
     Hopper would take heads up to 256 wide; 128 holds on every card. Odd lengths have no gradient: without a bias (a mask is
@@ -74,8 +73,6 @@ def _flash(
     if t % 2 or s % 2:
         queries, keys = (jnp.maximum(jnp.isnan(rows).astype(jnp.int32), n) for n in (t, s))
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x for x in (q, k, v))
-    if target.is_planned():
-        return stand_in(q, k, v, mask, bias)[:, :t]
     out = jax.nn.dot_product_attention(
         q, k, v, bias, mask, scale=scale, query_seq_lengths=queries, key_value_seq_lengths=keys, implementation="cudnn"
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
 from solrl_jax.numerics.formats import Device
 from solrl_jax.parallel import sharding
-from solrl_jax.planning.devices import Machine
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_reward
 from solrl_jax.rewards.sources import CARRIED
@@ -42,11 +42,10 @@ def open_configurations(path: str, remat: str) -> Pipeline:
     return open_model(str(folder), remat)
 
 
-def experiment(config: Config, pipeline: Pipeline, machine: Machine, mesh: Mesh) -> Experiment:
-    """The parts of a run on `mesh`, of devices like the machine's, every array a ShapeDtypeStruct. Raises InputError."""
+def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -> Experiment:
+    """The parts of a run on `mesh`, whose devices are like `device`. Every array is a ShapeDtypeStruct. Raises InputError."""
     model = config.model
     dtype, rows = DTYPES[config.rollout.precision], sharding.rows_only(mesh)
-    device = Device(machine.platform, machine.kind, machine.capability)
     targets, quantized = linears_of(config, pipeline, device)
     check_tile(model.tile, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
@@ -95,7 +94,20 @@ def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
     return jax.tree.map(one, tree)
 
 
+def shaped(make: Callable[..., Any], *trees: Any) -> Any:
+    """`make(*trees)`, which rearranges trees of shapes. It is called with traced arrays, because its annotations say arrays."""
+    leaves: list[Any] = []
+
+    def traced(*given: Any) -> Any:
+        made = make(*given)
+        shapes = dict(zip(map(id, jax.tree.leaves(given)), jax.tree.leaves(trees), strict=True))
+        leaves.extend(shapes.get(id(x), x) for x in jax.tree.leaves(made))
+        return made
+
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(traced, *trees)), leaves)
+
+
 def held(tree: Any) -> int:
-    """Bytes that a device holds of a tree of placed shapes."""
-    size = lambda x: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-    return sum(map(size, jax.tree.leaves(tree)))
+    """Bytes that a device holds of a tree of placed shapes. Elements of four bits are packed."""
+    bits = lambda x: jax.dtypes.itemsize_bits(x.dtype) * math.prod(x.sharding.shard_shape(x.shape))
+    return sum(-(-bits(x) // 8) for x in jax.tree.leaves(tree))

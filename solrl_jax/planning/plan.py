@@ -1,184 +1,237 @@
-"""What a run would need of its devices: memory, operations, messages, time; and what to change where it does not fit.
+"""What an iteration of training takes on a device: memory, kernels, messages and the least time, by the device's own compiler.
 
-Nothing is loaded, and no device of the kind needs to be there: shapes are traced and compiled (`planning.measure` says which
-number comes from where). Times are estimates, at fixed fractions of the peak rates.
+The programs that train are lowered for the shapes and shardings of a run, and compiled for a topology of devices that need not
+be here. Memory is the compiler's own figure. Kernels and messages are read from the compiled text. Seconds are a roofline.
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from solrl_jax.config.presets import override
-from solrl_jax.config.schema import Config, ConfigError
-from solrl_jax.parallel import sharding
-from solrl_jax.planning.abstract import open_configurations
-from solrl_jax.planning.devices import Machine
-from solrl_jax.planning.measure import COMPUTE, ENCODERS, MOVE, Measured, Planner, Stage
+from solrl_jax.config.schema import Config
+from solrl_jax.numerics.formats import Device
+from solrl_jax.parallel.sharding import row_groups
+from solrl_jax.planning import roofline, topology
+from solrl_jax.planning.abstract import abstract, experiment, held, open_configurations
+from solrl_jax.planning.stages import STAGES, Program, Stages
+from solrl_jax.planning.targets import CUDNN, Target
 from solrl_jax.storage import hub
 from solrl_jax.training.experiment import open_mesh
 
 USABLE = 0.92  # of a device's memory: the rest is the runtime's and the libraries', and lost between buffers
-PREALLOCATED = 0.75  # of a GPU's memory, by JAX unless it is told otherwise
+COPY, ENCODERS, CONDITIONING = "quantised copy", "text encoders", "conditioning"
+ROLLOUT = ("sync", "explore", "regenerate")
+SETTINGS = {  # what a stage takes less memory with
+    "encode": "`solrl encode PRESET` beforehand",
+    "sync": "mesh.fsdp",
+    "explore": "rollout.chunk, mesh.fsdp, model.cache=''",
+    "regenerate": "rollout.chunk, mesh.fsdp, model.cache=''",
+    "score": "rollout.chunk, model.tile, mesh.fsdp, model.cache=''",
+    "update": "model.remat=blocks, optimizer.micro_batch, mesh.fsdp, model.cache=''",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob:
-    """A change of settings, and what it saves of the largest of the stages that it concerns, in bytes."""
+class Devices:
+    """`count` devices of one kind on each of `hosts` hosts."""
 
-    change: str
-    stage: str  # the largest of them with the change
-    saves: int
-    peak: int
-    fits: bool  # all of them
+    target: Target
+    count: int = 1
+    hosts: int = 1
 
 
-def plan(config: Config, machine: Machine, progress: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
-    """The plan, as `--json` prints it; sizes in bytes, of one device. Raises InputError before anything is compiled.
+class Planner:
+    """Compiles the programs of one configuration. `topology.prepare` comes before, and before JAX is imported."""
 
-    progress: told what is being done.
+    def __init__(self, config: Config, where: Devices):
+        """Raises InputError: there is no such topology, the mesh does not divide it, or the configuration cannot be run."""
+        self.config, self.where, target = config, where, where.target
+        mesh = open_mesh(config, topology.devices(target, where.count, where.hosts))
+        self.pipeline = open_configurations(config.model.path, config.model.remat)
+        self.device = Device(target.platform, target.kind, target.capability)
+        self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
+        self.codes = self.stages.codes()
+
+    def compiled(self, program: Program) -> Any:
+        """A program compiled for the devices. Raises what XLA raises."""
+        with jax.set_mesh(program.mesh):
+            return topology.compiled(program.function, program.arguments, self.where.target)
+
+    def measure(self, stage: str, program: Program, hlo: Path | None = None) -> dict[str, Any]:
+        """The figures of one program, for one device. hlo: the folder that its compiled text is written to.
+
+        The quantised copy is from then on where the compiled `sync` leaves it.
+        """
+        made = self.compiled(program)
+        if stage == "sync":
+            place = lambda x, where: abstract(x, self.stages.mesh, where)
+            self.codes = jax.tree.map(place, self.codes, made.output_shardings)
+        text = made.as_text()
+        if hlo is not None:
+            (hlo / f"{stage}-{program.name}.hlo").write_text(text)
+        figures = roofline.roofline(text, self.where.target, self.where.count, self.where.hosts).summary()
+        memory = self.memory(stage, program, made.memory_analysis())
+        return {"name": program.name, "calls": program.calls, "memory": memory, "roofline": figures}
+
+    def parts(self) -> dict[str, Any]:
+        """The arrays that stay in memory between programs."""
+        experiment, state = self.stages.experiment, self.stages.state
+        return {
+            "base": experiment.backbone.transformer,
+            COPY: self.codes,
+            "adapters": (state.adapters, state.old, state.ema),
+            "optimiser": state.opt_state,
+            ENCODERS: self.stages.encoders,
+            "vae": experiment.backbone.decoder,
+            "reward networks": experiment.reward.params,
+            CONDITIONING: (self.stages.conditions, self.stages.prepared),
+        }
+
+    def memory(self, stage: str, program: Program, analysis: Any) -> dict[str, Any]:
+        """Bytes of a device while a program runs. analysis: the compiler's.
+
+        `peak` = `held` + `temporaries` + `outputs` - `aliased` + `code` + the sum of `resident`, and
+        `arguments` = `held` + `repeated` - `unread`. held: arguments, each array once; repeated: arrays that are passed more
+        than once; unread: arguments that the compiler leaves out; resident: arrays that are not arguments, by part.
+        """
+        given = arrays(program.arguments)
+        once = {id(x): x for x in given}
+        absent = {"encode": (COPY, CONDITIONING), "sync": (COPY,)}.get(stage, ())
+        if stage != "encode" and self.config.model.cache is not None:  # encoded ahead, and freed
+            absent = (*absent, ENCODERS)
+        parts = {name: tree for name, tree in self.parts().items() if name not in absent} | {"latents": program.meanwhile}
+        others = {name: held([x for x in arrays(tree) if id(x) not in once]) for name, tree in parts.items()}
+        own = {
+            "temporaries": analysis.temp_size_in_bytes,
+            "outputs": analysis.output_size_in_bytes,
+            "code": analysis.generated_code_size_in_bytes,
+            "held": held(list(once.values())),
+        }
+        aliased, arguments = analysis.alias_size_in_bytes, analysis.argument_size_in_bytes
+        return own | {
+            "arguments": arguments,
+            "aliased": aliased,
+            "repeated": held(given) - own["held"],
+            "unread": held(given) - arguments,
+            "resident": {name: size for name, size in others.items() if size},
+            "peak": sum(own.values()) - aliased + sum(others.values()),
+        }
+
+
+def plan(
+    config: Config, where: Devices, hlo: Path | None = None, progress: Callable[[str], None] = lambda doing: None
+) -> dict[str, Any]:
+    """The plan, as `--json` prints it; of one device.
+
+    hlo: a folder for the compiled texts, `STAGE-PROGRAM.hlo`; progress: told what is being done. Raises InputError.
     """
-    mesh = open_mesh(config, jax.devices()[: machine.count])
-    pipeline = open_configurations(config.model.path, config.model.remat)
-    planner = Planner(config, machine, pipeline)
-    measured = planner.measure(mesh, progress)
-    limit = int(machine.memory * USABLE)
-    fits = measured.largest.peak <= limit
-    knobs = [] if fits else list(turn(planner, measured, mesh, limit, progress))
-    components = {"transformer": pipeline.transformer, **pipeline.text_encoders, "vae": pipeline.vae}
+    planner = Planner(config, where)
+    if hlo is not None:
+        hlo.mkdir(parents=True, exist_ok=True)
+    stages = []
+    for stage in filter(planner.stages.has, STAGES):
+        programs = []
+        for program in planner.stages.programs(stage, planner.codes):
+            progress(f"{stage}: {program.name}")
+            programs.append(planner.measure(stage, program, hlo))
+        seconds = sum(row["calls"] * row["roofline"]["seconds"] for row in programs)
+        peak = max(row["memory"]["peak"] for row in programs)
+        stages.append({"name": stage, "seconds": seconds, "peak": peak, "programs": programs})
+    usable, largest = int(where.target.memory * USABLE), max(stages, key=lambda stage: stage["peak"])
+    form = planner.stages.experiment.recipe.format
     return {
         "preset": config.preset,
-        "device": machine.name,
-        "devices": machine.devices,
-        "hosts": machine.hosts,
-        "memory": machine.memory,
-        "usable": limit,
-        "mesh": dict(mesh.shape),
-        "exploration": planner.alone.recipe.format.describe(planner.alone.device),
-        "configurations": str(pipeline.folder),
-        "parameters": {name: component.size for name, component in components.items()},
-        "parts": measured.parts,
-        "stages": [dataclasses.asdict(stage) | {"peak": stage.peak} for stage in measured.stages],
-        "largest": measured.largest.name,
-        "peak": measured.largest.peak,
-        "fits": fits,
-        "knobs": [dataclasses.asdict(knob) for knob in knobs],
-        "seconds": sum(stage.seconds for stage in measured.stages),
-        "assumptions": list(assumptions(planner, measured)),
+        "device": where.target.name,
+        "devices": where.count,
+        "hosts": where.hosts,
+        "usable": usable,
+        "mesh": dict(planner.stages.mesh.shape),
+        "exploration": form.describe(planner.device),
+        "parts": {name: held(arrays(tree)) for name, tree in planner.parts().items()},
+        "stages": stages,
+        "largest": largest["name"],
+        "peak": largest["peak"],
+        "fits": largest["peak"] <= usable,
+        "too_large": {stage["name"]: SETTINGS[stage["name"]] for stage in stages if stage["peak"] > usable},
+        **totals(planner, stages),
+        "assumptions": list(assumptions(planner)),
     }
 
 
-def turn(planner: Planner, measured: Measured, mesh: Mesh, limit: int, progress: Callable[[str], None]) -> Iterator[Knob]:
-    """What could be set otherwise, one thing at a time, each as far as it has to be."""
-    config, machine = planner.config, planner.machine
-    before = {stage.name: stage.peak for stage in measured.stages}
-    over = {name for name, peak in before.items() if peak > limit}
-
-    def knob(change: str, stages: Sequence[Stage]) -> Knob:
-        largest = max(stages, key=lambda stage: stage.peak)
-        saves = max(before[stage.name] for stage in stages) - largest.peak
-        return Knob(change, largest.name, saves, largest.peak, largest.peak <= limit)
-
-    def fsdp(size: int) -> Knob:
-        progress(f"with mesh.fsdp={size}")
-        axes = dataclasses.asdict(config.mesh) | {"data": -1, "fsdp": size}
-        other = sharding.make_mesh(**axes, devices=list(mesh.devices.flat))
-        return knob(f"mesh.fsdp={size}", planner.measure(other, messages=False, only=[s.name for s in measured.stages]).stages)
-
-    def tried(change: str, stages: Sequence[str]) -> Knob | None:
-        """With a setting that concerns some stages."""
-        progress(f"with {change}")
-        try:
-            other = override(config, (change,))
-        except ConfigError:  # a batch that does not divide
-            return None
-        pipeline = open_configurations(other.model.path, other.model.remat)
-        there = Planner(other, machine, pipeline).measure(mesh, messages=False, only=stages, parts=measured.parts)
-        return knob(change, there.stages)
-
-    training = [stage for stage in measured.stages if stage.name != "encode"]
-    if config.model.cache is None:
-        encoders = measured.parts[ENCODERS]
-        yield knob("model.cache=''", [dataclasses.replace(s, resident=s.resident - encoders) for s in training])
-    elif "encode" in over:
-        yield knob(f"solrl encode {config.preset}, beforehand", training)
-    now, tensor = mesh.shape["fsdp"], mesh.shape.get("tensor", 1)
-    sizes = [n for n in range(2 * now, machine.devices // tensor + 1, now) if machine.devices % (n * tensor) == 0]
-    yield from until_it_fits(map(fsdp, sizes))
-    if "update" in over and config.model.remat != "blocks":
-        yield from until_it_fits([tried("model.remat=blocks", ("update",))])
-    for field, value, stages in (
-        ("rollout.chunk", config.rollout.chunk, ("explore", "regenerate", "score")),
-        ("optimizer.micro_batch", config.optimizer.micro_batch, ("update",)),
-        ("model.tile", config.model.tile or min(config.model.height, config.model.width), ("score",)),
-    ):
-        if over.intersection(stages):
-            smaller = (f"{field}={value // by}" for by in (2, 4, 8) if value % by == 0)
-            yield from until_it_fits(tried(change, stages) for change in smaller)
+def arrays(tree: Any) -> list[Any]:
+    """The shapes among the leaves; other leaves are static arguments."""
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
-def until_it_fits(knobs: Iterable[Knob | None]) -> Iterator[Knob]:
-    """The first that fits, else the last."""
-    last = None
-    for knob in knobs:
-        last = knob or last
-        if last is not None and last.fits:
-            break
-    if last is not None:
-        yield last
+def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of the iteration and of the rollout phase; the same of `naive_scaling` where this run regenerates.
+
+    `naive_scaling` explores in BF16 with all steps, which is the program that regenerates, and scores its candidates once.
+    """
+    seconds = {stage["name"]: stage["seconds"] for stage in stages}
+    rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)
+    found: dict[str, Any] = {"seconds": sum(seconds.values()), "rollout": rollout}
+    regenerated = next((stage["programs"][0] for stage in stages if stage["name"] == "regenerate"), None)
+    if regenerated is not None:
+        drafts, _ = planner.stages.chunks(row_groups(planner.stages.mesh))
+        naive = drafts * regenerated["roofline"]["seconds"]
+        scored, redone = planner.stages.chunks(planner.stages.mesh.size)
+        score = seconds["score"] * scored / (scored + redone)
+        iteration = found["seconds"] - rollout - seconds["score"] + naive + score
+        found["naive_scaling"] = {"seconds": iteration, "rollout": naive}
+    return found
 
 
-def assumptions(planner: Planner, measured: Measured) -> Iterator[str]:
+def assumptions(planner: Planner) -> Iterator[str]:
     """What the figures take for granted."""
-    machine, form = planner.machine, planner.alone.recipe.format
-    yield f"{USABLE:.0%} of a device's memory are for arrays; the rest is the runtime's and libraries', or lost between buffers"
-    if machine.platform == "gpu" and measured.largest.peak > PREALLOCATED * machine.memory:
-        yield f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}: by itself JAX takes {PREALLOCATED:.0%} of a GPU"
-    kept = "stay, for nothing is kept of what they say (model.cache=null)"
-    yield f"text encoders: {kept if planner.config.model.cache is None else 'encode all prompts of a run, then are freed'}"
-    yield "activations: of a compiler that fuses arithmetic into what reads it; not compared with a device's yet"
-    without = [s.name for s in measured.stages if s.name in ("explore", "regenerate", "update") and not s.flash]
-    if machine.platform != "gpu":
-        yield "attention: XLA's, which holds the scores"
-    elif without:
-        taken = "cuDNN's takes BF16, heads up to 128 and, with a mask, even lengths"
-        yield f"{', '.join(without)}: XLA holds the scores of attention; {taken}"
-    else:
-        yield "attention: cuDNN's, which holds the output and a number a query; XLA's, which holds scores, for the rest"
-    yield f"exploration: {form.describe(planner.alone.device)}"
-    yield f"times: {COMPUTE:.0%} of the peak of products, {MOVE:.0%} of that of memory and links; messages overlap with nothing"
-    yield "times: rewards outside JAX, the host's work and compiling count for nothing"
+    where, config = planner.where, planner.config
+    yield f"{USABLE:.0%} of a device's memory are for arrays; JAX takes 75% of a GPU without XLA_PYTHON_CLIENT_MEM_FRACTION"
+    kept = "stay in memory (model.cache=null)" if config.model.cache is None else "encode all prompts of a run, then are freed"
+    yield f"text encoders {kept}"
+    yield "seconds are the least possible: a kernel takes the longer of its operations and its memory at the public peaks"
+    yield "rewards outside JAX, the host's work, launching kernels and compiling take no time"
+    if where.target.platform == "gpu":
+        yield f"cuDNN {CUDNN}; no kernel is tuned, since that needs the device; products are cuBLAS's"
+    if where.count * where.hosts > 1:
+        yield "messages that overlap cost what the program's other kernels do not hide"
     if hub.is_carried(planner.pipeline.folder):
-        yield f"{planner.config.model.path}: the configuration that the package carries, since no files are at hand"
+        yield f"{config.model.path}: the configuration that the package carries, because no files are at hand"
     yield "reward networks: as released"
 
 
 def table(summary: dict[str, Any]) -> str:
     """The plan for a terminal."""
     gb = lambda size: f"{size / 1e9:.2f}"
-    hosts, mesh = summary["hosts"], " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
-    where = f"{hosts} host(s) x {summary['devices']} {summary['device']}, {gb(summary['memory'])} GB each; mesh {mesh}"
-    lines = [f"{summary['preset']} on {where}", "", "parts, GB a device"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
+    lines = [f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} {summary['device']}; mesh {mesh}"]
+    lines += [f"exploration: {summary['exploration']}", "", "parts, GB a device"]
     lines += [f"  {name:<16} {gb(size):>8}" for name, size in summary["parts"].items()]
-    lines += ["", "stage         parts  activations     peak  calls      PFLOP   GB sent  between hosts   seconds"]
-    for s in summary["stages"]:
-        flops, sent = sum(s["flops"].values()) / 1e15, sum(s["sent"].values())
-        lines.append(
-            f"{s['name']:<10} {gb(s['resident']):>8} {gb(s['activations']):>12} {gb(s['peak']):>8} {s['calls']:>6}"
-            f" {flops:>10.3f} {gb(sent):>9} {gb(s['crossing']):>14} {s['seconds']:>9.1f}"
-        )
-    kinds = Counter[str]()
-    for s in summary["stages"]:
-        kinds.update(s["sent"])
-    if kinds:
-        lines.append("sent, by kind: " + ", ".join(f"{kind} {gb(size)} GB" for kind, size in kinds.items()))
+    lines += ["", f"{'GB a device':<27}arguments temporaries outputs aliased elsewhere    peak"]
+    for stage, row in rows(summary):
+        m, name = row["memory"], f"{stage}: {row['name']}"
+        sizes = (m["arguments"], m["temporaries"], m["outputs"], m["aliased"], sum(m["resident"].values()), m["peak"])
+        lines.append(f"{name:<27}" + "".join(f"{gb(n):>{w}}" for n, w in zip(sizes, (9, 12, 8, 8, 10, 8), strict=True)))
+    for stage, row in rows(summary):
+        lines += ["", f"{stage}: {row['name']}, {row['calls']} calls of at least {roofline.table(row['roofline'])}"]
     fits = "fits" if summary["fits"] else "does not fit"
-    lines += ["", f"an iteration: about {summary['seconds']:.0f} s"]
-    lines.append(f"largest: {summary['largest']}, {gb(summary['peak'])} of {gb(summary['usable'])} GB: {fits}")
-    for k in summary["knobs"]:
-        fits = "fits" if k["fits"] else "does not fit"
-        lines.append(f"  {k['change']}: {k['stage']} {gb(k['peak'])} GB, {gb(k['saves'])} GB less: {fits}")
+    lines += ["", f"largest: {summary['largest']}, {gb(summary['peak'])} of {gb(summary['usable'])} GB: {fits}"]
+    lines += [f"  {stage} is too large; it takes less with {settings}" for stage, settings in summary["too_large"].items()]
+    by_stage = ", ".join(f"{stage['name']} {stage['seconds']:.3g}" for stage in summary["stages"])
+    lines += [f"an iteration: {summary['seconds']:.3g} s at least ({by_stage}); rollout phase {summary['rollout']:.3g} s"]
+    if naive := summary.get("naive_scaling"):
+        times, rollout = naive["seconds"] / summary["seconds"], naive["rollout"] / summary["rollout"]
+        lines.append(
+            f"naive_scaling: {naive['seconds']:.3g} s, {times:.2f} times; "
+            f"rollout phase {naive['rollout']:.3g} s, {rollout:.2f} times"
+        )
     return "\n".join([*lines, "", "assumed", *(f"  {line}" for line in summary["assumptions"])])
+
+
+def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The programs of a plan, each with the name of its stage."""
+    for stage in summary["stages"]:
+        for row in stage["programs"]:
+            yield stage["name"], row

@@ -129,7 +129,7 @@ def table(summary: dict[str, Any]) -> str:
     lines += [f"{row_of(seconds)}{kind}" for kind, seconds in summary["split"].items() if seconds]
     lines += [f"  {count:9} x {name}" for name, count in sorted(summary["native"].items())]
     for row in summary["collectives"]:
-        how = "overlaps" if row["overlaps"] else "waits"
+        how = "asynchronous" if row["overlaps"] else "synchronous"
         lines.append(f"  {row['count']:9} x {row['kind']}, {how}: {row['sent'] / 1e9:.3g} GB sent, {row['seconds']:.3g} s")
     for row in summary["largest"]:
         lines.append(f"{row_of(row['seconds'])}{row['times']} x {row['name']} {row['result']} {row['source'][-60:]}")

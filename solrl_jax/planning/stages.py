@@ -1,7 +1,6 @@
-"""The programs of an iteration, in the order of `train.iterate`, with shapes for arrays: those that train, and no others."""
+"""The programs of an iteration, in the order of `train.iterate`: those that train, and no others. Shapes replace arrays."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from solrl_jax.explore.lever import shaped_quantizer
 from solrl_jax.explore.sync import Quantizer, quantize_policy
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import row_groups
-from solrl_jax.planning.abstract import abstract, text_encoders
+from solrl_jax.planning.abstract import abstract, shaped, text_encoders
 from solrl_jax.policy.lora import attach, flatten
 from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.rewards.protocol import score_images
@@ -26,31 +25,32 @@ STAGES = ("encode", "sync", "explore", "regenerate", "score", "update")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function and its arguments, called `calls` times an iteration."""
+    """A jitted function and its arguments, called `calls` times an iteration. meanwhile: other arrays that stay in memory."""
 
     mesh: Mesh
     function: Any
     arguments: tuple[Any, ...]
     calls: int
-    share: float = 1.0  # of the work of the trace for one device that a device of the planned mesh has
-    beside: Any = ()  # arguments that are no part of the model
-    donated: Sequence[int] = ()  # numbers of leaves of the arguments that are not static
-    results_held: bool = False  # whether what it returns is a part of the model
+    meanwhile: Any = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.function.__name__
 
 
 class Stages:
-    """The programs for an experiment of shapes on one mesh, called as often as on another of `groups` groups of rows."""
+    """The programs of an experiment of shapes, for the mesh of the experiment."""
 
-    def __init__(self, experiment: Experiment, groups: int, tensor: int = 1):
-        self.experiment, self.groups, self.tensor = experiment, groups, tensor
-        self.mesh = experiment.backbone.mesh
+    def __init__(self, experiment: Experiment):
+        self.experiment, self.mesh = experiment, experiment.backbone.mesh
         self.rows_mesh = sharding.rows_only(self.mesh)
         self.state = state_shapes(experiment)
         self.encoders = text_encoders(experiment.backbone)
         self.whole = sharding.replicated(self.mesh)
         everywhere = sharding.replicated(self.rows_mesh)
         self.prepared = abstract(experiment.reward.prepare(experiment.train_prompts), self.rows_mesh, everywhere)
-        self.conditions = Conditions(self._encodings(experiment.config.train.prompts), self._encodings(1))
+        self.conditions = shaped(Conditions, self._encodings(experiment.config.train.prompts), self._encodings(1))
 
     def has(self, stage: str) -> bool:
         """Whether a run has that stage."""
@@ -66,33 +66,39 @@ class Stages:
             made = quantize_policy.eval_shape(*self._sync())
         return abstract(made, self.mesh, self.whole)
 
+    def chunks(self, groups: int) -> tuple[int, int]:
+        """How many chunks of rows an iteration explores and regenerates, where rows are divided among `groups` devices."""
+        rollout, prompts = self.experiment.config.rollout, self.experiment.config.train.prompts
+        rows = self._stage.chunk * groups
+        return -(-prompts * rollout.candidates // rows), -(-prompts * rollout.kept * rollout.regenerate // rows)
+
     def programs(self, stage: str, codes: Any) -> list[Program]:
-        """Of a stage that the run has. codes: the quantised copy."""
+        """The programs of a stage that the run has. codes: the quantised copy."""
         experiment, rollout = self.experiment, self.experiment.config.rollout
-        pool, kept = (experiment.config.train.prompts * n for n in (rollout.candidates, rollout.kept))
-        chunks = lambda groups: [-(-n // (self._stage.chunk * groups)) for n in (pool, kept * rollout.regenerate)]
-        drafts, redone = chunks(self.groups)
+        drafts, redone = self.chunks(row_groups(self.mesh))
         match stage:
             case "encode":
                 return [self._encode()]
             case "sync":
-                return [Program(self.mesh, quantize_policy, self._sync(), 1, results_held=True)]
+                return [Program(self.mesh, quantize_policy, self._sync(), 1)]
             case "explore":
-                policy = attach(experiment.backbone.transformer, self.state.old, experiment.scale, codes)
-                leg, recipe = Leg(policy, experiment.grid(rollout.explore.steps)), experiment.recipe
-                legs = recipe.legs(leg, experiment.policy(self.state.old), recipe.format.name)
-                return [self._sample(legs, drafts)]
+                leg, recipe = Leg(self._policy(codes), experiment.grid(rollout.explore.steps)), experiment.recipe
+                return [self._sample(recipe.legs(leg, self._policy({}), recipe.format.name), drafts)]
             case "regenerate":
-                return [self._sample(experiment.stage("regenerate", self.state.old, rollout.steps).legs, redone)]
+                return [self._sample((Leg(self._policy({}), experiment.grid(rollout.steps)),), redone)]
             case "score":
-                drafted, redone = chunks(self.groups * self.tensor)
-                return self._score(drafted + redone)
+                return self._score(sum(self.chunks(self.mesh.size)))
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
         with jax.set_mesh(self.rows_mesh):
             out = encode_chunk.eval_shape(*self._encode().arguments)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self.whole), out)
+
+    def _policy(self, codes: Any) -> Any:
+        """The base with the old adapters. codes: of the quantised linears."""
+        policy = lambda base, adapters, codes: attach(base, adapters, self.experiment.scale, codes)
+        return shaped(policy, self.experiment.backbone.transformer, self.state.old, codes)
 
     def _encode(self) -> Program:
         backbone, model = self.experiment.backbone, self.experiment.config.model
@@ -103,9 +109,8 @@ class Stages:
         else:
             tokens = pipeline.instruct(texts, model.max_tokens, backbone.instruction)
         placed = abstract(tokens, mesh, sharding.rows(mesh))
-        devices = self.groups * self.tensor
-        calls = -(-self.experiment.config.train.prompts // (ENCODED_ROWS * devices)) + 1  # and the empty prompt
-        return Program(mesh, encode_chunk, (backbone.text_encoders, self.encoders, placed), calls, beside=placed)
+        calls = -(-self.experiment.config.train.prompts // (ENCODED_ROWS * mesh.size)) + 1  # and the empty prompt
+        return Program(mesh, encode_chunk, (backbone.text_encoders, self.encoders, placed), calls)
 
     def _sync(self) -> tuple[Any, ...]:
         experiment, recipe = self.experiment, self.experiment.recipe
@@ -127,39 +132,27 @@ class Stages:
 
     def _sample(self, legs: tuple[Leg, ...], calls: int) -> Program:
         noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
-        rows = Rows(self._rows(self.mesh, (), jnp.int32), self._rows(self.mesh, (2,), jnp.uint32), noise)
+        rows = shaped(Rows, self._rows(self.mesh, (), jnp.int32), self._rows(self.mesh, (2,), jnp.uint32), noise)
         legs = tuple(Leg(leg.policy, abstract(leg.grid, self.mesh, self.whole)) for leg in legs)
         arguments = (self.experiment.backbone, legs, self.conditions, rows)
-        return Program(self.mesh, sample_chunk, arguments, calls, 1 / self.tensor, beside=noise)
+        return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:
         experiment, reward, mesh = self.experiment, self.experiment.reward, self.rows_mesh
         latents = self._rows(mesh, self._stage.shape, jnp.float32)
         images = self._rows(mesh, (experiment.config.model.height, experiment.config.model.width, 3), jnp.float32)
-        decode = Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls, beside=latents)
+        decode = Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)
         if reward.score is None:
             return [decode]
         arguments = (reward, reward.params, images, self.prepared, self._rows(mesh, (), jnp.int32))
-        return [decode, Program(mesh, score_images, arguments, calls, beside=(latents, images))]
+        return [decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
     def _update(self) -> Program:
         experiment, config = self.experiment, self.experiment.config
         backbone, grid = experiment.backbone, experiment.grid(config.rollout.steps)
         count = config.train.prompts * config.rollout.kept
         of: Any = lambda shape, dtype: jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
-        batch = PolicyBatch(
-            latents=of(self._stage.shape, jnp.float32),
-            optimality=of((), jnp.float32),
-            weight=of((), jnp.float32),
-            prompt=of((), jnp.int32),
-            seeds=of((2,), jnp.uint32),
-            conditioning=self.conditions.positive,
-        )
+        numbers = of(self._stage.shape, jnp.float32), of((), jnp.float32), of((), jnp.float32), of((), jnp.int32)
+        batch = shaped(PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive)
         arguments = (backbone, config, self.state, backbone.transformer, batch, abstract(grid, self.mesh, self.whole))
-        # the trace for one device goes through all micro-batches
-        terms = count * config.trained_sigmas // config.optimizer.steps_per_iteration
-        turns = lambda groups: -(-terms // (config.optimizer.micro_batch * groups))
-        share = turns(self.groups) / turns(row_groups(self.mesh)) / self.tensor
-        donated = range(len(jax.tree.leaves(self.state)))
-        samples = dataclasses.replace(batch, conditioning={})
-        return Program(self.mesh, update, arguments, 1, share, beside=samples, donated=donated)
+        return Program(self.mesh, update, arguments, 1)

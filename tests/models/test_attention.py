@@ -10,6 +10,7 @@ import torch
 
 from solrl_jax.models import attention as module
 from solrl_jax.models.attention import attention, flash_fits
+from solrl_jax.numerics import target
 from solrl_jax.parallel.sharding import make_mesh, rows
 
 B, T, S, N, H = 2, 5, 7, 6, 8
@@ -114,6 +115,24 @@ def test_when_flash_attention_is_asked_for(monkeypatch, kwargs, plain, with_bias
 def test_flash_attention_is_for_16_bits_on_a_gpu(monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert not flash_fits(*shaped(dtype=dtype), biased=False)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_mesh_says_what_programs_are_traced_for(monkeypatch, platform):
+    """Under jit and in a mapped function too; without a mesh, JAX's default backend is asked."""
+    seen = []
+
+    def note(x):
+        seen.append(target.platform())
+        return x
+
+    devices = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform=platform)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), abstract_device=devices)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.make_jaxpr(jax.jit(jax.vmap(note)))(np.zeros(2))
+    jax.make_jaxpr(note)(1.0)
+    assert seen == [platform, "tpu"]
 
 
 @pytest.mark.parametrize(("t", "s"), [(5, 7), (6, 7), (5, 8), (6, 8)])

@@ -5,31 +5,37 @@ Cross-platform lowering stops at StableHLO: XLA's custom calls stand in it as th
 
 import jax
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.numerics import target
-from solrl_jax.numerics.target import planned_for
+from solrl_jax.numerics.formats import Device
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment, open_configurations
-from solrl_jax.planning.devices import machine
 from solrl_jax.planning.stages import STAGES, Program, Stages
+from solrl_jax.planning.targets import TARGETS
+from solrl_jax.planning.topology import tracing
 from solrl_jax.training.experiment import Experiment
 
 PRESETS = ("sana_sol_rl_pickscore", "flux1_sol_rl_hpsv2", "sd3_sol_rl_pickscore")
 CUSTOM, PRODUCT = "@__op$block_scaled_dot(", "stablehlo.dot_general"
 
 
+@pytest.fixture(autouse=True)
+def _gpu(monkeypatch):
+    """Programs are traced as on a mesh of GPUs."""
+    monkeypatch.setattr(target, "platform", lambda: "gpu")
+
+
 def of_shapes(preset: str, precision: str, device: str, count: int = 1) -> tuple[Experiment, Stages]:
     config = resolve(preset, (f"rollout.explore.precision={precision}",))
     pipeline = open_configurations(config.model.path, config.model.remat)
-    those = machine(device, count, 1, None, None, None, None, None)
-    made = experiment(config, pipeline, those, sharding.make_mesh(count, 1, devices=jax.devices()[:count]))
-    return made, Stages(made, groups=count)
+    facts = Device("gpu", TARGETS[device].kind, TARGETS[device].capability)
+    made = experiment(config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count]))
+    return made, Stages(made)
 
 
 def lowered(program: Program) -> str:
-    with jax.set_mesh(program.mesh), planned_for("gpu"):
+    with jax.set_mesh(program.mesh), tracing():
         return program.function.trace(*program.arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -58,10 +64,7 @@ def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_transformers_attend_in_cudnns_flash_attention_forwards_and_backwards(monkeypatch, preset):
-    """As if there were cuDNN 9.10, whose version JAX asks for; elsewhere here, a stand-in takes the kernel's place."""
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(target, "is_planned", lambda: False)
+def test_the_transformers_attend_in_cudnns_flash_attention_forwards_and_backwards(preset):
     _, stages = of_shapes(preset, "nvfp4", "h200")
     for name in ("explore", "regenerate", "update"):
         text = "".join(lowered(program) for program in stages.programs(name, stages.codes()))

@@ -1,145 +1,35 @@
-"""`solrl plan`: what it counts, against closed forms, hand-made programs and what arrays really hold; the command, whole."""
+"""`solrl plan`: the list of programs, what a device holds, the figures of a small plan, and error lines."""
 
 import json
 import math
-import subprocess
-import sys
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from solrl_jax.config.presets import resolve
+from solrl_jax.config.presets import override, resolve
 from solrl_jax.explore.sync import quantize_policy
-from solrl_jax.models.attention import attention
-from solrl_jax.numerics.target import planned_for
-from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.planning import devices
+from solrl_jax.parallel import sharding
 from solrl_jax.planning import plan as planning
-from solrl_jax.planning.abstract import experiment, open_configurations
-from solrl_jax.planning.collectives import collectives, partitioned
-from solrl_jax.planning.measure import Planner, as_base, held_parts
-from solrl_jax.planning.stages import Stages
-from solrl_jax.planning.walk import cost
+from solrl_jax.planning import topology
+from solrl_jax.planning.abstract import abstract, held
+from solrl_jax.planning.plan import Devices, Planner, arrays
+from solrl_jax.planning.stages import STAGES
+from solrl_jax.planning.targets import TARGETS
 from solrl_jax.training import experiment as experiments
 from solrl_jax.training.experiment import fresh_state
 from tests.commands.test_cli import call  # noqa: F401 - a fixture
-from tests.small import SMALL, small_config
+from tests.small import small_config
 
-H100 = devices.DEVICES["h100"]
-
-
-def abstract(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def walked(f, *arguments, gathers=False, native=False):
-    return cost(jax.jit(f).trace(*arguments).jaxpr, gathers=gathers, native=native)
+FUNCTIONS = {  # of a stage
+    "encode": ["encode_chunk"], "sync": ["quantize_policy"], "explore": ["sample_chunk"], "regenerate": ["sample_chunk"],
+    "score": ["decode_chunk", "score_images"], "update": ["update"],
+}  # fmt: skip
 
 
-# --- the walk ---
-
-
-def test_operations_of_a_small_network_are_those_of_its_formula():
-    """Three layers forwards, again for the gradient, and two products a layer backwards; and a convolution."""
-    batch, width, depth = 1024, 256, 3
-
-    def loss(ws, x):
-        block = jax.checkpoint(lambda x, w: (jax.nn.gelu(x @ w), None))
-        return jax.lax.scan(block, x, ws)[0].astype(jnp.float32).sum()
-
-    train = walked(jax.value_and_grad(loss), abstract(depth, width, width), abstract(batch, width))
-    assert train.flops == {"bf16": 4 * depth * 2 * batch * width**2}
-    conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    kernel = abstract(3, 3, 16, 32, dtype=jnp.float32)
-    assert walked(conv, abstract(2, 8, 8, 16, dtype=jnp.float32), kernel).flops == {"fp32": 2 * 2 * 8 * 8 * 32 * 3 * 3 * 16}
-
-
-def test_memory_of_a_small_network_is_what_has_to_be_live():
-    """In units of the input: a normalised input is made for the product, which leaves four; GELU is in place; one comes out."""
-
-    def mlp(x, w, v):
-        y = x - x.mean(-1, keepdims=True)
-        return x + jax.nn.gelu(y @ w) @ v
-
-    unit = 1024 * 256 * 2
-    made = walked(mlp, abstract(1024, 256), abstract(256, 1024), abstract(1024, 256))
-    assert made.kept == unit
-    assert 5 <= made.peak / unit < 5.02  # beside the means
-    weights, x = abstract(9, 256, 256), abstract(1024, 256)
-    looped = walked(lambda ws, x: jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0], weights, x)
-    layer = 256 * 256 * 2
-    assert looped.peak == 2 * unit + layer  # the carry, the next one and a weight, however long the loop
-    stacked = walked(lambda ws, x: jax.lax.scan(lambda x, w: (x @ w, x), x, ws)[1], weights, x)
-    assert stacked.peak == (9 + 2) * unit + layer
-
-
-def test_scores_are_held_by_xla_and_not_by_flash_attention():
-    q = abstract(2, 512, 4, 64)
-    scores, one = 2 * 4 * 512 * 512 * 4, 2 * 512 * 4 * 64 * 2
-    assert walked(attention, q, q, q).peak == 1.5 * scores  # float32, and BF16 after the softmax
-    with planned_for("gpu"):
-        flash = walked(lambda *qkv: attention(*qkv), q, q, q)
-        k, mask = abstract(2, 511, 4, 64), abstract(2, 1, 1, 511, dtype=bool)
-        odd, masked = walked(lambda *qkv: attention(*qkv), q, k, k), walked(lambda *qkvm: attention(*qkvm), q, k, k, mask)
-        gradient = walked(jax.grad(lambda *qkv: attention(*qkv).astype(jnp.float32).sum(), (0, 1, 2)), q, q, q)
-    assert flash.peak == one + 2 * 4 * 512 * 4  # the output, a number a query
-    assert odd.peak <= flash.peak + 3 * one  # keys and values of even length
-    assert masked.peak > scores  # odd lengths and a mask cuDNN does not take
-    forwards = 4 * 2 * 4 * 512 * 512 * 64
-    assert flash.flops == walked(attention, q, q, q).flops == {"bf16": forwards}
-    assert gradient.flops == {"bf16": 3.5 * forwards}
-
-
-def test_the_stand_in_for_flash_attention_has_its_shapes():
-    q, k, mask, bias = abstract(2, 6, 4, 8), abstract(2, 4, 2, 8), abstract(2, 1, 1, 4, dtype=bool), abstract(1, 4, 6, 4)
-
-    def shapes(more):
-        def both(q, k, v, more):
-            out, back = jax.vjp(lambda *qkv: attention(*qkv, **more), q, k, v)
-            return out, back(out)
-
-        batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), (q, k, k))
-        return jax.eval_shape(both, q, k, k, more), jax.eval_shape(jax.vmap(both, (0, 0, 0, None)), *batches, more)
-
-    for more in ({}, {"mask": mask}, {"bias": bias}, {"mask": mask, "bias": bias}):
-        real = shapes(more)
-        with planned_for("gpu"):
-            assert shapes(dict(more)) == real
-
-
-# --- messages ---
-
-
-def test_messages_of_a_hand_made_program():
-    """Four all-reduces in a loop over pairs, one all-gather over all, one permutation; on one host and on four."""
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    spec = PartitionSpec(("a", "b"))
-
-    def one(x):  # [1, 1000] float32 on each device
-        again = lambda i, x: jax.lax.pcast(jax.lax.psum(x * 1.5, "b"), "b", to="varying")
-        x = jax.lax.fori_loop(0, 5, again, x)
-        x = jax.lax.ppermute(x, "a", [(i, (i + 1) % 4) for i in range(4)])
-        return jax.lax.all_gather(x, ("a", "b")).sum(0)
-
-    f = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec))
-    _, text = partitioned(f.lower(np.ones((8, 1000), np.float32)), {})
-    found = {c.kind: c for c in collectives(text, 8)}
-    assert found.keys() == {"all-reduce", "collective-permute", "all-gather"}
-    assert {kind: (c.times, c.ways, c.size) for kind, c in found.items() if kind != "collective-permute"} == {
-        "all-reduce": (5, 2, 4000),
-        "all-gather": (1, 8, 32000),
-    }
-    assert {kind: c.sent for kind, c in found.items()} == {
-        "all-reduce": 4000, "collective-permute": 4000, "all-gather": 28000,
-    }  # fmt: skip
-    assert all(c.crossing(8) == 0 for c in found.values())
-    # two devices a host: pairs stay within; of a gathered array, a host lacks 24000, half of which comes through either device
-    assert {kind: c.crossing(2) for kind, c in found.items()} == {
-        "all-reduce": 0, "collective-permute": 4000, "all-gather": 12000,
-    }  # fmt: skip
+@pytest.fixture
+def cpus(monkeypatch):
+    """A plan for the CPU devices of this process, whatever device it names."""
+    monkeypatch.setattr(topology, "devices", lambda target, count, hosts: jax.devices()[: count * hosts])
 
 
 # --- parts ---
@@ -166,6 +56,12 @@ BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + ou
 }  # fmt: skip
 
 
+def by_rule(mesh, tree):
+    """Shapes placed as parameters are."""
+    return jax.tree.map(lambda x, where: abstract(x, mesh, where), tree, sharding.parameter_sharding(mesh, tree))
+
+
+@pytest.mark.usefixtures("cpus")
 @pytest.mark.parametrize(
     "preset", [pytest.param(p, marks=[] if p.startswith("sd3") else pytest.mark.exhaustive) for p in BY_HAND]
 )
@@ -177,15 +73,16 @@ def test_parts_agree_with_a_count_by_hand(preset):
         "text encoders": encoders, "vae": vae, "reward networks": reward,
     }  # fmt: skip
     config = resolve(preset)
-    pipeline = open_configurations(config.model.path, config.model.remat)
     for fsdp in (1, 4):
-        whole = Stages(experiment(config, pipeline, H100, make_mesh(-1, fsdp)), 8)
-        got = held_parts(whole, as_base(whole))
+        planner = Planner(override(config, (f"mesh.fsdp={fsdp}",)), Devices(TARGETS["h100"], fsdp))
+        planner.codes = by_rule(planner.stages.mesh, planner.codes)
+        got = {name: held(arrays(tree)) for name, tree in planner.parts().items()}
         assert got.keys() == {*wanted, "conditioning"}
         for name, size in wanted.items():
             assert math.isclose(got[name], size / fsdp, rel_tol=0.02), name
 
 
+@pytest.mark.usefixtures("cpus")
 def test_parts_are_what_arrays_hold():
     """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync` leaves it."""
     config = small_config("unused", "mesh.data=2", "mesh.fsdp=4", "reward=tiny-clip", "rollout.explore.correction=8")
@@ -200,99 +97,117 @@ def test_parts_are_what_arrays_hold():
         "optimiser": state.opt_state, "text encoders": backbone.text_encoders.params(), "vae": backbone.decoder.params,
         "reward networks": built.reward.params,
     }  # fmt: skip
-    machine = devices.machine("h100", 8, 1, None, None, None, None, None)
-    pipeline = open_configurations(config.model.path, config.model.remat)
-    planned = Planner(config, machine, pipeline).measure(backbone.mesh, only=()).parts
-    held = lambda tree, device: sum(
+    planner = Planner(config, Devices(TARGETS["h100"], 8))
+    planner.measure("sync", *planner.stages.programs("sync", {}))
+    planned = {name: held(arrays(tree)) for name, tree in planner.parts().items()}
+    on = lambda tree, device: sum(
         s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device
     )
     for name, tree in trees.items():
         for device in jax.devices():
-            assert planned[name] == held(tree, device), name
+            assert planned[name] == on(tree, device), name
 
 
-# --- stages ---
+# --- programs ---
 
 
-def test_messages_of_regenerating_are_the_gathered_weights():
-    """On 2 x 4 devices: three of every four bytes of what is split, at each step; nothing leaves a host of four."""
-    config = small_config("unused", "mesh.data=2", "mesh.fsdp=4")
-    machine = devices.machine("h100", 4, 2, None, None, None, None, None)
-    planner = Planner(config, machine, open_configurations(config.model.path, config.model.remat))
-    mesh = make_mesh(2, 4)
-    (stage,) = planner.measure(mesh, only=("regenerate",)).stages
-    whole = Stages(experiment(config, planner.pipeline, machine, mesh), 8)
-    leaves = jax.tree.leaves((whole.experiment.backbone.transformer, whole.state.old))
-    split = sum(x.size * x.dtype.itemsize for x in leaves if not x.sharding.is_fully_replicated)
-    assert stage.calls == 1
-    assert math.isclose(sum(stage.sent.values()), config.rollout.steps * split * 3 / 4, rel_tol=0.01)
-    assert stage.crossing == 0
-    assert stage.seconds > sum(stage.sent.values()) / machine.link
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize(
+    ("preset", "missing"),
+    [
+        ("tiny", ()),
+        ("sana_sol_rl_hpsv2", ()),
+        ("sana_naive_scaling_hpsv2", ("sync", "regenerate")),
+        ("sana_naive_quant_hpsv2", ("regenerate",)),
+        ("sana_diffusionnft_hpsv2", ("sync", "regenerate")),
+        pytest.param("flux1_sol_rl_hpsv2", (), marks=pytest.mark.exhaustive),
+        pytest.param("sd3_sol_rl_pickscore", (), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_programs_of_an_iteration(preset, missing):
+    """Their functions, and as many chunks as rows need on each of two devices."""
+    planner = Planner(resolve(preset), Devices(TARGETS["b200"], 2))
+    stages, rollout, prompts = planner.stages, planner.config.rollout, planner.config.train.prompts
+    has = [name for name in STAGES if stages.has(name)]
+    assert has == [name for name in STAGES if name not in missing]
+    programs = {name: stages.programs(name, planner.codes) for name in has}
+    assert {name: [program.name for program in of] for name, of in programs.items()} == {name: FUNCTIONS[name] for name in has}
+    rows = 2 * rollout.chunk
+    drafts = math.ceil(prompts * rollout.candidates / rows)
+    redone = math.ceil(prompts * rollout.kept / rows) if "regenerate" in has else 0
+    calls = {name: {program.calls for program in of} for name, of in programs.items()}
+    assert calls["explore"] == {drafts}
+    assert calls.get("regenerate", {0}) == {redone}
+    assert calls["score"] == {drafts + redone}
+    for program in (program for of in programs.values() for program in of):
+        assert all(x.sharding.mesh.size == 2 for x in arrays(program.arguments))
 
 
-def test_exact_steps_are_counted_in_the_precision_that_they_take():
-    """Half of the steps: half of what the format multiplies, and as much more in BF16 but for the adapters' own products."""
-    flops = {}
-    for exact in (0, 1):
-        settings = ("rollout.explore.steps=2", f"rollout.explore.exact_steps={exact}", "rollout.explore.precision=nvfp4")
-        config, machine = small_config("unused", *settings), devices.machine("b200", 1, 1, None, None, None, None, None)
-        planner = Planner(config, machine, open_configurations(config.model.path, config.model.remat))
-        (stage,) = planner.measure(make_mesh(1, 1), only=("explore",)).stages
-        flops[exact] = stage.flops
-    print(flops)
-    assert flops[1]["fp4"] == flops[0]["fp4"] / 2 > 0
-    more = flops[1]["bf16"] - flops[0]["bf16"]
-    assert 1 < more / flops[1]["fp4"] < 1.2
+# --- the plan ---
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A plan of `tiny` by the CPU's compiler, and the folder of its compiled texts."""
+    folder = tmp_path_factory.mktemp("plan") / "hlo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "devices", lambda target, count, hosts: jax.devices()[: count * hosts])
+        config = small_config("unused", "mesh.data=-1", "model.cache=null", "reward=tiny-clip")
+        return planning.plan(config, Devices(TARGETS["h200"], 2), folder), folder
+
+
+def test_a_plan_explains_memory_to_the_byte(small):
+    summary, _ = small
+    assert [stage["name"] for stage in summary["stages"]] == list(STAGES)
+    for stage, row in planning.rows(summary):
+        m = row["memory"]
+        own = m["held"] + m["temporaries"] + m["outputs"] - m["aliased"] + m["code"]
+        assert m["peak"] == own + sum(m["resident"].values())
+        assert m["arguments"] == m["held"] + m["repeated"] - m["unread"]
+        assert min(m["temporaries"], m["outputs"], m["held"], m["repeated"]) >= 0
+        elsewhere = set(m["resident"])
+        assert ("text encoders" in elsewhere) == (stage != "encode")  # nothing is kept of what they say
+        assert ("quantised copy" in elsewhere) == (stage in ("regenerate", "score", "update"))
+    (update,) = summary["stages"][-1]["programs"]
+    trained = summary["parts"]["adapters"] + summary["parts"]["optimiser"]
+    assert update["memory"]["aliased"] >= trained  # the state is donated
+    assert summary["peak"] == max(stage["peak"] for stage in summary["stages"])
+    assert summary["fits"]
+    assert summary["too_large"] == {}
+
+
+def test_a_plan_adds_seconds_up(small):
+    """Of each stage calls by a call's; `naive_scaling` explores with the program that regenerates."""
+    summary, folder = small
+    stages = {stage["name"]: stage for stage in summary["stages"]}
+    for stage in stages.values():
+        assert stage["seconds"] > 0
+        assert stage["seconds"] == pytest.approx(sum(p["calls"] * p["roofline"]["seconds"] for p in stage["programs"]))
+    assert summary["seconds"] == pytest.approx(sum(stage["seconds"] for stage in stages.values()))
+    assert summary["rollout"] == pytest.approx(sum(stages[name]["seconds"] for name in ("sync", "explore", "regenerate")))
+    (explore,), (regenerate,) = stages["explore"]["programs"], stages["regenerate"]["programs"]
+    naive = summary["naive_scaling"]
+    assert naive["rollout"] == pytest.approx(explore["calls"] * regenerate["roofline"]["seconds"])
+    others = stages["encode"]["seconds"] + stages["update"]["seconds"]
+    share = explore["calls"] / (explore["calls"] + regenerate["calls"])
+    assert naive["seconds"] == pytest.approx(others + naive["rollout"] + share * stages["score"]["seconds"])
+    assert {path.name for path in folder.iterdir()} == {
+        f"{stage}-{name}.hlo" for stage, functions in FUNCTIONS.items() for name in functions
+    }
+
+
+def test_a_plan_is_shown_as_a_table_and_as_json(small):
+    summary, _ = small
+    assert json.loads(json.dumps(summary)) == summary
+    shown = planning.table(summary)
+    for stage, row in planning.rows(summary):
+        assert f"{stage}: {row['name']}, {row['calls']} calls of at least " in shown
+    assert all(line in shown for line in summary["assumptions"])
+    large = planning.table(summary | {"fits": False, "too_large": {"update": planning.SETTINGS["update"]}})
+    assert "does not fit\n  update is too large; it takes less with model.remat=blocks" in large
 
 
 # --- the command ---
-
-
-@pytest.mark.exhaustive
-def test_the_command_plans_a_run_that_does_not_fit(tmp_path):
-    """In a process of its own, whose environment has eight devices, for one: nothing is compiled, and nothing is written."""
-    settings = [*SMALL, "model.cache=null", "--devices", "1", "--memory", "15MB", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "solrl_jax", "plan", "tiny", *settings],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not list(tmp_path.iterdir())
-    summary = json.loads(done.stdout)
-    assert all(size == 1 for size in summary["mesh"].values())
-    stages = {stage["name"]: stage for stage in summary["stages"]}
-    assert list(stages) == ["encode", "sync", "explore", "regenerate", "score", "update"]
-    # two prompts of eight candidates, four kept, in chunks of two; and an encoding of the empty prompt
-    assert {name: stage["calls"] for name, stage in stages.items()} == {
-        "encode": 2, "sync": 1, "explore": 8, "regenerate": 4, "score": 12, "update": 1,
-    }  # fmt: skip
-    assert all(stage["seconds"] > 0 and stage["peak"] == stage["resident"] + stage["activations"] for stage in stages.values())
-    # sixteen rows by two steps, eight by three: the same network but for adapters
-    flops = {name: sum(stage["flops"].values()) for name, stage in stages.items()}
-    assert 1 < (flops["regenerate"] / 24) / (flops["explore"] / 32) < 1.1
-    assert summary["largest"] == "update"
-    assert not summary["fits"]
-    knobs = {knob["change"]: knob for knob in summary["knobs"]}
-    encode = knobs["model.cache=''"]
-    assert encode["saves"] == summary["parts"]["text encoders"]
-    assert encode["peak"] == summary["peak"] - encode["saves"]
-    assert knobs["model.remat=blocks"]["fits"]
-    assert 0 < knobs["optimizer.micro_batch=1"]["saves"] < knobs["model.remat=blocks"]["saves"]
-    assert "  model.remat=blocks: update 0.01 GB, 0.01 GB less: fits" in planning.table(summary)
-
-
-def test_parameters_may_be_split_where_they_do_not_fit():
-    config = small_config("unused", "mesh.data=-1")
-    machine = devices.machine("h100", 8, 1, "10MB", None, None, None, None)
-    planner, mesh = Planner(config, machine, open_configurations(config.model.path, "none")), make_mesh(8, 1)
-    measured = planner.measure(mesh, messages=False, only=("sync",))
-    limit = measured.largest.peak // 2
-    knobs = {knob.change: knob for knob in planning.turn(planner, measured, mesh, limit, lambda doing: None)}
-    assert knobs["mesh.fsdp=4"].fits
-    assert "mesh.fsdp=8" not in knobs  # it goes no further than it must
 
 
 @pytest.mark.parametrize(
@@ -300,29 +215,38 @@ def test_parameters_may_be_split_where_they_do_not_fit():
     [
         (["flux2"], "unknown preset 'flux2'"),
         (["tiny", "--devices", "0"], "Invalid value for '--devices': 0 is not in the range x>=1"),
-        (["tiny", "--memory", "80XB"], "--memory '80XB': expected a number above 0 and a unit, GB or GiB, e.g. 80GB"),
         (["tiny", "--device", "h101"], "Invalid value for '--device': 'h101' is not one of"),
-        (["tiny", "mesh.fsdp=3", "--devices", "8"], "mesh.data=-1, mesh.fsdp=3"),
-        (["tiny", "--devices", "9"], "--devices: 9 CPU devices are to be pretended, but JAX has started already"),
-        (["tiny", "model.path=owner/name"], "model.path='owner/name': no such directory, not in the hub's cache"),
-        (["tiny", "model.height=33"], "size 33x32"),
-        (["tiny", "--link-bandwidth", "inf"], "inf is not finite"),
+        (["tiny", "--device", "h200", "--devices", "9"], "--devices 9: a host has at most 8 h200; see --hosts"),
+        (["tiny", "--device", "tpu-v6e", "--devices", "3"], "--devices 3: a host has 1 or 4 or 8 tpu-v6e; see --hosts"),
     ],
 )
-def test_bad_input_is_refused_in_one_line_before_anything_is_compiled(arguments, message, call, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(Planner, "measure", lambda *_, **__: pytest.fail("compiled"))
-    code, out, error = call("plan", *arguments)
+def test_bad_input_is_refused_in_one_line(arguments, message, call, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(topology, "prepare", lambda target: None)
+    refused(call("plan", *arguments), message)
+
+
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("mesh.fsdp=3", "mesh.data=-1, mesh.fsdp=3"),
+        ("model.path=owner/name", "model.path='owner/name': no such directory, not in the hub's cache"),
+        ("model.height=33", "size 33x32"),
+    ],
+)
+def test_settings_that_no_run_can_have_are_refused_in_one_line(setting, message, call, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(topology, "prepare", lambda target: None)
+    monkeypatch.setattr(topology, "compiled", lambda *_: pytest.fail("compiled"))
+    refused(call("plan", "tiny", setting, "--devices", "8"), message)
+
+
+def test_a_compiler_that_is_not_installed_is_one_line(call, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    refused(call("plan", "tiny", "--device", "b200"), "pip install 'solrl_jax[plan-cuda]'")
+
+
+def refused(called, message):
+    code, out, error = called
     assert (code, out) == (2, "")
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_machines():
-    assert devices.parse_memory("80GB") == 80e9
-    assert devices.parse_memory("1.5 gib") == 1.5 * 2**30
-    given = devices.machine("b200", 8, 2, "90GB", 1125.0, 4000.0, None, 25.0)
-    assert (given.count, given.memory, given.bf16, given.fp4) == (16, 90e9, 1125e12, 4500e12)
-    assert (given.bandwidth, given.link, given.network) == (4e12, 900e9, 25e9)
-    for name, row in devices.DEVICES.items():
-        assert row.name == name
-        assert row.fp8 >= row.bf16 > row.link

@@ -72,4 +72,4 @@ def test_the_summary_is_json_and_names_the_largest_kernels():
     assert largest == sorted(largest, reverse=True)
     shown = table(summary)
     assert "15 x __cublas$lt$matmul bf16" in shown
-    assert "10 x all-gather, waits: 0.000358 GB sent" in shown
+    assert "10 x all-gather, synchronous: 0.000358 GB sent" in shown
