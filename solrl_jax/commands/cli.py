@@ -23,7 +23,7 @@ COMMANDS = {
     "convert": "Turn a torch pickle into safetensors.",
     "encode": "Fill the cache with a preset's encoded prompts.",
     "linears": "List the linears of a model: quantised or not and why.",
-    "plan": "What training a preset would need: memory, operations, messages, time.",
+    "plan": "What training a preset takes on a device: memory, kernels, messages, least time.",
     "presets": "List the presets.",
 }
 
@@ -56,7 +56,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the library warns at import that PyTorch is absent
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # says that there is no TPU
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="solrl", standalone_mode=False)  # also for `python -m solrl_jax`
     except click.exceptions.Abort:
         sys.exit(1)
     except click.ClickException as error:

@@ -2,12 +2,12 @@
 
 import csv
 import gzip
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -163,34 +163,25 @@ def test_rank_of_a_run(trained, call, tmp_path):
     assert not (tmp_path / "rank" / "rank-sweep.png").exists()
 
 
-def test_rank_sweeps_formats_steps_and_pools(call, tmp_path):
-    sweep = ("--formats", "nvfp4,bf16", "--steps", "2,3", "--candidates", "4,8", "--prompts", "1")
-    assert call("rank", "tiny", *SMALL, "rollout.explore.sigmas=first", *sweep, "--out", str(tmp_path / "first"))[0] == 0
-    table = rank_table(tmp_path / "first", "precision", "steps", "candidates")
-    assert len(table) == 8
+def test_rank_sweeps_recipes_formats_steps_and_pools(call, tmp_path):
+    sweep = ("--explore", "paper,best", "--formats", "nvfp4,bf16", "--steps", "2,3", "--candidates", "4,8", "--prompts", "1")
+    assert call("rank", "tiny", *SMALL, *sweep, "--out", str(tmp_path))[0] == 0
+    with (tmp_path / "rank.csv").open() as stream:
+        by = lambda row: (row["explore"], row["precision"], int(row["steps"]), int(row["candidates"]))
+        table = {by(row): row for row in csv.DictReader(stream)}
+    assert len(table) == 16
     difference = lambda *key: float(table[key]["largest_difference"])
-    for size in ("4", "8"):
-        exact = table["bf16", "3", size]  # the proxy is the truth here, and nowhere else
+    for recipe, size in itertools.product(("paper", "best"), (4, 8)):
+        exact = table[recipe, "bf16", 3, size]  # the proxy is the truth here, and nowhere else
         figures = [float(exact[name]) for name in ("largest_difference", "spearman", "range_bound", "top_k_match")]
         assert figures == pytest.approx([0, 1, 1, 0.5], abs=1e-6)  # two are at an end: two of the four best
         assert figures[0] == 0
-        for key in (("bf16", "2", size), ("nvfp4", "2", size), ("nvfp4", "3", size)):
+        assert (float(exact["true_rank_best"]), float(exact["true_rank_worst"])) == (1.5, size - 0.5)
+        for key in ((recipe, "bf16", 2, size), (recipe, "nvfp4", 2, size), (recipe, "nvfp4", 3, size)):
             assert difference(*key) > 1e-4
             assert float(table[key]["range_kept"]) >= float(table[key]["range_bound"])
-        ends, ranks = 2, ("true_rank_best", "true_rank_worst")  # four are kept
-        assert [float(exact[name]) for name in ranks] == [(ends + 1) / 2, int(size) - (ends - 1) / 2]
-    assert Image.open(tmp_path / "first" / "rank-sweep.png").size[0] > 600
-
-    recipe = ("--explore", "paper", "--formats", "bf16", "--steps", "2", "--prompts", "1")
-    assert call("rank", "tiny", *SMALL, "rollout.explore.sigmas=first", *recipe, "--out", str(tmp_path / "paper"))[0] == 0
-    paper = rank_table(tmp_path / "paper", "explore", "precision", "steps", "candidates")["paper", "bf16", "2", "8"]
-    assert abs(float(paper["largest_difference"]) - difference("bf16", "2", "8")) > 1e-4  # on sigmas of its own
-
-
-def rank_table(folder: Path, *columns: str) -> dict[tuple[str, ...], dict[str, str]]:
-    """The rows of a folder's rank.csv by the values of some columns."""
-    with (folder / "rank.csv").open() as stream:
-        return {tuple(row[column] for column in columns): row for row in csv.DictReader(stream)}
+    assert abs(difference("paper", "nvfp4", 2, 8) - difference("best", "nvfp4", 2, 8)) > 1e-4
+    assert Image.open(tmp_path / "rank-sweep.png").size[0] > 600
 
 
 @pytest.mark.parametrize(
