@@ -90,7 +90,8 @@ def report(params: Params, rules: Quantize, form: Format, explore: Explore | Non
         if quantizer is None:
             kept = kept or form.name
         elif not kept:
-            after = nbytes(jax.eval_shape(quantizer.quantize, shapes[path], *quantizer.beside.get(path, ())))
+            quantized = lambda w, *beside, f=quantizer.quantize: by_layer(f, w, None, 1.0, *beside)
+            after = nbytes(jax.eval_shape(quantized, shapes[path], *quantizer.beside.get(path, ())))
         rows.append(Linear(path, stack[0] if stack else 1, n_in, n_out, kept, before, after))
     return rows
 

@@ -13,10 +13,11 @@ from click.testing import CliRunner
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from solrl_jax.backbone.backbone import EMBEDDED_FOLDER, load_backbone, open_model
+from solrl_jax.backbone.backbone import load_backbone
+from solrl_jax.backbone.locate import EMBEDDED_FOLDER, open_model
 from solrl_jax.commands import cli
 from solrl_jax.config.presets import resolve
-from solrl_jax.explore.linears import most_rank, quantized_paths, report, table, totals, why_kept
+from solrl_jax.explore.linears import quantized_paths, report, table, totals, why_kept
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
@@ -176,7 +177,8 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     call = lambda *arguments: CliRunner().invoke(cli.cli, ["linears", "tiny", *arguments], catch_exceptions=False).output
     summary = json.loads(call("--json", "rollout.explore.precision=mxfp4", "rollout.explore.correction=16"))
     of = open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["mxfp4"]
-    rows = report(*of, correction=16)
+    explore = resolve("tiny", ["rollout.explore.correction=16", "rollout.explore.exact_steps=1"]).rollout.explore
+    rows = report(*of, explore)
     for row, without in zip(rows, report(*of), strict=True):  # two factors of rank 16 a matrix, in BF16
         beside = 0 if row.kept else row.layers * 16 * (row.n_in + row.n_out) * 2
         assert row.bytes_after == without.bytes_after + beside
@@ -190,18 +192,19 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     assert "16 of 46 linears in nvfp4" in text
 
 
-def test_what_a_correction_would_be_more_than_half_of_stays():
-    """The last projection of tiny-flux has 128 x 32 numbers, and a correction of rank r would have 160 r."""
+def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
+    """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantised whatever the rank."""
     params = open_model("embedded:tiny-flux").transformer.shapes(jnp.bfloat16)
-    of = params, resolve("tiny", ["model=tiny-flux"]).model.quantize
-    for correction, kept in ((0, ""), (12, ""), (13, "correction 13"), (32, "correction 32")):
-        rows = {row.path: row for row in report(*of, FORMATS["nvfp4"], correction)}
-        last = rows.pop("proj_out/kernel")
-        assert last.kept == kept
-        assert (last.bytes_after == last.bytes_before) == bool(kept)
-        assert not any(row.kept.startswith("correction") for row in rows.values())
-        assert ("proj_out/kernel" in quantized_paths(*of, FORMATS["nvfp4"], correction)) != bool(kept)
-    assert most_rank(128, 32) == 12
+    of = params, resolve("tiny", ["model=tiny-flux"]).model.quantize, FORMATS["nvfp4"]
+    plain = {row.path: row for row in report(*of)}
+    for rank, counted in ((0, 0), (12, 12), (127, 127), (128, 128), (500, 128)):
+        explore = resolve("tiny", [f"rollout.explore.correction={rank}"]).rollout.explore
+        rows = {row.path: row for row in report(*of, explore)}
+        last = rows["proj_out/kernel"]
+        assert (last.n_in, last.n_out, last.kept) == (128, 32, "")
+        assert last.bytes_after - plain["proj_out/kernel"].bytes_after == 2 * counted * (128 + 32)
+        assert {path for path, row in rows.items() if not row.kept} == set(quantized_paths(*of))
+        assert all(row.bytes_after == row.bytes_before for row in rows.values() if row.kept)
 
 
 @pytest.mark.exhaustive

@@ -74,10 +74,9 @@ def test_a_history_of_other_levels_is_taken_as_it_is():
 
 
 @pytest.mark.exhaustive
-def test_a_run_explores_better_below_the_floor_and_audits_whole_pools(tmp_path, capsys):
+def test_a_run_explores_better_below_the_floor(tmp_path, capsys):
     """The floor is out of reach: two steps do not rank eight kept ones without a fault. The run is stopped in between."""
-    explore = ("rollout.explore.floor=1.0", "rollout.explore.audit_every=2", "rollout.explore.exact_steps=0")
-    settings = (*explore, "rollout.candidates=24", "rollout.kept=8")
+    settings = ("rollout.explore.floor=1.0", "rollout.candidates=24", "rollout.kept=8")
     for iterations in (2, 5):
         with Reporter() as report:
             trainer.run(small_config(tmp_path, *settings, f"train.iterations={iterations}"), report)
@@ -87,9 +86,4 @@ def test_a_run_explores_better_below_the_floor_and_audits_whole_pools(tmp_path, 
     explored = [parquet.read_table(tmp_path / "ledger" / f"iteration-{i:06d}.parquet").to_pylist()[0] for i in range(1, 6)]
     assert [(row["precision"], row["steps"]) for row in explored] == [("nvfp4", 2)] * 3 + [("nvfp4", 3)] * 2
     assert "exploring in nvfp4, 3 steps from now on" in capsys.readouterr().err
-    names = ("spearman", "kendall", "top_4_match", "top_4_regret")
-    audits = [[row.get(f"fidelity/pool/{name}") for name in names] for row in rows]
-    assert [audit == [None] * 4 for audit in audits] == [True, False, True, False, True]
-    for audit in (audits[1], audits[3]):
-        assert all(-1 <= value <= 1 for value in audit)
-        assert audit[0] > audit[1] > 0.1  # Spearman's is above Kendall's where they are high
+    assert not [name for row in rows for name in row if name.startswith("fidelity/pool")]
