@@ -22,7 +22,7 @@ from solrl_jax.models.weights import Params as Params
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.storage.errors import InputError, in_one_line
 
-DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
+DTYPES = {"bf16": jnp.dtype(jnp.bfloat16), "fp32": jnp.dtype(jnp.float32)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: a static argument of jit
@@ -40,11 +40,11 @@ class Backbone:
     def velocity(
         self,
         params: Params,
-        latent: Float[Array, "b *latent"],
+        latent: Float[Array, " b *latent"],
         conditioning: Conditioning,
         time: Float[Array, ""] | Float[Array, " b"],
         guidance: Float[Array, ""],
-    ) -> Float[Array, "b *latent"]:
+    ) -> Float[Array, " b *latent"]:
         """The policy's velocity in `dtype`; latents come in float32.
 
         params: the base, any of whose leaves may be replaced. time: in 0..1000, one for all rows or one a row.
