@@ -42,7 +42,7 @@ def best_matmul_rate(repeat: int) -> float:
 def operations(function: Callable[..., Any], *arguments: Any) -> int:
     """The operations of all products in one call of `function`, attention included, in any format, on one device."""
     text = jax.jit(function).lower(*arguments).compile().as_text()
-    return round(sum(kernel.times * kernel.operations for kernel in kernels(parse(text))))
+    return round(sum(kernel.times * kernel.operations for kernel in kernels(parse(text or ""))))
 
 
 def rate(count: int, elapsed: float, best: float) -> dict[str, float]:
