@@ -110,7 +110,7 @@ def text(name: str) -> str:
 def shortened(whole: str) -> str:
     """Without what says where in Python an instruction comes from."""
     head, _, body = whole.partition("\n\n")
-    body = body[re.search(r"^(?:ENTRY )?%\S+ \(", body, re.MULTILINE).start() :]  # type: ignore[union-attr]
+    body = body[re.search(r"^(?:ENTRY )?%\S+ \(", body, re.MULTILINE).start() :]
     body = re.sub(r'metadata=\{(?:[^{}"]|"[^"]*")*?(op_name="[^"]*")?(?:[^{}"]|"[^"]*")*\}', _source, body)
     return f"{head.partition(', ')[0]}\n\n{body}"
 
