@@ -93,7 +93,8 @@ def iterate(
     seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
 
     clock.start("sync")
-    exploring = jax.block_until_ready(recipe.stage(state.old, recipe.levels[level]))
+    exploring = recipe.stage(state.old, recipe.levels[level])
+    jax.block_until_ready(exploring.legs)
 
     clock.start("explore")
     pool = roll_out(experiment, exploring, prompted, seeds, progress)

@@ -5,20 +5,28 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from solrl_jax.numerics.matmul import LowRank, dequantize
+from solrl_jax.explore.recipe import Recipe
+from solrl_jax.explore.sync import quantize_policy
 from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.numerics.randomness import seed_numbers
 from solrl_jax.policy.lora import flatten
+from solrl_jax.policy.objective import nft
 from solrl_jax.policy.update import blend, old_decay, update
-from solrl_jax.rewards import registry as rewards
 from solrl_jax.rewards.protocol import Reward, score_images
-from solrl_jax.rollout.generate import decode_chunk, draw_noise, prepare, sample_chunk
+from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.rollout.select import rank
 from solrl_jax.training import experiment as experiments
+from solrl_jax.training import iteration as iterations
+from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import iterate, roll_out
-from tests.small import fresh_state, silent, small_config
+from tests.small import small_config
+from tests.toys import toy_experiment
+
+PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, quantize_policy)
+REWARD_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,12 @@ def experiment():
 @pytest.fixture(scope="module")
 def first(experiment):
     """The state and the outcome of one iteration from the beginning."""
-    return iterate(experiment, fresh_state(experiment), 1, silent)
+    return iterate(experiment, fresh_state(experiment), 1)
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return toy_experiment()
 
 
 def with_rollout(experiment, **changes):
@@ -41,20 +54,23 @@ def leaves(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
+def same_bits(a, b):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_nothing_is_traced_after_the_first_iteration(experiment):
-    programs = (sample_chunk, decode_chunk, score_images, draw_noise, update, experiments.quantize_policy)
-    state, outcome = iterate(experiment, fresh_state(experiment), 1, silent)
+    state, outcome = iterate(experiment, fresh_state(experiment), 1)
     assert 0 < outcome.metrics["seconds/compile"] < outcome.metrics["seconds"]
-    before = [program._cache_size() for program in programs]
+    before = [program._cache_size() for program in PROGRAMS]
     for iteration in (2, 3):
-        state, outcome = iterate(experiment, state, iteration, silent)
+        state, outcome = iterate(experiment, state, iteration)
         assert outcome.metrics["seconds/compile"] == 0
-    assert [program._cache_size() for program in programs] == before
+    assert [program._cache_size() for program in PROGRAMS] == before
     # and the counts can rise: another number of steps is another program
     prompts = experiment.train_prompts[:2]
-    prompted = prepare(experiment.backbone, experiment.reward, prompts, experiment.config.model.max_tokens)
-    seeds = experiment.seeds(0, 4, prompts, 4)
-    roll_out(experiment, experiment.policy(state.old), experiment.grid(4), prompted, seeds, "regenerate", silent)
+    prompted = experiment.prompted(prompts, experiment.reward)
+    roll_out(experiment, experiment.stage("regenerate", state.old, 4), prompted, experiment.seeds("candidate", prompts, 4))
     assert sample_chunk._cache_size() > before[0]
 
 
@@ -74,59 +90,85 @@ def test_the_ledger_tells_the_whole_iteration(experiment, first):
     np.testing.assert_allclose(advantage, np.clip(expected, -5, 5), rtol=1e-4, atol=1e-5)
     assert len(set(ledger["seed"].tolist())) == kept.size
     assert (ledger["precision"], ledger["steps"]) == ("nvfp4", 2)
+    assert outcome.metrics["fidelity/level"] == 0
 
 
-def test_low_precision_never_enters_the_loss(experiment, monkeypatch):
+def test_progress_goes_through_the_stages_and_their_rows(toy):
+    told = []
+    iterate(toy, fresh_state(toy), 1, progress=lambda *facts: told.append(facts))
+    rows = {"explore": 16, "regenerate": 8, "update": 8}
+    assert list(dict.fromkeys(stage for stage, _, _ in told)) == list(rows)
+    for stage, total in rows.items():
+        counts = [(of, done) for name, of, done in told if name == stage]
+        assert counts[0] == (total, 0)
+        assert {of for of, _ in counts} == {total}
+        assert sum(done for _, done in counts) == (0 if stage == "update" else total)
+
+
+def test_a_level_is_explored_at_and_told(toy):
+    """Levels of two steps of three in NVFP4: three steps, FP8, and the regeneration itself."""
+    for level, expected in enumerate([("nvfp4", 2), ("nvfp4", 3), ("fp8", 3), ("bf16", 3)]):
+        _, outcome = iterate(toy, fresh_state(toy), 1, level)
+        assert (outcome.ledger["precision"], outcome.ledger["steps"]) == expected
+        assert outcome.metrics["fidelity/level"] == level
+    ledger = outcome.ledger
+    np.testing.assert_array_equal(ledger["regenerated_reward"].compressed(), ledger["proxy_reward"][ledger["kept"]])
+
+
+def test_low_precision_never_enters_the_loss(toy, monkeypatch):
     """Proxies decide who is kept and nothing else: with the same kept seeds, other proxies give the same adapters."""
-    original = experiments.Experiment.exploring_policy
-    seen = []
+    original, seen = Recipe.policy, []
 
-    def spoiled(self, adapters, precision):
+    def spied(self, adapters, precision):
         params = original(self, adapters, precision)
         assert precision == "nvfp4"
         seen.append(sum(isinstance(leaf, QTensor) for leaf in flatten(params).values()))
         return params
 
-    monkeypatch.setattr(experiments.Experiment, "exploring_policy", spoiled)
-    everything = with_rollout(experiment, kept=8)  # all candidates are kept, whatever their proxy
-    a, _ = iterate(everything, fresh_state(experiment), 1, silent)
-    monkeypatch.setattr(experiments.Experiment, "exploring_policy", lambda self, adapters, precision: self.policy(adapters))
-    b, _ = iterate(everything, fresh_state(experiment), 1, silent)
-    assert seen == [len(experiment.quantized)]
-    for x, y in zip(leaves(a.adapters), leaves(b.adapters), strict=True):
-        np.testing.assert_array_equal(x, y)
-    moved = [np.abs(x - y).max() for x, y in zip(leaves(a.adapters), leaves(fresh_state(experiment).adapters), strict=True)]
+    monkeypatch.setattr(Recipe, "policy", spied)
+    everything = with_rollout(toy, kept=8)  # all candidates are kept, whatever their proxy
+    a, outcome = iterate(everything, fresh_state(toy), 1)
+    monkeypatch.setattr(Recipe, "policy", lambda self, adapters, precision: toy.policy(adapters))
+    b, exact = iterate(everything, fresh_state(toy), 1)
+    assert seen == [len(toy.recipe.quantized)]
+    assert np.abs(outcome.ledger["proxy_reward"] - exact.ledger["proxy_reward"]).max() > 1e-4
+    same_bits(a.adapters, b.adapters)
+    moved = [np.abs(x - y).max() for x, y in zip(leaves(a.adapters), leaves(fresh_state(toy).adapters), strict=True)]
     assert max(moved) > 1e-5
 
 
-@pytest.mark.parametrize(
-    "family", ["naive_quant", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("diffusionnft", "naive_scaling"))]
-)
-def test_families_that_do_not_regenerate_train_on_what_they_explored(family):
-    overrides = [f"family={family}", "rollout.explore.steps=3"] + (["rollout.candidates=4"] if family == "diffusionnft" else [])
-    built = experiments.build(small_config("unused", *overrides))
-    state, outcome = iterate(built, fresh_state(built), 1, silent)
+FAMILIES = {"naive_quant": ("nvfp4", 8), "naive_scaling": ("bf16", 8), "diffusionnft": ("bf16", 4)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_do_not_regenerate_train_on_what_they_explored(family, monkeypatch):
+    precision, candidates = FAMILIES[family]
+    toy = toy_experiment(f"family={family}", "rollout.explore.steps=3", f"rollout.candidates={candidates}")
+    pools, batches, make = [], [], iterations.policy_batch
+    monkeypatch.setattr(iterations, "roll_out", lambda *a: pools.append(roll_out(*a)) or pools[-1])
+    monkeypatch.setattr(iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1])
+    state, outcome = iterate(toy, fresh_state(toy), 1)
     assert outcome.ledger["regenerated_reward"] is None
     assert outcome.metrics["fidelity/spearman"] == pytest.approx(1.0)  # the proxy is what is trained on
     assert outcome.metrics["grad_norm"] > 0
     assert int(state.step) == 1
+    assert outcome.ledger["precision"] == precision
+    (pool,), (batch,) = pools, batches  # nothing else is sampled
+    np.testing.assert_array_equal(batch.latents, pool.latents[outcome.ledger["kept"]])
+    assert "images_per_second/regenerate" not in outcome.metrics
 
 
-def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
-    """NVFP4 leaves are the quantised merged weights; every other adapted linear keeps base and adapter apart."""
-    state = fresh_state(experiment)
-    adapters = jax.tree.map(lambda x: x + 0.05, state.adapters)
-    params = flatten(experiment.exploring_policy(adapters, "nvfp4"))
-    base = flatten(experiment.backbone.transformer)
-    for path in experiment.quantized:
-        assert isinstance(params[path], QTensor)
-        merged = base[path].astype(jnp.float32)
-        if path in adapters:
-            merged = merged + experiment.scale * adapters[path]["a"] @ adapters[path]["b"]
-        error = np.linalg.norm(dequantize(params[path]) - merged) / np.linalg.norm(merged)
-        assert error < 0.12
-    for path in set(experiment.targets) - set(experiment.quantized):
-        assert isinstance(params[path], LowRank)
+def test_what_is_regenerated_is_trained_on(toy, monkeypatch):
+    pools, batches, make = [], [], iterations.policy_batch
+    monkeypatch.setattr(iterations, "roll_out", lambda *a: pools.append(roll_out(*a)) or pools[-1])
+    monkeypatch.setattr(iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1])
+    _, outcome = iterate(toy, fresh_state(toy), 1)
+    (explored, regenerated), (batch,) = pools, batches
+    np.testing.assert_array_equal(batch.latents, regenerated.latents)
+    kept = outcome.ledger["kept"]
+    np.testing.assert_array_equal(seed_numbers(np.asarray(batch.seeds)), outcome.ledger["seed"][kept])
+    np.testing.assert_array_equal(batch.prompt, np.repeat([0, 1], 4))
+    assert np.abs(explored.latents[kept] - regenerated.latents).max() > 1e-4
 
 
 def test_old_follows_and_ema_averages(experiment, first):
@@ -159,39 +201,112 @@ def poisoned(bad) -> Reward:
     return Reward(None, lambda prompts: np.zeros(len(prompts), np.float32), score)
 
 
-def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on(monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "some", rewards.shipped(lambda: poisoned(lambda m: jnp.modf(m * 1000)[0] < 0.3)))
-    built = experiments.build(small_config("unused", "reward.weights={some: 1}", "rollout.kept=2"))
-    state, outcome = iterate(built, fresh_state(built), 1, silent)
+def test_a_reward_that_is_not_finite_is_counted_and_never_trained_on():
+    toy = dataclasses.replace(toy_experiment("rollout.kept=2"), reward=poisoned(lambda m: jnp.modf(m * 1000)[0] < 0.3))
+    state, outcome = iterate(toy, fresh_state(toy), 1)
     bad = ~np.isfinite(outcome.ledger["proxy_reward"])
-    assert bad.any()
+    assert 0 < bad.sum() < len(bad)
     assert outcome.metrics["nonfinite_rewards"] >= bad.sum()
     assert not (outcome.ledger["kept"] & bad).any()
     assert all(np.isfinite(x).all() for x in leaves(state))
 
 
-@pytest.mark.exhaustive
-def test_if_every_reward_fails_the_policy_stays(monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "none", rewards.shipped(lambda: poisoned(lambda m: m > -1)))
-    built = experiments.build(small_config("unused", "reward.weights={none: 1}", "optimizer.weight_decay=0"))
-    start = fresh_state(built)
+def test_a_prompt_with_too_few_rewards_is_left_out_and_the_others_are_trained_on(monkeypatch):
+    """The first prompt has no reward; its padding has weight 0 and the update is that of the second prompt's samples."""
+    toy, batches, make = toy_experiment(), [], iterations.policy_batch
+
+    def score(params, images, prompt):
+        return {"reward": jnp.where(prompt == 0, jnp.nan, images.mean((1, 2, 3)))}
+
+    first_only = Reward(None, lambda prompts: np.arange(len(prompts), dtype=np.int32), score)
+    monkeypatch.setattr(iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1])
+    _, outcome = iterate(dataclasses.replace(toy, reward=first_only), fresh_state(toy), 1)
+    (batch,) = batches
+    assert batch.weight.tolist() == [0] * 4 + [1] * 4
+    assert outcome.ledger["kept"].reshape(2, 8).sum(1).tolist() == [0, 4]
+    assert np.ma.getmaskarray(outcome.ledger["advantage"]).reshape(2, 8).all(1).tolist() == [True, False]
+    assert outcome.metrics["grad_norm"] > 0
+    assert outcome.metrics["skipped_micro_batches"] == 0
+
+
+def test_if_every_reward_fails_the_policy_stays():
+    toy = dataclasses.replace(toy_experiment("optimizer.weight_decay=0"), reward=poisoned(lambda m: m > -1))
+    start = fresh_state(toy)
     before = leaves(start.adapters)
-    state, outcome = iterate(built, start, 1, silent)
+    state, outcome = iterate(toy, start, 1)
     assert outcome.metrics["nonfinite_rewards"] == 16 + 8
     assert not outcome.ledger["kept"].any()
-    for x, y in zip(leaves(state.adapters), before, strict=True):
-        np.testing.assert_array_equal(x, y)
+    same_bits(state.adapters, before)
 
 
-@pytest.mark.exhaustive
 def test_several_optimizer_steps_an_iteration():
-    built = experiments.build(small_config("unused", "optimizer.steps_per_iteration=2"))
-    state, outcome = iterate(built, fresh_state(built), 1, silent)
+    toy = toy_experiment("optimizer.steps_per_iteration=2")
+    state, outcome = iterate(toy, fresh_state(toy), 1)
     assert int(state.step) == 2
     assert outcome.metrics["old_decay"] == pytest.approx(0.002)
 
 
+def test_another_objective_trains_by_another_loss(toy):
+    doubled = lambda velocities, target, policy: jax.tree.map(lambda x: 2 * x, nft(velocities, target, policy))
+    _, usual = iterate(toy, fresh_state(toy), 1)
+    _, other = iterate(toy, fresh_state(toy), 1, objective=doubled)
+    for name in ("loss", "loss/policy", "grad_norm"):
+        assert other.metrics[name] == pytest.approx(2 * usual.metrics[name], rel=1e-5)
+    np.testing.assert_array_equal(other.ledger["proxy_reward"], usual.ledger["proxy_reward"])
+
+
 def test_seeds_in_the_ledger_are_those_that_were_drawn(experiment, first):
     _, outcome = first
-    seeds = experiment.seeds(0, 1, outcome.ledger["prompt"][:: experiment.config.rollout.candidates], 8)
+    prompts = outcome.ledger["prompt"][:: experiment.config.rollout.candidates]
+    seeds = experiment.seeds("candidate", prompts, 8, iteration=1)
     np.testing.assert_array_equal(outcome.ledger["seed"], seed_numbers(seeds).reshape(-1))
+
+
+def test_an_iteration_is_a_function_of_its_arguments(toy):
+    """Other chunks and micro-batches, which divide nothing, change rounding alone; another seed or iteration changes all."""
+    want, told = iterate(toy, fresh_state(toy), 1)
+    uneven = toy_experiment("rollout.chunk=3", "optimizer.micro_batch=5")
+    assert uneven.stage("regenerate", want.old, 3).chunk == 3
+    got, outcome = iterate(uneven, fresh_state(uneven), 1)
+    np.testing.assert_array_equal(outcome.ledger["kept"], told.ledger["kept"])
+    for name in ("proxy_reward", "regenerated_reward"):
+        np.testing.assert_allclose(outcome.ledger[name], told.ledger[name], atol=REWARD_TOLERANCE)
+    assert gradient_distance(got, want) < GRADIENT_TOLERANCE
+    for other in (iterate(toy, fresh_state(toy), 2), iterate(toy_experiment("seed=1"), fresh_state(toy), 1)):
+        assert not set(other[1].ledger["seed"].tolist()) & set(told.ledger["seed"].tolist())
+        assert gradient_distance(other[0], want) > 1e3 * GRADIENT_TOLERANCE
+
+
+def gradient_distance(a, b):
+    """How far apart the first moments of two states are, of the size of the second. Adam makes much of tiny gradients."""
+    norm = lambda arrays: np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in arrays))
+    x, y = (leaves(optax.tree.get(state.opt_state, "mu")) for state in (a, b))
+    return norm([p - q for p, q in zip(x, y, strict=True)]) / norm(y)
+
+
+@pytest.mark.exhaustive
+def test_an_uneven_chunk_and_micro_batch_train_a_real_network_the_same(experiment, first):
+    """In BF16 and NVFP4."""
+    state, told = first
+    there = with_rollout(experiment, chunk=3)
+    optimizer = dataclasses.replace(there.config.optimizer, micro_batch=3)
+    there = dataclasses.replace(there, config=dataclasses.replace(there.config, optimizer=optimizer))
+    got, outcome = iterate(there, fresh_state(there), 1)
+    np.testing.assert_array_equal(outcome.ledger["kept"], told.ledger["kept"])
+    np.testing.assert_allclose(outcome.ledger["proxy_reward"], told.ledger["proxy_reward"], atol=REWARD_TOLERANCE)
+    assert gradient_distance(got, state) < 10 * GRADIENT_TOLERANCE
+
+
+def test_a_chunk_is_no_larger_than_what_an_iteration_explores():
+    """Of sixteen candidates: on one device, and on two that share the rows."""
+    for chunk, mesh, expected in ((2, (1, 1), 2), (100, (1, 1), 16), (100, (2, 1), 8), (7, (2, 1), 7), (100, (1, 2, 2), 8)):
+        toy = toy_experiment(f"rollout.chunk={chunk}", mesh=mesh)
+        adapters = fresh_state(toy).old
+        assert toy.stage("regenerate", adapters, 3).chunk == toy.recipe.stage(adapters, toy.recipe.levels[0]).chunk == expected
+
+
+def test_the_reward_of_a_toy_differs_between_candidates():
+    """So that the tests above see something."""
+    toy = toy_experiment()
+    _, outcome = iterate(toy, fresh_state(toy), 1)
+    assert np.ptp(outcome.ledger["proxy_reward"].reshape(2, 8), axis=1).min() > 1e-3
