@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from solrl_jax.explore.sync import Quantizer, quantize_policy
 from solrl_jax.numerics.matmul import LowRank, dequantize, matmul
 from solrl_jax.numerics.nvfp4 import QTensor, quantize
-from solrl_jax.policy.lora import attach, flatten, init_adapters, matching, merge_and_quantize, replace
+from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.policy.lora import attach, flatten, init_adapters, matching, replace
 
 RANK, SCALE = 4, 2.0
 Q, K, OUT = "blocks/attn/to_q/kernel", "blocks/attn/to_k/kernel", "out/0/kernel"
@@ -128,6 +130,14 @@ def test_attach_puts_each_adapter_on_its_leaf_and_leaves_the_rest():
     assert isinstance(flatten(params)[Q], jax.Array)
 
 
+MESH = make_mesh(1, 1, devices=jax.devices()[:1])
+
+
+def merge_and_quantize(params, adapters, scale, paths, quantize):
+    with jax.set_mesh(MESH):
+        return quantize_policy(MESH, params, adapters, scale, tuple(paths), Quantizer(quantize))
+
+
 def test_a_quantised_copy_takes_the_place_of_base_and_adapter():
     params, ab = base(), adapters()
     quantized = merge_and_quantize(params, ab, SCALE, [Q, K], quantize)
@@ -139,7 +149,7 @@ def test_a_quantised_copy_takes_the_place_of_base_and_adapter():
 
 def test_merging_then_quantising_is_quantising_the_merged_matrix():
     params, ab = base(), adapters()
-    got = jax.jit(merge_and_quantize, static_argnums=(2, 3, 4))(params, ab, SCALE, (Q, K, OUT), quantize)
+    got = merge_and_quantize(params, ab, SCALE, (Q, K, OUT), quantize)
     assert set(got) == {Q, K, OUT}
     flat = {path: np.asarray(leaf.astype(jnp.float32)) for path, leaf in flatten(params).items()}
     for path, ab_of in ab.items():
@@ -160,7 +170,7 @@ def test_fresh_adapters_change_nothing(dtype):
     trained = flatten(attach(params, adapters(), SCALE))[OUT]
     assert np.abs((matmul(x, trained) - matmul(x, plain)).astype(jnp.float32)).max() > 1
     for path, q in merge_and_quantize(params, fresh, SCALE, [Q, K, OUT], quantize).items():
-        same(q, quantize(flatten(params)[path]))
+        same(q, jax.jit(quantize)(flatten(params)[path]))
 
 
 def test_the_adapted_and_the_merged_policy_are_one_function():
@@ -177,8 +187,9 @@ def test_merging_needs_room_for_a_layer_and_not_for_the_stack():
     layers, n = 24, 256
     stack = {"blocks": {"kernel": jax.ShapeDtypeStruct((layers, n, n), jnp.float32)}}
     ab = {name: jax.ShapeDtypeStruct((layers, *shape), jnp.float32) for name, shape in (("a", (n, RANK)), ("b", (RANK, n)))}
-    merge = jax.jit(merge_and_quantize, static_argnums=(2, 3, 4))
     paths = ("blocks/kernel",)
-    memory = merge.lower(stack, {paths[0]: ab}, SCALE, paths, quantize).compile().memory_analysis()
+    with jax.set_mesh(MESH):
+        lowered = quantize_policy.lower(MESH, stack, {paths[0]: ab}, SCALE, paths, Quantizer(quantize))
+    memory = lowered.compile().memory_analysis()
     assert memory.output_size_in_bytes < 0.57 * layers * n * n  # 4.5 bits a weight
     assert memory.temp_size_in_bytes < 5 * n * n * 4
