@@ -1,4 +1,4 @@
-"""Small random pipelines in diffusers' own layout, their weights strong enough that all they are told shows."""
+"""Small random pipelines in diffusers' layout. Their weights are so large that every input changes the output."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ from transformers import (
 from solrl_jax.commands.sample import Request, sample
 
 MAX_TOKENS = 10  # the tokenizer's own limit
-COMPRESSION, CHANNELS = 4, 8  # pixels a latent vector stands for, in both directions; its length
+COMPRESSION, CHANNELS = 4, 8  # SANA: pixels per latent in each direction, channels
 
 WORDS = [
     "a", "an", "and", "above", "below", "left", "right", "of", "the", "one", "two", "three", "red", "green", "blue", "yellow",
@@ -62,13 +62,17 @@ TRANSFORMER = {
     "mlp_ratio": 2.5, "sample_size": 8, "patch_size": 1,
 }  # fmt: skip
 
-KL_COMPRESSION, KL_CHANNELS, CLIP_TOKENS = 2, 4, 9  # of FLUX and SD3: pixels a latent each way, its length; CLIP's text length
+KL_COMPRESSION, KL_CHANNELS, CLIP_TOKENS = (
+    2,
+    4,
+    9,
+)  # FLUX and SD3: pixels per latent in each direction, channels, CLIP's text length
 KL = {
     "latent_channels": KL_CHANNELS, "block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1,
     "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2, "scaling_factor": 0.4,
     "shift_factor": 0.3, "use_quant_conv": False, "use_post_quant_conv": False,
 }  # fmt: skip
-CLIP_L = {  # an end of text of 2 is what released files say: it means the highest token
+CLIP_L = {  # released files have an end of text of 2, which means the highest token
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 12,
     "max_position_embeddings": CLIP_TOKENS, "hidden_act": "quick_gelu", "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
 }  # fmt: skip
@@ -101,9 +105,9 @@ def dynamic(**changes) -> FlowMatchEulerDiscreteScheduler:
 
 
 def save_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> SanaPipeline:
-    """Writes a random pipeline in float32 to `folder` and returns diffusers' own form of it.
+    """Writes a random SANA pipeline in float32 to `folder` and returns diffusers' form of it.
 
-    scheduler: one of diffusers', SANA's if None; transformer: changes to the config of the transformer.
+    scheduler: one of diffusers; None: SANA's. transformer: changes to the transformer's config.
     """
     torch.manual_seed(seed)
     networks = {
@@ -118,7 +122,7 @@ def save_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) ->
 
 
 def save_flux_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> FluxPipeline:
-    """As `save_pipeline`, like FLUX.1-dev."""
+    """The same for FLUX.1-dev."""
     torch.manual_seed(seed)
     tokenizer, tokenizer_2 = make_clip_tokenizer(), make_t5_tokenizer()
     network = FluxTransformer2DModel(**FLUX | transformer)
@@ -141,11 +145,11 @@ def save_flux_pipeline(folder: Path, scheduler=None, seed: int = 0, **transforme
 def save_sd3_pipeline(
     folder: Path, scheduler=None, seed: int = 0, with_t5: bool = True, **transformer
 ) -> StableDiffusion3Pipeline:
-    """As `save_pipeline`, like Stable Diffusion 3.5 Large; with_t5: whether it has its third text encoder."""
+    """The same for Stable Diffusion 3.5 Large. with_t5: with the third text encoder."""
     torch.manual_seed(seed)
     tokenizers = make_clip_tokenizer(), make_clip_tokenizer(second=True), make_t5_tokenizer() if with_t5 else None
     network = _strong(SD3Transformer2DModel(**SD3 | transformer), _strengthen_transformer)
-    network.pos_embed.pos_embed.normal_()  # stored, so that no formula gives it
+    network.pos_embed.pos_embed.normal_()  # the stored table is used, not the formula
     return _saved(
         StableDiffusion3Pipeline(
             transformer=network,
@@ -163,7 +167,7 @@ def save_sd3_pipeline(
 
 
 def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **request) -> tuple[np.ndarray, np.ndarray]:
-    """Images [n, H, W, 3] by `commands.sample`, in float32 unless asked otherwise, and the noise it says it began with."""
+    """Images [n, H, W, 3] by `commands.sample`, by default in float32, and the noise that it reports."""
     out.mkdir(exist_ok=True)
     (out / "prompts.txt").write_text("\n".join(prompts) + "\n")
     if latents is not None:
@@ -175,7 +179,7 @@ def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **r
 
 @contextlib.contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Without LLVM's optimisations, which are half of the time of tests of small networks."""
+    """Compiles without LLVM's optimisations, which take half of the time of tests of small networks."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
@@ -203,7 +207,7 @@ def _t5(width: int, tokenizer: T5Tokenizer) -> T5EncoderModel:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, <bos> first, <unk> for what is not known; as in Gemma's, capitals and spaces at the end count."""
+    """One token per word after <bos>; other words are <unk>. Capitals and trailing spaces count, as in Gemma's tokenizer."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"▁{w}" for w in WORDS)]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always")
@@ -214,7 +218,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_clip_tokenizer(second: bool = False) -> CLIPTokenizer:
-    """About one token a word, capitals like small letters; the two that SD3 has differ in order and in what they pad with."""
+    """About one token per word, in lower case. SD3's two tokenizers differ in the order of tokens and in the padding."""
     letters = [c for c in map(chr, range(33, 127)) if not c.isupper()]
     merges = [(word[:i], word[i] + "</w>" * (i == len(word) - 1)) for word in WORDS for i in range(1, len(word))]
     pieces = [*letters, *(f"{c}</w>" for c in letters), *map("".join, merges)]
@@ -225,7 +229,7 @@ def make_clip_tokenizer(second: bool = False) -> CLIPTokenizer:
 
 
 def make_t5_tokenizer() -> T5Tokenizer:
-    """One token a word, another for each letter of what is no word; capitals are none of either."""
+    """One token per known word, one per letter of other words; capitals are unknown."""
     words = [(f"▁{word}", -1.0) for word in WORDS]
     letters = [(c, -5.0) for c in "▁" + "".join(map(chr, range(97, 123)))]
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words, *letters]
@@ -256,7 +260,7 @@ def _strengthen_t5(network: T5EncoderModel) -> None:
             p.normal_(1.0, 0.3)
         elif "shared" in name or "relative_attention_bias" in name:
             p.normal_()
-        else:  # q carries the factor that the logits lack
+        else:  # T5's logits are not scaled: the queries' weights are
             p.normal_(0, (p.shape[1] * (network.config.d_kv if ".q." in name else 1)) ** -0.5)
 
 

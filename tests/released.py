@@ -1,4 +1,4 @@
-"""Released rewards in miniature: the same structure and files, small widths, random weights. Oracles in PyTorch beside them."""
+"""Released rewards in miniature, with the same structure and files, small widths and random weights; and PyTorch's scores."""
 
 import importlib.util
 import itertools
@@ -19,8 +19,8 @@ from solrl_jax.models.blip import DEVIATION, MEAN, ImageRewardConfig
 from solrl_jax.models.clip import CLIPConfig
 
 POSITIONS = 77
-PIXELS = 112  # of a picture as it is seen: half of the released size, for speed
-# longer than the texts that the scorers read, not ASCII, empty; and what clean-up and lower case change
+PIXELS = 112  # side of the pictures that the networks are given: half of the released size, for speed
+# longer than the scorers read, not ASCII, empty; changed by clean-up and by lower case
 PROMPTS = (
     "a red circle above two small blue squares",
     "",
@@ -51,7 +51,7 @@ def pictures(height: int, width: int, count: int = len(PROMPTS), seed: int = 0) 
 
 
 def strengthen(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Weights large enough that every token, position and pixel shows; values that float16 holds exactly."""
+    """Weights so large that every token, position and pixel changes the output; float16 holds them exactly."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.eval().requires_grad_(False).named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -69,7 +69,7 @@ def strengthen(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def save_clip_tokenizer(folder: Path) -> transformers.CLIPTokenizer:
-    """CLIP's kind with an alphabet of bytes and a few merges."""
+    """A tokenizer like CLIP's: an alphabet of bytes and a few merges."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [
         (word[:i], word[i] + "</w>" * (i == len(word) - 1)) for word in ("red", "small", "very") for i in range(1, len(word))
@@ -83,7 +83,7 @@ def save_clip_tokenizer(folder: Path) -> transformers.CLIPTokenizer:
 
 
 def save_openai_tokenizer(folder: Path) -> None:
-    """CLIP's own vocabulary, from the list of merges that open_clip carries, for transformers."""
+    """CLIP's vocabulary in transformers' form, from the merges in open_clip."""
     theirs = open_clip().tokenizer.SimpleTokenizer()
     vocabulary = {piece: i for piece, i in theirs.encoder.items() if i < 49406} | {
         "<|startoftext|>": 49406,
@@ -94,7 +94,7 @@ def save_openai_tokenizer(folder: Path) -> None:
 
 
 def save_bert_tokenizer(folder: Path) -> transformers.BertTokenizer:
-    """BERT's kind, uncased, with an alphabet of letters."""
+    """A tokenizer like BERT's, uncased, with an alphabet of letters."""
     letters = [*"abcdefghijklmnopqrstuvwxyz0123456789", "猫"]
     words = [
         "[PAD]",
@@ -174,8 +174,7 @@ def processed(images: np.ndarray) -> torch.Tensor:
 
 
 def open_clip() -> types.ModuleType:
-    """open_clip, which `make test` installs without its requirements: empty classes stand for torchvision's, which it wants for
-    pictures alone."""
+    """open_clip. `make test` installs it without torchvision, which it needs only for pictures: empty classes stand in."""
     if "open_clip" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return importlib.import_module("open_clip")
     names = ("", ".transforms", ".transforms.functional", ".ops", ".ops.misc")
@@ -184,7 +183,7 @@ def open_clip() -> types.ModuleType:
     try:
         return importlib.import_module("open_clip")
     finally:
-        for name in stand_ins:  # nobody else should take them for the library
+        for name in stand_ins:  # other modules must not take them for the library
             del sys.modules[name]
 
 
@@ -202,7 +201,7 @@ class _AnyAttribute(type):
 
 
 def save_hps(file: Path, seed: int) -> torch.nn.Module:
-    """ViT-H-14 in small: heads of another width in either tower, exact GELU; in float16, as the released file is."""
+    """ViT-H-14 in miniature: another head width in each tower, exact GELU; float16, as in the released file."""
     vision = {
         "image_size": PIXELS, "layers": VISION["num_hidden_layers"], "width": VISION["hidden_size"], "head_width": 20,
         "patch_size": VISION["patch_size"],
@@ -244,7 +243,7 @@ def make_head(features: int, seed: int) -> torch.nn.Sequential:
 
 
 def save_image_reward(file: Path, vocabulary: int, seed: int) -> tuple[ImageRewardConfig, tuple[torch.nn.Module, ...]]:
-    """Encoders of transformers, saved under the names of the released file, with what that one holds besides."""
+    """transformers' encoders under the names of the released file, with the other tensors of that file."""
     config = ImageRewardConfig(
         vision_width=EYES, vision_layers=3, vision_heads=4, text_width=WIDTH, text_layers=2, text_heads=3, text_mlp=4 * WIDTH,
         vocabulary=vocabulary, positions=50, image_size=PIXELS,
