@@ -66,7 +66,7 @@ KL_COMPRESSION, KL_CHANNELS, CLIP_TOKENS = (
     2,
     4,
     9,
-)  # FLUX and SD3: pixels per latent in each direction, channels, CLIP's text length
+)  # FLUX, SD3: pixels per latent each way, channels, CLIP's tokens
 KL = {
     "latent_channels": KL_CHANNELS, "block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1,
     "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2, "scaling_factor": 0.4,
