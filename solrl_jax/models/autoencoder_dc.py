@@ -1,28 +1,37 @@
-"""DC-AE, the autoencoder between images and SANA's latents (arXiv 2410.10733; in SANA: arXiv 2410.10629, section 2.1).
+"""DC-AE, SANA's autoencoder (arXiv 2410.10733; in SANA: arXiv 2410.10629, section 2.1): diffusers' `AutoencoderDC` in Flax NNX.
 
-A stack of stages, each at half the resolution of the one before; six of them turn 32 x 32 pixels into one latent vector.
-Every change of resolution has a shortcut without parameters, which moves pixels into channels (or back) and averages (or
-repeats) channels to the wanted width. The convolution beside it learns a difference, which is what makes this trainable.
-Fine stages hold residual convolutions, coarse ones linear attention with a gated convolution (EfficientViT, 2205.14756).
+A sequence of stages, each at half the resolution of the one before. Six stages turn 32 x 32 pixels into one latent vector.
+Fine stages hold residual convolutions. Coarse stages hold linear attention and a gated convolution (EfficientViT, arXiv
+2205.14756). Every change of resolution has a shortcut without parameters: it moves pixels into channels (or back), and averages
+(or repeats) channels to the wanted width. So the convolution beside it learns only a difference; this makes it trainable.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.layers import Conv, DepthwiseConv, Linear, RMSNorm, param
+from solrl_jax.models.config_file import ReleasedConfig
+from solrl_jax.models.layers import (
+    Conv,
+    DepthwiseConv,
+    GLUMBConv,
+    Linear,
+    RMSNorm,
+    depth_to_space,
+    param,
+    space_to_depth,
+)
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu": jax.nn.relu}
 NORM_EPS, ATTENTION_EPS = 1e-5, 1e-15
 Heads = Float[Array, "b n g d"]
-ACCEPTED = {  # for the fields of these names, with or without "encoder_" or "decoder_" before
+ACCEPTED = {  # values of the fields with these names, with or without "encoder_" or "decoder_" before
     "block_types": ("ResBlock", "EfficientViTBlock"),
     "downsample_block_type": ("Conv", "pixel_unshuffle"),
     "upsample_block_type": ("interpolate", "pixel_shuffle"),
@@ -33,8 +42,10 @@ ACCEPTED = {  # for the fields of these names, with or without "encoder_" or "de
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoencoderDCConfig:
-    """The fields of a released `config.json`, with its defaults. Tuples have one entry a stage, finest first."""
+class AutoencoderDCConfig(ReleasedConfig):
+    """The fields of a released `config.json`. Tuples have one entry for each stage, finest first."""
+
+    network = "AutoencoderDC"
 
     in_channels: int = 3
     latent_channels: int = 32
@@ -56,63 +67,35 @@ class AutoencoderDCConfig:
     decoder_conv_act_fn: str = "relu"
     scaling_factor: float = 1.0  # the diffusion model sees `encode(x) * scaling_factor`
 
-    @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> "AutoencoderDCConfig":
-        """From the contents of `config.json`, less its notes (keys that begin with "_"). Raises ValueError."""
-        freeze = lambda v: tuple(tuple(e) if isinstance(e, list) else e for e in v) if isinstance(v, list) else v
-        given: dict[str, Any] = {k: freeze(v) for k, v in d.items() if not k.startswith("_")}
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name, value in given.items():
-            _require(name in known, name, value, "the fields " + ", ".join(known))
-        return cls(**given)
-
-    def __post_init__(self):
+    def check(self) -> None:
         n = len(self.encoder_block_out_channels)
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if isinstance(field.default, tuple) or name.endswith(("_types", "_fns")):
                 value = (value,) * n if isinstance(value, str) else value
                 object.__setattr__(self, name, value)
-                _require(isinstance(value, tuple) and len(value) == n, name, value, f"a list of {n}, one for each stage")
+                self.require(isinstance(value, tuple) and len(value) == n, name, f"a list of {n}, one for each stage")
             match name.removeprefix("encoder_").removeprefix("decoder_"):
                 case "layers_per_block":
-                    _require(min(value) > 0, name, value, "one layer or more in every stage")
+                    self.require(min(value) > 0, name, "one layer or more in every stage")
                 case "qkv_multiscales":
-                    _require(all(k % 2 for sizes in value for k in sizes), name, value, "odd kernel sizes")
+                    self.require(all(k % 2 for sizes in value for k in sizes), name, "odd kernel sizes")
                 case "block_out_channels":
                     # Shortcuts average or repeat whole channels, and a shuffle makes a 2 x 2 square of four channels.
                     fits = all(4 * fine % coarse == 0 and coarse % 4 == 0 for fine, coarse in pairwise(value))
                     rule = "multiples of 4 that divide 4 times the width before, the last a multiple of latent_channels"
-                    _require(fits and value[-1] % self.latent_channels == 0, name, value, rule)
+                    self.require(fits and value[-1] % self.latent_channels == 0, name, rule)
                 case kind if kind in ACCEPTED:
-                    for v in (value,) if isinstance(value, str) else value:
-                        _require(v in ACCEPTED[kind], name, v, " or ".join(ACCEPTED[kind]))
+                    self.require_one_of(name, ACCEPTED[kind])
 
     @property
     def spatial_compression(self) -> int:
-        """How many pixels, in height and in width, become one latent vector."""
+        """Pixels that a latent stands for, each way."""
         return 2 ** (len(self.encoder_block_out_channels) - 1)
 
 
-def _require(ok: bool, name: str, value: Any, accepted: str) -> None:
-    if not ok:
-        raise ValueError(f"AutoencoderDC config: {name} = {value!r} is not supported; accepted: {accepted}")
-
-
-def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
-    """Each 2 x 2 square of pixels as one; its channels ordered (channel, row, column)."""
-    b, h, w, c = x.shape
-    return x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 5, 2, 4).reshape(b, h // 2, w // 2, 4 * c)
-
-
-def depth_to_space(x: Float[Array, "b h w 4*c"]) -> Float[Array, "b 2*h 2*w c"]:
-    """The inverse of `space_to_depth`."""
-    b, h, w, c = x.shape
-    return x.reshape(b, h, w, c // 4, 2, 2).transpose(0, 1, 4, 2, 5, 3).reshape(b, 2 * h, 2 * w, c // 4)
-
-
 class DownBlock(nnx.Module):
-    """Half the resolution: a strided convolution, or one that `space_to_depth` follows."""
+    """Half the resolution: a strided convolution, or (unshuffle) a convolution and `space_to_depth`."""
 
     def __init__(self, n_in: int, n_out: int, *, unshuffle: bool, rngs: nnx.Rngs):
         self.conv = Conv(n_in, n_out // 4 if unshuffle else n_out, 3, stride=1 if unshuffle else 2, rngs=rngs)
@@ -124,7 +107,7 @@ class DownBlock(nnx.Module):
 
 
 class UpBlock(nnx.Module):
-    """Twice the resolution: a convolution of the repeated pixels, or one that `depth_to_space` follows."""
+    """Twice the resolution: a convolution of repeated pixels, or (shuffle) a convolution and `depth_to_space`."""
 
     def __init__(self, n_in: int, n_out: int, *, shuffle: bool, rngs: nnx.Rngs):
         self.conv = Conv(n_in, 4 * n_out if shuffle else n_out, 3, rngs=rngs)
@@ -149,7 +132,7 @@ class ResBlock(nnx.Module):
 
 
 class MultiscaleProjection(nnx.Module):
-    """Queries, keys and values of `kernel` x `kernel` neighbourhoods; `size` consecutive channels are mixed with each other."""
+    """Queries, keys and values of `kernel` x `kernel` neighbourhoods. Each group of `size` consecutive channels is mixed."""
 
     def __init__(self, channels: int, size: int, kernel: int, *, rngs: nnx.Rngs):
         self.proj_in = DepthwiseConv(channels, kernel, bias=False, rngs=rngs)
@@ -164,13 +147,13 @@ class MultiscaleProjection(nnx.Module):
 
 
 def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
-    """Averages of `v` with weights relu(q) . relu(k). As many tokens as features or fewer: all pairs, as it is cheaper."""
+    """Averages of `v` with weights relu(q) . relu(k): over all pairs of tokens where that is cheaper, else in linear time."""
     q, k = jax.nn.relu(q), jax.nn.relu(k)
     if q.shape[1] <= q.shape[-1]:
         scores = jnp.einsum("bngd,bmgd->bgnm", q, k).astype(jnp.float32)
         weights = scores / (scores.sum(-1, keepdims=True) + ATTENTION_EPS)
         return jnp.einsum("bgnm,bmgd->bngd", weights.astype(v.dtype), v)
-    # Linear: the sums over keys do not depend on q. They grow with the image, out of what half precision can hold.
+    # The sums over keys do not depend on q. In float32: they grow with the image, beyond the range of half precision.
     q32, k32, v32 = (t.astype(jnp.float32) for t in (q, k, v))
     dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     total = dot("bngd,bgde->bnge", q32, dot("bngd,bnge->bgde", k32, v32))
@@ -179,7 +162,7 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
 
 class MultiscaleAttention(nnx.Module):
-    """Heads of attention over the pixels themselves, and as many more over the neighbourhoods of each of `scales`."""
+    """Attention over the pixels, and, with as many more heads, over neighbourhoods of each of the sizes in `scales`."""
 
     def __init__(self, channels: int, *, head_dim: int, scales: tuple[int, ...], rngs: nnx.Rngs):
         inner = channels // head_dim * head_dim
@@ -193,40 +176,36 @@ class MultiscaleAttention(nnx.Module):
         b, h, w, _ = x.shape
         qkv = jnp.concatenate([self.to_q(x), self.to_k(x), self.to_v(x)], axis=-1)
         qkv = jnp.concatenate([qkv, *(project(qkv) for project in self.to_qkv_multiscale)], axis=-1)
-        # The channels are ordered (head, q or k or v, feature). The layers that the released files call to_q, to_k and to_v
-        # are thirds of these: with several heads, a head's three parts may all come from one of them.
+        # The channels are ordered (head, q or k or v, feature). The released layers to_q, to_k and to_v are thirds of them in
+        # this order: with several heads, one layer may make all three parts of a head.
         q, k, v = jnp.moveaxis(qkv.reshape(b, h * w, -1, 3, self.head_dim), 3, 0)
         return x + self.norm_out(self.to_out(relu_attention(q, k, v).reshape(b, h, w, -1)))
 
 
-class GLUMBConv(nnx.Module):
-    """Gated inverted bottleneck: 1x1 to eight times the width, 3x3 depthwise, half of it gates the other half, 1x1 back."""
+class ResidualGLUMBConv(GLUMBConv):
+    """The gated convolution with eight times the width inside; its result is normalised and added to the input."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
-        hidden = 4 * channels
-        self.conv_inverted = Linear(channels, 2 * hidden, layout="pointwise", rngs=rngs)
-        self.conv_depth = DepthwiseConv(2 * hidden, 3, rngs=rngs)
-        self.conv_point = Linear(hidden, channels, bias=False, layout="pointwise", rngs=rngs)
+        super().__init__(channels, 4 * channels, rngs=rngs)
         self.norm = RMSNorm(channels, eps=NORM_EPS, bias=True)
 
-    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        y, gate = jnp.split(self.conv_depth(jax.nn.silu(self.conv_inverted(x))), 2, axis=-1)
-        return x + self.norm(self.conv_point(y * jax.nn.silu(gate)))
+    def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
+        return x + self.norm(super().__call__(x))
 
 
 class EfficientViTBlock(nnx.Module):
-    """Attention for the whole image, then a gated convolution for the neighbourhood."""
+    """Attention over the whole image, then a gated convolution over neighbourhoods."""
 
     def __init__(self, channels: int, *, head_dim: int, scales: tuple[int, ...], rngs: nnx.Rngs):
         self.attn = MultiscaleAttention(channels, head_dim=head_dim, scales=scales, rngs=rngs)
-        self.conv_out = GLUMBConv(channels, rngs=rngs)
+        self.conv_out = ResidualGLUMBConv(channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
         return self.conv_out(self.attn(x))
 
 
 def make_stages(config: AutoencoderDCConfig, side: str, activations: Sequence[str], rngs: nnx.Rngs) -> list[list]:
-    """The blocks of each stage of the "encoder" or the "decoder", without the steps between stages."""
+    """The blocks of each stage, without the steps between stages. side: "encoder" or "decoder"."""
 
     def make(kind: str, width: int, scales: tuple[int, ...], activation: str) -> nnx.Module:
         if kind == "ResBlock":
@@ -239,7 +218,7 @@ def make_stages(config: AutoencoderDCConfig, side: str, activations: Sequence[st
 
 
 class Encoder(nnx.Module):
-    """Stages from fine to coarse; each ends with the step down to the next."""
+    """Stages from fine to coarse. Each ends with the step down to the next."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
         widths, unshuffle = config.encoder_block_out_channels, config.downsample_block_type == "pixel_unshuffle"
@@ -260,7 +239,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Stages from coarse to fine, though listed finest first; each begins with the step up from the coarser one."""
+    """Stages from coarse to fine, but listed finest first. Each begins with the step up from the coarser one."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
         widths, shuffle = config.decoder_block_out_channels, config.upsample_block_type == "pixel_shuffle"
@@ -282,17 +261,18 @@ class Decoder(nnx.Module):
 
 
 class AutoencoderDC(nnx.Module):
-    """Images in [-1, 1] to latents and back, neither scaled by `config.scaling_factor`."""
+    """Images in [-1, 1] to latents and back. `config.scaling_factor` is not applied."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
         self.encoder, self.decoder = Encoder(config, rngs=rngs), Decoder(config, rngs=rngs)
         self.config = config
 
     def encode(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
-        """Raises ValueError unless height and width are multiples of `config.spatial_compression`."""
+        """h = H / `config.spatial_compression`. Raises ValueError for a size that is no multiple of it."""
         if any(size % self.config.spatial_compression for size in x.shape[1:3]):
             raise ValueError(f"an image of {x.shape[1:3]} pixels: need multiples of {self.config.spatial_compression}")
         return self.encoder(x)
 
     def decode(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        """H = h * `config.spatial_compression`. Not clipped to [-1, 1]."""
         return self.decoder(z)

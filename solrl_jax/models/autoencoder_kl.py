@@ -1,8 +1,8 @@
 """The KL autoencoder of latent diffusion (arXiv 2112.10752, section 3.1): `AutoencoderKL` of diffusers in Flax NNX.
 
-FLUX.1 and SD3 release it with 16 latent channels; with 4, and a 1x1 convolution on either side of the latent, it is that of
-Stable Diffusion 1. Residual convolutions at ever coarser resolution, attention over all pixels at the coarsest, and back. The
-encoder gives a normal distribution for each latent, not a latent.
+FLUX.1 and Stable Diffusion 3 use it with 16 latent channels. With 4, and a 1x1 convolution on either side of the latent, it is
+the autoencoder of Stable Diffusion 1. Residual convolutions at ever coarser resolution, attention over all pixels at the
+coarsest, and back. The encoder's result for each latent is a normal distribution.
 """
 
 import dataclasses
@@ -14,11 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.attention import attention
+from solrl_jax.models.config_file import ReleasedConfig
 from solrl_jax.models.layers import Conv, Linear, param
 
 NORM_EPS = 1e-6
-LOGVAR_RANGE = (-30.0, 20.0)  # the released code clamps to it, so that exp(logvar) is finite
-ACCEPTED: dict[str, tuple[Any, ...]] = {  # values, or for the types of blocks the values of every stage
+LOGVAR_RANGE = (-30.0, 20.0)  # clamped to it, as in the released code, so that exp(logvar) is finite
+ACCEPTED: dict[str, tuple[Any, ...]] = {  # values of these fields; of block types, the values of every stage
     "act_fn": ("silu",),
     "down_block_types": ("DownEncoderBlock2D",),
     "up_block_types": ("UpDecoderBlock2D",),
@@ -28,89 +29,68 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {  # values, or for the types of blocks t
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoencoderKLConfig:
-    """The fields of a released `config.json`, with its defaults. Tuples have one entry a stage, finest first."""
+class AutoencoderKLConfig(ReleasedConfig):
+    """The fields of a released `config.json`. Tuples have one entry for each stage, finest first."""
+
+    network = "AutoencoderKL"
 
     in_channels: int = 3
     out_channels: int = 3
     down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",)
     up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
     block_out_channels: tuple[int, ...] = (64,)
-    layers_per_block: int = 1  # of the encoder; the decoder has one more
+    layers_per_block: int = 1  # in the encoder; the decoder has one more
     act_fn: str = "silu"
     latent_channels: int = 4
     norm_num_groups: int = 32
-    sample_size: int | tuple[int, ...] = 32  # pixels of the images it was trained on; any size runs
+    sample_size: int | tuple[int, ...] = 32  # of the training images, in pixels; any size runs
     scaling_factor: float = 0.18215  # the diffusion model sees `(latent - shift_factor) * scaling_factor`
     shift_factor: float | None = None  # None: zero
     latents_mean: None = None
     latents_std: None = None
-    force_upcast: bool = True  # whether it wants float32; the caller chooses, by the dtype of what it feeds in
+    force_upcast: bool = True  # whether it needs float32; the caller chooses, by the dtype of its input
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "AutoencoderKLConfig":
-        """From the contents of `config.json`, less its notes (keys that begin with "_"). Raises ValueError."""
-        freeze = lambda v: tuple(v) if isinstance(v, list) else v
-        given: dict[str, Any] = {k: freeze(v) for k, v in fields.items() if not k.startswith("_")}
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name, value in given.items():
-            _require(name in known, name, value, "the fields " + ", ".join(known))
-        return cls(**given)
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if field.type is int:
-                _require(type(value) is int and value > 0, name, value, "a positive integer")
-            if field.type is bool:
-                _require(type(value) is bool, name, value, "True or False")
-            if name in ("scaling_factor", "shift_factor") and value is not field.default:
-                fits = type(value) in (int, float) and (value > 0 or name == "shift_factor")
-                _require(fits, name, value, "a positive number" if name == "scaling_factor" else "a number or None")
-            if name in ACCEPTED:
-                for v in value if isinstance(value, tuple) else (value,):
-                    _require(v in ACCEPTED[name], name, v, " or ".join(map(repr, ACCEPTED[name])))
-        widths = self.block_out_channels
-        fits = isinstance(widths, tuple) and widths and all(type(w) is int and w > 0 for w in widths)
-        fits = fits and all(w % self.norm_num_groups == 0 for w in widths)
-        _require(fits, "block_out_channels", widths, f"a list of multiples of norm_num_groups={self.norm_num_groups}")
+    def check(self) -> None:
+        number = lambda value: type(value) in (int, float)
+        self.require(number(self.scaling_factor) and self.scaling_factor > 0, "scaling_factor", "a positive number")
+        self.require(self.shift_factor is None or number(self.shift_factor), "shift_factor", "a number or None")
+        for name, accepted in ACCEPTED.items():
+            self.require_one_of(name, accepted)
+        widths, groups = self.block_out_channels, self.norm_num_groups
+        fits = isinstance(widths, tuple) and widths and all(type(w) is int and w > 0 and w % groups == 0 for w in widths)
+        self.require(bool(fits), "block_out_channels", f"a list of multiples of norm_num_groups={groups}")
         for name in ("down_block_types", "up_block_types"):
             value = getattr(self, name)
             fits = isinstance(value, tuple) and len(value) == len(widths)
-            _require(fits, name, value, f"a list of {len(widths)}, one for each of block_out_channels")
+            self.require(fits, name, f"a list of {len(widths)}, one for each of block_out_channels")
 
     @property
     def own_dtype(self) -> jnp.dtype | None:
-        """The one dtype that it works in, where there is one."""
+        """The only dtype that the network works in; None: any."""
         return jnp.dtype(jnp.float32) if self.force_upcast else None
 
     @property
     def spatial_compression(self) -> int:
-        """How many pixels, in height and in width, become one latent vector."""
+        """Pixels that a latent stands for, each way."""
         return 2 ** (len(self.block_out_channels) - 1)
 
     def unscale(self, latent: Float[Array, "..."]) -> Float[Array, "..."]:
-        """From what the diffusion model sees to what `AutoencoderKL.decode` takes."""
+        """From the diffusion model's latents to those that `AutoencoderKL.decode` takes."""
         return latent / self.scaling_factor + (self.shift_factor or 0.0)
 
 
-def _require(ok: Any, name: str, value: Any, accepted: str) -> None:
-    if not ok:
-        raise ValueError(f"AutoencoderKL config: {name} = {value!r} is not supported; accepted: {accepted}")
-
-
 class DiagonalGaussian(NamedTuple):
-    """The distribution of a latent, each number independent of the others: `mean + exp(logvar / 2) * noise`."""
+    """The distribution of a latent, `mean + exp(logvar / 2) * noise`, with independent numbers."""
 
     mean: Float[Array, "b h w c"]
     logvar: Float[Array, "b h w c"]
 
 
 class AutoencoderKL(nnx.Module):
-    """Images in [-1, 1] to latents and back, neither scaled nor shifted by the config's factors."""
+    """Images in [-1, 1] to latents and back. The config's scale and shift are not applied."""
 
     def __init__(self, config: AutoencoderKLConfig, *, rngs: nnx.Rngs):
         c, latent = config, config.latent_channels
@@ -121,9 +101,9 @@ class AutoencoderKL(nnx.Module):
         self.config = config
 
     def encode(self, image: Float[Array, "b H W 3"]) -> DiagonalGaussian:
-        """h = floor(H / `config.spatial_compression`): what does not fill a latent's square is partly seen, through padding.
+        """h = floor(H / `config.spatial_compression`), w likewise. Pixels beyond that reach the latents at the border in part.
 
-        Raises ValueError for an image smaller than one such square.
+        Raises ValueError for an image smaller than one latent.
         """
         least = self.config.spatial_compression
         if min(image.shape[1:3]) < least:
@@ -140,7 +120,7 @@ class AutoencoderKL(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Stages from fine to coarse, of which each but the last ends with the step down; two numbers for each of the latent's."""
+    """Stages from fine to coarse; each but the last ends with the step down. It makes means and log-variances, side by side."""
 
     def __init__(self, c: AutoencoderKLConfig, *, rngs: nnx.Rngs):
         widths = c.block_out_channels
@@ -153,7 +133,7 @@ class Encoder(nnx.Module):
         self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
         self.conv_out = Conv(widths[-1], 2 * c.latent_channels, 3, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w 2*c"]:
+    def __call__(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c2"]:
         x = self.conv_in(x)
         for block in self.down_blocks:
             x = block(x)
@@ -161,7 +141,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Stages from coarse to fine, of which each but the last ends with the step up."""
+    """Stages from coarse to fine; each but the last ends with the step up."""
 
     def __init__(self, c: AutoencoderKLConfig, *, rngs: nnx.Rngs):
         widths = c.block_out_channels[::-1]
@@ -227,7 +207,7 @@ class UNetMidBlock2D(nnx.Module):
 
 
 class ResnetBlock2D(nnx.Module):
-    """Twice norm, SiLU and convolution, added to the input (of which a 1x1 convolution changes the width, if it changes)."""
+    """Norm, SiLU and convolution, twice, added to the input. If the width changes, a 1x1 convolution maps the input."""
 
     def __init__(self, n_in: int, n_out: int, groups: int, *, rngs: nnx.Rngs):
         self.norm1, self.conv1 = GroupNorm(n_in, groups), Conv(n_in, n_out, 3, rngs=rngs)
@@ -241,7 +221,7 @@ class ResnetBlock2D(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """One head, as wide as the network, over all pixels; normalised before and added to its input."""
+    """Attention over all pixels with one head, as wide as the network. Pre-norm, and added to its input."""
 
     def __init__(self, channels: int, groups: int, *, rngs: nnx.Rngs):
         self.group_norm = GroupNorm(channels, groups)
@@ -259,14 +239,14 @@ class Downsample2D(nnx.Module):
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
         self.conv = Conv(channels, channels, 3, stride=2, rngs=rngs)
-        self.conv.padding = 0  # its own would be symmetric
+        self.conv.padding = 0  # instead of its symmetric one
 
-    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 c"]:
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 c"]:
         return self.conv(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))
 
 
 class Upsample2D(nnx.Module):
-    """Twice the resolution: every pixel four times, then a convolution."""
+    """Twice the resolution: each pixel becomes a 2 x 2 square, then a convolution."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
         self.conv = Conv(channels, channels, 3, rngs=rngs)
@@ -276,7 +256,7 @@ class Upsample2D(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Normalisation over all pixels and each of `groups` runs of neighbouring channels (arXiv 1803.08494); float32 inside."""
+    """Normalisation over all pixels of each of `groups` runs of neighbouring channels (arXiv 1803.08494); float32 inside."""
 
     def __init__(self, channels: int, groups: int):
         self.scale = param(jnp.ones(channels), "weight")
@@ -293,5 +273,5 @@ class GroupNorm(nnx.Module):
 
 
 def norm_silu(norm: GroupNorm, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-    """SiLU of the normalised `x`, rounded once: with a rounding between, BF16 strays a tenth further from float32."""
+    """SiLU of the normalised `x`, rounded once. With a rounding between the two, the error of BF16 is a tenth larger."""
     return jax.nn.silu(norm(x.astype(jnp.float32))).astype(x.dtype)

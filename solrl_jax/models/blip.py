@@ -1,7 +1,7 @@
-"""ImageReward v1.0 (arXiv 2304.05977) in Flax NNX: BLIP's two encoders (arXiv 2201.12086) and a head.
+"""ImageReward v1.0 (arXiv 2304.05977), `ImageReward` of the package image-reward, in Flax NNX: BLIP (arXiv 2201.12086), a head.
 
-A vision transformer reads the picture; BERT reads the prompt and looks at the picture's tokens in every layer. What stands at
-the first token goes through the head to one number. Names are those of the released file.
+A vision transformer reads the picture. BERT reads the prompt, and attends to the picture's tokens in every layer. The head maps
+the state of the prompt's first token to one number. Attributes have the names in the released file.
 """
 
 import dataclasses
@@ -12,20 +12,20 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.attention import attention
-from solrl_jax.models.clip import gelu
+from solrl_jax.models.clip import MLP, gelu
 from solrl_jax.models.embeddings import PatchProjection
 from solrl_jax.models.layers import Embedding, LayerNorm, Linear, param, scan_blocks, stack
 from solrl_jax.models.score_head import ScoreHead
 
-# Tensors of the file that say nothing here: positions 0, 1, 2, ..., and the maps of BLIP's contrastive loss.
+# How the names of tensors begin that the reward does not use: positions 0, 1, 2, ..., and the maps of BLIP's contrastive loss.
 UNUSED = ("blip.text_encoder.embeddings.position_ids", "blip.vision_proj.", "blip.text_proj.")
-# The head's output has this mean and deviation over the pictures of its training.
+# Mean and standard deviation of the head's output over its training pictures.
 MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageRewardConfig:
-    """The sizes of the released network, which no file of it says all of."""
+    """The sizes of the released network. None of its files holds all of them."""
 
     image_size: int = 224
     patch_size: int = 16
@@ -40,10 +40,12 @@ class ImageRewardConfig:
     text_eps: float = 1e-12
     vocabulary: int = 30524
     positions: int = 512
-    tokens: int = 35  # that a prompt is cut or padded to
+    tokens: int = 35  # a prompt is cut or padded to this length
 
 
 class ImageReward(nnx.Module):
+    """The reward network."""
+
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.blip = BLIP(c, rngs=rngs)
         self.mlp = ScoreHead(c.text_width, rngs=rngs)
@@ -51,19 +53,24 @@ class ImageReward(nnx.Module):
     def __call__(
         self, pixels: Float[Array, "b h w 3"], input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"]
     ) -> Float[Array, " b"]:
-        """Rewards of pictures, resized and normalised, each for its prompt; standardised. mask: false on padding."""
+        """The standardised reward of each picture for its prompt.
+
+        pixels: pictures of the network's own size, normalised. mask: true on tokens, false on padding.
+        """
         text = self.blip.text_encoder(input_ids, mask, self.blip.visual_encoder(pixels))
         return (self.mlp(text[:, 0]) - MEAN) / DEVIATION
 
 
 class BLIP(nnx.Module):
+    """The two encoders; only a level in the names of the released file."""
+
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.visual_encoder = VisualEncoder(c, rngs=rngs)
         self.text_encoder = TextEncoder(c, rngs=rngs)
 
 
 class VisualEncoder(nnx.Module):
-    """A pre-norm transformer over patches and one class token (arXiv 2010.11929); all its tokens are looked at."""
+    """A pre-norm transformer over patches and one class token (arXiv 2010.11929). The text encoder sees all its tokens."""
 
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         d, patches = c.vision_width, (c.image_size // c.patch_size) ** 2
@@ -82,16 +89,20 @@ class VisualEncoder(nnx.Module):
 
 
 class PatchEmbedding(nnx.Module):
+    """Only a level in the names of the released file."""
+
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.proj = PatchProjection(c.patch_size, 3, c.vision_width, rngs=rngs)
 
 
 class VisionBlock(nnx.Module):
+    """A pre-norm layer: attention, then MLP, each added to its input."""
+
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         d = c.vision_width
         self.norm1, self.norm2 = LayerNorm(d, eps=c.vision_eps), LayerNorm(d, eps=c.vision_eps)
         self.attn = VisionAttention(d, c.vision_heads, rngs=rngs)
-        self.mlp = VisionMLP(d, 4 * d, rngs=rngs)
+        self.mlp = MLP(d, 4 * d, "gelu", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         x = x + self.attn(self.norm1(x))
@@ -99,6 +110,8 @@ class VisionBlock(nnx.Module):
 
 
 class VisionAttention(nnx.Module):
+    """Softmax attention; one linear makes queries, keys and values."""
+
     def __init__(self, d: int, heads: int, *, rngs: nnx.Rngs):
         self.qkv, self.proj = Linear(d, 3 * d, rngs=rngs), Linear(d, d, rngs=rngs)
         self.heads = heads
@@ -108,16 +121,8 @@ class VisionAttention(nnx.Module):
         return self.proj(attention(q, k, v).reshape(x.shape))
 
 
-class VisionMLP(nnx.Module):
-    def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
-        self.fc1, self.fc2 = Linear(d, hidden, rngs=rngs), Linear(hidden, d, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        return self.fc2(gelu(self.fc1(x)))
-
-
 class TextEncoder(nnx.Module):
-    """BERT (arXiv 1810.04805) with cross attention: a post-norm transformer that looks both ways."""
+    """BERT (arXiv 1810.04805), a post-norm transformer that looks both ways, with attention to the picture added."""
 
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.embeddings = TextEmbeddings(c, rngs=rngs)
@@ -131,6 +136,8 @@ class TextEncoder(nnx.Module):
 
 
 class TextEmbeddings(nnx.Module):
+    """Tokens plus learned positions, normalised."""
+
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.word_embeddings = Embedding(c.vocabulary, c.text_width, rngs=rngs)
         self.position_embeddings = Embedding(c.positions, c.text_width, rngs=rngs)
@@ -141,11 +148,15 @@ class TextEmbeddings(nnx.Module):
 
 
 class TextLayers(nnx.Module):
+    """The stack of layers; only a level in the names of the released file."""
+
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.layer = stack(c.text_layers, lambda r: TextLayer(c, rngs=r), rngs)
 
 
 class TextLayer(nnx.Module):
+    """Attention to the text, attention to the picture, MLP."""
+
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.attention = TextAttention(c, c.text_width, rngs=rngs)
         self.crossattention = TextAttention(c, c.vision_width, rngs=rngs)
@@ -161,12 +172,12 @@ class TextLayer(nnx.Module):
 
 
 class TextAttention(nnx.Module):
-    """What `x` says after looking at `source` (itself, or the picture), added to it and normalised."""
+    """Attention from `x` to `source` (`x` itself, or the picture), added to `x`, and the sum normalised."""
 
     def __init__(self, c: ImageRewardConfig, width: int, *, rngs: nnx.Rngs):
         d = c.text_width
         own = {"query": Linear(d, d, rngs=rngs), "key": Linear(width, d, rngs=rngs), "value": Linear(width, d, rngs=rngs)}
-        setattr(self, "self", nnx.Dict(own))  # noqa: B010 - so the file calls it
+        setattr(self, "self", nnx.Dict(own))  # noqa: B010 - its name in the file
         self.output = NormedProjection(d, d, c.text_eps, rngs=rngs)
         self.heads = c.text_heads
 
@@ -180,6 +191,8 @@ class TextAttention(nnx.Module):
 
 
 class Projection(nnx.Module):
+    """Only a level in the names of the released file."""
+
     def __init__(self, n_in: int, n_out: int, *, rngs: nnx.Rngs):
         self.dense = Linear(n_in, n_out, rngs=rngs)
 

@@ -1,4 +1,4 @@
-"""What comes before the blocks of every transformer here: patches, timesteps and texts to vectors of the network's width."""
+"""What surrounds the blocks of a transformer: patches, positions, timesteps and texts as vectors of the network's width."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from solrl_jax.numerics.matmul import matmul
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose stride is its kernel size, as a product over flattened patches."""
+    """A convolution whose stride is its kernel size. Computed as a matrix product over flattened patches."""
 
     def __init__(self, patch: int, n_in: int, n_out: int, *, bias: bool = True, rngs: nnx.Rngs):
         init = nnx.initializers.xavier_uniform()
@@ -32,8 +32,14 @@ class PatchProjection(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
 
+def unpatch(tokens: Float[Array, "b n f"], rows: int, columns: int, patch: int) -> Float[Array, "b h w c"]:
+    """One patch for each token, row by row. A token's features are ordered (row, column, channel) within its patch."""
+    x = tokens.reshape(len(tokens), rows, columns, patch, patch, -1).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(len(tokens), rows * patch, columns * patch, -1)
+
+
 class TextProjection(nnx.Module):
-    """Two linears with an activation between (PixArt's, diffusers' `PixArtAlphaTextProjection`)."""
+    """Two linears with an activation between them: `PixArtAlphaTextProjection` of diffusers."""
 
     def __init__(self, n_in: int, d: int, *, act: Callable[[Array], Array] = jax.nn.gelu, rngs: nnx.Rngs):
         self.linear_1, self.linear_2 = Linear(n_in, d, rngs=rngs), Linear(d, d, rngs=rngs)
@@ -44,7 +50,7 @@ class TextProjection(nnx.Module):
 
 
 class TimestepMLP(nnx.Module):
-    """A number (a time, a guidance scale) to a vector: sinusoids, then two linears with SiLU between."""
+    """A vector for a number (a time, a guidance scale): sinusoids, then two linears with SiLU between them."""
 
     def __init__(self, d: int, *, rngs: nnx.Rngs):
         self.linear_1, self.linear_2 = Linear(256, d, rngs=rngs), Linear(d, d, rngs=rngs)
@@ -55,9 +61,25 @@ class TimestepMLP(nnx.Module):
 
 def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}"]:
     """Cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000; float32."""
-    # on the host: the exponent in float32 as in the released code, its exponential rounded once (NumPy's own float32 `exp` is
-    # off by an ulp in every second one, and at t = 1000 an ulp of a frequency is 1e-4 of an angle)
+    # On the host, with the exponent in float32 as in the released code, and its exponential rounded once. NumPy's own float32
+    # `exp` is often wrong in the last bit; at t = 1000 one bit of a frequency changes the angle by 1e-4.
     exponent = np.float32(-math.log(10000)) * np.arange(dim // 2, dtype=np.float32) / np.float32(dim // 2)
     frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
     angle = value.astype(jnp.float32)[:, None] * frequency
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+
+
+def sincos_positions(
+    d: int, rows: Float[np.ndarray, " rows"], columns: Float[np.ndarray, " columns"]
+) -> Float[Array, "rows columns {d}"]:
+    """Fixed positions of a grid, float32. Half of the features encode the column, the other half the row.
+
+    rows, columns: the coordinates along each axis. Of each axis, a quarter of all features are sines and a quarter cosines.
+    """
+    # The waves of an axis are made on the host in float64. The grid has up to a gigabyte: JAX makes it, so that it is not
+    # allocated where a network is traced for its shapes.
+    omega = 1.0 / 10000 ** (np.arange(d // 4) / (d // 4))
+    waves = lambda at: jnp.asarray(np.concatenate([f(np.outer(at, omega)) for f in (np.sin, np.cos)], axis=-1), jnp.float32)
+    shape = (len(rows), len(columns), d // 2)
+    by_column, by_row = waves(columns)[None], waves(rows)[:, None]
+    return jnp.concatenate([jnp.broadcast_to(by_column, shape), jnp.broadcast_to(by_row, shape)], axis=-1)

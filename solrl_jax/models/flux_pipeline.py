@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from solrl_jax.models.clip_text import CLIPTextEncoderConfig, CLIPTextModel
+from solrl_jax.models.clip import CLIPTextConfig
+from solrl_jax.models.clip_text import CLIPTextModel
 from solrl_jax.models.component import Component
 from solrl_jax.models.flux import PATCH, FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
@@ -48,9 +49,8 @@ def open_flux(folder: Path, remat: str) -> Pipeline:
 
     Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
     """
-    read = lambda part: read_json(folder / part / "config.json")
-    config, vae_config = FluxConfig.from_dict(read("transformer")), AutoencoderKLConfig.from_dict(read("vae"))
-    clip_config, t5_config = CLIPTextEncoderConfig.from_dict(read("text_encoder")), T5Config.from_dict(read("text_encoder_2"))
+    config, vae_config = FluxConfig.read(folder / "transformer"), AutoencoderKLConfig.read(folder / "vae")
+    clip_config, t5_config = CLIPTextConfig.read(folder / "text_encoder"), T5Config.read(folder / "text_encoder_2")
     check_fit(
         folder,
         ("transformer in_channels", config.in_channels, vae_config.latent_channels * PATCH**2),

@@ -1,12 +1,13 @@
 """Gemma 2's decoder as a text encoder (arXiv 2408.00118, section 2): `Gemma2Model` of transformers in Flax NNX.
 
-Layers alternate between attention to a sliding window and to everything before; keys and values are shared by groups of
-query heads; attention logits are soft-capped; each sublayer is normalised before and after. There is no language-model head:
-what comes out is the last, normalised hidden state of every token.
+A causal transformer. Its layers alternate between attention to a sliding window and to all tokens before. Groups of query heads
+share keys and values. Attention logits are soft-capped. Each sublayer is normalised before and after. There is no
+language-model head: the result is the last, normalised hidden state of every token.
 """
 
 import dataclasses
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,17 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.attention import attention
+from solrl_jax.models.config_file import ReleasedConfig, unsupported
 from solrl_jax.models.layers import Embedding, Linear, RMSNorm, gather, stack
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemma2Config:
-    """The fields of a released `config.json` on which the hidden states depend, under their own names (defaults: 2B)."""
+class Gemma2Config(ReleasedConfig):
+    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states depend on. The defaults are those of 2B."""
+
+    network, model_type = "Gemma2Model", "gemma2"
 
     vocab_size: int = 256000
     hidden_size: int = 2304
@@ -40,39 +44,33 @@ class Gemma2Config:
     attn_logit_softcapping: float | None = 50.0
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """From a `config.json` of transformers 4 or 5; fields without influence on the hidden states are passed over.
-
-        Raises ValueError naming a field whose value this port does not support.
-        """
-        _accept("model_type", fields.get("model_type", "gemma2"), ("gemma2",))
-        _accept("use_bidirectional_attention", fields.get("use_bidirectional_attention"), (None, False))
-        given = {f.name: fields[f.name] for f in dataclasses.fields(cls) if f.name in fields}
-        # transformers 5 puts `rope_theta` in here; before that it stood by itself
-        rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-        _accept("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",))
-        given |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-        depth = given.get("num_hidden_layers", cls.num_hidden_layers)
-        types = given.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(depth)]  # transformers 4 has none
-        config = cls(**given | {"layer_types": tuple(types)})
-
-        for field in dataclasses.fields(cls):
-            value = getattr(config, field.name)
-            if field.type is int and (type(value) is not int or value <= 0):
-                raise ValueError(f"Gemma2Model: {field.name}={value!r}; accepted: a positive integer")
-        _accept("hidden_activation", config.hidden_activation, ("gelu_pytorch_tanh",))
-        for kind in config.layer_types:
-            _accept("layer_types", kind, (SLIDING, FULL))
-        _accept("len(layer_types)", len(config.layer_types), (config.num_hidden_layers,))
-        if config.num_attention_heads % config.num_key_value_heads:
-            accepted = f"a divisor of num_attention_heads={config.num_attention_heads}"
-            raise ValueError(f"Gemma2Model: num_key_value_heads={config.num_key_value_heads}; accepted: {accepted}")
-        if config.head_dim % 2:
-            raise ValueError(f"Gemma2Model: head_dim={config.head_dim}; accepted: an even number (rotary pairs)")
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
+        given = dict(fields)
+        rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+        if "rope_theta" in rope:  # as transformers 5 has it; transformers 4 has it among the other fields
+            given["rope_theta"] = rope["rope_theta"]
+        if not given.get("layer_types"):  # transformers 4 does not say it
+            depth = given.get("num_hidden_layers", cls.num_hidden_layers)
+            given["layer_types"] = [FULL if i % 2 else SLIDING for i in range(depth)]
+        config = super().from_dict(given)
+        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+            raise unsupported(cls.network, "rope_type", kind, "'default'")
+        if given.get("use_bidirectional_attention"):
+            raise unsupported(cls.network, "use_bidirectional_attention", given["use_bidirectional_attention"], "None, False")
         return config
+
+    def check(self) -> None:
+        self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
+        self.require_one_of("layer_types", (SLIDING, FULL))
+        self.require(len(self.layer_types) == self.num_hidden_layers, "layer_types", f"{self.num_hidden_layers} of them")
+        fits = self.num_attention_heads % self.num_key_value_heads == 0
+        self.require(fits, "num_key_value_heads", f"a divisor of num_attention_heads={self.num_attention_heads}")
+        self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
 
 
 class Gemma2Model(nnx.Module):
+    """The token table and the decoder's layers."""
+
     def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs)
@@ -80,14 +78,14 @@ class Gemma2Model(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0)
 
     def __call__(self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]) -> Float[Array, "b l d"]:
-        """The normalised last hidden states, in the dtype of the embedding table.
+        """The normalised last hidden states, in the dtype of the token table.
 
-        attention_mask: true (or 1) on tokens, false on the padding after them; what comes out there is meaningless.
+        attention_mask: true on tokens, false on the padding after them. The states of padding mean nothing.
         """
         return self.decode(self.embed(input_ids), attention_mask)
 
     def embed(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
-        """Tokens to vectors. The factor is rounded to the table's dtype first, as in training."""
+        """Tokens to vectors, times sqrt(d). The factor is rounded to the table's dtype first, as in training."""
         x = self.embed_tokens(input_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
@@ -95,12 +93,13 @@ class Gemma2Model(nnx.Module):
         """Embedded tokens to normalised last hidden states."""
         position = jnp.arange(x.shape[1])
         distance = position[:, None] - position  # [query, key]
-        full = (distance >= 0) & attention_mask.astype(bool)[:, None, None, :]
+        full = (distance >= 0) & attention_mask[:, None, None, :]
         sliding = full & (distance < self.config.sliding_window)
         is_sliding = jnp.array([kind == SLIDING for kind in self.config.layer_types])
         graphdef, params = nnx.split(self.layers)
 
-        def step(x, layer):
+        # not `scan_blocks`: a layer comes with its kind of attention
+        def step(x: Array, layer: tuple[nnx.State, Array]) -> tuple[Array, None]:
             params, is_sliding = layer
             return nnx.merge(graphdef, gather(params))(x, jnp.where(is_sliding, sliding, full)), None
 
@@ -109,6 +108,8 @@ class Gemma2Model(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
+    """Attention, then MLP, each normalised before and after and added to its input. mask: true where a query may look."""
+
     def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
         norm = lambda: RMSNorm(c.hidden_size, eps=c.rms_norm_eps, offset=1.0)
         self.self_attn = Attention(c, rngs=rngs)
@@ -144,7 +145,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """GELU-gated linear unit (arXiv 2002.05202)."""
+    """A GELU-gated linear unit (arXiv 2002.05202)."""
 
     def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
         self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False, rngs=rngs)
@@ -156,9 +157,9 @@ class MLP(nnx.Module):
 
 
 def rotate(x: Float[Array, "b l n h"], theta: float) -> Float[Array, "b l n h"]:
-    """Rotary positions (arXiv 2104.09864): the pair of features (i, i + h/2) turns by `position * theta^(-2i / h)`.
+    """Rotary positions (arXiv 2104.09864): rotates the features (i, i + h/2) by the angle `position * theta^(-2i / h)`.
 
-    Angles and products in float32: at position 300 an angle in bfloat16 may be off by a radian.
+    In float32: at position 300, an angle in bfloat16 may be wrong by a radian.
     """
     length, half = x.shape[1], x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -166,8 +167,3 @@ def rotate(x: Float[Array, "b l n h"], theta: float) -> Float[Array, "b l n h"]:
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def _accept(field: str, value: Any, accepted: tuple) -> None:
-    if value not in accepted:
-        raise ValueError(f"Gemma2Model: {field}={value!r}; accepted: {', '.join(map(repr, accepted))}")

@@ -1,14 +1,16 @@
-"""What a vision tower is shown: pictures of any size resized, cropped or padded to a square, and normalised.
+"""Pictures for a vision tower: pictures of any size are resized, cropped or padded to a square, and normalised.
 
-The released scorers were fed by two libraries, which differ in more than a rounding:
+The released scorers were used with two libraries, whose results differ by more than rounding:
 
-* Pillow resizes 8-bit pictures, first along rows, then along columns, and rounds to 8 bits after each (`eight_bit`). That is
-  computed exactly, in integers. (From 13.0 on, Pillow takes columns first where that is less work, which shows in tall
-  pictures. The scorers were released and are used with the other order.)
-* PyTorch (torchvision's `resize` of a float tensor with antialiasing) rounds nothing, and bicubic overshoots stay.
+* Pillow resizes 8-bit pictures, first along rows, then along columns, and rounds to 8 bits after each (`eight_bit`). This port
+  is exact, in integers. (Since version 13.0, Pillow takes columns first where that is less work; this matters for tall
+  pictures. The scorers were released with the other order.)
+* PyTorch (torchvision's `resize` of a float tensor with antialiasing) rounds nothing, and keeps the overshoots of the bicubic
+  kernel.
 
-Both weight the same inputs by the same kernel, stretched by the factor of reduction. So a resize is two small dense matrices,
-made on the host in float64, into which the crop or the padding goes as well; a product with them is fast on every backend.
+Both weight the same inputs by the same kernel, which is widened where the picture shrinks. So a resize is a product with two
+small dense matrices. They are made on the host in float64, and contain the crop or the padding. The product is fast on every
+backend.
 """
 
 import dataclasses
@@ -21,12 +23,12 @@ from jaxtyping import Array, Float
 
 Kernel = Literal["bilinear", "bicubic"]
 
-MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)  # of CLIP's training pictures, by channel
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)  # of CLIP's training pictures, for each channel
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 
-SUPPORT = {"bilinear": 1.0, "bicubic": 2.0}  # where a kernel ends, in pixels
-BITS = 22  # behind the point of Pillow's weights
-LOW = 2**11  # what a weight is split by
+SUPPORT = {"bilinear": 1.0, "bicubic": 2.0}  # half the width of a kernel, in pixels
+BITS = 22  # Pillow's weights are integers over 2 ** BITS
+LOW = 2**11  # a weight is split into a multiple of LOW and a rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +37,11 @@ class Preprocessing:
 
     size: int
     kernel: Kernel
-    eight_bit: bool  # as Pillow; else as PyTorch
-    fit: Literal["crop", "pad"]  # the shorter edge becomes `size` and the centre is kept; or the longer one, black around it
-    odd: Literal["down", "even"] = "even"  # where half a pixel is to be cropped: transformers rounds down, torchvision to even
+    eight_bit: bool  # as Pillow does it; else as PyTorch
+    # "crop": the shorter edge becomes `size`, and the centre is kept; "pad": the longer edge does, with black around
+    fit: Literal["crop", "pad"]
+    # how half a pixel to crop is rounded: down in transformers, to even in torchvision
+    odd: Literal["down", "even"] = "even"
 
     def __call__(self, images: Float[Array, "b H W 3"]) -> Float[Array, "b size size 3"]:
         height, width = images.shape[1:3]
@@ -60,7 +64,7 @@ class Preprocessing:
         return int(self.size * height / short), int(self.size * width / short)
 
     def _place(self, n_in: int, n_out: int) -> Float[np.ndarray, "size n_in"]:
-        """The matrix of one axis: that of the resize without the rows that are cropped, with zeros as padding."""
+        """The matrix for one axis: of the resize, without the cropped rows, or with rows of zeros as padding."""
         matrix = resize_matrix(n_in, n_out, self.kernel)
         if self.fit == "pad":
             before = (self.size - n_out) // 2
@@ -71,10 +75,10 @@ class Preprocessing:
 
 
 def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n_out n_in"]:
-    """Weights of each input in each output along one axis; rows sum to 1. float64.
+    """The weight of each input in each output along one axis, float64. Rows sum to 1.
 
-    Output i lies at (i + 1/2) n_in / n_out. Where pixels are reduced the kernel is widened by the factor (antialiasing), and it
-    ends at the border, where the weights that are left are scaled up.
+    The centre of output i is at (i + 1/2) n_in / n_out. Where the picture shrinks, the kernel is widened by the same factor
+    (antialiasing). At the border the kernel is cut off, and the remaining weights are scaled up.
     """
     scale = n_in / n_out
     wide = max(scale, 1.0)
@@ -102,15 +106,15 @@ _KERNELS = {"bilinear": _bilinear, "bicubic": _bicubic}
 
 
 def _product(x: Array, matrix: np.ndarray, axes: str) -> Array:
-    # in full float32 also on a backend that would rather multiply in less
+    # in full float32, also on backends that multiply in less by default
     return jnp.einsum(axes, x, matrix.astype(np.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def _levels(x: Array, matrix: np.ndarray, axes: str) -> Array:
     """One pass of Pillow over levels 0, 1, ..., 255 (as float32), exactly.
 
-    Its weights are integers over 2^22, its sums do not fit in float32. Those of the upper and of the lower half of each
-    weight do: they are exact in any order, hence the same on every backend and in every batch.
+    Pillow's sums do not fit in float32. The sums over the upper and the lower halves of the weights do. They are exact in any
+    order, hence the same on every backend and in every batch.
     """
     weights = np.trunc(matrix * 2**BITS + np.copysign(0.5, matrix))
     upper = np.round(weights / LOW)

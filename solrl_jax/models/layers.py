@@ -1,13 +1,13 @@
-"""The leaf layers every network here is made of.
+"""The layers that the networks are made of.
 
-Three conventions hold for all of them:
+Three conventions hold for all networks:
 
-* A layer computes in the dtype of its input. The caller chooses the precision by casting what it feeds in and by what the
-  weight leaves are (`solrl_jax.numerics.matmul`); no layer has a dtype of its own. Normalisations reduce in float32.
+* A layer computes in the dtype of its input. The caller chooses the precision: by the dtype of the input, and by the leaves
+  that stand for the weights (`solrl_jax.numerics.matmul`). No layer has a dtype of its own. Normalisations use float32 inside.
 * Images are `[batch, height, width, channels]`, tokens `[batch, length, features]`.
-* Attribute names are those of the PyTorch module that a layer ports, so that a released file loads by name. Each parameter
-  says in its metadata under which last name (`torch_name`) and in which axis order (`layout`) PyTorch stores it;
-  `models.weights` reads these and nothing else.
+* Attributes have the names of the PyTorch module that a network ports, so that released files load by name. The metadata of
+  each parameter holds the last part of its name in PyTorch (`torch_name`) and the order of its axes there (`layout`).
+  `models.weights` reads nothing else.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,15 @@ from solrl_jax.numerics import split
 from solrl_jax.numerics.leaf import Leaf
 from solrl_jax.numerics.matmul import matmul, outputs_divided
 
-# How PyTorch orders the axes of a parameter that we hold as
-#   "same": unchanged;  "linear": [in, out] from [out, in];  "pointwise": [in, out] from a 1x1 convolution [out, in, 1, 1];
-#   "conv": [kh, kw, in / groups, out] from [out, in / groups, kh, kw].
+# How the axes of our parameter are ordered in PyTorch's tensor (`models.axis_order`):
+#   "same": as they are;  "linear": our [in, out] is [out, in];
+#   "pointwise": our [in, out] is a 1x1 convolution, [out, in, 1, 1];
+#   "conv": our [kh, kw, in / groups, out] is [out, in / groups, kh, kw].
 LAYOUTS = ("same", "linear", "pointwise", "conv")
 
-# What the backward pass through a stack of blocks finds in memory and what it computes again (arXiv 1604.06174):
-#   "none": every intermediate is kept, gathered weights under FSDP among them;  "products": outputs of matrix products are;
-#   "blocks": only what goes into each block.
+# What the forward pass through a stack of blocks keeps for the gradient; the rest is computed again (arXiv 1604.06174).
+#   "none": keeps every intermediate, also the gathered weights under FSDP;  "products": the outputs of matrix products;
+#   "blocks": only the input of each block.
 REMAT = {"none": None, "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "blocks": None}
 
 M = TypeVar("M", bound=nnx.Module)
@@ -39,41 +40,46 @@ X = TypeVar("X")
 
 
 def param(value: Array, torch_name: str, layout: str = "same") -> nnx.Param:
-    """A parameter that knows how PyTorch stores it (`layout`: one of `LAYOUTS`)."""
+    """A parameter that knows how PyTorch stores it. layout: one of `LAYOUTS`.
+
+    Its metadata also says where it lies in a stack of layers: see `stack`.
+    """
     return nnx.Param(value, torch_name=torch_name, layout=layout, below_stack=0, first_layer=None)
 
 
 def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int | None = None) -> M:
-    """`n` modules of one kind as one module whose parameters have a leading axis of `n`, to be applied by `scan_blocks`.
+    """`n` modules of one kind as one module, whose parameters have a leading axis of `n`. `scan_blocks` applies it.
 
-    first: set where layers of several kinds share one released list. Each run of equal ones is then a stack, held in a
-    container that has the list's name, under any key; its layers are `first`, `first + 1`, ... of that list.
+    In PyTorch the layers are a list, and a parameter's name holds the layer's index.
+    first: for a list with layers of several kinds. Each run of equal layers is then a stack of its own. Its layers have the
+    indices `first`, `first + 1`, ... in the list. All stacks lie in one container with the list's name, under any keys.
     """
     build = nnx.split_rngs(splits=n)(nnx.vmap(make, in_axes=(0,), out_axes=0))
     blocks = build(rngs)
     for path, variable in nnx.to_flat_state(nnx.state(blocks, nnx.Param)):
-        variable.set_metadata(below_stack=len(path), first_layer=first)  # where in a tensor's name which layer index goes
+        # how many parts of the path follow the layer's index, and which index is the first
+        variable.set_metadata(below_stack=len(path), first_layer=first)
     return blocks
 
 
 def scan_blocks(blocks: Any, apply: Callable[[Any, X], X], x: X, *, remat: str = "none") -> X:
-    """Applies stacked `blocks` in order: `x = apply(block, x)`. One block is compiled, however many there are.
+    """Applies a stack of blocks in order: `x = apply(block, x)`. One block is compiled, however many there are.
 
-    x: an array, or a tree of arrays where several streams run side by side. remat: what a gradient recomputes (`REMAT`).
+    x: an array, or a tree of arrays where several streams run side by side. remat: a key of `REMAT`.
     """
     graphdef, params = nnx.split(blocks)
     step = lambda x, p: (apply(nnx.merge(graphdef, gather(p)), x), None)
     if remat != "none":
-        step = jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)  # the scan itself keeps it from being undone
+        step = jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)  # needless inside a scan
     return jax.lax.scan(step, x, params)[0]
 
 
 def gather(params: P) -> P:
-    """Weights from shards, whole on every device of the ambient mesh: no contraction is ever split over devices.
+    """Makes weights whole on every device of the ambient mesh, so that no contraction is split over devices.
 
-    Inside `scan_blocks` this gathers one layer at a time, which is what makes FSDP save memory; and because each device
-    then runs the same products on its own rows, a row's result does not depend on the mesh. Over the axis `tensor`, if there
-    is one, the outputs of linears stay divided (`numerics.split`).
+    Each device then runs the same products on its own rows, and a row's result does not depend on the mesh. `scan_blocks`
+    gathers one layer at a time; this is how FSDP saves memory. If the mesh has an axis `tensor`, the outputs of linears stay
+    divided along it (`numerics.split`).
     """
     if jax.sharding.get_abstract_mesh().empty:
         return params
@@ -81,7 +87,7 @@ def gather(params: P) -> P:
         return jax.lax.with_sharding_constraint(params, PartitionSpec())
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
-        matrix = not isinstance(leaf, jax.Array) or leaf.ndim == 2  # not a convolution's
+        matrix = not isinstance(leaf, jax.Array) or leaf.ndim == 2  # the kernel of a convolution has four axes
         linear = matrix and any(getattr(key, "key", None) == "kernel" for key in path)
         return outputs_divided(leaf, split.ways()) if linear else PartitionSpec()
 
@@ -90,7 +96,10 @@ def gather(params: P) -> P:
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`; `kernel` [in, out] may be any leaf that `numerics.matmul` knows."""
+    """`y = x W + b`. `kernel` [in, out] may be any leaf that `numerics.matmul` takes.
+
+    layout: "linear", or "pointwise" for a 1x1 convolution of the released network.
+    """
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool = True, layout: str = "linear", rngs: nnx.Rngs):
         scale = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # PyTorch's default for nn.Linear
@@ -103,7 +112,7 @@ class Linear(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """A 2-D convolution, NHWC, zero padding of `kernel // 2` (stride 1 keeps the size; stride 2 halves an even one)."""
+    """A 2-D convolution with zero padding of `kernel // 2`: stride 1 keeps the size, stride 2 halves an even one."""
 
     def __init__(self, n_in: int, n_out: int, kernel: int, *, stride: int = 1, bias: bool = True, rngs: nnx.Rngs):
         scale = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -119,10 +128,10 @@ class Conv(nnx.Module):
 
 
 class DepthwiseConv(nnx.Module):
-    """One `kernel` x `kernel` filter a channel, stride 1, zero padding.
+    """A convolution with one `kernel` x `kernel` filter for each channel; stride 1, zero padding.
 
-    Written as a sum of shifted products: XLA fuses it into one pass over memory, which is what bounds it, on every backend
-    (its grouped convolution is far slower on CPU, gradients above all).
+    It is a sum of shifted products, which XLA fuses into one pass over memory on every backend. XLA's grouped convolution is
+    far slower on CPU, above all its gradient.
     """
 
     def __init__(self, channels: int, kernel: int, *, bias: bool = True, rngs: nnx.Rngs):
@@ -133,7 +142,7 @@ class DepthwiseConv(nnx.Module):
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
         height, width = x.shape[1:3]
-        # float32 inside, rounded once, as a convolution is: rounding every product makes BF16 2.5 times slower on CPU
+        # float32 inside, rounded once, as in a convolution; in BF16, rounding every product takes 2.5 times as long on CPU
         k = self.kernel.get_value()[:, :, 0].astype(jnp.float32)
         padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (self.size // 2,) * 2, (self.size // 2,) * 2, (0, 0)))
         y = sum(padded[:, i : i + height, j : j + width] * k[i, j] for i in range(self.size) for j in range(self.size))
@@ -142,8 +151,21 @@ class DepthwiseConv(nnx.Module):
         return y.astype(x.dtype)
 
 
+class GLUMBConv(nnx.Module):
+    """SANA's gated MLP with a depthwise 3x3 convolution inside: `GLUMBConv` of diffusers (arXiv 2410.10629, section 2.2)."""
+
+    def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
+        self.conv_inverted = Linear(d, 2 * hidden, layout="pointwise", rngs=rngs)
+        self.conv_depth = DepthwiseConv(2 * hidden, 3, rngs=rngs)
+        self.conv_point = Linear(hidden, d, bias=False, layout="pointwise", rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
+        y, gate = jnp.split(self.conv_depth(jax.nn.silu(self.conv_inverted(x))), 2, axis=-1)
+        return self.conv_point(y * jax.nn.silu(gate))
+
+
 class LayerNorm(nnx.Module):
-    """Layer normalisation over the last axis, float32 inside; without weights unless `affine`."""
+    """Layer normalisation over the last axis (arXiv 1607.06450), float32 inside. affine: with a weight and a bias."""
 
     def __init__(self, features: int, *, eps: float, affine: bool = True):
         self.scale = param(jnp.ones(features), "weight") if affine else None
@@ -160,9 +182,9 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last axis, float32 inside: `x / rms(x) * (offset + scale) + bias`.
+    """Root-mean-square normalisation over the last axis (arXiv 1910.07467): `x / rms(x) * (offset + scale) + bias`, in float32.
 
-    `offset` is 1 where the file holds the weight as a difference from one (Gemma), else 0.
+    offset: 1 where the file stores the weight minus one (Gemma), else 0.
     """
 
     def __init__(self, features: int, *, eps: float, bias: bool = False, offset: float = 0.0):
@@ -180,10 +202,22 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of vectors, looked up by integer; returned in the table's own dtype."""
+    """A table of `count` vectors, looked up by integer. The result has the table's dtype."""
 
     def __init__(self, count: int, features: int, *, rngs: nnx.Rngs):
         self.embedding = param(0.02 * jax.random.normal(rngs.params(), (count, features)), "weight")
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
         return self.embedding.get_value()[ids]
+
+
+def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
+    """Each 2 x 2 square of pixels as one, with four times the channels, ordered (channel, row, column)."""
+    b, h, w, c = x.shape
+    return x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 5, 2, 4).reshape(b, h // 2, w // 2, 4 * c)
+
+
+def depth_to_space(x: Float[Array, "b h w c4"]) -> Float[Array, "b 2*h 2*w c4/4"]:
+    """The inverse of `space_to_depth`."""
+    b, h, w, c = x.shape
+    return x.reshape(b, h, w, c // 4, 2, 2).transpose(0, 1, 4, 2, 5, 3).reshape(b, 2 * h, 2 * w, c // 4)

@@ -1,7 +1,7 @@
-"""OpenCLIP's files (the layout of HPS v2.1) for the CLIP network of `models.clip`: a table of names, and nothing computed.
+"""OpenCLIP's files (the layout of HPS v2.1) as parameters of `models.clip.CLIPModel`: a table of names; nothing is computed.
 
-Their towers have one name for both of transformers' prefixes and hold queries, keys and values in one tensor, whose thirds are
-parts of the file in their own right; the two projections to the shared space are stored as [in, out].
+OpenCLIP has other names than transformers. It holds queries, keys and values in one tensor, whose thirds are contiguous in the
+file. It stores the two projections to the shared space as [in, out].
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from flax import nnx
 from solrl_jax.models.tensor_files import STORED_DTYPES, Stored
 from solrl_jax.models.weights import Entry, entries, find_tensors
 
-# transformers' name -> OpenCLIP's, of tensors outside of the layers
+# transformers' name -> OpenCLIP's name, of the tensors outside the layers
 NAMES = {
     "logit_scale": "logit_scale",
     "text_model.embeddings.token_embedding.weight": "token_embedding.weight",
@@ -62,12 +62,12 @@ def find_open_clip(file: Path, state: nnx.State) -> tuple[list[Entry], dict[str,
 
 
 def open_clip_name(name: str) -> tuple[str, int | None]:
-    """OpenCLIP's name of a tensor of transformers' CLIP, and which third of that one it is, if it is one."""
+    """OpenCLIP's name for a tensor of transformers' CLIP, and which third of OpenCLIP's tensor it is (None: all of it)."""
     if name in NAMES:
         return NAMES[name], None
     found = re.fullmatch(r"(\w+\.encoder\.layers)\.(\d+)\.(.+)\.(weight|bias)", name)
     if found is None or found[1] not in TOWERS:
-        raise ValueError(f"{name}: no tensor of CLIP")
+        raise ValueError(f"{name}: CLIP has no such tensor")
     block, inside, last = f"{TOWERS[found[1]]}.{found[2]}", found[3], found[4]
     projection = inside.removeprefix("self_attn.")
     if projection in THIRDS:
@@ -76,7 +76,7 @@ def open_clip_name(name: str) -> tuple[str, int | None]:
 
 
 def _part(tensor: Stored, third: int | None) -> Stored:
-    """A third of the rows of a tensor as a tensor: rows follow one another in the file."""
+    """A third of a tensor's rows as a tensor: its bytes are contiguous in the file."""
     if third is None:
         return tensor
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])

@@ -1,27 +1,30 @@
 """SANA's diffusion transformer (arXiv 2410.10629, section 2): `SanaTransformer2DModel` of diffusers in Flax NNX.
 
-Linear attention over the image tokens, softmax attention to the text, and a convolutional gated MLP; modulated by the time
-(adaLN-single, arXiv 2310.00426). It predicts the velocity `v = noise - x0` of a flow.
+Image tokens attend to each other by linear attention, and to the text by softmax attention. The MLP holds a convolution. The
+time modulates every block (adaLN-single, arXiv 2310.00426). The network predicts the velocity `v = noise - x0` of a flow.
 """
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from solrl_jax.models.attention import attention
-from solrl_jax.models.embeddings import PatchProjection, TextProjection, TimestepMLP
-from solrl_jax.models.layers import DepthwiseConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
+from solrl_jax.models.config_file import ReleasedConfig, unsupported
+from solrl_jax.models.embeddings import PatchProjection, TextProjection, TimestepMLP, sincos_positions, unpatch
+from solrl_jax.models.layers import GLUMBConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
 
 
 @dataclasses.dataclass(frozen=True)
-class SanaConfig:
-    """The fields of a released `transformer/config.json`, under their own names."""
+class SanaConfig(ReleasedConfig):
+    """The fields of a released `transformer/config.json`."""
+
+    network = "SanaTransformer2DModel"
 
     in_channels: int = 32
     out_channels: int | None = 32
@@ -45,19 +48,9 @@ class SanaConfig:
     qk_norm: str | None = None
     timestep_scale: float = 1.0
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "SanaConfig":
-        """From a `config.json`. Raises ValueError for a field or value this port does not know."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        given = {k: v for k, v in fields.items() if not k.startswith("_")}
-        if unknown := sorted(given.keys() - known):
-            raise ValueError(f"SanaTransformer2DModel: unknown config field(s) {unknown}; known are {sorted(known)}")
-        config = cls(**given)
-        if config.qk_norm not in (None, "rms_norm_across_heads"):
-            raise ValueError(f"SanaTransformer2DModel: qk_norm={config.qk_norm!r}; accepted: None, 'rms_norm_across_heads'")
-        if config.dropout:
-            raise ValueError(f"SanaTransformer2DModel: dropout={config.dropout}; accepted: 0.0")
-        return config
+    def check(self) -> None:
+        self.require_one_of("qk_norm", (None, "rms_norm_across_heads"))
+        self.require(not self.dropout, "dropout", "0.0")
 
     @property
     def width(self) -> int:
@@ -65,6 +58,8 @@ class SanaConfig:
 
 
 class SanaTransformer2DModel(nnx.Module):
+    """The velocity network. remat: what gradients recompute, a key of `models.layers.REMAT`."""
+
     def __init__(self, config: SanaConfig, *, remat: str = "none", rngs: nnx.Rngs):
         c, d = config, config.width
         self.config, self.remat = config, remat
@@ -80,14 +75,15 @@ class SanaTransformer2DModel(nnx.Module):
     def __call__(
         self,
         latent: Float[Array, "b h w c"],
-        text: Float[Array, "b l d"],
+        text: Float[Array, "b l caption"],
         text_mask: Bool[Array, "b l"],
         timestep: Float[Array, " b"],
         guidance: Float[Array, " b"] | None = None,
     ) -> Float[Array, "b h w c"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
-        timestep: `1000 sigma * timestep_scale`; guidance: only for a network with `guidance_embeds`, already scaled.
+        text_mask: true on tokens, false on padding. timestep: `1000 sigma * timestep_scale`. guidance: for a network with
+        `guidance_embeds` only, times `guidance_embeds_scale`.
         """
         (batch, height, width, _), p = latent.shape, self.config.patch_size
         rows, columns = height // p, width // p
@@ -105,11 +101,12 @@ class SanaTransformer2DModel(nnx.Module):
 
         shift, scale = jnp.split(self.scale_shift_table.get_value().astype(x.dtype) + embedded[:, None], 2, axis=1)
         x = self.proj_out(self.norm_out(x) * (1 + scale) + shift)
-        x = x.reshape(batch, rows, columns, p, p, -1).transpose(0, 1, 3, 2, 4, 5)
-        return x.reshape(batch, height, width, -1)
+        return unpatch(x, rows, columns, p)
 
 
 class SanaBlock(nnx.Module):
+    """One layer: linear attention, attention to the text, MLP."""
+
     def __init__(self, c: SanaConfig, *, rngs: nnx.Rngs):
         d = c.width
         self.norm1 = LayerNorm(d, eps=c.norm_eps, affine=False)
@@ -119,19 +116,29 @@ class SanaBlock(nnx.Module):
         self.ff = GLUMBConv(d, int(c.mlp_ratio * d), rngs=rngs)
         self.scale_shift_table = param(jax.random.normal(rngs.params(), (6, d)) / math.sqrt(d), "scale_shift_table")
 
-    def __call__(self, x, text, text_mask, modulation, grid):
-        """x [b, n, d], text [b, l, d], text_mask [b, l], modulation [b, 6, d], grid = (rows, columns), n = rows * columns."""
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        text: Float[Array, "b l d"],
+        text_mask: Bool[Array, "b l"],
+        modulation: Float[Array, "b 6 d"],
+        grid: tuple[int, int],
+    ) -> Float[Array, "b n d"]:
+        """grid: rows and columns of the n tokens."""
         table = self.scale_shift_table.get_value().astype(x.dtype) + modulation
         shift, scale, gate, shift_ff, scale_ff, gate_ff = jnp.split(table, 6, axis=1)
         x = x + gate * self.attn1(self.norm1(x) * (1 + scale) + shift)
-        x = x + self.attn2(x, text, text_mask)  # no norm before it: the caption is normalised instead
+        x = x + self.attn2(x, text, text_mask)  # no norm before it: the text is normalised instead
         h = self.norm2(x) * (1 + scale_ff) + shift_ff
         h = self.ff(h.reshape(h.shape[0], *grid, -1))
         return x + gate_ff * h.reshape(x.shape)
 
 
 class LinearAttention(nnx.Module):
-    """`relu(q) (relu(k)^T [v, 1])`, normalised: linear in the number of tokens (arXiv 2410.10629, eq. 1); float32 inside."""
+    """Attention with weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, eq. 1); float32 inside.
+
+    The sums over keys do not depend on the query, so the work is linear in the number of tokens.
+    """
 
     def __init__(self, c: SanaConfig, *, rngs: nnx.Rngs):
         d = c.width
@@ -154,7 +161,7 @@ class LinearAttention(nnx.Module):
 
 
 class CrossAttention(nnx.Module):
-    """Softmax attention from image tokens to text tokens; padding counts for `exp(-10000)`, as in the released model."""
+    """Softmax attention from image tokens to text tokens."""
 
     def __init__(self, c: SanaConfig, *, rngs: nnx.Rngs):
         d, inner = c.width, c.num_cross_attention_heads * c.cross_attention_head_dim
@@ -175,21 +182,8 @@ class CrossAttention(nnx.Module):
         return self.to_out[0](out.reshape(*x.shape[:2], -1))
 
 
-class GLUMBConv(nnx.Module):
-    """Gated MLP with a depthwise 3x3 convolution inside (arXiv 2410.10629, section 2.2); 1x1 convolutions are linears."""
-
-    def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
-        self.conv_inverted = Linear(d, 2 * hidden, layout="pointwise", rngs=rngs)
-        self.conv_depth = DepthwiseConv(2 * hidden, 3, rngs=rngs)
-        self.conv_point = Linear(hidden, d, bias=False, layout="pointwise", rngs=rngs)
-
-    def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        x, gate = jnp.split(self.conv_depth(jax.nn.silu(self.conv_inverted(x))), 2, axis=-1)
-        return self.conv_point(x * jax.nn.silu(gate))
-
-
 class PatchEmbed(nnx.Module):
-    """Patches to tokens, plus sine-cosine positions if `interpolation_scale` is set (SANA proper has none)."""
+    """Patches to tokens, plus fixed positions if the config has an `interpolation_scale`. The released SANA has none."""
 
     def __init__(self, c: SanaConfig, *, rngs: nnx.Rngs):
         self.proj = PatchProjection(c.patch_size, c.in_channels, c.width, rngs=rngs)
@@ -199,50 +193,47 @@ class PatchEmbed(nnx.Module):
         x = self.proj(latent)
         _, rows, columns, d = x.shape
         if self.scale is not None:
-            x = x + jnp.asarray(sincos_positions(d, rows, columns, self.base, self.scale), x.dtype)
+            along = lambda count: np.arange(count) / (count / self.base) / self.scale
+            x = x + sincos_positions(d, along(rows), along(columns)).astype(x.dtype)
         return x.reshape(x.shape[0], rows * columns, d)
 
 
 class TimestepHolder(nnx.Module):
-    """Holds the time MLP one level deeper, as the released names have it (`time_embed.emb.timestep_embedder`)."""
+    """Only a level in the names of released files: `time_embed.emb.timestep_embedder`."""
 
     def __init__(self, d: int, *, rngs: nnx.Rngs):
         self.timestep_embedder = TimestepMLP(d, rngs=rngs)
 
 
 class TimeEmbedding(nnx.Module):
-    """Time to the six modulation vectors of every block, and to the embedding that modulates the output."""
+    """The time as six modulation vectors for every block, side by side, and as the embedding that modulates the output."""
 
     def __init__(self, d: int, *, rngs: nnx.Rngs):
         self.emb = TimestepHolder(d, rngs=rngs)
         self.linear = Linear(d, 6 * d, rngs=rngs)
 
-    def __call__(self, timestep, guidance, dtype):
+    def __call__(
+        self, timestep: Float[Array, " b"], guidance: Float[Array, " b"] | None, dtype: DTypeLike
+    ) -> tuple[Float[Array, "b d6"], Float[Array, "b d"]]:
         embedded = self.emb.timestep_embedder(timestep, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded
 
 
 class GuidedTimeEmbedding(nnx.Module):
-    """As `TimeEmbedding`, plus an embedded guidance scale (SANA-Sprint)."""
+    """As `TimeEmbedding`, for the sum of time and guidance scale (SANA-Sprint, arXiv 2503.09641)."""
 
     def __init__(self, d: int, *, rngs: nnx.Rngs):
         self.timestep_embedder = TimestepMLP(d, rngs=rngs)
         self.guidance_embedder = TimestepMLP(d, rngs=rngs)
         self.linear = Linear(d, 6 * d, rngs=rngs)
 
-    def __call__(self, timestep, guidance, dtype):
+    def __call__(
+        self, timestep: Float[Array, " b"], guidance: Float[Array, " b"] | None, dtype: DTypeLike
+    ) -> tuple[Float[Array, "b d6"], Float[Array, "b d"]]:
+        if guidance is None:
+            raise unsupported("SanaTransformer2DModel", "guidance", None, "a scale, with this config")
         embedded = self.timestep_embedder(timestep, dtype) + self.guidance_embedder(guidance, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded
-
-
-def sincos_positions(d: int, rows: int, columns: int, base: int, scale: float) -> np.ndarray:
-    """Fixed positions [rows, columns, d]: the first half of the features encodes the column, the second the row."""
-    omega = 1.0 / 10000 ** (np.arange(d // 4) / (d // 4))
-    waves = lambda count: np.outer(np.arange(count) / (count / base) / scale, omega)
-    encode = lambda angle: np.concatenate([np.sin(angle), np.cos(angle)], axis=-1)
-    by_column, by_row = encode(waves(columns)), encode(waves(rows))
-    shape = (rows, columns, d // 2)
-    return np.concatenate([np.broadcast_to(by_column[None], shape), np.broadcast_to(by_row[:, None], shape)], axis=-1)
 
 
 def _qk_norms(c: SanaConfig, features: int) -> tuple[RMSNorm | None, RMSNorm | None]:

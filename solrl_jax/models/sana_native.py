@@ -1,8 +1,8 @@
-"""SANA's own checkpoint layout (`SanaMS` and `SanaMSLinearFFN` of its authors' code) as diffusers': a table of names.
+"""The layout of the SANA authors' own checkpoints (`SanaMS` and `SanaMSLinearFFN` in their code) as that of diffusers.
 
-The two hold the same numbers. The authors have q, k, v of the attention to itself in one tensor, k, v of that to the text in
-another, and, where the MLP is of the linear kind (products in FP4 instead of 1x1 convolutions), two weights without the unit
-axes of a convolution. No tensor is opened here: what goes where follows from names and shapes.
+Both layouts hold the same numbers. The authors keep queries, keys and values of the self-attention in one tensor, and keys and
+values of the attention to the text in another. Their second kind of MLP ("linear", made for products in FP4) has linears in
+place of 1x1 convolutions, whose weights lack the two axes of size one. No tensor is opened here: names and shapes tell all.
 """
 
 import dataclasses
@@ -18,59 +18,53 @@ Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """A native tensor, the tensors of diffusers that its rows make in equal parts, and its shape in the letters below.
+    """A native tensor, and the tensors of diffusers that its rows make in equal parts.
 
-    d: width; f: hidden width of the MLP; t: width of the text; c: channels of the latent; p: patch; o: `p * p *` channels out.
+    Letters in the shape: d: width. f: hidden width of the MLP. t: width of the text. c: channels of the latent. p: patch.
+    o: p * p * channels out.
     """
 
     native: str
-    targets: str
-    shape: str
-    unit: str = ""  # axes of one that the targets have and the native tensor lacks
+    targets: str  # names, separated by spaces
+    shape: str  # of the native tensor
+    unit: str = ""  # axes of size one that the targets have and the native tensor lacks
+
+
+def _layer(native: str, targets: str, shape: str, unit: str = "") -> tuple[Row, Row]:
+    """The weight and the bias of a layer; shape, unit: of the weight."""
+    name = lambda layers, kind: " ".join(f"{layer}.{kind}" for layer in layers.split())
+    weight = Row(name(native, "weight"), name(targets, "weight"), shape, unit)
+    return weight, Row(name(native, "bias"), name(targets, "bias"), shape.split()[0])
 
 
 OUTER = (
-    Row("x_embedder.proj.weight", "patch_embed.proj.weight", "d c p p"),
-    Row("x_embedder.proj.bias", "patch_embed.proj.bias", "d"),
-    Row("y_embedder.y_proj.fc1.weight", "caption_projection.linear_1.weight", "d t"),
-    Row("y_embedder.y_proj.fc1.bias", "caption_projection.linear_1.bias", "d"),
-    Row("y_embedder.y_proj.fc2.weight", "caption_projection.linear_2.weight", "d d"),
-    Row("y_embedder.y_proj.fc2.bias", "caption_projection.linear_2.bias", "d"),
+    *_layer("x_embedder.proj", "patch_embed.proj", "d c p p"),
+    *_layer("y_embedder.y_proj.fc1", "caption_projection.linear_1", "d t"),
+    *_layer("y_embedder.y_proj.fc2", "caption_projection.linear_2", "d d"),
     Row("attention_y_norm.weight", "caption_norm.weight", "d"),
-    Row("t_embedder.mlp.0.weight", "time_embed.emb.timestep_embedder.linear_1.weight", "d 256"),
-    Row("t_embedder.mlp.0.bias", "time_embed.emb.timestep_embedder.linear_1.bias", "d"),
-    Row("t_embedder.mlp.2.weight", "time_embed.emb.timestep_embedder.linear_2.weight", "d d"),
-    Row("t_embedder.mlp.2.bias", "time_embed.emb.timestep_embedder.linear_2.bias", "d"),
-    Row("t_block.1.weight", "time_embed.linear.weight", "6d d"),
-    Row("t_block.1.bias", "time_embed.linear.bias", "6d"),
-    Row("final_layer.linear.weight", "proj_out.weight", "o d"),
-    Row("final_layer.linear.bias", "proj_out.bias", "o"),
+    *_layer("t_embedder.mlp.0", "time_embed.emb.timestep_embedder.linear_1", "d 256"),
+    *_layer("t_embedder.mlp.2", "time_embed.emb.timestep_embedder.linear_2", "d d"),
+    *_layer("t_block.1", "time_embed.linear", "6d d"),
+    *_layer("final_layer.linear", "proj_out", "o d"),
     Row("final_layer.scale_shift_table", "scale_shift_table", "2 d"),
 )
-# below `blocks.N` there, below `transformer_blocks.N` here
+# under `blocks.N` in native files, under `transformer_blocks.N` in diffusers
 BLOCK = (
     Row("scale_shift_table", "scale_shift_table", "6 d"),
     Row("attn.qkv.weight", "attn1.to_q.weight attn1.to_k.weight attn1.to_v.weight", "3d d"),
-    Row("attn.proj.weight", "attn1.to_out.0.weight", "d d"),
-    Row("attn.proj.bias", "attn1.to_out.0.bias", "d"),
-    Row("cross_attn.q_linear.weight", "attn2.to_q.weight", "d d"),
-    Row("cross_attn.q_linear.bias", "attn2.to_q.bias", "d"),
-    Row("cross_attn.kv_linear.weight", "attn2.to_k.weight attn2.to_v.weight", "2d d"),
-    Row("cross_attn.kv_linear.bias", "attn2.to_k.bias attn2.to_v.bias", "2d"),
-    Row("cross_attn.proj.weight", "attn2.to_out.0.weight", "d d"),
-    Row("cross_attn.proj.bias", "attn2.to_out.0.bias", "d"),
-    Row("mlp.depth_conv.conv.weight", "ff.conv_depth.weight", "2f 1 3 3"),
-    Row("mlp.depth_conv.conv.bias", "ff.conv_depth.bias", "2f"),
+    *_layer("attn.proj", "attn1.to_out.0", "d d"),
+    *_layer("cross_attn.q_linear", "attn2.to_q", "d d"),
+    *_layer("cross_attn.kv_linear", "attn2.to_k attn2.to_v", "2d d"),
+    *_layer("cross_attn.proj", "attn2.to_out.0", "d d"),
+    *_layer("mlp.depth_conv.conv", "ff.conv_depth", "2f 1 3 3"),
 )
 FFN = {
     "conv": (
-        Row("mlp.inverted_conv.conv.weight", "ff.conv_inverted.weight", "2f d 1 1"),
-        Row("mlp.inverted_conv.conv.bias", "ff.conv_inverted.bias", "2f"),
+        *_layer("mlp.inverted_conv.conv", "ff.conv_inverted", "2f d 1 1"),
         Row("mlp.point_conv.conv.weight", "ff.conv_point.weight", "d f 1 1"),
     ),
     "linear": (
-        Row("mlp.inverted_conv.linear.weight", "ff.conv_inverted.weight", "2f d", "1 1"),
-        Row("mlp.inverted_conv.linear.bias", "ff.conv_inverted.bias", "2f"),
+        *_layer("mlp.inverted_conv.linear", "ff.conv_inverted", "2f d", "1 1"),
         Row("mlp.point_conv.linear.weight", "ff.conv_point.weight", "d f", "1 1"),
     ),
 }
@@ -81,18 +75,18 @@ QK_NORM = (
     Row("cross_attn.k_norm.weight", "attn2.norm_k.weight", "d"),
 )
 
-# Positions, which are a formula, and the text of no prompt, which the pipeline encodes instead.
+# Not needed: positions, which are a formula, and the embedding of the empty prompt, which the pipeline computes instead.
 POSITIONS = "pos_embed"
 IGNORED = (POSITIONS, "y_embedder.y_embedding")
 
-HEAD = 32  # width of a head of the linear attention, in every network of the authors
-# heads of the attention to the text, by width: those of the authors' networks of 1.6B (also 4.8B) and 0.6B parameters
+HEAD = 32  # width of a head of the linear attention, in all networks of the authors
+# heads of the attention to the text, by width: in the authors' networks with 1.6B (also 4.8B) and 0.6B parameters
 CROSS_HEADS = {2240: 20, 1152: 16}
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor of diffusers: the rows `start` to `stop` of the native tensor `source`, in the shape it has there."""
+    """A tensor of diffusers: the rows `start` to `stop` of the native tensor `source`, in the shape it has in diffusers."""
 
     name: str
     source: str
@@ -103,7 +97,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A native checkpoint as a component of diffusers."""
+    """How a native checkpoint becomes a component of diffusers."""
 
     config: dict[str, Any]  # its config.json
     parts: tuple[Part, ...]
@@ -116,16 +110,16 @@ class Plan:
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Whether these are names of a SANA checkpoint of the authors': nothing else has this MLP in such blocks."""
+    """Whether these are the names in a native SANA checkpoint. No other network has this MLP in blocks of this name."""
     return any(re.match(r"blocks\.\d+\.mlp\.(inverted|depth|point)_conv\.", name) for name in names)
 
 
 def plan(shapes: Mapping[str, Shape], base: SanaConfig | None = None, positions: bool = False) -> Plan:
-    """What each tensor of diffusers is made of, and the config.json, from the native tensors' names and shapes.
+    """From the native tensors' names and shapes: what each tensor of diffusers is made of, and the config.json.
 
-    base: the config of a released transformer of the same kind, for what shapes cannot tell; positions: whether `pos_embed` is
-    there and not all zeros. Raises ValueError listing every tensor that is missing, unexpected or mis-shaped, or saying what
-    only a base can tell.
+    base: the config of a released transformer of the same kind, for what shapes do not tell. positions: whether `pos_embed` is
+    there and not all zeros.
+    Raises ValueError that lists every tensor that is missing, unexpected or of another shape, or says what only a base tells.
     """
     ffn = max(FFN, key=lambda kind: sum(f".mlp.inverted_conv.{kind}." in name for name in shapes))
     qk_norm = any(re.fullmatch(r"blocks\.\d+\.(cross_)?attn\.[qk]_norm\.weight", name) for name in shapes)
@@ -138,7 +132,7 @@ def plan(shapes: Mapping[str, Shape], base: SanaConfig | None = None, positions:
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
-    """The ratio r for which `int(r * width)`, the formula of every reader of a config, is `hidden`, and no less by rounding."""
+    """The ratio r with `int(r * width) == hidden`. All readers of a config use this formula; rounding must not make it less."""
     ratio = hidden / width
     while int(ratio * width) < hidden:
         ratio = math.nextafter(ratio, math.inf)
@@ -146,7 +140,7 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 
 def _rows(depth: int, ffn: str, qk_norm: bool) -> list[Row]:
-    """The whole table of a network, names in full."""
+    """The whole table of a network, with full names."""
     rows = list(OUTER)
     for i in range(depth):
         for row in (*BLOCK, *FFN[ffn], *(QK_NORM if qk_norm else ())):
@@ -156,13 +150,13 @@ def _rows(depth: int, ffn: str, qk_norm: bool) -> list[Row]:
 
 
 def _axes(shape: str) -> list[tuple[int, str]]:
-    """Each axis as (factor, letter), letter empty for a plain number: "6d 3" is [(6, "d"), (3, "")]."""
+    """Each axis as (factor, letter). A plain number has no letter: "6d 3" is [(6, "d"), (3, "")]."""
     parts = [re.fullmatch(r"(\d*)([a-z]?)", axis) for axis in shape.split()]
     return [(int(part[1] or 1), part[2]) for part in parts if part]
 
 
 def _sizes(rows: Iterable[Row], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """What each letter stands for in most tensors, so that one wrong tensor is told from all the others."""
+    """What each letter stands for, by a majority of the tensors: so one tensor of a wrong shape is found."""
     votes: dict[str, Counter[int]] = {}
     for row in rows:
         axes, shape = _axes(row.shape), shapes.get(row.native, ())
@@ -173,7 +167,7 @@ def _sizes(rows: Iterable[Row], shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def _shape(axes: str, sizes: Mapping[str, int]) -> Shape | str:
-    """The shape in numbers, or as it stands if a letter of it is in no tensor."""
+    """The shape in numbers; in letters, if no tensor tells what one of them stands for."""
     if any(letter and letter not in sizes for _, letter in _axes(axes)):
         return f"({axes.replace(' ', ', ')})"
     return tuple(factor * sizes.get(letter, 1) for factor, letter in _axes(axes))
@@ -200,7 +194,7 @@ def _parts(rows: Iterable[Row], sizes: Mapping[str, int]) -> Iterable[Part]:
 def _config(
     sizes: Mapping[str, int], depth: int, qk_norm: bool, base: SanaConfig | None, grid: Shape | None, positions: bool
 ) -> dict[str, Any]:
-    """The fields of diffusers' config.json. grid: the shape of `pos_embed`, [1, patches of the training size, d]."""
+    """The fields of diffusers' config.json. grid: the shape of `pos_embed`, [1, patches at the training size, d]."""
     width, patch = sizes["d"], sizes["p"]
     if sizes["o"] % patch**2:
         raise ValueError(f"final_layer.linear has {sizes['o']} rows; expected a multiple of {patch**2}, the patch squared")
@@ -221,15 +215,15 @@ def _config(
     if base is not None:
         cross = base.num_cross_attention_heads * base.cross_attention_head_dim
         if (base.width, cross) != (width, width):
-            raise ValueError(f"of width {width}, but the base's transformer is of {base.width}, across to the text of {cross}")
+            raise ValueError(f"has width {width}, but the base has {base.width}, and {cross} in its attention to the text")
         names = ("num_attention_heads", "attention_head_dim", "num_cross_attention_heads", "cross_attention_head_dim",
                  "sample_size", "norm_eps", "interpolation_scale", "timestep_scale")  # fmt: skip
         return told | {name: getattr(base, name) for name in names}
     if width not in CROSS_HEADS:
         known = ", ".join(map(str, CROSS_HEADS))
-        raise ValueError(f"of width {width}, whose number of heads shapes do not tell (known are {known}); a base can: --base")
+        raise ValueError(f"has width {width}; shapes do not tell the number of heads (known: {known}), but a base does: --base")
     if positions:
-        raise ValueError(f"{POSITIONS} is not zero: the network may add positions, on a scale that only a base tells: --base")
+        raise ValueError(f"{POSITIONS} is not zero: the network may add positions. Only a base tells their scale: --base")
     side = math.isqrt(grid[1]) * patch if grid and len(grid) == 3 else SanaConfig.sample_size
     return told | {
         "num_attention_heads": width // HEAD,

@@ -72,9 +72,8 @@ def open_sana(folder: Path, remat: str) -> Pipeline:
 
     Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
     """
-    read = lambda part: read_json(folder / part / "config.json")
-    config, vae_config = SanaConfig.from_dict(read("transformer")), AutoencoderDCConfig.from_dict(read("vae"))
-    text_config = Gemma2Config.from_dict(read("text_encoder"))
+    config, vae_config = SanaConfig.read(folder / "transformer"), AutoencoderDCConfig.read(folder / "vae")
+    text_config = Gemma2Config.read(folder / "text_encoder")
     check_fit(
         folder,
         ("transformer in_channels", config.in_channels, vae_config.latent_channels),

@@ -1,6 +1,6 @@
-"""The head that ImageReward (arXiv 2304.05977) and the LAION aesthetic predictor put on one vector: five linears in a row.
+"""The head of ImageReward (arXiv 2304.05977) and of the LAION aesthetic predictor: one number from one vector.
 
-Nothing lies between them but dropout, which scoring leaves out: no activation, so the whole is one affine map.
+Five linears in a row. Only dropout lies between them, and no activation: the whole is one affine map.
 """
 
 from flax import nnx
@@ -9,10 +9,12 @@ from jaxtyping import Array, Float
 from solrl_jax.models.layers import Linear
 
 WIDTHS = (1024, 128, 64, 16, 1)
-PLACES = (0, 2, 4, 6, 7)  # of the linears in the released list; dropouts have the others
+PLACES = (0, 2, 4, 6, 7)  # indices of the linears in PyTorch's list; the others are dropouts
 
 
 class ScoreHead(nnx.Module):
+    """The five linears."""
+
     def __init__(self, features: int, *, rngs: nnx.Rngs):
         pairs = zip((features, *WIDTHS), WIDTHS, strict=False)
         self.layers = nnx.Dict({str(i): Linear(*pair, rngs=rngs) for i, pair in zip(PLACES, pairs, strict=True)})

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array
 
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from solrl_jax.models.clip_text import CLIPTextEncoderConfig, CLIPTextModelWithProjection
+from solrl_jax.models.clip import CLIPTextConfig
+from solrl_jax.models.clip_text import CLIPTextModelWithProjection
 from solrl_jax.models.component import Component
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
@@ -61,8 +62,7 @@ def open_text(folder: Path, width: int, pooled: int) -> SD3Text:
 
     Raises FileNotFoundError or ValueError for what is missing, not supported or of another width.
     """
-    read = lambda part: read_json(folder / part / "config.json")
-    configs = {part: CLIPTextEncoderConfig.from_dict(read(part)) for part in CLIPS}
+    configs = {part: CLIPTextConfig.read(folder / part) for part in CLIPS}
     if width < (least := sum(config.hidden_size for config in configs.values())):
         wanted = f"at least {least}, both CLIPs side by side"
         raise ValueError(f"{folder}: transformer joint_attention_dim={width}; accepted: {wanted}")
@@ -73,7 +73,7 @@ def open_text(folder: Path, width: int, pooled: int) -> SD3Text:
 
     encoders = {part: open_clip(part) for part in CLIPS}
     if (read_json(folder / "model_index.json").get(T5) or [None])[0] is not None:
-        config = T5Config.from_dict(read(T5))
+        config = T5Config.read(folder / T5)
         check_fit(folder, ("transformer joint_attention_dim", width, config.d_model))
         encoders[T5] = Component.of(folder / T5, lambda r: T5EncoderModel(config, rngs=r))
     for part in encoders:
@@ -87,8 +87,8 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
 
     Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
     """
-    config = SD3Config.from_dict(read_json(folder / "transformer" / "config.json"))
-    vae_config = AutoencoderKLConfig.from_dict(read_json(folder / "vae" / "config.json"))
+    config = SD3Config.read(folder / "transformer")
+    vae_config = AutoencoderKLConfig.read(folder / "vae")
     check_fit(
         folder,
         ("transformer in_channels", config.in_channels, vae_config.latent_channels),

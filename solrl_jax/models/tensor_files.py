@@ -1,7 +1,7 @@
-"""The safetensors files of a component: which they are, what they hold, and rows of a tensor without the rest of it.
+"""The files of a component: its JSON, which safetensors files it has, what they hold, and single rows of a tensor.
 
-Tensors are read by plain reads into small buffers. Pages of a memory map, the usual way, count as the process's memory until
-the map is closed: a whole file, by the end of it.
+Tensors are read into small buffers. The usual way, a memory map, would count every page that was read as the process's memory:
+at the end, the whole file.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-BLOCK = 2**22  # bytes read at a time: fits the cache in which they are then cast and reordered
+BLOCK = 2**22  # bytes read at a time: they fit the cache while they are cast and reordered
 STORED_DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
@@ -27,12 +27,12 @@ class Stored:
     file: Path
     dtype: str  # the format's own name
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    start: int  # its first byte in the file
 
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The rows `first` to `last` of the leading axis, some at a time: (row that an array starts at, array).
+        """Yields the rows `first` to `last` of the leading axis, some at a time, as (first row of the array, array).
 
-        An array is good until the next one is asked for. A tensor without axes counts as one row.
+        The next array overwrites the one before. A tensor without axes counts as one row.
         """
         dtype, shape = np.dtype(STORED_DTYPES[self.dtype]), self.shape[1:]
         row = math.prod(shape) * dtype.itemsize
@@ -61,10 +61,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> list[Stored]:
-    """The tensors of a file. Raises ValueError for a file that is damaged or of another kind."""
+    """The tensors of a file, from its header. Raises ValueError for a file that is damaged or of another kind."""
     try:
         with safe_open(file, framework="numpy"):
-            pass  # the library has checked that the header is sound and that the file is as long as it says
+            pass  # the library checks that the header is sound and that the file is as long as it says
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
@@ -78,9 +78,9 @@ def read_header(file: Path) -> list[Stored]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a component: one, or those that an index of shards names; never a variant if there is a choice.
+    """The safetensors files of a component: one file, or those that an index of shards names. Variants are the last choice.
 
-    Raises FileNotFoundError that says what was looked for.
+    Raises FileNotFoundError that says what was expected and what was found.
     """
     names = without_variants(p.name for p in folder.iterdir()) if folder.is_dir() else []
     indices = [n for n in names if n.endswith(".json")]
@@ -101,8 +101,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def without_variants(names: Iterable[str]) -> list[str]:
-    """Of the names in a folder, those of safetensors files and their indices; without `model.fp16.safetensors` and the like
-    (a *variant* of `model.safetensors`: another precision, or an average) where others are left."""
+    """Those names in a folder that are of safetensors files and their indices, without variants if there are others.
+
+    A variant, such as `model.fp16.safetensors`, holds the same weights in another precision, or their average.
+    """
     kept = sorted(n for n in names if n.endswith(".safetensors") or (".safetensors.index." in n and n.endswith(".json")))
     return [n for n in kept if not _variant(n)] or kept
 

@@ -1,4 +1,4 @@
-"""Decoding an image tile by tile, so that the memory of a decoder is that of one tile and not of the image."""
+"""Decoding an image tile by tile: the decoder needs memory for one tile instead of the whole image."""
 
 from collections.abc import Callable
 
@@ -15,15 +15,16 @@ def decode_tiled(
     overlap: int,
     compression: int,
 ) -> Float[Array, "b H W k"]:
-    """`decode(latent)` from equal square tiles that overlap, one at a time; H = h * compression. For use under `jit`.
+    """`decode(latent)`, computed from overlapping square tiles, one at a time. H = h * compression. For use under `jit`.
 
-    tile, overlap: in latent pixels. Neighbours share `overlap` or more (tiles are spread evenly, and stop at the border); over
-    what they share, one fades into the other linearly. A direction in which the latent fits into one tile is not divided.
+    tile: side of a tile, in latent pixels. A direction in which the latent fits into one tile is not divided. overlap: latent
+    pixels that neighbouring tiles share at least; tiles are spread evenly. Over what they share, one tile fades linearly into
+    the next.
 
-    What a decoder sees of the whole image it sees of the tile only: of normalisation over all pixels and of attention the
-    result is another one than the untiled, everywhere. Of convolutions it is the same, but near the borders of tiles.
+    The decoder sees one tile at a time. So normalisation and attention over all pixels give a result that differs everywhere
+    from the untiled one. Convolutions give the same result, except near the borders of tiles.
 
-    Raises ValueError for an overlap as large as the tile, and for a decoder whose compression is another one.
+    Raises ValueError for an overlap as large as the tile, and for a decoder with another compression.
     """
     if not 0 <= overlap < tile:
         raise ValueError(f"decode_tiled: overlap={overlap} with tile={tile}; accepted: 0 <= overlap < tile")
@@ -40,7 +41,7 @@ def decode_tiled(
         )
     empty = lambda h, w: jnp.zeros((batch, h * compression, w * compression, out.shape[-1]), jnp.float32)
 
-    # Two loops, not one over the grid: where four tiles meet, blending is bilinear only if rows are whole before they blend.
+    # Two loops: where four tiles meet, blending is bilinear only if each row of tiles is complete before rows blend.
     def add_row(image: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
         y, y_ramp = row
 
@@ -56,9 +57,9 @@ def decode_tiled(
 
 
 def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, Array]:
-    """Where tiles start along one axis [n], and how much each counts against those before it, by its pixels [n, pixels].
+    """Where the tiles start along one axis [n], and the weight of each tile's pixels against the tile before it [n, pixels].
 
-    A tile counts for nothing where it begins and for all where the one before it ends: 1/2n, 3/2n, ... over n shared pixels.
+    Over n pixels that two tiles share, the weight rises as 1/2n, 3/2n, ..., (2n-1)/2n. Elsewhere it is 1.
     """
     if size <= tile:
         return jnp.zeros(1, jnp.int32), jnp.ones((1, size * compression))
@@ -66,11 +67,11 @@ def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, 
     starts = np.arange(count) * (size - tile) // (count - 1)
     shared = np.concatenate([[0], starts[:-1] + tile - starts[1:]]) * compression
     pixel = np.arange(tile * compression) + 0.5
-    ramps = np.minimum(pixel / np.maximum(shared, 0.5)[:, None], 1.0)  # 0.5: nothing shared, all counts
+    ramps = np.minimum(pixel / np.maximum(shared, 0.5)[:, None], 1.0)  # with 0.5, all weights are 1 where nothing is shared
     return jnp.asarray(starts, jnp.int32), jnp.asarray(ramps, jnp.float32)
 
 
 def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) -> Array:
-    """`canvas` with `piece` over it from `start` on; in this form equal values blend to themselves exactly."""
+    """`canvas` with `piece` over it from `start` on. Equal values blend to exactly the same value."""
     before = jax.lax.dynamic_slice_in_dim(canvas, start, piece.shape[axis], axis)
     return jax.lax.dynamic_update_slice_in_dim(canvas, before + ramp * (piece - before), start, axis)

@@ -1,16 +1,15 @@
-"""Released files in, released files out: the bijection between PyTorch's tensors and our parameters.
+"""Parameters from released files and back: a bijection between our parameters and PyTorch's tensors.
 
-Every parameter says in its metadata how PyTorch names and orders it (`models.layers.param`), so one function derives the
-table for every network: our path, the tensor's name, the shape it has there. Loading checks the whole table before it reads
-a value: tensors that are missing, unexpected or of another shape are listed by name, all at once. Then each tensor goes from
-its file to the devices that hold a part of it; a parameter is never whole on the host unless it is small.
+The metadata of each parameter says how PyTorch names it and orders its axes (`models.layers.param`). So one function derives
+the table of every network: our paths, the names of the tensors, their shapes in the file. Loading checks the whole table before
+it reads a value. It lists all tensors that are missing, unexpected or of another shape at once. Then each tensor goes from its
+file to the devices that hold a part of it. Only small parameters are ever whole on the host.
 """
 
 import dataclasses
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,45 +18,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from solrl_jax.models.axis_order import Index, from_torch_order, index_in_torch, shape_in_torch, to_torch_order
+from solrl_jax.models.axis_order import Index, index_in_torch, shape_in_torch, to_torch_order
 from solrl_jax.models.tensor_files import STORED_DTYPES, Stored, read_header, weight_files
+from solrl_jax.storage.files import atomic, atomic_write
 
 Params = dict[Any, Any]
-Placement = Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]  # a parameter's path and shape
+Placement = Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]  # from a parameter's path and shape
 
 PART = 2**28  # bytes of a parameter that are assembled on the host before they go to the devices
 
-# Tensors of older files that say nothing, each with the parameter beside which that is so: positions are 0, 1, 2, ...,
-# and the encoder of T5 has no table of tokens of its own.
+# Tensors of older files that hold nothing new, if the network has the parameter on the right: positions are 0, 1, 2, ..., and
+# the encoder of T5 shares the token table.
 REDUNDANT = {
     "text_model.embeddings.position_ids": "text_model.embeddings.position_embedding.weight",
     "vision_model.embeddings.position_ids": "vision_model.embeddings.position_embedding.weight",
     "encoder.embed_tokens.weight": "shared.weight",
 }
-LEFT_OUT = "text_model."  # by transformers 5, of the names of `CLIPTextModel`, of which it is the one part
+LEFT_OUT = "text_model."  # transformers 5 leaves this out of the names of `CLIPTextModel`, which has no other part
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One parameter: `path` in our tree, `names` of its tensors (one, or one a layer when stacked), layout, our shape."""
+    """One parameter, and the tensors that hold it: one tensor, or one for each layer if the parameter is stacked."""
 
-    path: tuple[Any, ...]
-    names: tuple[str, ...]
-    layout: str
-    shape: tuple[int, ...]  # of one tensor, in our axis order
+    path: tuple[Any, ...]  # in our tree
+    names: tuple[str, ...]  # of its tensors
+    layout: str  # one of `models.layers.LAYOUTS`
+    shape: tuple[int, ...]  # of one tensor, in our order of axes
     stacked: bool
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
+        """The shape of one tensor in the file."""
         return shape_in_torch(self.shape, self.layout)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Of the parameter: layers first when stacked."""
+        """The shape of the parameter; layers come first."""
         return (len(self.names), *self.shape) if self.stacked else self.shape
 
 
@@ -68,9 +70,9 @@ def entries(state: nnx.State) -> list[Entry]:
         meta, shape = variable.get_metadata(), tuple(variable.get_value().shape)
         depth = meta["below_stack"]
         if depth:
-            # the layer index goes just below the list's own name: text.layers.attn.weight -> text.layers.3.attn.weight
+            # the layer's index follows the name of the list: text.layers.attn.weight -> text.layers.3.attn.weight
             above, below, first = path[:-depth], path[-depth:-1], meta["first_layer"]
-            if first is not None:  # one run of a list of several kinds: the list's name is one level further up
+            if first is not None:  # one of several stacks in a container, which has the name of the list
                 above = above[:-1]
             layers = range(first or 0, (first or 0) + shape[0])
             names = tuple(_join(*above, i, *below, meta["torch_name"]) for i in layers)
@@ -81,28 +83,17 @@ def entries(state: nnx.State) -> list[Entry]:
     return table
 
 
-def from_torch(state: nnx.State, tensors: Mapping[str, np.ndarray], source: str = "the given tensors") -> Params:
-    """A nested dict of parameters for `nnx.merge(graphdef, params)` from tensors as PyTorch names and orders them.
-
-    state: the network's abstract or real `nnx.State`.
-    Raises ValueError listing every tensor of `source` that is missing, unexpected or mis-shaped.
-    """
-    table = entries(state)
-    wanted = {name: e.torch_shape for e in table for name in e.names}
-    _check(wanted, {name: tuple(t.shape) for name, t in tensors.items()}, source)
-    return _nest({e.path: _gather(e, tensors.__getitem__) for e in table})
-
-
 def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
-    """The inverse of `from_torch`: tensors under PyTorch's names, in its axis order."""
-    flat = dict(_flatten(params))
-    out = {}
+    """The tensors of a released file: under PyTorch's names, in its axis order.
+
+    state: of the network that `params` belong to.
+    """
+    flat, out = flatten_dict(params), {}
     for e in entries(state):
         value = np.asarray(flat[e.path])
         for name, tensor in zip(e.names, value if e.stacked else value[None], strict=True):
-            out[name] = np.asarray(
-                to_torch_order(np.asarray(tensor), e.layout), order="C"
-            )  # ascontiguousarray makes scalars 1-d
+            # not `ascontiguousarray`, which gives a scalar an axis
+            out[name] = np.asarray(to_torch_order(np.asarray(tensor), e.layout), order="C")
     return out
 
 
@@ -116,13 +107,13 @@ def load_tensors(
     The host holds no more than `PART` bytes at a time, or one tensor if that is more. A process reads only those rows of a
     file that its own devices hold.
     """
-    return _nest({e.path: _place(e, stored, jnp.dtype(dtype), place) for e in table})
+    return unflatten_dict({e.path: _place(e, stored, jnp.dtype(dtype), place) for e in table})
 
 
 def abstract_tensors(table: Sequence[Entry], dtype: DTypeLike, place: Placement | None = None) -> Params:
     """What `load_tensors` would return, as ShapeDtypeStruct."""
     where = lambda e: None if place is None else place(e.path, e.full_shape)
-    return _nest({e.path: jax.ShapeDtypeStruct(e.full_shape, dtype, sharding=where(e)) for e in table})
+    return unflatten_dict({e.path: jax.ShapeDtypeStruct(e.full_shape, dtype, sharding=where(e)) for e in table})
 
 
 def find_component(source: Path, state: nnx.State, unused: tuple[str, ...] = ()) -> tuple[list[Entry], dict[str, Stored]]:
@@ -140,7 +131,7 @@ def find_component(source: Path, state: nnx.State, unused: tuple[str, ...] = ())
 
 
 def _as_spelt(table: list[Entry], files: Sequence[Path]) -> list[Entry]:
-    """The table under the names of the files: without `LEFT_OUT` where all of the network is below it and the files omit it."""
+    """The table with the names in the files: without `LEFT_OUT`, if all names begin with it and the files omit it."""
     if not all(name.startswith(LEFT_OUT) for e in table for name in e.names):
         return table
     if any(tensor.name.startswith(LEFT_OUT) for file in files for tensor in read_header(file)):
@@ -151,9 +142,10 @@ def _as_spelt(table: list[Entry], files: Sequence[Path]) -> list[Entry]:
 def find_tensors(
     files: Sequence[Path], wanted: Mapping[str, tuple[int, ...]], source: str, ignored: Callable[[str], bool]
 ) -> dict[str, Stored]:
-    """Where in `files` each of the wanted tensors lies, from the headers alone. ignored: of those that are not wanted.
+    """Where in `files` each of the wanted tensors (name and shape) lies, from the headers alone.
 
-    Raises ValueError listing every tensor that is missing, unexpected, mis-shaped, there twice or not of floating point.
+    source: how messages call the files. ignored: whether a tensor that is not wanted may be there.
+    Raises ValueError listing every tensor that is missing, unexpected, of another shape, stored twice or not floating-point.
     """
     stored: dict[str, Stored] = {}
     problems = []
@@ -166,54 +158,34 @@ def find_tensors(
         for name, tensor in stored.items()
         if name in wanted and tensor.dtype not in STORED_DTYPES
     ]
-    _check(wanted, {name: t.shape for name, t in stored.items() if name in wanted or not ignored(name)}, source, problems)
-    return stored
-
-
-def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> None:
-    """Writes `config.json` and the weights in `dtype`; each file appears by rename."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = {k: np.asarray(v).astype(dtype) for k, v in tensors.items()}
-    _appear(folder / filename, lambda partial: save_file(stored, partial, metadata={"format": "pt"}))
-    _appear(folder / "config.json", lambda partial: partial.write_text(json.dumps(config, indent=2) + "\n"))
-
-
-def _appear(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a hidden sibling of `path`, then renames it; nothing is left of a failure."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _check(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str, problems: Sequence[str] = ()
-) -> None:
-    problems = [*problems, *(f"missing {n} {s}" for n, s in wanted.items() if n not in found)]
+    found = {name: t.shape for name, t in stored.items() if name in wanted or not ignored(name)}
+    problems += [f"missing {n} {s}" for n, s in wanted.items() if n not in found]
     problems += [f"unexpected {n} {s}" for n, s in found.items() if n not in wanted]
     problems += [f"{n} has shape {found[n]}, expected {s}" for n, s in wanted.items() if n in found and found[n] != s]
     if problems:
         raise ValueError(f"{source}: {len(problems)} tensor(s) do not fit the network: " + "; ".join(problems))
+    return stored
 
 
-def _gather(e: Entry, read) -> np.ndarray:
-    tensors = [from_torch_order(read(name), e.layout) for name in e.names]
-    return np.stack(tensors) if e.stacked else tensors[0]
+def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> None:
+    """Writes `config.json`, and the tensors in `dtype`. Each file appears complete or not at all."""
+    stored = {name: np.asarray(tensor).astype(dtype) for name, tensor in tensors.items()}
+    with atomic(folder / filename) as partial:
+        save_file(stored, partial, metadata={"format": "pt"})
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _place(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, place: Placement | None) -> jax.Array:
-    """One parameter, read and placed; in parts along its leading axis if it is large."""
+    """Reads and places one parameter. A large one goes to the devices in parts, along its leading axis."""
     if place is None:
         whole = tuple(map(range, e.full_shape))
         return jnp.asarray(_read_parts(e, stored, dtype, [whole])[0])
     sharding = place(e.path, e.full_shape)
     if not e.full_shape:
         return _put(e, stored, dtype, sharding, slice(None))
-    rows = sharding.shard_shape(e.full_shape)[0]  # of each device's shard; `step` of them at a time
+    rows = sharding.shard_shape(e.full_shape)[0]  # leading rows of each device's shard; `step` of them go at a time
     step = rows
-    if e.stacked or e.layout == "same":  # else our leading axis is not the file's: each part would read all of the tensor
+    if e.stacked or e.layout == "same":  # otherwise the file has another leading axis, and each part would read it all
         step = max(1, PART * rows // max(1, _host_bytes(e, dtype, sharding)))
     if step >= rows:
         return _put(e, stored, dtype, sharding, slice(None))
@@ -225,13 +197,13 @@ def _place(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, place: Place
 
 
 def _put(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, sharding: NamedSharding, rows: slice) -> jax.Array:
-    """An array that holds, on each device, the given leading rows of that device's shard of the parameter."""
+    """An array that holds, on each device, these leading rows of the device's shard of the parameter."""
     shards = _shards(e, sharding)
     parts = [(index[0][rows], *index[1:]) if index else index for index in shards]
     pieces = []
     for host, devices in zip(_read_parts(e, stored, dtype, parts), shards.values(), strict=True):
         pieces += [jax.device_put(host, device) for device in devices]
-    jax.block_until_ready(pieces)  # the host's copies end with this call, not when a device comes to them
+    jax.block_until_ready(pieces)  # so that the host's copies are freed at the end of this call
     shape = e.full_shape
     if shape:
         whole = sharding.shard_shape(shape)[0]
@@ -241,7 +213,10 @@ def _put(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, sharding: Name
 
 @functools.cache
 def _fill(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
-    """(array, part, start): `part` written into `array` from row `start` of every device's shard, in place, by each device."""
+    """A program `(array, part, start) -> array`: each device writes its shard of `part` into its shard of `array`, in place.
+
+    start: the first row, in the device's shard.
+    """
     spec = sharding.spec
     write = lambda array, part, start: jax.lax.dynamic_update_slice_in_dim(array, part, start, axis=0)
     shards = jax.shard_map(write, mesh=sharding.mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=spec, check_vma=False)
@@ -249,7 +224,7 @@ def _fill(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array, np.int32],
 
 
 def _shards(e: Entry, sharding: NamedSharding) -> dict[Index, list[jax.Device]]:
-    """The parts of a parameter that this process's devices hold, each with the devices that hold it."""
+    """The parts of a parameter that the devices of this process hold, each with its devices."""
     shards: dict[Index, list[jax.Device]] = {}
     for device, slices in sharding.addressable_devices_indices_map(e.full_shape).items():
         index = tuple(range(n)[s] for s, n in zip(slices or (), e.full_shape, strict=True))
@@ -258,12 +233,12 @@ def _shards(e: Entry, sharding: NamedSharding) -> dict[Index, list[jax.Device]]:
 
 
 def _host_bytes(e: Entry, dtype: np.dtype, sharding: NamedSharding) -> int:
-    """What the shards of this process hold together, replicas once."""
+    """Bytes of the shards on the devices of this process; replicas count once."""
     return len(_shards(e, sharding)) * math.prod(sharding.shard_shape(e.full_shape)) * dtype.itemsize
 
 
 def _read_parts(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, parts: Sequence[Index]) -> list[np.ndarray]:
-    """Parts of a parameter, given by ranges over its axes. Each tensor is read once, whichever parts want something of it."""
+    """Parts of a parameter, given by ranges over its axes. Each tensor is read once for all parts."""
     hosts = [np.empty([len(r) for r in index], dtype) for index in parts]
     wanted: dict[str, list[tuple[Index, np.ndarray]]] = {}
     for index, host in zip(parts, hosts, strict=True):
@@ -278,15 +253,15 @@ def _read_parts(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, parts: 
 
 
 def _read(tensor: Stored, layout: str, targets: list[tuple[Index, np.ndarray]]) -> None:
-    """Fills each target, an array in our axis order, with its part of the tensor; a few rows of the file at a time."""
-    views = [  # in the file's axis order
+    """Fills each target, an array in our order of axes, with its part of the tensor. Reads a few rows of the file at a time."""
+    views = [  # in the file's order of axes
         (index_in_torch(index, layout), to_torch_order(out, layout)) if tensor.shape else ((range(1),), out[None])
         for index, out in targets
     ]
     first, last = min(index[0].start for index, _ in views), max(index[0].stop for index, _ in views)
     for start, rows_read in tensor.rows(first, last):
         stop = start + len(rows_read)
-        # cast before it is reordered: both are then several times faster than in one assignment
+        # cast first, then reorder: several times faster than one assignment that does both
         block = rows_read.astype(targets[0][1].dtype, copy=False)
         for (rows, *columns), view in views:
             low, high = max(start, rows.start), min(stop, rows.stop)
@@ -299,24 +274,6 @@ def _join(*parts: Any) -> str:
     return ".".join(str(p) for p in parts)
 
 
-def _nest(flat: Mapping[tuple, Any]) -> Params:
-    tree: Params = {}
-    for path, value in flat.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return tree
-
-
-def _flatten(tree: Params, prefix: tuple = ()):
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, (*prefix, key))
-        else:
-            yield (*prefix, key), value
-
-
 def parameter_count(state: nnx.State) -> int:
-    """How many numbers a network holds, from shapes alone."""
+    """How many numbers a network holds, from its (abstract) state."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))

@@ -13,7 +13,6 @@ from solrl_jax.models.clip import CLIPConfig, VisionModel
 from solrl_jax.models.image_resize import Preprocessing
 from solrl_jax.models.layers import Linear
 from solrl_jax.models.score_head import ScoreHead
-from solrl_jax.models.tensor_files import read_json
 from solrl_jax.models.weights import find_component
 from solrl_jax.rewards.clip import unit
 from solrl_jax.rewards.network import in_rows, load_network, open_network
@@ -37,7 +36,7 @@ class ImageEncoder(nnx.Module):
 def aesthetic(paths: Mapping[str, str]) -> Loader:
     """A rating of about 1 to 10, from the direction of the picture's vector in OpenAI's ViT-L/14."""
     head_file, folder = find("aesthetic", paths), find("aesthetic/clip", paths)
-    config = CLIPConfig.from_dict(read_json(folder / "config.json"))
+    config = CLIPConfig.read(folder)
     encoder = open_network(lambda rngs: ImageEncoder(config, rngs=rngs), folder, partial(find_component, unused=TEXT_TENSORS))
     head = open_network(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), head_file)
     preprocess = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")

@@ -12,7 +12,6 @@ from solrl_jax.models.clip import CLIPConfig, CLIPModel
 from solrl_jax.models.component import Component
 from solrl_jax.models.image_resize import MEAN, STD, Preprocessing
 from solrl_jax.models.open_clip import find_open_clip
-from solrl_jax.models.tensor_files import read_json
 from solrl_jax.rewards.network import in_rows, load_network, open_network
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.rewards.sources import find
@@ -60,7 +59,7 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
 def tiny_clip() -> Reward:
     """The cosine in the embedded CLIP, about -0.2 to 0.6. Pictures must have that CLIP's own size."""
     folder = EMBEDDED_FOLDER / "tiny-clip"
-    config = CLIPConfig.from_dict(read_json(folder / "config.json"))
+    config = CLIPConfig.read(folder)
     network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
     texts = clip_texts(folder, open_tokenizer(folder).model_max_length)
     return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))(None)
@@ -69,7 +68,7 @@ def tiny_clip() -> Reward:
 def _open(paths: Mapping[str, str], name: str) -> tuple[CLIPConfig, Component]:
     """A CLIP in the layout of transformers, by its name in `reward.paths`."""
     folder = find(name, paths)
-    config = CLIPConfig.from_dict(read_json(folder / "config.json"))
+    config = CLIPConfig.read(folder)
     return config, open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
 
 

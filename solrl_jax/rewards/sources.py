@@ -1,4 +1,4 @@
-"""Where the files of released rewards come from: a path of the configuration, the hub or its cache, or `weights/`."""
+"""Where the files of released rewards are: at a path of the configuration, in the hub or its cache, or in `weights/`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,13 +9,14 @@ from solrl_jax.storage import hub
 from solrl_jax.storage.errors import InputError
 
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
-CARRIED: Mapping[str, str] = MappingProxyType({})  # as `reward.paths`: the configurations that the package carries, for plans
-FOLDER = "weights"  # of files that were converted; relative to where the run is started
+# In place of `reward.paths`: the configurations that the package carries. They have no weights, and serve for plans.
+CARRIED: Mapping[str, str] = MappingProxyType({})
+FOLDER = "weights"  # where converted files are looked for, relative to the working directory
 
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """A repository of the hub, of which these files are needed. Instead of it: a directory with them, or another repository."""
+    """A repository of the hub, and its files that are read. A path may name a directory or another repository instead."""
 
     name: str
     files: tuple[str, ...]
@@ -23,15 +24,15 @@ class Hub:
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """A safetensors file that `solrl convert` makes of a released pickle. Elsewhere: that file, or its directory."""
+    """A safetensors file that `solrl convert` makes from a released pickle. A path may name the file or its directory."""
 
     file: str
     pickle: str
-    origin: str
+    origin: str  # where to download the pickle
 
 
 CLIP = ("config.json", "model.safetensors")
-SOURCES: dict[str, Hub | Converted] = {  # by what `reward.paths` calls them
+SOURCES: dict[str, Hub | Converted] = {  # by their names in `reward.paths`
     "clipscore": Hub("openai/clip-vit-large-patch14", (*CLIP, *TOKENIZER[1:])),
     "pickscore": Hub("yuvalkirstain/PickScore_v1", CLIP),
     "pickscore/tokenizer": Hub("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", TOKENIZER),
@@ -49,9 +50,10 @@ SOURCES: dict[str, Hub | Converted] = {  # by what `reward.paths` calls them
 
 
 def find(name: str, paths: Mapping[str, str]) -> Path:
-    """What `name` stands for: the directory of a `Hub` source, with all its files in it, or the file of a `Converted` one.
+    """The directory of a `Hub` source, with all its files, or the file of a `Converted` source.
 
-    Raises InputError in one line that says what is missing, where it comes from and where to put it.
+    name: a key of `SOURCES`. paths: `reward.paths`, or `CARRIED`.
+    Raises InputError in one line that says what is missing, where to get it and where to put it.
     """
     source = SOURCES[name]
     if paths is CARRIED:

@@ -1,8 +1,9 @@
-"""Prompts to tokens, each way that a released scorer was fed."""
+"""Prompts to tokens, as each released scorer expects them."""
 
 import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import ftfy
 import numpy as np
@@ -14,14 +15,14 @@ Tokens = dict[str, np.ndarray]  # "ids" int32 and "mask" bool (true on tokens), 
 Tokenize = Callable[[Sequence[str]], Tokens]
 
 
-def open_tokenizer(folder: Path):
-    """The tokenizer in `folder`. Raises InputError in one line if there is none that can be read."""
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`. Raises InputError in one line if it cannot be read."""
     with in_one_line(lambda said: f"{folder}: {said}"):
         return load_tokenizer(folder)
 
 
 def clip_texts(folder: Path, length: int) -> Tokenize:
-    """As transformers' CLIP processor: cut and padded to `length`, with the tokenizer's own padding."""
+    """Tokens as in transformers' CLIP processor: cut and padded to `length`, with the tokenizer's own padding."""
     tokenizer = open_tokenizer(folder)
 
     def tokenize(prompts: Sequence[str]) -> Tokens:
@@ -32,9 +33,9 @@ def clip_texts(folder: Path, length: int) -> Tokenize:
 
 
 def open_clip_texts(folder: Path, length: int) -> Tokenize:
-    """As OpenCLIP's tokenizer, whose merges are CLIP's: cleaned, cut to `length` with the end kept, padded with zeros.
+    """Tokens as in OpenCLIP, which has CLIP's vocabulary: text cleaned, cut to `length` with its end kept, padded with zeros.
 
-    No token is masked: the text tower looks back only, and takes what stands at the end of the text.
+    No token is masked, because the text tower is causal and reads the state at the end of the text.
     """
     tokenizer = open_tokenizer(folder)
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -50,13 +51,13 @@ def open_clip_texts(folder: Path, length: int) -> Tokenize:
 
 
 def image_reward_texts(folder: Path, length: int) -> Tokenize:
-    """As ImageReward: BERT's tokenizer with BLIP's two tokens added, cut and padded to `length`; the first stays [CLS]."""
+    """Tokens as in ImageReward: BERT's, with BLIP's two tokens added, cut and padded to `length`. The first one stays [CLS]."""
     tokenizer = open_tokenizer(folder)
     tokenizer.add_tokens(["[DEC]", "[ENC]"], special_tokens=True)
     return clip_texts(folder, length)
 
 
 def clean(prompt: str) -> str:
-    """As OpenCLIP's clean-up: text repaired (by the same library), entities resolved, single spaces, lower case."""
+    """Text as OpenCLIP cleans it: repaired (by the same library), entities resolved, single spaces, lower case."""
     text = html.unescape(html.unescape(ftfy.fix_text(prompt)))
     return " ".join(text.split()).lower()

@@ -374,7 +374,7 @@ def test_paths_that_cannot_be(base, tmp_path):
         (file, "x.safetensors", {"base": base[0]}, "only for native SANA checkpoints, and"),
         (file, "weights.pt", {"force": True}, "is or holds"),
         (native, "x.safetensors", {"base": base[0]}, "a native SANA checkpoint becomes a directory; name one"),
-        (native, "x", {}, "whose number of heads shapes do not tell"),
+        (native, "x", {}, "shapes do not tell the number of heads"),
         (native, "x", {"base": tmp_path / "in"}, "model_index.json: no such file"),
         (native, "weights.pt", {"base": base[0], "force": True}, "a native SANA checkpoint becomes a directory; name one"),
         (native, "in", {"base": base[0], "force": True}, "is or holds"),

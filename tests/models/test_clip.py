@@ -9,8 +9,9 @@ import transformers
 from flax import nnx
 
 from solrl_jax.models.clip import CLIPConfig, CLIPModel
-from solrl_jax.models.weights import entries, from_torch, parameter_count, to_torch
+from solrl_jax.models.weights import entries, parameter_count, to_torch
 from tests import carried
+from tests.parity import from_torch
 
 TOLERANCE = 1e-5
 POSITIONS, EOS = 12, 90
@@ -136,7 +137,7 @@ def test_which_token_stands_for_the_text():
     for eos in (EOS, 2):
         reference = reference_model({"eos_token_id": eos}, {}, 16)
         theirs = reference.get_text_features(torch.tensor(ids), torch.tensor(mask).long()).pooler_output.numpy()
-        outputs[eos] = np.asarray(encode_text(port(reference), ids, mask.astype(np.int32)))  # as tokenizers give it
+        outputs[eos] = np.asarray(encode_text(port(reference), ids, mask))
         assert relative(outputs[eos], theirs) < TOLERANCE
     assert relative(outputs[EOS], outputs[2]) > 0.1
 
@@ -209,22 +210,22 @@ def test_a_tower_of_the_oldest_files_takes_over_whole():
 )  # fmt: skip
 def test_unsupported_value_of_a_tower_is_named(tower, field, value):
     fields = {"text_config": TEXT, "vision_config": VISION}
-    with pytest.raises(ValueError, match=rf"CLIP(Text|Vision)Config: {field}=.*accepted"):
+    with pytest.raises(ValueError, match=rf"CLIP(Text|Vision)Model: {field}=.*accepted"):
         CLIPConfig.from_dict(fields | {tower: fields[tower] | {field: value}})
 
 
 @pytest.mark.parametrize(("field", "value"), [("model_type", "siglip"), ("projection_dim", None)])
 def test_unsupported_value_is_named(field, value):
-    with pytest.raises(ValueError, match=rf"CLIPConfig: {field}=.*accepted"):
+    with pytest.raises(ValueError, match=rf"CLIPModel: {field}=.*accepted"):
         CLIPConfig.from_dict({field: value})
 
 
 def test_inputs_that_do_not_fit_are_refused():
     config = CLIPConfig.from_dict({"text_config": TEXT, "vision_config": VISION})
     model = nnx.eval_shape(lambda: CLIPModel(config, rngs=nnx.Rngs(0)))
-    text = lambda length: jax.ShapeDtypeStruct((2, length), jnp.int32)
-    nnx.eval_shape(CLIPModel.encode_text, model, text(POSITIONS), text(POSITIONS))
+    text = lambda length: (jax.ShapeDtypeStruct((2, length), jnp.int32), jax.ShapeDtypeStruct((2, length), bool))
+    nnx.eval_shape(CLIPModel.encode_text, model, *text(POSITIONS))
     with pytest.raises(ValueError, match=r"13 tokens; there are 12 positions"):
-        nnx.eval_shape(CLIPModel.encode_text, model, text(POSITIONS + 1), text(POSITIONS + 1))
+        nnx.eval_shape(CLIPModel.encode_text, model, *text(POSITIONS + 1))
     with pytest.raises(ValueError, match=r"images of shape \(12, 16, 3\); accepted: \(12, 12, 3\)"):
         nnx.eval_shape(CLIPModel.encode_image, model, jax.ShapeDtypeStruct((2, 12, 16, 3), jnp.float32))

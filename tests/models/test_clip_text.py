@@ -9,17 +9,11 @@ import transformers
 from flax import nnx
 from safetensors.numpy import save_file
 
-from solrl_jax.models.clip_text import CLIPTextEncoderConfig, CLIPTextModel, CLIPTextModelWithProjection
-from solrl_jax.models.weights import (
-    entries,
-    find_component,
-    from_torch,
-    load_tensors,
-    parameter_count,
-    save_component,
-    to_torch,
-)
+from solrl_jax.models.clip import CLIPTextConfig
+from solrl_jax.models.clip_text import CLIPTextModel, CLIPTextModelWithProjection
+from solrl_jax.models.weights import entries, find_component, load_tensors, parameter_count, save_component, to_torch
 from tests import carried
+from tests.parity import from_torch
 
 TOLERANCE = 1e-5  # largest difference over largest value
 POSITIONS, EOS = 17, 90
@@ -67,7 +61,7 @@ def released(reference) -> dict:
 
 
 def port(reference, projected: bool):
-    config = CLIPTextEncoderConfig.from_dict(reference.config.to_dict())
+    config = CLIPTextConfig.from_dict(reference.config.to_dict())
     graphdef, state = nnx.split(nnx.eval_shape(lambda: KINDS[projected][1](config, rngs=nnx.Rngs(0))))
     params = from_torch(state, {name: t.numpy() for name, t in released(reference).items()})
     return state, graphdef, jax.tree.map(jnp.asarray, params)
@@ -201,10 +195,10 @@ def test_a_component_goes_out_as_it_came_in(tmp_path, projected):
     ids=["FLUX", "SD3.5, CLIP-L", "SD3.5, CLIP-G"],
 )
 def test_released_size(fields, projected, count):
-    config = CLIPTextEncoderConfig.from_dict(fields)
+    config = CLIPTextConfig.from_dict(fields)
     with torch.device("meta"):
         reference = KINDS[projected][0](transformers.CLIPTextConfig(**fields))
-    assert config == CLIPTextEncoderConfig.from_dict(reference.config.to_dict())
+    assert config == CLIPTextConfig.from_dict(reference.config.to_dict())
     _, state = nnx.split(nnx.eval_shape(lambda: KINDS[projected][1](config, rngs=nnx.Rngs(0))))
     assert parameter_count(state) == count
     theirs = {name: tuple(t.shape) for name, t in released(reference).items()}
@@ -214,8 +208,8 @@ def test_released_size(fields, projected, count):
 
 
 def test_defaults_are_those_of_transformers():
-    theirs = CLIPTextEncoderConfig.from_dict(transformers.CLIPTextConfig().to_dict())
-    assert CLIPTextEncoderConfig.from_dict({}) == theirs == CLIPTextEncoderConfig()
+    theirs = CLIPTextConfig.from_dict(transformers.CLIPTextConfig().to_dict())
+    assert CLIPTextConfig.from_dict({}) == theirs == CLIPTextConfig()
 
 
 @pytest.mark.parametrize(
@@ -223,5 +217,5 @@ def test_defaults_are_those_of_transformers():
     [("model_type", "clip"), ("projection_dim", None), ("hidden_act", "relu"), ("num_attention_heads", 5)],
 )
 def test_unsupported_value_is_named(field, value):
-    with pytest.raises(ValueError, match=rf"CLIPTextEncoderConfig: {field}=.*accepted"):
-        CLIPTextEncoderConfig.from_dict(BASE | {field: value})
+    with pytest.raises(ValueError, match=rf"CLIPTextModel: {field}=.*accepted"):
+        CLIPTextConfig.from_dict(BASE | {field: value})

@@ -82,9 +82,9 @@ def test_opening_needs_no_weights(copy):
         ("text_encoder_2/config", {"d_model": 32}, "transformer joint_attention_dim=24 .* which want 32"),
         ("vae/config", {"latent_channels": 8}, "transformer in_channels=16 .* which want 32"),
         ("transformer/config", {"patch_size": 2}, "FluxTransformer2DModel: patch_size=2"),
-        ("text_encoder/config", {"model_type": "bert"}, "CLIPTextEncoderConfig: model_type='bert'"),
+        ("text_encoder/config", {"model_type": "bert"}, "CLIPTextModel: model_type='bert'"),
         ("text_encoder_2/config", {"model_type": "umt5"}, "T5EncoderModel: model_type='umt5'"),
-        ("vae/config", {"act_fn": "relu"}, "AutoencoderKL config: act_fn = 'relu'"),
+        ("vae/config", {"act_fn": "relu"}, "AutoencoderKL: act_fn='relu'"),
         ("tokenizer/tokenizer_config", {"model_max_length": 77}, "tokenizer: model_max_length=77; accepted: up to 9"),
     ],
 )

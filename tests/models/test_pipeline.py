@@ -67,7 +67,7 @@ def test_sizes_that_are_no_multiples_are_refused(size, opened):
         ("vae", {"latent_channels": 4}, "transformer in_channels=8 .* which want 4"),
         ("transformer", {"dropout": 0.1}, "SanaTransformer2DModel: dropout=0.1"),
         ("text_encoder", {"model_type": "llama"}, "Gemma2Model: model_type='llama'"),
-        ("vae", {"downsample_block_type": "pool"}, "AutoencoderDC config: downsample_block_type = 'pool'"),
+        ("vae", {"downsample_block_type": "pool"}, "AutoencoderDC: downsample_block_type='pool'"),
     ],
 )
 def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(component, fields, message, opened, tmp_path):

@@ -144,7 +144,7 @@ def test_only_half_of_the_norms():
 
 def test_what_shapes_do_not_tell():
     wide = native_shapes(width=128, hidden=320, depth=1)
-    with pytest.raises(ValueError, match=r"of width 128, whose number of heads shapes do not tell \(known are 2240, 1152\)"):
+    with pytest.raises(ValueError, match=r"has width 128; shapes do not tell the number of heads \(known: 2240, 1152\)"):
         plan(wide)
     base = SanaConfig(num_attention_heads=8, attention_head_dim=16, num_cross_attention_heads=2, cross_attention_head_dim=64,
                       sample_size=64, interpolation_scale=2.0, timestep_scale=0.5, mlp_ratio=3.0, num_layers=9)  # fmt: skip
@@ -152,7 +152,7 @@ def test_what_shapes_do_not_tell():
     for positions in (False, True):
         assert SanaConfig.from_dict(plan(wide, base, positions).config) == want
     for other in (dataclasses.replace(base, num_attention_heads=4), dataclasses.replace(base, num_cross_attention_heads=4)):
-        with pytest.raises(ValueError, match=r"of width 128, but the base's transformer is of \d+, across to the text of \d+"):
+        with pytest.raises(ValueError, match=r"has width 128, but the base has \d+, and \d+ in its attention to the text"):
             plan(wide, other)
 
 

@@ -11,9 +11,11 @@ import torch
 from diffusers import SD3Transformer2DModel as TorchSD3
 from flax import nnx
 
-from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel, sincos_square
-from solrl_jax.models.weights import entries, from_torch, parameter_count, to_torch
+from solrl_jax.models.embeddings import sincos_positions
+from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax.models.weights import entries, parameter_count, to_torch
 from tests import carried
+from tests.parity import from_torch
 
 BASE = dict(
     sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
@@ -197,7 +199,9 @@ def test_runs_of_equal_layers_share_one_released_list():
 
 def test_new_positions_are_those_of_diffusers():
     theirs = TorchSD3(**BASE | dict(num_layers=1, sample_size=12)).pos_embed.pos_embed.numpy()
-    ours = sincos_square(32, BASE["pos_embed_max_size"], 12 // BASE["patch_size"])
+    side = BASE["pos_embed_max_size"]
+    positions = np.arange(side) * (12 // BASE["patch_size"] / side)
+    ours = sincos_positions(32, positions, positions).reshape(1, -1, 32)
     assert ours.shape == theirs.shape
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 

@@ -98,7 +98,7 @@ def test_opening_needs_no_weights(copy):
         ("text_encoder_3/config", {"d_model": 32}, "transformer joint_attention_dim=48 .* which want 32"),
         ("vae/config", {"latent_channels": 8}, "transformer in_channels=4 .* which want 8"),
         ("transformer/config", {"qk_norm": "layer_norm"}, "SD3Transformer2DModel: qk_norm='layer_norm'"),
-        ("text_encoder_2/config", {"hidden_act": "relu"}, "CLIPTextEncoderConfig: hidden_act='relu'"),
+        ("text_encoder_2/config", {"hidden_act": "relu"}, "CLIPTextModel: hidden_act='relu'"),
         ("text_encoder_2/config", {"max_position_embeddings": 8}, "tokenizer: model_max_length=9; accepted: up to 8"),
     ],
 )

@@ -12,8 +12,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from solrl_jax.models import attention as attention_module
 from solrl_jax.models.attention import attention
 from solrl_jax.models.t5 import T5Config, T5EncoderModel, relative_buckets
-from solrl_jax.models.weights import entries, find_component, from_torch, load_tensors, parameter_count, to_torch
+from solrl_jax.models.weights import entries, find_component, load_tensors, parameter_count, to_torch
 from tests import carried
+from tests.parity import from_torch
 
 TOLERANCE = 1e-5  # largest difference over largest value
 BASE = {

@@ -18,18 +18,22 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from solrl_jax.backbone.backbone import load_backbone
+from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Lora
+from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
 from solrl_jax.models import flux, sd3
-from solrl_jax.models.weights import entries, from_torch, to_torch
+from solrl_jax.models.weights import entries, to_torch
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
 from solrl_jax.policy.lora import attach, flatten, replace
 from solrl_jax.policy.lora_files import LoraSettings, export_diffusers, export_peft, import_lora
 from solrl_jax.policy.state import init_state, read_start
-from solrl_jax.rollout.generate import Grid, generate, prepare
+from solrl_jax.rollout.generate import Rows, generate, prepare
+from solrl_jax.rollout.stage import Leg, Stage
 from solrl_jax.storage.errors import InputError, RunError
+from tests.parity import from_torch
 from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, TRANSFORMER, save_pipeline
 
 TOLERANCE = 2e-5  # largest difference over largest value; without adapters it is 5e-6
@@ -173,12 +177,12 @@ def test_pictures_of_diffusers_with_our_file_are_ours(reference, backbone, table
     pipeline.unload_lora_weights()
 
     sigmas, times, solver = read_scheduler(backbone.pipeline.scheduler, steps, 64)
-    got = generate(
-        backbone, attach(backbone.transformer, adapters, SETTINGS.scale),
-        Grid.from_sigmas(sigmas, solver, guidance, True, times),
-        prepare(backbone, None, tuple(prompts), MAX_TOKENS), np.arange(2), np.zeros((2, 2), np.uint32), size, 2, None,
-        noise=noise.transpose(0, 2, 3, 1), keep_images=True,
-    ).images  # fmt: skip
+    grid = Grid.from_sigmas(sigmas, solver, guidance=guidance, scale=guidance, guided=True, times=times)
+    legs = (Leg(attach(backbone.transformer, adapters, SETTINGS.scale), grid),)
+    stage = Stage("sample", legs, backbone.decoder, backbone.pipeline.latent_shape(*size), 2)
+    rows = Rows(np.arange(2), np.zeros((2, 2), np.uint32), noise.transpose(0, 2, 3, 1))
+    prompted = prepare(backbone, None, tuple(map(Prompt, prompts)), MAX_TOKENS)
+    got = generate(backbone, stage, prompted, rows, keep_images=True).images
     print(f"images: {np.abs(got - want).max():.1e}; LoRA moves them by {np.abs(want - before).max():.2f}")
     assert np.abs(got - want).max() < IMAGE_TOLERANCE
     assert np.abs(want - before).max(axis=(1, 2, 3)).min() > 0.1

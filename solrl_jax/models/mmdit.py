@@ -1,0 +1,133 @@
+"""What FLUX.1 and Stable Diffusion 3 have in common: parts of a multimodal diffusion transformer (arXiv 2403.03206, section 4).
+
+Text and image are two streams of tokens with weights of their own. They meet in the attention, as one sequence, text first.
+Every block is modulated by one vector for the whole picture: the embedded time and the pooled text.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from solrl_jax.models.attention import attention
+from solrl_jax.models.embeddings import TextProjection, TimestepMLP
+from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm
+
+EPS = 1e-6  # of every normalisation
+Rotate = Callable[[Float[Array, "b s n head"]], Float[Array, "b s n head"]]  # of queries and keys, by their positions
+
+
+class Projections(nnx.Module):
+    """Queries, keys and values of one sequence. normed: queries and keys are normalised, each head on its own."""
+
+    def __init__(self, d: int, head: int, *, normed: bool, rngs: nnx.Rngs):
+        self.to_q, self.to_k, self.to_v = (Linear(d, d, rngs=rngs) for _ in range(3))
+        self.norm_q, self.norm_k = (RMSNorm(head, eps=EPS) if normed else None for _ in range(2))
+        self.head = head
+
+    def heads(self, x: Float[Array, "b s d"]) -> list[Float[Array, "b s n head"]]:
+        """Queries, keys and values."""
+        return _heads(self.head, x, (self.to_q, self.norm_q), (self.to_k, self.norm_k), (self.to_v, None))
+
+
+class SelfAttention(Projections):
+    """Softmax attention of one sequence to itself. projected: with a linear after it."""
+
+    def __init__(self, d: int, head: int, *, normed: bool, projected: bool, rngs: nnx.Rngs):
+        super().__init__(d, head, normed=normed, rngs=rngs)
+        self.to_out = nnx.List([Linear(d, d, rngs=rngs)]) if projected else None
+
+    def __call__(self, x: Float[Array, "b s d"], rotate: Rotate = lambda x: x) -> Float[Array, "b s d"]:
+        q, k, v = self.heads(x)
+        out = attention(rotate(q), rotate(k), v).reshape(x.shape)
+        return out if self.to_out is None else self.to_out[0](out)
+
+
+class JointAttention(Projections):
+    """Softmax attention over text and image as one sequence. The text's weights are those with `add` in their names.
+
+    last: nothing reads the text's output, so it is not computed.
+    """
+
+    def __init__(self, d: int, head: int, *, normed: bool, last: bool = False, rngs: nnx.Rngs):
+        super().__init__(d, head, normed=normed, rngs=rngs)
+        self.to_out = nnx.List([Linear(d, d, rngs=rngs)])
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (Linear(d, d, rngs=rngs) for _ in range(3))
+        self.norm_added_q, self.norm_added_k = (RMSNorm(head, eps=EPS) if normed else None for _ in range(2))
+        self.to_add_out = None if last else Linear(d, d, rngs=rngs)
+
+    def __call__(
+        self, text: Float[Array, "b l d"], image: Float[Array, "b n d"], rotate: Rotate = lambda x: x
+    ) -> tuple[Float[Array, "b l d"] | None, Float[Array, "b n d"]]:
+        """The outputs for text and image."""
+        added = (self.add_q_proj, self.norm_added_q), (self.add_k_proj, self.norm_added_k), (self.add_v_proj, None)
+        pairs = zip(_heads(self.head, text, *added), self.heads(image), strict=True)
+        q, k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)
+        out, length = attention(rotate(q), rotate(k), v).reshape(*q.shape[:2], -1), text.shape[1]
+        from_text = None if self.to_add_out is None else self.to_add_out(out[:, :length])
+        return from_text, self.to_out[0](out[:, length:])
+
+
+def _heads(head: int, x: Float[Array, "b s d"], *maps: tuple[Linear, RMSNorm | None]) -> list[Float[Array, "b s n head"]]:
+    by_head = [linear(x).reshape(*x.shape[:2], -1, head) for linear, _ in maps]
+    return [y if norm is None else norm(y) for y, (_, norm) in zip(by_head, maps, strict=True)]
+
+
+class FeedForward(nnx.Module):
+    """Linear to four times the width, GELU, linear back. In PyTorch's list `net`, index 1 is a dropout."""
+
+    def __init__(self, d: int, *, rngs: nnx.Rngs):
+        self.net = nnx.Dict({"0": GELU(d, 4 * d, rngs=rngs), "2": Linear(4 * d, d, rngs=rngs)})
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        return self.net["2"](self.net["0"](x))
+
+
+class GELU(nnx.Module):
+    """A linear, then GELU in its tanh form (arXiv 1606.08415, section 2)."""
+
+    def __init__(self, n_in: int, n_out: int, *, rngs: nnx.Rngs):
+        self.proj = Linear(n_in, n_out, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b s n_in"]) -> Float[Array, "b s n_out"]:
+        return jax.nn.gelu(self.proj(x), approximate=True)
+
+
+class AdaLayerNorm(nnx.Module):
+    """adaLN-Zero (arXiv 2212.09748, section 3.2): a layer norm without weights, and vectors to modulate and gate with."""
+
+    def __init__(self, d: int, vectors: int, *, rngs: nnx.Rngs):
+        self.linear = Linear(d, vectors * d, rngs=rngs)
+        self.norm = LayerNorm(d, eps=EPS, affine=False)
+        self.vectors = vectors
+
+    def __call__(
+        self, x: Float[Array, "b s d"], condition: Float[Array, "b d"]
+    ) -> tuple[Float[Array, "b s d"], list[Float[Array, "b 1 d"]]]:
+        """The normalised `x`, not modulated yet, and the vectors. condition: after its SiLU."""
+        return self.norm(x), jnp.split(self.linear(condition)[:, None], self.vectors, axis=-1)
+
+
+class TimeTextEmbedding(nnx.Module):
+    """What modulates the blocks: the sum of the embedded time, the guidance scale (`guided`) and the pooled text."""
+
+    def __init__(self, d: int, pooled: int, *, guided: bool = False, rngs: nnx.Rngs):
+        self.timestep_embedder = TimestepMLP(d, rngs=rngs)
+        self.guidance_embedder = TimestepMLP(d, rngs=rngs) if guided else None
+        self.text_embedder = TextProjection(pooled, d, act=silu, rngs=rngs)
+
+    def __call__(
+        self, timestep: Float[Array, " b"], pooled: Float[Array, "b e"], guidance: Float[Array, " b"] | None = None
+    ) -> Float[Array, "b d"]:
+        """The condition, in the dtype of `pooled`."""
+        embedded = self.timestep_embedder(timestep, pooled.dtype)
+        if self.guidance_embedder is not None and guidance is not None:
+            embedded = embedded + self.guidance_embedder(1000 * guidance.astype(jnp.float32), pooled.dtype)
+        return embedded + self.text_embedder(pooled)
+
+
+def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x sigmoid(x)`, rounded once. All layers read the result through the condition, so rounding errors do not average out."""
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)

@@ -1,0 +1,31 @@
+"""Parameters of a network from the tensors of the PyTorch module that it ports."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from solrl_jax.models.weights import Params, entries
+
+OUR_ORDER = {
+    "same": lambda t: t,
+    "linear": lambda t: t.T,
+    "pointwise": lambda t: t[:, :, 0, 0].T,
+    "conv": lambda t: t.transpose(2, 3, 1, 0),
+}
+
+
+def from_torch(state: nnx.State, tensors: Mapping[str, np.ndarray]) -> Params:
+    """A nested dict for `nnx.merge(graphdef, params)`. The tensors must be exactly those of the network."""
+    table = entries(state)
+    assert {name: e.torch_shape for e in table for name in e.names} == {name: t.shape for name, t in tensors.items()}
+    params: Params = {}
+    for e in table:
+        *path, last = e.path
+        node = params
+        for key in path:
+            node = node.setdefault(key, {})
+        layers = [OUR_ORDER[e.layout](tensors[name]) for name in e.names]
+        node[last] = jnp.asarray(np.stack(layers) if e.stacked else layers[0])
+    return params
