@@ -1,0 +1,104 @@
+"""Evaluations: means over pictures with a score, and the picture of fixed prompts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rollout.generate import Samples
+from solrl_jax.training.clock import Clock
+from solrl_jax.training.evaluate import evaluate, sample_grid
+from solrl_jax.training.experiment import fresh_state
+from solrl_jax.training.iteration import roll_out
+from tests.toys import toy_experiment
+
+OVERRIDES = ("eval.prompts=3", "eval.images_per_prompt=4", "eval.grid=8", "eval.steps=2")
+DARK = 0.565  # as the mean of a picture; some pictures of a prompt are darker, others are not
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return toy_experiment(*OVERRIDES)
+
+
+def judge(*, strict=True) -> Reward:
+    """The mean of a picture; no score for those of the second prompt that are dark, none at all for the third prompt."""
+
+    def score(params, images, prompt):
+        mean = images.mean((1, 2, 3))
+        reward = jnp.where((prompt == 2) | ((prompt == 1) & (mean < DARK)), jnp.nan, mean)
+        return {"reward": reward} | ({"toy/strict": (mean > DARK).astype(jnp.float32)} if strict else {})
+
+    return Reward(None, lambda prompts: np.arange(len(prompts), dtype=np.int32), score)
+
+
+def test_scores_are_those_of_the_policy_in_the_training_precision(toy):
+    adapters = jax.tree.map(lambda x: x + 0.1, fresh_state(toy).ema)
+    result, done = evaluate(toy, adapters), []
+    prompts = toy.test_prompts[:3]
+    stage, prompted = toy.stage("evaluate", adapters, 2), toy.prompted(prompts, toy.evaluated)
+    samples = roll_out(toy, stage, prompted, toy.seeds("evaluation", prompts, 4, seed=toy.config.eval.seed))
+    for name, scores in samples.scores.items():
+        np.testing.assert_array_equal(result.scores[name], scores.reshape(3, 4))
+        assert result.means[name] == pytest.approx(scores.mean(), rel=1e-6)
+        assert result.errors[name] == pytest.approx(scores.std() / np.sqrt(12), rel=1e-5)
+    assert result.scores.keys() == {"reward", "mean"}
+    other = evaluate(toy, fresh_state(toy).ema, done.append)
+    assert np.abs(other.scores["reward"] - result.scores["reward"]).max() > 1e-3
+    assert sum(done) == 12
+
+
+def test_pictures_without_a_score_are_left_out_of_means(toy):
+    result = evaluate(dataclasses.replace(toy, evaluated=judge()), fresh_state(toy).ema)
+    scores = result.scores["reward"]
+    assert np.isfinite(scores[0]).all()
+    assert np.isnan(scores[2]).all()
+    finite = scores[np.isfinite(scores)]
+    assert 4 < len(finite) < 8
+    assert result.means["reward"] == pytest.approx(finite.mean(), rel=1e-6)
+    assert result.errors["reward"] == pytest.approx(finite.std() / np.sqrt(len(finite)), rel=1e-5)
+    assert result.means["toy/strict"] == pytest.approx(result.scores["toy/strict"].mean(), rel=1e-6)  # each by itself
+    nothing = Reward(None, lambda prompts: np.zeros(len(prompts)), lambda p, images, _: {"reward": images.mean((1, 2, 3)) / 0})
+    empty = evaluate(dataclasses.replace(toy, evaluated=nothing), fresh_state(toy).ema)
+    assert np.isnan(empty.means["reward"])
+    assert np.isnan(empty.errors["reward"])
+
+
+def test_the_picture_has_four_of_each_prompt_and_says_which_are_right(toy):
+    there = dataclasses.replace(toy, evaluated=judge())
+    grid = sample_grid(there, fresh_state(toy).ema)
+    assert grid.prompts == toy.test_prompts[:2]
+    assert grid.images.shape[:2] == (2, 4)
+    assert ((grid.images >= 0) & (grid.images <= 1)).all()
+    np.testing.assert_array_equal(grid.right, grid.images.mean((2, 3, 4)) > DARK)
+    assert 0 < grid.right.sum() < 8
+    assert sample_grid(dataclasses.replace(toy, evaluated=judge(strict=False)), fresh_state(toy).ema).right is None
+
+
+@pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (3, (1, 3)), (11, (2, 4)), (400, (6, 4))])
+def test_a_picture_of_any_number_is_filled_as_far_as_prompts_go(count, shape):
+    toy = toy_experiment(*OVERRIDES, f"eval.grid={count}")
+    assert sample_grid(toy, fresh_state(toy).ema).images.shape[:2] == shape
+
+
+def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
+    clock = Clock()
+    for number, stage in enumerate(("explore", "regenerate", "update")):
+        clock.start(stage)
+        jax.block_until_ready(jax.jit(lambda x, n=number: x * n + 1)(jnp.ones(3)))
+    clock.stop()
+    clock.stop()  # of nothing
+    assert list(clock.seconds) == ["explore", "regenerate", "update"]
+    samples = lambda n: Samples(np.zeros((n, 1, 1, 1), np.float32), {"reward": np.zeros(n)})
+    told = clock.report(samples(6), samples(2))
+    assert {name for name in told if name.startswith("seconds/")} == {
+        "seconds/explore", "seconds/regenerate", "seconds/update", "seconds/compile",
+    }  # fmt: skip
+    assert told["seconds"] == pytest.approx(sum(clock.seconds.values()))
+    assert told["images_per_second/explore"] == pytest.approx(6 / clock.seconds["explore"])
+    assert 0 < told["seconds/compile"] <= told["seconds"]
+    assert told["images_per_second/regenerate"] == pytest.approx(2 / clock.seconds["regenerate"])
+    assert "images_per_second/regenerate" not in clock.report(samples(6), None)
