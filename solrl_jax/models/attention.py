@@ -1,8 +1,8 @@
-"""Softmax attention: the one function through which every network here attends, and the one place that picks a kernel.
+"""Softmax attention for all networks. The kernel is chosen here and nowhere else.
 
-Scaled dot products (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1) with heads that may share keys and values
-(arXiv 2305.13245), and optionally with the soft cap on the logits of Gemma 2 (arXiv 2408.00118, section 2) or with a bias added
-to them (the relative positions of T5, arXiv 1910.10683, section 2.1).
+Scaled dot products (arXiv 1706.03762, section 3.2.1). Several query heads may share the keys and values of one head (arXiv
+2305.13245). Two options act on the logits: the soft cap of Gemma 2 (arXiv 2408.00118, section 2), and an added bias, which T5
+uses for relative positions (arXiv 1910.10683, section 2.1).
 """
 
 import jax
@@ -22,16 +22,19 @@ def attention(
     softcap: float | None = None,
     bias: Float[Array, "#b #n t s"] | None = None,
 ) -> Float[Array, "b t n h"]:
-    """`softmax(scale * q k^T + bias) v` for each head, in the dtype of `q`; the softmax is taken in float32.
+    """`softmax(scale * q k^T + bias) v` for each head, in the dtype of `q`, with the softmax in float32.
 
-    Query head `i` reads key head `i // (n / kv)`. `mask` is true where a query may look; a query that may look nowhere gets
-    the mean of the values, so that padding stays finite. `scale` is `h ** -0.5` unless given. With `softcap` c, logits
-    become `c tanh(logits / c)` before bias and mask. cuDNN reads the bias in the dtype of `q`.
+    Args:
+      q, k, v: t queries and s keys and values; query head `i` reads key head `i // (n / kv)`.
+      mask: true where a query may look. A query that may look nowhere gets the mean of the values, so that padding is finite.
+      scale: `h ** -0.5` unless given.
+      softcap: with a cap c, the logits become `c tanh(logits / c)`, before bias and mask.
+      bias: cuDNN reads it in the dtype of `q`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (split.join(x, 2) for x in (q, k, v))  # whole, as norms before it want it
+    q, k, v = (split.join(x, 2) for x in (q, k, v))  # whole, so that a norm before the attention sees all features
     rows = q[:, 0, 0, 0]
-    q, k, v = (split.split(x, 2) for x in (q, k, v))  # by heads
+    q, k, v = (split.split(x, 2) for x in (q, k, v))  # divided by heads over the mesh axis `tensor`
     if softcap is not None:
         return _softcapped(q, k, v, mask, scale, softcap, bias)
     if flash_fits(q, k, biased=mask is not None or bias is not None):
@@ -44,10 +47,11 @@ def attention(
 
 
 def flash_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, biased: bool) -> bool:
-    """Whether cuDNN's flash attention takes these operands, with their gradient, on the platform that is traced for.
+    """Whether cuDNN's flash attention takes these operands, on the platform that is traced for, and computes their gradient.
 
-    Hopper would take heads up to 256 wide; 128 holds on every card. Odd lengths have no gradient: without a bias (a mask is
-    one to cuDNN) `_flash` makes them even. Whether one will be asked for cannot be seen from here.
+    biased: with a bias or a mask; cuDNN reads a mask as a bias.
+    Heads are at most 128 wide, the limit of all cards (Hopper takes 256). Odd lengths have no gradient. `_flash` makes them
+    even, but cannot do so with a bias. Whether a gradient is needed is not known here, so it is always required.
     """
     head, lengths = q.shape[-1], (q.shape[1], k.shape[1])
     half = q.dtype in (jnp.bfloat16, jnp.float16)
@@ -58,11 +62,11 @@ def flash_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct,
 def _flash(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None, rows: Float[Array, " b"]
 ) -> Array:
-    """cuDNN's kernel, given what it wants: a mask of the whole shape, sharded as the queries are, for it is read as a bias; a
-    bias for the whole batch, in the dtype of `q`; and, without either, even lengths, what is added to them left out.
+    """cuDNN's flash attention (arXiv 2205.14135), with operands as it requires them.
 
-    The kernel is told each row's length, which must lie on the row's device and be mapped (`jax.vmap`) as the row is. A
-    constant would not, so it is made of `rows`, any number of each: the larger of a length and of 0 or 1 is the length.
+    It requires a mask of the full shape, a bias in the dtype of `q` and, for the gradient, even lengths. An odd length gets one
+    more position, and the kernel is told the true length of each row, so that it ignores that position.
+    rows: one number for each row, of any value.
     """
     (batch, t, heads, _), s = q.shape, k.shape[1]
     queries = keys = None
@@ -71,6 +75,8 @@ def _flash(
     if bias is not None:
         bias = jnp.broadcast_to(bias, (bias.shape[0], heads, t, s)).astype(q.dtype)
     if t % 2 or s % 2:
+        # The lengths must be split over devices and mapped by `jax.vmap` as the rows are. A constant is not, so each length is
+        # computed from the row's number: 0 or 1, and the larger of this and the length is the length.
         queries, keys = (jnp.maximum(jnp.isnan(rows).astype(jnp.int32), n) for n in (t, s))
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x for x in (q, k, v))
     out = jax.nn.dot_product_attention(
@@ -80,7 +86,7 @@ def _flash(
 
 
 def _softcapped(q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float, bias: Array | None) -> Array:
-    """`attention` spelled out, because no fused kernel caps its logits."""
+    """The same, written out: no fused kernel has a soft cap."""
     (batch, t, heads, head), (s, kv) = q.shape, k.shape[1:3]
     q = q.reshape(batch, t, kv, heads // kv, head)
     logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)

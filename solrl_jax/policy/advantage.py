@@ -4,6 +4,7 @@ Only regenerated rewards come here: nothing computed in low precision enters the
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
@@ -11,7 +12,7 @@ STD_FLOOR = 1e-4
 LEVELS = 4096  # an optimality probability is a multiple of 1 / LEVELS
 
 
-def advantages(rewards: Float[Array, "p k"], *, clip: float, global_std: bool, mode: str) -> Float[Array, "p k"]:
+def advantages(rewards: Float[Array | np.ndarray, "p k"], *, clip: float, global_std: bool, mode: str) -> Float[Array, "p k"]:
     """`A = (r - mean of its prompt) / (std + 1e-4)`, clipped to +-`clip`.
 
     The standard deviation (population) is over all kept samples of the iteration, or over the prompt's own if not
@@ -42,7 +43,7 @@ def advantages(rewards: Float[Array, "p k"], *, clip: float, global_std: bool, m
     raise ValueError(f"advantage mode {mode!r}: accepted are {', '.join(MODES)}")
 
 
-def optimality(advantages: Float[Array, "..."], clip: float) -> Float[Array, "..."]:
+def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Float[Array, "..."]:
     """`q = clip(A / clip / 2 + 1/2, 0, 1)`: the probability that a sample is one to imitate rather than to avoid.
 
     Rounded to a 4096th, which is 0.0012 of a standard deviation at a clip of 5. Rewards on different meshes differ in their

@@ -38,9 +38,7 @@ class Target(NamedTuple):
 class Objective(Protocol):
     """One loss a row and metrics a row, from what three policies predict at the noised samples. Pure, and traced by jit."""
 
-    def __call__(
-        self, velocities: Velocities, target: Target, policy: PolicyConfig
-    ) -> tuple[PerRow, dict[str, PerRow]]: ...
+    def __call__(self, velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]: ...
 
 
 def nft(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
@@ -25,7 +26,7 @@ from solrl_jax.storage.errors import InputError
 class TrainState:
     """All float32 but the counter; adapter trees are of one structure (`policy.lora.Adapters`)."""
 
-    step: Int[Array, ""]  # optimiser steps taken
+    step: Int[Array | np.ndarray, ""]  # optimiser steps taken
     adapters: Adapters  # trained ("default" in the paper)
     old: Adapters  # samples the rollouts
     ema: Adapters  # is evaluated

@@ -31,7 +31,7 @@ def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = lambda
     scores = {name: s.reshape(config.prompts, -1) for name, s in samples.scores.items()}
     finite = {name: s[np.isfinite(s)] for name, s in scores.items()}
     means = {name: float(s.mean()) if s.size else float("nan") for name, s in finite.items()}
-    errors = {name: float(s.std() / np.sqrt(max(s.size, 1))) for name, s in finite.items()}
+    errors = {name: float(s.std() / np.sqrt(s.size)) if s.size else float("nan") for name, s in finite.items()}
     return Evaluation(means, errors, scores, samples.failed)
 
 

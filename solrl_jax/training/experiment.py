@@ -23,7 +23,7 @@ from solrl_jax.parallel import sharding
 from solrl_jax.policy.lora import Adapters, attach, matching
 from solrl_jax.policy.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.rewards.host import trial
-from solrl_jax.rewards.protocol import Reward
+from solrl_jax.rewards.protocol import Reward, check_prompts
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rollout.generate import Prompted, Rows, prepare
 from solrl_jax.rollout.stage import Leg, Stage
@@ -116,10 +116,12 @@ def build(config: Config) -> Experiment:
     instruction = read_instruction(config)
     mesh = open_mesh(config)
     reward, evaluated = load_reward(sharding.rows_only(mesh))
-    for scored, prompts in ((reward, train[:1]), (evaluated, test[:1])):  # before the weights are loaded
-        scored.prepare(prompts)
+    # what cannot be scored is found before the weights are loaded
+    for field, scored, prompts in (("prompts.train", reward, train), ("prompts.test", evaluated, test)):
+        check_prompts(scored, prompts, field)
+        scored.prepare(prompts[:1])
         if scored.host is not None:
-            trial(scored.host, prompts, (model.height, model.width))
+            trial(scored.host, prompts[:1], (model.height, model.width))
     pipeline = open_model(model.path, model.remat)
     device = device_facts()
     targets, quantized = linears_of(config, pipeline, device)

@@ -63,7 +63,7 @@ def test_values_and_gradients(kv, mask, softcap):
 
 
 def test_a_cap_far_above_the_logits_changes_nothing_and_a_low_one_much():
-    q, k, v = operands(2)
+    q, k, v = map(jnp.asarray, operands(2))
     plain = attention(q, k, v)
     assert relative(attention(q, k, v, softcap=1e5), plain) < 1e-5
     assert relative(attention(q, k, v, softcap=1.0), plain) > 0.1
@@ -71,7 +71,7 @@ def test_a_cap_far_above_the_logits_changes_nothing_and_a_low_one_much():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_query_that_may_look_nowhere_stays_finite(softcap):
-    q, k, v = operands(2)
+    q, k, v = map(jnp.asarray, operands(2))
     mask = jnp.ones((B, 1, T, S), bool).at[0, 0, 1].set(False)
     f = lambda q, k, v: attention(q, k, v, mask, softcap=softcap)
     mean = np.repeat(v[0].mean(0), N // 2, axis=0)

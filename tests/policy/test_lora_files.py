@@ -98,8 +98,9 @@ TIME = np.array([900.0, 130.0], np.float32)
 @pytest.fixture(scope="module")
 def ours(backbone):
     """The velocity with adapters; alpha / rank is put into B, so that one program does for all."""
-    run = jax.jit(lambda ab: backbone.velocity(
-        attach(backbone.transformer, ab, 1.0), LATENT, {"text": TEXT, "mask": MASK}, TIME, np.float32(1)))  # fmt: skip
+    latent, time, conditioning = jnp.asarray(LATENT), jnp.asarray(TIME), {"text": TEXT, "mask": MASK}
+    policy = lambda ab: attach(backbone.transformer, ab, 1.0)
+    run = jax.jit(lambda ab: backbone.velocity(policy(ab), latent, conditioning, time, jnp.float32(1)))
 
     def velocity(adapters, settings=SETTINGS):
         return np.asarray(run({path: {"a": ab["a"], "b": settings.scale * ab["b"]} for path, ab in adapters.items()}))

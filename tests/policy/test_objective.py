@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from solrl_jax.policy.objective import nft_loss
+from solrl_jax.policy.objective import Target, Velocities, nft_loss
 
 TOLERANCE = 2e-6  # largest difference over largest value; float32 against float64
 ROWS, SHAPE = 5, (4, 4, 3)
@@ -56,9 +56,15 @@ def reference(data, *, beta, kl_weight, detach=True):
 WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0, 1.0])
 
 
+def loss_of(data, **options):
+    """`nft_loss` of named arrays."""
+    x = {name: jnp.asarray(value) for name, value in data.items()}
+    return nft_loss(Velocities(x["v"], x["v_old"], x["v_ref"]), Target(x["x"], x["x0"], x["sigma"], x["q"]), **options)
+
+
 def ours(data, **options):
     def total(predictions):
-        loss, metrics = nft_loss(**(data | predictions), advantage_clip=CLIP, **options)
+        loss, metrics = loss_of(data | predictions, advantage_clip=CLIP, **options)
         return (loss * WEIGHTS.astype(np.float32)).sum(), (loss, metrics)
 
     gradient, (loss, metrics) = jax.grad(total, has_aux=True)({name: data[name] for name in ("v", "v_old", "v_ref")})
@@ -129,8 +135,8 @@ def test_a_good_sample_pulls_and_a_bad_one_pushes():
     towards = (data["v"] - velocity)[:4]
     for q, sign in ((1.0, 1), (0.0, -1)):
         gradient = jax.grad(
-            lambda v, q=q: nft_loss(
-                **(data | {"v": v, "q": np.full(ROWS, q, np.float32)}), beta=1.0, kl_weight=0.0, advantage_clip=CLIP
+            lambda v, q=q: loss_of(
+                data | {"v": v, "q": np.full(ROWS, q, np.float32)}, beta=1.0, kl_weight=0.0, advantage_clip=CLIP
             )[0].sum()
         )(data["v"])[:4]
         cosine = (gradient * towards).sum((1, 2, 3)) / np.sqrt((gradient**2).sum((1, 2, 3)) * (towards**2).sum((1, 2, 3)))
@@ -149,7 +155,7 @@ def test_metrics_are_the_parts_of_the_loss():
 
 def test_the_advantage_clip_scales_the_policy_part_alone():
     data = inputs()
-    part = lambda clip: nft_loss(**data, beta=0.5, kl_weight=2.0, advantage_clip=clip)[1]
+    part = lambda clip: loss_of(data, beta=0.5, kl_weight=2.0, advantage_clip=clip)[1]
     np.testing.assert_allclose(part(10.0)["loss/policy"], 2 * part(5.0)["loss/policy"], rtol=1e-6)
     np.testing.assert_array_equal(part(10.0)["loss/kl"], part(5.0)["loss/kl"])
 

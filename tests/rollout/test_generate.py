@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.numerics.randomness import normal
 from solrl_jax.parallel import sharding
 from solrl_jax.rollout import generate as rollouts
@@ -31,7 +32,7 @@ from tests.toys import (
 )
 
 TOLERANCE = 1e-5
-PROMPTS = ("a red circle", "two blue squares", "nothing")
+PROMPTS = tuple(map(Prompt, ("a red circle", "two blue squares", "nothing")))
 EACH = 4  # samples of each prompt: twelve rows
 MESHES = {"one": (1, 1), "data=2 fsdp=2": (2, 2), "data=2 tensor=2": (2, 1, 2)}
 
