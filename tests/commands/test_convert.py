@@ -214,7 +214,7 @@ def edit(base, to, file, **fields):
     ("file", "fields", "said"),
     [
         ("model_index.json", {"_class_name": "FluxPipeline"}, "model_index.json has _class_name='FluxPipeline'"),
-        ("transformer/config.json", {"num_attention_heads": 8}, "the base's transformer is of 64, across to the text of 32"),
+        ("transformer/config.json", {"num_attention_heads": 8}, "the base has 64, and 32 in its attention to the text"),
         ("transformer/config.json", {"qk_norm": "l2"}, "qk_norm='l2'; accepted"),
         ("vae/config.json", {"latent_channels": 4}, "{base}: transformer in_channels=8 does not fit"),
         ("text_encoder/config.json", {"hidden_size": 8}, "{base}: transformer caption_channels=16 does not fit"),
