@@ -47,7 +47,7 @@ def _register(cls: type, data_fields: Any = None, meta_fields: Any = (), **other
 
 _jax_register, jax.tree_util.register_dataclass = jax.tree_util.register_dataclass, _register
 # shapes and dtypes of every annotated function are checked while it is traced; in the tests alone
-install_import_hook("solrl_jax", "beartype.beartype")
+install_import_hook("solrl_jax", "tests.checker.check")
 
 
 @pytest.fixture(autouse=True, scope="module")

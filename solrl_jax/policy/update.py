@@ -85,7 +85,7 @@ def update(
     terms = jnp.arange(rows * slots).reshape(config.optimizer.steps_per_iteration, -1)
     state, metrics = jax.lax.scan(partial(_optimizer_step, problem), state, terms)
     metrics = {name: values.sum() if name == "skipped_micro_batches" else values.mean() for name, values in metrics.items()}
-    decay = old_decay(state.step, config.policy.decay_type)
+    decay = old_decay(jnp.asarray(state.step), config.policy.decay_type)
     state = dataclasses.replace(state, old=blend(state.old, state.adapters, decay))
     # where the state came from, so that the next iteration runs the same programs
     state = jax.lax.with_sharding_constraint(state, sharding.parameter_sharding(backbone.mesh, state))

@@ -98,7 +98,7 @@ TIME = np.array([900.0, 130.0], np.float32)
 @pytest.fixture(scope="module")
 def ours(backbone):
     """The velocity with adapters; alpha / rank is put into B, so that one program does for all."""
-    latent, time, conditioning = jnp.asarray(LATENT), jnp.asarray(TIME), {"text": TEXT, "mask": MASK}
+    latent, time, conditioning = jnp.asarray(LATENT), jnp.asarray(TIME), {"text": jnp.asarray(TEXT), "mask": jnp.asarray(MASK)}
     policy = lambda ab: attach(backbone.transformer, ab, 1.0)
     run = jax.jit(lambda ab: backbone.velocity(policy(ab), latent, conditioning, time, jnp.float32(1)))
 
@@ -624,5 +624,5 @@ def test_an_export_to_where_it_cannot_go_is_refused(table, adapters, tmp_path):
     file = tmp_path / "lora.safetensors"
     refused("no linear of this network: blocks/q/kernel", export_diffusers, file, {"blocks/q/kernel": {}}, SETTINGS, table)
     message = r"adapter caption_projection/linear_1/kernel: a is \[16, 4\]; this network wants \[16, 3\]"
-    refused(message, export_diffusers, file, adapters, LoraSettings(3, 3), table)
+    refused(message, export_diffusers, file, adapters, LoraSettings(3, 3.0), table)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
