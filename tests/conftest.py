@@ -23,6 +23,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+import tests.checker  # noqa: F401 - found by its name below
+
 
 def _register(cls: type, data_fields: Any = None, meta_fields: Any = (), **others: Any) -> type:
     """`jax.tree_util.register_dataclass`, but JAX does not call `__init__`, which the hook below checks.

@@ -13,6 +13,7 @@ from solrl_jax.explore.sync import Quantizer, quantize_policy
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.abstract import abstract, shaped, text_encoders
+from solrl_jax.planning.topology import tracing
 from solrl_jax.policy.lora import attach, flatten
 from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.rewards.protocol import score_images
@@ -91,7 +92,7 @@ class Stages:
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
-        with jax.set_mesh(self.rows_mesh):
+        with jax.set_mesh(self.rows_mesh), tracing():
             out = encode_chunk.eval_shape(*self._encode().arguments)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self.whole), out)
 
