@@ -7,6 +7,8 @@ import numpy as np
 import optax
 import pytest
 
+from solrl_jax.explore.recipe import Recipe
+from solrl_jax.explore.sync import quantize_policy
 from solrl_jax.flow.sigmas import flux, sd3
 from solrl_jax.flow.solver import solver_table
 from solrl_jax.numerics.matmul import LowRank, dequantize
@@ -17,12 +19,12 @@ from solrl_jax.rewards import registry as rewards
 from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.training import experiment as experiments
-from solrl_jax.training.experiment import Experiment
+from solrl_jax.training.experiment import Experiment, fresh_state
 from solrl_jax.training.iteration import iterate
 from tests.pipelines import quick_compilation, save_flux_pipeline, save_sd3_pipeline
-from tests.small import fresh_state, silent, small_config
+from tests.small import small_config
 
-PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, experiments.quantize_policy)
+PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, quantize_policy)
 SIZE, TOKENS = 16, 16  # pixels a side, and the tokens that they are
 REWARD_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # between meshes
 
@@ -82,15 +84,15 @@ def trained(request, tmp_path_factory):
     {"flux1": save_flux_pipeline, "sd3": save_sd3_pipeline}[name](folder)
     with pytest.MonkeyPatch.context() as patch:
         experiment = build(name, folder)
-        explored, original = [], experiments.Experiment.exploring_policy
+        explored, original = [], Recipe.policy
         patch.setattr(
-            experiments.Experiment,
-            "exploring_policy",
+            Recipe,
+            "policy",
             lambda self, adapters, precision: explored.append(original(self, adapters, precision)) or explored[-1],
         )
         state, outcomes = fresh_state(experiment), []
         for iteration in (1, 2):
-            state, outcome = iterate(experiment, state, iteration, silent)
+            state, outcome = iterate(experiment, state, iteration)
             counts = [program._cache_size() for program in PROGRAMS]
             outcomes.append((jax.device_get(state), outcome.metrics, outcome.ledger, counts))
     return name, experiment, explored, outcomes
@@ -159,7 +161,7 @@ def test_parameters_split_over_devices_train_the_same(trained):
     split = build(name, experiment.backbone.pipeline.folder, "mesh.data=2", "mesh.fsdp=4")
     leaves = jax.tree.leaves(split.backbone.transformer)
     assert sum(x.addressable_shards[0].data.nbytes for x in leaves) < 0.6 * sum(x.nbytes for x in leaves)
-    got, outcome = iterate(split, fresh_state(split), 1, silent)
+    got, outcome = iterate(split, fresh_state(split), 1)
     np.testing.assert_array_equal(outcome.ledger["kept"], ledger["kept"])
     np.testing.assert_allclose(outcome.ledger["proxy_reward"], ledger["proxy_reward"], atol=REWARD_TOLERANCE)
     assert np.ptp(ledger["proxy_reward"]) > 100 * REWARD_TOLERANCE
