@@ -47,7 +47,7 @@ class Process:
     """A start of the run: its messages with their times, and the last iteration that it reported."""
 
     def __init__(self, folder: Path, iterations: int) -> None:
-        command = [sys.executable, "-m", "solrl_jax.commands.cli", "train", "tiny", *SMALL, f"train.iterations={iterations}"]
+        command = [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, f"train.iterations={iterations}"]
         compiled = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"), "JAX_PLATFORMS": "cpu"}
         self._began = time.monotonic()
         self._process = subprocess.Popen(

@@ -78,7 +78,3 @@ def fail(message: str, code: int) -> NoReturn:
     """Ends the process with one line on standard error."""
     click.echo(f"solrl: {message}", err=True)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,7 +29,7 @@ ITERATIONS = 5
 
 def command(run_dir: Path, *overrides: str) -> list[str]:
     options = [*SMALL, f"train.iterations={ITERATIONS}", f"run.dir={run_dir}", *overrides]
-    return [sys.executable, "-m", "solrl_jax.commands.cli", "train", "tiny", *options, "--json"]
+    return [sys.executable, "-m", "solrl_jax", "train", "tiny", *options, "--json"]
 
 
 def run(run_dir: Path, *overrides: str, **options) -> dict:
