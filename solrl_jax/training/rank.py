@@ -168,9 +168,9 @@ def summarise(pools: Pools, setting: Setting, kept: int) -> dict[str, Any]:
     for i, prompt in enumerate(pools.prompts):
         row = {name: float(values[i]) for name, values in columns.items()}
         rows.append({"prompt": prompt, **row, **_ranges(proxy[i], true[i], ends)})
-    with np.errstate(all="ignore"):
-        means = {name: float(np.nanmean([row[name] for row in rows])) for name in rows[0] if name != "prompt"}
-    means["largest_difference"] = float(np.nanmax([row["largest_difference"] for row in rows]))
+    known = {name: [row[name] for row in rows if not np.isnan(row[name])] for name in rows[0] if name != "prompt"}
+    means = {name: float(np.mean(values)) if values else np.nan for name, values in known.items()}
+    means["largest_difference"] = max(known["largest_difference"], default=np.nan)
     perfect = {"perfect_rank_best": (ends + 1) / 2, "perfect_rank_worst": setting.candidates - (ends - 1) / 2}
     facts = {"kept": kept, "top_k": TOP, "prompts": len(rows)}
     return dataclasses.asdict(setting) | facts | means | perfect | {"per_prompt": rows}

@@ -202,7 +202,7 @@ def test_a_cache_that_is_only_read_needs_no_write(folders, with_one, monkeypatch
 
 def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkeypatch, no_loading):
     sets = tmp_path / "train.txt", tmp_path / "test.txt"
-    sets[0].write_text("a red circle\ntwo blue squares\na green star\n")
+    sets[0].write_text("a red circle\ntwo blue squares\na green triangle\n")
     sets[1].write_text("a yellow circle\na red circle\n")
     options = [f"prompts.train={sets[0]}", f"prompts.test={sets[1]}", f"model.cache={tmp_path / 'cache'}"]
     fill = lambda: CliRunner().invoke(cli.cli, ["encode", "tiny", *options, "mesh.data=1", "--json"], catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""Adapters beside a frozen base: which leaves they are on, what they start as, and the two ways to put them on."""
+"""Adapters beside a frozen base: which leaves they are on, what they start as, and how they are attached."""
 
 import re
 
@@ -7,10 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.explore.sync import Quantizer, quantize_policy
-from solrl_jax.numerics.matmul import LowRank, dequantize, matmul
-from solrl_jax.numerics.nvfp4 import QTensor, quantize
-from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.numerics.matmul import LowRank, matmul
 from solrl_jax.policy.lora import attach, flatten, init_adapters, matching, replace
 
 RANK, SCALE = 4, 2.0
@@ -48,13 +45,6 @@ def adapters(seed=6):
             "b": jnp.asarray(whole(RANK, 8, seed=seed + 3)),
         },
     }
-
-
-def same(got: QTensor, want: QTensor):
-    np.testing.assert_array_equal(got.codes, want.codes)
-    np.testing.assert_array_equal(np.asarray(got.scales).view(np.uint8), np.asarray(want.scales).view(np.uint8))
-    np.testing.assert_array_equal(got.tensor_scale, want.tensor_scale)
-    assert got.n_in == want.n_in
 
 
 def test_flatten_names_every_leaf_and_replace_puts_it_back():
@@ -130,36 +120,6 @@ def test_attach_puts_each_adapter_on_its_leaf_and_leaves_the_rest():
     assert isinstance(flatten(params)[Q], jax.Array)
 
 
-MESH = make_mesh(1, 1, devices=jax.devices()[:1])
-
-
-def merge_and_quantize(params, adapters, scale, paths, quantize):
-    with jax.set_mesh(MESH):
-        return quantize_policy(MESH, params, adapters, scale, tuple(paths), Quantizer(quantize))
-
-
-def test_a_quantised_copy_takes_the_place_of_base_and_adapter():
-    params, ab = base(), adapters()
-    quantized = merge_and_quantize(params, ab, SCALE, [Q, K], quantize)
-    flat = flatten(attach(params, ab, SCALE, quantized))
-    assert flat[Q] is quantized[Q]
-    assert flat[K] is quantized[K]
-    assert isinstance(flat[OUT], LowRank)
-
-
-def test_merging_then_quantising_is_quantising_the_merged_matrix():
-    params, ab = base(), adapters()
-    got = merge_and_quantize(params, ab, SCALE, (Q, K, OUT), quantize)
-    assert set(got) == {Q, K, OUT}
-    flat = {path: np.asarray(leaf.astype(jnp.float32)) for path, leaf in flatten(params).items()}
-    for path, ab_of in ab.items():
-        merged = flat[path] + SCALE * np.asarray(ab_of["a"]) @ np.asarray(ab_of["b"])
-        same(got[path], jax.jit(quantize)(merged))
-        assert np.abs(dequantize(got[path]) - flat[path]).max() > 1  # the adapter is in it
-        assert np.abs(dequantize(got[path]) - merged).max() < 0.2 * np.abs(merged).max()
-    same(got[K], jax.jit(quantize)(flat[K]))
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_fresh_adapters_change_nothing(dtype):
     params = base(dtype)
@@ -169,8 +129,6 @@ def test_fresh_adapters_change_nothing(dtype):
     np.testing.assert_array_equal(matmul(x, adapted), matmul(x, plain))
     trained = flatten(attach(params, adapters(), SCALE))[OUT]
     assert np.abs((matmul(x, trained) - matmul(x, plain)).astype(jnp.float32)).max() > 1
-    for path, q in merge_and_quantize(params, fresh, SCALE, [Q, K, OUT], quantize).items():
-        same(q, jax.jit(quantize)(flatten(params)[path]))
 
 
 def test_the_adapted_and_the_merged_policy_are_one_function():
@@ -180,16 +138,3 @@ def test_the_adapted_and_the_merged_policy_are_one_function():
     merged = leaf.base + SCALE * leaf.a @ leaf.b
     x = jnp.asarray(whole(5, 24, seed=9))
     np.testing.assert_array_equal(matmul(x, leaf), x @ merged)  # whole numbers: exact
-
-
-def test_merging_needs_room_for_a_layer_and_not_for_the_stack():
-    """Of a base in float32: XLA's CPU backend alone turns a whole stack of BF16 into float32 before it loops over it."""
-    layers, n = 24, 256
-    stack = {"blocks": {"kernel": jax.ShapeDtypeStruct((layers, n, n), jnp.float32)}}
-    ab = {name: jax.ShapeDtypeStruct((layers, *shape), jnp.float32) for name, shape in (("a", (n, RANK)), ("b", (RANK, n)))}
-    paths = ("blocks/kernel",)
-    with jax.set_mesh(MESH):
-        lowered = quantize_policy.lower(MESH, stack, {paths[0]: ab}, SCALE, paths, Quantizer(quantize))
-    memory = lowered.compile().memory_analysis()
-    assert memory.output_size_in_bytes < 0.57 * layers * n * n  # 4.5 bits a weight
-    assert memory.temp_size_in_bytes < 5 * n * n * 4
