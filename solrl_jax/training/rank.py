@@ -164,7 +164,7 @@ def summarise(pools: Pools, setting: Setting, kept: int) -> dict[str, Any]:
         "true_rank_best": mean_true_rank(proxy, true, ends),
         "true_rank_worst": mean_true_rank(proxy, true, ends, best=False),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, prompt in enumerate(pools.prompts):
         row = {name: float(values[i]) for name, values in columns.items()}
         rows.append({"prompt": prompt, **row, **_ranges(proxy[i], true[i], ends)})
