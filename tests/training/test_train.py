@@ -105,6 +105,15 @@ def test_progress_goes_through_the_stages_and_their_rows(toy):
         assert sum(done for _, done in counts) == (0 if stage == "update" else total)
 
 
+def test_the_clock_waits_for_the_policy_that_explores(toy, monkeypatch):
+    """Else the seconds of sync would be told as those of exploring."""
+    waited, original = [], jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: waited.extend(jax.tree.leaves(tree)) or original(tree))
+    iterate(toy, fresh_state(toy), 1)
+    scales = [leaf for leaf in waited if getattr(leaf, "dtype", None) == jnp.float8_e4m3fn]
+    assert len(scales) == len(toy.recipe.quantized)
+
+
 def test_a_level_is_explored_at_and_told(toy):
     """Levels of two steps of three in NVFP4: three steps, FP8, and the regeneration itself."""
     for level, expected in enumerate([("nvfp4", 2), ("nvfp4", 3), ("fp8", 3), ("bf16", 3)]):
