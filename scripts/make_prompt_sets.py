@@ -4,7 +4,7 @@
 
 * ocr-train.txt, ocr-test.txt: places where words stand, and words in double quotes; no words of the one are in the other;
 * geneval-shapes-train.jsonl, geneval-shapes-test.jsonl: captions of the embedded world with GenEval's metadata; those to test
-  on are among the captions that no training of the embedded pipelines has seen (`scenes.held_out`).
+  on are among the captions that no training of the embedded pipelines has seen (`drawing.held_out`).
 """
 
 import argparse
@@ -13,6 +13,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+from pretrain import drawing
 
 from solrl_jax.shapes import scenes
 from solrl_jax.storage.files import atomic_write
@@ -84,7 +85,7 @@ def geneval_shapes() -> dict[str, list[dict]]:
     for name, count in SHAPES.items():
         held_out = name == "test"
         drawn = [
-            scenes.parse(text) for text in scenes.draw_prompts(np.random.default_rng((0, 5, held_out)), 12 * count, held_out)
+            scenes.parse(text) for text in drawing.draw_prompts(np.random.default_rng((0, 5, held_out)), 12 * count, held_out)
         ]
         alone = [scene for scene in drawn if len(scene.groups) == 1]
         pairs = [scene for scene in drawn if len(scene.groups) == 2 and {g.count for g in scene.groups} == {1}]
@@ -106,7 +107,7 @@ def line(scene: scenes.Scene) -> dict:
     if scene.relation:
         tag = "position"
         clauses[1]["position"] = [scene.relation, 0]  # the first group lies so to the second, which GenEval names first
-    return {"prompt": scenes.caption(scene), "tag": tag, "include": clauses}
+    return {"prompt": drawing.caption(scene), "tag": tag, "include": clauses}
 
 
 def main() -> None:

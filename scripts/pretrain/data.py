@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from pretrain import drawing
 from pretrain.recipe import Curriculum
 from solrl_jax.shapes import scenes
 
@@ -25,10 +26,10 @@ def make_dataset(count: int, seed: int, cache: Path) -> tuple[np.ndarray, list[s
     captions: list[str] = []
     with tqdm(total=count, desc="rendering") as bar:
         while len(captions) < count:
-            scene = scenes.draw_scene(rng)
-            caption = scenes.caption(scene)
-            if not scenes.held_out(caption):
-                images[len(captions)] = scenes.render(scene, rng)
+            scene = drawing.draw_scene(rng)
+            caption = drawing.caption(scene)
+            if not drawing.held_out(caption):
+                images[len(captions)] = drawing.render(scene, rng)
                 captions.append(caption)
                 bar.update()
     np.savez(path, images=images, captions=np.array(captions))
@@ -39,7 +40,7 @@ def write_prompt_sets(seed: int, folder: Path) -> None:
     """Writes `shapes-train`, captions that pre-training has seen, and `shapes-test`, held-out ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count, held_out in (("shapes-train", 256, False), ("shapes-test", 26, True)):
-        drawn = scenes.draw_prompts(np.random.default_rng((seed, 4, held_out)), 10 * count, held_out)
+        drawn = drawing.draw_prompts(np.random.default_rng((seed, 4, held_out)), 10 * count, held_out)
         drawn = [prompt for prompt in drawn if _is_asked(prompt)]
         alone = [prompt for prompt in drawn if len(scenes.parse(prompt).groups) == 1]
         pairs = [prompt for prompt in drawn if prompt not in alone]
@@ -104,7 +105,7 @@ def near_miss(caption: str, rng: np.random.Generator) -> str:
         if change == group and relation is not None:
             relation = str(rng.choice(scenes.RELATIONS))
         try:
-            other = scenes.caption(scenes.Scene(groups, relation))
+            other = drawing.caption(scenes.Scene(groups, relation))
         except ValueError:
             continue
         if other != caption:

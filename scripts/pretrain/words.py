@@ -3,29 +3,29 @@
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from pretrain import drawing
 from pretrain.recipe import MAX_TOKENS, SHORT
-from solrl_jax.shapes import scenes
 
 VOCAB_SIZE = 32  # rows of every table of tokens; a few are spare
 
 
 def gemma_tokenizer() -> PreTrainedTokenizerFast:
     """A beginning of text, then one token a word. Like Gemma's, it adds no end."""
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *scenes.VOCABULARY]
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *drawing.VOCABULARY]
     return _tokenizer(words, "<bos> $A", ("<bos>", "<eos>"), MAX_TOKENS)
 
 
 def clip_tokenizer(length: int = SHORT) -> PreTrainedTokenizerFast:
     """Like CLIP's: beginning and end of text have the two highest ids. CLIP pools at the end of text, which sees all of it."""
-    return _tokenizer(["<pad>", "<unk>", *scenes.VOCABULARY, "<bos>", "<eos>"], "<bos> $A <eos>", ("<bos>", "<eos>"), length)
+    return _tokenizer(["<pad>", "<unk>", *drawing.VOCABULARY, "<bos>", "<eos>"], "<bos> $A <eos>", ("<bos>", "<eos>"), length)
 
 
-CLIP_END = 2 + len(scenes.VOCABULARY) + 1  # the id of the end of text in `clip_tokenizer`
+CLIP_END = 2 + len(drawing.VOCABULARY) + 1  # the id of the end of text in `clip_tokenizer`
 
 
 def t5_tokenizer() -> PreTrainedTokenizerFast:
     """Like T5's: an end but no beginning; padding is 0, the end 1, an unknown word 2."""
-    return _tokenizer(["<pad>", "<eos>", "<unk>", *scenes.VOCABULARY], "$A <eos>", ("<eos>",), SHORT)
+    return _tokenizer(["<pad>", "<eos>", "<unk>", *drawing.VOCABULARY], "$A <eos>", ("<eos>",), SHORT)
 
 
 def _tokenizer(words: list[str], template: str, added: tuple[str, ...], length: int) -> PreTrainedTokenizerFast:

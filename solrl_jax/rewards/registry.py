@@ -115,11 +115,6 @@ def open_rewards(settings: config.Reward) -> Callable[[Mesh | None], Rewards]:
     )
 
 
-def make_reward(weights: Mapping[str, float], paths: Mapping[str, str] | None = None, mesh: Mesh | None = None) -> Reward:
-    """The reward of `open_reward`, loaded onto `mesh`; None: onto JAX's default device."""
-    return open_reward(weights, paths or {})(mesh).trained
-
-
 def reward_name(score: str) -> str:
     """The reward that a score belongs to: `geneval` for `geneval/strict`, the whole address for a service."""
     return score if is_service(score) else score.split("/")[0]

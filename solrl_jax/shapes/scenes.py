@@ -4,15 +4,10 @@
     group = count [size] colour shape(s)
     relation = above | below | left of | right of
 
-This file uses NumPy, not JAX. Every random choice comes from the `numpy.random.Generator` that the caller passes in.
+This is what prompts, rewards and the verifier know of it. `scripts/pretrain/drawing.py` draws captions and pictures.
 """
 
 import dataclasses
-import functools
-import hashlib
-
-import numpy as np
-from jaxtyping import Float, UInt8
 
 from solrl_jax.config.schema import shown
 
@@ -23,14 +18,6 @@ RELATIONS: tuple[str, ...] = ("above", "below", "left of", "right of")
 COUNTS: tuple[str, ...] = ("a", "two", "three")
 MAX_OBJECTS = 4
 
-VOCABULARY: tuple[str, ...] = (
-    *("a", "one", "two", "three"),
-    *SIZES,
-    *COLOURS,
-    *SHAPES,
-    *(shape + "s" for shape in SHAPES),
-    *("above", "below", "left", "right", "of"),
-)
 GRAMMAR = (
     "GROUP or GROUP above|below|left of|right of GROUP, where GROUP is a|one|two|three [small|large] "
     f"{'|'.join(COLOURS)} {'|'.join(s + '(s)' for s in SHAPES)}; at most {MAX_OBJECTS} objects; the two groups differ in "
@@ -53,13 +40,6 @@ PALETTE: dict[str, tuple[int, int, int]] = {
 # Lengths are in pixels of a picture 32 pixels wide. In a picture of another width they are scaled.
 BASE = 32
 DIAMETERS: dict[str, tuple[float, ...]] = {"small": (6.0, 6.5, 7.0), "large": (10.0, 10.5, 11.0)}
-GAP = 2.0  # least free space between the bounding boxes of two objects
-# Two groups are further apart along their relation's axis than across it, by at least this: no second relation holds.
-LEAD = 2.0
-GRID = 4  # corners lie on quarter pixels, so that the masks of shapes can be cached
-SUPERSAMPLE = 8
-CANDIDATES = 64  # layouts that one round of rejection sampling draws
-ROUNDS = 200  # a round fails at most one time in ten: if all fail, no layout exists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +79,8 @@ class Scene:
             raise ValueError(f"not a scene of this world: {self}; want {GRAMMAR}")
 
 
-def caption(scene: Scene) -> str:
-    """Describes the scene in words of VOCABULARY: "two red circles above a small blue square"."""
-    words = [_group_words(scene.groups[0])]
-    if scene.relation is not None:
-        words += [scene.relation, _group_words(scene.groups[1])]
-    return " ".join(words)
-
-
 def parse(text: str) -> Scene:
-    """The scene of a caption: the inverse of `caption`. Case and spacing do not matter, and "one" means "a".
+    """The scene of a caption. Case and spacing do not matter, and "one" means "a".
 
     Raises ValueError that quotes the caption and the grammar, if the caption does not follow the grammar.
     """
@@ -123,63 +95,6 @@ def parse(text: str) -> Scene:
         raise ValueError(f"cannot parse the caption {shown(text)}; want {GRAMMAR}") from error
 
 
-def draw_scene(rng: np.random.Generator) -> Scene:
-    """Draws a scene: with probability 0.3 one group, else two groups and a relation."""
-    if rng.random() < 0.3:
-        return Scene((_draw_group(rng, 3),), None)
-    while True:
-        first = _draw_group(rng, 3)
-        second = _draw_group(rng, MAX_OBJECTS - first.count)
-        groups = (first, second) if rng.random() < 0.5 else (second, first)
-        try:
-            return Scene(groups, RELATIONS[rng.integers(len(RELATIONS))])
-        except ValueError:
-            continue  # equal groups, or three large shapes: draw again
-
-
-def held_out(text: str) -> bool:
-    """Whether the caption is held out from training: about 10 % are, by a stable hash of the normalised caption."""
-    return _held_out(caption(parse(text)))
-
-
-def draw_prompts(rng: np.random.Generator, n: int, held_out: bool) -> list[str]:
-    """Draws `n` distinct captions, all held out or none. Raises ValueError if so many are not found."""
-    drawn: dict[str, None] = {}
-    for _ in range(1000 + 200 * n):
-        if len(drawn) == n:
-            return list(drawn)
-        text = caption(draw_scene(rng))
-        if _held_out(text) == held_out:
-            drawn[text] = None
-    raise ValueError(f"cannot draw {n} distinct captions with held_out={held_out}: got {len(drawn)}")
-
-
-def render(scene: Scene, rng: np.random.Generator, size: int = BASE) -> UInt8[np.ndarray, "size size 3"]:
-    """Draws the scene as RGB bytes: anti-aliased objects on a plain background, separate and fully inside the picture.
-
-    Along the axis of their relation, the bounding boxes of two groups do not overlap, and the groups' distance is greater than
-    across it, by LEAD at least. All objects of a group have the same size, drawn at random where the scene leaves it open.
-    """
-    scale = size / BASE
-    diameters = [scale * _draw_diameter(scene, group, rng) for group in scene.groups]
-    picture = np.empty((size, size, 3), np.float32)
-    picture[:] = BACKGROUND
-    for group, diameter, corners in zip(scene.groups, diameters, _layout(scene, diameters, size, rng), strict=True):
-        tint = np.asarray(PALETTE[group.colour], np.float32)
-        for x, y in corners:
-            mask = _mask(group.shape, diameter, float(x % 1), float(y % 1))[..., None]
-            left, top = int(x), int(y)
-            window = picture[top : top + mask.shape[0], left : left + mask.shape[1]]
-            cut = mask[: window.shape[0], : window.shape[1]]  # past the edge of the picture a mask is empty
-            window += cut * (tint - window)
-    return np.rint(picture).astype(np.uint8)
-
-
-def _group_words(group: Group) -> str:
-    size = [] if group.size is None else [group.size]
-    return " ".join([COUNTS[group.count - 1], *size, group.colour, group.shape + ("s" if group.count > 1 else "")])
-
-
 def _parse_group(text: str) -> Group:
     words = text.split(" ")
     size = words.pop(1) if len(words) == 4 else None
@@ -189,82 +104,3 @@ def _parse_group(text: str) -> Group:
     if count > 1 and not words[2].endswith("s"):
         raise ValueError(f"not a plural: {text!r}")
     return Group(count, size, words[1], words[2][:-1] if count > 1 else words[2])
-
-
-def _draw_group(rng: np.random.Generator, most: int) -> Group:
-    count, size = int(rng.integers(1, most + 1)), (None, *SIZES)[rng.integers(3)]
-    return Group(count, size, COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))])
-
-
-def _held_out(normal: str) -> bool:
-    digest = hashlib.sha256(normal.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % 10 == 0
-
-
-def _draw_diameter(scene: Scene, group: Group, rng: np.random.Generator) -> float:
-    crowded = len(scene.groups) == 2 and group.count == 3  # three large shapes would leave no room for the other group
-    size = group.size or ("small" if crowded else SIZES[rng.integers(2)])
-    return DIAMETERS[size][rng.integers(len(DIAMETERS[size]))]
-
-
-def _layout(scene: Scene, diameters: list[float], size: int, rng: np.random.Generator) -> list[Float[np.ndarray, "_ 2"]]:
-    """The top left corners (x, y) of each group's objects, in pixels, on the quarter-pixel grid."""
-    scale = size / BASE
-    for _ in range(ROUNDS):
-        if scene.relation is None:
-            found = _place(scene.groups[0].count, diameters[0], np.zeros(2), np.full(2, float(size)), scale * GAP, rng)
-            if len(found):
-                return [found[0]]
-            continue
-        axis = int(scene.relation in ("above", "below"))  # 0: x, 1: y, growing downwards
-        order = (0, 1) if scene.relation in ("above", "left of") else (1, 0)
-        # A line across the axis divides the picture. Each group is placed on its own side of the line.
-        near, far = (diameters[i] for i in order)
-        line = np.floor((near + rng.random() * (size - scale * GAP - far - near)) * GRID) / GRID
-        low, high = np.zeros((2, 2)), np.full((2, 2), float(size))  # [side of the line, (x, y)]
-        high[0, axis], low[1, axis] = line, line + scale * GAP
-        sides = [_place(scene.groups[i].count, diameters[i], low[j], high[j], scale * GAP, rng) for j, i in enumerate(order)]
-        pairs = min(map(len, sides))
-        middles = [side[:pairs].mean(1) + diameters[i] / 2 for i, side in zip(order, sides, strict=True)]
-        apart = np.abs(middles[1] - middles[0])
-        good = np.flatnonzero(apart[:, axis] >= apart[:, 1 - axis] + scale * LEAD)
-        if len(good):
-            chosen = [side[good[0]] for side in sides]
-            return [chosen[order.index(i)] for i in (0, 1)]
-    raise RuntimeError(f"no layout for {caption(scene)!r} at {size} pixels in {ROUNDS} rounds")
-
-
-def _place(
-    count: int,
-    diameter: float,
-    low: Float[np.ndarray, " 2"],
-    high: Float[np.ndarray, " 2"],
-    gap: float,
-    rng: np.random.Generator,
-) -> Float[np.ndarray, "layouts {count} 2"]:
-    """Draws CANDIDATES layouts of `count` boxes between the corners `low` and `high`, uniformly.
-
-    Returns the top left corners of the boxes, in the layouts whose boxes are at least `gap` apart.
-    """
-    low = np.ceil(low * GRID) / GRID
-    corners = np.floor((low + rng.random((CANDIDATES, count, 2)) * (high - diameter - low)) * GRID) / GRID
-    i, j = np.triu_indices(count, 1)
-    return corners[(np.abs(corners[:, i] - corners[:, j]).max(-1) >= diameter + gap).all(-1)]
-
-
-@functools.lru_cache(maxsize=4096)
-def _mask(shape: str, diameter: float, dx: float, dy: float) -> Float[np.ndarray, "side side"]:
-    """How much of each pixel a shape covers, in [0, 1].
-
-    dx, dy: the top left corner of the shape's bounding box, in [0, 1) pixels.
-    """
-    side = int(np.ceil(diameter)) + 1
-    ticks = (np.arange(side * SUPERSAMPLE) + 0.5) / SUPERSAMPLE
-    u, v = np.meshgrid((ticks - dx) / diameter, (ticks - dy) / diameter)  # the bounding box is the unit square
-    if shape == "circle":
-        inside = (u - 0.5) ** 2 + (v - 0.5) ** 2 <= 0.25
-    elif shape == "square":
-        inside = (np.abs(u - 0.5) <= 0.5) & (np.abs(v - 0.5) <= 0.5)
-    else:
-        inside = (np.abs(u - 0.5) <= v / 2) & (v <= 1)
-    return inside.reshape(side, SUPERSAMPLE, side, SUPERSAMPLE).mean((1, 3)).astype(np.float32)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pretrain import drawing
 
 from solrl_jax.conditioning.prompts import EMBEDDED_FOLDER
 from solrl_jax.rewards.detectors import Detection, detect_shapes
@@ -132,7 +133,7 @@ def lines(name):
 
 def rendered(drawn, seed=0):
     rng = np.random.default_rng(seed)
-    return np.stack([scenes.render(scene, rng) for scene in drawn]).astype(np.float32) / 255
+    return np.stack([drawing.render(scene, rng) for scene in drawn]).astype(np.float32) / 255
 
 
 def written(scene):
@@ -187,8 +188,8 @@ def test_right_pictures_of_the_embedded_sets_pass_and_those_of_a_word_changed_do
 
 
 def test_the_sets_that_are_tested_on_are_held_out():
-    assert all(scenes.held_out(line["prompt"]) for line in lines("test"))
-    assert not any(scenes.held_out(line["prompt"]) for line in lines("train"))
+    assert all(drawing.held_out(line["prompt"]) for line in lines("test"))
+    assert not any(drawing.held_out(line["prompt"]) for line in lines("train"))
 
 
 @pytest.mark.parametrize("side", [32, 64])

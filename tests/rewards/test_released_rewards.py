@@ -14,7 +14,7 @@ from solrl_jax.rewards import registry as mixture
 from solrl_jax.rewards.clip import hpsv2
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.protocol import score_images
-from solrl_jax.rewards.registry import make_reward, open_reward
+from solrl_jax.rewards.registry import open_reward
 from solrl_jax.storage.errors import InputError
 from tests import released
 
@@ -69,7 +69,7 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def everything(files):
     """All five in one."""
-    return make_reward(dict.fromkeys(NAMES, 1.0), files[0])
+    return open_reward(dict.fromkeys(NAMES, 1.0), files[0])(None).trained
 
 
 def score(reward, images, index, prompts=released.PROMPTS):
@@ -135,7 +135,7 @@ def test_chunks_of_any_size_score_the_same(many, at_once, everything):
 def test_on_a_mesh_rows_and_parameters_are_split_and_scores_stay(many, at_once, files):
     images, index = many
     mesh = sharding.make_mesh(4, 2)
-    reward = make_reward(dict.fromkeys(NAMES, 1.0), files[0], mesh)
+    reward = open_reward(dict.fromkeys(NAMES, 1.0), files[0])(mesh).trained
     large = [x for x in jax.tree.leaves(reward.params) if x.size >= sharding.SMALLEST_SHARDED]
     assert large
     assert all(x.sharding.shard_shape(x.shape) != x.shape for x in large)

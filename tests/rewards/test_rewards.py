@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from pretrain import drawing
 from transformers import CLIPModel
 
 from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from solrl_jax.conditioning.prompts import Prompt, load_prompts
 from solrl_jax.rewards.protocol import check_prompts, score_images
-from solrl_jax.rewards.registry import make_reward, open_reward
+from solrl_jax.rewards.registry import open_reward
 from solrl_jax.shapes import scenes
 from solrl_jax.storage.errors import InputError
 
@@ -20,7 +21,11 @@ PROMPTS = ("a red circle", "two small blue squares", "a large yellow triangle ab
 @pytest.fixture(scope="module")
 def pictures():
     rng = np.random.default_rng(0)
-    return np.stack([scenes.render(scenes.parse(p), rng) for p in PROMPTS]).astype(np.float32) / 255
+    return np.stack([drawing.render(scenes.parse(p), rng) for p in PROMPTS]).astype(np.float32) / 255
+
+
+def make_reward(weights):
+    return open_reward(weights, {})(None).trained
 
 
 def scores(weights, images, index, prompts=PROMPTS):

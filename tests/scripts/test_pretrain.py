@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pretrain import drawing
 
 from solrl_jax.shapes import scenes
 
 ASSETS = Path(__file__).parents[2] / "solrl_jax" / "assets"
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture
-def pretrain(monkeypatch):
+def pretrain():
     """Imports a module of scripts/pretrain."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     return lambda name: importlib.import_module(f"pretrain.{name}")
 
 
@@ -51,7 +50,7 @@ def test_the_prompt_sets_are_those_that_ship(pretrain, tmp_path):
 
 def test_captions_follow_the_curriculum(pretrain):
     curriculum = pretrain("recipe").Curriculum(stream=1, focus=10, balance=20, wrong=range(30, 40))
-    captions = list(scenes.draw_prompts(np.random.default_rng(0), 400, held_out=False))
+    captions = list(drawing.draw_prompts(np.random.default_rng(0), 400, held_out=False))
     draw = pretrain("data").caption_batches(captions, curriculum, seed=0)
     asked = lambda row: len(groups := scenes.parse(captions[row]).groups) == 1 or sum(g.count for g in groups) == 2
     pair = lambda row: len(scenes.parse(captions[row]).groups) == 2

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pretrain import drawing
 from scipy import ndimage
 
 from solrl_jax.shapes import scenes
@@ -54,18 +55,18 @@ def coverage(picture, colour):
 @unhurried
 @given(any_scene())
 def test_parse_is_the_inverse_of_caption(scene):
-    text = scenes.caption(scene)
+    text = drawing.caption(scene)
     assert scenes.parse(text) == scene
-    assert set(text.split()) <= set(scenes.VOCABULARY)
+    assert set(text.split()) <= set(drawing.VOCABULARY)
     spaced = "  " + text.upper().replace(" ", " \t ") + "\n"
     assert scenes.parse(spaced) == scene
 
 
 def test_captions_read_as_written():
     two = Scene((Group(2, None, "red", "circle"), Group(1, "small", "blue", "square")), "above")
-    assert scenes.caption(two) == "two red circles above a small blue square"
-    assert scenes.caption(Scene((Group(3, None, "green", "triangle"),), None)) == "three green triangles"
-    assert scenes.caption(Scene((Group(1, "large", "yellow", "circle"),), None)) == "a large yellow circle"
+    assert drawing.caption(two) == "two red circles above a small blue square"
+    assert drawing.caption(Scene((Group(3, None, "green", "triangle"),), None)) == "three green triangles"
+    assert drawing.caption(Scene((Group(1, "large", "yellow", "circle"),), None)) == "a large yellow circle"
     assert scenes.parse("one red circle left of one cyan square") == scenes.parse("a red circle left of a cyan square")
 
 
@@ -110,12 +111,12 @@ def test_scenes_outside_the_world_are_refused():
 
 def test_drawn_scenes_are_mostly_pairs_and_use_the_whole_vocabulary():
     rng = np.random.default_rng(0)
-    drawn = [scenes.draw_scene(rng) for _ in range(4000)]
+    drawn = [drawing.draw_scene(rng) for _ in range(4000)]
     # 0.7 expected; the standard deviation of the mean is 0.007.
     assert abs(np.mean([len(s.groups) == 2 for s in drawn]) - 0.7) < 0.03
     assert max(sum(g.count for g in s.groups) for s in drawn) == scenes.MAX_OBJECTS
-    words = {word for s in drawn for word in scenes.caption(s).split()}
-    assert words == set(scenes.VOCABULARY) - {"one"}
+    words = {word for s in drawn for word in drawing.caption(s).split()}
+    assert words == set(drawing.VOCABULARY) - {"one"}
 
 
 def test_the_split_is_stable_and_about_a_tenth():
@@ -126,35 +127,35 @@ def test_the_split_is_stable_and_about_a_tenth():
         "a large yellow circle": True,
         "a small purple triangle left of two cyan squares": False,
     }
-    assert {text: scenes.held_out(text) for text in frozen} == frozen
+    assert {text: drawing.held_out(text) for text in frozen} == frozen
     rng = np.random.default_rng(0)
-    texts = {scenes.caption(scenes.draw_scene(rng)) for _ in range(5000)}
-    assert abs(np.mean([scenes.held_out(t) for t in texts]) - 0.1) < 0.02  # standard deviation 0.0045
+    texts = {drawing.caption(drawing.draw_scene(rng)) for _ in range(5000)}
+    assert abs(np.mean([drawing.held_out(t) for t in texts]) - 0.1) < 0.02  # standard deviation 0.0045
     for text in list(texts)[:200]:
-        assert scenes.held_out(text.upper().replace(" ", "  ")) == scenes.held_out(text)
-        assert scenes.held_out(text.replace("a ", "one ", 1)) == scenes.held_out(text)
+        assert drawing.held_out(text.upper().replace(" ", "  ")) == drawing.held_out(text)
+        assert drawing.held_out(text.replace("a ", "one ", 1)) == drawing.held_out(text)
 
 
 def test_drawn_prompts_are_distinct_and_of_their_split():
-    seen, unseen = (scenes.draw_prompts(np.random.default_rng(1), 400, held_out=h) for h in (False, True))
+    seen, unseen = (drawing.draw_prompts(np.random.default_rng(1), 400, held_out=h) for h in (False, True))
     for prompts, held_out in ((seen, False), (unseen, True)):
         assert len(prompts) == len(set(prompts)) == 400
-        assert all(scenes.held_out(p) == held_out for p in prompts)
+        assert all(drawing.held_out(p) == held_out for p in prompts)
     assert not set(seen) & set(unseen)
-    assert scenes.draw_prompts(np.random.default_rng(1), 400, held_out=False) == seen
-    assert scenes.draw_prompts(np.random.default_rng(1), 0, held_out=True) == []
+    assert drawing.draw_prompts(np.random.default_rng(1), 400, held_out=False) == seen
+    assert drawing.draw_prompts(np.random.default_rng(1), 0, held_out=True) == []
 
 
 def test_too_many_prompts_are_refused(monkeypatch):
-    monkeypatch.setattr(scenes, "draw_scene", lambda rng: Scene((Group(1, None, "red", "circle"),), None))
+    monkeypatch.setattr(drawing, "draw_scene", lambda rng: Scene((Group(1, None, "red", "circle"),), None))
     with pytest.raises(ValueError, match="cannot draw 2 distinct captions"):
-        scenes.draw_prompts(np.random.default_rng(0), 2, held_out=scenes.held_out("a red circle"))
+        drawing.draw_prompts(np.random.default_rng(0), 2, held_out=drawing.held_out("a red circle"))
 
 
 @unhurried
 @given(any_scene(), st.integers(0, 2**32 - 1), st.sampled_from([32, 48, 64]))
 def test_pictures_hold_whole_separate_objects_in_the_asked_relation(scene, seed, size):
-    picture = scenes.render(scene, np.random.default_rng(seed), size).astype(np.float64)
+    picture = drawing.render(scene, np.random.default_rng(seed), size).astype(np.float64)
     assert picture.shape == (size, size, 3)
     everything = sum(coverage(picture, c) for c in {g.colour for g in scene.groups})
     # each pixel is the background, or on the line from it to one of the asked colours
@@ -199,7 +200,7 @@ def test_sizes_and_shapes_cover_the_area_they_should(size, shape):
     share = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}[shape]
     rng = np.random.default_rng(0)
     group = Group(1, size, "blue", shape)
-    areas = [coverage(scenes.render(Scene((group,), None), rng), "blue").sum() for _ in range(200)]
+    areas = [coverage(drawing.render(Scene((group,), None), rng), "blue").sum() for _ in range(200)]
     want = share * np.asarray(scenes.DIAMETERS[size]) ** 2
     # supersampling by eight and rounding to bytes: 3 % of a small triangle
     nearest = np.abs(np.subtract.outer(areas, want)).min(1)
@@ -208,7 +209,7 @@ def test_sizes_and_shapes_cover_the_area_they_should(size, shape):
 
 
 def test_triangles_point_up():
-    picture = scenes.render(Scene((Group(1, "large", "red", "triangle"),), None), np.random.default_rng(0))
+    picture = drawing.render(Scene((Group(1, "large", "red", "triangle"),), None), np.random.default_rng(0))
     rows = coverage(picture, "red").sum(1)
     rows = rows[rows > 0.5]
     assert np.all(np.diff(rows[:-1]) > 0)  # the last row may be half covered
@@ -216,7 +217,7 @@ def test_triangles_point_up():
 
 def test_rendering_follows_the_generator():
     scene = scenes.parse("two red circles above a blue square")
-    once, again, other = (scenes.render(scene, np.random.default_rng(seed)) for seed in (3, 3, 4))
+    once, again, other = (drawing.render(scene, np.random.default_rng(seed)) for seed in (3, 3, 4))
     assert once.dtype == np.uint8
     np.testing.assert_array_equal(once, again)
     assert (once != other).any()
@@ -225,5 +226,5 @@ def test_rendering_follows_the_generator():
 def test_an_open_size_is_drawn_both_ways():
     rng = np.random.default_rng(0)
     scene = scenes.parse("a green square")
-    areas = np.asarray([coverage(scenes.render(scene, rng), "green").sum() for _ in range(200)])
+    areas = np.asarray([coverage(drawing.render(scene, rng), "green").sum() for _ in range(200)])
     assert 60 < (areas > 72).sum() < 140  # 100 expected, standard deviation 7

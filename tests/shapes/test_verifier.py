@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pretrain import drawing
 from scipy.ndimage import gaussian_filter, label
 
 from solrl_jax.shapes import scenes, verifier
@@ -22,12 +23,12 @@ FEW = 64  # pictures of the other tests: only two batch sizes, because each take
 def rendered():
     """N scenes with their captions and pictures, float32 in [0, 1]."""
     rng = np.random.default_rng(11)
-    drawn = [scenes.draw_scene(rng) for _ in range(N)]
-    return drawn, [scenes.caption(s) for s in drawn], _pictures(drawn, rng)
+    drawn = [drawing.draw_scene(rng) for _ in range(N)]
+    return drawn, [drawing.caption(s) for s in drawn], _pictures(drawn, rng)
 
 
 def _pictures(drawn, rng, size=scenes.BASE):
-    return np.stack([scenes.render(s, rng, size) for s in drawn]).astype(np.float32) / 255
+    return np.stack([drawing.render(s, rng, size) for s in drawn]).astype(np.float32) / 255
 
 
 def _degraded(pictures, blur, noise):
@@ -78,10 +79,10 @@ def test_pictures_wrong_in_one_attribute_fail(attribute, blur, noise):
     rng = np.random.default_rng(3)
     asked, shown = [], []
     while len(asked) < N:
-        scene = scenes.draw_scene(rng)
+        scene = drawing.draw_scene(rng)
         other = _changed(scene, attribute, rng)
         if other is not None:
-            asked.append(scenes.caption(scene))
+            asked.append(drawing.caption(scene))
             shown.append(other)
     verdict = verifier.verify(_degraded(_pictures(shown, rng), blur, noise), verifier.targets(asked))
     assert verdict.strict.mean() <= 0.001
@@ -113,7 +114,7 @@ def test_an_extra_object_fails_and_costs():
     alone = scenes.Scene(scene.groups[:1], None)
     rng = np.random.default_rng(0)
     pictures = _pictures([scene, alone] * (FEW // 2), rng)
-    verdict = verifier.verify(pictures, verifier.targets([scenes.caption(alone)] * FEW))
+    verdict = verifier.verify(pictures, verifier.targets([drawing.caption(alone)] * FEW))
     assert verdict.strict.tolist() == [False, True] * (FEW // 2)
     assert verdict.score[::2].min() > 0.5
     assert verdict.score[::2].max() < 0.95 < verdict.score[1::2].min()
@@ -161,7 +162,7 @@ def test_scores_of_any_picture_are_finite_and_in_range(seed, contrast, grain):
     rng = np.random.default_rng(seed)
     coarse = rng.random((FEW, 32 // grain, 32 // grain, 3)) * contrast
     pictures = coarse.repeat(grain, 1).repeat(grain, 2).astype(np.float32)
-    targets = verifier.targets(scenes.draw_prompts(rng, FEW, held_out=False))
+    targets = verifier.targets(drawing.draw_prompts(rng, FEW, held_out=False))
     score = np.asarray(verifier.verify(pictures, targets).score)
     assert np.isfinite(score).all()
     assert score.min() >= 0
