@@ -47,7 +47,7 @@ class ImageReward(nnx.Module):
     """The reward network."""
 
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        self.blip = BLIP(c, rngs=rngs)
+        self.blip = nnx.Dict(visual_encoder=VisualEncoder(c, rngs=rngs), text_encoder=TextEncoder(c, rngs=rngs))
         self.mlp = ScoreHead(c.text_width, rngs=rngs)
 
     def __call__(
@@ -61,20 +61,12 @@ class ImageReward(nnx.Module):
         return (self.mlp(text[:, 0]) - MEAN) / DEVIATION
 
 
-class BLIP(nnx.Module):
-    """The two encoders; only a level in the names of the released file."""
-
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        self.visual_encoder = VisualEncoder(c, rngs=rngs)
-        self.text_encoder = TextEncoder(c, rngs=rngs)
-
-
 class VisualEncoder(nnx.Module):
     """A pre-norm transformer over patches and one class token (arXiv 2010.11929). The text encoder sees all its tokens."""
 
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         d, patches = c.vision_width, (c.image_size // c.patch_size) ** 2
-        self.patch_embed = PatchEmbedding(c, rngs=rngs)
+        self.patch_embed = nnx.Dict(proj=PatchProjection(c.patch_size, 3, d, rngs=rngs))
         self.cls_token = param(jnp.zeros((1, 1, d)), "cls_token")
         self.pos_embed = param(0.02 * jax.random.normal(rngs.params(), (1, patches + 1, d)), "pos_embed")
         self.blocks = stack(c.vision_layers, lambda r: VisionBlock(c, rngs=r), rngs)
@@ -86,13 +78,6 @@ class VisualEncoder(nnx.Module):
         first = jnp.broadcast_to(self.cls_token.get_value().astype(patches.dtype), (len(pixels), 1, patches.shape[-1]))
         x = jnp.concatenate([first, patches], axis=1) + self.pos_embed.get_value().astype(patches.dtype)
         return self.norm(scan_blocks(self.blocks, lambda block, x: block(x), x))
-
-
-class PatchEmbedding(nnx.Module):
-    """Only a level in the names of the released file."""
-
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        self.proj = PatchProjection(c.patch_size, 3, c.vision_width, rngs=rngs)
 
 
 class VisionBlock(nnx.Module):
@@ -122,36 +107,26 @@ class VisionAttention(nnx.Module):
 
 
 class TextEncoder(nnx.Module):
-    """BERT (arXiv 1810.04805), a post-norm transformer that looks both ways, with attention to the picture added."""
+    """BERT (arXiv 1810.04805), a post-norm transformer that looks both ways, with attention to the picture added.
+
+    Tokens and learned positions are added and normalised first.
+    """
 
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        self.embeddings = TextEmbeddings(c, rngs=rngs)
-        self.encoder = TextLayers(c, rngs=rngs)
+        self.embeddings = nnx.Dict(
+            word_embeddings=Embedding(c.vocabulary, c.text_width, rngs=rngs),
+            position_embeddings=Embedding(c.positions, c.text_width, rngs=rngs),
+            LayerNorm=LayerNorm(c.text_width, eps=c.text_eps),
+        )
+        self.encoder = nnx.Dict(layer=stack(c.text_layers, lambda r: TextLayer(c, rngs=r), rngs))
 
     def __call__(
         self, input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"], image: Float[Array, "b n e"]
     ) -> Float[Array, "b l d"]:
-        x = self.embeddings(input_ids).astype(image.dtype)
+        embed = self.embeddings
+        x = embed.word_embeddings(input_ids) + embed.position_embeddings(jnp.arange(input_ids.shape[1]))
+        x = embed.LayerNorm(x).astype(image.dtype)
         return scan_blocks(self.encoder.layer, lambda layer, x: layer(x, mask[:, None, None, :], image), x)
-
-
-class TextEmbeddings(nnx.Module):
-    """Tokens plus learned positions, normalised."""
-
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        self.word_embeddings = Embedding(c.vocabulary, c.text_width, rngs=rngs)
-        self.position_embeddings = Embedding(c.positions, c.text_width, rngs=rngs)
-        self.LayerNorm = LayerNorm(c.text_width, eps=c.text_eps)
-
-    def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
-        return self.LayerNorm(self.word_embeddings(input_ids) + self.position_embeddings(jnp.arange(input_ids.shape[1])))
-
-
-class TextLayers(nnx.Module):
-    """The stack of layers; only a level in the names of the released file."""
-
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        self.layer = stack(c.text_layers, lambda r: TextLayer(c, rngs=r), rngs)
 
 
 class TextLayer(nnx.Module):
@@ -160,7 +135,7 @@ class TextLayer(nnx.Module):
     def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.attention = TextAttention(c, c.text_width, rngs=rngs)
         self.crossattention = TextAttention(c, c.vision_width, rngs=rngs)
-        self.intermediate = Projection(c.text_width, c.text_mlp, rngs=rngs)
+        self.intermediate = nnx.Dict(dense=Linear(c.text_width, c.text_mlp, rngs=rngs))
         self.output = NormedProjection(c.text_mlp, c.text_width, c.text_eps, rngs=rngs)
 
     def __call__(
@@ -188,13 +163,6 @@ class TextAttention(nnx.Module):
         heads = lambda y: y.reshape(*y.shape[:2], self.heads, -1)
         out = attention(heads(own["query"](x)), heads(own["key"](source)), heads(own["value"](source)), mask)
         return self.output(out.reshape(x.shape), x)
-
-
-class Projection(nnx.Module):
-    """Only a level in the names of the released file."""
-
-    def __init__(self, n_in: int, n_out: int, *, rngs: nnx.Rngs):
-        self.dense = Linear(n_in, n_out, rngs=rngs)
 
 
 class NormedProjection(nnx.Module):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.attention import attention
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
-from solrl_jax.models.layers import Embedding, Linear, RMSNorm, gather, stack
+from solrl_jax.models.layers import Embedding, Linear, RMSNorm, scan_blocks, stack
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -96,15 +96,8 @@ class Gemma2Model(nnx.Module):
         full = (distance >= 0) & attention_mask[:, None, None, :]
         sliding = full & (distance < self.config.sliding_window)
         is_sliding = jnp.array([kind == SLIDING for kind in self.config.layer_types])
-        graphdef, params = nnx.split(self.layers)
-
-        # not `scan_blocks`: a layer comes with its kind of attention
-        def step(x: Array, layer: tuple[nnx.State, Array]) -> tuple[Array, None]:
-            params, is_sliding = layer
-            return nnx.merge(graphdef, gather(params))(x, jnp.where(is_sliding, sliding, full)), None
-
-        x, _ = jax.lax.scan(step, x, (params, is_sliding))
-        return self.norm(x)
+        apply = lambda layer, x, is_sliding: layer(x, jnp.where(is_sliding, sliding, full))
+        return self.norm(scan_blocks(self.layers, apply, x, is_sliding))
 
 
 class DecoderLayer(nnx.Module):
@@ -114,10 +107,8 @@ class DecoderLayer(nnx.Module):
         norm = lambda: RMSNorm(c.hidden_size, eps=c.rms_norm_eps, offset=1.0)
         self.self_attn = Attention(c, rngs=rngs)
         self.mlp = MLP(c, rngs=rngs)
-        self.input_layernorm = norm()
-        self.post_attention_layernorm = norm()
-        self.pre_feedforward_layernorm = norm()
-        self.post_feedforward_layernorm = norm()
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
     def __call__(self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]) -> Float[Array, "b l d"]:
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), mask))
@@ -130,8 +121,7 @@ class Attention(nnx.Module):
     def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
         linear = lambda n_in, n_out: Linear(n_in, n_out, bias=c.attention_bias, rngs=rngs)
         self.q_proj = linear(c.hidden_size, c.num_attention_heads * c.head_dim)
-        self.k_proj = linear(c.hidden_size, c.num_key_value_heads * c.head_dim)
-        self.v_proj = linear(c.hidden_size, c.num_key_value_heads * c.head_dim)
+        self.k_proj, self.v_proj = (linear(c.hidden_size, c.num_key_value_heads * c.head_dim) for _ in range(2))
         self.o_proj = linear(c.num_attention_heads * c.head_dim, c.hidden_size)
         self.config = c
 
@@ -148,8 +138,7 @@ class MLP(nnx.Module):
     """A GELU-gated linear unit (arXiv 2002.05202)."""
 
     def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
-        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False, rngs=rngs)
-        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False, rngs=rngs)
+        self.gate_proj, self.up_proj = (Linear(c.hidden_size, c.intermediate_size, bias=False, rngs=rngs) for _ in range(2))
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:

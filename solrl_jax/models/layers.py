@@ -62,16 +62,17 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
     return blocks
 
 
-def scan_blocks(blocks: Any, apply: Callable[[Any, X], X], x: X, *, remat: str = "none") -> X:
+def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat: str = "none") -> X:
     """Applies a stack of blocks in order: `x = apply(block, x)`. One block is compiled, however many there are.
 
-    x: an array, or a tree of arrays where several streams run side by side. remat: a key of `REMAT`.
+    x: an array, or a tree of arrays where several streams run side by side. each: arrays with a row for each block, which
+    `apply` gets after `x`. remat: a key of `REMAT`.
     """
     graphdef, params = nnx.split(blocks)
-    step = lambda x, p: (apply(nnx.merge(graphdef, gather(p)), x), None)
+    step = lambda x, layer: (apply(nnx.merge(graphdef, gather(layer[0])), x, *layer[1]), None)
     if remat != "none":
         step = jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)  # needless inside a scan
-    return jax.lax.scan(step, x, params)[0]
+    return jax.lax.scan(step, x, (params, each))[0]
 
 
 def gather(params: P) -> P:

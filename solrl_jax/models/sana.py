@@ -64,7 +64,7 @@ class SanaTransformer2DModel(nnx.Module):
         c, d = config, config.width
         self.config, self.remat = config, remat
         self.patch_embed = PatchEmbed(c, rngs=rngs)
-        self.time_embed = (GuidedTimeEmbedding if c.guidance_embeds else TimeEmbedding)(d, rngs=rngs)
+        self.time_embed = TimeEmbedding(d, guided=c.guidance_embeds, rngs=rngs)
         self.caption_projection = TextProjection(c.caption_channels, d, rngs=rngs)
         self.caption_norm = RMSNorm(d, eps=1e-5)
         self.transformer_blocks = stack(c.num_layers, lambda r: SanaBlock(c, rngs=r), rngs)
@@ -108,10 +108,12 @@ class SanaBlock(nnx.Module):
     """One layer: linear attention, attention to the text, MLP."""
 
     def __init__(self, c: SanaConfig, *, rngs: nnx.Rngs):
-        d = c.width
+        d, heads = c.width, c.num_cross_attention_heads
+        normed = c.qk_norm is not None
         self.norm1 = LayerNorm(d, eps=c.norm_eps, affine=False)
-        self.attn1 = LinearAttention(c, rngs=rngs)
-        self.attn2 = CrossAttention(c, rngs=rngs)
+        self.attn1 = LinearAttention((d, d, d), c.num_attention_heads, normed=normed, bias=c.attention_bias, rngs=rngs)
+        widths = (d, c.cross_attention_dim, heads * c.cross_attention_head_dim)
+        self.attn2 = CrossAttention(widths, heads, normed=normed, rngs=rngs)
         self.norm2 = LayerNorm(d, eps=c.norm_eps, affine=c.norm_elementwise_affine)
         self.ff = GLUMBConv(d, int(c.mlp_ratio * d), rngs=rngs)
         self.scale_shift_table = param(jax.random.normal(rngs.params(), (6, d)) / math.sqrt(d), "scale_shift_table")
@@ -134,25 +136,36 @@ class SanaBlock(nnx.Module):
         return x + gate_ff * h.reshape(x.shape)
 
 
-class LinearAttention(nnx.Module):
+class Attention(nnx.Module):
+    """The linears of an attention from `x` to `source`. widths: of `x`, of `source`, and of all heads together.
+
+    normed: queries and keys are normalised, all heads as one.
+    """
+
+    def __init__(self, widths: tuple[int, int, int], heads: int, *, normed: bool, bias: bool = True, rngs: nnx.Rngs):
+        d, source, inner = widths
+        self.to_q, self.to_k, self.to_v = (Linear(n, inner, bias=bias, rngs=rngs) for n in (d, source, source))
+        self.norm_q, self.norm_k = (RMSNorm(inner, eps=1e-5) if normed else None for _ in range(2))
+        self.to_out = nnx.List([Linear(inner, d, rngs=rngs)])
+        self.heads = heads
+
+    def by_head(self, x: Float[Array, "b n d"], source: Float[Array, "b l e"]) -> list[Float[Array, "b _ heads h"]]:
+        """Queries, keys and values."""
+        q, k, v = self.to_q(x), self.to_k(source), self.to_v(source)
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
+        return [t.reshape(*t.shape[:2], self.heads, -1) for t in (q, k, v)]
+
+
+class LinearAttention(Attention):
     """Attention with weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, eq. 1); float32 inside.
 
     The sums over keys do not depend on the query, so the work is linear in the number of tokens.
     """
 
-    def __init__(self, c: SanaConfig, *, rngs: nnx.Rngs):
-        d = c.width
-        self.heads = c.num_attention_heads
-        self.to_q, self.to_k, self.to_v = (Linear(d, d, bias=c.attention_bias, rngs=rngs) for _ in range(3))
-        self.norm_q, self.norm_k = _qk_norms(c, d)
-        self.to_out = nnx.List([Linear(d, d, rngs=rngs)])
-
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        q, k, v = self.to_q(x), self.to_k(x), self.to_v(x)
-        if self.norm_q is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
-        heads = lambda t: t.reshape(*t.shape[:2], self.heads, -1).astype(jnp.float32)
-        q, k, v = jax.nn.relu(heads(q)), jax.nn.relu(heads(k)), heads(v)
+        q, k, v = (t.astype(jnp.float32) for t in self.by_head(x, x))
+        q, k = jax.nn.relu(q), jax.nn.relu(k)
         state = jnp.einsum("bnhk,bnhv->bhkv", k, v)
         numerator = jnp.einsum("bnhk,bhkv->bnhv", q, state)
         denominator = jnp.einsum("bnhk,bhk->bnh", q, k.sum(1))
@@ -160,25 +173,13 @@ class LinearAttention(nnx.Module):
         return self.to_out[0](out.reshape(x.shape).astype(x.dtype))
 
 
-class CrossAttention(nnx.Module):
+class CrossAttention(Attention):
     """Softmax attention from image tokens to text tokens."""
-
-    def __init__(self, c: SanaConfig, *, rngs: nnx.Rngs):
-        d, inner = c.width, c.num_cross_attention_heads * c.cross_attention_head_dim
-        self.heads = c.num_cross_attention_heads
-        self.to_q = Linear(d, inner, rngs=rngs)
-        self.to_k, self.to_v = (Linear(c.cross_attention_dim, inner, rngs=rngs) for _ in range(2))
-        self.norm_q, self.norm_k = _qk_norms(c, inner)
-        self.to_out = nnx.List([Linear(inner, d, rngs=rngs)])
 
     def __call__(
         self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
     ) -> Float[Array, "b n d"]:
-        q, k, v = self.to_q(x), self.to_k(text), self.to_v(text)
-        if self.norm_q is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
-        heads = lambda t: t.reshape(*t.shape[:2], self.heads, -1)
-        out = attention(heads(q), heads(k), heads(v), mask=mask[:, None, None, :])
+        out = attention(*self.by_head(x, text), mask=mask[:, None, None, :])
         return self.to_out[0](out.reshape(*x.shape[:2], -1))
 
 
@@ -198,43 +199,27 @@ class PatchEmbed(nnx.Module):
         return x.reshape(x.shape[0], rows * columns, d)
 
 
-class TimestepHolder(nnx.Module):
-    """Only a level in the names of released files: `time_embed.emb.timestep_embedder`."""
-
-    def __init__(self, d: int, *, rngs: nnx.Rngs):
-        self.timestep_embedder = TimestepMLP(d, rngs=rngs)
-
-
 class TimeEmbedding(nnx.Module):
-    """The time as six modulation vectors for every block, side by side, and as the embedding that modulates the output."""
+    """The time as six modulation vectors for every block, side by side, and as the embedding that modulates the output.
 
-    def __init__(self, d: int, *, rngs: nnx.Rngs):
-        self.emb = TimestepHolder(d, rngs=rngs)
+    guided: both are of the sum of time and guidance scale (SANA-Sprint, arXiv 2503.09641).
+    """
+
+    def __init__(self, d: int, *, guided: bool, rngs: nnx.Rngs):
+        self.guided = guided
+        if guided:
+            self.timestep_embedder, self.guidance_embedder = (TimestepMLP(d, rngs=rngs) for _ in range(2))
+        else:
+            self.emb = nnx.Dict(timestep_embedder=TimestepMLP(d, rngs=rngs))
         self.linear = Linear(d, 6 * d, rngs=rngs)
 
     def __call__(
         self, timestep: Float[Array, " b"], guidance: Float[Array, " b"] | None, dtype: DTypeLike
     ) -> tuple[Float[Array, "b d6"], Float[Array, "b d"]]:
-        embedded = self.emb.timestep_embedder(timestep, dtype)
-        return self.linear(jax.nn.silu(embedded)), embedded
-
-
-class GuidedTimeEmbedding(nnx.Module):
-    """As `TimeEmbedding`, for the sum of time and guidance scale (SANA-Sprint, arXiv 2503.09641)."""
-
-    def __init__(self, d: int, *, rngs: nnx.Rngs):
-        self.timestep_embedder = TimestepMLP(d, rngs=rngs)
-        self.guidance_embedder = TimestepMLP(d, rngs=rngs)
-        self.linear = Linear(d, 6 * d, rngs=rngs)
-
-    def __call__(
-        self, timestep: Float[Array, " b"], guidance: Float[Array, " b"] | None, dtype: DTypeLike
-    ) -> tuple[Float[Array, "b d6"], Float[Array, "b d"]]:
-        if guidance is None:
+        if not self.guided:
+            embedded = self.emb.timestep_embedder(timestep, dtype)
+        elif guidance is None:
             raise unsupported("SanaTransformer2DModel", "guidance", None, "a scale, with this config")
-        embedded = self.timestep_embedder(timestep, dtype) + self.guidance_embedder(guidance, dtype)
+        else:
+            embedded = self.timestep_embedder(timestep, dtype) + self.guidance_embedder(guidance, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded
-
-
-def _qk_norms(c: SanaConfig, features: int) -> tuple[RMSNorm | None, RMSNorm | None]:
-    return (None, None) if c.qk_norm is None else (RMSNorm(features, eps=1e-5), RMSNorm(features, eps=1e-5))

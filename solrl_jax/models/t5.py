@@ -85,52 +85,26 @@ class T5Stack(nnx.Module):
 
     def __call__(self, x: Float[Array, "b l d"], attention_mask: Bool[Array, "b l"] | None) -> Float[Array, "b l d"]:
         """Embedded tokens to normalised last hidden states."""
-        mask = None if attention_mask is None else attention_mask[:, None, None, :]
-        bias = self.position_bias(x.shape[1])
+        c, mask = self.config, None if attention_mask is None else attention_mask[:, None, None, :]
+        buckets = relative_buckets(x.shape[1], c.relative_attention_num_buckets, c.relative_attention_max_distance)
+        bias = self.relative_attention_bias.get_value()[buckets].transpose(2, 0, 1)[None]
         return self.final_layer_norm(scan_blocks(self.block, lambda block, x: block(x, bias, mask), x))
-
-    def position_bias(self, length: int) -> Float[Array, "1 n l l"]:
-        """The bias on the logits, by head, query and key, in the dtype of its table."""
-        c = self.config
-        buckets = relative_buckets(length, c.relative_attention_num_buckets, c.relative_attention_max_distance)
-        return self.relative_attention_bias.get_value()[buckets].transpose(2, 0, 1)[None]
 
 
 class T5Block(nnx.Module):
-    """One layer: attention, then the feed-forward network."""
+    """Attention, then the feed-forward network: both pre-norm, and added to their input."""
 
     def __init__(self, c: T5Config, *, rngs: nnx.Rngs):
-        self.layer = nnx.List([T5LayerSelfAttention(c, rngs=rngs), T5LayerFF(c, rngs=rngs)])
+        norm = lambda: RMSNorm(c.d_model, eps=c.layer_norm_epsilon)
+        attend = nnx.Dict(SelfAttention=T5Attention(c, rngs=rngs), layer_norm=norm())
+        self.layer = nnx.List([attend, nnx.Dict(DenseReluDense=T5FeedForward(c, rngs=rngs), layer_norm=norm())])
 
     def __call__(
         self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"], mask: Bool[Array, "b 1 1 l"] | None
     ) -> Float[Array, "b l d"]:
         attend, feed_forward = self.layer
-        return feed_forward(attend(x, bias, mask))
-
-
-class T5LayerSelfAttention(nnx.Module):
-    """Pre-norm attention, added to its input."""
-
-    def __init__(self, c: T5Config, *, rngs: nnx.Rngs):
-        self.SelfAttention = T5Attention(c, rngs=rngs)
-        self.layer_norm = RMSNorm(c.d_model, eps=c.layer_norm_epsilon)
-
-    def __call__(
-        self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"], mask: Bool[Array, "b 1 1 l"] | None
-    ) -> Float[Array, "b l d"]:
-        return x + self.SelfAttention(self.layer_norm(x), bias, mask)
-
-
-class T5LayerFF(nnx.Module):
-    """The pre-norm feed-forward network, added to its input."""
-
-    def __init__(self, c: T5Config, *, rngs: nnx.Rngs):
-        self.DenseReluDense = (T5DenseGatedActDense if c.feed_forward_proj == "gated-gelu" else T5DenseActDense)(c, rngs=rngs)
-        self.layer_norm = RMSNorm(c.d_model, eps=c.layer_norm_epsilon)
-
-    def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        return x + self.DenseReluDense(self.layer_norm(x))
+        x = x + attend.SelfAttention(attend.layer_norm(x), bias, mask)
+        return x + feed_forward.DenseReluDense(feed_forward.layer_norm(x))
 
 
 class T5Attention(nnx.Module):
@@ -150,26 +124,22 @@ class T5Attention(nnx.Module):
         return self.o(out.reshape(*x.shape[:2], -1))
 
 
-class T5DenseActDense(nnx.Module):
-    """The feed-forward network of the first version: two linears with ReLU between them."""
+class T5FeedForward(nnx.Module):
+    """Two linears with ReLU between them; in version 1.1, a GELU-gated linear unit (arXiv 2002.05202)."""
 
     def __init__(self, c: T5Config, *, rngs: nnx.Rngs):
-        self.wi = Linear(c.d_model, c.d_ff, bias=False, rngs=rngs)
+        widen = lambda: Linear(c.d_model, c.d_ff, bias=False, rngs=rngs)
+        self.gated = c.feed_forward_proj == "gated-gelu"
+        if self.gated:
+            self.wi_0, self.wi_1 = widen(), widen()
+        else:
+            self.wi = widen()
         self.wo = Linear(c.d_ff, c.d_model, bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
+        if self.gated:
+            return self.wo(jax.nn.gelu(self.wi_0(x), approximate=True) * self.wi_1(x))
         return self.wo(jax.nn.relu(self.wi(x)))
-
-
-class T5DenseGatedActDense(nnx.Module):
-    """The feed-forward network of version 1.1: a GELU-gated linear unit (arXiv 2002.05202)."""
-
-    def __init__(self, c: T5Config, *, rngs: nnx.Rngs):
-        self.wi_0, self.wi_1 = (Linear(c.d_model, c.d_ff, bias=False, rngs=rngs) for _ in range(2))
-        self.wo = Linear(c.d_ff, c.d_model, bias=False, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        return self.wo(jax.nn.gelu(self.wi_0(x), approximate=True) * self.wi_1(x))
 
 
 def relative_buckets(length: int, count: int, max_distance: int) -> Int[np.ndarray, "{length} {length}"]:
