@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 from safetensors import safe_open
 
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
-from solrl_jax.models.weights import Entry, entries, find_component, load_tensors, parameter_count
+from solrl_jax.models.weights import Entry, entries, find_component, load_tensors
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 
 # the released configuration without the number of layers
@@ -59,7 +59,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     checkpoint = {
-        "architecture": "SD3Transformer2DModel", "layers": layers, "parameters": parameter_count(state), "dtype": "BF16",
+        "architecture": "SD3Transformer2DModel", "layers": layers, "parameters": count(state), "dtype": "BF16",
         "bytes": sum(sizes), "shards": len(sizes), "largest_shard_bytes": max(sizes),
     }  # fmt: skip
     bar, peak = max(sizes) + GB, result["host_bytes_peak"]
@@ -75,9 +75,14 @@ def network(size: float) -> tuple[nnx.State, int]:
         config = SD3Config.from_dict(LARGE | {"num_layers": layers})
         return nnx.split(nnx.eval_shape(lambda: SD3Transformer2DModel(config, rngs=nnx.Rngs(0))))[1]
 
-    two, three = 2 * parameter_count(state(2)), 2 * parameter_count(state(3))
+    two, three = 2 * count(state(2)), 2 * count(state(3))
     layers = max(2, 2 - int((two - size) // (three - two)))
     return state(layers), layers
+
+
+def count(state: nnx.State) -> int:
+    """How many parameters a network has."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
 def write(folder: Path, table: list[Entry], shard: int) -> list[int]:

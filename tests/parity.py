@@ -1,7 +1,9 @@
 """Parameters of a network from the tensors of the PyTorch module that it ports."""
 
+import math
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -29,3 +31,8 @@ def from_torch(state: nnx.State, tensors: Mapping[str, np.ndarray]) -> Params:
         layers = [OUR_ORDER[e.layout](tensors[name]) for name in e.names]
         node[last] = jnp.asarray(np.stack(layers) if e.stacked else layers[0])
     return params
+
+
+def parameter_count(state: nnx.State) -> int:
+    """How many numbers a network holds."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))

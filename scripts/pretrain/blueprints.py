@@ -17,8 +17,7 @@ from pretrain.recipe import MAX_TOKENS, SHORT
 from pretrain.words import CLIP_END, VOCAB_SIZE, clip_tokenizer, gemma_tokenizer, t5_tokenizer
 from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from solrl_jax.models.clip import CLIPConfig, CLIPModel
-from solrl_jax.models.clip_text import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from solrl_jax.models.clip import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel

@@ -1,13 +1,20 @@
 """A network to be trained from nothing, and how its files are written."""
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
+from jax.typing import DTypeLike
+from safetensors.numpy import save_file
 
-from solrl_jax.models.weights import Params, save_component, to_torch
+from solrl_jax.models.weights import Params, entries, to_torch_order
+from solrl_jax.storage.files import atomic, atomic_write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,3 +53,25 @@ class Part:
     def _graph(self) -> tuple[nnx.GraphDef, nnx.State]:
         """The graph without numbers, and the abstract state that names them."""
         return nnx.split(nnx.eval_shape(lambda: self._make(nnx.Rngs(0))))
+
+
+def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
+    """The tensors of a released file: under PyTorch's names, in its axis order.
+
+    state: of the network that `params` belong to.
+    """
+    flat, out = flatten_dict(params), {}
+    for e in entries(state):
+        value = np.asarray(flat[e.path])
+        for name, tensor in zip(e.names, value if e.stacked else value[None], strict=True):
+            # not `ascontiguousarray`, which gives a scalar an axis
+            out[name] = np.asarray(to_torch_order(np.asarray(tensor), e.layout), order="C")
+    return out
+
+
+def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> None:
+    """Writes `config.json`, and the tensors in `dtype`. Each file appears complete or not at all."""
+    stored = {name: np.asarray(tensor).astype(dtype) for name, tensor in tensors.items()}
+    with atomic(folder / filename) as partial:
+        save_file(stored, partial, metadata={"format": "pt"})
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -126,8 +126,8 @@ class Encoder(nnx.Module):
         widths = c.block_out_channels
         self.conv_in = Conv(c.in_channels, widths[0], 3, rngs=rngs)
         self.down_blocks = nnx.List([
-            DownEncoderBlock2D(n_in, n_out, c, last=i == len(widths) - 1, rngs=rngs)
-            for i, (n_in, n_out) in enumerate(zip((widths[0], *widths), widths, strict=False))
+            Stage(pair, c.layers_per_block, c, step="down" if i < len(widths) - 1 else None, rngs=rngs)
+            for i, pair in enumerate(zip((widths[0], *widths), widths, strict=False))
         ])  # fmt: skip
         self.mid_block = UNetMidBlock2D(widths[-1], c, rngs=rngs)
         self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
@@ -148,8 +148,8 @@ class Decoder(nnx.Module):
         self.conv_in = Conv(c.latent_channels, widths[0], 3, rngs=rngs)
         self.mid_block = UNetMidBlock2D(widths[0], c, rngs=rngs)
         self.up_blocks = nnx.List([
-            UpDecoderBlock2D(n_in, n_out, c, last=i == len(widths) - 1, rngs=rngs)
-            for i, (n_in, n_out) in enumerate(zip((widths[0], *widths), widths, strict=False))
+            Stage(pair, c.layers_per_block + 1, c, step="up" if i < len(widths) - 1 else None, rngs=rngs)
+            for i, pair in enumerate(zip((widths[0], *widths), widths, strict=False))
         ])  # fmt: skip
         self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
         self.conv_out = Conv(widths[-1], c.out_channels, 3, rngs=rngs)
@@ -161,34 +161,20 @@ class Decoder(nnx.Module):
         return self.conv_out(norm_silu(self.conv_norm_out, x))
 
 
-class DownEncoderBlock2D(nnx.Module):
-    """One stage of the encoder: residual blocks, then half the resolution unless it is the `last`."""
+class Stage(nnx.Module):
+    """`layers` residual blocks, then half (step "down") or twice ("up") the resolution, or the same (None)."""
 
-    def __init__(self, n_in: int, n_out: int, c: AutoencoderKLConfig, *, last: bool, rngs: nnx.Rngs):
-        self.resnets = _resnets(n_in, n_out, c.layers_per_block, c.norm_num_groups, rngs)
-        self.downsamplers = nnx.List([] if last else [Downsample2D(n_out, rngs=rngs)])
-
-    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
-        for layer in (*self.resnets, *self.downsamplers):
-            x = layer(x)
-        return x
-
-
-class UpDecoderBlock2D(nnx.Module):
-    """One stage of the decoder: residual blocks, then twice the resolution unless it is the `last`."""
-
-    def __init__(self, n_in: int, n_out: int, c: AutoencoderKLConfig, *, last: bool, rngs: nnx.Rngs):
-        self.resnets = _resnets(n_in, n_out, c.layers_per_block + 1, c.norm_num_groups, rngs)
-        self.upsamplers = nnx.List([] if last else [Upsample2D(n_out, rngs=rngs)])
+    def __init__(self, widths: tuple[int, int], layers: int, c: AutoencoderKLConfig, *, step: str | None, rngs: nnx.Rngs):
+        n_in, n_out = widths
+        inputs = (n_in, *[n_out] * (layers - 1))
+        self.resnets = nnx.List([ResnetBlock2D(n, n_out, c.norm_num_groups, rngs=rngs) for n in inputs])
+        self.downsamplers = nnx.List([Downsample2D(n_out, rngs=rngs)] if step == "down" else [])
+        self.upsamplers = nnx.List([Upsample2D(n_out, rngs=rngs)] if step == "up" else [])
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
-        for layer in (*self.resnets, *self.upsamplers):
+        for layer in (*self.resnets, *self.downsamplers, *self.upsamplers):
             x = layer(x)
         return x
-
-
-def _resnets(n_in: int, n_out: int, layers: int, groups: int, rngs: nnx.Rngs) -> nnx.List:
-    return nnx.List([ResnetBlock2D(n_in if i == 0 else n_out, n_out, groups, rngs=rngs) for i in range(layers)])
 
 
 class UNetMidBlock2D(nnx.Module):

@@ -2,12 +2,15 @@
 
 Both towers are pre-norm transformers. A linear maps the result of each to one shared space, where the cosine between a text
 and an image says how well they agree.
+
+FLUX and Stable Diffusion 3 use the text tower alone: `CLIPTextModel`, `CLIPTextModelWithProjection`. They want the states of
+all tokens, after the last layer and before it (the choice of SDXL, arXiv 2307.01952, section 2.1, kept by Stable Diffusion 3).
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,19 +138,56 @@ class CLIPModel(nnx.Module):
         return self.visual_projection(self.vision_model(pixels))
 
 
+class CLIPTextOutput(NamedTuple):
+    """The states of a text tower."""
+
+    penultimate: Float[Array, "b l d"]  # before the last layer, not normalised: `hidden_states[-2]` in transformers
+    last: Float[Array, "b l d"]  # after the last layer, normalised
+    pooled: Float[Array, "b e"]  # `last` at the end of text; projected, if the model has a projection
+
+
+class CLIPTextModel(nnx.Module):
+    """The text tower alone. Padding is not masked: it comes last, and the tower is causal."""
+
+    def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.text_model = TextModel(config, rngs=rngs)
+
+    def __call__(self, input_ids: Int[Array, "b l"]) -> CLIPTextOutput:
+        """All states, in the dtype of the token table. Each text has an end of text; l is at most `max_position_embeddings`."""
+        tower, mask = self.text_model, causal(input_ids.shape[1])
+        x = tower.embeddings(input_ids)
+        # each layer's input is carried beside its output, so that no other state is kept
+        apply = lambda layer, states: (layer(states[0], mask), states[0])
+        x, penultimate = scan_blocks(tower.encoder.layers, apply, (x, x))
+        last = tower.final_layer_norm(x)
+        return CLIPTextOutput(penultimate, last, tower.at_end(last, input_ids))
+
+
+class CLIPTextModelWithProjection(CLIPTextModel):
+    """The text tower, and the map to the space that texts and images share: `pooled` lies in it."""
+
+    def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.text_projection = Linear(config.hidden_size, config.projection_dim, bias=False, rngs=rngs)
+
+    def __call__(self, input_ids: Int[Array, "b l"]) -> CLIPTextOutput:
+        out = super().__call__(input_ids)
+        return out._replace(pooled=self.text_projection(out.pooled))
+
+
 class TextModel(nnx.Module):
     """A causal transformer over tokens. The end-of-text token, which sees all others, stands for the text."""
 
     def __init__(self, c: CLIPTextConfig, *, rngs: nnx.Rngs):
         self.config = c
         self.embeddings = TextEmbeddings(c, rngs=rngs)
-        self.encoder = Encoder(c, rngs=rngs)
+        self.encoder = encoder(c, rngs)
         self.final_layer_norm = LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
 
     def __call__(self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]) -> Float[Array, "b d"]:
-        length = input_ids.shape[1]
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        x = self.encoder(self.embeddings(input_ids), causal & attention_mask[:, None, None, :])
+        mask = causal(input_ids.shape[1]) & attention_mask[:, None, None, :]
+        x = scan_blocks(self.encoder.layers, lambda layer, x: layer(x, mask), self.embeddings(input_ids))
         return self.final_layer_norm(self.at_end(x, input_ids))
 
     def at_end(self, x: Float[Array, "b l d"], input_ids: Int[Array, "b l"]) -> Float[Array, "b d"]:
@@ -164,11 +204,11 @@ class VisionModel(nnx.Module):
     def __init__(self, c: CLIPVisionConfig, *, rngs: nnx.Rngs):
         self.embeddings = VisionEmbeddings(c, rngs=rngs)
         self.pre_layrnorm = LayerNorm(c.hidden_size, eps=c.layer_norm_eps)  # spelled so in the released files
-        self.encoder = Encoder(c, rngs=rngs)
+        self.encoder = encoder(c, rngs)
         self.post_layernorm = LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b d"]:
-        x = self.encoder(self.pre_layrnorm(self.embeddings(pixels)), None)
+        x = scan_blocks(self.encoder.layers, lambda layer, x: layer(x, None), self.pre_layrnorm(self.embeddings(pixels)))
         return self.post_layernorm(x[:, 0])
 
 
@@ -207,14 +247,14 @@ class VisionEmbeddings(nnx.Module):
         return x + self.position_embedding(jnp.arange(x.shape[1])).astype(x.dtype)
 
 
-class Encoder(nnx.Module):
-    """The layers of a tower. mask: true where a query may look; None: everywhere."""
+def encoder(c: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
+    """The layers of a tower, under their name in the released files."""
+    return nnx.Dict(layers=stack(c.num_hidden_layers, lambda r: EncoderLayer(c, rngs=r), rngs))
 
-    def __init__(self, c: TowerConfig, *, rngs: nnx.Rngs):
-        self.layers = stack(c.num_hidden_layers, lambda r: EncoderLayer(c, rngs=r), rngs)
 
-    def __call__(self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None) -> Float[Array, "b l d"]:
-        return scan_blocks(self.layers, lambda layer, x: layer(x, mask), x)
+def causal(length: int) -> Bool[Array, "1 1 l l"]:
+    """True where a query may look: at itself and at what is before it."""
+    return jnp.tril(jnp.ones((length, length), bool))[None, None]
 
 
 class EncoderLayer(nnx.Module):

@@ -2,26 +2,19 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
 
 from solrl_jax.models.layers import gather
 from solrl_jax.models.tensor_files import Stored
-from solrl_jax.models.weights import (
-    Entry,
-    Params,
-    Placement,
-    abstract_tensors,
-    entries,
-    find_component,
-    load_tensors,
-    parameter_count,
-)
+from solrl_jax.models.weights import Entry, Params, Placement, entries, find_component, load_tensors
 
 # (files, abstract state) -> the network's table of parameters, and by name where each of its tensors lies
 Find = Callable[[Path, nnx.State], tuple[list[Entry], dict[str, Stored]]]
@@ -59,7 +52,9 @@ class Component:
 
     def abstract(self, dtype: DTypeLike, place: Placement | None) -> Params:
         """What `load` would return, as a tree of ShapeDtypeStruct with shardings."""
-        return abstract_tensors(entries(self.state), dtype, place)
+        where = lambda e: None if place is None else place(e.path, e.full_shape)
+        shape = lambda e: jax.ShapeDtypeStruct(e.full_shape, dtype, sharding=where(e))
+        return unflatten_dict({e.path: shape(e) for e in entries(self.state)})
 
     def shapes(self, dtype: DTypeLike) -> Params:
         """The parameters' shapes as a tree of ShapeDtypeStruct."""
@@ -68,7 +63,7 @@ class Component:
     @property
     def size(self) -> int:
         """The number of parameters."""
-        return parameter_count(self.state)
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property
     def stacks(self) -> frozenset[tuple[str, ...]]:

@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
-from solrl_jax.models.layers import LayerNorm, Linear, depth_to_space, scan_blocks, space_to_depth, stack
-from solrl_jax.models.mmdit import EPS, AdaLayerNorm, FeedForward, JointAttention, SelfAttention, TimeTextEmbedding
+from solrl_jax.models.layers import Linear, depth_to_space, scan_blocks, space_to_depth, stack
+from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, Rotate, SelfAttention, TimeTextEmbedding
 
 PATCH = 2  # latent pixels that a token stands for, each way
 THETA = 10000.0  # of the rotary frequencies
@@ -67,9 +67,10 @@ class FluxTransformer2DModel(nnx.Module):
         c, d = config, config.width
         self.config, self.remat = config, remat
         self.time_text_embed = TimeTextEmbedding(d, c.pooled_projection_dim, guided=c.guidance_embeds, rngs=rngs)
+        joint = lambda r: JointBlock(d, c.attention_head_dim, modulate, normed=True, rngs=r)
         self.context_embedder = Linear(c.joint_attention_dim, d, rngs=rngs)
         self.x_embedder = Linear(c.in_channels, d, rngs=rngs)
-        self.transformer_blocks = stack(c.num_layers, lambda r: FluxBlock(c, rngs=r), rngs)
+        self.transformer_blocks = stack(c.num_layers, joint, rngs)
         self.single_transformer_blocks = stack(c.num_single_layers, lambda r: FluxSingleBlock(c, rngs=r), rngs)
         self.norm_out = AdaLayerNorm(d, 2, rngs=rngs)
         self.proj_out = Linear(d, c.features_out, rngs=rngs)
@@ -98,41 +99,14 @@ class FluxTransformer2DModel(nnx.Module):
         rows, columns, length = height // PATCH, width // PATCH, text.shape[1]
         # in float32, because it modulates every token of every block: its rounding error would not average out
         condition = jax.nn.silu(self.time_text_embed(timestep, pooled.astype(jnp.float32), guidance)).astype(dtype)
-        rotation = rotary(length, rows, columns, self.config.axes_dims_rope)
+        turn = partial(rotate, rotation=rotary(length, rows, columns, self.config.axes_dims_rope))
 
         streams = self.context_embedder(text.astype(dtype)), self.x_embedder(pack(latent))
-        apply = lambda block, streams: block(*streams, condition, rotation)
+        apply = lambda block, streams: block(*streams, condition, turn)
         x = jnp.concatenate(scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat), axis=1)
-        x = scan_blocks(self.single_transformer_blocks, lambda block, x: block(x, condition, rotation), x, remat=self.remat)
+        x = scan_blocks(self.single_transformer_blocks, lambda block, x: block(x, condition, turn), x, remat=self.remat)
         x, (scale, shift) = self.norm_out(x[:, length:], condition)
-        return unpack(self.proj_out(x * (1 + scale) + shift), rows, columns)
-
-
-class FluxBlock(nnx.Module):
-    """A block with two streams: text and image meet only in the attention (arXiv 2403.03206, figure 2b)."""
-
-    def __init__(self, c: FluxConfig, *, rngs: nnx.Rngs):
-        d = c.width
-        self.norm1, self.norm1_context = (AdaLayerNorm(d, 6, rngs=rngs) for _ in range(2))
-        self.attn = JointAttention(d, c.attention_head_dim, normed=True, rngs=rngs)
-        self.norm2, self.norm2_context = (LayerNorm(d, eps=EPS, affine=False) for _ in range(2))
-        self.ff, self.ff_context = (FeedForward(d, rngs=rngs) for _ in range(2))
-
-    def __call__(
-        self, text: Float[Array, "b l d"], image: Float[Array, "b n d"], condition: Float[Array, "b d"], rotation: Rotation
-    ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
-        text_in, (shift, scale, text_gate, *text_ff) = self.norm1_context(text, condition)
-        text_in = text_in * (1 + scale) + shift
-        image_in, (shift, scale, image_gate, *image_ff) = self.norm1(image, condition)
-        image_in = image_in * (1 + scale) + shift
-        from_text, from_image = self.attn(text_in, image_in, partial(rotate, rotation=rotation))
-        assert from_text is not None  # only Stable Diffusion 3 has blocks without it
-        text, image = text + text_gate * from_text, image + image_gate * from_image
-
-        shift, scale, gate = text_ff
-        text = text + gate * self.ff_context(self.norm2_context(text) * (1 + scale) + shift)
-        shift, scale, gate = image_ff
-        return text, image + gate * self.ff(self.norm2(image) * (1 + scale) + shift)
+        return unpack(self.proj_out(modulate(x, shift, scale)), rows, columns)
 
 
 class FluxSingleBlock(nnx.Module):
@@ -145,12 +119,17 @@ class FluxSingleBlock(nnx.Module):
         self.proj_mlp = Linear(d, 4 * d, rngs=rngs)
         self.proj_out = Linear(5 * d, d, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b s d"], condition: Float[Array, "b d"], rotation: Rotation) -> Float[Array, "b s d"]:
+    def __call__(self, x: Float[Array, "b s d"], condition: Float[Array, "b d"], rotate: Rotate) -> Float[Array, "b s d"]:
         h, (shift, scale, gate) = self.norm(x, condition)
-        h = h * (1 + scale) + shift
-        attended = self.attn(h, partial(rotate, rotation=rotation))
+        h = modulate(h, shift, scale)
+        attended = self.attn(h, rotate)
         both = jnp.concatenate([attended, jax.nn.gelu(self.proj_mlp(h), approximate=True)], axis=-1)
         return x + gate * self.proj_out(both)
+
+
+def modulate(x: Float[Array, "b s d"], shift: Float[Array, "b 1 d"], scale: Float[Array, "b 1 d"]) -> Float[Array, "b s d"]:
+    """`x (1 + scale) + shift`, rounded at each step, as in the released code."""
+    return x * (1 + scale) + shift
 
 
 def pack(latent: Float[Array, "b h w c"]) -> Float[Array, "b n 4*c"]:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from solrl_jax.models.clip import CLIPTextConfig
-from solrl_jax.models.clip_text import CLIPTextModel
+from solrl_jax.models.clip import CLIPTextConfig, CLIPTextModel
 from solrl_jax.models.component import Component
 from solrl_jax.models.flux import PATCH, FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit

@@ -23,7 +23,7 @@ from solrl_jax.numerics import split
 from solrl_jax.numerics.leaf import Leaf
 from solrl_jax.numerics.matmul import matmul, outputs_divided
 
-# How the axes of our parameter are ordered in PyTorch's tensor (`models.axis_order`):
+# How the axes of our parameter are ordered in PyTorch's tensor (`models.weights.OUR_AXES`):
 #   "same": as they are;  "linear": our [in, out] is [out, in];
 #   "pointwise": our [in, out] is a 1x1 convolution, [out, in, 1, 1];
 #   "conv": our [kh, kw, in / groups, out] is [out, in / groups, kh, kw].

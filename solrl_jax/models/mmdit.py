@@ -5,6 +5,7 @@ Every block is modulated by one vector for the whole picture: the embedded time 
 """
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from solrl_jax.models.embeddings import TextProjection, TimestepMLP
 from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm
 
 EPS = 1e-6  # of every normalisation
+Vector: TypeAlias = Float[Array, "b 1 d"]
+# of x, shift and scale: `x (1 + scale) + shift`
+Modulate = Callable[[Float[Array, "b s d"], Vector, Vector], Float[Array, "b s d"]]
 Rotate = Callable[[Float[Array, "b s n head"]], Float[Array, "b s n head"]]  # of queries and keys, by their positions
 
 
@@ -73,6 +77,52 @@ class JointAttention(Projections):
 def _heads(head: int, x: Float[Array, "b s d"], *maps: tuple[Linear, RMSNorm | None]) -> list[Float[Array, "b s n head"]]:
     by_head = [linear(x).reshape(*x.shape[:2], -1, head) for linear, _ in maps]
     return [y if norm is None else norm(y) for y, (_, norm) in zip(by_head, maps, strict=True)]
+
+
+class JointBlock(nnx.Module):
+    """One layer of both streams (arXiv 2403.03206, figure 2b).
+
+    dual: the image stream also attends to itself, beside the joint attention (SD3.5 Medium). last: the text stream ends here;
+    the image attends to it, but nothing is computed from it (all of SD3). The models round in `modulate` in their own ways.
+    """
+
+    def __init__(
+        self, d: int, head: int, modulate: Modulate, *, normed: bool, dual: bool = False, last: bool = False, rngs: nnx.Rngs
+    ):
+        self.norm1 = AdaLayerNorm(d, 9 if dual else 6, rngs=rngs)
+        self.norm1_context = AdaLayerNorm(d, 2 if last else 6, rngs=rngs)
+        self.attn = JointAttention(d, head, normed=normed, last=last, rngs=rngs)
+        self.attn2 = SelfAttention(d, head, normed=normed, projected=True, rngs=rngs) if dual else None
+        self.norm2, self.norm2_context = (LayerNorm(d, eps=EPS, affine=False) for _ in range(2))
+        self.ff = FeedForward(d, rngs=rngs)
+        self.ff_context = None if last else FeedForward(d, rngs=rngs)
+        self.modulate = modulate
+
+    def __call__(
+        self,
+        text: Float[Array, "b l d"],
+        image: Float[Array, "b n d"],
+        condition: Float[Array, "b d"],
+        rotate: Rotate = lambda x: x,
+    ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
+        modulate = self.modulate
+        normed, (shift, scale, gate, shift_ff, scale_ff, gate_ff, *second) = self.norm1(image, condition)
+        text_normed, of_text = self.norm1_context(text, condition)
+        # (scale, shift) in the last layer, (shift, scale, gate, shift, scale, gate) in all others
+        text_shift, text_scale = of_text[:2] if self.ff_context is not None else of_text[::-1]
+
+        from_text, from_image = self.attn(modulate(text_normed, text_shift, text_scale), modulate(normed, shift, scale), rotate)
+        image = image + gate * from_image
+        if self.attn2 is not None:  # reads the block's input, not the sum
+            shift, scale, gate = second
+            image = image + gate * self.attn2(modulate(normed, shift, scale))
+        image = image + gate_ff * self.ff(modulate(self.norm2(image), shift_ff, scale_ff))
+
+        if self.ff_context is None or from_text is None:
+            return text, image
+        gate, shift_ff, scale_ff, gate_ff = of_text[2:]
+        text = text + gate * from_text
+        return text + gate_ff * self.ff_context(modulate(self.norm2_context(text), shift_ff, scale_ff)), image
 
 
 class FeedForward(nnx.Module):

@@ -59,20 +59,16 @@ BLOCK = (
     *_layer("mlp.depth_conv.conv", "ff.conv_depth", "2f 1 3 3"),
 )
 FFN = {
-    "conv": (
-        *_layer("mlp.inverted_conv.conv", "ff.conv_inverted", "2f d 1 1"),
-        Row("mlp.point_conv.conv.weight", "ff.conv_point.weight", "d f 1 1"),
-    ),
-    "linear": (
-        *_layer("mlp.inverted_conv.linear", "ff.conv_inverted", "2f d", "1 1"),
-        Row("mlp.point_conv.linear.weight", "ff.conv_point.weight", "d f", "1 1"),
-    ),
+    kind: (
+        *_layer(f"mlp.inverted_conv.{kind}", "ff.conv_inverted", f"2f d{native}", unit),
+        Row(f"mlp.point_conv.{kind}.weight", "ff.conv_point.weight", f"d f{native}", unit),
+    )
+    for kind, native, unit in (("conv", " 1 1", ""), ("linear", "", "1 1"))
 }
-QK_NORM = (
-    Row("attn.q_norm.weight", "attn1.norm_q.weight", "d"),
-    Row("attn.k_norm.weight", "attn1.norm_k.weight", "d"),
-    Row("cross_attn.q_norm.weight", "attn2.norm_q.weight", "d"),
-    Row("cross_attn.k_norm.weight", "attn2.norm_k.weight", "d"),
+QK_NORM = tuple(
+    Row(f"{native}.{x}_norm.weight", f"{target}.norm_{x}.weight", "d")
+    for native, target in (("attn", "attn1"), ("cross_attn", "attn2"))
+    for x in "qk"
 )
 
 # Not needed: positions, which are a formula, and the embedding of the empty prompt, which the pipeline computes instead.
@@ -216,22 +212,17 @@ def _config(
         cross = base.num_cross_attention_heads * base.cross_attention_head_dim
         if (base.width, cross) != (width, width):
             raise ValueError(f"has width {width}, but the base has {base.width}, and {cross} in its attention to the text")
-        names = ("num_attention_heads", "attention_head_dim", "num_cross_attention_heads", "cross_attention_head_dim",
-                 "sample_size", "norm_eps", "interpolation_scale", "timestep_scale")  # fmt: skip
-        return told | {name: getattr(base, name) for name in names}
-    if width not in CROSS_HEADS:
+    elif width not in CROSS_HEADS:
         known = ", ".join(map(str, CROSS_HEADS))
         raise ValueError(f"has width {width}; shapes do not tell the number of heads (known: {known}), but a base does: --base")
-    if positions:
+    elif positions:
         raise ValueError(f"{POSITIONS} is not zero: the network may add positions. Only a base tells their scale: --base")
-    side = math.isqrt(grid[1]) * patch if grid and len(grid) == 3 else SanaConfig.sample_size
-    return told | {
-        "num_attention_heads": width // HEAD,
-        "attention_head_dim": HEAD,
-        "num_cross_attention_heads": CROSS_HEADS[width],
-        "cross_attention_head_dim": width // CROSS_HEADS[width],
-        "sample_size": side,
-        "norm_eps": SanaConfig.norm_eps,
-        "interpolation_scale": None,
-        "timestep_scale": SanaConfig.timestep_scale,
-    }
+    else:
+        side = math.isqrt(grid[1]) * patch if grid and len(grid) == 3 else SanaConfig.sample_size
+        heads, cross_heads = width // HEAD, CROSS_HEADS[width]
+        base = SanaConfig(
+            num_attention_heads=heads, attention_head_dim=HEAD, num_cross_attention_heads=cross_heads,
+            cross_attention_head_dim=width // cross_heads, sample_size=side)  # fmt: skip
+    names = ("num_attention_heads", "attention_head_dim", "num_cross_attention_heads", "cross_attention_head_dim",
+             "sample_size", "norm_eps", "interpolation_scale", "timestep_scale")  # fmt: skip
+    return told | {name: getattr(base, name) for name in names}

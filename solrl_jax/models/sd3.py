@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.config_file import ReleasedConfig
 from solrl_jax.models.embeddings import PatchProjection, sincos_positions, unpatch
-from solrl_jax.models.layers import LayerNorm, Linear, param, scan_blocks, stack
-from solrl_jax.models.mmdit import EPS, AdaLayerNorm, FeedForward, JointAttention, SelfAttention, TimeTextEmbedding, silu
+from solrl_jax.models.layers import Linear, param, scan_blocks, stack
+from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, TimeTextEmbedding, silu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SD3Config(ReleasedConfig):
 class SD3Transformer2DModel(nnx.Module):
     """The velocity network. remat: what gradients recompute, a key of `models.layers.REMAT`.
 
-    The blocks are of up to three kinds (see `JointTransformerBlock`). Each run of equal blocks is a stack. The container
+    The blocks are of up to three kinds (see `models.mmdit.JointBlock`). Each run of equal blocks is a stack. The container
     `transformer_blocks` holds the stacks by their first and last layer: "0-12", "13-22", "23-23".
     """
 
@@ -94,56 +94,17 @@ class SD3Transformer2DModel(nnx.Module):
         return unpatch(self.proj_out(modulate(x, shift, scale)), height // p, width // p, p)
 
 
-def _runs(c: SD3Config, rngs: nnx.Rngs) -> dict[str, "JointTransformerBlock"]:
+def _runs(c: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
     """A stack for each run of equal layers, by its first and last layer."""
 
-    def run(layers: list[int], dual: bool, last: bool) -> JointTransformerBlock:
-        make = lambda r: JointTransformerBlock(c, dual=dual, last=last, rngs=r)
+    def run(layers: list[int], dual: bool, last: bool) -> JointBlock:
+        normed = c.qk_norm is not None
+        make = lambda r: JointBlock(c.width, c.attention_head_dim, modulate, normed=normed, dual=dual, last=last, rngs=r)
         return stack(len(layers), make, rngs, first=layers[0])
 
     kind = lambda i: (i in c.dual_attention_layers, i == c.num_layers - 1)
     grouped = [(list(layers), *of) for of, layers in itertools.groupby(range(c.num_layers), kind)]
     return {f"{layers[0]}-{layers[-1]}": run(layers, dual, last) for layers, dual, last in grouped}
-
-
-class JointTransformerBlock(nnx.Module):
-    """One layer of both streams (arXiv 2403.03206, figure 2b).
-
-    dual: the image stream also attends to itself, beside the joint attention (SD3.5 Medium). last: the text stream ends here;
-    the image attends to it, but nothing is computed from it.
-    """
-
-    def __init__(self, c: SD3Config, *, dual: bool, last: bool, rngs: nnx.Rngs):
-        d, head, normed = c.width, c.attention_head_dim, c.qk_norm is not None
-        self.norm1 = AdaLayerNorm(d, 9 if dual else 6, rngs=rngs)
-        self.norm1_context = AdaLayerNorm(d, 2 if last else 6, rngs=rngs)
-        self.attn = JointAttention(d, head, normed=normed, last=last, rngs=rngs)
-        self.attn2 = SelfAttention(d, head, normed=normed, projected=True, rngs=rngs) if dual else None
-        self.norm2 = LayerNorm(d, eps=EPS, affine=False)
-        self.ff = FeedForward(d, rngs=rngs)
-        self.norm2_context = LayerNorm(d, eps=EPS, affine=False)
-        self.ff_context = None if last else FeedForward(d, rngs=rngs)
-
-    def __call__(
-        self, text: Float[Array, "b l d"], image: Float[Array, "b n d"], condition: Float[Array, "b d"]
-    ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
-        normed, (shift, scale, gate, shift_ff, scale_ff, gate_ff, *second) = self.norm1(image, condition)
-        text_normed, of_text = self.norm1_context(text, condition)
-        # (scale, shift) in the last layer, (shift, scale, gate, shift, scale, gate) in all others
-        text_shift, text_scale = of_text[:2] if self.ff_context is not None else of_text[::-1]
-
-        from_text, from_image = self.attn(modulate(text_normed, text_shift, text_scale), modulate(normed, shift, scale))
-        image = image + gate * from_image
-        if self.attn2 is not None:  # reads the block's input, not the sum
-            shift, scale, gate = second
-            image = image + gate * self.attn2(modulate(normed, shift, scale))
-        image = image + gate_ff * self.ff(modulate(self.norm2(image), shift_ff, scale_ff))
-
-        if self.ff_context is None or from_text is None:
-            return text, image
-        gate, shift_ff, scale_ff, gate_ff = of_text[2:]
-        text = text + gate * from_text
-        return text + gate_ff * self.ff_context(modulate(self.norm2_context(text), shift_ff, scale_ff)), image
 
 
 class PatchEmbed(nnx.Module):

@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
-from solrl_jax.models.clip import CLIPTextConfig
-from solrl_jax.models.clip_text import CLIPTextModelWithProjection
+from solrl_jax.models.clip import CLIPTextConfig, CLIPTextModelWithProjection
 from solrl_jax.models.component import Component
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel

@@ -8,7 +8,6 @@ file to the devices that hold a part of it. Only small parameters are ever whole
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,17 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from safetensors.numpy import save_file
 
-from solrl_jax.models.axis_order import Index, index_in_torch, shape_in_torch, to_torch_order
 from solrl_jax.models.tensor_files import STORED_DTYPES, Stored, read_header, weight_files
-from solrl_jax.storage.files import atomic, atomic_write
 
 Params = dict[Any, Any]
 Placement = Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]  # from a parameter's path and shape
+
+Index = tuple[range, ...]  # a part of a tensor: a range for each axis
 
 PART = 2**28  # bytes of a parameter that are assembled on the host before they go to the devices
 
@@ -40,6 +38,9 @@ REDUNDANT = {
     "encoder.embed_tokens.weight": "shared.weight",
 }
 LEFT_OUT = "text_model."  # transformers 5 leaves this out of the names of `CLIPTextModel`, which has no other part
+
+# For each axis of PyTorch's tensor, the axis of our parameter. A "pointwise" tensor has two more axes, of size one.
+OUR_AXES = {"linear": (1, 0), "pointwise": (1, 0), "conv": (3, 2, 0, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +84,6 @@ def entries(state: nnx.State) -> list[Entry]:
     return table
 
 
-def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
-    """The tensors of a released file: under PyTorch's names, in its axis order.
-
-    state: of the network that `params` belong to.
-    """
-    flat, out = flatten_dict(params), {}
-    for e in entries(state):
-        value = np.asarray(flat[e.path])
-        for name, tensor in zip(e.names, value if e.stacked else value[None], strict=True):
-            # not `ascontiguousarray`, which gives a scalar an axis
-            out[name] = np.asarray(to_torch_order(np.asarray(tensor), e.layout), order="C")
-    return out
-
-
 def load_tensors(
     table: Sequence[Entry], stored: Mapping[str, Stored], dtype: DTypeLike, place: Placement | None = None
 ) -> Params:
@@ -108,12 +95,6 @@ def load_tensors(
     file that its own devices hold.
     """
     return unflatten_dict({e.path: _place(e, stored, jnp.dtype(dtype), place) for e in table})
-
-
-def abstract_tensors(table: Sequence[Entry], dtype: DTypeLike, place: Placement | None = None) -> Params:
-    """What `load_tensors` would return, as ShapeDtypeStruct."""
-    where = lambda e: None if place is None else place(e.path, e.full_shape)
-    return unflatten_dict({e.path: jax.ShapeDtypeStruct(e.full_shape, dtype, sharding=where(e)) for e in table})
 
 
 def find_component(source: Path, state: nnx.State, unused: tuple[str, ...] = ()) -> tuple[list[Entry], dict[str, Stored]]:
@@ -165,14 +146,6 @@ def find_tensors(
     if problems:
         raise ValueError(f"{source}: {len(problems)} tensor(s) do not fit the network: " + "; ".join(problems))
     return stored
-
-
-def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> None:
-    """Writes `config.json`, and the tensors in `dtype`. Each file appears complete or not at all."""
-    stored = {name: np.asarray(tensor).astype(dtype) for name, tensor in tensors.items()}
-    with atomic(folder / filename) as partial:
-        save_file(stored, partial, metadata={"format": "pt"})
-    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _place(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, place: Placement | None) -> jax.Array:
@@ -274,6 +247,22 @@ def _join(*parts: Any) -> str:
     return ".".join(str(p) for p in parts)
 
 
-def parameter_count(state: nnx.State) -> int:
-    """How many numbers a network holds, from its (abstract) state."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))
+def to_torch_order(t: np.ndarray, layout: str) -> np.ndarray:
+    """A view of our parameter in PyTorch's order."""
+    if layout == "same":
+        return t
+    turned = t.transpose(OUR_AXES[layout])
+    return turned[:, :, None, None] if layout == "pointwise" else turned
+
+
+def index_in_torch(index: Index, layout: str) -> Index:
+    """The part of PyTorch's tensor that holds the part `index` of our parameter."""
+    if layout == "same":
+        return index
+    turned = tuple(index[axis] for axis in OUR_AXES[layout])
+    return (*turned, range(1), range(1)) if layout == "pointwise" else turned
+
+
+def shape_in_torch(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """The shape of PyTorch's tensor for our parameter of `shape`."""
+    return to_torch_order(np.broadcast_to(np.zeros((), np.bool_), shape), layout).shape  # a view: nothing is allocated

@@ -13,9 +13,9 @@ from flax import nnx
 
 from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig, relu_attention
 from solrl_jax.models.layers import depth_to_space, space_to_depth
-from solrl_jax.models.weights import entries, parameter_count
+from solrl_jax.models.weights import entries
 from tests import carried
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

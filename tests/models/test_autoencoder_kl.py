@@ -10,12 +10,13 @@ import pytest
 import torch
 from diffusers import AutoencoderKL as TorchAutoencoderKL
 from flax import nnx
+from pretrain.networks import to_torch
 
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
 from solrl_jax.models.tiling import decode_tiled
-from solrl_jax.models.weights import entries, parameter_count, to_torch
+from solrl_jax.models.weights import entries
 from tests import carried
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

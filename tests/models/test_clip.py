@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from pretrain.networks import to_torch
 
 from solrl_jax.models.clip import CLIPConfig, CLIPModel
-from solrl_jax.models.weights import entries, parameter_count, to_torch
+from solrl_jax.models.weights import entries
 from tests import carried
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 TOLERANCE = 1e-5
 POSITIONS, EOS = 12, 90

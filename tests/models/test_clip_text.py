@@ -1,4 +1,4 @@
-"""`models.clip_text` against transformers' `CLIPTextModel` and `CLIPTextModelWithProjection`."""
+"""The text tower of `models.clip` against transformers' `CLIPTextModel` and `CLIPTextModelWithProjection`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,13 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from pretrain.networks import save_component, to_torch
 from safetensors.numpy import save_file
 
-from solrl_jax.models.clip import CLIPTextConfig
-from solrl_jax.models.clip_text import CLIPTextModel, CLIPTextModelWithProjection
-from solrl_jax.models.weights import entries, find_component, load_tensors, parameter_count, save_component, to_torch
+from solrl_jax.models.clip import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from solrl_jax.models.weights import entries, find_component, load_tensors
 from tests import carried
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 TOLERANCE = 1e-5  # largest difference over largest value
 POSITIONS, EOS = 17, 90

@@ -12,12 +12,13 @@ from diffusers import FluxPipeline
 from diffusers import FluxTransformer2DModel as TorchFlux
 from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from flax import nnx
+from pretrain.networks import to_torch
 
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel, pack, rotary, unpack
-from solrl_jax.models.weights import entries, parameter_count, to_torch
+from solrl_jax.models.weights import entries
 from solrl_jax.numerics.matmul import LowRank
 from tests import carried
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 BASE = dict(
     in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,

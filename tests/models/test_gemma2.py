@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from pretrain.networks import to_torch
 
 from solrl_jax.models.gemma2 import FULL, SLIDING, Gemma2Config, Gemma2Model
-from solrl_jax.models.weights import entries, parameter_count, to_torch
+from solrl_jax.models.weights import entries
 from tests import carried
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 TOLERANCE = 1e-5
 VOCAB, LENGTHS = 97, (13, 1, 8, 5)

@@ -8,14 +8,16 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from pretrain.networks import to_torch
 from safetensors.torch import save_file
 
 from solrl_jax.models.blip import UNUSED, ImageReward, ImageRewardConfig
 from solrl_jax.models.clip import CLIPModel
 from solrl_jax.models.open_clip import find_open_clip, open_clip_name
-from solrl_jax.models.weights import entries, load_tensors, parameter_count, to_torch
+from solrl_jax.models.weights import entries, load_tensors
 from solrl_jax.rewards.clip import HPS
 from tests import released
+from tests.parity import parameter_count
 
 
 def table(config):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from diffusers import SanaTransformer2DModel as TorchSana
 from flax import nnx
+from pretrain.networks import to_torch
 
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
-from solrl_jax.models.weights import parameter_count, to_torch
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 # Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly all cut off by the ReLU
 # divides by almost nothing, and in float32 even PyTorch is 4e-5 from its own float64.

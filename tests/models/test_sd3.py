@@ -10,12 +10,13 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel as TorchSD3
 from flax import nnx
+from pretrain.networks import to_torch
 
 from solrl_jax.models.embeddings import sincos_positions
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
-from solrl_jax.models.weights import entries, parameter_count, to_torch
+from solrl_jax.models.weights import entries
 from tests import carried
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 BASE = dict(
     sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,

@@ -7,14 +7,15 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from pretrain.networks import to_torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from solrl_jax.models import attention as attention_module
 from solrl_jax.models.attention import attention
 from solrl_jax.models.t5 import T5Config, T5EncoderModel, relative_buckets
-from solrl_jax.models.weights import entries, find_component, load_tensors, parameter_count, to_torch
+from solrl_jax.models.weights import entries, find_component, load_tensors
 from tests import carried
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 TOLERANCE = 1e-5  # largest difference over largest value
 BASE = {

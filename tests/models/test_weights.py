@@ -14,14 +14,16 @@ import safetensors.torch
 import torch
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from pretrain import networks
+from pretrain.networks import save_component, to_torch
 from safetensors.numpy import load_file, save_file
 
 from solrl_jax.models import tensor_files, weights
 from solrl_jax.models.layers import Conv, DepthwiseConv, Embedding, Linear, RMSNorm, param, stack
 from solrl_jax.models.tensor_files import weight_files, without_variants
-from solrl_jax.models.weights import entries, find_component, load_tensors, parameter_count, save_component, to_torch
+from solrl_jax.models.weights import entries, find_component, load_tensors
 from solrl_jax.storage.errors import RunError
-from tests.parity import from_torch
+from tests.parity import from_torch, parameter_count
 
 FILE = "model.safetensors"
 
@@ -309,7 +311,7 @@ def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(theirs, tmp_pa
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "save_file", full_disk)
+    monkeypatch.setattr(networks, "save_file", full_disk)
     with pytest.raises(RunError, match="disk full while writing"):
         save_component(tmp_path, FILE, {"width": 4}, {k: np.asarray(v + 1) for k, v in tensors.items()}, np.float32)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", FILE]

@@ -14,6 +14,7 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel, SanaPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline
 from flax import nnx
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from pretrain.networks import to_torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -24,7 +25,7 @@ from solrl_jax.config.schema import Lora
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
 from solrl_jax.models import flux, sd3
-from solrl_jax.models.weights import entries, to_torch
+from solrl_jax.models.weights import entries
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
 from solrl_jax.policy.lora import attach, flatten, replace
