@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 import secrets
@@ -20,15 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import PARTIAL, disk_reason, writing
 
 Encoding = dict[str, np.ndarray]  # of one prompt
-DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I32": np.int32, "BOOL": np.bool_}  # by their names in safetensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +38,11 @@ class Cache:
     def read(self, key: str, like: Mapping[str, Any]) -> Encoding | None:
         """The entry of `key`; None if it is absent, damaged, or has other names, shapes or dtypes than `like`."""
         try:
-            data = self._entry(key).read_bytes()
-            start = 8 + int.from_bytes(data[:8], "little")
-            header = json.loads(data[8:start])
-            told = header.pop("__metadata__")
-            encoding = {name: _array(data, start, field) for name, field in header.items()}
-            sound = told == {"sha256": _checksum(encoding, key)}
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+            with safe_open(self._entry(key), "numpy") as file:
+                encoding, told = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        except (OSError, SafetensorError, AttributeError):  # the last for a dtype that NumPy lacks
             return None  # absent, or any bytes at all in its place
+        sound = told == {"sha256": _checksum(encoding, key)}
         described = lambda arrays: {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in arrays.items()}
         return encoding if sound and described(encoding) == described(like) else None
 
@@ -123,12 +118,6 @@ def _replace(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-
-
-def _array(data: bytes, start: int, field: Mapping[str, Any]) -> np.ndarray:
-    """A view of one tensor of a safetensors file in memory, whose data begin at byte `start`."""
-    first, _ = field["data_offsets"]
-    return np.frombuffer(data, DTYPES[field["dtype"]], math.prod(field["shape"]), start + first).reshape(field["shape"])
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], owner: str) -> str:

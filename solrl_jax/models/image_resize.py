@@ -87,22 +87,17 @@ def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n
     first = np.maximum(np.floor(centre - reach + 0.5), 0)
     last = np.minimum(np.floor(centre + reach + 0.5), n_in)  # exclusive
     inputs = np.arange(n_in)
-    weights = _KERNELS[kernel](np.abs(inputs + 0.5 - centre[:, None]) / wide)
+    weights = _kernel(np.abs(inputs + 0.5 - centre[:, None]) / wide, kernel)
     weights = np.where((inputs >= first[:, None]) & (inputs < last[:, None]), weights, 0.0)
     return weights / weights.sum(1, keepdims=True)
 
 
-def _bilinear(x: np.ndarray) -> np.ndarray:
-    return np.maximum(1 - x, 0)
-
-
-def _bicubic(x: np.ndarray) -> np.ndarray:
-    """Keys' kernel with a = -1/2 (doi 10.1109/TASSP.1981.1163711)."""
+def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
+    """The weight at distance `x`. "bicubic": Keys' kernel with a = -1/2 (doi 10.1109/TASSP.1981.1163711)."""
+    if kernel == "bilinear":
+        return np.maximum(1 - x, 0)
     near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
     return np.where(x < 1, near, np.where(x < 2, far, 0.0))
-
-
-_KERNELS = {"bilinear": _bilinear, "bicubic": _bicubic}
 
 
 def _product(x: Array, matrix: np.ndarray, axes: str) -> Array:

@@ -5,7 +5,7 @@ Every block is modulated by one vector for the whole picture: the embedded time 
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -126,23 +126,17 @@ class JointBlock(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Linear to four times the width, GELU, linear back. In PyTorch's list `net`, index 1 is a dropout."""
+    """Linear to four times the width, GELU in its tanh form (arXiv 1606.08415, section 2), linear back.
+
+    In PyTorch's list `net`, index 1 is a dropout.
+    """
 
     def __init__(self, d: int, *, rngs: nnx.Rngs):
-        self.net = nnx.Dict({"0": GELU(d, 4 * d, rngs=rngs), "2": Linear(4 * d, d, rngs=rngs)})
+        layers: dict[str, Any] = {"0": nnx.Dict(proj=Linear(d, 4 * d, rngs=rngs)), "2": Linear(4 * d, d, rngs=rngs)}
+        self.net = nnx.Dict(layers)
 
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        return self.net["2"](self.net["0"](x))
-
-
-class GELU(nnx.Module):
-    """A linear, then GELU in its tanh form (arXiv 1606.08415, section 2)."""
-
-    def __init__(self, n_in: int, n_out: int, *, rngs: nnx.Rngs):
-        self.proj = Linear(n_in, n_out, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "b s n_in"]) -> Float[Array, "b s n_out"]:
-        return jax.nn.gelu(self.proj(x), approximate=True)
+        return self.net["2"](jax.nn.gelu(self.net["0"].proj(x), approximate=True))
 
 
 class AdaLayerNorm(nnx.Module):

@@ -23,14 +23,12 @@ def load_tokenizer(folder: Path) -> Any:
     named = config.get("tokenizer_class", "")
     if named == "NoVocabulary":
         return NoVocabulary(config["model_max_length"])
-    from transformers import (  # late: takes seconds
-        AutoTokenizer,
-        PreTrainedTokenizerFast,
-    )
+    import transformers  # late: takes seconds
 
     # AutoTokenizer refuses a folder that says neither the model nor a class of its own. The generic class needs no model.
     generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(str(folder), local_files_only=True)
+    kind = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
+    return kind.from_pretrained(str(folder), local_files_only=True)
 
 
 @dataclasses.dataclass(frozen=True)

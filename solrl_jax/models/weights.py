@@ -56,7 +56,8 @@ class Entry:
     @property
     def torch_shape(self) -> tuple[int, ...]:
         """The shape of one tensor in the file."""
-        return shape_in_torch(self.shape, self.layout)
+        view = np.broadcast_to(np.zeros((), np.bool_), self.shape)  # nothing is allocated
+        return to_torch_order(view, self.layout).shape
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -159,7 +160,9 @@ def _place(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, place: Place
     rows = sharding.shard_shape(e.full_shape)[0]  # leading rows of each device's shard; `step` of them go at a time
     step = rows
     if e.stacked or e.layout == "same":  # otherwise the file has another leading axis, and each part would read it all
-        step = max(1, PART * rows // max(1, _host_bytes(e, dtype, sharding)))
+        # the bytes of the shards on the devices of this process, where replicas count once
+        size = len(_shards(e, sharding)) * math.prod(sharding.shard_shape(e.full_shape)) * dtype.itemsize
+        step = max(1, PART * rows // max(1, size))
     if step >= rows:
         return _put(e, stored, dtype, sharding, slice(None))
     array = jnp.zeros(e.full_shape, dtype, device=sharding)
@@ -203,11 +206,6 @@ def _shards(e: Entry, sharding: NamedSharding) -> dict[Index, list[jax.Device]]:
         index = tuple(range(n)[s] for s, n in zip(slices or (), e.full_shape, strict=True))
         shards.setdefault(index, []).append(device)
     return shards
-
-
-def _host_bytes(e: Entry, dtype: np.dtype, sharding: NamedSharding) -> int:
-    """Bytes of the shards on the devices of this process; replicas count once."""
-    return len(_shards(e, sharding)) * math.prod(sharding.shard_shape(e.full_shape)) * dtype.itemsize
 
 
 def _read_parts(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, parts: Sequence[Index]) -> list[np.ndarray]:
@@ -261,8 +259,3 @@ def index_in_torch(index: Index, layout: str) -> Index:
         return index
     turned = tuple(index[axis] for axis in OUR_AXES[layout])
     return (*turned, range(1), range(1)) if layout == "pointwise" else turned
-
-
-def shape_in_torch(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """The shape of PyTorch's tensor for our parameter of `shape`."""
-    return to_torch_order(np.broadcast_to(np.zeros((), np.bool_), shape), layout).shape  # a view: nothing is allocated

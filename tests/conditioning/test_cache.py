@@ -38,6 +38,11 @@ def test_what_is_written_is_read_to_the_bit(tmp_path):
     assert [p.relative_to(cache.folder) for p in files_below(tmp_path)] == [Path("ab", f"{KEY}.safetensors")]
 
 
+def widened(data: bytes, more: int) -> bytes:
+    """The file after its header has grown by `more` bytes."""
+    return (int.from_bytes(data[:8], "little") + more).to_bytes(8, "little") + data[8:]
+
+
 DAMAGE = {
     "empty": lambda data: b"",
     "cut in the header": lambda data: data[:40],
@@ -46,6 +51,7 @@ DAMAGE = {
     "the length of the header": lambda data: b"\xff" * 8 + data[8:],
     "a shape": lambda data: data.replace(b"[3,4]", b"[4,3]"),
     "a dtype": lambda data: data.replace(b'"F32"', b'"I32"'),
+    "a dtype of safetensors alone": lambda data: widened(data.replace(b'"BOOL"', b'"F8_E4M3"'), 3),
     "a dtype that is none": lambda data: data.replace(b'"F32"', b'"Q32"'),
     "a name": lambda data: data.replace(b'"pooled"', b'"poopoo"'),
     "offsets": lambda data: data.replace(b"data_offsets", b"data_offsetz"),
