@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from solrl_jax.models import attention_tpu
 from solrl_jax.numerics import split, target
 
 
@@ -37,7 +38,9 @@ def attention(
     q, k, v = (split.split(x, 2) for x in (q, k, v))  # divided by heads over the mesh axis `tensor`
     if softcap is not None:
         return _softcapped(q, k, v, mask, scale, softcap, bias)
-    if flash_fits(q, k, biased=mask is not None or bias is not None):
+    if target.platform() == "tpu" and bias is None and attention_tpu.fits(q, k, mask):
+        out = attention_tpu.flash(q, k, v, mask, scale)
+    elif flash_fits(q, k, biased=mask is not None or bias is not None):
         out = _flash(q, k, v, mask, scale, bias, rows)
     else:
         if bias is not None:

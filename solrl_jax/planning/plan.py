@@ -5,7 +5,10 @@ be here. Memory is the compiler's own figure. Kernels and messages are read from
 """
 
 import dataclasses
+import itertools
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +58,32 @@ class Planner:
         self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
         self.codes = self.stages.codes()
 
-    def compiled(self, program: Program) -> Any:
-        """A program compiled for the devices. Raises what XLA raises."""
-        with jax.set_mesh(program.mesh):
-            return topology.compiled(program.function, program.arguments, self.where.target)
+    def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
+        """The stage, the program and what compiles it, in the order of an iteration.
 
-    def measure(self, stage: str, program: Program, hlo: Path | None = None) -> dict[str, Any]:
-        """The figures of one program, for one device. hlo: the folder that its compiled text is written to.
-
-        The quantised copy is from then on where the compiled `sync` leaves it.
+        XLA compiles without Python's lock, hence in `threads`. `sync` is waited for: the other programs take the quantised copy
+        from where the compiled `sync` leaves it. Raises what XLA raises.
         """
-        made = self.compiled(program)
-        if stage == "sync":
-            place = lambda x, where: abstract(x, self.stages.mesh, where)
-            self.codes = jax.tree.map(place, self.codes, made.output_shardings)
+        found = []
+        for stage in filter(self.stages.has, STAGES):
+            for program in self.stages.programs(stage, self.codes):
+                made = threads.submit(topology.compiled, self.lowered(program), self.where.target)
+                found.append((stage, program, made))
+                if stage == "sync":
+                    self.place(made.result())
+        return found
+
+    def lowered(self, program: Program) -> Any:
+        """A program traced for the devices."""
+        with jax.set_mesh(program.mesh):
+            return topology.lowered(program.function, program.arguments)
+
+    def place(self, sync: Any) -> None:
+        """The quantised copy is from now on where the compiled `sync` leaves it."""
+        self.codes = jax.tree.map(lambda x, where: abstract(x, self.stages.mesh, where), self.codes, sync.output_shardings)
+
+    def measure(self, stage: str, program: Program, made: Any, hlo: Path | None = None) -> dict[str, Any]:
+        """The figures of one compiled program, for one device. hlo: the folder that its text is written to."""
         text = made.as_text()
         if hlo is not None:
             (hlo / f"{stage}-{program.name}.hlo").write_text(text)
@@ -132,14 +147,15 @@ def plan(
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
     stages = []
-    for stage in filter(planner.stages.has, STAGES):
-        programs = []
-        for program in planner.stages.programs(stage, planner.codes):
-            progress(f"{stage}: {program.name}")
-            programs.append(planner.measure(stage, program, hlo))
-        seconds = sum(row["calls"] * row["roofline"]["seconds"] for row in programs)
-        peak = max(row["memory"]["peak"] for row in programs)
-        stages.append({"name": stage, "seconds": seconds, "peak": peak, "programs": programs})
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for stage, of_stage in itertools.groupby(planner.programs(threads), key=lambda each: each[0]):
+            programs = []
+            for _, program, made in of_stage:
+                progress(f"{stage}: {program.name}")
+                programs.append(planner.measure(stage, program, made.result(), hlo))
+            seconds = sum(row["calls"] * row["roofline"]["seconds"] for row in programs)
+            peak = max(row["memory"]["peak"] for row in programs)
+            stages.append({"name": stage, "seconds": seconds, "peak": peak, "programs": programs})
     usable, largest = int(where.target.memory * USABLE), max(stages, key=lambda stage: stage["peak"])
     form = planner.stages.experiment.recipe.format
     return {

@@ -88,8 +88,12 @@ def tracing() -> Iterator[None]:
         fused_attention_stablehlo.check_cudnn_version = before
 
 
-def compiled(function: Any, arguments: tuple[Any, ...], target: Target) -> Any:
-    """A jitted function compiled for shapes that are placed on a topology's devices. Raises what XLA raises."""
+def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
+    """A jitted function traced for shapes that are placed on a topology's devices."""
     with tracing():
-        lowered = function.lower(*arguments)
-    return lowered.compile(compiler_options=OPTIONS[target.platform])
+        return function.lower(*arguments)
+
+
+def compiled(program: Any, target: Target) -> Any:
+    """What `lowered` traced, compiled. Raises what XLA raises."""
+    return program.compile(compiler_options=OPTIONS[target.platform])

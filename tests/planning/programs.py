@@ -99,7 +99,9 @@ def compiled(program: Program) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
     with jax.set_mesh(mesh):
-        return topology.compiled(jax.jit(program.function), tuple(place(*a) for a in program.arguments), target)
+        return topology.compiled(
+            topology.lowered(jax.jit(program.function), tuple(place(*a) for a in program.arguments)), target
+        )
 
 
 def text(name: str) -> str:

@@ -1,0 +1,88 @@
+"""Flash attention on TPUs: JAX's kernel in Pallas (`jax.experimental.pallas.ops.tpu.flash_attention`), one call a device.
+
+XLA cannot divide a kernel in Pallas over devices, so each device is given its rows and heads. The kernel takes lengths that
+are multiples of 128. Positions that fill them up are told from tokens as masked keys are: by a segment number.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from solrl_jax.parallel.sharding import AXES
+
+TILE = 128  # positions; a length is filled up to a multiple of it
+LARGEST = 512  # positions of a block that lies in a TPU's vector memory
+
+
+def fits(q: Float[Array, "b t n h"], k: Float[Array, "b s kv h"], mask: Bool[Array, "#b #n #t s"] | None) -> bool:
+    """Whether the kernel takes these operands: as many heads of keys as of queries, a mask of keys alone."""
+    head = q.shape[-1]
+    return k.shape[2] == q.shape[2] and (head <= TILE or head % TILE == 0) and (mask is None or mask.shape[1:3] == (1, 1))
+
+
+def flash(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s n h"],
+    v: Float[Array, "b s n h"],
+    mask: Bool[Array, "#b 1 1 s"] | None,
+    scale: float,
+) -> Float[Array, "b t n h"]:
+    """`softmax(scale * q k^T) v` over the keys that `mask` has, in the dtype of `q`; softmax in float32."""
+    (batch, t), s = q.shape[:2], k.shape[1]
+    masked = jnp.zeros((1, s), jnp.int32) if mask is None else 1 - mask[:, 0, 0].astype(jnp.int32)
+    masked = jnp.pad(jnp.broadcast_to(masked, (batch, s)), ((0, 0), (0, -s % TILE)), constant_values=1)
+    fill = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE), (0, 0), (0, 0)))
+    return _attend(scale, *(fill(x).swapaxes(1, 2) for x in (q, k, v)), masked).swapaxes(1, 2)[:, :t]
+
+
+def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
+    """The kernel with its gradient. The gradient makes the forward pass again: the kernel keeps its statistics to itself."""
+    forward = _on_rows(functools.partial(_kernel, scale))
+    gradient = lambda q, k, v, masked, g: jax.vjp(lambda q, k, v: _kernel(scale, q, k, v, masked), q, k, v)[1](g)
+    backward = _on_rows(gradient)
+    attend = jax.custom_vjp(lambda *a: forward(*a))
+    attend.defvjp(lambda *a: (forward(*a), a), lambda a, g: (*backward(*a, g), None))
+    return attend(*arrays)
+
+
+def _kernel(scale: float, q: Array, k: Array, v: Array, masked: Int[Array, "b s"]) -> Float[Array, "b n t h"]:
+    """q, k, v: [rows, heads, positions, head]; masked: 0 for keys that are looked at, else 1."""
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentIds, flash_attention  # takes a second
+
+    t, s = (next(size for size in (LARGEST, 256, TILE) if n % size == 0) for n in (q.shape[2], k.shape[2]))
+    forward = {"block_q": t, "block_k_major": s, "block_k": s, "block_b": 1}
+    dkv = {"block_q_major_dkv": t, "block_q_dkv": t, "block_k_major_dkv": s, "block_k_dkv": s}
+    dq = {"block_q_dq": t, "block_k_major_dq": s, "block_k_dq": s}
+    segments = SegmentIds(jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), masked)
+    return flash_attention(q, k, v, segment_ids=segments, sm_scale=scale, block_sizes=BlockSizes(**forward, **dkv, **dq))
+
+
+def _on_rows(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` on each device's rows and heads. An axis that `jax.vmap` maps is a part of the rows."""
+
+    @custom_vmap
+    def mapped(*arrays: Array) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return f(*arrays)
+        even = lambda axis, names: names if arrays[0].shape[axis] % math.prod(mesh.shape[name] for name in names) == 0 else None
+        rows, heads = even(0, AXES[:2]), even(1, AXES[2:])
+        specs = tuple(PartitionSpec(rows, *(heads,) * (x.ndim == 4)) for x in arrays)
+        out = jax.tree.map(lambda _: PartitionSpec(rows, heads), jax.eval_shape(f, *arrays))
+        return jax.shard_map(f, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
+
+    @mapped.def_vmap
+    def fold(size: int, is_mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
+        every = [x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in zip(arrays, is_mapped, strict=True)]
+        out = mapped(*(x.reshape(-1, *x.shape[2:]) for x in every))
+        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return mapped

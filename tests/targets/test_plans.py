@@ -1,0 +1,104 @@
+"""Every program of an iteration of the released models, compiled for an H200 and a B200 that need not be here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from solrl_jax.planning import plan
+from solrl_jax.planning.plan import Devices, Planner
+from solrl_jax.planning.targets import TARGETS
+from solrl_jax.policy.lora import flatten
+from tests.targets.conftest import PRESETS, config, plan_of
+
+PRODUCT = {"h200": "__cublas$lt$matmul$f8 f8e4m3fn", "b200": "__cudnn$blockScaledDot f4e2m1fn"}
+UNIT = {"h200": "fp8", "b200": "fp4"}
+ATTENTIONS = {"sana": 20, "flux1": 19 + 38, "sd3": 38}  # of one evaluation of the network
+SAMPLE, UPDATE = ("explore: sample_chunk", "regenerate: sample_chunk"), "update: update"
+PROGRAMS = [
+    "encode: encode_chunk", "sync: quantize_policy", *SAMPLE, "score: decode_chunk", "score: score_images", UPDATE,
+]  # fmt: skip
+# of all operations: SANA's linear attention is in float32, as it was released; the others embed the time in float32
+FLOAT32 = {"sana": 5e-3, "flux1": 1e-5, "sd3": 1e-5}
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "plans.json"
+
+
+@pytest.fixture(scope="module", params=[(model, device) for model in PRESETS for device in PRODUCT], ids="-".join)
+def planned(request):
+    return plan_of(*request.param)
+
+
+def flash(planned, name):
+    """How often flash attention runs in a program, forwards and backwards."""
+    native = planned.program(name)["roofline"]["native"]
+    found = {kernel: count for kernel, count in native.items() if "__cudnn$fmha" in kernel}
+    backwards = sum(count for kernel, count in found.items() if "Backward" in kernel)
+    return sum(found.values()) - backwards, backwards
+
+
+def test_every_program_compiles_and_fits(planned):
+    assert [f"{stage}: {row['name']}" for stage, row in plan.rows(planned.plan)] == PROGRAMS
+    assert planned.plan["fits"]
+
+
+def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned):
+    """On an H200, XLA makes one product of two that read the same input. There, operations are counted."""
+    settings = config(planned.model)
+    experiment = Planner(settings, Devices(TARGETS[planned.device])).stages.experiment
+    weights = flatten(experiment.backbone.transformer)
+    scanned = lambda w: w.shape[0] if w.ndim == 3 else 1  # linears of all blocks lie in one array
+    count = sum(scanned(weights[path]) for path in experiment.recipe.quantized) * settings.rollout.explore.steps
+    products = {
+        f"{stage}: {row['name']}": row["roofline"]["native"].get(PRODUCT[planned.device], 0)
+        for stage, row in plan.rows(planned.plan)
+    }
+    found = products.pop(SAMPLE[0])
+    assert set(products.values()) == {0}
+    if planned.device == "b200":
+        assert found == count > 0
+        return
+    assert 0.7 * count < found <= count
+    ours, other = (plan_of(planned.model, d).program(SAMPLE[0])["roofline"]["operations"] for d in ("h200", "b200"))
+    assert ours["bf16"] == pytest.approx(other["bf16"], rel=1e-6)  # none is expanded to BF16
+    assert ours["fp8"] == pytest.approx(other["fp4"], rel=0.02)  # NVFP4 fills widths up to a multiple of 128
+
+
+def test_the_transformer_attends_in_flash_attention(planned):
+    """Forwards once an attention and a step; backwards in the update."""
+    settings, count = config(planned.model), ATTENTIONS[planned.model]
+    assert flash(planned, SAMPLE[0]) == (count * settings.rollout.explore.steps, 0)
+    assert flash(planned, SAMPLE[1]) == (count * settings.rollout.steps, 0)
+    forwards, backwards = flash(planned, UPDATE)
+    assert backwards > 0
+    assert backwards % count == 0
+    assert forwards == 4 * backwards  # old, reference, trained, and once more for the gradient
+
+
+def test_no_product_is_in_float32(planned):
+    for name in (*SAMPLE, UPDATE):
+        operations = planned.program(name)["roofline"]["operations"]
+        assert operations.get("fp32", 0) < FLOAT32[planned.model] * sum(operations.values()), name
+
+
+def test_the_update_takes_the_memory_of_its_state(planned):
+    """Adapters and moments are donated. Only metrics are new."""
+    memory = planned.program(UPDATE)["memory"]
+    assert memory["aliased"] > 0
+    assert memory["outputs"] - memory["aliased"] < 2000
+
+
+def test_memory_is_explained_to_the_byte(planned):
+    for _, row in plan.rows(planned.plan):
+        m = row["memory"]
+        assert m["unread"] >= 0
+        assert m["arguments"] == m["held"] + m["repeated"] - m["unread"]
+        assert m["peak"] == m["held"] + m["temporaries"] + m["outputs"] - m["aliased"] + m["code"] + sum(m["resident"].values())
+
+
+def test_memory_is_near_what_is_recorded(planned):
+    """Above it, something has grown. Far below, the record is old: `benchmarks/plans.json` says how it is made."""
+    recorded = json.loads(RECORDED.read_text())["plans"][f"{planned.model}-{planned.device}"]
+    for (stage, now), (_, then) in zip(plan.rows(planned.plan), plan.rows(recorded), strict=True):
+        size, before = (row["memory"]["temporaries"] for row in (now, then))
+        assert size <= 1.15 * before, f"{stage}: {now['name']}"
+        assert size >= before / 2, f"{stage}: {now['name']}"
