@@ -1,12 +1,11 @@
 """The LAION aesthetic predictor (arXiv 2210.08402, section 3): how much people like a picture, whatever its prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from solrl_jax.models.clip import CLIPConfig, VisionModel
@@ -15,8 +14,8 @@ from solrl_jax.models.layers import Linear
 from solrl_jax.models.score_head import ScoreHead
 from solrl_jax.models.weights import find_component
 from solrl_jax.rewards.clip import unit
-from solrl_jax.rewards.network import in_rows, load_network, open_network
-from solrl_jax.rewards.protocol import Loader, Reward, Scores
+from solrl_jax.rewards.network import loader, open_network
+from solrl_jax.rewards.protocol import Loader, Scores
 from solrl_jax.rewards.sources import find
 
 TEXT_TENSORS = ("text_model.", "text_projection.", "logit_scale")  # in CLIP's file; not read
@@ -41,15 +40,11 @@ def aesthetic(paths: Mapping[str, str]) -> Loader:
     head = open_network(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), head_file)
     preprocess = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")
 
-    def prepare(prompts: Sequence[str]) -> np.ndarray:
-        """The prompts are not read, but `score` wants an array with a row a prompt."""
-        return np.zeros(len(prompts), np.float32)
+    # the prompts are not read, but `score` wants an array with a row a prompt
+    prepare = lambda prompts: np.zeros(len(prompts), np.float32)
 
     def score(params: dict[str, Any], images: Array, _: Array) -> Scores:
         vector = unit(encoder(encoder.gathered(params["encoder"]))(preprocess(images)))
         return {"reward": head(head.gathered(params["head"]))(vector)}
 
-    def load(mesh: Mesh | None) -> Reward:
-        return Reward({"encoder": load_network(encoder, mesh), "head": load_network(head, mesh)}, prepare, in_rows(score))
-
-    return load
+    return loader({"encoder": encoder, "head": head}, prepare, score)

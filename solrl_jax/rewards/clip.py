@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from solrl_jax.backbone.locate import EMBEDDED_FOLDER
@@ -12,8 +11,8 @@ from solrl_jax.models.clip import CLIPConfig, CLIPModel
 from solrl_jax.models.component import Component
 from solrl_jax.models.image_resize import MEAN, STD, Preprocessing
 from solrl_jax.models.open_clip import find_open_clip
-from solrl_jax.rewards.network import in_rows, load_network, open_network
-from solrl_jax.rewards.protocol import Loader, Reward, Scores
+from solrl_jax.rewards.network import loader, open_network
+from solrl_jax.rewards.protocol import Loader, Scores
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import Tokenize, clip_texts, open_clip_texts, open_tokenizer
 
@@ -56,13 +55,13 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
     return _cosine(network, preprocessing, texts, lambda model: jnp.ones(()))
 
 
-def tiny_clip() -> Reward:
+def tiny_clip(paths: Mapping[str, str]) -> Loader:
     """The cosine in the embedded CLIP, about -0.2 to 0.6. Pictures must have that CLIP's own size."""
     folder = EMBEDDED_FOLDER / "tiny-clip"
     config = CLIPConfig.read(folder)
     network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
     texts = clip_texts(folder, open_tokenizer(folder).model_max_length)
-    return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))(None)
+    return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))
 
 
 def _open(paths: Mapping[str, str], name: str) -> tuple[CLIPConfig, Component]:
@@ -86,10 +85,7 @@ def _cosine(
         text = unit(model.encode_text(tokens["ids"], tokens["mask"]))
         return {"reward": scale(model) * (image * text).sum(-1)}
 
-    def load(mesh: Mesh | None) -> Reward:
-        return Reward(load_network(network, mesh), tokenize, in_rows(score))
-
-    return load
+    return loader(network, tokenize, score)
 
 
 def unit(x: Float[Array, "b d"]) -> Float[Array, "b d"]:

@@ -35,12 +35,10 @@ class Vocabulary:
     colors: tuple[str, ...] | None = None
 
 
-SHAPE_CLASSES = (*scenes.SHAPES, *(f"{size} {shape}" for size in scenes.SIZES for shape in scenes.SHAPES))
-
-
 def vocabulary(name: str) -> Vocabulary:
     """What the detector of this name can find."""
-    return Vocabulary(SHAPE_CLASSES, scenes.COLOURS) if name == "shapes" else Vocabulary()
+    sized = (f"{size} {shape}" for size in scenes.SIZES for shape in scenes.SHAPES)
+    return Vocabulary((*scenes.SHAPES, *sized), scenes.COLOURS) if name == "shapes" else Vocabulary()
 
 
 @functools.cache

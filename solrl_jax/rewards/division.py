@@ -65,10 +65,7 @@ class DividedScoring:
 
 @contextlib.contextmanager
 def divided_scoring(host: Host, prompts: Sequence[Prompt], chunk: int, where: NamedSharding) -> Iterator[DividedScoring]:
-    """A `DividedScoring` with one picture for each prompt. `chunk` pictures come at once, split over devices as in `where`.
-
-    If the body raises, calls that have not returned are dropped: see `host.scoring`.
-    """
+    """A `DividedScoring` with one picture for each prompt. `chunk` pictures come at once, split over devices as in `where`."""
     held = hosts.rows_held(where, chunk)
     rows = [start + row for start in range(0, len(prompts), chunk) for row in held if start + row < len(prompts)]
     with scoring(host, [prompts[row] for row in rows]) as mine:

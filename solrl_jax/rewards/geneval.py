@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from solrl_jax.config.schema import shown
 from solrl_jax.rewards.detectors import Detection, Vocabulary, open_detector, vocabulary
-from solrl_jax.rewards.outside import Images, Metadata, check_arguments, checked_by, finite
+from solrl_jax.rewards.outside import Images, Metadata, check_arguments, finite
 
 RELATIONS = ("left of", "right of", "above", "below")
 MOST = 16  # objects of a class that are counted
@@ -46,12 +46,6 @@ class Request:
     exclude: tuple[Clause, ...]
 
 
-def check_metadata(prompt: str, metadata: Metadata, *, detector: str = "shapes", **thresholds: float) -> None:
-    """Raises ValueError, as `request` does, for metadata that is not GenEval's. A detector of the user's is not imported."""
-    request(prompt, metadata, vocabulary(detector))
-
-
-@checked_by(check_metadata)
 def geneval(
     images: Images,
     prompts: Sequence[str],
@@ -63,10 +57,8 @@ def geneval(
 ) -> dict[str, Float[np.ndarray, " n"]]:
     """Scores pictures against the metadata of their prompts.
 
-    Args:
-      detector: "shapes", which finds the objects of the embedded world, or "module.path:function", a `detectors.Detect`.
-      threshold: an object counts if its confidence is greater.
-      counting_threshold: the same where the tag is "counting".
+    detector: "shapes", which finds the objects of the embedded world, or "module.path:function", a `detectors.Detect`.
+    threshold: an object counts if its confidence is greater. counting_threshold: the same where the tag is "counting".
 
     Returns "reward", the partial score, at most 1, and "strict", 1 if all is exactly as asked, else 0. A picture with values
     that are not finite scores NaN. Raises ValueError in one line that names the prompt if its metadata is not GenEval's.
@@ -83,6 +75,12 @@ def geneval(
         least = counting_threshold if requests[i].tag == "counting" else threshold
         reward[i], strict[i] = judge(by_class(detections, least), requests[i])
     return {"reward": reward, "strict": strict}
+
+
+# A detector of the user's is not imported for this check. The other options are thresholds.
+geneval.check = lambda prompt, metadata, detector="shapes", **_: request(  # type: ignore[attr-defined]
+    prompt, metadata, vocabulary(detector)
+)
 
 
 def by_class(detections: Sequence[Detection], threshold: float) -> Objects:

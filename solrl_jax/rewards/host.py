@@ -118,9 +118,8 @@ class Scoring:
         self._failures: dict[str, str] = {}  # the first of each reward
         self.failed: dict[str, int] = {reward.name: 0 for reward in host.rewards}  # pictures without a score
         for reward in host.rewards:
-            self._column(reward.name)
-            for other in reward.others or ():
-                self._column(f"{reward.name}/{other}")
+            for score in (reward.name, *(f"{reward.name}/{other}" for other in reward.others or ())):
+                self._column(score)
 
     def add(self, images: Images) -> None:
         """Passes on the next pictures. Pictures beyond the last prompt are padding.
@@ -192,8 +191,8 @@ def trial(host: Host, prompts: Sequence[Prompt], size: tuple[int, int]) -> None:
 
 
 @functools.cache
-def load(target: str) -> Any:
-    """Imports what "module:function" names."""
+def imported(target: str) -> Any:
+    """What "module:function" names."""
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
     return functools.reduce(getattr, path.split("."), found)
@@ -224,7 +223,7 @@ def _end_with(parent: Any) -> None:
 def _call(target: str, options: dict[str, Any], images: Images, prompts: list[str], metadata: list[Any]) -> Answer | str:
     """The scores, or in one line why there are none: not every exception can be pickled."""
     try:
-        answer = checked(load(target)(images, prompts, metadata, **options), len(images))
+        answer = checked(imported(target)(images, prompts, metadata, **options), len(images))
     except Failure as failure:
         return str(failure)
     except (Exception, SystemExit) as error:

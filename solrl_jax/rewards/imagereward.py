@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from solrl_jax.models.blip import UNUSED, ImageReward, ImageRewardConfig
 from solrl_jax.models.image_resize import Preprocessing
 from solrl_jax.models.weights import find_component
-from solrl_jax.rewards.network import in_rows, load_network, open_network
-from solrl_jax.rewards.protocol import Loader, Reward, Scores
+from solrl_jax.rewards.network import loader, open_network
+from solrl_jax.rewards.protocol import Loader, Scores
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import image_reward_texts
 
@@ -26,7 +25,4 @@ def imagereward(paths: Mapping[str, str], config: ImageRewardConfig = ImageRewar
     def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
         return {"reward": network(network.gathered(params))(preprocess(images), tokens["ids"], tokens["mask"])}
 
-    def load(mesh: Mesh | None) -> Reward:
-        return Reward(load_network(network, mesh), tokenize, in_rows(score))
-
-    return load
+    return loader(network, tokenize, score)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from solrl_jax.rewards.outside import Images, Metadata, check_arguments, finite
+from solrl_jax.rewards.outside import Images, Metadata, check_arguments
 from solrl_jax.storage.images import to_uint8
 
 QUALITY = 95
@@ -17,21 +17,18 @@ KILOBYTE = 1000  # bytes
 def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Float[np.ndarray, " n"]:
     """The size in kB: the more detail, the higher. NaN for a picture with values that are not finite."""
     check_arguments("jpeg_incompressibility", images, prompts, metadata)
-    return _sizes(images)
+    return np.array([_size(image) for image in images], np.float32)
 
 
 def jpeg_compressibility(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Float[np.ndarray, " n"]:
     """Minus the size in kB: the plainer, the higher. Flow-GRPO also divides by 500; here the weight can do this."""
     check_arguments("jpeg_compressibility", images, prompts, metadata)
-    return -_sizes(images)
-
-
-def _sizes(images: Float[np.ndarray, "n H W 3"]) -> Float[np.ndarray, " n"]:
-    sound = finite(images)
-    return np.array([_size(image) if sound[i] else np.nan for i, image in enumerate(images)], np.float32)
+    return -jpeg_incompressibility(images, prompts, metadata)
 
 
 def _size(image: Float[np.ndarray, "H W 3"]) -> float:
+    if not np.isfinite(image).all():
+        return np.nan
     buffer = io.BytesIO()
     Image.fromarray(to_uint8(image)).save(buffer, format="JPEG", quality=QUALITY)
     return buffer.tell() / KILOBYTE

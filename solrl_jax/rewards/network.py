@@ -1,18 +1,19 @@
 """What the rewards do with a scoring network: check its files, load it in float32, and score a few pictures at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from solrl_jax.models.component import Component, Find
-from solrl_jax.models.weights import Params, find_component
+from solrl_jax.models.weights import find_component
 from solrl_jax.parallel import sharding
-from solrl_jax.rewards.protocol import Scores
+from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.storage import hub
 
 ROWS = 8  # pictures that a device scores at once
@@ -29,17 +30,20 @@ def open_network(build: Callable[[nnx.Rngs], nnx.Module], source: Path, find: Fi
     return component
 
 
-def load_network(component: Component, mesh: Mesh | None) -> Params:
-    """The parameters in float32, in which the original libraries score too. Placed as the policy's base is; None: one device.
+def loader(networks: Any, prepare: Callable[[Sequence[str]], Any], score: Callable[[Any, Array, Any], Scores]) -> Loader:
+    """Loads the reward that `score(params, images, prepared)` makes with `networks`, one or a tree of them.
 
-    Of a network whose configuration alone is there (for a plan) the parameters are abstract.
+    Parameters are in float32, in which the original libraries score too, and placed as the policy's base is. Those of a network
+    whose configuration alone is there (for a plan) are abstract. `score` gets `ROWS` pictures a device at a time: this bounds
+    memory, and a score does not depend on the chunk it is in.
     """
-    place = None if mesh is None else sharding.placement(mesh)
-    if hub.is_carried(component.source):
-        return component.abstract(jnp.float32, place)
-    return component.load(jnp.float32, place)
 
+    def load(mesh: Mesh | None) -> Reward:
+        place = None if mesh is None else sharding.placement(mesh)
+        read = lambda network: network.abstract if hub.is_carried(network.source) else network.load
+        return Reward(jax.tree.map(lambda network: read(network)(jnp.float32, place), networks), prepare, in_rows)
 
-def in_rows(score: Callable[[Params, Array, Any], Scores]) -> Callable[[Params, Array, Any], Scores]:
-    """`score` on `ROWS` pictures a device at a time. This bounds memory, and a score does not depend on the chunk it is in."""
-    return lambda params, images, prepared: sharding.map_rows(lambda rows: score(params, *rows), (images, prepared), ROWS)
+    def in_rows(params: Any, images: Array, prepared: Any) -> Scores:
+        return sharding.map_rows(lambda rows: score(params, *rows), (images, prepared), ROWS)
+
+    return load

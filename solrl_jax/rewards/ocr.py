@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from solrl_jax.config.schema import shown
-from solrl_jax.rewards.outside import Images, Metadata, check_arguments, checked_by, finite
+from solrl_jax.rewards.outside import Images, Metadata, check_arguments, finite
 from solrl_jax.storage.images import to_uint8
 
 # Checked when the file is imported, so before a run loads anything. The libraries are imported for the first picture.
@@ -37,7 +37,6 @@ def target(prompt: str, metadata: Metadata) -> str:
     return text
 
 
-@checked_by(lambda prompt, metadata, **options: target(prompt, metadata))
 def ocr(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1) -> Float[np.ndarray, " n"]:
     """1 if the words of `target` can be read in the picture. Each edit between what is read and the words costs its share.
 
@@ -53,6 +52,9 @@ def ocr(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata], *,
     for i in np.flatnonzero(finite(images)):
         scores[i] = similarity(reader(threads)(to_uint8(images[i])), targets[i])
     return scores
+
+
+ocr.check = lambda prompt, metadata, **options: target(prompt, metadata)  # type: ignore[attr-defined]
 
 
 def similarity(text: str, target: str) -> float:

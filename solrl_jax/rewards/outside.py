@@ -1,24 +1,13 @@
 """What the package's rewards outside JAX share: checks of their arguments, and pictures that cannot be scored."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-F = TypeVar("F", bound=Callable[..., Any])
 Metadata = Mapping[str, Any]  # what a prompt set says about a prompt beside its text
 Images = Float[np.ndarray, "..."]  # float32 [n, H, W, 3] in [0, 1], which `check_arguments` checks
-
-
-def checked_by(check: Callable[..., object]) -> Callable[[F], F]:
-    """Decorates a function outside JAX with its `check`: see `openers._host_reward`."""
-
-    def decorate(function: F) -> F:
-        function.check = check  # type: ignore[attr-defined]
-        return function
-
-    return decorate
 
 
 def check_arguments(reward: str, images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:

@@ -17,7 +17,7 @@ from solrl_jax.storage.errors import InputError
 
 BATCH = 16  # pictures that a function outside JAX gets at most in one call; its timeout is for one call
 Scores = dict[str, Float[Array, " b"]]  # by name; the reward itself is named "reward"
-Check = Callable[[Prompt], None]  # raises ValueError, in one line, for a prompt that the reward cannot score
+Check = Callable[[Prompt], object]  # raises ValueError, in one line, for a prompt that the reward cannot score
 
 
 def accept(prompt: Prompt) -> None:

@@ -1,36 +1,99 @@
-"""The rewards by name. To add one: a file with a function that scores or returns a `Reward`, and a line in `REWARDS`."""
+"""The rewards by name, and how each kind is opened: in JAX, outside it, a function of the user's, a service.
+
+To add one: a file with a function that scores or returns a `Reward`, and a line in `REWARDS`.
+"""
 
 import dataclasses
+import importlib.metadata
+import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from solrl_jax.config import schema as config
+from solrl_jax.config.presets import ENTRY_POINTS
+from solrl_jax.config.schema import shown
+from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.aesthetic import aesthetic
 from solrl_jax.rewards.clip import clipscore, hpsv2, pickscore, tiny_clip
+from solrl_jax.rewards.host import imported
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.mixture import mixture
-from solrl_jax.rewards.openers import (
-    InJax,
-    Opener,
-    Options,
-    entry_points,
-    is_service,
-    outside,
-    plugin,
-    released,
-    service,
-    shipped,
-)
-from solrl_jax.rewards.protocol import Host, HostReward, Reward
+from solrl_jax.rewards.protocol import BATCH, Host, HostReward, Loader, Reward, accept
 from solrl_jax.rewards.shapes import shapes_reward
 from solrl_jax.rewards.sources import SOURCES
-from solrl_jax.storage.errors import InputError, in_one_line
+from solrl_jax.storage.errors import InputError, first_line, in_one_line
+
+Options = Mapping[str, Any]
+Find = Callable[[Mapping[str, str]], Loader]  # finds and checks a reward's files, given `reward.paths`
+ARGUMENTS = ("images", "prompts", "metadata")  # of a function outside JAX, before its options
+
+
+@dataclasses.dataclass(frozen=True)
+class InJax:
+    """A reward inside JAX whose options have been checked, and whose files have not been looked for."""
+
+    find: Find
+    others: tuple[str, ...] = ()  # the scores beside "reward"
+
+
+# (name, options, timeout in seconds) -> the reward. Raises InputError in one line for options that it does not take.
+Opener = Callable[[str, Options, float], InJax | HostReward]
+
+
+def released(find: Find, *others: str) -> Opener:
+    """Opens a reward of the package inside JAX. others: the scores that it returns beside "reward"."""
+
+    def opener(name: str, options: Options, timeout: float) -> InJax:
+        if options:
+            raise InputError(f"reward.options.{name}={dict(options)!r}: it takes none")
+        return InJax(find, others)
+
+    return opener
+
+
+def outside(target: str, *others: str) -> Opener:
+    """Opens a function of the package that scores outside JAX."""
+    return lambda name, options, timeout: _host_reward(name, target, options, others)
+
+
+def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
+    """Opens the function that `name` is, or that an entry point names.
+
+    With required arguments it is a function outside JAX, otherwise it returns a `Reward`. Raises InputError in one line.
+    """
+    target = entry_points().get(name, name)
+    function, parameters = _import(name, target)
+    if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return _host_reward(name, target, options, None)
+    _check_options(name, parameters, options, ())
+    try:
+        reward = function(**options)
+    except Exception as error:
+        raise InputError(f"reward '{name}': {type(error).__name__}: {first_line(error)}") from error
+    if not isinstance(reward, Reward):
+        expected = f"a solrl_jax.rewards.protocol.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
+        raise InputError(f"reward '{name}': returned {shown(reward)}: expected {expected}")
+    return InJax(lambda paths: _placed(reward), reward.others)
+
+
+def service(url: str, options: Options, timeout: float) -> HostReward:
+    """Opens a service. Its only option is `batch`, the number of pictures it gets at most in one request."""
+    if unknown := [option for option in options if option != "batch"]:
+        raise InputError(f"reward.options.{url}: unknown option '{unknown[0]}'; there is batch")
+    batch = options.get("batch", BATCH)
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise InputError(f"reward.options.{url}.batch={shown(batch)}: expected an integer of at least 1")
+    return HostReward(url, "solrl_jax.rewards.http:http", {"url": url, "timeout": timeout}, (), batch)
+
 
 REWARDS: dict[str, Opener] = {
-    "shapes": shipped(shapes_reward),
-    "tiny-clip": shipped(tiny_clip),
+    "shapes": released(shapes_reward, "strict"),
+    "tiny-clip": released(tiny_clip),
     "pickscore": released(pickscore),
     "clipscore": released(clipscore),
     "hpsv2": released(hpsv2),
@@ -77,7 +140,8 @@ def open_reward(
     if idle := [name for name in options if name not in names]:
         raise InputError(f"reward.options: no reward {_quoted(idle)}; there are {', '.join(names)}")
 
-    opened = {name: _opener(name)(name, options.get(name, {}), timeout) for name in names}
+    opener = lambda name: REWARDS.get(name, service if is_service(name) else plugin)
+    opened = {name: opener(name)(name, options.get(name, {}), timeout) for name in names}
     known = [score for name in names for score in (name, *(f"{name}/{other}" for other in opened[name].others or ()))]
     if absent := [s for s in (*weights, *watched) if s not in known and opened[reward_name(s)].others is not None]:
         raise InputError(f"{field(absent)}: unknown score {_quoted(absent)}; there are {', '.join(known)}")
@@ -125,8 +189,73 @@ def reward_names(scores: Iterable[str]) -> list[str]:
     return sorted({reward_name(score) for score in scores})
 
 
-def _opener(name: str) -> Opener:
-    return REWARDS.get(name, service if is_service(name) else plugin)
+def is_service(name: str) -> bool:
+    """Whether the name of a reward is the address of a service."""
+    return name.startswith(("http://", "https://"))
+
+
+def entry_points() -> dict[str, str]:
+    """The rewards that installed packages name: `module.path:function` by name."""
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def _placed(reward: Reward) -> Loader:
+    """The loader of a reward that has its parameters already."""
+
+    def load(mesh: Mesh | None) -> Reward:
+        if mesh is None:
+            return reward
+        params = jax.tree.map(hosts.put, reward.params, sharding.parameter_sharding(mesh, reward.params))
+        return dataclasses.replace(reward, params=params)
+
+    return load
+
+
+def _host_reward(name: str, target: str, options: Options, others: tuple[str, ...] | None) -> HostReward:
+    """A function outside JAX, imported here to check its options.
+
+    The function may have an attribute `check`, called as check(prompt, metadata, **options): it raises ValueError for a prompt
+    that the function cannot score.
+    """
+    function, parameters = _import(name, target)
+    _check_options(name, parameters, options, ARGUMENTS)
+    check = getattr(function, "check", None)
+    bound = accept if check is None else lambda prompt: check(str(prompt), prompt.metadata, **options)
+    return HostReward(name, target, options, others, check=bound)
+
+
+def _import(name: str, target: str) -> tuple[Callable[..., Any], list[inspect.Parameter]]:
+    """The function that `target` names, from the working directory too, and its arguments. Raises InputError in one line."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # the processes that score inherit it
+    try:
+        found = imported(target)
+    except (Exception, SystemExit) as error:  # an imported module may do anything
+        why = f"{type(error).__name__}: {first_line(error)}"
+        expected = "; expected module.path:function" if ":" in name else ""
+        raise InputError(f"reward '{name}': cannot be imported ({why}){expected}") from error
+    if not callable(found):
+        raise InputError(f"reward '{name}': {shown(found)} is no function")
+    try:
+        return found, list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise InputError(f"reward '{name}': {first_line(error)}") from error
+
+
+def _check_options(name: str, parameters: list[inspect.Parameter], options: Options, arguments: tuple[str, ...]) -> None:
+    """Checks that `options` are keywords of a function beside its `arguments`. Raises InputError in one line."""
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < len(arguments) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise InputError(f"reward '{name}': takes {len(positional)} arguments; expected {', '.join(arguments)} and options")
+    keywords = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    accepted = {key: p for key, p in keywords.items() if p not in positional[: len(arguments)]}
+    there = f"there are {', '.join(accepted)}" if accepted else "it takes none"
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for key, value in options.items():
+            if key not in accepted:
+                raise InputError(f"reward.options.{name}.{key}={shown(value)}: unknown option; {there}")
+    if absent := [key for key, p in accepted.items() if p.default is p.empty and key not in options]:
+        raise InputError(f"reward.options.{name}: missing option '{absent[0]}'; {there}")
 
 
 def _returning(part: HostReward, scores: Sequence[str]) -> HostReward:

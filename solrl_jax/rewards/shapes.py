@@ -1,17 +1,16 @@
 """The verifier of the embedded world as a reward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from solrl_jax.conditioning.prompts import Prompt
-from solrl_jax.rewards.protocol import Reward, Scores
+from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.shapes import scenes, verifier
 from solrl_jax.storage.errors import InputError
 
 
-def shapes_reward() -> Reward:
+def shapes_reward(paths: Mapping[str, str]) -> Loader:
     """Partial credit in [0, 1]. "strict" is 1 if the picture shows exactly what its caption asks, else 0."""
 
     def prepare(prompts: Sequence[str]) -> verifier.Targets:
@@ -24,7 +23,4 @@ def shapes_reward() -> Reward:
         verdict = verifier.verify(images, targets)
         return {"reward": verdict.score, "strict": verdict.strict.astype(jnp.float32)}
 
-    def check(prompt: Prompt) -> None:
-        scenes.parse(prompt)
-
-    return Reward(None, prepare, score, others=("strict",), check=check)
+    return lambda mesh: Reward(None, prepare, score, check=scenes.parse)

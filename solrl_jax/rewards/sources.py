@@ -58,37 +58,34 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
     source = SOURCES[name]
     if paths is CARRIED:
         return hub.CARRIED / (source.file if isinstance(source, Converted) else source.name)
-    return _find_converted(name, source, paths) if isinstance(source, Converted) else _find_hub(name, source, paths)
+    reward = f"reward '{name.split('/')[0]}'"
+    if isinstance(source, Converted):
+        return _find_converted(name, reward, source, paths)
+    return _find_hub(name, reward, source, paths)
 
 
-def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> Path:
-    path = Path(paths.get(name, FOLDER))
+def _find_converted(name: str, reward: str, source: Converted, paths: Mapping[str, str]) -> Path:
+    path = Path(paths.get(name, Path(FOLDER, source.file)))
     if path.is_dir():
         path /= source.file
-    elif name not in paths:
-        path = Path(FOLDER, source.file)
     if path.is_file() and path.suffix == ".safetensors":
         return path
     wrong = "no such file" if not path.is_file() else "not a .safetensors file"
     raise InputError(
-        f"reward '{_reward(name)}': {path}: {wrong}; download {source.pickle} from {source.origin}, then run"
+        f"{reward}: {path}: {wrong}; download {source.pickle} from {source.origin}, then run"
         f" `solrl convert {source.pickle} --out {Path(FOLDER, source.file)}`, or say where it is: reward.paths.{name}=PATH"
     )
 
 
-def _find_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
+def _find_hub(name: str, reward: str, source: Hub, paths: Mapping[str, str]) -> Path:
     given = paths.get(name, source.name)
     remedy = f"reward.paths.{name}=DIRECTORY with {', '.join(source.files)} of https://huggingface.co/{source.name}"
     folder = Path(given)
     if not folder.is_dir():
         if not hub.is_name(given):
-            raise InputError(f"reward '{_reward(name)}': {given}: no such directory; expected {remedy}")
-        what = f"reward '{_reward(name)}': {given}: {', '.join(source.files)}"
+            raise InputError(f"{reward}: {given}: no such directory; expected {remedy}")
+        what = f"{reward}: {given}: {', '.join(source.files)}"
         folder = hub.snapshot(given, lambda: source.files, what, f"; or give {remedy}")
     if missing := [file for file in source.files if not (folder / file).is_file()]:
-        raise InputError(f"reward '{_reward(name)}': {folder}: no {', '.join(missing)}; expected {remedy}")
+        raise InputError(f"{reward}: {folder}: no {', '.join(missing)}; expected {remedy}")
     return folder
-
-
-def _reward(name: str) -> str:
-    return name.split("/")[0]
