@@ -7,12 +7,16 @@ Each raises AssertionError with the name of the figure, its value and the bound.
 in a function that `chex.chexify` wraps.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Float, Num
+
+from solrl_jax.rollout.fidelity import overlap, rank_correlations, regret
 
 Given: TypeAlias = Num[Array | np.ndarray, "..."]  # shapes are checked by the functions, which say what they accept
 Bound: TypeAlias = float | int | np.floating | Float[Array, ""]
@@ -49,15 +53,15 @@ def assert_ranking_preserved(
         raise ValueError(f"assert_ranking_preserved: {given} without top_k; accepted: top_k, at least 1, beside them")
     if spearman is None and kendall is None and top_k is None:
         raise ValueError("assert_ranking_preserved: nothing is asked for; accepted: spearman, kendall, top_k")
-    above, better = _signs(proxy, true)
     if spearman is not None:
-        rho = _mean_correlation(above.sum(-1), better.sum(-1), (-1,))
+        rho = _mean(lambda x, y: rank_correlations(x, y).spearman, proxy, true)
         _check(rho >= spearman, "Spearman {} is below {}", rho, spearman)
     if kendall is not None:
-        tau = _mean_correlation(above, better, (-2, -1))
+        tau = _mean(lambda x, y: rank_correlations(x, y).kendall, proxy, true)
         _check(tau >= kendall, "Kendall {} is below {}", tau, kendall)
     if top_k is not None:
-        match, found = 1.0 if match is None else match, _found(proxy, true, top_k, _within(top_k, within, proxy))
+        match, count = 1.0 if match is None else match, _within(top_k, within, proxy)
+        found = _mean(lambda x, y: overlap(x, y, top_k, count), proxy, true)
         _check(found >= match, "Top-k match {} is below {}", found, match)
 
 
@@ -70,7 +74,8 @@ def assert_top_k_regret(proxy: Given, true: Given, *, top_k: int, within: int | 
     Raises AssertionError, and ValueError for shapes or numbers that make no sense.
     """
     proxy, true = _pools(proxy, true)
-    lost = _regret(proxy, true, top_k, _within(top_k, within, proxy))
+    count = _within(top_k, within, proxy)
+    lost = _mean(lambda x, y: regret(x, y, top_k, count), proxy, true)
     _check(lost <= bound, "Top-k regret {} is above {}", lost, bound)
 
 
@@ -125,47 +130,15 @@ def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
     return within
 
 
-def _signs(proxy: Rewards, true: Rewards) -> tuple[Float[Array, "p n n"], Float[Array, "p n n"]]:
-    """-1, 0 or 1: is candidate i below, like or above j? 0 too where one of the two is not finite on either side.
+def _mean(figure: Callable[[np.ndarray, np.ndarray], Any], proxy: Rewards, true: Rewards) -> Float[Array, ""]:
+    """The mean of a figure of `rollout.fidelity` over the prompts that have one, else NaN. Computed on the host."""
 
-    Their sums over j are twice the centred ranks (ties share their mean), so both correlations are cosines of these.
-    """
-    finite = jnp.isfinite(proxy) & jnp.isfinite(true)
-    both = finite[:, :, None] & finite[:, None, :]
-    sign = lambda x: jnp.where(both, jnp.sign(x[:, :, None] - x[:, None, :]), 0.0)
-    proxy, true = (jnp.where(finite, x, 0.0) for x in (proxy, true))
-    return sign(proxy), sign(true)
+    def on_host(*pools: Array) -> np.float32:
+        values = np.atleast_1d(figure(*map(np.asarray, pools)))
+        values = values[np.isfinite(values)]
+        return np.float32(values.mean() if len(values) else np.nan)
 
-
-def _mean_correlation(a: Float[Array, "p ..."], b: Float[Array, "p ..."], axes: tuple[int, ...]) -> Float[Array, ""]:
-    """The mean of the cosines over `axes`; NaN if no prompt has one."""
-    norm = jnp.sqrt((a**2).sum(axes) * (b**2).sum(axes))
-    cosines = (a * b).sum(axes) / jnp.where(norm > 0, norm, 1.0)
-    return (cosines * (norm > 0)).sum() / (norm > 0).sum()
-
-
-def _found(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array, ""]:
-    """The share of the `top` truly best that are among the proxy's `within` best; a value that is not finite is not."""
-    wanted = _best(true, top)
-    return (wanted & _best(proxy, within)).sum() / wanted.sum()
-
-
-def _regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[Array, ""]:
-    """The mean of `rollout.fidelity.regret` over the prompts that have one."""
-    finite = jnp.isfinite(true)
-    least = jnp.where(finite, true, jnp.inf).min(1, keepdims=True)
-    chosen = _best(proxy, within) & finite
-    best = lambda among: -jnp.sort(jnp.where(among, -true, -least), axis=1)[:, :top]
-    places = jnp.minimum(finite.sum(1), top)
-    missing = jnp.where(jnp.arange(top) < places[:, None], best(finite) - best(chosen), 0.0).sum(1) / places
-    spread = jnp.where(finite, true, -jnp.inf).max(1) - least[:, 0]
-    return jnp.nanmean(missing / jnp.where(spread == 0, 1.0, spread))
-
-
-def _best(x: Rewards, count: int) -> Bool[Array, "p n"]:
-    """Which candidates are the `count` best of their prompt, equal ones by index; a value that is not finite is not."""
-    places = jnp.argsort(jnp.argsort(jnp.where(jnp.isfinite(x), -x, jnp.inf), axis=1), axis=1)
-    return (places < count) & jnp.isfinite(x)
+    return jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.float32), proxy, true, vmap_method="sequential")
 
 
 def _check(holds: Any, message: str, *values: Bound) -> None:
