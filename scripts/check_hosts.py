@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from check_kills import SMALL, state_of
-
-from solrl_jax.run import ledger
 
 ITERATIONS = 3
 SETTINGS = (*SMALL, "eval.every=2", f"train.iterations={ITERATIONS}")
@@ -108,7 +107,7 @@ def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
 
 def kept(folder: Path) -> list[tuple[int, bool]]:
     """Each candidate's seed, and whether it was kept."""
-    table = ledger.read(folder / "ledger")
+    table = pq.read_table(folder / "ledger")
     return list(zip(table["seed"].to_pylist(), table["kept"].to_pylist(), strict=True))
 
 

@@ -28,9 +28,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow.parquet as pq
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.run import checkpoint, checkpoint_writer, ledger, metrics
+from solrl_jax.run import checkpoint, checkpoint_writer, metrics
 from solrl_jax.training.experiment import build, state_shapes
 
 SMALL = (
@@ -185,7 +186,7 @@ def differences(folder: Path, iterations: int) -> list[str]:
         return [f"the last start ended with {status}: {last.lines[-1:]}"]
     ours, theirs = (state_of(folder / name, iterations) for name in ("killed", "whole"))
     problems = [f"{key} differs" for key in theirs if ours[key].tobytes() != theirs[key].tobytes()]
-    if not ledger.read(folder / "killed" / "ledger").equals(ledger.read(folder / "whole" / "ledger")):
+    if not pq.read_table(folder / "killed" / "ledger").equals(pq.read_table(folder / "whole" / "ledger")):
         problems.append("the ledgers differ")
     if record(folder / "killed") != record(folder / "whole"):
         problems.append("the metrics differ")

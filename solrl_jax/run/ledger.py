@@ -5,7 +5,7 @@ is overwritten with itself. Any Parquet reader opens a file. The schema's metada
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +13,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic, writing
 
-
-def _field(name: str, dtype: pa.DataType, description: str, *, nullable: bool = False) -> pa.Field:
-    return pa.field(name, dtype, nullable=nullable, metadata={"description": description})
-
-
+_COLUMNS = {
+    "iteration": (pa.int32(), "training iteration, from 1"),
+    "prompt": (pa.string(), "the prompt's text"),
+    "prompt_uid": (pa.uint32(), "number of the prompt that its noise seeds depend on"),
+    "candidate": (pa.int32(), "index of the candidate within its prompt, from 0"),
+    "seed": (pa.uint64(), "seed of the initial noise; it gives the same noise in exploration and regeneration"),
+    "precision": (pa.string(), "number format of the weights and activations in exploration"),
+    "steps": (pa.int32(), "solver steps in exploration"),
+    "proxy_reward": (pa.float32(), "reward of the explored image; NaN when it was not finite"),
+    "rank": (pa.int32(), "place by proxy reward within its prompt, 0 is the best"),
+    "kept": (pa.bool_(), "whether the candidate was selected for training"),
+    "regenerated_reward": (
+        pa.float32(), "reward of the full-precision, full-step image of the same seed; null when it was not regenerated",
+    ),
+    "advantage": (pa.float32(), "standardised regenerated reward that training used; null when the candidate was not kept"),
+    "policy_revision": (pa.int32(), "how many syncs the policy that made the candidate had behind it"),
+}  # fmt: skip
+_NULLABLE = ("regenerated_reward", "advantage")
 SCHEMA = pa.schema(
-    [
-        _field("iteration", pa.int32(), "training iteration, from 1"),
-        _field("prompt", pa.string(), "the prompt's text"),
-        _field("prompt_uid", pa.uint32(), "number of the prompt that its noise seeds depend on"),
-        _field("candidate", pa.int32(), "index of the candidate within its prompt, from 0"),
-        _field("seed", pa.uint64(), "seed of the initial noise; it gives the same noise in exploration and regeneration"),
-        _field("precision", pa.string(), "number format of the weights and activations in exploration"),
-        _field("steps", pa.int32(), "solver steps in exploration"),
-        _field("proxy_reward", pa.float32(), "reward of the explored image; NaN when it was not finite"),
-        _field("rank", pa.int32(), "place by proxy reward within its prompt, 0 is the best"),
-        _field("kept", pa.bool_(), "whether the candidate was selected for training"),
-        _field(
-            "regenerated_reward",
-            pa.float32(),
-            "reward of the full-precision, full-step image of the same seed; null when it was not regenerated",
-            nullable=True,
-        ),
-        _field(
-            "advantage",
-            pa.float32(),
-            "standardised regenerated reward that training used; null when the candidate was not kept",
-            nullable=True,
-        ),
-        _field("policy_revision", pa.int32(), "how many syncs the policy that made the candidate had behind it"),
-    ],
+    [pa.field(name, dtype, name in _NULLABLE, {"description": what}) for name, (dtype, what) in _COLUMNS.items()],
     metadata={"description": "every candidate that was explored, one row each"},
 )
 
@@ -85,33 +73,11 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
     return path
 
 
-def read(root: Path, iterations: Iterable[int] | None = None) -> pa.Table:
-    """The rows of `iterations`, in that order, as one table of SCHEMA; None: of all iterations.
-
-    Raises InputError for an iteration that is not there, and for a file that is not a ledger's.
-    """
-    wanted = iterations_in(root) if iterations is None else list(iterations)
-    tables = [SCHEMA.empty_table()]
-    for iteration in wanted:
-        path = path_of(root, iteration)
-        if not path.exists():
-            raise InputError(f"no iteration {iteration} in the ledger {root}")
-        try:
-            table = pq.ParquetFile(path).read()
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{path} is not a ledger file: {first_line(error)}") from error
-        if not table.schema.equals(SCHEMA):
-            raise InputError(f"{path} is not a ledger file: it has other columns")
-        tables.append(table)
-    return pa.concat_tables(tables)
-
-
 def discard_after(root: Path, iteration: int) -> None:
     """Removes all later iterations: a resumed run writes them again."""
     for later in iterations_in(root):
         if later > iteration:
-            path = path_of(root, later)
-            with writing(path):
+            with writing(path := path_of(root, later)):
                 path.unlink()
 
 

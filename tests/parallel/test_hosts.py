@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from solrl_jax.parallel import hosts
-from solrl_jax.run import ledger, metrics
 from solrl_jax.run import loop as trainer
+from solrl_jax.run import metrics
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage.errors import InputError
 from tests.run.test_resume import arrays
@@ -72,7 +73,7 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     ours, theirs = arrays(tmp_path / "two"), arrays(tmp_path / "one")
     norm = lambda values: np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in values))
     assert norm([ours[key] - theirs[key] for key in theirs]) < TOLERANCE * norm(theirs.values())
-    kept, alone = (ledger.read(tmp_path / name / "ledger") for name in ("two", "one"))
+    kept, alone = (pq.read_table(tmp_path / name / "ledger") for name in ("two", "one"))
     for column in ("seed", "kept", "rank"):
         assert kept[column].equals(alone[column]), column
     rewards = (table["regenerated_reward"].to_numpy() for table in (kept, alone))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from solrl_jax.conditioning.prompts import Prompt
@@ -21,7 +22,7 @@ from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Host, HostReward
 from solrl_jax.rewards.registry import open_reward, open_rewards
 from solrl_jax.rollout.generate import Rows, generate, prepare
-from solrl_jax.run import checkpoint, ledger, metrics
+from solrl_jax.run import checkpoint, metrics
 from solrl_jax.run import loop as trainer
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage.errors import InputError
@@ -314,7 +315,7 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
     assert checkpoint.meta_of(last)["evaluation"]["eval/reward"] == metrics.read(tmp_path / "run")[-1]["eval/reward"]
     assert {"eval/jpeg_compressibility", "eval/hacking"} <= metrics.read(tmp_path / "run")[-1].keys()
     assert rows(tmp_path / "run", "jpeg_comp") == rows(tmp_path / "whole")
-    assert ledger.read(tmp_path / "run" / "ledger").equals(ledger.read(tmp_path / "whole" / "ledger"))
+    assert pq.read_table(tmp_path / "run" / "ledger").equals(pq.read_table(tmp_path / "whole" / "ledger"))
     with pytest.raises(InputError, match=r"holds another run \(reward.options.*failing.how: 'raise' there, 'hang' here"):
         run("never", 1, f"reward.options.{FAILING}.how=hang")
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from solrl_jax.run import checkpoint, checkpoint_writer, ledger, metrics
+from solrl_jax.run import checkpoint, checkpoint_writer, metrics
 from solrl_jax.run import loop as trainer
 from solrl_jax.run.directory import find_checkpoint
 from solrl_jax.run.progress import Reporter
@@ -64,7 +65,7 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
     for key, value in theirs.items():
         np.testing.assert_array_equal(ours[key], value, err_msg=key)
     assert record(run_dir) == record(reference)
-    assert ledger.read(run_dir / "ledger").equals(ledger.read(reference / "ledger"))
+    assert pq.read_table(run_dir / "ledger").equals(pq.read_table(reference / "ledger"))
 
 
 def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uninterrupted):
@@ -164,7 +165,7 @@ def test_a_finished_run_whose_checkpoints_were_moved_away_keeps_its_records(tmp_
     with pytest.raises(InputError, match=r"records 5 iterations, but .*/checkpoints holds no checkpoint; put"):
         run(folder)
     assert record(folder) == record(uninterrupted)
-    assert ledger.read(folder / "ledger").equals(ledger.read(uninterrupted / "ledger"))
+    assert pq.read_table(folder / "ledger").equals(pq.read_table(uninterrupted / "ledger"))
 
 
 def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch):
