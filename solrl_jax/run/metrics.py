@@ -16,13 +16,14 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic_write, disk_reason, writing
 
+Log = Callable[[int, dict[str, float]], Any]  # writes the values of an iteration
 _JSONL, _CSV, _TENSORBOARD, _WANDB_ID = "metrics.jsonl", "metrics.csv", "tensorboard", "wandb-id.txt"
 
 
@@ -52,75 +53,47 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """The open record of one run. Use as a context manager, or `open` and `close` it."""
+    """The record of one run; a context manager that opens it. Nothing is read or written before."""
 
     def __init__(
         self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int | None = None
     ) -> None:
-        """Nothing is read or written before `open`.
-
-        resume_after: rows of later iterations are dropped at `open`; None: all complete rows are kept.
-        """
-        self._run_dir = Path(run_dir)
-        self._path = self._run_dir / _JSONL
-        self._wants = {"tensorboard": tensorboard, "wandb": wandb}
-        self._resume_after = resume_after
+        """resume_after: rows of later iterations are dropped when the record is opened; None: all complete rows are kept."""
+        self._run_dir, self._path = Path(run_dir), Path(run_dir) / _JSONL
+        self._tensorboard, self._wandb, self._resume_after = tensorboard, wandb, resume_after
         self._closing = contextlib.ExitStack()
-        self._file: int | None = None
-        self._tensorboard: _TensorBoard | None = None
-        self._wandb: Any = None
-
-    def open(self) -> "Metrics":
-        """Drops the rows that a resumed run reports again, and opens every output.
-
-        Raises InputError if Weights & Biases is asked for and cannot start, RunError if the disk refuses.
-        """
-        rows = read(self._run_dir)
-        if self._resume_after is not None:
-            rows = [row for row in rows if row["iteration"] <= self._resume_after]
-        with contextlib.ExitStack() as opened:
-            atomic_write(self._path, "".join(json.dumps(row) + "\n" for row in rows))
-            with writing(self._path):
-                self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-            opened.callback(os.close, self._file)
-            if self._wants["tensorboard"]:
-                purge = None if self._resume_after is None else self._resume_after + 1
-                self._tensorboard = _TensorBoard(self._run_dir / _TENSORBOARD, purge)
-                opened.callback(self._tensorboard.close)
-            if self._wants["wandb"]:
-                self._wandb = _start_wandb(self._run_dir)
-                opened.callback(self._wandb.finish)
-            self._closing = opened.pop_all()
-        return self
-
-    def close(self) -> None:
-        """Closes every output. Closing twice is harmless."""
-        self._closing.close()
-        self._file = self._tensorboard = self._wandb = None
+        self._logs: list[Log] = []  # one an output, the record first; none: closed
 
     def __enter__(self) -> "Metrics":
-        return self.open()
+        """Raises InputError if Weights & Biases is asked for and cannot start, RunError if the disk refuses."""
+        rows, purge = read(self._run_dir), None
+        if self._resume_after is not None:
+            purge = self._resume_after + 1
+            rows = [row for row in rows if row["iteration"] < purge]
+        with contextlib.ExitStack() as opened:
+            logs = [opened.enter_context(_record(self._path, rows))]
+            if self._tensorboard:
+                logs.append(opened.enter_context(_tensorboard(self._run_dir / _TENSORBOARD, purge)))
+            if self._wandb:
+                logs.append(opened.enter_context(_weights_and_biases(self._run_dir)))
+            self._closing, self._logs = opened.pop_all(), logs
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._logs = []
+        self._closing.close()
 
     def log(self, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
         """Appends one row. A value that is not finite is recorded as null.
 
         Raises RunError if the disk refuses; the record then ends with the previous row.
         """
-        if self._file is None:
+        if not self._logs:
             raise RuntimeError("these metrics are not open")
         if "iteration" in values:
             raise ValueError('"iteration" is not a name for a metric')
-        numbers = {name: float(value) for name, value in values.items()}
-        row = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
-        with writing(self._path):
-            _append(self._file, (json.dumps({"iteration": int(iteration), **row}) + "\n").encode())
-        if self._tensorboard is not None:
-            self._tensorboard.log(iteration, numbers)
-        if self._wandb is not None:
-            self._wandb.log({"iteration": int(iteration), **numbers})
+        for log in self._logs:
+            log(int(iteration), {name: float(value) for name, value in values.items()})
 
     def write_csv(self) -> Path:
         """Makes `metrics.csv` from the record: a column for every name, empty where a row has no value."""
@@ -134,56 +107,67 @@ class Metrics:
         return self._run_dir / _CSV
 
 
-def _append(descriptor: int, line: bytes) -> None:
-    """Appends a line and syncs it to the disk. If that fails, leaves the file as it was and raises OSError."""
-    end = os.lseek(descriptor, 0, os.SEEK_END)
+@contextlib.contextmanager
+def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
+    """Opens the record with these rows in it. A line that cannot be written and synced leaves the file as it was."""
+    atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def log(iteration: int, values: dict[str, float]) -> None:
+        row = {name: number if math.isfinite(number) else None for name, number in values.items()}
+        line = (json.dumps({"iteration": iteration, **row}) + "\n").encode()
+        with writing(path):
+            end = os.lseek(file, 0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[os.write(file, line) :]
+                os.fsync(file)
+            except OSError:
+                os.ftruncate(file, end)
+                raise
+
+    with writing(path):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
-        written = 0
-        while written < len(line):
-            written += os.write(descriptor, line[written:])
-        os.fsync(descriptor)
-    except OSError:
-        os.ftruncate(descriptor, end)
-        raise
+        yield log
+    finally:
+        os.close(file)
 
 
-class _TensorBoard:
-    """TensorBoard scalars, each on the disk when `log` returns.
+@contextlib.contextmanager
+def _tensorboard(folder: Path, purge_step: int | None) -> Iterator[Log]:
+    """Opens a new event file. TensorBoard then hides events of older files from `purge_step` on.
 
     tensorboardX's SummaryWriter writes in a thread. A full disk kills that thread, and the run hangs at the next event. So its
     event writer is called here, which raises.
     """
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
 
-    def __init__(self, folder: Path, purge_step: int | None) -> None:
-        """Opens a new event file. TensorBoard then hides events of older files from `purge_step` on."""
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
+    def write(step: int, **content: Any) -> None:
+        writer.write_event(Event(wall_time=time.time(), step=step, **content))
+        writer.flush()
 
-        self._folder, self._event, self._summary = folder, event_pb2.Event, summary_pb2.Summary
+    def log(iteration: int, values: dict[str, float]) -> None:
         with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            # The writer names a file by the second, so two starts within one second would share it.
-            suffix = f".{len(list(folder.iterdir())):04d}"
-            self._writer = EventsWriter(str(folder / "events"), suffix)
-            if purge_step is not None:
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                self._writer.write_event(self._event(wall_time=time.time(), step=purge_step, session_log=start))
-            self._writer.flush()
+            write(iteration, summary=Summary(value=[Summary.Value(tag=name, simple_value=v) for name, v in values.items()]))
 
-    def log(self, iteration: int, values: dict[str, float]) -> None:
-        """Writes one event with all values."""
-        summary = self._summary(value=[self._summary.Value(tag=name, simple_value=v) for name, v in values.items()])
-        with writing(self._folder):
-            self._writer.write_event(self._event(wall_time=time.time(), step=iteration, summary=summary))
-            self._writer.flush()
-
-    def close(self) -> None:
-        """Closes the event file. All events are on the disk already, so an error now loses nothing."""
-        with contextlib.suppress(OSError):
-            self._writer.close()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # The writer names a file by the second, so two starts within one second would share it.
+        writer = EventsWriter(str(folder / "events"), f".{len(list(folder.iterdir())):04d}")
+        writer.flush()
+        if purge_step is not None:
+            write(purge_step, session_log=SessionLog(status=SessionLog.START))
+    try:
+        yield log
+    finally:
+        with contextlib.suppress(OSError):  # all events are on the disk already, so an error now loses nothing
+            writer.close()
 
 
-def _start_wandb(run_dir: Path) -> Any:
+@contextlib.contextmanager
+def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
     """Starts Weights & Biases, or continues the run that `run_dir` started before. Raises InputError if that fails."""
     try:
         import wandb
@@ -198,4 +182,7 @@ def _start_wandb(run_dir: Path) -> Any:
         raise InputError(f"Weights & Biases did not start: {first_line(error)}") from error
     # The service's own step can only grow, so it would drop the iterations that a resumed run repeats.
     run.define_metric("*", step_metric="iteration")
-    return run
+    try:
+        yield lambda iteration, values: run.log({"iteration": iteration, **values})
+    finally:
+        run.finish()

@@ -13,6 +13,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 
 from solrl_jax.run import metrics
 from solrl_jax.run.metrics import Metrics
@@ -75,7 +76,7 @@ def test_a_bad_line_is_named(tmp_path):
     for bad in ("{}", "[1]", "nonsense", '{"iteration": null}'):
         path.write_text(f'{{"iteration": 0}}\n{bad}\n{{"iteration": 1}}\n')
         with pytest.raises(InputError, match=r"metrics\.jsonl: line 2 is not"):
-            Metrics(tmp_path).open()
+            report(tmp_path, [])
     path.unlink()
     path.mkdir()
     with pytest.raises(InputError, match=r"metrics\.jsonl cannot be read"):
@@ -86,11 +87,8 @@ def test_misuse_is_refused(tmp_path):
     record = Metrics(tmp_path)
     with pytest.raises(RuntimeError, match="not open"):
         record.log(0, {})
-    record.open()
-    with pytest.raises(ValueError, match="iteration"):
+    with record, pytest.raises(ValueError, match="iteration"):
         record.log(0, {"iteration": 1.0})
-    record.close()
-    record.close()
     with pytest.raises(RuntimeError, match="not open"):
         record.log(0, {})
 
@@ -110,7 +108,7 @@ def test_a_full_disk_ends_the_record_with_the_row_before(tmp_path, monkeypatch):
                 record.log(1, {"a": 1.0})
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
         with monkeypatch.context() as patch:
-            patch.setattr(record._tensorboard._writer, "flush", full)
+            patch.setattr(EventsWriter, "flush", full)
             with pytest.raises(RunError, match=r"^disk full while writing .*tensorboard$"):
                 record.log(2, {"a": 2.0})
         record.log(3, {"a": 3.0})
@@ -148,7 +146,7 @@ def test_wandb_is_asked_for_and_explained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     report(tmp_path, [0])
     with pytest.raises(InputError, match=r"pip install 'solrl_jax\[wandb\]'"):
-        Metrics(tmp_path, wandb=True).open()
+        report(tmp_path, [], wandb=True)
 
     calls = []
     run = types.SimpleNamespace(
@@ -168,7 +166,7 @@ def test_wandb_is_asked_for_and_explained(tmp_path, monkeypatch):
 
     fake.init = refuse
     with pytest.raises(InputError, match=r"did not start: no key$"):
-        Metrics(tmp_path, wandb=True).open()
+        report(tmp_path, [], wandb=True)
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
