@@ -44,8 +44,7 @@ def rank(
 
     formats: explored in, by name; explore: recipes of `configs/explore/`. Empty: the experiment's own.
     """
-    sweep = ranking.Sweep(explore=",".join(explore) or None, formats=",".join(formats) or None)
-    settings = sweep.settings(experiment.config)
+    settings = ranking.sweep(experiment.config, explore=",".join(explore) or None, formats=",".join(formats) or None)
     pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, silent)
     return [ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings]
 

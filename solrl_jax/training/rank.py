@@ -16,7 +16,6 @@ from solrl_jax.explore.monitor import Level
 from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.fidelity import mean_true_rank, overlap, rank_correlations, regret
-from solrl_jax.rollout.generate import Prompted
 from solrl_jax.rollout.stage import Stage
 from solrl_jax.storage.errors import InputError
 from solrl_jax.training.experiment import Experiment, device_facts, make_recipe
@@ -55,30 +54,30 @@ class Pools:
     proxies: Mapping[tuple[str, str, int], Float[np.ndarray, "p n"]]  # by `Setting.proxy`
 
 
-@dataclasses.dataclass(frozen=True)
-class Sweep:
-    """The lists "a,b,..." that a command line gives; None: the run's own value."""
+def sweep(
+    config: Config,
+    *,
+    explore: str | None = None,
+    formats: str | None = None,
+    steps: str | None = None,
+    candidates: str | None = None,
+) -> list[Setting]:
+    """Every combination of the lists "a,b,..." that a command line gives; None: the run's own value.
 
-    explore: str | None = None
-    formats: str | None = None
-    steps: str | None = None
-    candidates: str | None = None
-
-    def settings(self, config: Config) -> list[Setting]:
-        """Every combination. Raises InputError or ConfigError in one line for an entry that cannot be."""
-        device = device_facts()
-        format_name = lambda text: resolve(text, device).name
-        recipes = _listed("--explore", self.explore, "", str, "recipes")
-        numbers = _listed("--steps", self.steps, None, _count, "integers of at least 1")
-        pools = _listed("--candidates", self.candidates, config.rollout.candidates, _count, "integers of at least 1")
-        expected = ", ".join((*FORMATS, AUTO))
-        found = []
-        for recipe in recipes:
-            own = _with_recipe(config, recipe).rollout.explore
-            formats = _listed("--formats", self.formats, format_name(own.precision), format_name, expected)
-            for form, steps, pool in itertools.product(formats, numbers, pools):
-                found.append(Setting(recipe, form, steps or own.steps, pool))
-        return list(dict.fromkeys(found))
+    Raises InputError or ConfigError in one line for an entry that cannot be.
+    """
+    device, whole = device_facts(), "integers of at least 1"
+    format_name = lambda text: resolve(text, device).name
+    recipes = _listed("--explore", explore, "", str, "recipes")
+    numbers = _listed("--steps", steps, None, _count, whole)
+    pools = _listed("--candidates", candidates, config.rollout.candidates, _count, whole)
+    found = []
+    for recipe in recipes:
+        own = (override(config, (f"explore={recipe}",)) if recipe else config).rollout.explore
+        accepted = _listed("--formats", formats, format_name(own.precision), format_name, ", ".join((*FORMATS, AUTO)))
+        for form, number, pool in itertools.product(accepted, numbers, pools):
+            found.append(Setting(recipe, form, number or own.steps, pool))
+    return list(dict.fromkeys(found))
 
 
 def _listed(option: str, text: str | None, own: Any, parse: Callable[[str], Any], expected: str) -> list[Any]:
@@ -96,10 +95,6 @@ def _count(text: str) -> int:
     return number
 
 
-def _with_recipe(config: Config, recipe: str) -> Config:
-    return override(config, (f"explore={recipe}",)) if recipe else config
-
-
 def explore_and_regenerate(
     experiment: Experiment, adapters: Adapters, prompts: int, settings: Sequence[Setting], progress: Progress
 ) -> Pools:
@@ -109,7 +104,7 @@ def explore_and_regenerate(
     prompted = experiment.prompted(chosen, experiment.reward)
 
     def rewards(stage: Stage) -> Float[np.ndarray, "p n"]:
-        return _rewards(experiment, stage, prompted, seeds, progress)
+        return roll_out(experiment, stage, prompted, seeds, progress).reward.reshape(seeds.shape[:2])
 
     true = rewards(experiment.stage("regenerate", adapters, config.rollout.steps))
     proxies: dict[tuple[str, str, int], Any] = {}
@@ -125,15 +120,9 @@ def with_recipe(experiment: Experiment, name: str) -> Experiment:
     """The same experiment exploring by another recipe of `configs/explore/`; "" is its own."""
     if not name:
         return experiment
-    config, prompts = _with_recipe(experiment.config, name), experiment.train_prompts
+    config, prompts = override(experiment.config, (f"explore={name}",)), experiment.train_prompts
     recipe = make_recipe(config, experiment.backbone, experiment.device, experiment.recipe.quantized, prompts)
     return dataclasses.replace(experiment, config=config, recipe=recipe)
-
-
-def _rewards(
-    experiment: Experiment, stage: Stage, prompted: Prompted, seeds: np.ndarray, progress: Progress
-) -> Float[np.ndarray, "p n"]:
-    return roll_out(experiment, stage, prompted, seeds, progress).reward.reshape(seeds.shape[:2])
 
 
 def rounds(settings: Sequence[Setting]) -> int:

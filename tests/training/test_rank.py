@@ -13,7 +13,7 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.training import rank
 from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import roll_out, silent
-from solrl_jax.training.rank import Pools, Setting, Sweep, explore_and_regenerate, summarise, with_recipe
+from solrl_jax.training.rank import Pools, Setting, explore_and_regenerate, summarise, sweep, with_recipe
 from tests.toys import toy_experiment
 
 NAN = np.nan
@@ -157,11 +157,11 @@ def test_tables_have_a_row_a_setting_and_for_a_single_one_a_row_a_prompt():
 
 
 def test_without_lists_there_is_the_runs_own_setting(toy):
-    assert Sweep().settings(toy.config) == [Setting("", "nvfp4", 2, 8)]
+    assert sweep(toy.config) == [Setting("", "nvfp4", 2, 8)]
 
 
 def test_a_sweep_is_every_combination_each_once(toy):
-    got = Sweep(explore="paper, best", formats="nvfp4,bf16,nvfp4", steps="2,4", candidates="4,8").settings(toy.config)
+    got = sweep(toy.config, explore="paper, best", formats="nvfp4,bf16,nvfp4", steps="2,4", candidates="4,8")
     assert len(got) == len(set(got)) == 2 * 2 * 2 * 2
     assert got[0] == Setting("paper", "nvfp4", 2, 4)
     assert {s.explore for s in got} == {"paper", "best"}
@@ -170,7 +170,7 @@ def test_a_sweep_is_every_combination_each_once(toy):
 
 def test_auto_stands_for_a_format(toy, monkeypatch):
     monkeypatch.setattr(rank, "device_facts", lambda: Device("gpu", "NVIDIA H200", (9, 0)))
-    assert [s.precision for s in Sweep(formats="auto,fp8,nvfp4").settings(toy.config)] == ["fp8", "nvfp4"]
+    assert [s.precision for s in sweep(toy.config, formats="auto,fp8,nvfp4")] == ["fp8", "nvfp4"]
 
 
 @pytest.mark.parametrize(
@@ -185,5 +185,5 @@ def test_auto_stands_for_a_format(toy, monkeypatch):
 )
 def test_lists_that_cannot_be_are_refused_in_one_line(toy, lists, message):
     with pytest.raises((InputError, ConfigError), match=message) as error:
-        Sweep(**lists).settings(toy.config)
+        sweep(toy.config, **lists)
     assert "\n" not in str(error.value)
