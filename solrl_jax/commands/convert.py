@@ -14,7 +14,7 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,8 @@ Tensors = dict[str, Any]  # of torch.Tensor, by name
 def convert(file: Path, out: Path, base: Path | None = None, *, force: bool = False) -> dict[str, Any]:
     """Writes the tensors of the pickle `file` to `out`. Returns what `--json` prints.
 
-    A native SANA checkpoint becomes a directory with a `transformer` in it. Any other file becomes one safetensors file with
-    the same names and dtypes.
-
-    Args:
-      base: for SANA, the directory of a pipeline, whose other components are added.
-      force: replace `out` if it exists.
+    A native SANA checkpoint becomes a directory with a `transformer` in it, and with the other components of the pipeline
+    `base`. Any other file becomes one safetensors file with the same names and dtypes. force: replace `out` if it exists.
 
     Raises InputError, and leaves no output, for a file that holds more than tensors, or other tensors than the network's.
     """
@@ -141,15 +137,11 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
         took, value = f"{took}{key}.", value[key]
     if not isinstance(value, Mapping):
         raise InputError(f"{file}: holds one {type(value).__name__}; accepted is a dictionary of tensors")
-    strange: list[str] = []
-    tensors: Tensors = {}
-    for name, entry in value.items():
-        if isinstance(entry, torch.Tensor) and isinstance(name, str):
-            tensors[name] = entry.detach()
-        else:
-            (left if isinstance(entry, HARMLESS) else strange).append(f"{took}{name} ({type(entry).__name__})")
-    if strange:
+    tensors = {k: v.detach() for k, v in value.items() if isinstance(v, torch.Tensor) and isinstance(k, str)}
+    others = {f"{took}{k} ({type(v).__name__})": v for k, v in value.items() if k not in tensors}
+    if strange := [shown for shown, v in others.items() if not isinstance(v, HARMLESS)]:
         raise InputError(f"{file}: {len(strange)} entries are no named tensors: {', '.join(strange)}")
+    left += others
     if not tensors:
         raise InputError(f"{file}: holds no tensor{'; there is ' + ', '.join(left) if left else ''}")
     return tensors, took.removesuffix(".") or None, left
@@ -157,9 +149,8 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
 def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
     """The key under which a checkpoint holds its tensors: a known name, or the only key with tensors. None: there is no key."""
-    for key in CONTAINERS:
-        if isinstance(value.get(key), Mapping):
-            return key
+    if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
+        return known[0]
     has_tensors = lambda entries: any(isinstance(entry, torch.Tensor) for entry in entries.values())
     inside = [key for key, entry in value.items() if isinstance(entry, Mapping) and has_tensors(entry)]
     return inside[0] if len(inside) == 1 and not has_tensors(value) else None
@@ -180,20 +171,23 @@ def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> d
     with in_one_line(lambda said: f"--base {base}: {said}"):
         config = None if base is None else SanaConfig.read(base / TRANSFORMER)
     grid = tensors.get(sana_native.POSITIONS)
-    try:
+    with in_one_line(lambda said: f"{file}: {said}"):
         shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         plan = sana_native.plan(shapes, config, grid is not None and bool(grid.any()))
-    except ValueError as error:
-        raise InputError(f"{file}: {error}") from error
-    copied = [] if base is None else _component_files(base)
+    copied = {} if base is None else _component_files(base)
     _check_directory(out, {TRANSFORMER, *(name.split("/")[0] for name in copied)})
-    with _directory(out) as folder:
+    with files.atomic_directory(out) as folder:
         files.atomic_write(folder / TRANSFORMER / "config.json", json.dumps(plan.config, indent=2) + "\n")
-        for name in copied:
-            _copy(Path(base or "", name), folder / name)
+        with files.writing(out):
+            for name, source in copied.items():
+                _copy(source, folder / name)
         # checked before the weights are written, which takes long
         with in_one_line(lambda said: said.replace(str(folder), str(base or out))):
-            network = _network(folder) if base is None else open_pipeline(folder).transformer
+            if base is not None:
+                network = open_pipeline(folder).transformer
+            else:
+                own = SanaConfig.read(folder / TRANSFORMER)
+                network = Component.of(folder / TRANSFORMER, lambda rngs: SanaTransformer2DModel(own, rngs=rngs))
         # views: no weight is read yet
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
@@ -211,16 +205,10 @@ def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> d
     }
 
 
-def _network(folder: Path) -> Component:
-    """The transformer that the config in `folder` describes."""
-    config = SanaConfig.read(folder / TRANSFORMER)
-    return Component.of(folder / TRANSFORMER, lambda rngs: SanaTransformer2DModel(config, rngs=rngs))
-
-
-def _component_files(base: Path) -> list[str]:
-    """The files of a pipeline's directory, without its transformer; paths relative to `base`."""
-    names = [path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file()]
-    return [name for name in pipeline_files(names) if not name.startswith(f"{TRANSFORMER}/")]
+def _component_files(base: Path) -> dict[str, Path]:
+    """The files of a pipeline's directory, without its transformer, by their path in it."""
+    there = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
+    return {name: there[name] for name in pipeline_files(list(there)) if not name.startswith(f"{TRANSFORMER}/")}
 
 
 def _check_directory(out: Path, names: set[str]) -> None:
@@ -229,21 +217,6 @@ def _check_directory(out: Path, names: set[str]) -> None:
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
     if out.is_dir() and (strange := sorted({path.name for path in out.iterdir()} - names)):
         raise InputError(f"--out {out}: holds {', '.join(strange)}, which would be removed; name another directory")
-
-
-@contextlib.contextmanager
-def _directory(out: Path) -> Iterator[Path]:
-    """A directory to fill. It replaces `out` when it is complete; a failure leaves nothing behind."""
-    temporary, replaced = (out.with_name(prefix + out.name) for prefix in (files.PARTIAL, files.REMOVING))
-    with files.writing(out):
-        for left in (temporary, replaced):  # by a conversion that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
-            yield temporary
-            files.publish(temporary, out, replaced=replaced)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -265,20 +238,19 @@ def _write(path: Path, tensors: Tensors) -> None:
     tensors at once.) Tensors that share memory are each written.
     """
     # Wide elements first, as in the library: then each tensor starts at a multiple of its element's size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in names:
-        t = tensors[name]
-        start, end = end, end + t.numel() * t.element_size()
+    for name, t in ordered:
+        start, end = end, end + t.nbytes
         dtype = DTYPES[str(t.dtype).removeprefix("torch.")]
         header[name] = {"dtype": dtype, "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with files.atomic(path) as partial, partial.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            stream.write(_bytes(tensors[name]))
+        for _, t in ordered:
+            stream.write(_bytes(t))
 
 
 def _bytes(tensor: Any) -> memoryview:

@@ -9,8 +9,9 @@ from solrl_jax.backbone.backbone import DTYPES, load_backbone
 from solrl_jax.commands.options import checkpoint_option, finish, json_option
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
-from solrl_jax.run.directory import find_checkpoint, load_ema, output_directory, read_run
+from solrl_jax.run.directory import find_checkpoint, load_ema, read_run
 from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.files import writable_directory
 
 
 @click.command("export")
@@ -30,7 +31,7 @@ def command(
         raise InputError("--fold-alpha: only with --format diffusers; PEFT always reads alpha")
     lora_files.check_target(out, form)
     chosen = find_checkpoint(run, checkpoint)
-    output_directory(out.parent)
+    writable_directory(out.parent, "--out")
     backbone = load_backbone(config.model.path, "bf16", make_mesh(-1, 1))  # names and places the adapters
     adapters, iteration = load_ema(Path(run), config, backbone, chosen)
     rank, alpha = config.lora.rank, config.lora.alpha

@@ -11,7 +11,7 @@ from solrl_jax.explore import linears
 from solrl_jax.numerics.formats import resolve
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.run.directory import configuration, load_policy
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import in_one_line
 from solrl_jax.training.experiment import device_facts
 
 
@@ -31,10 +31,8 @@ def command(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool
     form = resolve(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path)
     shapes = pipeline.transformer.shapes(DTYPES[config.rollout.precision])
-    try:
+    with in_one_line():
         rows = linears.report(shapes, config.model.quantize, form, config.rollout.explore)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     if errors:
         backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
         adapters, _ = load_policy(run, config, backbone)

@@ -10,9 +10,9 @@ import click
 from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.run import pictures
-from solrl_jax.run.directory import configuration, load_policy, output_directory
+from solrl_jax.run.directory import configuration, load_policy
 from solrl_jax.storage.errors import InputError
-from solrl_jax.storage.files import atomic_write
+from solrl_jax.storage.files import atomic_write, writable_directory
 from solrl_jax.training import rank
 from solrl_jax.training.experiment import build
 
@@ -36,8 +36,8 @@ def command(
     solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --explore paper,best --formats nvfp4,fp8,bf16
     """
     config, run = configuration(target, overrides, None)
-    settings = rank.Sweep(**lists).settings(config)
-    folder = output_directory(out or run or Path("runs/rank"))
+    settings = rank.sweep(config, **lists)
+    folder = writable_directory(out or run or Path("runs/rank"), "--out")
     experiment = build(config)
     if prompts > len(experiment.test_prompts):
         raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")

@@ -1,9 +1,7 @@
 """`solrl sample`: pictures from a model directory, as diffusers makes them, or from a run, as its evaluation makes them."""
 
 import dataclasses
-import io
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,17 +23,17 @@ from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
 from solrl_jax.numerics.formats import Format
 from solrl_jax.numerics.formats import resolve as resolve_format
-from solrl_jax.numerics.randomness import candidate_seeds, normal, prompt_uid
+from solrl_jax.numerics.randomness import normal
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy.lora import Adapters, attach
 from solrl_jax.policy.lora_files import import_lora
 from solrl_jax.rollout.generate import Rows, generate, prepare
 from solrl_jax.rollout.stage import Leg, Stage
 from solrl_jax.run import pictures
-from solrl_jax.run.directory import find_checkpoint, is_run, load_ema, output_directory, read_run
+from solrl_jax.run.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage import files
-from solrl_jax.storage.errors import InputError, first_line
-from solrl_jax.training.experiment import device_facts
+from solrl_jax.storage.errors import InputError, first_line, in_one_line
+from solrl_jax.training.experiment import device_facts, prompt_seeds
 
 # by pipeline: the preset whose rules choose the quantised linears of a model directory
 RECIPES = {
@@ -79,7 +77,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
         raise InputError(f"--lora {request.lora}: {target} is a run and has its own adapters; name a model directory")
     chosen = find_checkpoint(target, request.checkpoint)
     mine = _model_options(request, config)
-    output_directory(request.out)
+    files.writable_directory(request.out, "--out")
     pipeline = open_model(config.model.path if config else target)
     grid, size = _grid(request, config, pipeline, noise)
     device = device_facts()
@@ -133,7 +131,7 @@ def _grid(
     scale, option = (request.true_cfg, "--true-cfg") if embedded else (request.guidance, "--guidance")
     if request.negative and scale <= 1:
         raise InputError(f"--negative {request.negative!r}: is not seen without {option} above 1, which is {scale}")
-    try:
+    with in_one_line():
         size = _size(request, config, pipeline, noise)
         tokens = pipeline.image_tokens(*size)
         if config:
@@ -142,8 +140,6 @@ def _grid(
         sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas)
         grid = Grid.from_sigmas(sigmas, table, guidance=request.guidance, scale=scale, guided=scale > 1, times=times)
         return grid, size
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precision: str) -> tuple[str, ...]:
@@ -151,10 +147,8 @@ def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precisio
     if form.quantize is None:
         return ()
     rules = (config or resolve(RECIPES[pipeline.kind])).model.quantize
-    try:
+    with in_one_line():
         return quantized_paths(pipeline.transformer.shapes(DTYPES[precision]), rules, form)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def _adapters(
@@ -166,22 +160,15 @@ def _adapters(
         return adapters, config.lora.alpha / config.lora.rank
     if request.lora is None:
         return {}, 1.0
-    try:
+    with in_one_line(lambda said: f"--lora: {said}"):
         adapters, settings = import_lora(request.lora, backbone.parameter_table())
-    except InputError as error:
-        raise InputError(f"--lora: {error}") from error
     return adapters, settings.scale
 
 
 def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
     """A seed for each line of the file. A repeated prompt gets the seed of its next candidate."""
-    times: Counter[str] = Counter()
-    rows = []
-    for prompt in prompts:
-        uid = np.array([prompt_uid(prompt)], np.uint32)
-        rows.append(np.asarray(candidate_seeds(np.int32(seed), "candidate", np.int32(0), uid, np.array([times[prompt]])))[0, 0])
-        times[prompt] += 1
-    return np.stack(rows)
+    candidates = {prompt: iter(prompt_seeds(seed, "candidate", [prompt], n)[0]) for prompt, n in Counter(prompts).items()}
+    return np.stack([next(candidates[prompt]) for prompt in prompts])
 
 
 def _size(request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None) -> tuple[int, int]:
@@ -214,22 +201,16 @@ def _read_latents(path: Path, count: int) -> np.ndarray:
 
 def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[str]) -> None:
     for name, array in (("images", images.astype(np.float32)), ("latents", noise.transpose(0, 3, 1, 2))):
-        buffer = io.BytesIO()
-        np.save(buffer, np.ascontiguousarray(array))
-        files.atomic_write(out / f"{name}.npy", buffer.getvalue())
+        with files.atomic(out / f"{name}.npy") as partial:
+            np.save(partial, np.ascontiguousarray(array))
     for i, image in enumerate(images):
         pictures.save_png(out / f"{i:05d}.png", image)
     pictures.save_grid(out / "grid.png", images, min(len(images), 8), prompts)
     with files.writing(out):
-        for path in out.iterdir():
-            if _number(path.name) >= len(images) and path.is_file():  # left by an earlier call with more prompts
-                path.unlink()
-
-
-def _number(name: str) -> int:
-    """The number of the image whose PNG has this file name, from 0; -1 for other files."""
-    digits = re.fullmatch(r"([0-9]{5,})\.png", name)
-    return int(digits[1]) if digits and name == f"{int(digits[1]):05d}.png" else -1
+        for path in out.glob("*.png"):
+            number = int(path.stem) if path.stem.isdecimal() else -1
+            if number >= len(images) and path.stem == f"{number:05d}" and path.is_file():
+                path.unlink()  # left by an earlier call with more prompts
 
 
 @click.command("sample")
@@ -239,13 +220,9 @@ def _number(name: str) -> int:
 @click.option("--steps", default=10, show_default=True, type=click.IntRange(1))
 @click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite, help="1: no guidance.")
 @click.option(
-    "--true-cfg",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(0.0),
-    callback=finite,
+    "--true-cfg", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite,
     help="FLUX.1, whose guidance is embedded: classifier-free guidance as well.",
-)
+)  # fmt: skip
 @click.option("--negative", default="", help="Negative prompt (default: empty).")
 @click.option("--instruction", metavar="FILE", help="SANA: text file with the instruction that precedes every prompt.")
 @click.option("--tile", metavar="PIXELS", type=click.IntRange(1), help="Decode in tiles of this side, which takes less memory.")
@@ -253,12 +230,9 @@ def _number(name: str) -> int:
 @click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
 @click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
 @click.option(
-    "--precision",
-    default="bf16",
-    show_default=True,
-    type=click.Choice(get_args(Precision)),
+    "--precision", default="bf16", show_default=True, type=click.Choice(get_args(Precision)),
     help="Format of all steps, without the levers of a run's exploration.",
-)
+)  # fmt: skip
 @click.option("--lora", type=click.Path(path_type=Path), help="For a model directory: a LoRA of diffusers or PEFT.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
 @checkpoint_option

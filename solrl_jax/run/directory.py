@@ -13,7 +13,6 @@ from solrl_jax.config.schema import Config, ConfigError
 from solrl_jax.policy.lora import Adapters, matching
 from solrl_jax.policy.state import abstract_state, read_start
 from solrl_jax.run import checkpoint
-from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError
 
 
@@ -89,17 +88,14 @@ def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None
     """
     targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
     abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
-    if path is not None:
-        try:
-            state, meta = checkpoint.restore(path, abstract)
-        except checkpoint.CheckpointError as error:
-            raise RunError(f"checkpoint {error}") from error
-        return state.ema, meta["iteration"]
-    restored = checkpoint.restore_latest(folder / "checkpoints", abstract, {})
+    try:
+        root = folder / "checkpoints"
+        restored = checkpoint.restore(path, abstract) if path else checkpoint.restore_latest(root, abstract, {})
+    except checkpoint.CheckpointError as error:
+        raise RunError(f"checkpoint {error}") from error
     if restored is None:
         raise InputError(f"{folder}: has no checkpoint yet")
-    state, meta, _ = restored
-    return state.ema, meta["iteration"]
+    return restored[0].ema, restored[1]["iteration"]
 
 
 def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
@@ -108,11 +104,3 @@ def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path
         return load_ema(run, config, backbone, path)
     targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
     return read_start(config.lora, targets, backbone.parameter_table()), 0
-
-
-def output_directory(path: Path) -> Path:
-    """Creates the directory that `--out` names. Raises InputError if nothing can be written there."""
-    try:
-        return files.writable_directory(path)
-    except InputError as error:
-        raise InputError(str(error).replace("the run directory", "--out", 1)) from error

@@ -6,7 +6,6 @@ A trace names the stages of the iteration (`training.clock.Clock`). Of several p
 """
 
 import contextlib
-import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -19,11 +18,12 @@ from solrl_jax.storage.errors import InputError
 
 def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
     """Raises InputError if the run in `folder` has done an iteration of `profile` already, or ends before it."""
+    shown = lambda found: ",".join(map(str, found))
     if outside := sorted(i for i in profile if not 1 <= i <= iterations):
-        raise InputError(f"--profile {_shown(outside)}: must be in 1..{iterations} (train.iterations)")
+        raise InputError(f"--profile {shown(outside)}: must be in 1..{iterations} (train.iterations)")
     newest = next(checkpoint.whole(folder / "checkpoints"), None) if profile else None
     if newest is not None and (done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))):
-        raise InputError(f"--profile {_shown(done)}: done already, see {newest}; name later ones or another run.dir")
+        raise InputError(f"--profile {shown(done)}: done already, see {newest}; name later ones or another run.dir")
 
 
 @contextlib.contextmanager
@@ -36,13 +36,9 @@ def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[N
         yield
         return
     target = folder / "profile" / f"iteration-{iteration:06d}"
-    partial = target.with_name(files.PARTIAL + target.name)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a trace of every Python call would be large and slow
-    with files.writing(target):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    try:
+    with files.atomic_directory(target) as partial:
         jax.profiler.start_trace(partial, create_perfetto_trace=True, profiler_options=options)
         try:
             with jax.profiler.StepTraceAnnotation("iteration", step_num=iteration):
@@ -50,11 +46,3 @@ def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[N
         finally:
             with files.writing(target):
                 jax.profiler.stop_trace()
-        with files.writing(target):
-            files.publish(partial, target, replaced=target.with_name(target.name + checkpoint.REPLACED))
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _shown(iterations: list[int]) -> str:
-    return ",".join(map(str, iterations))

@@ -95,16 +95,34 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
-def writable_directory(path: str | Path) -> Path:
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yields a new sibling directory to fill. On success it replaces `path`; on failure it is removed, and `path` is untouched.
+
+    What a killed process left is removed first. A refusal of the disk outside of the body is raised as RunError.
+    """
+    partial, replaced = (path.with_name(prefix + path.name) for prefix in (PARTIAL, REMOVING))
+    try:
+        with writing(path):
+            for left in (partial, replaced):
+                shutil.rmtree(left, ignore_errors=True)
+            partial.mkdir(parents=True)
+        yield partial
+        with writing(path):
+            publish(partial, path, replaced=replaced)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def writable_directory(path: Path, name: str = "the run directory") -> Path:
     """Creates `path` if it does not exist, and tries a write in it.
 
-    Raises InputError in one line if it is a file, cannot be created, is read-only or has no room.
+    Raises InputError in one line, which calls it `name`, if it is a file, cannot be created, is read-only or has no room.
     """
-    path = Path(path)
     probe = path / f"{PARTIAL}probe-{os.getpid()}"
     try:
         if path.exists() and not path.is_dir():
-            raise InputError(f"the run directory {path} is a file; name another one")
+            raise InputError(f"{name} {path} is a file; name another one")
         path.mkdir(parents=True, exist_ok=True)
         try:
             # One block and a sync, because a full disk still takes empty files and unsynced bytes.
@@ -113,7 +131,7 @@ def writable_directory(path: str | Path) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"the run directory {path} cannot be written: {disk_reason(error)}") from error
+        raise InputError(f"{name} {path} cannot be written: {disk_reason(error)}") from error
     return path
 
 
@@ -139,9 +157,8 @@ def seal(directory: Path) -> None:
     """Writes `manifest.json` with the size and SHA-256 of every other file below `directory`, and syncs all of them."""
     files = {name: _describe(directory / name) for name in _file_names(directory)}
     (directory / MANIFEST).write_text(json.dumps(files, indent=1))
-    for folder, _, names in os.walk(directory):
-        for path in [Path(folder, name) for name in names] + [Path(folder)]:
-            sync(path)
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
 
 
 def damage(directory: Path, *, contents: bool = True) -> str | None:
@@ -183,10 +200,9 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
 def remove_directory(path: Path) -> None:
     """Removes a directory. It is first renamed to a hidden name, so that a kill leaves no incomplete directory in sight."""
+    hidden = path.with_name(REMOVING + path.name.removeprefix(REMOVING))
     with writing(path):
-        hidden = path
-        if not path.name.startswith(REMOVING):
-            hidden = path.with_name(REMOVING + path.name)
+        if hidden != path:
             if hidden.exists():
                 shutil.rmtree(hidden)
             os.replace(path, hidden)
@@ -195,7 +211,7 @@ def remove_directory(path: Path) -> None:
 
 def _file_names(path: Path) -> list[str]:
     """Every file below `path`, as sorted names relative to it."""
-    return sorted(str(Path(folder, name).relative_to(path)) for folder, _, names in os.walk(path) for name in names)
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
 
 
 def _describe(path: Path) -> dict[str, Any]:

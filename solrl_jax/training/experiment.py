@@ -27,7 +27,7 @@ from solrl_jax.rewards.protocol import Reward, check_prompts
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rollout.generate import Prompted, Rows, prepare
 from solrl_jax.rollout.stage import Leg, Stage
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import InputError, in_one_line
 
 CALIBRATION_PROMPTS = 16  # training prompts that levers of exploration measure on, one sample each
 
@@ -70,12 +70,8 @@ class Experiment:
     def seeds(
         self, stream: str, prompts: Sequence[str], candidates: int, *, seed: int | None = None, iteration: int = 0
     ) -> UInt32[np.ndarray, "p n 2"]:
-        """The seeds of `candidates` candidates of each prompt, on the host.
-
-        stream: what they are for (`numerics.randomness.STREAMS`); seed: in place of the run's own.
-        """
-        root = self.config.seed if seed is None else seed
-        return prompt_seeds(root, stream, prompts, candidates, iteration)
+        """As `prompt_seeds`. seed: in place of the run's own."""
+        return prompt_seeds(self.config.seed if seed is None else seed, stream, prompts, candidates, iteration)
 
 
 def own_grid(config: Config, pipeline: Pipeline, steps: int) -> Grid:
@@ -100,7 +96,7 @@ def full_stage(config: Config, backbone: Backbone, name: str, policy: Params, st
 def prompt_seeds(
     root: int, stream: str, prompts: Sequence[str], candidates: int, iteration: int = 0
 ) -> UInt32[np.ndarray, "p n 2"]:
-    """The seeds of `candidates` candidates of each prompt, on the host."""
+    """The seeds of `candidates` candidates of each prompt, on the host, for a stream of `numerics.randomness.STREAMS`."""
     uids = np.array([prompt_uid(p) for p in prompts], np.uint32)
     return np.asarray(candidate_seeds(np.int32(root), stream, np.int32(iteration), uids, np.arange(candidates)))
 
@@ -134,7 +130,6 @@ def make_recipe(
     config: Config, backbone: Backbone, device: Device, quantized: tuple[str, ...], train_prompts: Sequence[Prompt]
 ) -> Recipe:
     """How `config` explores candidates of policies on `backbone`."""
-
     prompts = train_prompts[:CALIBRATION_PROMPTS]
     calibration = Calibration(
         backbone=backbone,
@@ -165,13 +160,11 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tupl
         why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
         raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
     shapes = pipeline.transformer.shapes(DTYPES[rollout.precision])
-    try:
+    with in_one_line():
         pipeline.latent_shape(model.height, model.width)
         targets = matching(shapes, config.lora.targets, "lora.targets")
         form = resolve(rollout.explore.precision, device)
         return tuple(targets), quantized_paths(shapes, model.quantize, form)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def device_facts() -> Device:
@@ -192,10 +185,8 @@ def read_instruction(config: Config) -> str | None:
 
 def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The run's mesh, of all devices or of those given. Raises InputError where they do not come out even."""
-    try:
+    with in_one_line():
         return sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
