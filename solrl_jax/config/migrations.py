@@ -9,14 +9,12 @@ VERSION = 2
 
 
 def migrate(tree: Any) -> Any:
-    """The tree of a configuration in the current layout; what is no mapping, or of an unknown version, stays as it is."""
-    if isinstance(tree, dict) and "version" not in tree:
-        return _from_version_1(tree)
-    return tree
+    """The tree of a configuration in the current layout; what is no mapping, or of an unknown version, stays as it is.
 
-
-def _from_version_1(tree: dict[str, Any]) -> dict[str, Any]:
-    """Drops what version 2 has no more: another decoder for candidates, audits, and two variants of NVFP4."""
+    Version 2 has no other decoder for candidates, no audits, and one NVFP4.
+    """
+    if not isinstance(tree, dict) or "version" in tree:
+        return tree
     tree = {"version": VERSION, **tree}
     explore = tree.get("rollout", {}).get("explore", {}) if isinstance(tree.get("rollout"), dict) else {}
     if isinstance(explore, dict):

@@ -22,7 +22,7 @@ import pydantic
 import yaml
 
 from solrl_jax.config.migrations import migrate
-from solrl_jax.config.schema import Config, ConfigError, Explore, Section, shown
+from solrl_jax.config.schema import Config, ConfigError, Section, shown
 
 PARTS = ("model", "family", "explore", "reward")  # in the order in which they are merged
 DEFAULTS = {"explore": "paper"}  # of a preset that does not name the part
@@ -31,6 +31,7 @@ PAPER = {
     "family": ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"),
     "reward": ("pickscore", "clipscore", "hpsv2", "imagereward"),
 }
+_PAPERS_PARTS = {"_".join(parts): dict(zip(PAPER, parts, strict=True)) for parts in itertools.product(*PAPER.values())}
 ENTRY_POINTS = "solrl_jax.rewards"  # the group under which other packages name rewards
 _OPTIONS = "reward.options"
 _FREE = ("reward.weights", "reward.paths", _OPTIONS)  # the fields whose own keys are free
@@ -40,7 +41,7 @@ _ADAPTER = pydantic.TypeAdapter(Config)
 def preset_names() -> list[str]:
     """The presets with a file of their own, then the paper's."""
     own = sorted(path.stem for path in _configs().glob("*.yaml") if path.stem != "base")
-    return own + ["_".join(parts) for parts in itertools.product(*PAPER.values())]
+    return [*own, *_PAPERS_PARTS]
 
 
 def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
@@ -53,22 +54,31 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"unknown preset '{preset}': {_nearest(preset, preset_names())}")
     settings, chosen, problems = _parse_overrides(overrides)
     own = copy.deepcopy(_read(f"{preset}.yaml")) if (_configs() / f"{preset}.yaml").exists() else {}
-    parts = DEFAULTS | (own.pop("compose", None) or _paper_parts(preset)) | chosen
-    tree: dict[str, Any] = {}
-    _merge(tree, _read("base.yaml"))
+    parts = DEFAULTS | (own.pop("compose", None) or _PAPERS_PARTS[preset]) | chosen
+    tree = copy.deepcopy(_read("base.yaml"))
     for part in PARTS:
         _apply(tree, _read(f"{part}/{parts[part]}.yaml"), parts, f"{part}/{parts[part]}")
     _apply(tree, {**own, "preset": preset, "family": parts["family"]}, parts, preset)
     for key, value in settings:
         _assign(tree, key, value)
-    return _named_dir(_build(tree, problems))
+    config = _build(tree, problems)
+    folder = config.run.dir or f"runs/{config.preset}-{config.family}-seed{config.seed}"
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
 
 
 def _apply(tree: dict[str, Any], file: Mapping[str, Any], parts: Mapping[str, str], name: str) -> None:
-    """Merges a file, then those of its `when` whose condition holds."""
+    """Merges a file, then those of its `when` whose condition (`family=sol_rl` and the like) is what was chosen.
+
+    Raises ConfigError for a condition that cannot be told.
+    """
     _merge(tree, {key: value for key, value in file.items() if key != "when"})
     for condition, extra in file.get("when", {}).items():
-        if _holds(condition, parts, name):
+        part, _, choice = condition.partition("=")
+        if part not in PARTS or choice not in _choices(part):
+            raise ConfigError(f"configs/{name}.yaml: unknown condition '{condition}' under 'when'")
+        if part not in parts:
+            raise ConfigError(f"configs/{name}.yaml: condition '{condition}' under 'when' is for a preset, not for a run")
+        if parts[part] == choice:
             _merge(tree, extra)
 
 
@@ -90,26 +100,20 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 def describe() -> list[dict[str, str]]:
     """One row a preset for a table: its parts, `<K>-in-<N>`, how it explores and what it trains on."""
-    rows = []
-    for name in preset_names():
-        config = resolve(name)
-        rollout, explore = config.rollout, config.rollout.explore
-        rows.append(
-            {
-                "preset": name,
-                "model": config.model.name,
-                "family": config.family,
-                "reward": "+".join(config.reward.weights),
-                "candidates": f"{rollout.kept}-in-{rollout.candidates}",
-                "explore": _explored(explore),
-                "train on": f"{rollout.precision}, {rollout.steps} steps" if rollout.regenerate else "the explored samples",
-            }
-        )
-    return rows
+    return [_described(resolve(name)) for name in preset_names()]
 
 
-def _explored(explore: Explore) -> str:
-    return f"{explore.precision}, {explore.steps} steps"
+def _described(config: Config) -> dict[str, str]:
+    rollout, explore = config.rollout, config.rollout.explore
+    return {
+        "preset": config.preset,
+        "model": config.model.name,
+        "family": config.family,
+        "reward": "+".join(config.reward.weights),
+        "candidates": f"{rollout.kept}-in-{rollout.candidates}",
+        "explore": f"{explore.precision}, {explore.steps} steps",
+        "train on": f"{rollout.precision}, {rollout.steps} steps" if rollout.regenerate else "the explored samples",
+    }
 
 
 def to_yaml(config: Config) -> str:
@@ -157,24 +161,8 @@ def _parse(text: str, what: str) -> Any:
         raise ConfigError(f"{what}: not YAML ({' '.join(str(error).split())})") from None
 
 
-def _paper_parts(preset: str) -> dict[str, str]:
-    model, rest = preset.split("_", 1)
-    family, reward = rest.rsplit("_", 1)
-    return {"model": model, "family": family, "reward": reward}
-
-
 def _choices(part: str) -> list[str]:
     return sorted(path.stem for path in (_configs() / part).glob("*.yaml"))
-
-
-def _holds(condition: str, parts: Mapping[str, str], name: str) -> bool:
-    """Whether `family=sol_rl` and the like is what was chosen. Raises ConfigError for a condition that cannot be told."""
-    part, _, choice = condition.partition("=")
-    if part not in PARTS or choice not in _choices(part):
-        raise ConfigError(f"configs/{name}.yaml: unknown condition '{condition}' under 'when'")
-    if part not in parts:
-        raise ConfigError(f"configs/{name}.yaml: condition '{condition}' under 'when' is for a preset, not for a run")
-    return parts[part] == choice
 
 
 def _merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> None:
@@ -211,10 +199,6 @@ def _path(key: str, value: Any) -> list[str]:
     return [*field.split("."), *((reward, option) if field == _OPTIONS and dot and not isinstance(value, dict) else (own,))]
 
 
-def _is_plugin(name: str) -> bool:
-    return ":" in name or name in importlib.metadata.entry_points(group=ENTRY_POINTS).names
-
-
 def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, str], list[str]]:
     """(fields to set, in order; files chosen for parts; problems)."""
     settings: list[tuple[str, Any]] = []
@@ -233,7 +217,7 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
         if key in PARTS and not isinstance(value, Mapping):
             if raw in _choices(key):
                 chosen[key] = raw
-            elif key == "reward" and _is_plugin(raw):
+            elif key == "reward" and (":" in raw or raw in importlib.metadata.entry_points(group=ENTRY_POINTS).names):
                 settings.append(("reward.weights", {raw: 1.0}))
             else:
                 problems.append(f"unknown {key} '{raw}': {_nearest(raw, _choices(key))}")
@@ -244,13 +228,6 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
         else:
             problems.append(_unknown_key(key))
     return settings, chosen, problems
-
-
-def _named_dir(config: Config) -> Config:
-    if config.run.dir:
-        return config
-    name = f"runs/{config.preset}-{config.family}-seed{config.seed}"
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=name))
 
 
 def _build(tree: Any, problems: list[str]) -> Config:

@@ -127,20 +127,18 @@ class Rollout(Section):
 
     def __post_init__(self) -> None:
         n, k, explored, field = self.candidates, self.kept, self.explore.steps, "rollout.explore.steps"
-        full = f"rollout.steps={self.steps}"
-        floor, compared = self.explore.floor, "must be null with rollout.regenerate=false, which has nothing to compare with"
-        follows = self.regenerate or explored == self.steps
-        exact, of_exact = self.explore.exact_steps, f"must be less than {field}={explored}"
+        full, floor, exact = f"rollout.steps={self.steps}", self.explore.floor, self.explore.exact_steps
+        compared = "must be null with rollout.regenerate=false, which has nothing to compare with"
         even = self.selection != "best_worst" or k % 2 == 0
         own = self.explore.sigmas == "own"
         _check(
             (k <= n, "rollout.kept", k, f"must be at most rollout.candidates={n}"),
             (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
             (not self.regenerate or explored <= self.steps, field, explored, f"must be at most {full}"),
-            (exact < explored, "rollout.explore.exact_steps", exact, of_exact),
-            # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
+            (exact < explored, "rollout.explore.exact_steps", exact, f"must be less than {field}={explored}"),
             (self.regenerate or floor is None, "rollout.explore.floor", floor, compared),
-            (follows, field, explored, f"must equal {full} with rollout.regenerate=false"),
+            # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
+            (self.regenerate or explored == self.steps, field, explored, f"must equal {full} with rollout.regenerate=false"),
             (self.eta == 0 or self.solver == "ddim", "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
             (self.eta == 0 or own, "rollout.eta", self.eta, "must be 0 with rollout.explore.sigmas=first"),
         )
@@ -280,15 +278,11 @@ class Config(Section):
     def __post_init__(self) -> None:
         steps, fraction = self.optimizer.steps_per_iteration, self.policy.timestep_fraction
         terms, least = self.train.prompts * self.rollout.kept * self.trained_sigmas, 1 / self.rollout.steps
-        accepted = f"must divide train.prompts * rollout.kept * trained sigmas = {terms}"
+        enough = f"must be at least 1 / rollout.steps = {least:.3g}"
+        even = f"must divide train.prompts * rollout.kept * trained sigmas = {terms}"
         _check(
-            (
-                self.trained_sigmas >= 1,
-                "policy.timestep_fraction",
-                fraction,
-                f"must be at least 1 / rollout.steps = {least:.3g}",
-            ),
-            (terms % steps == 0, "optimizer.steps_per_iteration", steps, accepted),
+            (self.trained_sigmas >= 1, "policy.timestep_fraction", fraction, enough),
+            (terms % steps == 0, "optimizer.steps_per_iteration", steps, even),
         )
 
     @property
