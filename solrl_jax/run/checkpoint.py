@@ -81,14 +81,15 @@ def verify(path: Path, *, contents: bool = True) -> None:
         raise CheckpointError(f"{path}: holds iteration {header.get('iteration')}, not {named}")
 
 
-def restore(path: Path, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+def restore(path: Path, abstract_state: Any, expect: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
     """Reads a checkpoint, bit for bit. Every process calls this.
 
     abstract_state: a pytree of jax.ShapeDtypeStruct or arrays. The result has its structure and its shardings; a leaf without a
-    sharding goes to the first device. Returns the state, and the saved meta with "iteration" added. Raises CheckpointError if
-    the checkpoint fails `verify`, or if names, shapes or dtypes of its arrays are not those of `abstract_state`.
+    sharding goes to the first device. expect: what the checkpoint's meta must hold. Returns the state, and the saved meta with
+    "iteration" added. Raises CheckpointError if the checkpoint fails `verify`, or if names, shapes or dtypes of its arrays are
+    not those of `abstract_state`; InputError if the meta does not hold what is expected: it belongs to another run.
     """
-    meta = consensus.first("restore/judge", functools.partial(_judge, path, {}), CheckpointError)
+    meta = consensus.first("restore/judge", functools.partial(_judge, path, expect or {}), CheckpointError)
     return _load(path, abstract_state), meta
 
 
@@ -99,21 +100,15 @@ def meta_of(path: Path) -> dict[str, Any]:
 
 
 def restore_latest(root: Path, abstract_state: Any, expect: dict[str, Any]) -> tuple[Any, dict[str, Any], list[str]] | None:
-    """Restores the newest good checkpoint of `root`. Every process calls this, and all restore the same one.
-
-    expect: what the checkpoint's meta must hold. abstract_state: see `restore`.
+    """Restores the newest good checkpoint of `root` as `restore` does. All processes restore the same one.
 
     Returns the state, its meta, and a line for each newer checkpoint that is damaged; None if `root` has no checkpoint. Raises
-    InputError if the meta does not hold what is expected: the checkpoint belongs to another run. Raises RunError if there are
-    checkpoints and all are damaged: to start again would overwrite what is left of them.
+    RunError if there are checkpoints and all are damaged: to start again would overwrite what is left of them.
     """
-    expect = json.loads(json.dumps(expect))  # as JSON returns it: tuples are lists
     warnings: list[str] = []
     for name in consensus.first("restore/candidates", lambda: [path.name for path in candidates(root)]):
-        path = root / name
         try:
-            meta = consensus.first("restore/judge", functools.partial(_judge, path, expect), CheckpointError)
-            return _load(path, abstract_state), meta, warnings
+            return *restore(root / name, abstract_state, expect), warnings
         except CheckpointError as error:
             warnings.append(f"skipped checkpoint {error}")
     if warnings:
@@ -130,7 +125,7 @@ def iteration_of(path: Path) -> int | None:
 def _judge(path: Path, expect: dict[str, Any]) -> dict[str, Any]:
     """The meta of a checkpoint. Raises CheckpointError if it is damaged, InputError if it does not hold what is expected."""
     verify(path)
-    meta = meta_of(path)
+    meta, expect = meta_of(path), json.loads(json.dumps(expect))  # as JSON returns it: tuples are lists
     if differing := [key for key in expect if meta.get(key) != expect[key]]:
         pairs = ", ".join(f"{key} ({meta.get(key)!r} there, {expect[key]!r} here)" for key in differing)
         raise InputError(f"checkpoint {path} belongs to another run: {pairs}")
@@ -176,15 +171,13 @@ def _load(path: Path, abstract_state: Any) -> Any:
     def read() -> None:
         _compare(path, _header(path)["arrays"], wanted)
         ocp, epath = orbax()
-        how = {}
-        for key, leaf in wanted.items():
-            if math.prod(leaf.shape):
-                how[key] = ocp.ArrayRestoreArgs(sharding=shardings[key], global_shape=leaf.shape, dtype=leaf.dtype)
-            else:  # was not saved: orbax refuses empty arrays
-                arrays[key] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), shardings[key])
+        full = {key: leaf for key, leaf in wanted.items() if math.prod(leaf.shape)}  # orbax refuses to save empty arrays
+        for key in wanted.keys() - full.keys():
+            arrays[key] = jax.device_put(np.zeros(wanted[key].shape, wanted[key].dtype), shardings[key])
+        how = {k: ocp.ArrayRestoreArgs(sharding=shardings[k], global_shape=x.shape, dtype=x.dtype) for k, x in full.items()}
         try:
-            if how:
-                args = ocp.args.PyTreeRestore({key: wanted[key] for key in how}, restore_args=how)
+            if full:
+                args = ocp.args.PyTreeRestore(full, restore_args=how)
                 arrays.update(ocp.PyTreeCheckpointHandler().restore(epath.Path(path.absolute() / ARRAYS), args=args))
         except Exception as error:
             # The bytes are as saved, so it is another version of orbax or a device without room.

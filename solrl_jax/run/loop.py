@@ -183,12 +183,8 @@ def _level(this: _Run) -> int:
 
 def _evaluation(folder: Path, done: int) -> Row:
     """The recorded evaluation after iteration `done`, the same on every host; empty if there was none."""
-
-    def find() -> Row:
-        rows = [row for row in read_metrics(folder) if row["iteration"] == done and "eval/reward" in row]
-        return {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-
-    return hosts.agreed(find)
+    rows = hosts.agreed(lambda: [row for row in read_metrics(folder) if row["iteration"] == done and "eval/reward" in row])
+    return {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
 
 
 def _is_due(config: Config, done: int) -> bool:
@@ -255,19 +251,12 @@ def _finish(this: _Run, state: TrainState) -> None:
     if this.config.eval.grid:
         unchanged = jax.tree.map(jnp.zeros_like, state.ema)  # the base, through the program that is compiled already
         before, after = sample_grid(this.experiment, unchanged), sample_grid(this.experiment, state.ema)
-        path = this.folder / "pictures" / "before-after.png"
-        draw = partial(pictures.save_before_after, path, before.images, after.images, before.prompts)
-        hosts.write(lambda: draw(right_before=before.right, right_after=after.right))
+        path, pair = this.folder / "pictures" / "before-after.png", (before.images, after.images)
+        hosts.write(lambda: pictures.save_before_after(path, *pair, before.prompts, before.right, after.right))
     hosts.write(lambda: record.draw_curves(this.config, this.folder))
 
 
 def _summary(folder: Path, done: int, interrupted: bool) -> dict[str, Any]:
-    rows = [row for row in read_metrics(folder) if "eval/reward" in row]
-    scores = lambda row: {k: v for k, v in row.items() if k.startswith("eval/")}
-    return {
-        "run": str(folder),
-        "iterations": done,
-        "interrupted": interrupted,
-        "before": scores(rows[0]) if rows else {},
-        "after": scores(rows[-1]) if rows else {},
-    }
+    rows = [row for row in read_metrics(folder) if "eval/reward" in row] or [{}]
+    before, after = ({k: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1]))
+    return {"run": str(folder), "iterations": done, "interrupted": interrupted, "before": before, "after": after}

@@ -1,7 +1,7 @@
 """Pictures of a run: image grids, before and after training, reward curves, how well a proxy ranks.
 
-An image is float [height, width, 3] in 0..1. Every file appears whole or not at all. matplotlib, Pillow and SciPy are imported
-in the functions that use them, because they are slow to import. Nothing here opens a window.
+An image is float [height, width, 3] in 0..1. Every file appears whole or not at all. matplotlib and Pillow are imported in the
+functions that use them, because they are slow to import. Nothing here opens a window.
 """
 
 import math
@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, UInt8
 
+from solrl_jax.rollout.fidelity import rank_correlations
 from solrl_jax.storage.files import atomic
 from solrl_jax.storage.images import to_uint8
 
@@ -73,17 +74,17 @@ def save_before_after(
 ) -> None:
     """Draws m images of each of p prompts as PNG: before training on the left, after training on the right.
 
-    Args:
-      before, after: images of the same prompts and seeds, in 0..1.
-      prompts: one above each row.
-      right_before, right_after: whether the verifier accepts each image. Each image is then framed and marked with a tick or a
-        cross, and the titles say how many are right. None: no marks and no counts.
+    The images are of the same prompts and seeds; a prompt is shown above its row. right_before, right_after: whether the
+    verifier accepts each image. Each is then framed and marked with a tick or a cross, and the titles say how many are right.
 
     Raises ValueError if there is not one prompt a row, RunError when the disk refuses.
     """
     from PIL import Image, ImageDraw
 
-    titles = [_title(when, right) for when, right in (("before", right_before), ("after", right_after))]
+    titles = [
+        f"{when} training" if right is None else f"{when}: {right.sum()} of {right.size} right"
+        for when, right in (("before", right_before), ("after", right_after))
+    ]
     title_font, font = _font(18, bold=True), _font(14)
     images_in_row, height, width = before.shape[1:4]
     shown = width * -(-_SMALLEST // width) if width < _SMALLEST else min(width, _LARGEST)
@@ -106,10 +107,6 @@ def save_before_after(
     _save_image(path, sheet, title="    ".join(titles))
 
 
-def _title(when: str, right: Bool[np.ndarray, "p m"] | None) -> str:
-    return f"{when} training" if right is None else f"{when}: {right.sum()} of {right.size} right"
-
-
 def _framed(image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None) -> "Image":
     """An image resized to `size` (width, height) in a frame; with a tick if `right`, a cross if not, nothing if None."""
     from PIL import Image, ImageDraw
@@ -123,10 +120,8 @@ def _framed(image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: boo
     mark = Image.new("RGB", (_MARK * 8, _MARK * 8), color)  # drawn large, then shrunk: that smooths the strokes
     strokes = [[(2, 4.2), (3.4, 5.6), (6, 2.6)]] if right else [[(2.4, 2.4), (5.6, 5.6)], [(2.4, 5.6), (5.6, 2.4)]]
     for stroke in strokes:
-        points = [(x * _MARK, y * _MARK) for x, y in stroke]
-        ImageDraw.Draw(mark).line(points, _PAPER, width=_MARK, joint="curve")
-    corner = (framed.width - _MARK, framed.height - _MARK)
-    framed.paste(mark.resize((_MARK, _MARK), Image.Resampling.LANCZOS), corner)
+        ImageDraw.Draw(mark).line([(x * _MARK, y * _MARK) for x, y in stroke], _PAPER, width=_MARK, joint="curve")
+    framed.paste(mark.resize((_MARK, _MARK), Image.Resampling.LANCZOS), (framed.width - _MARK, framed.height - _MARK))
     return framed
 
 
@@ -140,11 +135,8 @@ def save_curve(
 ) -> None:
     """Draws metrics over iterations in two panels as PNG.
 
-    Args:
-      rows: as `metrics.read` returns them. A row without a value for a metric is skipped, so a metric that is measured every
-        tenth iteration is drawn through its own points.
-      upper, lower: the metrics of the two panels: for each label of the legend, the metric's name.
-      labels: of the vertical axes of the two panels.
+    rows: as `metrics.read` returns them; a metric that is measured every tenth iteration is drawn through its own points.
+    upper, lower: the metrics of the two panels, by their label in the legend. labels: of the vertical axes.
     """
     figure = _figure(7.2, 7.2)
     all_axes = figure.subplots(2, 1, sharex=True)
@@ -166,26 +158,21 @@ def save_curve(
 def save_correlation(path: str | Path, proxy: Float[np.ndarray, "p n"], true: Float[np.ndarray, "p n"]) -> None:
     """Draws true against proxy rewards of n candidates of p prompts as PNG. A prompt has one colour.
 
-    The title is the mean of the Spearman correlations within prompts. Pairs that are not finite are left out. A prompt whose
-    rewards are all equal has no correlation.
+    The title is the mean of the Spearman correlations within prompts, see `rank_correlations`.
     """
-    from scipy.stats import spearmanr
-
     figure = _figure(5.6, 5.6)
     axes = figure.subplots()
-    correlations = []
     for index, (x, y) in enumerate(zip(proxy, true, strict=True)):
         finite = np.isfinite(x) & np.isfinite(y)
-        x, y = x[finite], y[finite]
-        if len(np.unique(x)) > 1 and len(np.unique(y)) > 1:
-            correlations.append(spearmanr(x, y).statistic)
-        axes.scatter(x, y, s=16, color=_COLORS[index % len(_COLORS)], alpha=0.6, linewidths=0)
+        axes.scatter(x[finite], y[finite], s=16, color=_COLORS[index % len(_COLORS)], alpha=0.6, linewidths=0)
+    correlations = rank_correlations(proxy, true)
+    defined = sum(math.isfinite(spearman) for spearman, _ in correlations.per_prompt)
     low, high = (max(a, b) for a, b in zip(axes.get_xlim(), axes.get_ylim(), strict=True))
     if low < high:
         axes.plot((low, high), (low, high), color=_QUIET, linewidth=1, linestyle="--", zorder=0, label="equal")
         axes.legend(frameon=False, loc="upper left", fontsize=9)
-    mean = f"{np.mean(correlations):.3f}" if correlations else "undefined"
-    axes.set_title(f"Spearman {mean}, mean of {len(correlations)} prompts", loc="left", fontsize=12, color=_INK)
+    mean = f"{correlations.spearman:.3f}" if defined else "undefined"
+    axes.set_title(f"Spearman {mean}, mean of {defined} prompts", loc="left", fontsize=12, color=_INK)
     axes.set_xlabel("proxy reward")
     axes.set_ylabel("true reward")
     _save_figure(path, figure)

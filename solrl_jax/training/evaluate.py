@@ -7,11 +7,11 @@ import numpy as np
 from jaxtyping import Float
 
 from solrl_jax.policy.lora import Adapters
-from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rollout.generate import Rows, Samples, generate
 from solrl_jax.training.experiment import Experiment
 
 Show = Callable[[int], None]  # called with rows that are done
+_silent: Show = lambda rows: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Evaluation:
     failed: dict[str, int]  # pictures without a score, by reward outside JAX
 
 
-def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = lambda rows: None) -> Evaluation:
+def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = _silent) -> Evaluation:
     """Scores `eval.images_per_prompt` pictures of each of the first `eval.prompts` test prompts."""
     config = experiment.config.eval
-    samples = _sample(experiment, adapters, config.prompts, config.images_per_prompt, experiment.evaluated, progress)
+    samples = _sample(experiment, adapters, config.prompts, config.images_per_prompt, progress)
     scores = {name: s.reshape(config.prompts, -1) for name, s in samples.scores.items()}
     finite = {name: s[np.isfinite(s)] for name, s in scores.items()}
     means = {name: float(s.mean()) if s.size else float("nan") for name, s in finite.items()}
@@ -48,7 +48,7 @@ def sample_grid(experiment: Experiment, adapters: Adapters) -> PictureGrid:
     """`eval.grid` pictures in all, four a prompt."""
     each = min(4, experiment.config.eval.grid)
     count = min(experiment.config.eval.grid // each, len(experiment.test_prompts))
-    samples = _sample(experiment, adapters, count, each, experiment.evaluated, keep_images=True)
+    samples = _sample(experiment, adapters, count, each, keep_images=True)
     assert samples.images is not None
     strict = next((scores for name, scores in samples.scores.items() if name.endswith("/strict")), None)
     right = None if strict is None else strict.reshape(count, each) > 0.5
@@ -57,15 +57,9 @@ def sample_grid(experiment: Experiment, adapters: Adapters) -> PictureGrid:
 
 
 def _sample(
-    experiment: Experiment,
-    adapters: Adapters,
-    prompts: int,
-    images: int,
-    reward: Reward | None,
-    progress: Show = lambda rows: None,
-    keep_images: bool = False,
+    experiment: Experiment, adapters: Adapters, prompts: int, images: int, progress: Show = _silent, keep_images: bool = False
 ) -> Samples:
-    config, chosen = experiment.config.eval, experiment.test_prompts[:prompts]
+    config, reward, chosen = experiment.config.eval, experiment.evaluated, experiment.test_prompts[:prompts]
     rows = Rows.of(experiment.seeds("evaluation", chosen, images, seed=config.seed))
     stage = experiment.stage("evaluate", adapters, config.steps)
     prompted = experiment.prompted(chosen, reward)

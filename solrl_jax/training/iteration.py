@@ -62,11 +62,6 @@ class Selection:
         """The seeds of the kept candidates."""
         return np.take_along_axis(self.seeds, self.chosen[..., None], axis=1)
 
-    @property
-    def rows(self) -> Int[np.ndarray, "p k"]:
-        """The kept candidates as rows of the whole pool, prompt by prompt."""
-        return self.chosen + self.proxy.shape[1] * np.arange(len(self.prompts))[:, None]
-
 
 def iterate(
     experiment: Experiment,
@@ -108,7 +103,7 @@ def iterate(
     if rollout.regenerate:
         kept = roll_out(experiment, regenerating, prompted, selection.kept_seeds, progress)
     else:
-        kept = pool.take(selection.rows)
+        kept = pool.take(chosen + rollout.candidates * np.arange(len(prompts))[:, None])
 
     clock.start("update")
     rewards = np.where(usable[:, None], kept.reward.reshape(chosen.shape), np.nan)
