@@ -3,11 +3,19 @@
 Only regenerated rewards come here: nothing computed in low precision enters the loss.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
+MODES: dict[str, Callable[[Array], Array]] = {
+    "all": lambda a: a,
+    "positive_only": lambda a: jnp.maximum(a, 0.0),
+    "negative_only": lambda a: jnp.minimum(a, 0.0),
+    "one_only": lambda a: jnp.where(a > 0, 1.0, 0.0),
+    "binary": jnp.sign,
+}
 STD_FLOOR = 1e-4
 LEVELS = 4096  # an optimality probability is a multiple of 1 / LEVELS
 
@@ -20,6 +28,8 @@ def advantages(rewards: Float[Array | np.ndarray, "p k"], *, clip: float, global
     and `negative_only` zero the other sign; `one_only` gives 1 where A > 0, else 0; `binary` gives the sign.
     Raises ValueError for another mode.
     """
+    if mode not in MODES:
+        raise ValueError(f"advantage mode {mode!r}: accepted are {', '.join(MODES)}")
     finite = jnp.isfinite(rewards)
     r = jnp.where(finite, rewards, 0.0)
     mean_over = lambda x, axis: x.sum(axis, keepdims=True) / jnp.maximum(finite.sum(axis, keepdims=True), 1)
@@ -28,19 +38,7 @@ def advantages(rewards: Float[Array | np.ndarray, "p k"], *, clip: float, global
         spread = jnp.sqrt(mean_over(jnp.where(finite, (r - mean_over(r, (0, 1))) ** 2, 0.0), (0, 1)))
     else:
         spread = jnp.sqrt(mean_over(centred**2, 1))
-    a = jnp.clip(centred / (spread + STD_FLOOR), -clip, clip)
-    match mode:
-        case "all":
-            return a
-        case "positive_only":
-            return jnp.maximum(a, 0.0)
-        case "negative_only":
-            return jnp.minimum(a, 0.0)
-        case "one_only":
-            return jnp.where(a > 0, 1.0, 0.0)
-        case "binary":
-            return jnp.sign(a)
-    raise ValueError(f"advantage mode {mode!r}: accepted are {', '.join(MODES)}")
+    return MODES[mode](jnp.clip(centred / (spread + STD_FLOOR), -clip, clip))
 
 
 def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Float[Array, "..."]:

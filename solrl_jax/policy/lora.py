@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
 from solrl_jax.numerics.matmul import LowRank, Quantized
@@ -75,19 +76,11 @@ def by_layer(f: Callable[..., Any], w: Array, adapter: dict[str, Array] | None, 
 
 
 def flatten(params: Params) -> dict[str, Any]:
-    """`{"blocks/attn/to_q/kernel": leaf}`: leaves by path, containers of any kind between."""
-    out: dict[str, Any] = {}
-    for key, value in params.items():
-        if isinstance(value, dict):
-            out |= {f"{key}/{path}": leaf for path, leaf in flatten(value).items()}
-        else:
-            out[str(key)] = value
-    return out
+    """`{"blocks/attn/to_q/kernel": leaf}`: leaves by path."""
+    return {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(params).items()}
 
 
-def replace(params: Params, leaves: Mapping[str, Any], prefix: str = "") -> Params:
+def replace(params: Params, leaves: Mapping[str, Any]) -> Params:
     """A copy of `params` with the leaves at the given paths replaced."""
-    return {
-        key: replace(value, leaves, f"{prefix}{key}/") if isinstance(value, dict) else leaves.get(f"{prefix}{key}", value)
-        for key, value in params.items()
-    }
+    flat = flatten_dict(params, keep_empty_nodes=True)
+    return unflatten_dict({path: leaves.get("/".join(map(str, path)), leaf) for path, leaf in flat.items()})

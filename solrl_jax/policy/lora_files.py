@@ -17,15 +17,16 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from solrl_jax.backbone.backbone import Entry
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line
@@ -51,23 +52,7 @@ class LoraSettings:
         return self.alpha / self.rank
 
 
-@runtime_checkable
-class Entry(Protocol):
-    """A parameter of the network, as `models.weights.entries` describes it."""
-
-    @property
-    def path(self) -> tuple[Any, ...]: ...
-    @property
-    def names(self) -> tuple[str, ...]: ...  # of its tensors: one a layer when stacked
-    @property
-    def layout(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # of one tensor, in our axis order
-    @property
-    def stacked(self) -> bool: ...
-
-
-Table = Iterable[Entry]  # all parameters of the network that adapters are on
+Table = Sequence[Entry]  # all parameters of the network that adapters are on
 Tensors = dict[str, np.ndarray]
 
 
@@ -94,7 +79,6 @@ def export_diffusers(
     if fold:
         adapters = {p: {"a": ab["a"], "b": settings.scale * ab["b"]} for p, ab in adapters.items()}
         settings = LoraSettings(settings.rank, float(settings.rank))
-    table = list(table)
     modules = _to_modules(adapters, settings, table)
     metadata = {f"{_DIFFUSERS}{k}": v for k, v in _peft_config(modules, settings, table).items()}
     with files.atomic(path) as partial:
@@ -108,7 +92,6 @@ def export_peft(folder: Path, adapters: Adapters, settings: LoraSettings, table:
     """
     folder = folder.absolute()
     check_target(folder, "peft")
-    table = list(table)
     modules = _to_modules(adapters, settings, table)
     config = _peft_config(modules, settings, table) | {"inference_mode": True}
     temporary, replaced = (folder.with_name(prefix + folder.name) for prefix in (files.PARTIAL, files.REMOVING))
@@ -177,13 +160,8 @@ def _slots(table: Table) -> dict[str, _Slot]:
             path, ones = "/".join(map(str, e.path)), (1, 1) if e.layout == "pointwise" else ()
             for i, name in enumerate(e.names):
                 layer, layers = ((i,), (len(e.names),)) if e.stacked else ((), ())
-                slots[_module(name)] = _Slot(path, layer, layers, *e.shape, ones)
+                slots[name.rpartition(".")[0]] = _Slot(path, layer, layers, *e.shape, ones)
     return slots
-
-
-def _module(tensor: str) -> str:
-    """The module whose parameter a tensor is."""
-    return tensor.rpartition(".")[0]
 
 
 def _to_modules(adapters: Adapters, settings: LoraSettings, table: Table) -> dict[str, Tensors]:
@@ -207,7 +185,7 @@ def _to_modules(adapters: Adapters, settings: LoraSettings, table: Table) -> dic
 def _peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) -> dict[str, Any]:
     """The fields of PEFT's `LoraConfig`."""
     targets = sorted(modules)
-    others = {_module(name) for e in table for name in e.names} - set(targets)
+    others = {name.rpartition(".")[0] for e in table for name in e.names} - set(targets)
     # PEFT takes a name in a list for the end of a longer one too (the last linear `proj_out` for each block's), and a string
     # for a regular expression of whole names
     ambiguous = any(m.endswith(tuple(f".{t}" for t in targets)) for m in others)
@@ -227,8 +205,10 @@ def _peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) -
 
 
 def _save(file: Path, target: Path, modules: Mapping[str, Tensors], prefix: str, dtype: Any, metadata: dict[str, str]) -> None:
-    """Writes the tensors, then reads the file back: all are there, as given, finite, and they change something.
-    `target`: where `file` will appear, for messages."""
+    """Writes the tensors, then reads them back. They must be as given and finite, and change something.
+
+    target: where `file` will appear, for messages.
+    """
     with np.errstate(over="ignore"):  # what is too large for `dtype` is found below, by name
         tensors = {f"{prefix}{m}.{part}": t.astype(dtype, order="C") for m, pair in modules.items() for part, t in pair.items()}
     save_file(tensors, file, metadata={"format": "pt"} | metadata)
@@ -237,13 +217,10 @@ def _save(file: Path, target: Path, modules: Mapping[str, Tensors], prefix: str,
         raise RunError(f"{target}: does not read back as it was written")
     if endless := sorted(k for k, t in read.items() if not np.isfinite(t).all()):
         raise InputError(f"{target}: {len(endless)} adapter(s) are not finite in {jnp.dtype(dtype)}: {', '.join(endless)}")
-    if not any(_changes(read[f"{prefix}{m}.{_A}"], read[f"{prefix}{m}.{_B}"]) for m in modules):
+    pairs = [(read[f"{prefix}{m}.{_A}"], read[f"{prefix}{m}.{_B}"]) for m in modules]
+    # in one of them, a row of A that is not zero must meet such a column of B
+    if not any((a.reshape(len(a), -1).any(1) & b.reshape(b.shape[:2]).any(0)).any() for a, b in pairs):
         raise InputError(f"{target}: nothing to export: these adapters change nothing (every product B A is zero; untrained?)")
-
-
-def _changes(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether some row of A meets a column of B, neither zero."""
-    return bool((a.reshape(len(a), -1).any(1) & b.reshape(b.shape[:2]).any(0)).any())
 
 
 def _read(path: Path) -> tuple[Path, Tensors, dict[str, Any] | None]:

@@ -43,8 +43,7 @@ class Objective(Protocol):
 
 def nft(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
     """The objective of Sol-RL: `nft_loss` with the configured weights."""
-    weights = {"beta": policy.beta, "kl_weight": policy.kl_weight, "advantage_clip": policy.advantage_clip}
-    return nft_loss(velocities, target, **weights)
+    return nft_loss(velocities, target, beta=policy.beta, kl_weight=policy.kl_weight, advantage_clip=policy.advantage_clip)
 
 
 def nft_loss(

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from solrl_jax.policy.lora_files import Table, import_lora
 from solrl_jax.storage.errors import InputError
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "adapters", "old", "ema", "opt_state"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """All float32 but the counter; adapter trees are of one structure (`policy.lora.Adapters`)."""

@@ -32,11 +32,7 @@ OLD_DECAY = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
 Metrics: TypeAlias = dict[str, Float[Array, ""]]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["latents", "optimality", "weight", "prompt", "seeds", "conditioning"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyBatch:
     """The kept samples of an iteration, b rows, and the p prompts that they were sampled for."""
