@@ -133,12 +133,9 @@ def table(rows: Sequence[Linear], form: Format) -> str:
         f"{row.path:<{path}}  {shape(row):>22}  {_mb(row.bytes_before)} -> {_mb(row.bytes_after)}  {told(row)}" for row in rows
     ]
     sums = totals(rows)
-    lines.append(
-        f"{sums['quantized']} of {sums['linears']} linears in {form.name}: "
-        f"{_mb(sums['quantized_bytes_before']).strip()} -> {_mb(sums['quantized_bytes_after']).strip()}; "
-        f"all linears {_mb(sums['bytes_before']).strip()} -> {_mb(sums['bytes_after']).strip()}"
-    )
-    return "\n".join(lines)
+    change = lambda what: f"{_mb(sums[what + '_before']).strip()} -> {_mb(sums[what + '_after']).strip()}"
+    counts = f"{sums['quantized']} of {sums['linears']} linears in {form.name}"
+    return "\n".join([*lines, f"{counts}: {change('quantized_bytes')}; all linears {change('bytes')}"])
 
 
 def _linears(params: Params) -> dict[str, Any]:

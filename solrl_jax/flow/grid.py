@@ -1,22 +1,19 @@
 """`Grid`: the noise levels that a sampler visits and the solver that goes from one to the next, as arrays."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
 from solrl_jax.config.schema import Rollout
-from solrl_jax.flow.sigmas import make_sigmas
+from solrl_jax.flow.sigmas import Sigmas, make_sigmas
 from solrl_jax.flow.solver import Table, solver_table
 
+Times = Float[np.ndarray, " steps"]
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["sigmas", "times", "table", "guidance", "scale"],
-    meta_fields=["guided"],
-)
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """A schedule and a solver. A compiled program depends on the number of steps and on `guided`, not on the values."""
@@ -26,16 +23,15 @@ class Grid:
     table: Float[Array | np.ndarray, "steps 5"]  # the solver's coefficients (`flow.solver`)
     guidance: Float[Array | np.ndarray, ""] | np.float32  # given to networks with embedded guidance (FLUX.1)
     scale: Float[Array | np.ndarray, ""] | np.float32  # of classifier-free guidance (arXiv 2207.12598)
-    guided: bool  # whether there is classifier-free guidance: then a step evaluates the network twice
+    # whether there is classifier-free guidance: then a step evaluates the network twice
+    guided: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, rollout: Rollout, steps: int, tokens: int, embedded_guidance: bool) -> "Grid":
-        """The grid that a configuration asks for.
+        """The grid of `steps` solver steps that a configuration asks for.
 
-        Args:
-          steps: number of solver steps.
-          tokens: image tokens of one latent, from which FLUX.1 derives its shift.
-          embedded_guidance: the network is given `rollout.guidance`; classifier-free guidance is then `true_guidance`.
+        tokens: image tokens of one latent, from which FLUX.1 derives its shift. embedded_guidance: the network is given
+        `rollout.guidance`; classifier-free guidance is then `true_guidance`.
         """
         sigmas = make_sigmas(rollout.schedule, steps, rollout.shift, tokens)
         table = solver_table(rollout.solver, sigmas, rollout.eta)
@@ -44,14 +40,7 @@ class Grid:
 
     @classmethod
     def from_sigmas(
-        cls,
-        sigmas: Float[np.ndarray, " steps_plus_one"],
-        table: Table,
-        *,
-        guidance: float,
-        scale: float,
-        guided: bool,
-        times: Float[np.ndarray, " steps"] | None = None,
+        cls, sigmas: Sigmas, table: Table, times: Times | None = None, *, guidance: float, scale: float, guided: bool
     ) -> "Grid":
         """A grid on `sigmas`, of which the last is 0. times: 1000 `sigmas` if None."""
         starts = sigmas[:-1].astype(np.float32)
@@ -63,7 +52,7 @@ class Grid:
         """The number of solver steps."""
         return len(self.sigmas)
 
-    def on(self, sigmas: Float[np.ndarray, " steps_plus_one"], table: Table) -> "Grid":
+    def on(self, sigmas: Sigmas, table: Table) -> "Grid":
         """The same guidance on other sigmas, of which the last is 0."""
         starts = sigmas[:-1].astype(np.float32)
         return dataclasses.replace(self, sigmas=starts, times=1000 * starts, table=table)

@@ -28,13 +28,10 @@ def interpolate(
 def sample(
     legs: Sequence[tuple[Velocity, Grid]], noise: Float[Array, " b *latent"], seeds: UInt32[Array, "b 2"]
 ) -> Float[Array, " b *latent"]:
-    """Follows the flow from `noise` at the first sigma to clean latents at sigma 0.
+    """Follows the flow from `noise` at the first sigma to clean latents at sigma 0, float32 whatever a velocity computes in.
 
-    Latents are float32 throughout, whatever a velocity computes in.
-
-    Args:
-      legs: one after another, each a velocity and the steps that it is followed for. Each leg is a scan of its own.
-      seeds: one a row; read only where a step adds noise.
+    legs: one after another, each a velocity and the steps that it is followed for. Each leg is a scan of its own.
+    seeds: one a row; read only where a step adds noise.
     """
 
     def step(velocity, carry, inputs):

@@ -16,11 +16,6 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def linear(steps: int, shift: float) -> Sigmas:
-    """`linspace(1, 0, steps + 1)`, shifted: SANA's in the recipe, with shift 1."""
-    return shift_sigmas(np.linspace(1.0, 0.0, steps + 1), shift)
-
-
 def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
     """The released SD3 scheduler's default grid: evenly spaced between *shifted* ends, then shifted a second time."""
     lowest = shift_sigmas(np.array([1 / train_timesteps]), shift)[0]
@@ -38,7 +33,7 @@ def make_sigmas(name: str, steps: int, shift: float, tokens: int) -> Sigmas:
     """The schedule a configuration names: `linear`, `sd3` or `flux`. tokens: image tokens of one latent."""
     match name:
         case "linear":
-            return linear(steps, shift)
+            return shift_sigmas(np.linspace(1.0, 0.0, steps + 1), shift)  # SANA's in the recipe, with shift 1
         case "sd3":
             return sd3(steps, shift)
         case "flux":

@@ -4,10 +4,12 @@ Peers and specifications: NVFP4 (arXiv 2509.25149), MXFP4 and MXFP8 (OCP Microsc
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from solrl_jax.numerics import fp8, mx, nvfp4
@@ -54,6 +56,7 @@ def _fp8_units(device: Device) -> bool:
     return _cuda(8, 9)(device) or device.kind.startswith("TPU7")
 
 
+_mxfp4, _mxfp8 = (functools.partial(mx.quantize, element) for element in (jnp.float4_e2m1fn, jnp.float8_e4m3fn))
 _everywhere = lambda device: True
 _block_scaled_units = _cuda(10, 0)  # Blackwell
 
@@ -63,8 +66,8 @@ FORMATS = {
         Format("fp32", "no linear is quantised", 32.0, None, _everywhere),
         Format("bf16", "no linear is quantised", 16.0, None, _everywhere),
         Format("fp8", "weights a channel and activations a token in E4M3", 8.0, fp8.quantize, _fp8_units),
-        Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, mx.quantize_mxfp8, _block_scaled_units),
-        Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, mx.quantize_mxfp4, _block_scaled_units),
+        Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, _mxfp8, _block_scaled_units),
+        Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, _mxfp4, _block_scaled_units),
         Format("nvfp4", "weights and activations in E2M1, blocks of 16", 4.5, nvfp4.quantize, _block_scaled_units),
     )
 }

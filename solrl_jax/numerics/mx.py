@@ -56,15 +56,8 @@ class MXTensor(Quantized):
         return jnp.swapaxes(rows.reshape(codes.shape)[..., : self.n_in], -1, -2)
 
 
-def quantize_mxfp4(w: Matrix) -> MXTensor:
-    return _quantize(w, jnp.float4_e2m1fn)
-
-
-def quantize_mxfp8(w: Matrix) -> MXTensor:
-    return _quantize(w, jnp.float8_e4m3fn)
-
-
-def _quantize(w: Matrix, element: Any) -> MXTensor:
+def quantize(element: Any, w: Matrix) -> MXTensor:
+    """Weight matrices [..., in, out] in MXFP4 or MXFP8, by the type of `element`."""
     rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32), BLOCK)
     codes, scales = quantize_blocks(rows, element)
     return MXTensor(pack(codes) if element == jnp.float4_e2m1fn else codes, scales, w.shape[-2])

@@ -35,18 +35,14 @@ def make_mesh(data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Devic
     Raises ValueError if the sizes do not fit the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    asked, group = data, fsdp * tensor
-    if data == -1:
-        data = max(len(devices) // group, 1)
-        wanted = len(devices)
-    else:
-        wanted = data * group
-    if data * group != wanted or wanted > len(devices):
+    groups = max(len(devices) // (fsdp * tensor), 1) if data == -1 else data
+    needed = groups * fsdp * tensor
+    if needed > len(devices) or (data == -1 and needed < len(devices)):
         raise ValueError(
-            f"mesh.data={asked}, mesh.fsdp={fsdp}, mesh.tensor={tensor}: need {data * group} of the {len(devices)} device(s), "
+            f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}: need {needed} of the {len(devices)} device(s), "
             "all of them if data=-1"
         )
-    return jax.make_mesh((data, fsdp, tensor), AXES, AUTO, devices=devices[: data * group])
+    return jax.make_mesh((groups, fsdp, tensor), AXES, AUTO, devices=devices[:needed])
 
 
 def rows_only(mesh: Mesh) -> Mesh:
@@ -76,9 +72,7 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
         if size > 1 and divisible:
             axis = max(divisible, key=lambda i: (left[i], i))
             names[axis] = (TENSOR, "fsdp") if names[axis] else "fsdp"
-        while (
-            names and names[-1] is None
-        ):  # one spelling for each placement: jit distinguishes P() and P(None), and would compile again
+        while names and names[-1] is None:  # one spelling: jit distinguishes P() and P(None), and would compile again
             names.pop()
         return NamedSharding(mesh, PartitionSpec(*names))
 

@@ -7,14 +7,13 @@ gives another float only if the sum is almost exactly half-way between two float
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["rounded", "lost"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
     """Two trees of floats of the same shapes: the rounded sum, and the sum of the parts that rounding lost."""

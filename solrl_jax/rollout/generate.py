@@ -27,7 +27,7 @@ from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rollout.stage import Leg, Stage
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["positive", "negative"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Conditions:
     """Encoded prompts: what the network follows, a row a prompt, and what guidance leads away from, one row."""
@@ -45,7 +45,7 @@ class Prompted:
     prepared: Any  # what `Reward.prepare` made of the prompts
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["prompt", "seeds", "noise"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The samples to make, one a row."""

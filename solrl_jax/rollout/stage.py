@@ -1,7 +1,6 @@
 """`Stage`: what a stage of an iteration rolls out with. Exploring, regenerating and evaluating are three values of it."""
 
 import dataclasses
-from functools import partial
 
 import jax
 
@@ -10,7 +9,7 @@ from solrl_jax.backbone.decoder import Decoder
 from solrl_jax.flow.grid import Grid
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["policy", "grid"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Leg:
     """A policy and the steps that it samples."""

@@ -8,6 +8,7 @@ is judged by itself. Nothing is summed over the batch, so the batch axis may be 
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,18 +61,14 @@ class Targets:
     relation: Int[Array, "*n"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """score: partial credit in [0, 1]. strict: the picture shows exactly what the caption asks, and nothing else."""
 
     score: Float[Array, "*n"]
     strict: Bool[Array, "*n"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Things:
+class Things(NamedTuple):
     """The objects of n pictures as the strict verdict sees them, at most k in each picture, the largest first.
 
     colour, shape, size: indices into scenes.COLOURS, SHAPES and SIZES; -1 where none is clear, or where there is no object.
@@ -85,9 +82,7 @@ class Things:
     diameter: Float[Array, "*n k"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Objects:
+class _Objects(NamedTuple):
     """The components of one picture, the largest first. Lengths are in pixels of a picture 32 wide."""
 
     area: Float[Array, " k"]  # number of pixels that are covered by more than half

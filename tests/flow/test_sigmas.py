@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from solrl_jax.flow.sigmas import flux, linear, make_sigmas, sd3, shift_sigmas
+from solrl_jax.flow.sigmas import flux, make_sigmas, sd3, shift_sigmas
 
 STEPS = (1, 2, 6, 10, 28, 40)
 TOLERANCE = 1e-6  # diffusers' sigmas are float32
@@ -43,9 +43,9 @@ def test_flux_is_the_dynamic_shift(steps, tokens):
 @pytest.mark.parametrize("steps", STEPS)
 def test_linear_is_even_then_shifted_once(steps, shift):
     want = diffusers_sigmas(steps, sigmas=np.linspace(1, 1 / steps, steps), shift=shift)
-    np.testing.assert_allclose(linear(steps, shift), want, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(make_sigmas("linear", steps, shift, 0), want, atol=TOLERANCE, rtol=0)
     if shift == 1.0:
-        np.testing.assert_allclose(linear(steps, shift), np.linspace(1, 0, steps + 1), atol=1e-15)
+        np.testing.assert_allclose(make_sigmas("linear", steps, shift, 0), np.linspace(1, 0, steps + 1), atol=1e-15)
 
 
 def test_shifting_keeps_the_ends_and_composes():
@@ -67,7 +67,7 @@ def test_every_schedule_falls_from_pure_noise_to_none(name, steps):
 
 
 def test_make_sigmas_calls_the_schedule_of_that_name():
-    np.testing.assert_array_equal(make_sigmas("linear", 10, 3.0, 1024), linear(10, 3.0))
+    np.testing.assert_array_equal(make_sigmas("linear", 10, 3.0, 1024), shift_sigmas(np.linspace(1, 0, 11), 3.0))
     np.testing.assert_array_equal(make_sigmas("sd3", 10, 3.0, 1024), sd3(10, 3.0))
     np.testing.assert_array_equal(make_sigmas("flux", 10, 3.0, 1024), flux(10, 1024))
     with pytest.raises(ValueError, match=r"rollout\.schedule='cosine': accepted are 'linear', 'sd3', 'flux'"):

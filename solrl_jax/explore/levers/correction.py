@@ -134,9 +134,7 @@ class Correction(Lever):
         return Quantizer(partial(correct, quantizer.quantize), {path: (basis,) for path, basis in bases.items()})
 
     def abstract_quantizer(self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer) -> Quantizer:
-        def basis(w: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((*w.shape[:-1], min(explore.correction, w.shape[-2])), w.dtype)
-
+        basis = lambda w: jax.ShapeDtypeStruct((*w.shape[:-1], min(explore.correction, w.shape[-2])), w.dtype)
         return Quantizer(partial(correct, quantizer.quantize), {path: (basis(w),) for path, w in weights.items()})
 
 

@@ -67,11 +67,8 @@ def fitted_table(
 ) -> Float[np.ndarray, "preview_steps 5"]:
     """The coefficients [steps, 5] float32 with which samples on `sigmas` come nearest to samples on the `full` schedule.
 
-    Args:
-      predict: latents and their sigma to data predictions of the base.
-      noise: where the samples start.
-      full, table: the full schedule and its solver's coefficients, without noise.
-      sigmas: some of `full`, its first and last among them.
+    predict: latents and their sigma to data predictions of the base. noise: where the samples start. full, table: the full
+    schedule and its solver's coefficients, without noise. sigmas: some of `full`, its first and last among them.
 
     Steps that both schedules take keep their row. Each longer step is fitted, after the steps before it, to where the full
     schedule has arrived by then:
