@@ -1,8 +1,10 @@
 """An experiment of full size without a weight file: released configurations, random weights, random encodings of prompts."""
 
 import dataclasses
+import os
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -22,17 +24,28 @@ SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no tim
 
 def random_experiment(config: Config) -> Experiment:
     """The experiment of `config` on this machine's devices, with the rewards that are scored in JAX. Raises InputError."""
+    shapes = shapes_of_experiment(config)
+    decoder = dataclasses.replace(shapes.backbone.decoder, params=fill(shapes.backbone.decoder.params))
+    reward = dataclasses.replace(shapes.reward, params=fill(shapes.reward.params))
+    backbone = dataclasses.replace(shapes.backbone, decoder=decoder)
+    return with_weights(dataclasses.replace(shapes, backbone=backbone, reward=reward, evaluated=reward))
+
+
+def shapes_of_experiment(config: Config) -> Experiment:
+    """The experiment of `config` on this machine's devices; every array is a shape. Raises InputError."""
     pipeline = open_configurations(config.model.path, config.model.remat)
-    shapes = of_shapes(config, pipeline, device_facts(), open_mesh(config))
+    return of_shapes(config, pipeline, device_facts(), open_mesh(config))
+
+
+def with_weights(shapes: Experiment) -> Experiment:
+    """An experiment of shapes with a transformer that has weights, and encodings. Decoder and rewards stay as they are."""
     backbone = dataclasses.replace(
         shapes.backbone,
         transformer=fill(shapes.backbone.transformer),
-        decoder=dataclasses.replace(shapes.backbone.decoder, params=fill(shapes.backbone.decoder.params)),
         text_encoders=RandomEncodings(shapes.backbone.text_encoders, encoding_shapes(shapes)),
     )
-    recipe = make_recipe(config, backbone, shapes.device, shapes.recipe.quantized, shapes.train_prompts)
-    reward = dataclasses.replace(shapes.reward, params=fill(shapes.reward.params))
-    return dataclasses.replace(shapes, backbone=backbone, recipe=recipe, reward=reward, evaluated=reward)
+    recipe = make_recipe(shapes.config, backbone, shapes.device, shapes.recipe.quantized, shapes.train_prompts)
+    return dataclasses.replace(shapes, backbone=backbone, recipe=recipe)
 
 
 def encoding_shapes(shapes: Experiment) -> Any:
@@ -60,15 +73,25 @@ class RandomEncodings(TextEncoders):
 
 
 def fill(tree: Any) -> Any:
-    """Random arrays for shapes, with the shapes' shardings. Arrays stay."""
+    """Random arrays for shapes, with the shapes' shardings. Arrays stay. What draws an array is compiled in threads."""
+    shapes = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
+    kinds = list(dict.fromkeys((x.shape, x.dtype, x.sharding) for x in shapes))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        drawn_by = dict(zip(kinds, threads.map(_drawing, kinds), strict=True))
 
     def one(path: Any, leaf: Any) -> jax.Array:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         seed = zlib.crc32(jax.tree_util.keystr(path).encode())
-        return jax.jit(partial(_draw, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)(jax.random.key(seed))
+        return drawn_by[leaf.shape, leaf.dtype, leaf.sharding](jax.random.key(seed))
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _drawing(kind: tuple[tuple[int, ...], Any, Any]) -> Any:
+    """A compiled function from a key to an array of a shape, a type and a sharding."""
+    shape, dtype, where = kind
+    return jax.jit(partial(_draw, shape, dtype), out_shardings=where).lower(jax.random.key(0)).compile()
 
 
 def _draw(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """How long a computation takes, how many operations it is, and the best rate that this device reaches."""
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels
 
 PACKAGES = ("jax", "jaxlib", "flax")
+SHORTEST = 0.05  # seconds that are measured
 SQUARES = {"cpu": (512, 1024), "gpu": (4096, 8192, 16384), "tpu": (4096, 8192)}  # sides of the matrices that are multiplied
 
 
@@ -27,6 +29,28 @@ def seconds(run: Callable[[], Any], repeat: int) -> float:
         jax.block_until_ready(run())
         times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def timed(run: Callable[[], Any], repeat: int, most: float = 10.0) -> tuple[float, int]:
+    """The median time of a call, and how often it was measured: `repeat` times, or once `most` seconds have passed.
+
+    The first call, which may compile, does not count. Short calls are queued, and measured so many at a time that sending
+    them to the device takes none of it.
+    """
+    jax.block_until_ready(run())
+    began = time.perf_counter()
+    jax.block_until_ready(run())
+    once = time.perf_counter() - began
+    queued, times = max(math.ceil(SHORTEST / once), 1), [once]
+    if queued > 1:
+        times.clear()
+    while len(times) < repeat and (not times or time.perf_counter() - began < most):
+        start = time.perf_counter()
+        for _ in range(queued - 1):
+            run()  # what it returns is not kept: two results at a time may not fit
+        jax.block_until_ready(run())
+        times.append((time.perf_counter() - start) / queued)
+    return statistics.median(times), len(times)
 
 
 def best_matmul_rate(repeat: int) -> float:

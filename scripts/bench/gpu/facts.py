@@ -1,0 +1,52 @@
+"""The step `facts`: what the device is, and the versions of what runs on it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import jax
+from jax._src.lib import cuda_versions  # the only place where JAX tells them
+
+from bench.gpu.measure import target_of
+from bench.gpu.record import Task
+from bench.timing import PACKAGES
+from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.training.experiment import device_facts
+
+
+def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The device, what a plan says of its kind, and versions."""
+    yield "device", device
+    yield "plan", planned
+    yield "versions", versions
+
+
+def device() -> dict[str, Any]:
+    """The first of JAX's devices, and how many there are."""
+    first, found = jax.devices()[0], device_facts()
+    memory = first.memory_stats() or {}
+    return {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": jax.device_count(),
+        "capability": list(found.capability),
+        "memory": memory.get("bytes_limit"),
+        "native": [form.name for form in FORMATS.values() if form.native(found)],
+    }
+
+
+def planned() -> dict[str, Any]:
+    """The device among those that `solrl plan` knows: its public peaks."""
+    target = target_of(jax.devices()[0].device_kind)
+    return {"target": None} if target is None else {"target": target.name, "memory": target.memory, **vars(target.peaks)}
+
+
+def versions() -> dict[str, Any]:
+    """Of packages, and of CUDA's libraries and driver as JAX reads them."""
+    found: dict[str, Any] = {name: version(name) for name in PACKAGES}
+    for name in dir(cuda_versions) if cuda_versions is not None else ():
+        if name.endswith("_get_version"):
+            with contextlib.suppress(Exception):  # a library that is not there
+                found[name.removesuffix("_get_version")] = getattr(cuda_versions, name)()
+    return found | {"backend": jax.devices()[0].client.platform_version}

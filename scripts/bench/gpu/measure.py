@@ -1,0 +1,115 @@
+"""A program that trains, measured: its seconds, kernels and memory, beside what the plan says of its compiled text."""
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from bench.gpu.record import Task
+from bench.timing import timed
+from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.planning.abstract import held
+from solrl_jax.planning.hlo import parse
+from solrl_jax.planning.kernels import kernels, native, unit
+from solrl_jax.planning.roofline import roofline
+from solrl_jax.planning.stages import Program
+from solrl_jax.planning.targets import TARGETS, Target
+from solrl_jax.training.experiment import device_facts
+
+DEFAULT = ("nvfp4", "fp8", "mxfp8")  # formats, by the memory that they take: a high-water mark only rises
+LARGEST = 3  # kernels that are listed
+# built with fewer units or slower memory than the device of that name whose peaks are in `planning.targets`
+_OTHERS = re.compile("PCIe|NVL|40GB|Max-Q|MIG", re.IGNORECASE)
+
+
+def target_of(kind: str) -> Target | None:
+    """The device of JAX's `device_kind` whose public peaks are known; None if they are not."""
+    found = [target for target in TARGETS.values() if kind.startswith(target.kind) and not _OTHERS.search(kind)]
+    return max(found, key=lambda target: len(target.kind), default=None)
+
+
+def formats(task: Task) -> list[str]:
+    """The quantised formats to measure: those asked for, or those that the device has natively."""
+    here = device_facts()
+    return list(task.formats) or [name for name in DEFAULT if FORMATS[name].native(here)]
+
+
+def over(measured: float | None, planned: float | None) -> float | None:
+    """How many times as much was measured as planned; None where either is unknown."""
+    return round(measured / planned, 3) if measured and planned else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gauge:
+    """Measures programs on the devices here. target: None where their peaks are unknown."""
+
+    repeat: int
+    target: Target | None
+
+    @classmethod
+    def here(cls, repeat: int) -> "Gauge":
+        """For JAX's devices."""
+        return cls(repeat, target_of(jax.devices()[0].device_kind))
+
+    def measure(self, program: Program, run: Callable[[], Any] | None = None) -> dict[str, Any]:
+        """A call of a program whose arguments are arrays. run: calls it, where calling it twice takes more than that."""
+        with jax.set_mesh(program.mesh):
+            began = time.perf_counter()
+            made = program.function.lower(*program.arguments).compile()
+            compiled = time.perf_counter() - began
+            memory = self.memory(made.memory_analysis())
+            call = run or (lambda: program.function(*program.arguments))
+            seconds, measurements = timed(call, self.repeat)
+        text = made.as_text()
+        return {
+            "seconds": seconds,
+            "measurements": measurements,
+            "compile_seconds": round(compiled, 2),
+            "calls": program.calls,
+            **self.plan(text, program.mesh.size, seconds),
+            "memory": memory(),
+        }
+
+    def plan(self, text: str, devices: int, seconds: float) -> dict[str, Any]:
+        """What a plan reads from a compiled text; `ratio`: measured over planned seconds."""
+        found = kernels(parse(text))
+        count = sum(kernel.times * kernel.operations for kernel in found)
+        figures: dict[str, Any] = {"native": native(found), "tflops": count / seconds / 1e12, "plan": None, "ratio": None}
+        if self.target is None:
+            return figures
+        plan = roofline(text, self.target, devices).summary()
+        kept = {name: plan[name] for name in ("seconds", "split", "products_at_peak", "kernels", "unknown_loops")}
+        return figures | {
+            "plan": kept | {"largest": plan["largest"][:LARGEST]},
+            "ratio": over(seconds, plan["seconds"]),
+        }
+
+    def memory(self, analysis: Any) -> Callable[[], dict[str, Any]]:
+        """Called before a program runs; what it returns, after. Bytes of the first device.
+
+        planned: as a plan adds up the peak (`planning.plan.Planner.memory`), of the arrays that are there now. peak: what the
+        device's allocator had in use at most; None if the program did not raise that mark, which begins with the process.
+        """
+        device = jax.devices()[0]
+        there = held([x for x in jax.live_arrays() if device in x.sharding.device_set])
+        of_program = analysis.temp_size_in_bytes + analysis.output_size_in_bytes + analysis.generated_code_size_in_bytes
+        planned = there + of_program - analysis.alias_size_in_bytes
+        mark = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use")
+        in_use, before = (device.memory_stats() or {}).get("bytes_in_use"), mark()
+
+        def after() -> dict[str, Any]:
+            peak = mark()
+            risen = peak if peak is not None and peak > (before or 0) else None
+            return {"held": there, "in_use": in_use, "planned": planned, "peak": risen, "ratio": over(risen, planned)}
+
+        return after
+
+    def share_of_peak(self, form: str, count: float, seconds: float) -> float | None:
+        """Of `count` operations in `seconds`: of the device's public peak for products of a format."""
+        if self.target is None:
+            return None
+        element = {"nvfp4": "f4", "mxfp4": "f4", "fp8": "f8", "mxfp8": "f8", "bf16": "bf16", "fp32": "f32"}[form]
+        return round(count / seconds / getattr(self.target.peaks, unit(element)), 4)

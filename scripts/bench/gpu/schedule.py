@@ -1,0 +1,91 @@
+"""The steps in order, each in a process of its own, until the minutes are over. JAX is not imported: the device is the steps'.
+
+A process of its own gives a step all of the device's memory, with a high-water mark of its own; a step that crashes or hangs
+takes no other one with it.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bench.gpu.record import CUT_OFF, FAILED, RUNNING, SKIPPED, Record, Task
+
+ALL, EACH = ("facts", "parity", "products"), ("steps", "rollout", "update")  # of all models, and of each
+PRESETS = {  # of a model: a preset and what is chosen beside it
+    "sana": ("sana_sol_rl_pickscore",),
+    "flux1": ("flux1_sol_rl_pickscore",),
+    "sd3": ("sd3_sol_rl_pickscore",),
+    "tiny": ("tiny",),
+    "tiny-flux": ("tiny", "model=tiny-flux"),
+    "tiny-sd3": ("tiny", "model=tiny-sd3"),
+}
+QUANTISED = ("nvfp4", "mxfp4", "fp8", "mxfp8")  # formats that quantise
+LEAST = 15.0  # seconds that a step needs: to start Python and JAX and to compile a first program
+MOST = {"parity": 0.3, "products": 0.3}  # of all the time: a CPU that compiles slowly must not take that of the models
+SCRIPTS = Path(__file__).parents[2]
+# JAX takes 75% of a GPU by itself; `solrl plan` counts on this much
+MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+
+
+def tasks(of: Task, steps: Sequence[str]) -> Iterator[Task]:
+    """The steps among `steps`, in their order. of: what they share."""
+    yield from (replace(of, step=step) for step in ALL if step in steps)
+    yield from (replace(of, step=step, model=model) for step in EACH if step in steps for model in of.models)
+
+
+def run(todo: Sequence[Task], seconds: float, after: Callable[[Record], None]) -> None:
+    """Runs all of `todo` that `seconds` suffice for. after: called with each step's record, which is written by then."""
+    deadline = time.monotonic() + seconds
+    for task in todo:
+        left = deadline - time.monotonic()
+        if left < LEAST:
+            record = Record(task.name, SKIPPED, f"{max(left, 0):.0f} of {seconds:.0f} s left, a step needs {LEAST:.0f}")
+        else:
+            record = run_one(task, min(left, MOST.get(task.step, 1.0) * seconds))
+        record.write(task.path)
+        after(record)
+
+
+def run_one(task: Task, most: float) -> Record:
+    """One step in its own process, which is ended after `most` seconds. The step writes its figures as it finds them."""
+    began, ended = time.monotonic(), False
+    task.path.unlink(missing_ok=True)
+    with started(task, session=True) as process:
+        try:
+            process.wait(most)
+        except subprocess.TimeoutExpired:
+            ended = True
+    record = Record.read(task.path) or Record(task.name)
+    if ended and record.state == RUNNING:
+        record.state, record.reason = CUT_OFF, f"ended after the {most:.0f} s that it had"
+    elif record.state == RUNNING:
+        record.state, record.reason = FAILED, f"its process ended with {process.returncode}; a negative number is a signal's"
+    record.seconds = round(time.monotonic() - began, 2)
+    return record
+
+
+@contextlib.contextmanager
+def started(task: Task, session: bool = False, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """The process of a step, ended on leaving if it still runs.
+
+    session: with those that it starts, which end with it. Others are in the session of their parent.
+    """
+    path = os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
+    around = MEMORY | os.environ | {"PYTHONPATH": path} | environment
+    command = [sys.executable, "-m", "bench.gpu.step", task.to_json()]
+    process = subprocess.Popen(command, env=around, start_new_session=session)
+    try:
+        yield process
+    finally:
+        if session:  # whoever is left of it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        elif process.poll() is None:
+            process.kill()
+        process.wait()

@@ -1,0 +1,48 @@
+"""One step, in this process: `python -m bench.gpu.step TASK`, where TASK is `Task.to_json`.
+
+A step is a generator of names and functions. What a function returns is a figure of the record, which is written after each.
+One that raises is recorded with the first line of its error, and the next one is called.
+"""
+
+import importlib
+import sys
+import traceback
+
+from bench.gpu.record import DONE, FAILED, SKIPPED, Record, Skipped, Task, in_words
+
+MODULES = {  # of a step, where the function of its name is
+    "facts": "facts",
+    "rewards": "parity",
+    "parity": "parity",
+    "products": "products",
+    "steps": "phases",
+    "rollout": "phases",
+    "update": "phases",
+}
+
+
+def run(task: Task) -> Record:
+    """Runs a step; its record, written."""
+    record = Record(task.name)
+    record.write(task.path)
+    try:
+        for name, find in getattr(importlib.import_module(f"bench.gpu.{MODULES[task.step]}"), task.step)(task):
+            try:
+                record.result[name] = find()
+            except Exception as error:
+                traceback.print_exc()
+                record.result[name] = {"error": in_words(error)}
+                record.reason = record.reason or f"{name}: {in_words(error)}"
+            record.write(task.path)
+        record.state = FAILED if record.reason else DONE
+    except Skipped as error:
+        record.state, record.reason = SKIPPED, str(error)
+    except Exception as error:
+        traceback.print_exc()
+        record.state, record.reason = FAILED, in_words(error)
+    record.write(task.path)
+    return record
+
+
+if __name__ == "__main__":
+    run(Task.from_json(sys.argv[1]))

@@ -1,0 +1,144 @@
+"""The records of a folder as a page of tables. JAX is not imported."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.record import Record, Task
+from solrl_jax.storage.files import atomic_write
+
+UNKNOWN = "-"
+
+
+def page(todo: Sequence[Task]) -> str:
+    """What is known of all steps, in Markdown. A step without a record has not begun."""
+    records = {task.name: Record.read(task.path) or Record(task.name, "not begun") for task in todo}
+    of_models = lambda step: {task.model: records[task.name] for task in todo if task.step == step}
+    whole = lambda step: records.get(step) or Record(step)
+    parts = [
+        ("Steps", table(("step", "state", "seconds", "why"), map(state, records.values()))),
+        ("Device", table(("", ""), facts(whole("facts")))),
+        ("Rewards here and on the CPU", table(PARITY, parity(whole("parity")))),
+        ("Products", table(PRODUCTS, products(whole("products")))),
+        ("A chunk sampled", table(STEPS, of_each(sampled, of_models("steps")))),
+        ("The rollout phase", table(ROLLOUT, of_each(rollout, of_models("rollout")))),
+        ("The update", table(UPDATE, of_each(update, of_models("update")))),
+    ]
+    note = "measured / plan: of the compiled text of the program that ran, at the device's public peaks. -: not known."
+    return "\n\n".join(["# Measurements", note, *(f"## {title}\n\n{text}" for title, text in parts if text)]) + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Of Markdown; empty without rows."""
+    lines = [f"| {' | '.join(map(shown, row))} |" for row in rows]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines]) if lines else ""
+
+
+def shown(value: Any) -> str:
+    """A cell."""
+    if value is None:
+        return UNKNOWN
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|")
+
+
+def named(native: dict[str, int]) -> str:
+    """Kernels of libraries and how often each runs."""
+    return ", ".join(f"{count} x {name}" for name, count in native.items()) or "none"
+
+
+def gigabytes(size: float | None) -> float | None:
+    """Of bytes."""
+    return None if size is None else size / 1e9
+
+
+def state(record: Record) -> Sequence[Any]:
+    """A row of the table of steps."""
+    return record.name, record.state, record.seconds, record.reason
+
+
+def facts(record: Record) -> Iterator[Sequence[Any]]:
+    """Name and value of all."""
+    for part, values in record.figures().items():
+        yield from ((f"{part}: {name}", str(value).replace("\n", " ")) for name, value in values.items() if value is not None)
+
+
+PARITY = ("what", "largest difference", "range within a prompt", "Spearman", "kept alike", "kernels of libraries here")
+
+
+def parity(record: Record) -> Iterator[Sequence[Any]]:
+    """A row a way to make rewards."""
+    for name, row in record.figures().items():
+        kernels = named(row["here"]["native"]) if "native" in row["here"] else None
+        yield name, row["largest_difference"], row["range"], row["spearman"], row.get("kept_alike"), kernels
+
+
+PRODUCTS = (
+    "model", "rows", "in", "out", "format", "TFLOP/s", "of the peak", "times BF16", "measured / plan", "kernels of libraries",
+)  # fmt: skip
+
+
+def products(record: Record) -> Iterator[Sequence[Any]]:
+    """A row a shape and format."""
+    rows = record.figures()
+    for row in rows.values():
+        bf16 = rows.get(f"{row['model']} {row['in']} x {row['out']} bf16")
+        times = bf16 and bf16["seconds"] / row["seconds"]
+        about = (row["model"], row["rows"], row["in"], row["out"], row["format"])
+        yield *about, row["tflops"], row["share_of_peak"], times, row["ratio"], named(row["native"])
+
+
+def of_each(rows: Any, records: dict[str, Record]) -> Iterator[Sequence[Any]]:
+    """The rows of all models, each with its model."""
+    for model, record in records.items():
+        yield from ((model, *row) for row in rows(record))
+
+
+MEMORY = ("peak GB", "planned GB", "peak / planned")
+STEPS = (
+    "model", "what", "rows", "steps", "seconds", "seconds a step", "plan's", "measured / plan", "sync s", *MEMORY,
+    "kernels of libraries",
+)  # fmt: skip
+
+
+def sampled(record: Record) -> Iterator[Sequence[Any]]:
+    """Regenerating, then a row a format."""
+    for name, row in record.figures().items():
+        times = (row["seconds"], row["step_seconds"], row["step_plan"], row["ratio"], row.get("sync", {}).get("seconds"))
+        yield name, row["rows"], row["steps"], *times, *memory(row["memory"]), named(row["native"])
+
+
+def memory(found: dict[str, Any]) -> tuple[Any, ...]:
+    """The columns of `MEMORY`."""
+    return gigabytes(found["peak"]), gigabytes(found["planned"]), found["ratio"]
+
+
+ROLLOUT = ("model", "what", "calls", "seconds", "plan's", "measured / plan", "times as fast as naive_scaling", *MEMORY)
+
+
+def rollout(record: Record) -> Iterator[Sequence[Any]]:
+    """Of decoding and scoring a call; of the families the phase."""
+    for name, row in record.figures().items():
+        if "memory" in row:
+            plan = row["plan"] and row["plan"]["seconds"]
+            yield name, row["calls"], row["seconds"], plan, row["ratio"], None, *memory(row["memory"])
+        else:
+            yield name, None, row["seconds"], row["plan_seconds"], row["ratio"], row.get("times"), *[None] * len(MEMORY)
+
+
+UPDATE = (
+    "model", "micro-batches measured", "seconds a micro-batch", "micro-batches of an iteration", "seconds of an iteration",
+    "plan's", "measured / plan", *MEMORY, "kernels of libraries",
+)  # fmt: skip
+
+
+def update(record: Record) -> Iterator[Sequence[Any]]:
+    """One row."""
+    for row in record.figures().values():
+        each = (row["micro_batches"], row["micro_batch_seconds"], row["micro_batches_of_iteration"], row["iteration_seconds"])
+        yield *each, row["iteration_plan"], row["ratio"], *memory(row["memory"]), named(row["native"])
+
+
+def write(todo: Sequence[Task], folder: Path) -> None:
+    """Replaces `summary.md`."""
+    atomic_write(folder / "summary.md", page(todo))

@@ -1,0 +1,151 @@
+"""`scripts/bench_gpu.py` at the smallest size: its files, what it does without time, and how it records an error."""
+
+import json
+import math
+from pathlib import Path
+
+import bench_gpu
+import pytest
+from bench.gpu import measure, parity, schedule, step, summary
+from bench.gpu.record import Record, Task
+
+from solrl_jax.planning.targets import TARGETS
+from tests.small import SMALL
+
+HLO = Path(__file__).parents[1] / "planning" / "hlo"
+
+
+def task(folder: Path, of: str, model: str = "") -> Task:
+    return Task(of, model, ("tiny",), SMALL, ("nvfp4",), 1, str(folder))
+
+
+def ran(of: Task) -> dict:
+    """The figures of a step that went well, run in this process."""
+    step.run(of)
+    written = json.loads(of.path.read_text())
+    assert (written["state"], written["reason"]) == ("done", "")
+    return written["result"]
+
+
+def test_no_step_begins_without_time(tmp_path, capsys):
+    bench_gpu.main(["--minutes", "0", "--out", str(tmp_path), "--models", "tiny,sana"])
+    names = ["facts", "parity", "products", *(f"{of}-{m}" for of in ("steps", "rollout", "update") for m in ("tiny", "sana"))]
+    assert {path.stem for path in tmp_path.glob("*.json")} == {*names}
+    for name in names:
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        assert (record["state"], record["reason"]) == ("skipped", "0 of 0 s left, a step needs 15")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[: len(names)]] == names
+    assert (tmp_path / "summary.md").read_text().count("| skipped |") == len(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--models", "huge"], "--models huge"), (["--steps", "all"], "--steps all"), (["--formats", "int3"], "--formats int3"),
+     (["rollout.chunk=0"], "rollout.chunk")],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys, arguments, told):
+    with pytest.raises(SystemExit):
+        bench_gpu.main([*arguments, "--out", str(tmp_path / "out")])
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_process_a_step(tmp_path, capsys):
+    bench_gpu.main(["--minutes", "5", "--out", str(tmp_path), "--models", "tiny", "--steps", "facts"])
+    record = json.loads((tmp_path / "facts.json").read_text())
+    assert record["state"] == "done"
+    assert record["result"]["device"]["platform"] == "cpu"
+    assert record["result"]["plan"] == {"target": None}
+    assert record["result"]["versions"].keys() >= {"jax", "jaxlib", "backend"}
+    assert "| device: kind | cpu |" in capsys.readouterr().out
+
+
+def test_a_step_that_takes_too_long_is_ended(tmp_path):
+    record = schedule.run_one(task(tmp_path, "facts"), 0.01)
+    assert (record.state, record.result) == ("cut off", {})
+
+
+def test_errors_are_recorded_and_the_others_go_on(tmp_path, monkeypatch):
+    record = step.run(task(tmp_path, "steps", "no-such-model"))
+    assert (record.state, record.reason) == ("failed", "KeyError: 'no-such-model'")
+    assert Record.read(tmp_path / "steps-no-such-model.json") == record
+
+    def broken(gauge, form, shape):
+        if form == "nvfp4":
+            raise ValueError("no such kernel\nat all")
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr("bench.gpu.products.measure", broken)
+    record = step.run(task(tmp_path, "products"))
+    assert record.state == "failed"
+    assert record.reason.endswith("nvfp4: ValueError: no such kernel")
+    assert [value.get("error") for value in record.result.values()] == [None, "ValueError: no such kernel"] * 3
+    assert len(record.figures()) == 3
+    assert step.run(task(tmp_path, "rollout", "tiny")).state == "skipped"  # no chunk was measured
+
+
+def test_products_of_every_quantised_linear(tmp_path):
+    rows = ran(task(tmp_path, "products"))
+    assert {row["format"] for row in rows.values()} == {"bf16", "nvfp4"}
+    assert sum(row["linears"] for row in rows.values()) == 2 * 16  # as `solrl linears tiny` says
+    for row in rows.values():
+        assert row["tflops"] * 1e12 == pytest.approx(2 * row["rows"] * row["in"] * row["out"] / row["seconds"])
+        assert (row["plan"], row["ratio"], row["share_of_peak"]) == (None, None, None)
+
+
+def test_an_iteration_is_put_together_from_its_programs(tmp_path):
+    chunks = ran(task(tmp_path, "steps", "tiny"))
+    assert [(name, row["rows"], row["steps"], row["calls"]) for name, row in chunks.items()] == [
+        ("regenerate", 2, 3, 4),
+        ("nvfp4", 2, 2, 8),
+    ]
+    for row in chunks.values():
+        assert row["step_seconds"] == pytest.approx(row["seconds"] / row["steps"])
+        assert row["memory"]["planned"] > row["memory"]["held"] > 0
+    found = ran(task(tmp_path, "rollout", "tiny"))
+    scores = [found[name] for name in ("decode_chunk", "score_images")]
+    assert [row["calls"] for row in scores] == [12, 12]
+    once = sum(row["seconds"] for row in scores)
+    whole = (
+        8 * chunks["nvfp4"]["seconds"] + chunks["nvfp4"]["sync"]["seconds"] + 4 * chunks["regenerate"]["seconds"] + 12 * once
+    )
+    assert found["sol_rl nvfp4"]["seconds"] == pytest.approx(whole)
+    assert found["naive_scaling"]["seconds"] == pytest.approx(8 * chunks["regenerate"]["seconds"] + 8 * once)
+    (row,) = ran(task(tmp_path, "update", "tiny")).values()
+    assert (row["micro_batches"], row["micro_batches_of_iteration"]) == (2, 8)  # of 2 terms; 2 prompts, 4 kept, 2 sigmas
+    assert row["iteration_seconds"] == pytest.approx(row["seconds"] / 2 * 8)
+    page = summary.page([task(tmp_path, of, "tiny") for of in schedule.EACH])
+    assert page.count("\n| tiny |") == 2 + 4 + 1
+
+
+@pytest.mark.exhaustive
+def test_rewards_here_are_those_of_the_other_process(tmp_path):
+    found = ran(task(tmp_path, "parity"))
+    assert found.keys() == {"regenerate", "nvfp4", "iteration"}
+    for row in found.values():  # here both are CPUs, compiled with other options
+        assert row["spearman"] > 0.99
+    assert found["iteration"]["kept_alike"] > 0.9
+
+
+def test_how_rewards_differ():
+    here = {"rewards": [[1.0, 2.0, 3.0]], "kept": [True, False, True], "native": {}}
+    cpu = {"rewards": [[1.0, 2.5, 3.0]], "kept": [True, True, True], "native": {}}
+    found = parity.compared(here, cpu)
+    assert (found["largest_difference"], found["range"]) == (0.5, 2.0)
+    assert (found["spearman"], found["kept_alike"]) == (pytest.approx(1.0), pytest.approx(2 / 3))
+
+
+def test_a_compiled_text_beside_the_peaks_of_its_device():
+    figures = measure.Gauge(1, TARGETS["h200"]).plan((HLO / "fp8-h200.hlo").read_text(), 1, seconds=1e-3)
+    assert figures["ratio"] == pytest.approx(1e-3 / figures["plan"]["seconds"], abs=1e-3)
+    assert any("f8e4m3fn" in name for name in figures["native"])
+    assert math.isclose(figures["tflops"], 3 * 2 * 128 * 256 * 256 / 1e-3 / 1e12)
+    gauge = measure.Gauge(1, TARGETS["b200"])
+    assert [gauge.share_of_peak(name, 4.5e15, 1.0) for name in ("bf16", "mxfp8", "nvfp4")] == [2.0, 1.0, 0.5]
+
+
+def test_peaks_are_of_the_devices_that_were_meant():
+    kinds = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "TPU v5 lite", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "cpu")
+    found = [measure.target_of(kind) for kind in kinds]
+    assert [target and target.name for target in found] == ["h100", "h200", "tpu-v5e", None, None, None]
