@@ -57,7 +57,7 @@ def _fp8_units(device: Device) -> bool:
 
 
 _mxfp4, _mxfp8 = (functools.partial(mx.quantize, element) for element in (jnp.float4_e2m1fn, jnp.float8_e4m3fn))
-_everywhere = lambda device: True
+_everywhere, _nowhere = lambda device: True, lambda device: False
 _block_scaled_units = _cuda(10, 0)  # Blackwell
 
 FORMATS = {
@@ -67,7 +67,7 @@ FORMATS = {
         Format("bf16", "no linear is quantised", 16.0, None, _everywhere),
         Format("fp8", "weights a channel and activations a token in E4M3", 8.0, fp8.quantize, _fp8_units),
         Format("mxfp8", "weights and activations in E4M3, blocks of 32", 8.25, _mxfp8, _block_scaled_units),
-        Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, _mxfp4, _block_scaled_units),
+        Format("mxfp4", "weights and activations in E2M1, blocks of 32", 4.25, _mxfp4, _nowhere),
         Format("nvfp4", "weights and activations in E2M1, blocks of 16", 4.5, nvfp4.quantize, _block_scaled_units),
     )
 }
@@ -78,8 +78,12 @@ _FASTEST_FIRST = ("nvfp4", "fp8")
 def resolve(name: str, device: Device) -> Format:
     """The format of that name. "auto" is the fastest one that `device` runs natively, or BF16 if none is faster.
 
-    Among the four-bit formats "auto" takes NVFP4, the paper's: as fast as MXFP4, with finer scales for smaller blocks.
+    Raises ValueError for "mxfp4" on a GPU: XLA of jax 0.10 compiles its products for none, from the A100 to the B200.
     """
+    if name == "mxfp4" and device.platform == "gpu":
+        raise ValueError(
+            f"rollout.explore.precision=mxfp4: XLA compiles no such product for {device.kind}; expected nvfp4 or mxfp8"
+        )
     if name == AUTO:
         name = next((fast for fast in _FASTEST_FIRST if FORMATS[fast].native(device)), "bf16")
     return FORMATS[name]

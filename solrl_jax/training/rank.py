@@ -17,7 +17,7 @@ from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.fidelity import mean_true_rank, overlap, rank_correlations, regret
 from solrl_jax.rollout.stage import Stage
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import InputError, in_one_line
 from solrl_jax.training.experiment import Experiment, device_facts, make_recipe
 from solrl_jax.training.iteration import Progress, roll_out
 
@@ -67,7 +67,11 @@ def sweep(
     Raises InputError or ConfigError in one line for an entry that cannot be.
     """
     device, whole = device_facts(), "integers of at least 1"
-    format_name = lambda text: resolve(text, device).name
+
+    def format_name(text: str) -> str:
+        with in_one_line():
+            return resolve(text, device).name
+
     recipes = _listed("--explore", explore, "", str, "recipes")
     numbers = _listed("--steps", steps, None, _count, whole)
     pools = _listed("--candidates", candidates, config.rollout.candidates, _count, whole)
@@ -85,6 +89,8 @@ def _listed(option: str, text: str | None, own: Any, parse: Callable[[str], Any]
         return [own]
     try:
         return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+    except InputError:
+        raise
     except (ValueError, KeyError):
         raise InputError(f"{option} {text}: expected a comma-separated list of {expected}") from None
 
