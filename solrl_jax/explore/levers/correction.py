@@ -111,8 +111,9 @@ def _probe_forward(x, w, basis):
 
 def _probe_backward(saved, g):
     x, w, basis = saved
-    rows = x.astype(jnp.float32)
-    return g @ w.T, jnp.zeros_like(w), rows.T @ (rows @ basis)
+    # without these constraints the partitioner divides a product along its contraction, and the sum is rounded otherwise
+    rows = sharding.replicate(x.astype(jnp.float32))
+    return g @ w.T, jnp.zeros_like(w), sharding.replicate(rows.T @ sharding.replicate(rows @ basis))
 
 
 _probe.defvjp(_probe_forward, _probe_backward)
