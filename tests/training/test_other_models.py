@@ -73,7 +73,7 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
     """The recipe of `configs/model/NAME.yaml` on the pipeline in `folder`."""
     of_model = (f"model={name}", f"model.path={folder}", f"model.height={SIZE}", f"model.width={SIZE}", "model.max_tokens=12")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rewards.REWARDS, "redness", rewards.shipped(redness))
+        patch.setitem(rewards.REWARDS, "redness", rewards.released(lambda paths: lambda mesh: redness()))
         return experiments.build(small_config("unused", *of_model, *SHORT, "reward.weights={redness: 1}", *overrides))
 
 
