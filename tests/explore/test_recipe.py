@@ -56,7 +56,7 @@ def test_auto_is_what_the_devices_run_natively(experiment, device, name):
     assert recipe.explore.precision == "auto"
     assert recipe.format is FORMATS[name]
     assert recipe.levels[0].precision == name
-    assert explored(experiment, device, "rollout.explore.precision=mxfp4").recipe.format is FORMATS["mxfp4"]
+    assert explored(experiment, device, "rollout.explore.precision=mxfp8").recipe.format is FORMATS["mxfp8"]
 
 
 def test_levels_go_from_what_is_configured_to_the_policy_that_regenerates(experiment):
@@ -165,7 +165,7 @@ def test_a_run_goes_on_in_the_format_that_it_began_in_or_not_at_all(tmp_path, mo
         f"run.dir={str(folder)!r} explored in nvfp4, and rollout.explore.precision=auto is fp8 here; "
         "set rollout.explore.precision=nvfp4 to go on, or name another directory"
     )
-    assert "rollout.explore.precision=mxfp4 is mxfp4 here" in refusal(folder, "mxfp4")
+    assert "rollout.explore.precision=mxfp8 is mxfp8 here" in refusal(folder, "mxfp8")
     assert not refusal(folder, "nvfp4")  # as it says
     monkeypatch.setattr(identity, "device_facts", lambda: B200)
     assert not refusal(folder, "auto")
