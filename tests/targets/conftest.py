@@ -10,6 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.planning import plan
+from solrl_jax.planning.targets import TARGETS
 from solrl_jax.planning.topology import WHEELS
 
 collect_ignore_glob = [] if any(map(importlib.util.find_spec, WHEELS["gpu"])) else ["test_*.py"]
@@ -47,4 +48,4 @@ def config(model, *overrides):
 @functools.cache
 def plan_of(model, device):
     """The plan for one device."""
-    return Planned(model, device, plan.plan(config(model), plan.Devices(plan.TARGETS[device])))
+    return Planned(model, device, plan.plan(config(model), plan.Devices(TARGETS[device])))
