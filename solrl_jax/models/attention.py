@@ -38,10 +38,10 @@ def attention(
     q, k, v = (split.split(x, 2) for x in (q, k, v))  # divided by heads over the mesh axis `tensor`
     if softcap is not None:
         return _softcapped(q, k, v, mask, scale, softcap, bias)
-    if target.platform() == "tpu" and bias is None and attention_tpu.fits(q, k, mask):
+    if attention_tpu.fits(q, k, mask, bias):
         out = attention_tpu.flash(q, k, v, mask, scale)
-    elif flash_fits(q, k, biased=mask is not None or bias is not None):
-        out = _flash(q, k, v, mask, scale, bias, rows)
+    elif cudnn_fits(q, k, biased=mask is not None or bias is not None):
+        out = _cudnn(q, k, v, mask, scale, bias, rows)
     else:
         if bias is not None:
             bias = jnp.broadcast_to(bias, (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])).astype(jnp.float32)
@@ -49,11 +49,11 @@ def attention(
     return split.join(split.split(out, 2), 2)
 
 
-def flash_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, biased: bool) -> bool:
+def cudnn_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, biased: bool) -> bool:
     """Whether cuDNN's flash attention takes these operands, on the platform that is traced for, and computes their gradient.
 
     biased: with a bias or a mask; cuDNN reads a mask as a bias.
-    Heads are at most 128 wide, the limit of all cards (Hopper takes 256). Odd lengths have no gradient. `_flash` makes them
+    Heads are at most 128 wide, the limit of all cards (Hopper takes 256). Odd lengths have no gradient. `_cudnn` makes them
     even, but cannot do so with a bias. Whether a gradient is needed is not known here, so it is always required.
     """
     head, lengths = q.shape[-1], (q.shape[1], k.shape[1])
@@ -62,7 +62,7 @@ def flash_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct,
     return target.platform() == "gpu" and half and even and head % 8 == 0 and head <= 128
 
 
-def _flash(
+def _cudnn(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None, rows: Float[Array, " b"]
 ) -> Array:
     """cuDNN's flash attention (arXiv 2205.14135), with operands as it requires them.

@@ -15,16 +15,26 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from solrl_jax.numerics import target
 from solrl_jax.parallel.sharding import AXES
 
 TILE = 128  # positions; a length is filled up to a multiple of it
 LARGEST = 512  # positions of a block that lies in a TPU's vector memory
 
 
-def fits(q: Float[Array, "b t n h"], k: Float[Array, "b s kv h"], mask: Bool[Array, "#b #n #t s"] | None) -> bool:
-    """Whether the kernel takes these operands: as many heads of keys as of queries, a mask of keys alone."""
-    head = q.shape[-1]
-    return k.shape[2] == q.shape[2] and (head <= TILE or head % TILE == 0) and (mask is None or mask.shape[1:3] == (1, 1))
+def fits(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s kv h"],
+    mask: Bool[Array, "#b #n #t s"] | None,
+    bias: Float[Array, "#b #n t s"] | None,
+) -> bool:
+    """Whether a program is traced for TPUs, and the kernel takes these operands.
+
+    It wants as many heads of keys as of queries, at most 128 wide or a multiple of that; a mask of keys alone; no bias.
+    """
+    head, of_keys = q.shape[-1], mask is None or mask.shape[1:3] == (1, 1)
+    shaped = k.shape[2] == q.shape[2] and (head <= TILE or head % TILE == 0)
+    return target.platform() == "tpu" and shaped and of_keys and bias is None
 
 
 def flash(
@@ -34,7 +44,10 @@ def flash(
     mask: Bool[Array, "#b 1 1 s"] | None,
     scale: float,
 ) -> Float[Array, "b t n h"]:
-    """`softmax(scale * q k^T) v` over the keys that `mask` has, in the dtype of `q`; softmax in float32."""
+    """`softmax(scale * q k^T) v` over the keys that `mask` has, in the dtype of `q`; softmax in float32.
+
+    Where the mask has no key, the result is the mean of the values and of the zeros that fill them up.
+    """
     (batch, t), s = q.shape[:2], k.shape[1]
     masked = jnp.zeros((1, s), jnp.int32) if mask is None else 1 - mask[:, 0, 0].astype(jnp.int32)
     masked = jnp.pad(jnp.broadcast_to(masked, (batch, s)), ((0, 0), (0, -s % TILE)), constant_values=1)

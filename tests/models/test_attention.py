@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from solrl_jax.models import attention as module
-from solrl_jax.models.attention import attention, flash_fits
+from solrl_jax.models.attention import attention, cudnn_fits
 from solrl_jax.numerics import target
 from solrl_jax.parallel.sharding import make_mesh, rows
 
@@ -108,13 +108,13 @@ def shaped(*, dtype=jnp.bfloat16, t=16, s=32, head=64):
 )
 def test_when_flash_attention_is_asked_for(monkeypatch, kwargs, plain, with_bias, biased):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert flash_fits(*shaped(**kwargs), biased=biased) == (with_bias if biased else plain)
+    assert cudnn_fits(*shaped(**kwargs), biased=biased) == (with_bias if biased else plain)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("gpu", jnp.float32), ("cpu", jnp.bfloat16), ("tpu", jnp.bfloat16)])
 def test_flash_attention_is_for_16_bits_on_a_gpu(monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert not flash_fits(*shaped(dtype=dtype), biased=False)
+    assert not cudnn_fits(*shaped(dtype=dtype), biased=False)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -147,7 +147,7 @@ def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
         seen.append((implementation, q.shape[1], k.shape[1], v.shape[1]))
         return kernel(q, k, v, bias, mask, implementation="xla", **more)
 
-    monkeypatch.setattr(module, "flash_fits", lambda q, k, biased: True)
+    monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: True)
     monkeypatch.setattr(module.jax.nn, "dot_product_attention", instead)
     padded, padded_back = jax.vjp(f, q, k, v)
     assert seen == [("cudnn", 6, 8, 8)]
@@ -167,7 +167,7 @@ def test_lengths_lie_where_their_rows_do(monkeypatch, tensor):
             jax.debug.inspect_array_sharding(x, callback=partial(placed.__setitem__, name))
         return q
 
-    monkeypatch.setattr(module, "flash_fits", lambda q, k, biased: True)
+    monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: True)
     monkeypatch.setattr(module.jax.nn, "dot_product_attention", instead)
     mesh = make_mesh(8 // tensor, 1, tensor)
     x = jax.ShapeDtypeStruct((8, 5, 4, 8), jnp.bfloat16, sharding=rows(mesh))

@@ -10,7 +10,6 @@ import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 
-from solrl_jax.models import attention_tpu
 from solrl_jax.models.attention import attention
 from solrl_jax.numerics import target
 from solrl_jax.parallel.sharding import AXES, make_mesh
@@ -92,5 +91,4 @@ def test_what_the_kernel_does_not_take_is_written_out(change):
         k, v = k[:, :, :1], v[:, :, :1]
     if change == "odd head":
         q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, 130 - H))) for x in (q, k, v))
-        assert not attention_tpu.fits(q, k, mask)
     assert kernels(lambda q, k, v: attention(q, k, v, mask, **options), q, k, v) == 0
