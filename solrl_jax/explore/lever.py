@@ -3,6 +3,7 @@
 A lever reads its own field of `config.Explore`. Deleting the file and the field deletes the lever.
 """
 
+import abc
 import dataclasses
 import importlib
 import pkgutil
@@ -48,12 +49,12 @@ class Calibration:
         return generate(self.backbone, stage, self.prompted(), dataclasses.replace(self.rows, noise=noise)).latents
 
 
-class Lever:
-    """The default of each method changes nothing."""
+class Lever(abc.ABC):
+    """A lever says when it is active. The default of each other method changes nothing."""
 
+    @abc.abstractmethod
     def active(self, explore: Explore) -> bool:
         """Whether the configuration asks for this lever."""
-        raise NotImplementedError
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
         """Whether it measures anything on the base. full_steps: of the regeneration; quantizes: whether the format does."""

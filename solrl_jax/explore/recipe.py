@@ -88,7 +88,9 @@ class Recipe:
 
     def legs(self, leg: Leg, exact: Params, precision: str) -> tuple[Leg, ...]:
         """The legs that a policy in the format `precision` explores in; exact: the policy that regenerates."""
+        if FORMATS[precision].quantize is None:
+            return (leg,)
         legs: tuple[Leg, ...] = (leg,)
-        for lever in active_levers(self.explore) if FORMATS[precision].quantize else ():
+        for lever in active_levers(self.explore):
             legs = lever.legs(self.explore, legs, exact)
         return legs

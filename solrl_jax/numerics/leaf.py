@@ -7,6 +7,7 @@ A new kind of leaf is a frozen dataclass, registered with JAX, that derives from
 know its name.
 """
 
+import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -19,19 +20,19 @@ from solrl_jax.numerics import blocks, split
 Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
 
 
-class Leaf:
+class Leaf(abc.ABC):
     """A weight matrix [in, out] in a form of its own. Leading axes (stacked layers) are free, except for `multiply`."""
 
     # by field: the axis of its array that holds the outputs, counted from the end; an array without one is not listed
     output_axes: ClassVar[Mapping[str, int]] = {}
 
+    @abc.abstractmethod
     def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         """`x @ w` in the dtype of `x`. On a mesh with an axis `tensor` the outputs may stay divided (`split`)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
         """The float32 matrix that the leaf stands for."""
-        raise NotImplementedError
 
     def output_specs(self, ways: int) -> Any:
         """The leaf with a `PartitionSpec` for each array: outputs divided `ways` ways over the mesh axis `tensor`."""
