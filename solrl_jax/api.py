@@ -77,13 +77,9 @@ def export_lora(
 
     Raises InputError for a path that cannot be written to.
     """
-    lora, path = experiment.config.lora, Path(path)
-    settings, table = LoraSettings(lora.rank, lora.alpha), experiment.backbone.parameter_table()
-    lora_files.check_target(path, form)
-    if form == "peft":
-        lora_files.export_peft(path, adapters, settings, table, dtype=jnp.float32)
-    else:
-        lora_files.export_diffusers(path, adapters, settings, table, dtype=jnp.float32)
+    lora, table = experiment.config.lora, experiment.backbone.parameter_table()
+    export = lora_files.export_peft if form == "peft" else lora_files.export_diffusers
+    export(Path(path), adapters, LoraSettings(lora.rank, lora.alpha), table)
 
 
 def import_lora(experiment: Experiment, path: str | Path) -> tuple[Adapters, LoraSettings]:

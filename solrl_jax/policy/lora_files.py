@@ -16,7 +16,6 @@ import dataclasses
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -94,16 +93,10 @@ def export_peft(folder: Path, adapters: Adapters, settings: LoraSettings, table:
     check_target(folder, "peft")
     modules = _to_modules(adapters, settings, table)
     config = _peft_config(modules, settings, table) | {"inference_mode": True}
-    temporary, replaced = (folder.with_name(prefix + folder.name) for prefix in (files.PARTIAL, files.REMOVING))
-    with files.writing(folder):
-        shutil.rmtree(replaced, ignore_errors=True)  # left by an export that was killed
-        try:
-            with files.atomic(temporary / PEFT_FILE) as partial:
-                _save(partial, folder, modules, _PEFT, dtype, {})
-            files.atomic_write(temporary / PEFT_CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
-            files.publish(temporary, folder, replaced=replaced)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with files.atomic_directory(folder) as filled:
+        with files.atomic(filled / PEFT_FILE) as partial:
+            _save(partial, folder, modules, _PEFT, dtype, {})
+        files.atomic_write(filled / PEFT_CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def import_lora(path: Path, table: Table) -> tuple[Adapters, LoraSettings]:
