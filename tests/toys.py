@@ -19,7 +19,7 @@ from solrl_jax.parallel import hosts, sharding
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rollout.stage import Leg, Stage
-from solrl_jax.training.experiment import Experiment, device_facts, make_recipe
+from solrl_jax.training.experiment import Experiment, device_facts
 from tests.small import small_config
 
 SHAPE, HIDDEN = (4, 4, 16), 32  # of a latent; between the linears
@@ -117,5 +117,4 @@ def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experimen
     config = small_config("unused", "lora.targets=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides)
     backbone, reward, device = toy_backbone(*mesh), toy_reward(), device_facts()
     train, test = ([Prompt(f"{name} {i}") for i in range(count)] for name, count in (("to train on", 20), ("to test on", 6)))
-    recipe = make_recipe(config, backbone, device, KERNELS, train)
-    return Experiment(config, backbone, reward, reward, KERNELS, recipe, device, train, test)
+    return Experiment(config, backbone, reward, reward, KERNELS, KERNELS, device, train, test)

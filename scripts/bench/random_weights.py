@@ -17,7 +17,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Stages
-from solrl_jax.training.experiment import Experiment, device_facts, make_recipe, open_mesh
+from solrl_jax.training.experiment import Experiment, device_facts, open_mesh
 
 SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no time depends on it
 
@@ -44,8 +44,7 @@ def with_weights(shapes: Experiment) -> Experiment:
         transformer=fill(shapes.backbone.transformer),
         text_encoders=RandomEncodings(shapes.backbone.text_encoders, encoding_shapes(shapes)),
     )
-    recipe = make_recipe(shapes.config, backbone, shapes.device, shapes.recipe.quantized, shapes.train_prompts)
-    return dataclasses.replace(shapes, backbone=backbone, recipe=recipe)
+    return dataclasses.replace(shapes, backbone=backbone)
 
 
 def encoding_shapes(shapes: Experiment) -> Any:

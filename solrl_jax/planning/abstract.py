@@ -22,7 +22,7 @@ from solrl_jax.rewards.registry import open_reward
 from solrl_jax.rewards.sources import CARRIED
 from solrl_jax.storage import hub
 from solrl_jax.storage.errors import InputError
-from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, make_recipe, read_instruction
+from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 
 
 def open_configurations(path: str, remat: str) -> Pipeline:
@@ -56,8 +56,7 @@ def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -
     transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
     scorer, prompts = reward(config, rows), some_prompts(config)
-    recipe = make_recipe(config, backbone, device, quantized, prompts)
-    return Experiment(config, backbone, scorer, scorer, targets, recipe, device, prompts, prompts)
+    return Experiment(config, backbone, scorer, scorer, targets, quantized, device, prompts, prompts)
 
 
 def some_prompts(config: Config) -> list[Prompt]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from solrl_jax.explore.lever import Calibration
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.recipe import Recipe
 from solrl_jax.flow.grid import Grid
-from solrl_jax.numerics.formats import Device, resolve
+from solrl_jax.numerics.formats import Device, Format, resolve
 from solrl_jax.numerics.randomness import candidate_seeds, key, prompt_uid
 from solrl_jax.parallel import sharding
 from solrl_jax.policy.lora import Adapters, attach, matching
@@ -41,7 +41,7 @@ class Experiment:
     reward: Reward
     evaluated: Reward  # the reward with what is watched beside it
     targets: tuple[str, ...]  # paths of the parameters that have an adapter
-    recipe: Recipe  # how candidates are explored
+    quantized: tuple[str, ...]  # paths of the linears that exploration may quantise
     device: Device  # all devices of a mesh are of one kind
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
@@ -57,11 +57,43 @@ class Experiment:
 
     def grid(self, steps: int) -> Grid:
         """The run's solver and schedule with `steps` steps."""
-        return own_grid(self.config, self.backbone.pipeline, steps)
+        pipeline, model = self.backbone.pipeline, self.config.model
+        tokens = pipeline.image_tokens(model.height, model.width)
+        return Grid.of(self.config.rollout, steps, tokens, pipeline.embedded_guidance)
 
     def stage(self, name: str, adapters: Adapters, steps: int) -> Stage:
-        """What a stage in the training precision rolls out with: regeneration, evaluation."""
-        return full_stage(self.config, self.backbone, name, self.policy(adapters), steps)
+        """What a stage in the training precision rolls out with: regeneration, evaluation, calibration."""
+        config, backbone = self.config, self.backbone
+        most = -(-config.train.prompts * config.rollout.candidates // sharding.row_groups(backbone.mesh))
+        return Stage(
+            name=name,
+            legs=(Leg(self.policy(adapters), self.grid(steps)),),
+            decoder=backbone.decoder,
+            shape=backbone.pipeline.latent_shape(config.model.height, config.model.width),
+            chunk=min(config.rollout.chunk, most),
+        )
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """How candidates are explored."""
+        config, prompts = self.config, self.train_prompts[:CALIBRATION_PROMPTS]
+        calibration = Calibration(
+            backbone=self.backbone,
+            stage=self.stage("calibrate", {}, config.rollout.steps),
+            prompts=prompts,
+            prompted=cache(lambda: self.prompted(prompts)),
+            rows=Rows.of(self.seeds("calibration seeds", prompts, 1)),
+            micro_batch=config.optimizer.micro_batch,
+        )
+        return Recipe(
+            explore=config.rollout.explore,
+            format=explored_format(config, self.device),
+            quantized=self.quantized,
+            scale=self.scale,
+            training_precision=config.rollout.precision,
+            own_grid=self.grid,
+            calibration=calibration,
+        )
 
     def prompted(self, prompts: Sequence[Prompt], reward: Reward | None = None) -> Prompted:
         """The prompts, encoded, and prepared for `reward` if there is one."""
@@ -72,25 +104,6 @@ class Experiment:
     ) -> UInt32[np.ndarray, "p n 2"]:
         """As `prompt_seeds`. seed: in place of the run's own."""
         return prompt_seeds(self.config.seed if seed is None else seed, stream, prompts, candidates, iteration)
-
-
-def own_grid(config: Config, pipeline: Pipeline, steps: int) -> Grid:
-    """The configured solver and schedule with `steps` steps."""
-    tokens = pipeline.image_tokens(config.model.height, config.model.width)
-    return Grid.of(config.rollout, steps, tokens, pipeline.embedded_guidance)
-
-
-def full_stage(config: Config, backbone: Backbone, name: str, policy: Params, steps: int) -> Stage:
-    """What a stage in the training precision rolls out with."""
-    pipeline, groups = backbone.pipeline, sharding.row_groups(backbone.mesh)
-    most = -(-config.train.prompts * config.rollout.candidates // groups)
-    return Stage(
-        name=name,
-        legs=(Leg(policy, own_grid(config, pipeline, steps)),),
-        decoder=backbone.decoder,
-        shape=pipeline.latent_shape(config.model.height, config.model.width),
-        chunk=min(config.rollout.chunk, most),
-    )
 
 
 def prompt_seeds(
@@ -122,32 +135,7 @@ def build(config: Config) -> Experiment:
     device = device_facts()
     targets, quantized = linears_of(config, pipeline, device)
     backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
-    recipe = make_recipe(config, backbone, device, quantized, train)
-    return Experiment(config, backbone, reward, evaluated, targets, recipe, device, train, test)
-
-
-def make_recipe(
-    config: Config, backbone: Backbone, device: Device, quantized: tuple[str, ...], train_prompts: Sequence[Prompt]
-) -> Recipe:
-    """How `config` explores candidates of policies on `backbone`."""
-    prompts = train_prompts[:CALIBRATION_PROMPTS]
-    calibration = Calibration(
-        backbone=backbone,
-        stage=full_stage(config, backbone, "calibrate", backbone.transformer, config.rollout.steps),
-        prompts=prompts,
-        prompted=cache(lambda: prepare(backbone, None, prompts, config.model.max_tokens)),
-        rows=Rows.of(prompt_seeds(config.seed, "calibration seeds", prompts, 1)),
-        micro_batch=config.optimizer.micro_batch,
-    )
-    return Recipe(
-        explore=config.rollout.explore,
-        format=resolve(config.rollout.explore.precision, device),
-        quantized=quantized,
-        scale=config.lora.alpha / config.lora.rank,
-        training_precision=config.rollout.precision,
-        own_grid=lambda steps: own_grid(config, backbone.pipeline, steps),
-        calibration=calibration,
-    )
+    return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test)
 
 
 def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -160,11 +148,17 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tupl
         why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
         raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
     shapes = pipeline.transformer.shapes(DTYPES[rollout.precision])
+    form = explored_format(config, device)
     with in_one_line():
         pipeline.latent_shape(model.height, model.width)
         targets = matching(shapes, config.lora.targets, "lora.targets")
-        form = resolve(rollout.explore.precision, device)
         return tuple(targets), quantized_paths(shapes, model.quantize, form)
+
+
+def explored_format(config: Config, device: Device) -> Format:
+    """The format that `config` explores in on `device`. Raises InputError for one that is not compiled there."""
+    with in_one_line(lambda said: f"rollout.explore.precision={said}"):
+        return resolve(config.rollout.explore.precision, device)
 
 
 def device_facts() -> Device:

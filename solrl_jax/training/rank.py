@@ -18,7 +18,7 @@ from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.fidelity import mean_true_rank, overlap, rank_correlations, regret
 from solrl_jax.rollout.stage import Stage
 from solrl_jax.storage.errors import InputError, in_one_line
-from solrl_jax.training.experiment import Experiment, device_facts, make_recipe
+from solrl_jax.training.experiment import Experiment, device_facts, explored_format
 from solrl_jax.training.iteration import Progress, roll_out
 
 TOP = 4  # of the paper's "top-4 match"
@@ -69,7 +69,7 @@ def sweep(
     device, whole = device_facts(), "integers of at least 1"
 
     def format_name(text: str) -> str:
-        with in_one_line():
+        with in_one_line(lambda said: f"--formats {said}"):
             return resolve(text, device).name
 
     recipes = _listed("--explore", explore, "", str, "recipes")
@@ -77,10 +77,11 @@ def sweep(
     pools = _listed("--candidates", candidates, config.rollout.candidates, _count, whole)
     found = []
     for recipe in recipes:
-        own = (override(config, (f"explore={recipe}",)) if recipe else config).rollout.explore
-        accepted = _listed("--formats", formats, format_name(own.precision), format_name, ", ".join((*FORMATS, AUTO)))
+        configured = override(config, (f"explore={recipe}",)) if recipe else config
+        own_format, own_steps = explored_format(configured, device).name, configured.rollout.explore.steps
+        accepted = _listed("--formats", formats, own_format, format_name, ", ".join((*FORMATS, AUTO)))
         for form, number, pool in itertools.product(accepted, numbers, pools):
-            found.append(Setting(recipe, form, number or own.steps, pool))
+            found.append(Setting(recipe, form, number or own_steps, pool))
     return list(dict.fromkeys(found))
 
 
@@ -89,7 +90,7 @@ def _listed(option: str, text: str | None, own: Any, parse: Callable[[str], Any]
         return [own]
     try:
         return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
-    except InputError:
+    except InputError:  # it says more
         raise
     except (ValueError, KeyError):
         raise InputError(f"{option} {text}: expected a comma-separated list of {expected}") from None
@@ -126,9 +127,7 @@ def with_recipe(experiment: Experiment, name: str) -> Experiment:
     """The same experiment exploring by another recipe of `configs/explore/`; "" is its own."""
     if not name:
         return experiment
-    config, prompts = override(experiment.config, (f"explore={name}",)), experiment.train_prompts
-    recipe = make_recipe(config, experiment.backbone, experiment.device, experiment.recipe.quantized, prompts)
-    return dataclasses.replace(experiment, config=config, recipe=recipe)
+    return dataclasses.replace(experiment, config=override(experiment.config, (f"explore={name}",)))
 
 
 def rounds(settings: Sequence[Setting]) -> int:

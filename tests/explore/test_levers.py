@@ -19,7 +19,7 @@ from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.low_rank import LowRank
 from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.policy.lora import flatten
-from solrl_jax.training.experiment import fresh_state, make_recipe
+from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import iterate
 from tests.toys import KERNELS, toy_experiment
 
@@ -48,8 +48,7 @@ def adapters(paper):
 def with_levers(experiment, *names, extra=()):
     """The same experiment, backbone and all, with some levers."""
     config = toy_experiment(*STEPS, *(SETTINGS[name] for name in names), *extra).config
-    recipe = make_recipe(config, experiment.backbone, experiment.device, KERNELS, experiment.train_prompts)
-    return dataclasses.replace(experiment, config=config, recipe=recipe)
+    return dataclasses.replace(experiment, config=config)
 
 
 def arrays(tree):

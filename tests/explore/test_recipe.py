@@ -22,7 +22,7 @@ from solrl_jax.run import identity, record
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage.errors import InputError
 from solrl_jax.training import experiment as experiments
-from solrl_jax.training.experiment import fresh_state, make_recipe
+from solrl_jax.training.experiment import fresh_state
 from tests.small import small_config
 
 LEAVES = {"nvfp4": QTensor, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
@@ -46,8 +46,7 @@ def quickly():
 def explored(experiment, device=None, *overrides):
     """The same experiment, backbone and all, exploring otherwise or on another device."""
     config, device = override(experiment.config, overrides), device or experiment.device
-    recipe = make_recipe(config, experiment.backbone, device, experiment.recipe.quantized, experiment.train_prompts)
-    return dataclasses.replace(experiment, config=config, device=device, recipe=recipe)
+    return dataclasses.replace(experiment, config=config, device=device)
 
 
 @pytest.mark.parametrize(("device", "name"), [(H200, "fp8"), (B200, "nvfp4"), (None, "bf16")])
