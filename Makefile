@@ -40,7 +40,7 @@ test-all: .venv/installed-test
 
 # What the compilers of an H200 and a B200 make of the programs that train. Their wheels must not lie beside those that train.
 test-targets: .venv-targets/installed
-	.venv-targets/bin/python -m pytest tests/targets
+	.venv-targets/bin/python -m pytest tests/targets tests/planning/test_topology.py
 
 .venv-targets/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-targets

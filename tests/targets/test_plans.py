@@ -3,16 +3,16 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
+from solrl_jax.explore.linears import report
+from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.planning import plan
-from solrl_jax.planning.plan import Devices, Planner
-from solrl_jax.planning.targets import TARGETS
-from solrl_jax.policy.lora import flatten
+from solrl_jax.planning.abstract import open_configurations
 from tests.targets.conftest import PRESETS, config, plan_of
 
 PRODUCT = {"h200": "__cublas$lt$matmul$f8 f8e4m3fn", "b200": "__cudnn$blockScaledDot f4e2m1fn"}
-UNIT = {"h200": "fp8", "b200": "fp4"}
 ATTENTIONS = {"sana": 20, "flux1": 19 + 38, "sd3": 38}  # of one evaluation of the network
 SAMPLE, UPDATE = ("explore: sample_chunk", "regenerate: sample_chunk"), "update: update"
 PROGRAMS = [
@@ -44,10 +44,10 @@ def test_every_program_compiles_and_fits(planned):
 def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned):
     """On an H200, XLA makes one product of two that read the same input. There, operations are counted."""
     settings = config(planned.model)
-    experiment = Planner(settings, Devices(TARGETS[planned.device])).stages.experiment
-    weights = flatten(experiment.backbone.transformer)
-    scanned = lambda w: w.shape[0] if w.ndim == 3 else 1  # linears of all blocks lie in one array
-    count = sum(scanned(weights[path]) for path in experiment.recipe.quantized) * settings.rollout.explore.steps
+    transformer = open_configurations(settings.model.path, settings.model.remat).transformer
+    form = FORMATS["nvfp4"]  # which linears are quantised depends on the model's rule, not on the format
+    linears = report(transformer.shapes(jnp.bfloat16), settings.model.quantize, form)
+    count = sum(linear.layers for linear in linears if not linear.kept) * settings.rollout.explore.steps
     products = {
         f"{stage}: {row['name']}": row["roofline"]["native"].get(PRODUCT[planned.device], 0)
         for stage, row in plan.rows(planned.plan)
