@@ -8,7 +8,7 @@ Nothing is downloaded. The models have their released configurations and random 
 
 * facts: the device, the versions of the driver, CUDA and cuDNN, of JAX.
 * parity: an embedded pipeline's rewards of the same seeds here and on the CPU; which kernels of libraries ran.
-* products: BF16 and each format that the device has natively (nvfp4, fp8, mxfp8; --formats names others) at the shapes of the
+* products: BF16 and each format that the device has natively (nvfp4, fp8; --formats names others) at the shapes of the
   models' quantised linears; the share of the device's public peak.
 * steps, of each model: a chunk regenerated in BF16, and explored in each format: seconds a call and a step, of `sync` too.
 * rollout, of each model: decoding and scoring a chunk; with the calls of `steps` and their number, the rollout phase of an

@@ -104,7 +104,7 @@ def run_peer(arguments: list[str]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--rows", type=int, help="pictures of a step (default: rollout.chunk)")
-    options.add_argument("--formats", default="auto,fp8,nvfp4,mxfp8,mxfp4", help="with commas; bf16 is always measured")
+    options.add_argument("--formats", default="auto,fp8,nvfp4", help="with commas; bf16 is always measured")
     options.add_argument("--peer", action="store_true", help="measure diffusers with torch.compile too")
     args = options.parse_args(arguments)
     # a format that quantises: the experiment then knows which linears are quantised

@@ -8,10 +8,11 @@ from solrl_jax.backbone.backbone import DTYPES, load_backbone
 from solrl_jax.backbone.locate import open_model
 from solrl_jax.commands.options import finish, json_option, overrides_argument
 from solrl_jax.explore import linears
+from solrl_jax.numerics.formats import resolve
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.run.directory import configuration, load_policy
 from solrl_jax.storage.errors import in_one_line
-from solrl_jax.training.experiment import device_facts, explored_format
+from solrl_jax.training.experiment import device_facts
 
 
 @click.command("linears")
@@ -23,11 +24,11 @@ def command(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool
     """List the linears of a model: which are quantised, why others are not, and their bytes. Loads no weights.
 
     \b
-    solrl linears tiny rollout.explore.precision=mxfp8 --errors
+    solrl linears tiny rollout.explore.precision=fp8 --errors
     """
     config, run = configuration(target, overrides, None)
     device = device_facts()
-    form = explored_format(config, device)
+    form = resolve(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path)
     shapes = pipeline.transformer.shapes(DTYPES[config.rollout.precision])
     with in_one_line():

@@ -81,8 +81,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     pipeline = open_model(config.model.path if config else target)
     grid, size = _grid(request, config, pipeline, noise)
     device = device_facts()
-    with in_one_line(lambda said: f"--precision {said}"):
-        form = resolve_format(request.precision, device)
+    form = resolve_format(request.precision, device)
     computed = "fp32" if form.name == "fp32" else "bf16"
     quantized = _quantized(config, pipeline, form, computed)
     backbone = load_backbone(pipeline, computed, make_mesh(-1, 1), **mine)

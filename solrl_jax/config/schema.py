@@ -47,7 +47,7 @@ Regex = Annotated[str, AfterValidator(_regex)]
 
 
 # of exploration: the formats of `numerics/formats.py`; auto: the fastest of them that the device runs natively
-Precision = Literal["auto", "nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "fp32"]
+Precision = Literal["auto", "nvfp4", "fp8", "bf16", "fp32"]
 PreviewSigmas = Literal["own", "first"]
 
 

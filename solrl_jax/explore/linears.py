@@ -17,8 +17,8 @@ from jaxtyping import Array
 from solrl_jax.config.schema import Explore, Quantize
 from solrl_jax.explore.lever import shaped_quantizer
 from solrl_jax.explore.sync import Quantizer
-from solrl_jax.numerics.blocks import nbytes
 from solrl_jax.numerics.formats import Format
+from solrl_jax.numerics.leaf import nbytes
 from solrl_jax.numerics.matmul import dequantize
 from solrl_jax.parallel import sharding
 from solrl_jax.policy.lora import Adapters, Params, by_layer, flatten

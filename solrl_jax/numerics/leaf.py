@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from solrl_jax.numerics import blocks, split
+from solrl_jax.numerics import split
 
 Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
 
@@ -47,8 +47,13 @@ class Leaf(abc.ABC):
     @property
     def nbytes(self) -> int:
         """Bytes that the arrays hold."""
-        return blocks.nbytes(self)
+        return nbytes(self)
 
 
 class Quantized(Leaf):
     """A leaf that multiplies in a format of its own: its product is near that of the matrix, and not equal."""
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes that the arrays of a tree hold, or would hold if they are abstract."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))

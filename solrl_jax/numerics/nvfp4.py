@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt8
 
-from solrl_jax.numerics.blocks import block_scaled_dot, pack, pad_blocks, unpack
 from solrl_jax.numerics.leaf import Matrix, Quantized
 
 BLOCK = 16  # values under one E4M3 scale, along the contraction axis
@@ -42,7 +41,7 @@ class QTensor(Quantized):
 
     def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         """`x @ w` with both operands in NVFP4, accumulated in float32, in the dtype of `x`."""
-        rows = pad_blocks(x.astype(jnp.float32), BLOCK)
+        rows = pad_blocks(x.astype(jnp.float32))
         row_scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / (E4M3_MAX * E2M1_MAX)
         codes, scales = quantize_blocks(rows, row_scale)
         y = block_scaled_dot(codes, scales, unpack(self.codes), self.scales)
@@ -58,7 +57,7 @@ class QTensor(Quantized):
 def quantize(w: Matrix) -> QTensor:
     """NVFP4 of weight matrices [..., in, out], one float32 scale each. Finite input never gives NaN."""
     n_in = w.shape[-2]
-    rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32), BLOCK)
+    rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32))
     tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (E4M3_MAX * E2M1_MAX)
     codes, scales = quantize_blocks(rows, tensor_scale[..., None, None])
     return QTensor(pack(codes), scales, tensor_scale, n_in)
@@ -83,3 +82,44 @@ def quantize_blocks(
     reciprocal = jnp.where(s32 > 0, (1.0 / safe) / jnp.where(s32 > 0, s32, 1.0), 0.0)
     codes = jnp.clip(blocks * reciprocal[..., None], -E2M1_MAX, E2M1_MAX).astype(jnp.float4_e2m1fn)
     return codes.reshape(x.shape), scales
+
+
+def block_scaled_dot(
+    x: Shaped[Array, "rows k"], x_scales: Shaped[Array, "rows blocks"],
+    w: Shaped[Array, "n_out k"], w_scales: Shaped[Array, "n_out blocks"],
+) -> Float[Array, "rows n_out"]:  # fmt: skip
+    """`(x * x_scales) @ (w * w_scales).T`, accumulated in float32: codes, and one scale for each block along k.
+
+    Native on CUDA devices that have units for it: cuDNN's kernel, by XLA's custom call (block_scaling_matcher.cc). Elsewhere
+    XLA expands the product. That is exact even in BF16: the product of a code and its scale has at most eight significant bits.
+    Scales in float32 would not fit: the caller applies them to the result.
+    """
+    return jax.lax.platform_dependent(x, x_scales, w, w_scales, cuda=_custom_call, default=_composite)
+
+
+def _composite(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
+    return jax.lax.scaled_dot(
+        x, w, lhs_scale=x_scales, rhs_scale=w_scales, dimension_numbers=(((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32)  # fmt: skip
+
+
+def _custom_call(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
+    return jax.nn.scaled_matmul(x[None], w[None], x_scales[None], w_scales[None], preferred_element_type=jnp.float32)[0]
+
+
+def pack(codes: Shaped[Array, "... k"]) -> UInt8[Array, "... half"]:
+    """float4_e2m1fn [..., k] to bytes [..., k / 2]. XLA's own float4 arrays take a byte an element in memory."""
+    return jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint8)
+
+
+def unpack(packed: UInt8[Array, "... half"]) -> Shaped[Array, "... k"]:
+    """Bytes [..., k / 2] to float4_e2m1fn [..., k]."""
+    # The barrier prevents constant folding: XLA (jaxlib 0.10) folds this to wrong codes where the bytes are constants.
+    codes = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(packed), jnp.float4_e2m1fn)
+    return codes.reshape(*packed.shape[:-1], -1)
+
+
+def pad_blocks(x: Float[Array, "... k"]) -> Float[Array, "... padded"]:
+    """`x` with zeros after its last axis, up to a multiple of a block."""
+    missing = -x.shape[-1] % BLOCK
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from solrl_jax.config.schema import shown
 from solrl_jax.rewards.detectors import Detection, Vocabulary, open_detector, vocabulary
-from solrl_jax.rewards.outside import Images, Metadata, check_arguments, finite
+from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 
 RELATIONS = ("left of", "right of", "above", "below")
 MOST = 16  # objects of a class that are counted

@@ -25,8 +25,7 @@ from tqdm import tqdm
 
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.schema import shown
-from solrl_jax.rewards.outside import finite
-from solrl_jax.rewards.protocol import Host, HostReward
+from solrl_jax.rewards.protocol import Host, HostReward, finite
 from solrl_jax.storage.errors import RunError
 
 Images = Float[np.ndarray, "n H W 3"]

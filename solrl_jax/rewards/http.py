@@ -18,7 +18,7 @@ from jaxtyping import Float
 from PIL import Image
 
 from solrl_jax.rewards.host import Failure
-from solrl_jax.rewards.outside import Metadata
+from solrl_jax.rewards.protocol import Metadata
 from solrl_jax.storage.errors import first_line
 from solrl_jax.storage.images import to_uint8
 

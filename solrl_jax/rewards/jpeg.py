@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from solrl_jax.rewards.outside import Images, Metadata, check_arguments
+from solrl_jax.rewards.protocol import Images, Metadata, check_arguments
 from solrl_jax.storage.images import to_uint8
 
 QUALITY = 95

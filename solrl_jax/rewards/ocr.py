@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from solrl_jax.config.schema import shown
-from solrl_jax.rewards.outside import Images, Metadata, check_arguments, finite
+from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 from solrl_jax.storage.images import to_uint8
 
 # Checked when the file is imported, so before a run loads anything. The libraries are imported for the first picture.

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.schema import shown
@@ -17,6 +18,8 @@ from solrl_jax.storage.errors import InputError
 
 BATCH = 16  # pictures that a function outside JAX gets at most in one call; its timeout is for one call
 Scores = dict[str, Float[Array, " b"]]  # by name; the reward itself is named "reward"
+Images = Float[np.ndarray, "..."]  # outside JAX: float32 [n, H, W, 3] in [0, 1], which `check_arguments` checks
+Metadata = Mapping[str, Any]  # what a prompt set says about a prompt beside its text
 Check = Callable[[Prompt], object]  # raises ValueError, in one line, for a prompt that the reward cannot score
 
 
@@ -96,3 +99,17 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None
         quoted = "" if shown(str(prompt)) in text else f"prompt {shown(str(prompt))}: "
         more = f" ({len(wrong)} of {len(prompts)} prompts cannot be scored)" if len(wrong) > 1 else ""
         raise InputError(f"{field}: {quoted}{text}{more}")
+
+
+def check_arguments(reward: str, images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
+    """Raises ValueError in one line unless there are n pictures, n prompts and n mappings of metadata."""
+    if images.ndim != 4 or images.shape[-1] != 3:
+        raise ValueError(f"reward '{reward}': images of shape {images.shape}; expected [n, height, width, 3]")
+    if not len(images) == len(prompts) == len(metadata):
+        count = f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} mappings of metadata"
+        raise ValueError(f"reward '{reward}': {count}; expected as many of each")
+
+
+def finite(images: Float[np.ndarray, "n H W 3"]) -> Bool[np.ndarray, " n"]:
+    """Which pictures have only finite values. The others score NaN, as in JAX, and are not trained on."""
+    return np.isfinite(images).all((1, 2, 3))

@@ -16,13 +16,13 @@ import yaml
 
 from solrl_jax.config.presets import to_yaml
 from solrl_jax.config.schema import Config
-from solrl_jax.numerics.formats import AUTO
+from solrl_jax.numerics.formats import AUTO, resolve
 from solrl_jax.rewards.registry import reward_name, reward_names
 from solrl_jax.run import checkpoint, ledger, metrics
 from solrl_jax.run.directory import is_run, read_run
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write, writing
-from solrl_jax.training.experiment import device_facts, explored_format
+from solrl_jax.training.experiment import device_facts
 
 # settings that the adapters do not depend on; the cache holds the very bits that would be computed
 FREE = (
@@ -41,7 +41,7 @@ def refuse_another_run(folder: Path, config: Config) -> None:
             raise InputError(f"{name} has {found[0]} but no config.yaml, so it may not be a run's; name another directory")
         return
     there = read_run(folder)
-    here = explored_format(config, device_facts()).name
+    here = resolve(config.rollout.explore.precision, device_facts()).name
     precision = there.rollout.explore.precision
     was = precision if precision != AUTO else _explored_in(folder) or here
     if fingerprint(there, was) == fingerprint(config, here):

@@ -17,7 +17,7 @@ from solrl_jax.explore.lever import Calibration
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.recipe import Recipe
 from solrl_jax.flow.grid import Grid
-from solrl_jax.numerics.formats import Device, Format, resolve
+from solrl_jax.numerics.formats import Device, resolve
 from solrl_jax.numerics.randomness import candidate_seeds, key, prompt_uid
 from solrl_jax.parallel import sharding
 from solrl_jax.policy.lora import Adapters, attach, matching
@@ -87,7 +87,7 @@ class Experiment:
         )
         return Recipe(
             explore=config.rollout.explore,
-            format=explored_format(config, self.device),
+            format=resolve(config.rollout.explore.precision, self.device),
             quantized=self.quantized,
             scale=self.scale,
             training_precision=config.rollout.precision,
@@ -148,17 +148,11 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tupl
         why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
         raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
     shapes = pipeline.transformer.shapes(DTYPES[rollout.precision])
-    form = explored_format(config, device)
+    form = resolve(rollout.explore.precision, device)
     with in_one_line():
         pipeline.latent_shape(model.height, model.width)
         targets = matching(shapes, config.lora.targets, "lora.targets")
         return tuple(targets), quantized_paths(shapes, model.quantize, form)
-
-
-def explored_format(config: Config, device: Device) -> Format:
-    """The format that `config` explores in on `device`. Raises InputError for one that is not compiled there."""
-    with in_one_line(lambda said: f"rollout.explore.precision={said}"):
-        return resolve(config.rollout.explore.precision, device)
 
 
 def device_facts() -> Device:

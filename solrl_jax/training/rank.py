@@ -17,8 +17,8 @@ from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.fidelity import mean_true_rank, overlap, rank_correlations, regret
 from solrl_jax.rollout.stage import Stage
-from solrl_jax.storage.errors import InputError, in_one_line
-from solrl_jax.training.experiment import Experiment, device_facts, explored_format
+from solrl_jax.storage.errors import InputError
+from solrl_jax.training.experiment import Experiment, device_facts
 from solrl_jax.training.iteration import Progress, roll_out
 
 TOP = 4  # of the paper's "top-4 match"
@@ -66,22 +66,18 @@ def sweep(
 
     Raises InputError or ConfigError in one line for an entry that cannot be.
     """
-    device, whole = device_facts(), "integers of at least 1"
-
-    def format_name(text: str) -> str:
-        with in_one_line(lambda said: f"--formats {said}"):
-            return resolve(text, device).name
-
+    whole = "integers of at least 1"
+    format_name = lambda text: resolve(text, device_facts()).name
     recipes = _listed("--explore", explore, "", str, "recipes")
     numbers = _listed("--steps", steps, None, _count, whole)
     pools = _listed("--candidates", candidates, config.rollout.candidates, _count, whole)
     found = []
     for recipe in recipes:
         configured = override(config, (f"explore={recipe}",)) if recipe else config
-        own_format, own_steps = explored_format(configured, device).name, configured.rollout.explore.steps
-        accepted = _listed("--formats", formats, own_format, format_name, ", ".join((*FORMATS, AUTO)))
+        own = configured.rollout.explore
+        accepted = _listed("--formats", formats, format_name(own.precision), format_name, ", ".join((*FORMATS, AUTO)))
         for form, number, pool in itertools.product(accepted, numbers, pools):
-            found.append(Setting(recipe, form, number or own_steps, pool))
+            found.append(Setting(recipe, form, number or own.steps, pool))
     return list(dict.fromkeys(found))
 
 

@@ -357,8 +357,8 @@ def test_what_version_2_has_no_more_is_dropped():
     assert plain.rollout.explore.precision == "nvfp4"
     tree["rollout"]["explore"] |= {"vae": "embedded:tiny-light", "audit_every": 5, "precision": "nvfp4_w"}
     assert from_yaml(yaml.safe_dump(tree)) == plain
-    tree["rollout"]["explore"]["precision"] = "mxfp8"  # any other format stays
-    explore = dataclasses.replace(plain.rollout.explore, precision="mxfp8")
+    tree["rollout"]["explore"]["precision"] = "fp8"  # any other format stays
+    explore = dataclasses.replace(plain.rollout.explore, precision="fp8")
     assert from_yaml(yaml.safe_dump(tree)).rollout == dataclasses.replace(plain.rollout, explore=explore)
     for field in ("vae", "audit_every"):  # and is refused from version 2 on
         with pytest.raises(ConfigError, match=f"^unknown key 'rollout.explore.{field}': "):

@@ -121,7 +121,7 @@ def test_reasons_are_told():
     assert all(path in told for path in everything if path.endswith("/kernel") and len(everything[path].shape) < 4)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "fp8", "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8", "bf16"])
 def test_bytes_before_and_after(name):
     """Of the widest linear of FLUX.1-dev, and in all."""
     rows = report(shapes("flux1"), rules("flux1"), FORMATS[name])
@@ -175,14 +175,14 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
 
     monkeypatch.setattr("solrl_jax.models.component.Component.load", load)
     call = lambda *arguments: CliRunner().invoke(cli.cli, ["linears", "tiny", *arguments], catch_exceptions=False).output
-    summary = json.loads(call("--json", "rollout.explore.precision=mxfp4", "rollout.explore.correction=16"))
-    of = open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["mxfp4"]
+    summary = json.loads(call("--json", "rollout.explore.precision=fp8", "rollout.explore.correction=16"))
+    of = open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["fp8"]
     explore = resolve("tiny", ["rollout.explore.correction=16", "rollout.explore.exact_steps=1"]).rollout.explore
     rows = report(*of, explore)
     for row, without in zip(rows, report(*of), strict=True):  # two factors of rank 16 a matrix, in BF16
         beside = 0 if row.kept else row.layers * 16 * (row.n_in + row.n_out) * 2
         assert row.bytes_after == without.bytes_after + beside
-    assert summary.pop("exploration").startswith("mxfp4 (")
+    assert summary.pop("exploration").startswith("fp8 (")
     assert summary.pop("per_linear") == [dataclasses.asdict(row) | {"errors": []} for row in rows]
     assert summary == totals(rows)
     assert (summary["quantized"], summary["linears"]) == (16, 46)

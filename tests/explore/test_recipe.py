@@ -13,7 +13,6 @@ from solrl_jax.numerics.formats import FORMATS, Device
 from solrl_jax.numerics.fp8 import FP8Tensor
 from solrl_jax.numerics.low_rank import LowRank
 from solrl_jax.numerics.matmul import dequantize
-from solrl_jax.numerics.mx import MXTensor
 from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.policy.lora import flatten
 from solrl_jax.rollout.generate import Rows, generate
@@ -25,8 +24,8 @@ from solrl_jax.training import experiment as experiments
 from solrl_jax.training.experiment import fresh_state
 from tests.small import small_config
 
-LEAVES = {"nvfp4": QTensor, "mxfp4": MXTensor, "mxfp8": MXTensor, "fp8": FP8Tensor}
-ERRORS = {"nvfp4": 0.09, "mxfp4": 0.14, "mxfp8": 0.03, "fp8": 0.025}  # of velocities, relative
+LEAVES = {"nvfp4": QTensor, "fp8": FP8Tensor}
+ERRORS = {"nvfp4": 0.09, "fp8": 0.025}  # of velocities, relative
 H200, B200 = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA B200", (10, 0))
 
 
@@ -55,7 +54,7 @@ def test_auto_is_what_the_devices_run_natively(experiment, device, name):
     assert recipe.explore.precision == "auto"
     assert recipe.format is FORMATS[name]
     assert recipe.levels[0].precision == name
-    assert explored(experiment, device, "rollout.explore.precision=mxfp8").recipe.format is FORMATS["mxfp8"]
+    assert explored(experiment, device, "rollout.explore.precision=fp8").recipe.format is FORMATS["fp8"]
 
 
 def test_levels_go_from_what_is_configured_to_the_policy_that_regenerates(experiment):
@@ -164,7 +163,7 @@ def test_a_run_goes_on_in_the_format_that_it_began_in_or_not_at_all(tmp_path, mo
         f"run.dir={str(folder)!r} explored in nvfp4, and rollout.explore.precision=auto is fp8 here; "
         "set rollout.explore.precision=nvfp4 to go on, or name another directory"
     )
-    assert "rollout.explore.precision=mxfp8 is mxfp8 here" in refusal(folder, "mxfp8")
+    assert "rollout.explore.precision=fp8 is fp8 here" in refusal(folder, "fp8")
     assert not refusal(folder, "nvfp4")  # as it says
     monkeypatch.setattr(identity, "device_facts", lambda: B200)
     assert not refusal(folder, "auto")
@@ -180,7 +179,7 @@ def test_a_fingerprint_holds_the_format_and_not_the_word_for_it():
     assert identity.fingerprint(auto, "fp8") == identity.fingerprint(named, "fp8") != identity.fingerprint(auto, "nvfp4")
 
 
-@pytest.mark.parametrize("precision", ["auto", "mxfp8"])
+@pytest.mark.parametrize("precision", ["auto", "fp8"])
 def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monkeypatch):
     there = explored(experiment, H200, f"rollout.explore.precision={precision}", "rollout.explore.exact_steps=1")
     said = []

@@ -19,7 +19,7 @@ from solrl_jax.planning.stages import Program
 from solrl_jax.planning.targets import TARGETS, Target
 from solrl_jax.training.experiment import device_facts
 
-DEFAULT = ("nvfp4", "fp8", "mxfp8")  # formats, by the memory that they take: a high-water mark only rises
+DEFAULT = ("nvfp4", "fp8")  # formats, by the memory that they take: a high-water mark only rises
 LARGEST = 3  # kernels that are listed
 # built with fewer units or slower memory than the device of that name whose peaks are in `planning.targets`
 _OTHERS = re.compile("PCIe|NVL|40GB|Max-Q|MIG", re.IGNORECASE)
@@ -111,5 +111,5 @@ class Gauge:
         """Of `count` operations in `seconds`: of the device's public peak for products of a format."""
         if self.target is None:
             return None
-        element = {"nvfp4": "f4", "mxfp4": "f4", "fp8": "f8", "mxfp8": "f8", "bf16": "bf16", "fp32": "f32"}[form]
+        element = {"nvfp4": "f4", "fp8": "f8", "bf16": "bf16", "fp32": "f32"}[form]
         return round(count / seconds / getattr(self.target.peaks, unit(element)), 4)

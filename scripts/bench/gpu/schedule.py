@@ -25,7 +25,7 @@ PRESETS = {  # of a model: a preset and what is chosen beside it
     "tiny-flux": ("tiny", "model=tiny-flux"),
     "tiny-sd3": ("tiny", "model=tiny-sd3"),
 }
-QUANTISED = ("nvfp4", "mxfp4", "fp8", "mxfp8")  # formats that quantise
+QUANTISED = ("nvfp4", "fp8")  # formats that quantise
 LEAST = 15.0  # seconds that a step needs: to start Python and JAX and to compile a first program
 MOST = {"parity": 0.3, "products": 0.3}  # of all the time: a CPU that compiles slowly must not take that of the models
 SCRIPTS = Path(__file__).parents[2]
