@@ -1,16 +1,14 @@
 """`solrl rank`."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
 from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.run import pictures
 from solrl_jax.run.directory import configuration, load_policy
+from solrl_jax.run.pictures import save_correlation
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write, writable_directory
 from solrl_jax.training import rank
@@ -24,8 +22,9 @@ from solrl_jax.training.experiment import build
 @click.option("--explore", metavar="paper,best", help="Recipes of configs/explore/ (default: the run's own).")
 @click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the recipe's).")
 @click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's).")
-@click.option("--candidates", metavar="N,N,...", help="Sizes of the pools (default: the run's).")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for tables and pictures (default: the run or runs/rank).")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for rank.json and rank.png (default: the run or runs/rank)."
+)
 @json_option
 def command(
     target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, **lists: str | None
@@ -42,24 +41,14 @@ def command(
     if prompts > len(experiment.test_prompts):
         raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")
     adapters, _ = load_policy(run, config, experiment.backbone)
-    total = rank.rounds(settings) * prompts * max(s.candidates for s in settings)
+    total = (1 + len(settings)) * prompts * config.rollout.candidates
     with bar(total, "rank") as shown:
         show = lambda stage, rows, done: shown.update(done)
         pools = rank.explore_and_regenerate(experiment, adapters, prompts, settings, show)
     results = [rank.summarise(pools, setting, config.rollout.kept) for setting in settings]
-    write(folder, results, settings, pools)
+    atomic_write(folder / "rank.json", json.dumps(results, indent=2) + "\n")
+    save_correlation(folder / "rank.png", pools.proxies[settings[0]], pools.true)
     formats = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
     text = "\n".join([rank.table(results, settings), *(f"{name}: {how}" for name, how in formats.items())])
-    finish({"out": str(folder), "formats": formats, "settings": rank.without_prompts(results)}, as_json, text)
-
-
-def write(folder: Path, results: Sequence[dict[str, Any]], settings: Sequence[rank.Setting], pools: rank.Pools) -> None:
-    """Writes `rank.json`, `rank.csv`, a scatter plot of the first setting, and curves if there are several settings."""
-    atomic_write(folder / "rank.json", json.dumps(results, indent=2) + "\n")
-    atomic_write(folder / "rank.csv", rank.to_csv(results))
-    first = settings[0]
-    proxy, true = pools.proxies[first.proxy], pools.true
-    pictures.save_correlation(folder / "rank.png", proxy[:, : first.candidates], true[:, : first.candidates])
-    if len(results) > 1:
-        rows = rank.without_prompts(results)
-        pictures.save_sweep(folder / "rank-sweep.png", rows, ("spearman", "kendall", "top_k_match"))
+    means = [{name: value for name, value in result.items() if name != "per_prompt"} for result in results]
+    finish({"out": str(folder), "formats": formats, "settings": means}, as_json, text)

@@ -178,32 +178,6 @@ def save_correlation(path: str | Path, proxy: Float[np.ndarray, "p n"], true: Fl
     _save_figure(path, figure)
 
 
-def save_sweep(path: str | Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Draws how `columns` of a sweep depend on its "steps" and on its "candidates", as PNG.
-
-    Steps vary for the largest number of candidates, candidates for the largest number of steps; what does not vary has no
-    panel. There is one line for each combination of "explore" and "precision".
-    """
-    fixed = {axis: max(row[axis] for row in rows) for axis in ("steps", "candidates")}
-    along = [axis for axis in fixed if len({row[axis] for row in rows}) > 1] or ["steps"]
-    figure = _figure(3.4 * len(columns), 3.2 * len(along))
-    all_axes = figure.subplots(len(along), len(columns), squeeze=False)
-    for axis, line_of_axes in zip(along, all_axes, strict=True):
-        (other,) = fixed.keys() - {axis}
-        chosen = sorted((row for row in rows if row[other] == fixed[other]), key=lambda row: row[axis])
-        for column, axes in zip(columns, line_of_axes, strict=True):
-            line = lambda row: ": ".join(filter(None, (row["explore"], row["precision"])))
-            for color, label in zip(_COLORS * len(chosen), dict.fromkeys(map(line, rows)), strict=False):
-                points = [(row[axis], row[column]) for row in chosen if line(row) == label]
-                axes.plot(*zip(*points, strict=True), color=color, label=label, linewidth=1.8, marker="o", markersize=4)
-            axes.set_xlabel(axis)
-            axes.set_ylabel(column.replace("_", " "))
-            axes.set_title(f"{fixed[other]} {other}", loc="left", fontsize=9, color=_INK)
-            axes.xaxis.get_major_locator().set_params(integer=True)
-    all_axes[0, 0].legend(frameon=False, loc="best", fontsize=9)
-    _save_figure(path, figure)
-
-
 def _figure(width: float, height: float) -> "Figure":
     """An empty figure of `width` x `height` inches, drawn in memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

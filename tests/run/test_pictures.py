@@ -138,19 +138,6 @@ def test_a_correlation_is_the_mean_within_prompts(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["flat.png", "rank.png"]
 
 
-def test_a_sweep_has_a_line_for_each_recipe_and_format(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(pictures, "_save_figure", lambda path, figure: figures.append(figure))
-    rows = [
-        {"explore": recipe, "precision": precision, "steps": steps, "candidates": 24, "spearman": 0.5}
-        for recipe, precision in (("", "bf16"), ("best", "nvfp4"))
-        for steps in (6, 4)
-    ]
-    pictures.save_sweep(tmp_path / "sweep.png", rows, ["spearman"])
-    (axes,) = figures[0].axes
-    assert {line.get_label(): list(line.get_xdata()) for line in axes.lines} == {"bf16": [4, 6], "best: nvfp4": [4, 6]}
-
-
 def test_the_same_picture_has_the_same_bytes(tmp_path):
     images = RNG.random((4, 8, 8, 3))
     for name in ("a.png", "b.png"):

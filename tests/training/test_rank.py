@@ -1,8 +1,6 @@
 """Rankings: pools of the same candidates in several ways, the figures of a setting by hand, and the lists of a sweep."""
 
-import csv
 import dataclasses
-import io
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from solrl_jax.numerics.formats import Device
 from solrl_jax.storage.errors import InputError
 from solrl_jax.training import rank
 from solrl_jax.training.experiment import fresh_state
-from solrl_jax.training.iteration import roll_out, silent
 from solrl_jax.training.rank import Pools, Setting, explore_and_regenerate, summarise, sweep, with_recipe
 from tests.toys import toy_experiment
 
@@ -29,29 +26,17 @@ def toy():
 
 def test_pools_are_the_same_candidates_explored_and_regenerated(toy):
     ways = (("", "nvfp4", 2), ("", "nvfp4", 4), ("", "bf16", 4), ("best", "nvfp4", 2))
-    settings = [Setting(*way, 6) for way in ways]
+    short, long, exact, best = settings = [Setting(*way) for way in ways]
     told = []
     pools = explore_and_regenerate(toy, fresh_state(toy).ema, 3, settings, lambda *facts: told.append(facts))
     assert pools.prompts == toy.test_prompts[:3]
-    assert pools.true.shape == (3, 6)
-    assert pools.proxies.keys() == {setting.proxy for setting in settings}
-    np.testing.assert_array_equal(pools.proxies["", "bf16", 4], pools.true)  # the regeneration itself
-    error = {setting.proxy: np.abs(pools.proxies[setting.proxy] - pools.true).max() for setting in settings}
-    assert 1e-5 < error["", "nvfp4", 4] < error["", "nvfp4", 2]
-    assert error["best", "nvfp4", 2] not in (0, error["", "nvfp4", 2])
-    assert sum(done for *_, done in told) == rank.rounds(settings) * 3 * 6 == 5 * 18
-
-
-def test_a_smaller_pool_is_the_beginning_of_a_larger_one(toy, monkeypatch):
-    """So pools of several sizes are explored once; and candidates do not depend on how many there are."""
-    adapters, count = fresh_state(toy).ema, []
-    monkeypatch.setattr(rank, "roll_out", lambda *a: count.append(1) or roll_out(*a))
-    settings = [Setting("", "nvfp4", 2, size) for size in (2, 4, 8)]
-    large = explore_and_regenerate(toy, adapters, 2, settings, silent)
-    assert len(count) == rank.rounds(settings) == 2
-    small = explore_and_regenerate(toy, adapters, 2, settings[:2], silent)
-    np.testing.assert_array_equal(small.true, large.true[:, :4])
-    np.testing.assert_array_equal(small.proxies["", "nvfp4", 2], large.proxies["", "nvfp4", 2][:, :4])
+    assert pools.true.shape == (3, 8)
+    assert list(pools.proxies) == settings
+    np.testing.assert_array_equal(pools.proxies[exact], pools.true)  # the regeneration itself
+    error = {setting: np.abs(proxy - pools.true).max() for setting, proxy in pools.proxies.items()}
+    assert 1e-5 < error[long] < error[short]
+    assert error[best] not in (0, error[short])
+    assert sum(done for *_, done in told) == 5 * 3 * 8
 
 
 def test_another_recipe_changes_exploration_alone(toy):
@@ -75,9 +60,9 @@ def test_another_recipe_changes_exploration_alone(toy):
 TRUE = np.array([[8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 9.0]])
 
 
-def figures(proxy, true=TRUE, kept=4, candidates=8, prompts=("a", "b")):
-    setting = Setting("", "nvfp4", 6, candidates)
-    return summarise(Pools(prompts, np.asarray(true), {setting.proxy: np.asarray(proxy)}), setting, kept)
+def figures(proxy, true=TRUE, kept=4):
+    setting = Setting("", "nvfp4", 6)
+    return summarise(Pools(("a", "b"), np.asarray(true), {setting: np.asarray(proxy)}), setting, kept)
 
 
 def test_a_perfect_proxy_has_the_perfect_ranks():
@@ -86,7 +71,6 @@ def test_a_perfect_proxy_has_the_perfect_ranks():
     assert (got["top_k_match"], got["bottom_k_match"], got["top_k_regret"]) == (0.5, 0.5, pytest.approx(TOP_FOUR_OF_TWO))
     assert (got["true_rank_best"], got["true_rank_worst"]) == (1.5, 7.5)
     assert (got["perfect_rank_best"], got["perfect_rank_worst"]) == (1.5, 7.5)
-    assert got["range_kept"] == 1
     assert (got["kept"], got["candidates"], got["prompts"], got["precision"], got["steps"]) == (4, 8, 2, "nvfp4", 6)
 
 
@@ -94,11 +78,11 @@ def test_a_perfect_proxy_has_the_perfect_ranks():
 TOP_FOUR_OF_TWO = ((26 - 17) / 4 / 7 + (27 - 18) / 4 / 8) / 2
 
 
-@pytest.mark.parametrize(("kept", "candidates"), [(2, 8), (4, 8), (6, 8), (4, 6), (8, 4)])
-def test_perfect_ranks_are_what_a_perfect_proxy_reaches(kept, candidates):
-    got = figures(TRUE, kept=kept, candidates=candidates)
-    assert got["true_rank_best"] == got["perfect_rank_best"] == (min(kept, candidates) // 2 + 1) / 2
-    assert got["true_rank_worst"] == got["perfect_rank_worst"] == candidates - (min(kept, candidates) // 2 - 1) / 2
+@pytest.mark.parametrize("kept", [2, 4, 6, 8])
+def test_perfect_ranks_are_what_a_perfect_proxy_reaches(kept):
+    got = figures(TRUE, kept=kept)
+    assert got["true_rank_best"] == got["perfect_rank_best"] == (kept // 2 + 1) / 2
+    assert got["true_rank_worst"] == got["perfect_rank_worst"] == 8 - (kept // 2 - 1) / 2
 
 
 def test_figures_by_hand():
@@ -114,12 +98,6 @@ def test_figures_by_hand():
     assert (got["true_rank_best"], got["true_rank_worst"]) == (5.0, 4.5)
     assert (got["perfect_rank_best"], got["perfect_rank_worst"]) == (1.5, 7.5)
     assert (first["top_k_match"], second["top_k_match"]) == (0.5, 0.0)
-    assert (first["largest_difference"], second["largest_difference"]) == (2.0, 18.0)
-    assert got["largest_difference"] == 18.0
-    assert first["range_kept"] == pytest.approx(6 / 7)
-    assert second["range_kept"] == 1
-    assert (first["range_bound"], second["range_bound"]) == (0.0, 0.0)
-    assert figures(TRUE + 0.1)["per_prompt"][0]["range_bound"] == pytest.approx(1 - 0.4 / 7)
 
 
 def test_rewards_that_are_not_finite_are_left_out():
@@ -132,40 +110,31 @@ def test_rewards_that_are_not_finite_are_left_out():
     assert (first["true_rank_best"], first["true_rank_worst"]) == (2.0, 6.5)
     assert first["spearman"] == pytest.approx(1)
     assert all(np.isnan(value) for name, value in second.items() if name != "prompt")
-    for name in ("spearman", "true_rank_best", "range_kept", "largest_difference"):
+    for name in ("spearman", "true_rank_best", "top_k_regret"):
         assert got[name] == first[name]
 
 
-def test_tables_have_a_row_a_setting_and_for_a_single_one_a_row_a_prompt():
-    settings = [Setting("", "nvfp4", 6, 8), Setting("best", "bf16", 10, 6)]
-    pools = Pools(("a", "b"), TRUE, {setting.proxy: TRUE for setting in settings})
+def test_the_table_has_a_row_a_setting_and_for_a_single_one_a_row_a_prompt():
+    settings = [Setting("", "nvfp4", 6), Setting("best", "bf16", 10)]
+    pools = Pools(("a", "b"), TRUE, dict.fromkeys(settings, TRUE))
     results = [summarise(pools, setting, 4) for setting in settings]
-    rows = list(csv.DictReader(io.StringIO(rank.to_csv(results))))
-    assert [(row["explore"], row["precision"], row["steps"], row["candidates"]) for row in rows] == [
-        ("", "nvfp4", "6", "8"), ("best", "bf16", "10", "6"),
-    ]  # fmt: skip
-    assert "per_prompt" not in rows[0]
-    assert {"true_rank_best", "perfect_rank_worst"} < rows[0].keys()
     both, single = rank.table(results, settings).splitlines(), rank.table(results[:1], settings[:1]).splitlines()
-    assert both[1].startswith("nvfp4, 6 steps, 4 of 8 kept")
-    assert both[2].startswith("best: bf16, 10 steps, 4 of 6 kept")
+    assert both[1].startswith("nvfp4, 6 steps ")
+    assert both[2].startswith("best: bf16, 10 steps ")
     assert [line.split()[0] for line in single[1:3]] == ["a", "b"]
-    assert single[-1] == "true ranks of a perfect proxy: 1.5, 7.5"
+    assert both[-1] == single[-1] == "4 of 8 kept; true ranks of a perfect proxy: 1.5, 7.5"
 
 
 # --- the lists of a sweep ---
 
 
 def test_without_lists_there_is_the_runs_own_setting(toy):
-    assert sweep(toy.config) == [Setting("", "nvfp4", 2, 8)]
+    assert sweep(toy.config) == [Setting("", "nvfp4", 2)]
 
 
 def test_a_sweep_is_every_combination_each_once(toy):
-    got = sweep(toy.config, explore="paper, best", formats="nvfp4,bf16,nvfp4", steps="2,4", candidates="4,8")
-    assert len(got) == len(set(got)) == 2 * 2 * 2 * 2
-    assert got[0] == Setting("paper", "nvfp4", 2, 4)
-    assert {s.explore for s in got} == {"paper", "best"}
-    assert {s.proxy for s in got} == {(e, f, n) for e in ("paper", "best") for f in ("nvfp4", "bf16") for n in (2, 4)}
+    got = sweep(toy.config, explore="paper, best", formats="nvfp4,bf16,nvfp4", steps="2,4")
+    assert got == [Setting(e, f, n) for e in ("paper", "best") for f in ("nvfp4", "bf16") for n in (2, 4)]
 
 
 def test_auto_stands_for_a_format(toy, monkeypatch):
@@ -179,7 +148,7 @@ def test_auto_stands_for_a_format(toy, monkeypatch):
         ({"formats": "nvfp4,fp5"}, r"^--formats nvfp4,fp5: expected a comma-separated list of fp32, bf16, .*nvfp4, auto$"),
         ({"steps": "2,x"}, r"^--steps 2,x: expected a comma-separated list of integers of at least 1$"),
         ({"steps": "0"}, r"^--steps 0: expected a comma-separated list of integers of at least 1$"),
-        ({"candidates": ""}, r"^--candidates : expected a comma-separated list of integers of at least 1$"),
+        ({"steps": ""}, r"^--steps : expected a comma-separated list of integers of at least 1$"),
         ({"explore": "best,papr"}, r"^unknown explore 'papr': did you mean 'paper'\?$"),
     ],
 )
