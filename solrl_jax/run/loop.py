@@ -2,7 +2,7 @@
 
 run.dir/config.yaml             the resolved configuration
 run.dir/run.json                versions, devices, what is native and what is emulated
-run.dir/metrics.jsonl, .csv     one row an iteration (0: before training), and TensorBoard's files
+run.dir/metrics.jsonl           one row an iteration (0: before training), and TensorBoard's files
 run.dir/ledger/                 every candidate of every iteration, Parquet
 run.dir/checkpoints/000010/     the state after iteration 10
 run.dir/profile/                traces of the iterations that were asked for
@@ -88,7 +88,6 @@ def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict
             state, done, interrupted = stop.state, stop.done, True
             _save_last(this, stop)
         saver.wait()
-        hosts.write(metrics.write_csv)
         if not interrupted:
             _finish(this, state)
         return hosts.agreed(lambda: _summary(folder, done, interrupted))
@@ -143,7 +142,6 @@ def _save_last(this: _Run, stop: Stopped) -> None:
         report.line(f"{what}: saved after iteration {stop.done}; the same command goes on from there")
     if not isinstance(cause, KeyboardInterrupt):
         this.saver.wait()
-        hosts.write(this.metrics.write_csv)
         assert cause is not None
         raise cause
 

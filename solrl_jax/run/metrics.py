@@ -1,7 +1,6 @@
-"""What a run reports. `metrics.jsonl` is the record; the other files repeat it.
+"""What a run reports. `metrics.jsonl` is the record; TensorBoard and Weights & Biases repeat it.
 
     metrics.jsonl     one JSON object a line: {"iteration": 12, "reward": 0.61, ...}; null for what was not finite
-    metrics.csv       a table, made from metrics.jsonl
     tensorboard/      TensorBoard scalars, if asked for
 
 Each line is on the disk when `log` returns, so no checkpoint is newer than the record. A resumed run drops the lines after its
@@ -9,8 +8,6 @@ checkpoint, so its record is that of a run that was never interrupted.
 """
 
 import contextlib
-import csv
-import io
 import json
 import math
 import os
@@ -24,7 +21,7 @@ from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic_write, disk_reason, writing
 
 Log = Callable[[int, dict[str, float]], Any]  # writes the values of an iteration
-_JSONL, _CSV, _TENSORBOARD, _WANDB_ID = "metrics.jsonl", "metrics.csv", "tensorboard", "wandb-id.txt"
+_JSONL, _TENSORBOARD, _WANDB_ID = "metrics.jsonl", "tensorboard", "wandb-id.txt"
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
@@ -94,17 +91,6 @@ class Metrics:
             raise ValueError('"iteration" is not a name for a metric')
         for log in self._logs:
             log(int(iteration), {name: float(value) for name, value in values.items()})
-
-    def write_csv(self) -> Path:
-        """Makes `metrics.csv` from the record: a column for every name, empty where a row has no value."""
-        rows = read(self._run_dir)
-        names = dict.fromkeys(name for row in [{"iteration": 0}, *rows] for name in row)
-        text = io.StringIO()
-        table = csv.DictWriter(text, list(names), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-        atomic_write(self._run_dir / _CSV, text.getvalue())
-        return self._run_dir / _CSV
 
 
 @contextlib.contextmanager

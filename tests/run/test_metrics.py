@@ -27,7 +27,6 @@ def report(run_dir, iterations, **options):
             record.log(iteration, {"reward": iteration / 3, "loss": np.float32(0.1)})
             if iteration % 2 == 0:
                 record.log(iteration, {"eval": jnp.float32(iteration)})
-        record.write_csv()
 
 
 def test_a_row_is_on_the_disk_when_log_returns(tmp_path):
@@ -39,18 +38,6 @@ def test_a_row_is_on_the_disk_when_log_returns(tmp_path):
     assert metrics.read(tmp_path / "absent") == []
 
 
-def test_the_csv_has_the_union_of_the_columns(tmp_path):
-    report(tmp_path, range(3))
-    assert (tmp_path / "metrics.csv").read_text().splitlines() == [
-        "iteration,reward,loss,eval",
-        "0,0.0,0.10000000149011612,",
-        "0,,,0.0",
-        "1,0.3333333333333333,0.10000000149011612,",
-        "2,0.6666666666666666,0.10000000149011612,",
-        "2,,,2.0",
-    ]
-
-
 @pytest.mark.parametrize("torn", [b"", b'{"iteration": 7, "rew', b"{", b'{"iteration": "\xc3', b"\n"])
 def test_a_resumed_run_leaves_the_same_files(tmp_path, torn):
     report(tmp_path / "whole", range(10))
@@ -59,9 +46,8 @@ def test_a_resumed_run_leaves_the_same_files(tmp_path, torn):
         stream.write(torn)
     assert [row["iteration"] for row in metrics.read(tmp_path / "resumed")][-1] == 6
     report(tmp_path / "resumed", range(5, 10), resume_after=4)
-    for name in ("metrics.jsonl", "metrics.csv"):
-        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert sorted(os.listdir(tmp_path / "resumed")) == ["metrics.csv", "metrics.jsonl"]
+    assert (tmp_path / "resumed" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert os.listdir(tmp_path / "resumed") == ["metrics.jsonl"]
 
 
 def test_without_resume_after_rows_are_appended(tmp_path):
