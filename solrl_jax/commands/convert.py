@@ -1,12 +1,12 @@
 """`solrl convert`: turns a released torch pickle into safetensors, and a native SANA checkpoint into diffusers' layout.
 
 This is the one file that imports PyTorch, and it does so only when it is called. All other files read safetensors, which hold
-numbers and no code. A pickle is read with `weights_only`, which runs none of its code, and is mapped into memory. Each tensor's
-bytes go from the map to the new file, so the whole is never copied. (The pages of the map count as the process's memory, but
-the system can take them back at any time.)
+numbers and no code. A pickle is read with `weights_only`, which runs none of its code, and is mapped into memory. Bytes go from
+the map to the new file, so the whole is never copied.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from solrl_jax.backbone.locate import pipeline_files
 from solrl_jax.commands.options import finish, json_option
 from solrl_jax.models import sana_native
-from solrl_jax.models.component import Component
 from solrl_jax.models.registry import open_pipeline
-from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.sana import SanaConfig
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, first_line, in_one_line
@@ -33,12 +33,6 @@ from solrl_jax.storage.errors import InputError, first_line, in_one_line
 # Keys under which checkpoints hold their tensors. The first one found is used: SANA's authors read `state_dict` before `model`.
 CONTAINERS = ("state_dict", "model", "model_state_dict", "module", "net", "weights", "params")
 HARMLESS = (type(None), bool, int, float, str)
-DTYPES = {  # safetensors' names by PyTorch's names; older versions of PyTorch lack some
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}  # fmt: skip
 INSTALL = "pip install 'solrl_jax[convert]'"
 INDEX, TRANSFORMER, WEIGHTS = "model_index.json", "transformer", "diffusion_pytorch_model.safetensors"
 
@@ -48,8 +42,9 @@ Tensors = dict[str, Any]  # of torch.Tensor, by name
 def convert(file: Path, out: Path, base: Path | None = None, *, force: bool = False) -> dict[str, Any]:
     """Writes the tensors of the pickle `file` to `out`. Returns what `--json` prints.
 
-    A native SANA checkpoint becomes a directory with a `transformer` in it, and with the other components of the pipeline
-    `base`. Any other file becomes one safetensors file with the same names and dtypes. force: replace `out` if it exists.
+    A native SANA checkpoint becomes the directory of a pipeline, with the other components of the pipeline `base`; that also
+    tells what names and shapes do not, such as the number of heads. Any other file becomes one safetensors file with the same
+    names and dtypes. force: replace `out` if it exists.
 
     Raises InputError, and leaves no output, for a file that holds more than tensors, or other tensors than the network's.
     """
@@ -59,6 +54,8 @@ def convert(file: Path, out: Path, base: Path | None = None, *, force: bool = Fa
     _check_tensors(file, tensors, torch)
     summary = {"out": str(out), "took": took, "left_out": left}
     if sana_native.is_native(tensors):
+        if base is None:
+            raise InputError(f"{file}: is a native SANA checkpoint; name a SANA pipeline of the same width by --base DIR")
         return summary | _write_sana(file, Path(os.path.abspath(out)), base, tensors)
     if base is not None:
         raise InputError(f"--base {base}: only for native SANA checkpoints, and {file} is none")
@@ -74,10 +71,8 @@ def describe(summary: Mapping[str, Any]) -> str:
     left = [*summary["left_out"], *summary.get("ignored", [])]
     lines += [f"left out {', '.join(left)}"] if left else []
     if summary["kind"] == "sana":
-        config = summary["config"]
-        lines.append(f"SANA of {config['num_layers']} layers, {summary['ffn']} MLPs, {summary['parameters']:,} parameters")
-        heads = config["num_cross_attention_heads"]
-        lines.append(f"{heads} heads of the attention to the text, as {summary['heads_of']} has them")
+        layers = summary["config"]["num_layers"]
+        lines.append(f"SANA of {layers} layers, {summary['ffn']} MLPs, {summary['parameters']:,} parameters")
     return "\n".join([*lines, f"{summary['tensors']} tensor(s), {summary['bytes'] / 1e9:.2f} GB: {summary['out']}"])
 
 
@@ -158,36 +153,35 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
 def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
     """Raises InputError that lists the tensors which a safetensors file cannot hold."""
-    known = {getattr(torch, name, None) for name in DTYPES}
-    strange = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype not in known]
-    strange += [f"{name} is {t.layout}" for name, t in tensors.items() if t.layout != torch.strided]
-    strange += [f"{name} is on {t.device}" for name, t in tensors.items() if t.device.type != "cpu"]
+    strange = []
+    for name, t in tensors.items():
+        try:
+            if t.layout != torch.strided or t.device.type != "cpu":
+                strange.append(f"{name} is {t.layout} on {t.device}")
+            else:
+                _spec(t)
+        except SafetensorError:
+            strange.append(f"{name} is {t.dtype}")
     if strange:
         raise InputError(f"{file}: {len(strange)} tensor(s) that safetensors cannot hold: {', '.join(strange)}")
 
 
-def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> dict[str, Any]:
+def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str, Any]:
     """Writes the directory `out` of a native SANA checkpoint, which the network's own loader checks first."""
     with in_one_line(lambda said: f"--base {base}: {said}"):
-        config = None if base is None else SanaConfig.read(base / TRANSFORMER)
-    grid = tensors.get(sana_native.POSITIONS)
+        config = SanaConfig.read(base / TRANSFORMER)
     with in_one_line(lambda said: f"{file}: {said}"):
-        shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        plan = sana_native.plan(shapes, config, grid is not None and bool(grid.any()))
-    copied = {} if base is None else _component_files(base)
+        plan = sana_native.plan({name: tuple(t.shape) for name, t in tensors.items()}, config)
+    copied, fields = _component_files(base), {"_class_name": plan.config.network, **dataclasses.asdict(plan.config)}
     _check_directory(out, {TRANSFORMER, *(name.split("/")[0] for name in copied)})
     with files.atomic_directory(out) as folder:
-        files.atomic_write(folder / TRANSFORMER / "config.json", json.dumps(plan.config, indent=2) + "\n")
+        files.atomic_write(folder / TRANSFORMER / "config.json", json.dumps(fields, indent=2) + "\n")
         with files.writing(out):
             for name, source in copied.items():
                 _copy(source, folder / name)
         # checked before the weights are written, which takes long
-        with in_one_line(lambda said: said.replace(str(folder), str(base or out))):
-            if base is not None:
-                network = open_pipeline(folder).transformer
-            else:
-                own = SanaConfig.read(folder / TRANSFORMER)
-                network = Component.of(folder / TRANSFORMER, lambda rngs: SanaTransformer2DModel(own, rngs=rngs))
+        with in_one_line(lambda said: said.replace(str(folder), str(base))):
+            network = open_pipeline(folder).transformer
         # views: no weight is read yet
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
@@ -200,8 +194,7 @@ def _write_sana(file: Path, out: Path, base: Path | None, tensors: Tensors) -> d
         "parameters": plan.parameters,
         "ffn": plan.ffn,
         "ignored": list(plan.ignored),
-        "heads_of": str(base or f"the authors' network of width {plan.config['cross_attention_dim']}"),
-        "config": plan.config,
+        "config": fields,
     }
 
 
@@ -232,38 +225,27 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _write(path: Path, tensors: Tensors) -> None:
-    """Writes a safetensors file, tensor by tensor.
+    """Writes a safetensors file. Only tensors whose elements are not contiguous are copied first.
 
-    At most one tensor is copied into memory, and only if its elements are not contiguous. (The library's own writer takes all
-    tensors at once.) Tensors that share memory are each written.
+    Tensors that share memory are each written: `safetensors.torch` refuses them.
     """
-    # Wide elements first, as in the library: then each tensor starts at a multiple of its element's size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, t in ordered:
-        start, end = end, end + t.nbytes
-        dtype = DTYPES[str(t.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": dtype, "shape": list(t.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with files.atomic(path) as partial, partial.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for _, t in ordered:
-            stream.write(_bytes(t))
+    whole = {name: t.contiguous() for name, t in tensors.items()}
+    with files.atomic(path) as partial:
+        serialize_file({name: _spec(t) for name, t in whole.items()}, partial, {"format": "pt"})
 
 
-def _bytes(tensor: Any) -> memoryview:
-    """A tensor's elements in row-major order, as bytes, because NumPy lacks some of the dtypes."""
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _spec(t: Any) -> TensorSpec:
+    """How safetensors finds a contiguous tensor. Raises SafetensorError for a dtype that it lacks."""
+    dtype = str(t.dtype).removeprefix("torch.")
+    return TensorSpec(dtype=dtype, shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
 
 
 @click.command("convert")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Output file, .safetensors; for SANA, a directory.")
-@click.option("--base", type=click.Path(path_type=Path), help="SANA: a pipeline's directory, whose other components are added.")
+@click.option(
+    "--base", type=click.Path(path_type=Path), help="For SANA: a pipeline's directory, whose other components are added."
+)
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
 @json_option
 def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool) -> None:

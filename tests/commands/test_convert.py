@@ -1,11 +1,11 @@
 """`solrl convert`: native SANA checkpoints against diffusers, pickles of every kind, and those that are refused."""
 
 import argparse
-import errno
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from diffusers import SanaTransformer2DModel
+from safetensors import SafetensorError
 
 from solrl_jax.commands import convert as conversion
 from solrl_jax.commands.convert import convert
@@ -126,39 +127,19 @@ def test_qk_norm_and_bf16_are_kept(base, tmp_path):
         assert torch.equal(written[name], tensor), name
 
 
-def native_1152(hidden=35):
-    """Thin but of a released width: its heads need no base."""
-    fields = TRANSFORMER | dict(num_attention_heads=36, attention_head_dim=32, num_layers=1, num_cross_attention_heads=16,
-                                cross_attention_head_dim=72, cross_attention_dim=1152,
-                                mlp_ratio=(hidden + 0.5) / 1152)  # fmt: skip
-    with torch.device("meta"):
-        tensors = SanaTransformer2DModel(**fields).state_dict()
-    return {k: torch.randn(v.shape, dtype=torch.bfloat16) for k, v in tensors.items()}
-
-
-def test_without_a_base_a_transformer_alone(tmp_path, monkeypatch, capsys):
-    tensors = native_1152()
-    torch.save({"model": to_native(tensors, "linear")}, tmp_path / "sana.pth")
-    arguments = ("convert", str(tmp_path / "sana.pth"), "--out", str(tmp_path / "new" / "out"))
+def test_what_the_command_says(base, tmp_path, monkeypatch, capsys):
+    folder, theirs = base
+    torch.save({"model": to_native(theirs.state_dict(), "linear")}, tmp_path / "sana.pth")
+    arguments = ("convert", str(tmp_path / "sana.pth"), "--out", str(tmp_path / "new" / "out"), "--base", str(folder))
     code, out, error = solrl(*arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert (code, error) == (0, "")
-    assert out.splitlines()[:4] == [
+    parameters = sum(p.numel() for p in theirs.parameters())
+    assert out.splitlines()[:3] == [
         "took model",
         "left out pos_embed, y_embedder.y_embedding",
-        f"SANA of 1 layers, linear MLPs, {sum(t.numel() for t in tensors.values()):,} parameters",
-        "16 heads of the attention to the text, as the authors' network of width 1152 has them",
+        f"SANA of 2 layers, linear MLPs, {parameters:,} parameters",
     ]
-    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()) == [
-        "new/out/transformer/config.json", f"new/out/{WEIGHTS}", "sana.pth",
-    ]  # fmt: skip
-    written = safetensors.torch.load_file(tmp_path / "new" / "out" / WEIGHTS)
-    assert written.keys() == tensors.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
     config = SanaConfig.from_dict(json.loads((tmp_path / "new" / "out" / "transformer" / "config.json").read_text()))
-    assert int(config.mlp_ratio * config.width) == 35
-    assert (config.num_attention_heads, config.attention_head_dim) == (36, 32)
-    assert (config.num_cross_attention_heads, config.cross_attention_head_dim, config.sample_size) == (16, 72, 4)
-
     code, out, error = solrl(*arguments, "--force", "--json", monkeypatch=monkeypatch, capsys=capsys)
     summary = json.loads(out)
     assert code == 0
@@ -214,7 +195,11 @@ def edit(base, to, file, **fields):
     ("file", "fields", "said"),
     [
         ("model_index.json", {"_class_name": "FluxPipeline"}, "model_index.json has _class_name='FluxPipeline'"),
-        ("transformer/config.json", {"num_attention_heads": 8}, "the base has 64, and 32 in its attention to the text"),
+        (
+            "transformer/config.json",
+            {"num_attention_heads": 8},
+            "sana.pth: has width 32, but the base has 64",
+        ),
         ("transformer/config.json", {"qk_norm": "l2"}, "qk_norm='l2'; accepted"),
         ("vae/config.json", {"latent_channels": 4}, "{base}: transformer in_channels=8 does not fit"),
         ("text_encoder/config.json", {"hidden_size": 8}, "{base}: transformer caption_channels=16 does not fit"),
@@ -228,14 +213,6 @@ def test_a_base_that_does_not_fit(file, fields, said, base, tmp_path):
     assert said.format(base=other) in str(error.value)
     assert "\n" not in str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "sana.pth"]
-
-
-def test_positions_need_a_base_that_knows_their_scale(tmp_path):
-    tensors = to_native(native_1152(), "conv")
-    tensors["pos_embed"][0, 3, 5] = 0.1
-    torch.save(tensors, tmp_path / "sana.pth")
-    with pytest.raises(InputError, match=r"sana.pth: pos_embed is not zero: .* --base"):
-        convert(tmp_path / "sana.pth", tmp_path / "out")
 
 
 def plain_tensors():
@@ -315,7 +292,7 @@ REFUSED = {
     "nothing": ({}, "holds no tensor"),
     "kinds": (
         {"a": a, "s": a.to_sparse(), "c": a.to(torch.complex128)},
-        "2 tensor(s) that safetensors cannot hold: c is torch.complex128, s is torch.sparse_coo",
+        "2 tensor(s) that safetensors cannot hold: s is torch.sparse_coo on cpu, c is torch.complex128",
     ),
 }  # fmt: skip
 
@@ -374,7 +351,7 @@ def test_paths_that_cannot_be(base, tmp_path):
         (file, "x.safetensors", {"base": base[0]}, "only for native SANA checkpoints, and"),
         (file, "weights.pt", {"force": True}, "is or holds"),
         (native, "x.safetensors", {"base": base[0]}, "a native SANA checkpoint becomes a directory; name one"),
-        (native, "x", {}, "shapes do not tell the number of heads"),
+        (native, "x", {}, "is a native SANA checkpoint; name a SANA pipeline of the same width by --base DIR"),
         (native, "x", {"base": tmp_path / "in"}, "model_index.json: no such file"),
         (native, "weights.pt", {"base": base[0], "force": True}, "a native SANA checkpoint becomes a directory; name one"),
         (native, "in", {"base": base[0], "force": True}, "is or holds"),
@@ -397,10 +374,10 @@ def test_a_disk_that_says_no_is_one_line_and_what_was_there_stays(base, tmp_path
     convert(tmp_path / "sana.pth", tmp_path / "out", base[0])
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
 
-    def full(tensor):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(conversion, "_bytes", full)
+    monkeypatch.setattr(conversion, "serialize_file", full)
     for source, out in (("sana.pth", "out"), ("sana.pth", "new"), ("weights.pt", "new.safetensors")):
         with pytest.raises(RunError, match=r"^disk full while writing") as error:
             convert(tmp_path / source, tmp_path / out, base[0] if source == "sana.pth" else None, force=True)
@@ -430,7 +407,7 @@ def test_importing_the_command_imports_no_pytorch():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is told by /proc/self/status")
-def test_the_whole_is_never_in_memory(tmp_path, monkeypatch):
+def test_the_whole_is_never_in_memory(tmp_path):
     def anonymous():
         """Bytes of memory that no file stands behind."""
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -440,16 +417,19 @@ def test_the_whole_is_never_in_memory(tmp_path, monkeypatch):
     torch.save(tensors, tmp_path / "weights.pt")
     total = sum(t.nbytes for t in tensors.values())
     del tensors
-    seen, as_bytes = [], conversion._bytes
+    seen, done = [], threading.Event()
 
-    def watched(tensor):
-        data = as_bytes(tensor)
-        seen.append(anonymous())
-        return data
+    def watch():
+        while not done.wait(0.001):
+            seen.append(anonymous())
 
-    monkeypatch.setattr(conversion, "_bytes", watched)
-    before = anonymous()
-    convert(tmp_path / "weights.pt", tmp_path / "out.safetensors")
-    print(f"{total / 1e6:.0f} MB in all, {(max(seen) - before) / 1e6:.1f} MB in memory")
-    assert len(seen) == 16
+    before, watcher = anonymous(), threading.Thread(target=watch)
+    watcher.start()
+    try:
+        convert(tmp_path / "weights.pt", tmp_path / "out.safetensors")
+    finally:
+        done.set()
+        watcher.join()
+    print(f"{total / 1e6:.0f} MB in all, {(max(seen) - before) / 1e6:.1f} MB in memory, seen {len(seen)} times")
+    assert len(seen) > 5
     assert max(seen) - before < 3 * 2**22  # of 16: the one that is not in a row, and room for what Python does meanwhile

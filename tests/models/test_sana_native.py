@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
-from solrl_jax.models.sana_native import CROSS_HEADS, is_native, mlp_ratio, plan
+from solrl_jax.models.sana_native import is_native, mlp_ratio, plan
 from solrl_jax.models.weights import entries
 
 
@@ -45,8 +45,8 @@ def native_shapes(width=2240, hidden=5600, depth=20, ffn="linear", text=2304, ch
     return shapes
 
 
-def network_shapes(fields):
-    network = nnx.eval_shape(lambda: SanaTransformer2DModel(SanaConfig.from_dict(fields), rngs=nnx.Rngs(0)))
+def network_shapes(config):
+    network = nnx.eval_shape(lambda: SanaTransformer2DModel(config, rngs=nnx.Rngs(0)))
     return {name: e.torch_shape for e in entries(nnx.split(network)[1]) for name in e.names}
 
 
@@ -72,8 +72,9 @@ def test_a_released_network_is_mapped_whole_onto_the_one_that_its_config_builds(
     changes, config, count = NETWORKS[case]
     shapes = native_shapes(**changes)
     assert is_native(shapes)
-    made = plan(shapes)
-    assert SanaConfig.from_dict(made.config) == config
+    # depth, hidden width and norms are the checkpoint's own
+    made = plan(shapes, dataclasses.replace(config, num_layers=9, mlp_ratio=3.0, qk_norm=None))
+    assert made.config == config
     assert {p.name: p.shape for p in made.parts} == network_shapes(made.config)
     assert len({p.name for p in made.parts}) == len(made.parts)
     assert made.ffn == changes.get("ffn", "linear")
@@ -87,12 +88,14 @@ def test_a_released_network_is_mapped_whole_onto_the_one_that_its_config_builds(
         assert made.parameters == count
 
 
-@pytest.mark.parametrize("width", CROSS_HEADS)
+@pytest.mark.parametrize("width", [2240, 1152])
 def test_the_ratio_of_a_config_gives_every_hidden_width_back(width):
     ratios = {hidden: mlp_ratio(hidden, width) for hidden in range(width, 4 * width)}
     assert all(int(ratio * width) == hidden for hidden, ratio in ratios.items())
     assert ratios[5 * width // 2] == 2.5
-    made = plan(native_shapes(width, width + 33, depth=1))
+    sizes = dict(num_attention_heads=width // 32, cross_attention_head_dim=width // 4, cross_attention_dim=width)
+    base = SanaConfig(num_cross_attention_heads=4, **sizes)
+    made = plan(native_shapes(width, width + 33, depth=1), base)
     assert network_shapes(made.config)["transformer_blocks.0.ff.conv_point.weight"] == (width, width + 33, 1, 1)
 
 
@@ -112,10 +115,10 @@ def test_every_tensor_that_does_not_fit_is_listed_at_once(ffn):
         f"blocks.2.mlp.inverted_conv.{ffn}.weight": (2240, 11200),
     }
     with pytest.raises(ValueError, match="7 tensor") as error:
-        plan(shapes)
+        plan(shapes, SanaConfig())
     unit = ", 1, 1" if ffn == "conv" else ""
     for said in (
-        "missing x_embedder.proj.weight (d, c, p, p); ",  # of which no tensor tells the size
+        "missing x_embedder.proj.weight (2240, 32, 1, 1); ",
         "missing blocks.1.attn.qkv.weight (6720, 2240); ",
         "unexpected blocks.0.attn.qkv.bias (6720,); ",
         "unexpected logvar_linear.weight (1, 2240); ",
@@ -130,7 +133,7 @@ def test_a_layer_that_is_not_there_and_one_of_the_other_kind():
     shapes = native_shapes(depth=3) | native_shapes(depth=1, ffn="conv")
     moved = {name.replace("blocks.1.", "blocks.7."): shape for name, shape in shapes.items()}
     with pytest.raises(ValueError, match="tensor") as error:
-        plan(moved)
+        plan(moved, SanaConfig())
     assert "missing blocks.1.mlp.inverted_conv.linear.weight (11200, 2240)" in str(error.value)
     assert "unexpected blocks.7.attn.qkv.weight (6720, 2240)" in str(error.value)
     assert "unexpected blocks.0.mlp.point_conv.conv.weight (2240, 5600, 1, 1)" in str(error.value)
@@ -139,41 +142,12 @@ def test_a_layer_that_is_not_there_and_one_of_the_other_kind():
 def test_only_half_of_the_norms():
     shapes = {name: shape for name, shape in native_shapes(depth=2, qk_norm=True).items() if "cross_attn.q_norm" not in name}
     with pytest.raises(ValueError, match=r"2 tensor.* missing blocks\.0\.cross_attn\.q_norm\.weight \(2240,\)"):
-        plan(shapes)
+        plan(shapes, SanaConfig())
 
 
-def test_what_shapes_do_not_tell():
-    wide = native_shapes(width=128, hidden=320, depth=1)
-    with pytest.raises(ValueError, match=r"has width 128; shapes do not tell the number of heads \(known: 2240, 1152\)"):
-        plan(wide)
-    base = SanaConfig(num_attention_heads=8, attention_head_dim=16, num_cross_attention_heads=2, cross_attention_head_dim=64,
-                      sample_size=64, interpolation_scale=2.0, timestep_scale=0.5, mlp_ratio=3.0, num_layers=9)  # fmt: skip
-    want = dataclasses.replace(base, mlp_ratio=2.5, num_layers=1, cross_attention_dim=128)
-    for positions in (False, True):
-        assert SanaConfig.from_dict(plan(wide, base, positions).config) == want
-    for other in (dataclasses.replace(base, num_attention_heads=4), dataclasses.replace(base, num_cross_attention_heads=4)):
-        with pytest.raises(ValueError, match=r"has width 128, but the base has \d+, and \d+ in its attention to the text"):
-            plan(wide, other)
-
-
-def test_positions_are_not_dropped_in_silence():
-    shapes = native_shapes(depth=1)
-    assert plan(shapes).config["interpolation_scale"] is None
-    with pytest.raises(ValueError, match="pos_embed is not zero: the network may add positions"):
-        plan(shapes, positions=True)
-
-
-def test_the_size_of_the_positions_is_the_size_of_the_training():
-    shapes = native_shapes(depth=1, patch=2)
-    assert plan(shapes | {"pos_embed": (1, 64, 2240)}).config["sample_size"] == 16
-    del shapes["pos_embed"]
-    assert plan(shapes).config["sample_size"] == 32
-
-
-def test_a_patch_that_does_not_divide_the_output():
-    shapes = native_shapes(depth=1, patch=2) | {"final_layer.linear.weight": (30, 2240), "final_layer.linear.bias": (30,)}
-    with pytest.raises(ValueError, match=r"final_layer\.linear has 30 rows; expected a multiple of 4"):
-        plan(shapes)
+def test_a_base_of_another_width_is_refused():
+    with pytest.raises(ValueError, match=r"^has width 128, but the base has 2240$"):
+        plan(native_shapes(width=128, hidden=320, depth=1), SanaConfig())
 
 
 @pytest.mark.parametrize(
