@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,6 @@ class TextEncoders:
         self.pipeline, self.mesh, self.dtype, self.cache = pipeline, mesh, dtype, cache
         self._params: dict[str, Params] | None = None
         self._identity: str | None = None
-        self._shapes: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
 
     @property
     def loaded(self) -> bool:
@@ -73,11 +72,10 @@ class TextEncoders:
         tokens = self._tokenize(prompts, max_tokens, instruction)
         rows: list[Encoding | None] = [None] * len(prompts)
         if self.cache is not None:
-            keys, like = self._keys(tokens), self._like(tokens)
-            rows = [self.cache.read(key, like) for key in keys]
-        missing = [
-            i for i, absent in enumerate(hosts.anywhere([row is None for row in rows])) if absent
-        ]  # hosts compute together or not at all
+            keys = self._keys(tokens)
+            rows = [self.cache.read(key) for key in keys]
+        # hosts compute together or not at all
+        missing = [i for i, absent in enumerate(hosts.anywhere([row is None for row in rows])) if absent]
         for i, row in zip(missing, self._compute({name: x[missing] for name, x in tokens.items()}), strict=True):
             rows[i] = row
             if self.cache is not None:
@@ -110,10 +108,8 @@ class TextEncoders:
 
     def _keys(self, tokens: Tokens) -> list[str]:
         """The key of each prompt's entry in the cache."""
-        like = self._like(tokens)
-        identity = f"{self.identity()} {[(name, x.shape, x.dtype.name) for name, x in sorted(like.items())]}"
         count = len(next(iter(tokens.values())))
-        return [key_of(identity, {name: x[i] for name, x in tokens.items()}) for i in range(count)]
+        return [key_of(self.identity(), {name: x[i] for name, x in tokens.items()}) for i in range(count)]
 
     def identity(self) -> str:
         """A hash of what the encoders compute: weight files, configurations, dtype, kind of pipeline."""
@@ -127,16 +123,6 @@ class TextEncoders:
             facts = [REVISION, self.pipeline.kind, jnp.dtype(self.dtype).name, parts]
             self._identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return self._identity
-
-    def _like(self, tokens: Tokens) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Names, shapes and dtypes of one prompt's encoding."""
-        shapes = str({name: x.shape[1:] for name, x in tokens.items()})
-        if shapes not in self._shapes:
-            one = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for name, x in tokens.items()}
-            params = {name: part.shapes(self.dtype) for name, part in self.pipeline.text_encoders.items()}
-            out = jax.eval_shape(self.pipeline.encode_text, params, one)
-            self._shapes[shapes] = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in out.items()}
-        return self._shapes[shapes]
 
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
         """Encodes prompts in chunks and yields their encodings one by one."""
