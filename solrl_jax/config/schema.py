@@ -294,27 +294,20 @@ class Config(Section):
 
 def effective_batch(config: Config, devices: int) -> dict[str, int]:
     """What one iteration's update consists of, in all and on each of `devices` devices. A term is a sample at one sigma."""
-    samples = config.train.prompts * config.rollout.kept
-    terms, steps = samples * config.trained_sigmas, config.optimizer.steps_per_iteration
+    terms, steps = config.train.prompts * config.rollout.kept * config.trained_sigmas, config.optimizer.steps_per_iteration
     return {
-        "prompts": config.train.prompts,
-        "kept": config.rollout.kept,
-        "sigmas": config.trained_sigmas,
-        "samples": samples,
         "terms": terms,
         "optimizer_steps": steps,
         "terms_per_step": terms // steps,
         "terms_per_step_per_device": -(-terms // (steps * devices)),
-        "micro_batch": config.optimizer.micro_batch,
         "accumulation": -(-terms // (steps * config.optimizer.micro_batch * devices)),
-        "devices": devices,
     }
 
 
 def batch_line(config: Config, devices: int) -> str:
     """`effective_batch` as the line that is printed when a run starts."""
     return (
-        "batch: {prompts} prompts x {kept} kept x {sigmas} sigmas = {terms} terms an iteration, in {optimizer_steps} optimiser"
-        " step(s) of {terms_per_step}; {terms_per_step_per_device} a step on each of {devices} device(s), accumulated over"
-        " {accumulation} micro-batch(es) of {micro_batch}"
+        f"batch: {config.train.prompts} prompts x {config.rollout.kept} kept x {config.trained_sigmas} sigmas = {{terms}} terms"
+        " an iteration, in {optimizer_steps} optimiser step(s) of {terms_per_step}; {terms_per_step_per_device} a step on each"
+        f" of {devices} device(s), accumulated over {{accumulation}} micro-batch(es) of {config.optimizer.micro_batch}"
     ).format(**effective_batch(config, devices))
