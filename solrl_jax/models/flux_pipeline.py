@@ -14,7 +14,7 @@ from solrl_jax.models.flux import PATCH, FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.t5 import T5Config, T5EncoderModel
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize_padded
+from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize
 from solrl_jax.models.weights import Params
 
 MAX_TOKENS = 512  # of T5
@@ -33,8 +33,8 @@ class FluxText:
     def tokenize(self, prompts: Sequence[str], max_tokens: int) -> Tokens:
         """max_tokens: of T5. CLIP has the length of its tokenizer."""
         return {
-            "clip": tokenize_padded(self.folder / "tokenizer", prompts, self.clip_tokens),
-            "t5": tokenize_padded(self.folder / "tokenizer_2", prompts, max_tokens),
+            "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],
+            "t5": tokenize(self.folder / "tokenizer_2", prompts, max_tokens)["ids"],
         }
 
     def encode(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:

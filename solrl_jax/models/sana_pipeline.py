@@ -14,7 +14,7 @@ from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import load_tokenizer
+from solrl_jax.models.tokenizers import load_tokenizer, tokenize
 from solrl_jax.models.weights import Params
 
 MAX_TOKENS = 300
@@ -44,15 +44,9 @@ class SanaText:
 
     def _tokens(self, texts: Sequence[str], kept: int, length: int) -> Tokens:
         """Texts as `length` tokens. "kept": the positions of the first token and of the last `kept` - 1, a row a text."""
-        encoded = load_tokenizer(self.tokenizer)(
-            texts, padding="max_length", max_length=length, truncation=True, padding_side="right", return_tensors="np"
-        )
         positions = np.concatenate([[0], np.arange(length - kept + 1, length)]).astype("int32")
-        return {
-            "ids": encoded["input_ids"].astype("int32"),
-            "mask": encoded["attention_mask"].astype(bool),
-            "kept": np.tile(positions, (len(texts), 1)),
-        }
+        kept_tokens = {"kept": np.tile(positions, (len(texts), 1))}
+        return tokenize(self.tokenizer, texts, length, padding_side="right") | kept_tokens
 
     def encode(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
         """{"text": [b, l, d], "mask": [b, l]}, at the kept tokens."""

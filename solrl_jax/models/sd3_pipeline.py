@@ -15,7 +15,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedToke
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.t5 import T5Config, T5EncoderModel
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize_padded
+from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize
 from solrl_jax.models.weights import Params
 
 MAX_TOKENS = 256  # of T5
@@ -36,7 +36,7 @@ class SD3Text:
     def tokenize(self, prompts: Sequence[str], max_tokens: int) -> Tokens:
         """max_tokens: of T5. Both CLIPs have the length of the first one's tokenizer."""
         length = {T5: max_tokens} | dict.fromkeys(CLIPS, self.clip_tokens)
-        tokens = {part: tokenize_padded(self.folder / TOKENIZERS[part], prompts, length[part]) for part in self.encoders}
+        tokens = {part: tokenize(self.folder / TOKENIZERS[part], prompts, length[part])["ids"] for part in self.encoders}
         return {T5: np.zeros((len(prompts), max_tokens), "int32")} | tokens
 
     def encode(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:

@@ -50,12 +50,15 @@ class NoVocabulary:
         """There is no vocabulary to add to."""
 
 
-def tokenize_padded(folder: Path, prompts: Sequence[str], length: int) -> np.ndarray:
-    """Token ids [prompts, length] int32, padded and truncated to `length` as the tokenizer in `folder` does it."""
+def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) -> dict[str, np.ndarray]:
+    """Padded and truncated to `length` as the tokenizer in `folder` does it: "ids" int32, "mask" bool (true on tokens).
+
+    Both are [texts, length]. options: more keywords of the tokenizer.
+    """
     encoded = load_tokenizer(folder)(
-        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np"
+        list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np", **options
     )
-    return encoded["input_ids"].astype("int32")
+    return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
 
 
 def clip_length(folder: Path, *positions: int) -> int:

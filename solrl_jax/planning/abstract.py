@@ -18,7 +18,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.numerics.formats import Device
 from solrl_jax.parallel import sharding
 from solrl_jax.rewards.protocol import Reward
-from solrl_jax.rewards.registry import open_reward
+from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rewards.sources import CARRIED
 from solrl_jax.storage import hub
 from solrl_jax.storage.errors import InputError
@@ -71,8 +71,7 @@ def some_prompts(config: Config) -> list[Prompt]:
 
 def reward(config: Config, mesh: Mesh) -> Reward:
     """What is trained on, its networks as they are released. What is scored outside JAX takes nothing of a device."""
-    settings = config.reward
-    loaded = open_reward(settings.weights, CARRIED, options=settings.options)(mesh).trained
+    loaded = open_rewards(dataclasses.replace(config.reward, paths=CARRIED, watched=()))(mesh).trained
     return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
 
 

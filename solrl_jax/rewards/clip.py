@@ -1,6 +1,7 @@
 """Rewards that are the cosine between a picture and its prompt in a CLIP (arXiv 2103.00020), each on its published scale."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,18 +34,12 @@ HPS = CLIPConfig.from_dict({
 
 def clipscore(paths: Mapping[str, str]) -> Loader:
     """CLIPScore (arXiv 2104.08718) with OpenAI's ViT-L/14: `exp(logit_scale) / 100` times the cosine, about the cosine."""
-    config, network = _open(paths, "clipscore")
-    preprocessing = Preprocessing(config.vision_config.image_size, "bilinear", eight_bit=False, fit="crop")
-    texts = clip_texts(find("clipscore", paths), config.text_config.max_position_embeddings)
-    return _cosine(network, preprocessing, texts, lambda model: jnp.exp(model.logit_scale.get_value()) / 100)
+    return _scaled(paths, "clipscore", find("clipscore", paths), 100, kernel="bilinear", eight_bit=False)
 
 
 def pickscore(paths: Mapping[str, str]) -> Loader:
     """PickScore v1 (arXiv 2305.01569) with a fine-tuned ViT-H/14: `exp(logit_scale) / 26` times the cosine, about 0.8."""
-    config, network = _open(paths, "pickscore")
-    preprocessing = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")
-    texts = clip_texts(find("pickscore/tokenizer", paths), config.text_config.max_position_embeddings)
-    return _cosine(network, preprocessing, texts, lambda model: jnp.exp(model.logit_scale.get_value()) / 26)
+    return _scaled(paths, "pickscore", find("pickscore/tokenizer", paths), 26, kernel="bicubic", eight_bit=True, odd="down")
 
 
 def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
@@ -64,11 +59,14 @@ def tiny_clip(paths: Mapping[str, str]) -> Loader:
     return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))
 
 
-def _open(paths: Mapping[str, str], name: str) -> tuple[CLIPConfig, Component]:
-    """A CLIP in the layout of transformers, by its name in `reward.paths`."""
+def _scaled(paths: Mapping[str, str], name: str, tokenizer: Path, divisor: float, **resize: Any) -> Loader:
+    """The cosine in a CLIP in the layout of transformers, times `exp(logit_scale) / divisor`. name: in `reward.paths`."""
     folder = find(name, paths)
     config = CLIPConfig.read(folder)
-    return config, open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
+    network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
+    preprocessing = Preprocessing(config.vision_config.image_size, fit="crop", **resize)
+    texts = clip_texts(tokenizer, config.text_config.max_position_embeddings)
+    return _cosine(network, preprocessing, texts, lambda model: jnp.exp(model.logit_scale.get_value()) / divisor)
 
 
 def _cosine(

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
+from solrl_jax.rewards.host import imported
 from solrl_jax.shapes import scenes, verifier
 
 BLOCK = 16  # pictures in each call of the verifier: one number, so it is compiled once
@@ -46,17 +46,14 @@ def open_detector(name: str) -> Detect:
     """The detector "shapes", or the function that "module.path:function" names. Raises ValueError in one line."""
     if name == "shapes":
         return detect_shapes
-    module, colon, function = name.partition(":")
-    expected = "expected 'shapes' or 'module.path:function'"
-    if not (module and colon and function):
-        raise ValueError(f"reward 'geneval': detector={name!r}: {expected}")
     try:
-        detect = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward 'geneval': detector={name!r}: {expected} ({' '.join(str(error).split())})") from error
-    if not callable(detect):
-        raise ValueError(f"reward 'geneval': detector={name!r}: {expected} ({function} is no function)")
-    return detect
+        detect = imported(name)
+        if not callable(detect):
+            raise TypeError(f"{name.rpartition(':')[2]} is no function")
+        return detect
+    except Exception as error:  # an imported module may do anything
+        said = f"expected 'shapes' or 'module.path:function' ({' '.join(str(error).split())})"
+        raise ValueError(f"reward 'geneval': detector={name!r}: {said}") from error
 
 
 def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]:

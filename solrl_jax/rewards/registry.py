@@ -67,10 +67,11 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
     With required arguments it is a function outside JAX, otherwise it returns a `Reward`. Raises InputError in one line.
     """
     target = entry_points().get(name, name)
-    function, parameters = _import(name, target)
+    function, signature = _import(name, target)
+    parameters = signature.parameters.values()
     if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return _host_reward(name, target, options, None)
-    _check_options(name, parameters, options, ())
+    _check_options(name, signature, options, ())
     try:
         reward = function(**options)
     except Exception as error:
@@ -113,24 +114,14 @@ class Rewards(NamedTuple):
     evaluated: Reward
 
 
-def open_reward(
-    weights: Mapping[str, float],
-    paths: Mapping[str, str],
-    *,
-    options: Mapping[str, Options] | None = None,
-    watched: Sequence[str] = (),
-    workers: int = 2,
-    timeout: float = 120.0,
-    skip: bool = False,
-) -> Callable[[Mesh | None], Rewards]:
+def open_rewards(settings: config.Reward) -> Callable[[Mesh | None], Rewards]:
     """The weighted sum of named scores as one reward: `shapes` is that reward itself, `shapes/strict` another score of it.
 
     The sum also returns every score under its name. Here, names, options, functions and files are found and checked. The
-    function that is returned reads the files. The arguments are fields of `config.schema.Reward`; skip: `on_failure` is "skip".
-    Raises InputError in one line.
+    function that is returned reads the files. Raises InputError in one line.
     """
-    options = options or {}
-    if strange := [name for name in paths if name not in SOURCES]:
+    weights, watched, options = settings.weights, settings.watched, settings.options
+    if strange := [name for name in settings.paths if name not in SOURCES]:
         raise InputError(f"reward.paths: unknown name {_quoted(strange)}; there are {', '.join(SOURCES)}")
     names, available = reward_names((*weights, *watched)), (*REWARDS, *entry_points())
     field = lambda wrong: "reward.weights" if {*wrong} & {*weights, *reward_names(weights)} else "reward.watched"
@@ -141,12 +132,12 @@ def open_reward(
         raise InputError(f"reward.options: no reward {_quoted(idle)}; there are {', '.join(names)}")
 
     opener = lambda name: REWARDS.get(name, service if is_service(name) else plugin)
-    opened = {name: opener(name)(name, options.get(name, {}), timeout) for name in names}
+    opened = {name: opener(name)(name, options.get(name, {}), settings.timeout) for name in names}
     known = [score for name in names for score in (name, *(f"{name}/{other}" for other in opened[name].others or ()))]
     if absent := [s for s in (*weights, *watched) if s not in known and opened[reward_name(s)].others is not None]:
         raise InputError(f"{field(absent)}: unknown score {_quoted(absent)}; there are {', '.join(known)}")
     with in_one_line():  # a config or a tensor that does not fit
-        loaders = {name: part.find(paths) for name, part in opened.items() if isinstance(part, InJax)}
+        loaders = {name: part.find(settings.paths) for name, part in opened.items() if isinstance(part, InJax)}
     outside_jax = [part for part in opened.values() if isinstance(part, HostReward)]
 
     def load(mesh: Mesh | None) -> Rewards:
@@ -157,26 +148,14 @@ def open_reward(
             inside = {score: weight for score, weight in weights.items() if reward_name(score) in parts}
             functions = tuple(_returning(part, scores) for part in outside_jax if part.name in chosen)
             others = {score: weight for score, weight in weights.items() if score not in inside}
-            host = Host(functions, others, workers, timeout, skip) if functions else None
+            run = settings.workers, settings.timeout, settings.on_failure == "skip"
+            host = Host(functions, others, *run) if functions else None
             return mixture(inside, {name: part for name, part in parts.items() if name in chosen}, host)
 
         trained = summed(tuple(weights))
         return Rewards(trained, summed((*weights, *watched)) if watched else trained)
 
     return load
-
-
-def open_rewards(settings: config.Reward) -> Callable[[Mesh | None], Rewards]:
-    """`open_reward` with the settings of the configuration's section."""
-    return open_reward(
-        settings.weights,
-        settings.paths,
-        options=settings.options,
-        watched=settings.watched,
-        workers=settings.workers,
-        timeout=settings.timeout,
-        skip=settings.on_failure == "skip",
-    )
 
 
 def reward_name(score: str) -> str:
@@ -217,15 +196,15 @@ def _host_reward(name: str, target: str, options: Options, others: tuple[str, ..
     The function may have an attribute `check`, called as check(prompt, metadata, **options): it raises ValueError for a prompt
     that the function cannot score.
     """
-    function, parameters = _import(name, target)
-    _check_options(name, parameters, options, ARGUMENTS)
+    function, signature = _import(name, target)
+    _check_options(name, signature, options, ARGUMENTS)
     check = getattr(function, "check", None)
     bound = accept if check is None else lambda prompt: check(str(prompt), prompt.metadata, **options)
     return HostReward(name, target, options, others, check=bound)
 
 
-def _import(name: str, target: str) -> tuple[Callable[..., Any], list[inspect.Parameter]]:
-    """The function that `target` names, from the working directory too, and its arguments. Raises InputError in one line."""
+def _import(name: str, target: str) -> tuple[Callable[..., Any], inspect.Signature]:
+    """The function that `target` names, from the working directory too, and its signature. Raises InputError in one line."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # the processes that score inherit it
     try:
@@ -237,25 +216,18 @@ def _import(name: str, target: str) -> tuple[Callable[..., Any], list[inspect.Pa
     if not callable(found):
         raise InputError(f"reward '{name}': {shown(found)} is no function")
     try:
-        return found, list(inspect.signature(found).parameters.values())
+        return found, inspect.signature(found)
     except (TypeError, ValueError) as error:
         raise InputError(f"reward '{name}': {first_line(error)}") from error
 
 
-def _check_options(name: str, parameters: list[inspect.Parameter], options: Options, arguments: tuple[str, ...]) -> None:
-    """Checks that `options` are keywords of a function beside its `arguments`. Raises InputError in one line."""
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < len(arguments) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise InputError(f"reward '{name}': takes {len(positional)} arguments; expected {', '.join(arguments)} and options")
-    keywords = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    accepted = {key: p for key, p in keywords.items() if p not in positional[: len(arguments)]}
-    there = f"there are {', '.join(accepted)}" if accepted else "it takes none"
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for key, value in options.items():
-            if key not in accepted:
-                raise InputError(f"reward.options.{name}.{key}={shown(value)}: unknown option; {there}")
-    if absent := [key for key, p in accepted.items() if p.default is p.empty and key not in options]:
-        raise InputError(f"reward.options.{name}: missing option '{absent[0]}'; {there}")
+def _check_options(name: str, signature: inspect.Signature, options: Options, arguments: tuple[str, ...]) -> None:
+    """Checks that a function can be called with `arguments` and, by keyword, `options`. Raises InputError in one line."""
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        given = ", ".join((*arguments, *(f"{key}={shown(value)}" for key, value in options.items())))
+        raise InputError(f"reward.options.{name}: called as ({given}): {error}; accepted: {signature}") from None
 
 
 def _returning(part: HostReward, scores: Sequence[str]) -> HostReward:

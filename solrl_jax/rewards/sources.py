@@ -3,14 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from solrl_jax.storage import hub
 from solrl_jax.storage.errors import InputError
 
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
 # In place of `reward.paths`: the configurations that the package carries. They have no weights, and serve for plans.
-CARRIED: Mapping[str, str] = MappingProxyType({})
+CARRIED: dict[str, str] = {}  # known by its identity
 FOLDER = "weights"  # where converted files are looked for, relative to the working directory
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import ftfy
 import numpy as np
 
-from solrl_jax.models.tokenizers import load_tokenizer
+from solrl_jax.models.tokenizers import load_tokenizer, tokenize
 from solrl_jax.storage.errors import in_one_line
 
 Tokens = dict[str, np.ndarray]  # "ids" int32 and "mask" bool (true on tokens), [prompts, length]
@@ -23,13 +23,8 @@ def open_tokenizer(folder: Path) -> Any:
 
 def clip_texts(folder: Path, length: int) -> Tokenize:
     """Tokens as in transformers' CLIP processor: cut and padded to `length`, with the tokenizer's own padding."""
-    tokenizer = open_tokenizer(folder)
-
-    def tokenize(prompts: Sequence[str]) -> Tokens:
-        encoded = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np")
-        return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
-
-    return tokenize
+    open_tokenizer(folder)
+    return lambda prompts: tokenize(folder, prompts, length)
 
 
 def open_clip_texts(folder: Path, length: int) -> Tokenize:
@@ -40,14 +35,14 @@ def open_clip_texts(folder: Path, length: int) -> Tokenize:
     tokenizer = open_tokenizer(folder)
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
 
-    def tokenize(prompts: Sequence[str]) -> Tokens:
+    def cleaned(prompts: Sequence[str]) -> Tokens:
         ids = np.zeros((len(prompts), length), np.int32)
         for row, text in zip(ids, tokenizer([clean(p) for p in prompts], add_special_tokens=False)["input_ids"], strict=True):
             whole = [start, *text[: length - 2], end]
             row[: len(whole)] = whole
         return {"ids": ids, "mask": np.ones_like(ids, bool)}
 
-    return tokenize
+    return cleaned
 
 
 def image_reward_texts(folder: Path, length: int) -> Tokenize:

@@ -20,7 +20,7 @@ from solrl_jax.rewards import host
 from solrl_jax.rewards.host import RewardError, scoring, trial
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Host, HostReward
-from solrl_jax.rewards.registry import open_reward, open_rewards
+from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rollout.generate import Rows, generate, prepare
 from solrl_jax.run import checkpoint, metrics
 from solrl_jax.run import loop as trainer
@@ -30,6 +30,7 @@ from solrl_jax.training import experiment as experiments
 from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import iterate
 from tests import outside
+from tests.rewards.opening import open_reward
 from tests.small import small_config
 
 PROMPTS = [Prompt(f"a {'very ' * i}red circle", {"score": i / 4}) for i in range(7)]
@@ -198,7 +199,8 @@ def built():
 def with_reward(built, weights, options=None, skip=False):
     """The experiment with another reward, without loading it again."""
     count, timeout = WORKERS
-    opened = open_reward(weights, {}, options=options, workers=count, timeout=timeout, skip=skip)(built.backbone.mesh)
+    run = dict(workers=count, timeout=timeout, on_failure="skip" if skip else "stop")
+    opened = open_reward(weights, options=options or {}, **run)(built.backbone.mesh)
     return dataclasses.replace(built, reward=opened.trained, evaluated=opened.evaluated)
 
 

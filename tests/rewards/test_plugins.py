@@ -17,9 +17,9 @@ from solrl_jax.config.schema import ConfigError
 from solrl_jax.rewards.host import Failure, scoring, workers
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images
-from solrl_jax.rewards.registry import open_reward
 from solrl_jax.storage.errors import InputError
 from tests import outside
+from tests.rewards.opening import open_reward
 
 PICTURES = np.random.default_rng(1).integers(0, 256, (5, 6, 7, 3)).astype(np.float32) / 255  # as PNG holds them
 PROMPTS = [Prompt(f"{'very ' * i}red", {"n": i}) for i in range(5)]
@@ -57,7 +57,7 @@ def test_where_all_is_outside_jax_nothing_is_scored_in_it():
 
 
 def test_what_is_watched_is_scored_at_evaluations_alone():
-    watched = ["tests.outside:in_jax", "jpeg_compressibility"]
+    watched = ("tests.outside:in_jax", "jpeg_compressibility")
     trained, evaluated = opened({"shapes": 1.0, "tests.outside:mean": 1.0}, watched=watched)
     assert set(trained.params) == {"shapes"}
     assert set(evaluated.params) == {"shapes", "tests.outside:in_jax"}
@@ -94,22 +94,23 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
         (dict(weights={"tests.outside:not_a_reward": 1.0}), "returned 3: expected a solrl_jax.rewards.protocol.Reward"),
         (
             dict(weights={"os.path:basename": 1.0}),
-            "reward 'os.path:basename': takes 1 arguments; expected images, prompts, metadata",
+            "basename: called as (images, prompts, metadata): too many positional arguments; accepted: (p)",
         ),
-        (dict(weights={"shapes": 1.0}, watched=["beauty"]), "reward.watched: unknown reward 'beauty'; there are shapes, "),
+        (dict(weights={"shapes": 1.0}, watched=("beauty",)), "reward.watched: unknown reward 'beauty'; there are shapes, "),
         (
-            dict(weights={"shapes": 1.0}, watched=["geneval/loose"]),
+            dict(weights={"shapes": 1.0}, watched=("geneval/loose",)),
             "reward.watched: unknown score 'geneval/loose'; there are geneval",
         ),
         (dict(weights={"shapes": 1.0}, options={"ocr": {}}), "reward.options: no reward 'ocr'; there are shapes"),
         (dict(weights={"shapes": 1.0}, options={"shapes": {"a": 1}}), "reward.options.shapes={'a': 1}: it takes none"),
         (
             dict(weights={"tests.outside:mean": 1.0}, options={"tests.outside:mean": {"scales": 2}}),
-            "reward.options.tests.outside:mean.scales=2: unknown option; there are scale",
+            "(images, prompts, metadata, scales=2): got an unexpected keyword argument 'scales'; accepted: (images, prompts, "
+            "metadata, *, scale=1.0)",
         ),
         (
             dict(weights={"tests.outside:failing": 1.0}),
-            "reward.options.tests.outside:failing: missing option 'how'; there are how, ",
+            "reward.options.tests.outside:failing: called as (images, prompts, metadata): missing a required argument: 'how'",
         ),
         (
             dict(weights={"http://a": 1.0}, options={"http://a": {"batch": 0}}),

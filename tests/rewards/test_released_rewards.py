@@ -14,9 +14,9 @@ from solrl_jax.rewards import registry as mixture
 from solrl_jax.rewards.clip import hpsv2
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.protocol import score_images
-from solrl_jax.rewards.registry import open_reward
 from solrl_jax.storage.errors import InputError
 from tests import released
+from tests.rewards.opening import open_reward
 
 TOLERANCE = 1e-4
 COUNT = len(released.PROMPTS)

@@ -11,9 +11,9 @@ from transformers import CLIPModel
 from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from solrl_jax.conditioning.prompts import Prompt, load_prompts
 from solrl_jax.rewards.protocol import check_prompts, score_images
-from solrl_jax.rewards.registry import open_reward
 from solrl_jax.shapes import scenes
 from solrl_jax.storage.errors import InputError
+from tests.rewards.opening import open_reward
 
 PROMPTS = ("a red circle", "two small blue squares", "a large yellow triangle above a cyan circle", "three purple squares")
 
@@ -146,7 +146,7 @@ def test_a_prompt_that_a_reward_cannot_score_is_found_wherever_it_is(name, good,
 
 
 def test_watched_rewards_check_their_prompts_in_evaluations_alone():
-    trained, evaluated = open_reward({"tiny-clip": 1.0}, {}, watched=["shapes", "ocr"])(None)
+    trained, evaluated = open_reward({"tiny-clip": 1.0}, {}, watched=("shapes", "ocr"))(None)
     check_prompts(trained, [Prompt("a red dog")], "prompts.train")
     with pytest.raises(InputError, match=r"^prompts.test: reward 'shapes': cannot parse"):
         check_prompts(evaluated, [Prompt("a red dog")], "prompts.test")
