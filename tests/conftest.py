@@ -60,15 +60,24 @@ def _forget_programs():
 
 
 QUICK = 1  # configurations of each network that `make test` compares with PyTorch; `make test-all` has the others too
-# What `pytest` without arguments runs: a verdict in three minutes on two cores. The other rooms compile whole networks.
+# What `pytest` without arguments runs, in two processes: a verdict in three minutes on two cores. The other rooms compile whole
+# networks.
 QUICK_ROOMS = {"config", "flow", "numerics", "policy", "rollout", "storage", "tests"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a process of xdist's, which gets the options of the first one
+        return
+    config.option.quick = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
+    if config.option.quick and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves the slow rooms out of a `pytest` without arguments, before anything is imported."""
-    without_arguments = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
     room = collection_path.parent.name if collection_path.suffix == ".py" else ""
-    return True if without_arguments and room and room not in QUICK_ROOMS else None
+    return True if config.option.quick and room and room not in QUICK_ROOMS else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,5 +86,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         indices = getattr(getattr(item, "callspec", None), "indices", {})
         if item.path.parent.name == "models" and max(indices.get(name, 0) for name in ("case", "name")) >= QUICK:
             item.add_marker(pytest.mark.exhaustive)
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
+    if config.option.quick:
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
