@@ -14,7 +14,7 @@ OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
-.PHONY: demo test test-all test-targets clean
+.PHONY: demo test test-all test-targets test-targets-tpu clean
 
 demo: .venv/installed
 	$(BIN)/solrl train tiny run.dir=runs/demo
@@ -38,13 +38,17 @@ test-all: .venv/installed-test
 	$(BIN)/python -m pytest $(TOGETHER) $(WHOLE)
 	$(BIN)/python -m pytest $(TOGETHER) $(OTHERS)
 
-# What the compilers of an H200 and a B200 make of the programs that train. Their wheels must not lie beside those that train.
-test-targets: .venv-targets/installed
-	.venv-targets/bin/python -m pytest tests/targets tests/planning/test_topology.py
+# What the compilers of absent devices make of the programs that train: of an H200 and a B200, and of a TPU v6e (20 minutes). Their
+# wheels must not lie beside those that train, nor beside each other.
+test-targets: .venv-plan-cuda/installed
+	$(<D)/bin/python -m pytest tests/targets tests/planning/test_topology.py
 
-.venv-targets/installed: pyproject.toml
-	$(PYTHON) -m venv .venv-targets
-	.venv-targets/bin/python -m pip install --quiet --editable '.[plan-cuda]' 'beartype>=0.20' 'hypothesis>=6.120' 'pytest>=8.3'
+test-targets-tpu: .venv-plan-tpu/installed
+	$(<D)/bin/python -m pytest tests/targets tests/planning/test_topology.py
+
+.venv-plan-%/installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --editable '.[plan-$*]' 'beartype>=0.20' 'hypothesis>=6.120' 'pytest>=8.3'
 	touch $@
 
 .venv/bin/python:
@@ -63,4 +67,4 @@ test-targets: .venv-targets/installed
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .venv-targets build dist
+	rm -rf .venv .venv-plan-cuda .venv-plan-tpu build dist

@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from solrl_jax.planning.hlo import Instruction, Module
-from solrl_jax.planning.kernels import collective
+from solrl_jax.planning.kernels import FREE, collective
 
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
 _PARTS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
@@ -55,8 +56,9 @@ class Collective:
 
 def collectives(module: Module, devices: int) -> list[Collective]:
     """The collectives of a program for so many devices; those among groups of one device move nothing, and are left out."""
-    wrapped = {step.called("calls") for steps in module.computations.values() for step in steps if step.opcode == "async-start"}
-    inner = {step for name in wrapped for step in module.computations[name]}
+    accompanied = {step for steps in module.computations.values() for step in _accompanied(steps)}
+    wrapped = {step.called("calls") for step in accompanied if step.opcode == "async-start"}
+    accompanied |= {step for name in wrapped for step in module.computations[name]}
     found = []
     for step, times in module.executed():
         kind = collective(step.opcode)
@@ -64,10 +66,22 @@ def collectives(module: Module, devices: int) -> list[Collective]:
             groups = _groups(step, kind, devices)
             given = sum(a.size for operand in step.operands for a in operand.arrays)
             size = given * len(groups[0]) if kind == "all-gather" else given
-            started = step.opcode.endswith("-start") or step in inner
-            overlaps = started and not re.search(r'"is_sync":\s*true', step.attributes)
+            overlaps = step in accompanied and not re.search(r'"is_sync":\s*true', step.attributes)
             found.append(Collective(kind, size, groups, times, overlaps))
     return [one for one in found if one.ways > 1]
+
+
+def _accompanied(steps: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Of the instructions that start something, those between which and their end a kernel runs."""
+    ran, before = 0, dict[Instruction, int]()
+    for step in steps:
+        if step.opcode.endswith("-start"):
+            before[step] = ran
+        elif step.opcode.endswith("-done"):
+            if ran > before[step.operands[0]]:
+                yield step.operands[0]
+        elif step.opcode not in FREE:
+            ran += 1
 
 
 def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...], ...]:

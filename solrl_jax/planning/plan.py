@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from solrl_jax.config.schema import Config
-from solrl_jax.numerics.formats import Device
+from solrl_jax.numerics.formats import AUTO, Device
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning import roofline, topology
 from solrl_jax.planning.abstract import abstract, experiment, held, open_configurations
@@ -28,12 +28,12 @@ USABLE = 0.92  # of a device's memory: the rest is the runtime's and the librari
 COPY, ENCODERS, CONDITIONING = "quantised copy", "text encoders", "conditioning"
 ROLLOUT = ("sync", "explore", "regenerate")
 SETTINGS = {  # what a stage takes less memory with
-    "encode": "`solrl encode PRESET` beforehand",
-    "sync": "mesh.fsdp",
-    "explore": "rollout.chunk, mesh.fsdp, model.cache=''",
-    "regenerate": "rollout.chunk, mesh.fsdp, model.cache=''",
-    "score": "rollout.chunk, model.tile, mesh.fsdp, model.cache=''",
-    "update": "model.remat=blocks, optimizer.micro_batch, mesh.fsdp, model.cache=''",
+    "encode": ("`solrl encode PRESET` beforehand",),
+    "sync": ("mesh.fsdp",),
+    "explore": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
+    "regenerate": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
+    "score": ("rollout.chunk", "model.tile", "mesh.fsdp", "model.cache=''"),
+    "update": ("model.remat=blocks", "optimizer.micro_batch", "mesh.fsdp", "model.cache=''"),
 }
 
 
@@ -108,9 +108,10 @@ class Planner:
     def memory(self, stage: str, program: Program, analysis: Any) -> dict[str, Any]:
         """Bytes of a device while a program runs. analysis: the compiler's.
 
-        `peak` = `held` + `temporaries` + `outputs` - `aliased` + `code` + the sum of `resident`, and
-        `arguments` = `held` + `repeated` - `unread`. held: arguments, each array once; repeated: arrays that are passed more
-        than once; unread: arguments that the compiler leaves out; resident: arrays that are not arguments, by part.
+        `peak` = `held` + `padded` + `temporaries` + `outputs` - `aliased` + `code` + the sum of `resident`, and
+        `arguments` = `held` + `repeated` + `padded` - `unread`. held: arguments, each array once; repeated: arrays that are
+        passed more than once; unread: arguments that the compiler leaves out; padded: what a TPU fills its tiles up with, less
+        `unread`; resident: arrays that are not arguments, by part.
         """
         given = arrays(program.arguments)
         once = {id(x): x for x in given}
@@ -124,13 +125,14 @@ class Planner:
             "outputs": analysis.output_size_in_bytes,
             "code": analysis.generated_code_size_in_bytes,
             "held": held(list(once.values())),
+            "padded": max(analysis.argument_size_in_bytes - held(given), 0),
         }
         aliased, arguments = analysis.alias_size_in_bytes, analysis.argument_size_in_bytes
         return own | {
             "arguments": arguments,
             "aliased": aliased,
             "repeated": held(given) - own["held"],
-            "unread": held(given) - arguments,
+            "unread": max(held(given) - arguments, 0),
             "resident": {name: size for name, size in others.items() if size},
             "peak": sum(own.values()) - aliased + sum(others.values()),
         }
@@ -171,7 +173,8 @@ def plan(
         "largest": largest["name"],
         "peak": largest["peak"],
         "fits": largest["peak"] <= usable,
-        "too_large": {stage["name"]: SETTINGS[stage["name"]] for stage in stages if stage["peak"] > usable},
+        "too_large": {stage["name"]: list(SETTINGS[stage["name"]]) for stage in stages if stage["peak"] > usable},
+        "faster": faster(planner),
         **totals(planner, stages),
         "assumptions": list(assumptions(planner)),
     }
@@ -180,6 +183,16 @@ def plan(
 def arrays(tree: Any) -> list[Any]:
     """The shapes among the leaves; other leaves are static arguments."""
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
+
+
+def faster(planner: Planner) -> dict[str, str]:
+    """By stage, the setting with which it takes less time, if there is one. It may take more memory.
+
+    Larger chunks and micro-batches are not among them: the least time of a row does not depend on how many run at once.
+    """
+    recipe, remat = planner.stages.experiment.recipe, planner.config.model.remat
+    found = {} if recipe.format.native(planner.device) else {"explore": f"rollout.explore.precision={AUTO}"}
+    return found | ({"update": "model.remat=products"} if remat == "blocks" else {})
 
 
 def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -234,7 +247,9 @@ def table(summary: dict[str, Any]) -> str:
         lines += ["", f"{stage}: {row['name']}, {row['calls']} calls of at least {roofline.table(row['roofline'])}"]
     fits = "fits" if summary["fits"] else "does not fit"
     lines += ["", f"largest: {summary['largest']}, {gb(summary['peak'])} of {gb(summary['usable'])} GB: {fits}"]
-    lines += [f"  {stage} is too large; it takes less with {settings}" for stage, settings in summary["too_large"].items()]
+    lines += [f"  {stage} is too large; it takes less with {', '.join(by)}" for stage, by in summary["too_large"].items()]
+    left = {stage["name"]: gb(summary["usable"] - stage["peak"]) for stage in summary["stages"]}
+    lines += [f"  {stage} leaves {left[stage]} GB; it may be faster with {by}" for stage, by in summary["faster"].items()]
     by_stage = ", ".join(f"{stage['name']} {stage['seconds']:.3g}" for stage in summary["stages"])
     lines += [f"an iteration: {summary['seconds']:.3g} s at least ({by_stage}); rollout phase {summary['rollout']:.3g} s"]
     if naive := summary.get("naive_scaling"):

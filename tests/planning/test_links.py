@@ -66,11 +66,14 @@ def test_nothing_moves_within_groups_of_one():
     assert collectives(hlo.parse(text), 8) == []
 
 
-def test_a_collective_overlaps_if_it_is_started_and_not_marked_synchronous():
-    start = "%r = (f32[4,8]{1,0}, f32[4,8]{1,0}) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={0}"
+def test_a_collective_overlaps_if_a_kernel_runs_before_its_end_and_it_is_not_marked_synchronous():
+    start = "%s = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={0}"
     sync = ', backend_config={"collective_backend_config":{"is_sync":true}}'
-    assert one(start).overlaps
-    assert not one(start + sync).overlaps
+    name, kernel = "\n  %b = f32[32]{0} bitcast(%x)", "\n  %k = f32[4,8]{1,0} add(%x, %x)"
+    end = "\n  %d = f32[8,8]{1,0} all-gather-done(%s)"
+    assert one(start + kernel + end).overlaps
+    assert not one(start + name + end + kernel).overlaps
+    assert not one(start + sync + kernel + end).overlaps
     assert not one("%r = f32[4,8]{1,0} all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%add").overlaps
 
 
@@ -85,6 +88,7 @@ def test_a_collective_within_an_asynchronous_computation_overlaps():
 ENTRY %main (x: f32[4,8]) -> f32[4,8] {
   %x = f32[4,8]{1,0} parameter(0)
   %s = ((f32[4,8]{1,0}), f32[4,8]{1,0}, s32[]) async-start(%x), calls=%wrapped
+  %k = f32[4,8]{1,0} add(%x, %x)
   ROOT %d = f32[4,8]{1,0} async-done(%s)
 }
 """

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import pytest
@@ -205,7 +206,9 @@ def test_a_plan_is_shown_as_a_table_and_as_json(small):
         assert f"{stage}: {row['name']}, {row['calls']} calls of at least " in shown
     assert all(line in shown for line in summary["assumptions"])
     large = planning.table(summary | {"fits": False, "too_large": {"update": planning.SETTINGS["update"]}})
-    assert "does not fit\n  update is too large; it takes less with model.remat=blocks" in large
+    assert "does not fit\n  update is too large; it takes less with model.remat=blocks, optimizer.micro_batch, mesh" in large
+    assert summary["faster"] == {"explore": "rollout.explore.precision=auto"}  # NVFP4 on an H200
+    assert re.search(r"fits\n  explore leaves 13\d\.\d\d GB; it may be faster with rollout.explore.precision=auto\n", shown)
 
 
 # --- the command ---

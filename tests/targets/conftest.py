@@ -1,7 +1,9 @@
-"""These tests need the compilers of devices (`make test-targets`). Without those wheels, none is collected."""
+"""These tests need the compilers of devices: `make test-targets`, `make test-targets-tpu`. Without them, none is collected."""
 
 import functools
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +11,15 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.planning import plan
+from solrl_jax.planning import plan, topology
 from solrl_jax.planning.targets import TARGETS
-from solrl_jax.planning.topology import WHEELS
 
-collect_ignore_glob = [] if any(map(importlib.util.find_spec, WHEELS["gpu"])) else ["test_*.py"]
+HERE = {platform: any(map(importlib.util.find_spec, wheels)) for platform, wheels in topology.WHEELS.items()}
+FILES = {"gpu": ["test_plans.py", "test_settings.py"], "tpu": ["test_tpu.py"]}
+collect_ignore = [file for platform, files in FILES.items() if not HERE[platform] for file in files]
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "plans.json"
+ATTENTIONS = {"sana": 20, "flux1": 19 + 38, "sd3": 38}  # of one evaluation of the network
+SAMPLE, UPDATE = ("explore: sample_chunk", "regenerate: sample_chunk"), "update: update"
 PRESETS = {"sana": "sana_sol_rl_hpsv2", "flux1": "flux1_sol_rl_hpsv2", "sd3": "sd3_sol_rl_pickscore"}
 
 
@@ -46,6 +52,25 @@ def config(model, *overrides):
 
 
 @functools.cache
-def plan_of(model, device):
-    """The plan for one device."""
-    return Planned(model, device, plan.plan(config(model), plan.Devices(TARGETS[device])))
+def plan_of(model, device, hlo=None):
+    """The plan for one device. hlo: a folder for the compiled texts."""
+    topology.prepare(TARGETS[device])
+    return Planned(model, device, plan.plan(config(model), plan.Devices(TARGETS[device]), hlo))
+
+
+@functools.cache
+def figures(stage, *overrides, devices=1):
+    """Of SANA's programs of one stage on H200: by function, memory and roofline."""
+    planner = plan.Planner(config("sana", *overrides), plan.Devices(TARGETS["h200"], devices))
+    programs = planner.stages.programs(stage, planner.codes)
+    made = lambda program: topology.compiled(planner.lowered(program), TARGETS["h200"])
+    return {program.name: planner.measure(stage, program, made(program)) for program in programs}
+
+
+def rows_near_their_record(planned):
+    """Temporaries above it: something has grown. Far below: the record is old; `benchmarks/plans.json` says how it is made."""
+    recorded = json.loads(RECORDED.read_text())["plans"][f"{planned.model}-{planned.device}"]
+    for (stage, now), (_, then) in zip(plan.rows(planned.plan), plan.rows(recorded), strict=True):
+        size, before = (row["memory"]["temporaries"] for row in (now, then))
+        assert size <= 1.15 * before, f"{stage}: {now['name']}"
+        assert size >= before / 2, f"{stage}: {now['name']}"

@@ -1,0 +1,49 @@
+"""SANA's programs of an iteration, compiled for an absent TPU v6e. Its compiler takes minutes a program."""
+
+import pytest
+
+from solrl_jax.planning import hlo, plan
+from tests.targets.conftest import ATTENTIONS, SAMPLE, UPDATE, config, plan_of, rows_near_their_record
+
+PROGRAMS = ["encode: encode_chunk", *SAMPLE, "score: decode_chunk", "score: score_images", UPDATE]
+KERNEL = "tpu_custom_call"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hlo")
+
+
+@pytest.fixture(scope="module")
+def planned(folder):
+    return plan_of("sana", "tpu-v6e", folder)
+
+
+def test_every_program_compiles_and_fits(planned):
+    """There is nothing to sync: a v6e has no units of eight or four bits, so that it explores in BF16."""
+    assert [f"{stage}: {row['name']}" for stage, row in plan.rows(planned.plan)] == PROGRAMS
+    assert planned.plan["fits"]
+
+
+def test_the_transformer_attends_in_flash_attention(planned):
+    settings, count = config("sana"), ATTENTIONS["sana"]
+    kernels = lambda name: planned.program(name)["roofline"]["native"][KERNEL]
+    assert kernels(SAMPLE[0]) == count * settings.rollout.explore.steps
+    assert kernels(SAMPLE[1]) == count * settings.rollout.steps
+    assert kernels(UPDATE) % count == 0
+
+
+def test_no_program_holds_attention_scores(planned, folder):
+    """No array, also within kernels, has an image's tokens along one axis and a prompt's, filled up or not, along another."""
+    settings = config("sana").model
+    image, prompt = settings.height * settings.width // 32**2, range(settings.max_tokens, 385)
+    for name in (*SAMPLE, UPDATE):
+        module = hlo.parse((folder / f"{name.replace(': ', '-')}.hlo").read_text())
+        steps = [step for steps in module.computations.values() for step in steps]
+        assert any(image in a.shape for step in steps for a in step.arrays)
+        scores = [step.name for step in steps for a in step.arrays if image in a.shape and not set(prompt).isdisjoint(a.shape)]
+        assert scores == []
+
+
+def test_memory_is_near_what_is_recorded(planned):
+    rows_near_their_record(planned)
