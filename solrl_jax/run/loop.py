@@ -61,8 +61,8 @@ class _Run:
     def log(self, done: int, row: Row) -> None:
         hosts.write(lambda: self.metrics.log(done, row))
 
-    def refresh(self, *, at_once: bool = False) -> None:
-        if self.page is not None and hosts.first() and (problem := self.page.refresh(at_once=at_once)):
+    def refresh(self, *, last: bool = False) -> None:
+        if self.page is not None and hosts.first() and (problem := self.page.refresh(last=last)):
             self.report.line(problem)
 
 
@@ -98,7 +98,7 @@ def run(config: Config, report: Reporter, profile: Collection[int] = (), page: b
         hosts.write(metrics.write_csv)
         if not interrupted:
             _finish(this, state)
-        this.refresh(at_once=True)
+        this.refresh(last=True)
         return hosts.agreed(lambda: _summary(folder, done, interrupted))
 
 

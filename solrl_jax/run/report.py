@@ -53,14 +53,18 @@ _FIGURES = {
 }
 
 
-def write(folders: Sequence[Path], out: Path) -> None:
-    """Writes the report of runs to `out`. Raises InputError for a run that is damaged or has no record, RunError if the disk
-    refuses."""
+def write(folders: Sequence[Path], out: Path, *, live: bool = False) -> None:
+    """Writes the report of runs to `out`.
+
+    live: whether it is written again soon, so that the page offers to load itself again. Raises InputError for a run that is
+    damaged or has no record, RunError if the disk refuses.
+    """
     short = [folder.resolve().name for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     runs = [_run(folder, name, MOST_ROWS // len(folders)) for folder, name in zip(folders, names, strict=True)]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    data = json.dumps({"written": now, "runs": runs, "figures": list(_figures(runs))}, allow_nan=False, separators=(",", ":"))
+    content = {"written": now, "live": live, "runs": runs, "figures": list(_figures(runs))}
+    data = json.dumps(content, allow_nan=False, separators=(",", ":"))
     # no text of a run can end the script that holds it
     page = Path(__file__).with_name(NAME).read_text(encoding="utf-8").replace("/*DATA*/", data.replace("<", "\\u003c"))
     atomic_write(out, page)
@@ -73,13 +77,13 @@ class Live:
         self.path = folder / NAME
         self._began, self._spent, self._last = time.monotonic(), 0.0, 1.0
 
-    def refresh(self, *, at_once: bool = False) -> str | None:
-        """Writes the report unless it is too soon. Returns why it could not be written: a run does not end for that."""
+    def refresh(self, *, last: bool = False) -> str | None:
+        """Writes the report unless it is too soon; if `last`, in any case. Returns why it could not: no run ends for that."""
         began = time.monotonic()
-        if not at_once and self._spent + self._last > SHARE * (began - self._began):
+        if not last and self._spent + self._last > SHARE * (began - self._began):
             return None
         try:
-            write([self.path.parent], self.path)
+            write([self.path.parent], self.path, live=not last)
         except (InputError, RunError) as error:
             return f"no report: {error}"
         finally:
@@ -181,9 +185,8 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             if known:
                 pick = lambda values, known=known: [values[i] for i in known]
                 x, y = pick(columns["iteration"]), pick(columns[metric])
-                label = run["name"] if len(run["name"]) < 10 else run["name"][:8] + "…"
                 band = [error or 0.0 for error in pick(errors)] if errors else []
-                lines.append(Line(index, label if len(runs) > 1 else f"{y[-1]:.3g}", x, y, band))
+                lines.append(Line(index, run["name"] if len(runs) > 1 else f"{y[-1]:.3g}", x, y, band))
         if lines:
             svg, axis = curves(lines, f"figure{number}")
             series = [{"run": line.run, "x": line.x, "y": line.y, "error": line.error} for line in lines]

@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 
 SIZE = (380, 200)  # CSS pixels; lengths of a figure are in these
-_LEFT, _RIGHT, _TOP, _BOTTOM = 40, 62, 12, 24  # around the axes; on the right a line has its label
+_LEFT, _TOP, _BOTTOM = 40, 12, 24  # around the axes
+_LETTER, _MOST = 7, 15  # width of a letter of a label at most; letters that are shown of a label
 _LINE = 13  # height of a label
 # what matplotlib is told for each colour of the page: `_themed` puts the variable in its place
 _INK, _RULE = "#010101", "#010102"
@@ -38,9 +39,10 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
     from matplotlib.ticker import MaxNLocator
 
     width, height = SIZE
+    right = width - 18 - _LETTER * max(len(_short(line.label)) for line in lines)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-        box = (_LEFT / width, _BOTTOM / height, 1 - (_LEFT + _RIGHT) / width, 1 - (_TOP + _BOTTOM) / height)
+        box = (_LEFT / width, _BOTTOM / height, (right - _LEFT) / width, 1 - (_TOP + _BOTTOM) / height)
         axes = figure.add_axes(box, frameon=False)
         for line in lines:
             color = _RUNS[line.run % len(_RUNS)]
@@ -59,7 +61,7 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
         _label(axes, lines)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True)
-    return _themed(text.getvalue(), name), [first, max(last, first + 1), _LEFT, width - _RIGHT]
+    return _themed(text.getvalue(), name), [first, max(last, first + 1), _LEFT, right]
 
 
 def _label(axes, lines: Sequence[Line]) -> None:
@@ -71,7 +73,14 @@ def _label(axes, lines: Sequence[Line]) -> None:
     for number, line in enumerate(lines):
         at, color = axes.transData.inverted().transform((0, y[number]))[1], _RUNS[line.run % len(_RUNS)]
         where = dict(xy=(1, at), xycoords=("axes fraction", "data"), xytext=(7, 0), textcoords="offset points")
-        axes.annotate(line.label, **where, va="center", color=color, fontsize=11.5, parse_math=False, annotation_clip=False)
+        axes.annotate(
+            _short(line.label), **where, va="center", color=color, fontsize=11.5, parse_math=False, annotation_clip=False
+        )
+
+
+def _short(label: str) -> str:
+    """A label of at most `_MOST` letters: of a longer one, how it begins and how it ends."""
+    return label if len(label) <= _MOST else f"{label[: _MOST // 2]}…{label[-(_MOST // 2) :]}"
 
 
 def _themed(svg: str, name: str) -> str:

@@ -97,9 +97,8 @@ def pool_pictures(
     def draw(stage: Stage) -> PictureGrid:
         samples = generate(experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True)
         assert samples.images is not None
-        return PictureGrid(
-            prompts[:count], samples.images.reshape(count, each, *samples.images.shape[1:]), _right(samples, count)
-        )
+        images = samples.images.reshape(count, each, *samples.images.shape[1:])
+        return PictureGrid(prompts[:count], images, _right(samples, count))
 
     stages = {"explored": draw(recipe.stage(old, level))}
     if rollout.regenerate:

@@ -68,8 +68,9 @@ def candidates(rng, iteration: int) -> dict:
     return {
         "prompt": np.repeat(PROMPTS, N), "prompt_uid": np.repeat([1, 2], N), "candidate": np.tile(np.arange(N), 2),
         "seed": rng.integers(2**63, 2**64, 2 * N, np.uint64), "precision": "nvfp4", "steps": 6,
-        "proxy_reward": proxy.reshape(-1), "rank": rank.reshape(-1), "kept": kept, "regenerated_reward": rng.random(2 * N, np.float32),
-        "advantage": rng.standard_normal(2 * N), "policy_revision": iteration,
+        "proxy_reward": proxy.reshape(-1), "rank": rank.reshape(-1), "kept": kept,
+        "regenerated_reward": rng.random(2 * N, np.float32), "advantage": rng.standard_normal(2 * N),
+        "policy_revision": iteration,
     }  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def test_nothing_is_loaded(run):
 def test_a_figure_takes_the_pages_colours_and_shows_its_axis():
     lines = [Line(0, "a", [0, 10], [0.0, 1.0], [0.1, 0.1]), Line(1, "b", [5, 20], [1.0, 1.0], [])]
     svg, axis = curves(lines, "f7")
-    assert axis == [0, 20, 40, 318]
+    assert axis == [0, 20, 40, 380 - 18 - 7]
     assert not re.search(r"#0[0-9a-f]{5}", svg)
     assert {"var(--run-0)", "var(--run-1)", "var(--muted)"} <= set(re.findall(r"var\([^)]*\)", svg))
     assert all(name.startswith("f7-") for name in re.findall(r'id="([^"]*)"', svg))
@@ -252,7 +253,7 @@ def test_a_live_report_takes_its_share_of_the_time_and_no_more(run, monkeypatch)
     monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
     written = []
 
-    def write(folders, out):
+    def write(folders, out, live):
         written.append(clock[0])
         clock[0] += 3.0
 
@@ -264,12 +265,12 @@ def test_a_live_report_takes_its_share_of_the_time_and_no_more(run, monkeypatch)
     spent = 3.0 * len(written)
     assert len(written) >= 3
     assert spent <= report.SHARE * clock[0]
-    live.refresh(at_once=True)
+    live.refresh(last=True)
     assert written[-1] == clock[0] - 3.0
 
 
 def test_a_live_report_that_fails_does_not_end_the_run(tmp_path):
-    problem = report.Live(tmp_path).refresh(at_once=True)
+    problem = report.Live(tmp_path).refresh(last=True)
     assert problem.startswith("no report: ")
     assert "not a run directory" in problem
 
@@ -315,7 +316,7 @@ try {
   all("#ledger th button")[texts("#ledger th button").indexOf("Proxy reward")].click();
   seen.found = [texts("#ledger output")[0], all("#ledger tbody tr").map(row => texts("td", row))];
   seen.tiles = Object.fromEntries(all(".tiles div").map(tile => [texts("dt", tile)[0], texts("dd", tile)]));
-  seen.wide = document.documentElement.scrollWidth - innerWidth;
+  seen.wide = document.body.scrollWidth - document.body.clientWidth;
 } catch (error) {
   problems.push(String(error.stack));
 }
@@ -330,7 +331,10 @@ def seen(run, request, tmp_path_factory) -> dict:
     browser, folder = chromium(), tmp_path_factory.mktemp("browser")
     page = (run / report.NAME).read_text()
     driven = folder / "driven.html"
-    driven.write_text(page.replace("<head>", "<head>" + BEFORE, 1).replace("</body>", AFTER, 1))
+    narrow = f"<style>body {{ width: {request.param}px }}</style>"  # no window is narrower than 500 pixels
+    driven.write_text(
+        page.replace("<head>", "<head>" + BEFORE, 1).replace("</head>", narrow + "</head>").replace("</body>", AFTER)
+    )
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
     flags += ("--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder / 'profile'}")
     command = [browser, *flags, f"--window-size={request.param},900", "--dump-dom", driven.as_uri()]
@@ -386,9 +390,10 @@ def test_the_sliders_change_what_is_shown(seen, run):
             kept = sorted((row for row in rows if row["prompt"] == prompt), key=lambda row: row["rank"])
             if iteration == 3:
                 kept = [kept[0], kept[-1]]  # those with pictures
+            marks = (" ✓ right", " ✗ wrong") if iteration == 3 else [""] * len(kept)
             text = lambda value: "nan" if np.isnan(value) else f"{value:.3f}"
-            mark = lambda row: "" if iteration == 1 else " ✓ right" if row is kept[0] else " ✗ wrong"
-            expected += [text(row[name]) + mark(row) for name in ("proxy_reward", "regenerated_reward") for row in kept]
+            for name in ("proxy_reward", "regenerated_reward"):
+                expected += [text(row[name]) + mark for row, mark in zip(kept, marks, strict=True)]
         assert values == expected
 
 
