@@ -72,10 +72,8 @@ def _label(axes, lines: Sequence[Line]) -> None:
         y[number] = lowest = max(wanted, lowest + _LINE)
     for number, line in enumerate(lines):
         at, color = axes.transData.inverted().transform((0, y[number]))[1], _RUNS[line.run % len(_RUNS)]
-        where = dict(xy=(1, at), xycoords=("axes fraction", "data"), xytext=(7, 0), textcoords="offset points")
-        axes.annotate(
-            _short(line.label), **where, va="center", color=color, fontsize=11.5, parse_math=False, annotation_clip=False
-        )
+        where = dict(xy=(1, at), xycoords=("axes fraction", "data"), xytext=(7, 0), textcoords="offset points", va="center")
+        axes.annotate(_short(line.label), **where, color=color, fontsize=11.5, parse_math=False, annotation_clip=False)
 
 
 def _short(label: str) -> str:

@@ -332,9 +332,9 @@ def seen(run, request, tmp_path_factory) -> dict:
     page = (run / report.NAME).read_text()
     driven = folder / "driven.html"
     narrow = f"<style>body {{ width: {request.param}px }}</style>"  # no window is narrower than 500 pixels
-    driven.write_text(
-        page.replace("<head>", "<head>" + BEFORE, 1).replace("</head>", narrow + "</head>").replace("</body>", AFTER)
-    )
+    for tag, instead in (("<head>", "<head>" + BEFORE), ("</head>", narrow + "</head>"), ("</body>", AFTER)):
+        page = page.replace(tag, instead)
+    driven.write_text(page)
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
     flags += ("--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder / 'profile'}")
     command = [browser, *flags, f"--window-size={request.param},900", "--dump-dom", driven.as_uri()]
