@@ -17,8 +17,8 @@ QUICKLY := $(TOGETHER) -m 'not exhaustive'
 .PHONY: demo test test-all test-targets test-targets-tpu clean
 
 demo: .venv/installed
-	$(BIN)/solrl train tiny run.dir=runs/demo
-	@echo "See runs/demo/pictures/before-after.png and runs/demo/pictures/reward.png"
+	$(BIN)/solrl train tiny --report run.dir=runs/demo
+	@echo "Open runs/demo/report.html in a browser: what the run did, in one page. Pictures alone: runs/demo/pictures"
 
 test: .venv/installed-test
 	$(BIN)/ruff check .

@@ -1,5 +1,7 @@
 """`solrl train`."""
 
+from typing import Any
+
 import click
 
 from solrl_jax.commands.options import finish, hosts_options, iterations, join_hosts, json_option, overrides_argument
@@ -18,16 +20,16 @@ from solrl_jax.run.progress import Reporter
     callback=iterations,
     help="Write a trace of this iteration for TensorBoard and Perfetto; repeat it, or separate several with commas.",
 )
+@click.option("--report", "page", is_flag=True, help="Keep RUN/report.html up to date (see `solrl report`).")
 @hosts_options
 @json_option
 def command(
     preset: str,
     overrides: tuple[str, ...],
     profile: tuple[int, ...],
-    hosts: str | None,
-    host: int | None,
-    coordinator: str | None,
+    page: bool,
     as_json: bool,
+    **hosts: Any,
 ) -> None:
     """Train PRESET (see `solrl presets`). The same command resumes.
 
@@ -37,8 +39,8 @@ def command(
     srun solrl train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir=/shared/run
     """
     config = resolve(preset, overrides)
-    join_hosts(hosts, host, coordinator)
+    join_hosts(**hosts)
     with Reporter() as report:
-        summary = loop.run(config, report, profile)
+        summary = loop.run(config, report, profile, page)
     if report.speaks:
         finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic, writing
 
 _COLUMNS = {
@@ -71,6 +72,18 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
     with atomic(path) as partial:
         pq.write_table(table, partial, compression="zstd")
     return path
+
+
+def read(root: Path, iteration: int) -> pa.Table:
+    """The rows of one iteration. Raises InputError if its file cannot be read or is no ledger."""
+    path = path_of(root, iteration)
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read ({first_line(error)})") from error
+    if not table.schema.equals(SCHEMA):
+        raise InputError(f"{path}: its columns are not a ledger's")
+    return table
 
 
 def discard_after(root: Path, iteration: int) -> None:

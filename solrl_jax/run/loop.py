@@ -6,7 +6,8 @@ run.dir/metrics.jsonl           one row an iteration (0: before training), and T
 run.dir/ledger/                 every candidate of every iteration, Parquet
 run.dir/checkpoints/000010/     the state after iteration 10
 run.dir/profile/                traces of the iterations that were asked for
-run.dir/pictures/               fixed prompts and seeds before, during and after; the reward curve
+run.dir/pictures/               fixed prompts and seeds before, during and after; pools; the reward curve
+run.dir/report.html             all of this as one page, if asked for
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from solrl_jax.run.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.run.metrics import Metrics
 from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Reporter, Stopped
+from solrl_jax.run.report import Live
 from solrl_jax.storage import files
 from solrl_jax.training.evaluate import evaluate, sample_grid
 from solrl_jax.training.experiment import Experiment, build, fresh_state, state_shapes
@@ -50,6 +52,7 @@ class _Run:
     saver: Saver
     report: Reporter
     profile: Collection[int]
+    page: Live | None  # the report that is refreshed; None: not asked for
 
     @property
     def config(self) -> Config:
@@ -58,13 +61,17 @@ class _Run:
     def log(self, done: int, row: Row) -> None:
         hosts.write(lambda: self.metrics.log(done, row))
 
+    def refresh(self, *, last: bool = False) -> None:
+        if self.page is not None and hosts.first() and (problem := self.page.refresh(last=last)):
+            self.report.line(problem)
 
-def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict[str, Any]:
+
+def run(config: Config, report: Reporter, profile: Collection[int] = (), page: bool = False) -> dict[str, Any]:
     """Trains, or goes on with, the run that `config` describes. Returns what `--json` prints.
 
     An interruption saves the last whole iteration and returns with "interrupted" true. Any other failure saves it too, and is
     raised then. Raises InputError for what the user can mend, RunError when the run failed for another reason.
-    profile: the iterations of which a trace is written.
+    profile: the iterations of which a trace is written. page: whether `report.html` is kept up to date.
     """
     folder = Path(config.run.dir)
     with contextlib.ExitStack() as stack:
@@ -80,7 +87,7 @@ def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict
         hosts.write(lambda: stack.enter_context(metrics))
         saver = stack.enter_context(Saver(folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best))
         hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
-        this = _Run(experiment, folder, metrics, saver, report, profile)
+        this = _Run(experiment, folder, metrics, saver, report, profile, Live(folder) if page else None)
         interrupted = False
         try:
             state, done = _loop(this, state, done)
@@ -90,6 +97,7 @@ def run(config: Config, report: Reporter, profile: Collection[int] = ()) -> dict
         saver.wait()
         if not interrupted:
             _finish(this, state)
+        this.refresh(last=True)
         return hosts.agreed(lambda: _summary(folder, done, interrupted))
 
 
@@ -105,6 +113,8 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
                 _save(this, state, done)  # again, with its evaluation
         while done < config.train.iterations:
             level = hosts.agreed(lambda: _level(this))
+            # which `iterate` gives away, for pictures of what it drew
+            old = jax.tree.map(jnp.copy, state.old) if config.eval.grid and _is_due(config, done + 1) else None
             with profiling.traced(this.folder, done + 1, this.profile):
                 after, outcome = iterate(this.experiment, state, done + 1, level, report.stage)
             state, done = after, done + 1
@@ -113,12 +123,15 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
             try:
                 if _is_due(config, done):
                     row = row | _evaluate(this, state.ema, done)
+                if old is not None:
+                    record.draw_pools(this.experiment, this.folder, old, level, outcome.ledger, done)
             finally:  # an evaluation that does not end is made up for by the next start
                 this.log(done, row)
             if _is_saved(config, done):
                 _save(this, state, done)
                 if config.run.checkpoint_every == 1:
                     this.saver.wait()  # then no kill takes back an iteration that was reported
+            this.refresh()
             report.iteration(done, row)
         return state, done
     except (KeyboardInterrupt, Exception) as error:
@@ -207,7 +220,8 @@ def _evaluate(this: _Run, ema: Adapters, done: int) -> Row:
         columns = shown.images.shape[1]
         captions = [p for p in shown.prompts for _ in range(columns)]
         images = shown.images.reshape(-1, *shown.images.shape[2:])
-        hosts.write(lambda: pictures.save_grid(path, images, columns, captions))
+        facts = [{"prompt": prompt, "right": mark} for prompt, mark in zip(captions, shown.marks, strict=True)]
+        hosts.write(lambda: pictures.save_grid(path, images, columns, captions, facts))
     means = ", ".join(f"{name} {mean:.3f} ± {result.errors[name]:.3f}" for name, mean in result.means.items())
     report.line(f"evaluation after iteration {done}: {means}")
     row = {f"eval/{name}": mean for name, mean in result.means.items()}

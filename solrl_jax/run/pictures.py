@@ -4,6 +4,7 @@ An image is float [height, width, 3] in 0..1. Every file appears whole or not at
 functions that use them, because they are slow to import. Nothing here opens a window.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Float, UInt8
 
 from solrl_jax.rollout.fidelity import rank_correlations
+from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic
 from solrl_jax.storage.images import to_uint8
 
@@ -30,6 +32,7 @@ _RIGHT, _WRONG = "#009E73", "#D55E00"
 _GAP = 4  # pixels between images
 # Widths in pixels between which `save_before_after` shows an image: legible, and a file that can be mailed.
 _SMALLEST, _LARGEST = 96, 384
+_CELLS = "Cells"  # the metadata of a PNG file of `save_grid` that has the facts of its images
 _FRAME, _MARK = 4, 20  # pixels: the frame of an image of `save_before_after`, the tick or cross in its corner
 
 
@@ -40,10 +43,17 @@ def save_png(path: str | Path, image: Float[Numbers, "h w 3"]) -> None:
     _save_image(path, Image.fromarray(to_uint8(image)))
 
 
-def save_grid(path: str | Path, images: Float[Numbers, "n h w 3"], columns: int, captions: Sequence[str]) -> None:
+def save_grid(
+    path: str | Path,
+    images: Float[Numbers, "n h w 3"],
+    columns: int,
+    captions: Sequence[str],
+    facts: Sequence[Mapping[str, Any]] = (),
+) -> None:
     """Draws images in rows of `columns` as PNG, one pixel of the file for each of theirs.
 
     captions: one an image, shown below it in two lines at most. Raises ValueError if there are more or fewer.
+    facts: of each image, what `read_grid` returns with it.
     """
     from PIL import Image, ImageDraw
 
@@ -57,11 +67,24 @@ def save_grid(path: str | Path, images: Float[Numbers, "n h w 3"], columns: int,
     cell_width, cell_height = width + _GAP, height + band + _GAP
     sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    for index, (image, text) in enumerate(zip(pixels, texts, strict=True)):
-        left, top = _GAP + index % columns * cell_width, _GAP + index // columns * cell_height
+    corners = [(_GAP + i % columns * cell_width, _GAP + i // columns * cell_height) for i in range(count)]
+    for image, text, (left, top) in zip(pixels, texts, corners, strict=True):
         sheet.paste(Image.fromarray(image), (left, top))
         draw.multiline_text((left, top + height + 2), text, _INK, font, spacing=2)
-    _save_image(path, sheet)
+    cells = [{"box": (x, y, x + width, y + height), **fact} for (x, y), fact in zip(corners, facts, strict=False)]
+    _save_image(path, sheet, **{_CELLS: json.dumps(cells)} if cells else {})
+
+
+def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
+    """The images of a file of `save_grid` with their facts; none if it has no facts. Raises InputError if it is damaged."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as sheet:
+            cells = json.loads(getattr(sheet, "text", {}).get(_CELLS, "[]"))
+            return [(sheet.crop(cell.pop("box")), cell) for cell in cells]
+    except (OSError, SyntaxError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise InputError(f"{path}: not a whole picture ({first_line(error)})") from error
 
 
 def save_before_after(
@@ -104,7 +127,7 @@ def save_before_after(
         for row, column in np.ndindex(images.shape[:2]):
             framed = _framed(images[row, column], size, None if right is None else bool(right[row, column]))
             sheet.paste(framed, (left + column * step, margin + head + row * row_height + caption))
-    _save_image(path, sheet, title="    ".join(titles))
+    _save_image(path, sheet, Title="    ".join(titles))
 
 
 def _framed(image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None) -> "Image":
@@ -199,13 +222,13 @@ def _save_figure(path: str | Path, figure: "Figure") -> None:
         figure.savefig(partial, format="png")
 
 
-def _save_image(path: str | Path, image: "Image", title: str = "") -> None:
-    """Writes a PNG file; `title` goes into its metadata, for those who cannot see the image."""
+def _save_image(path: str | Path, image: "Image", **texts: str) -> None:
+    """Writes a PNG file. texts: its metadata; "Title" is for those who cannot see the image."""
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
-    if title:
-        info.add_text("Title", title)
+    for key, text in texts.items():
+        info.add_text(key, text)
     with atomic(path) as partial:
         image.save(partial, format="PNG", pnginfo=info)
 

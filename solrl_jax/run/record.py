@@ -3,10 +3,12 @@
 import importlib.metadata
 import json
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from solrl_jax.config.schema import Config, batch_line
 from solrl_jax.explore.lever import active_levers
@@ -14,10 +16,12 @@ from solrl_jax.explore.linears import report as report_linears
 from solrl_jax.explore.linears import totals
 from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import row_groups
+from solrl_jax.policy.lora import Adapters
 from solrl_jax.run import pictures
 from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage.files import atomic_write
+from solrl_jax.training.evaluate import pool_pictures
 from solrl_jax.training.experiment import Experiment
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
@@ -63,6 +67,25 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         "linears": totals(rows),
         "started_after_iteration": done,
     }
+
+
+def draw_pools(
+    experiment: Experiment, folder: Path, old: Adapters, level: int, ledger: Mapping[str, Any], iteration: int
+) -> None:
+    """`pictures/pool-ITERATION.png`: candidates of the iteration, a row a prompt and stage; as `pool_pictures` takes them."""
+    made = pool_pictures(experiment, old, experiment.recipe.levels[level], ledger, iteration)
+    width, each = experiment.config.rollout.candidates, made.candidates.shape[1]
+    images, captions, facts = [], [], []
+    for row, prompt in enumerate(made.prompts):
+        for stage, grid in made.stages.items():
+            rewards = ledger["proxy_reward" if stage == "explored" else "regenerated_reward"]
+            for column, candidate in enumerate(made.candidates[row].tolist()):
+                images.append(grid.images[row, column])
+                captions.append(f"{stage} {rewards[row * width + candidate]:.3f}")
+                right = grid.marks[row * each + column]
+                facts.append({"prompt": prompt, "candidate": candidate, "stage": stage, "right": right})
+    path = folder / "pictures" / f"pool-{iteration:06d}.png"
+    hosts.write(lambda: pictures.save_grid(path, np.stack(images), each, captions, facts))
 
 
 def draw_curves(config: Config, folder: Path) -> None:

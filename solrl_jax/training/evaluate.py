@@ -1,13 +1,17 @@
 """How good a policy is: held-out prompts, fixed seeds, the training precision."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
+from solrl_jax.conditioning.prompts import draw_prompts
+from solrl_jax.explore.monitor import Level
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.generate import Rows, Samples, generate
+from solrl_jax.rollout.stage import Stage
 from solrl_jax.training.experiment import Experiment
 
 Show = Callable[[int], None]  # called with rows that are done
@@ -43,6 +47,11 @@ class PictureGrid:
     images: Float[np.ndarray, "p m h w 3"]
     right: np.ndarray | None  # [p, m] bool, by the first reward that has a score "strict"; None: no reward has one
 
+    @property
+    def marks(self) -> list[bool | None]:
+        """`right`, image by image; None where there is no verdict."""
+        return [None] * (self.images.shape[0] * self.images.shape[1]) if self.right is None else self.right.reshape(-1).tolist()
+
 
 def sample_grid(experiment: Experiment, adapters: Adapters) -> PictureGrid:
     """`eval.grid` pictures in all, four a prompt."""
@@ -50,10 +59,56 @@ def sample_grid(experiment: Experiment, adapters: Adapters) -> PictureGrid:
     count = min(experiment.config.eval.grid // each, len(experiment.test_prompts))
     samples = _sample(experiment, adapters, count, each, keep_images=True)
     assert samples.images is not None
-    strict = next((scores for name, scores in samples.scores.items() if name.endswith("/strict")), None)
-    right = None if strict is None else strict.reshape(count, each) > 0.5
     images = samples.images.reshape(count, each, *samples.images.shape[1:])
-    return PictureGrid(experiment.test_prompts[:count], images, right)
+    return PictureGrid(experiment.test_prompts[:count], images, _right(samples, count))
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolPictures:
+    """The best and the worst kept candidates of some prompts of an iteration, as they were explored and regenerated."""
+
+    prompts: Sequence[str]
+    candidates: Int[np.ndarray, "p m"]  # their indices within the prompt, best proxy first
+    stages: dict[str, PictureGrid]  # "explored", and "regenerated" unless explored samples were trained on
+
+
+def pool_pictures(
+    experiment: Experiment, old: Adapters, level: Level, ledger: Mapping[str, Any], iteration: int
+) -> PoolPictures:
+    """Draws candidates of an iteration again, `eval.grid` in all, four a prompt. A candidate is its seed: it looks the same.
+
+    Args:
+      old: the adapters that the iteration explored and regenerated with.
+      level: how it explored.
+      ledger: its candidates, `Outcome.ledger`.
+    """
+    config, rollout, recipe = experiment.config, experiment.config.rollout, experiment.recipe
+    prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
+    each = min(4, config.eval.grid, rollout.kept)
+    count = min(config.eval.grid // each, len(prompts))
+    rank, kept = (np.asarray(ledger[name]).reshape(len(prompts), -1)[:count] for name in ("rank", "kept"))
+    of_kept = np.argsort(np.where(kept, rank, rank + rollout.candidates), axis=1)[:, : rollout.kept]
+    candidates = np.concatenate([of_kept[:, : each - each // 2], of_kept[:, rollout.kept - each // 2 :]], axis=1)
+    seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
+    # the conditioning of all prompts, and rows of some: the shapes of the iteration, for which the programs are compiled
+    prompted = experiment.prompted(prompts, experiment.reward)
+    rows = Rows.of(np.take_along_axis(seeds[:count], candidates[..., None], axis=1))
+
+    def draw(stage: Stage) -> PictureGrid:
+        samples = generate(experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True)
+        assert samples.images is not None
+        images = samples.images.reshape(count, each, *samples.images.shape[1:])
+        return PictureGrid(prompts[:count], images, _right(samples, count))
+
+    stages = {"explored": draw(recipe.stage(old, level))}
+    if rollout.regenerate:
+        stages["regenerated"] = draw(experiment.stage("regenerate", old, rollout.steps))
+    return PoolPictures(prompts[:count], candidates, stages)
+
+
+def _right(samples: Samples, prompts: int) -> np.ndarray | None:
+    strict = next((scores for name, scores in samples.scores.items() if name.endswith("/strict")), None)
+    return None if strict is None else strict.reshape(prompts, -1) > 0.5
 
 
 def _sample(

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from solrl_jax.numerics.randomness import prompt_uid
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rollout.generate import Samples
 from solrl_jax.training.clock import Clock
-from solrl_jax.training.evaluate import evaluate, sample_grid
+from solrl_jax.training.evaluate import evaluate, pool_pictures, sample_grid
 from solrl_jax.training.experiment import fresh_state
-from solrl_jax.training.iteration import roll_out
+from solrl_jax.training.iteration import iterate, roll_out
 from tests.toys import toy_experiment
 
 OVERRIDES = ("eval.prompts=3", "eval.images_per_prompt=4", "eval.grid=8", "eval.steps=2")
@@ -102,3 +103,26 @@ def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
     assert 0 < told["seconds/compile"] <= told["seconds"]
     assert told["images_per_second/regenerate"] == pytest.approx(2 / clock.seconds["regenerate"])
     assert "images_per_second/regenerate" not in clock.report(samples(6), None)
+
+
+@pytest.mark.parametrize("regenerate", [True, False])
+def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(regenerate):
+    """The toy's reward can be had from the picture: how near its mean is to a number of the prompt."""
+    settings = () if regenerate else ("rollout.regenerate=false", "rollout.explore.steps=3")
+    toy = toy_experiment(*OVERRIDES, "rollout.explore.precision=nvfp4", *settings)
+    state, _ = iterate(toy, fresh_state(toy), 1)  # so that the adapters do something
+    old = jax.tree.map(jnp.copy, state.old)
+    _, outcome = iterate(toy, state, 2)
+    made = pool_pictures(toy, old, toy.recipe.levels[0], outcome.ledger, 2)
+    columns = {name: np.ma.getdata(values).reshape(2, -1) for name, values in outcome.ledger.items() if np.ndim(values)}
+    assert list(made.prompts) == columns["prompt"][:, 0].tolist()
+    assert made.stages.keys() == ({"explored", "regenerated"} if regenerate else {"explored"})
+    for row, prompt in enumerate(made.prompts):
+        kept = np.flatnonzero(columns["kept"][row])
+        by_rank = kept[np.argsort(columns["rank"][row][kept])]
+        assert made.candidates[row].tolist() == by_rank[[0, 1, -2, -1]].tolist()
+        for stage, grid in made.stages.items():
+            rewards = columns["proxy_reward" if stage == "explored" else "regenerated_reward"][row, made.candidates[row]]
+            drawn = 1 - np.abs(grid.images[row].mean((1, 2, 3)) - prompt_uid(prompt) / 2**32)
+            np.testing.assert_allclose(drawn, rewards, atol=1e-6)
+    assert np.ptp(columns["proxy_reward"]) > 1e-3
