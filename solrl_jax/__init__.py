@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from solrl_jax.numerics.matmul import matmul as matmul
     from solrl_jax.policy.advantage import advantages as advantages
     from solrl_jax.policy.advantage import optimality as optimality
-    from solrl_jax.policy.objective import nft_loss as nft_loss
+    from solrl_jax.policy.objectives.nft import nft_loss as nft_loss
     from solrl_jax.rewards.protocol import Reward as Reward
     from solrl_jax.rollout.select import select as select
     from solrl_jax.storage.errors import InputError as InputError
@@ -52,7 +52,7 @@ _WHERE = {
     "numerics.formats": ("FORMATS",),
     "numerics.matmul": ("dequantize", "matmul"),
     "policy.advantage": ("advantages", "optimality"),
-    "policy.objective": ("nft_loss",),
+    "policy.objectives.nft": ("nft_loss",),
     "rewards.protocol": ("Reward",),
     "rollout.select": ("select",),
     "storage.errors": ("InputError", "RunError"),

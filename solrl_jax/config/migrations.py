@@ -6,16 +6,24 @@ A run directory keeps its resolved configuration. Version 1 is that of solrl_jax
 from typing import Any
 
 VERSION = 2
+# settings that version 1 had not, with the values that it ran with
+ADDED: dict[str, dict[str, Any]] = {
+    "rollout": {"window": None, "window_every": 25},
+    "policy": {"objective": "nft", "ratio_clip": 1e-4},
+}
 
 
 def migrate(tree: Any) -> Any:
     """The tree of a configuration in the current layout; what is no mapping, or of an unknown version, stays as it is.
 
-    Version 2 has no other decoder for candidates, no audits, and one NVFP4.
+    Version 2 has no other decoder for candidates, no audits, and one NVFP4; and it has other objectives.
     """
     if not isinstance(tree, dict) or "version" in tree:
         return tree
     tree = {"version": VERSION, **tree}
+    for section, added in ADDED.items():
+        if isinstance(tree.get(section), dict):
+            tree[section] = {**added, **tree[section]}
     explore = tree.get("rollout", {}).get("explore", {}) if isinstance(tree.get("rollout"), dict) else {}
     if isinstance(explore, dict):
         for field in ("vae", "audit_every"):

@@ -1,6 +1,6 @@
 """From the name of a preset and `key=value` overrides to a `Config`: composition of the files in `configs/`.
 
-    base <- model <- family <- explore <- reward <- the preset's own file <- overrides
+    base <- model <- family <- explore <- objective <- reward <- the preset's own file <- overrides
 
 `<model>_<family>_<reward>` names the paper's 48 presets, which have no file of their own. A preset with a file names its parts
 under `compose`. Any file may hold settings for one choice of a part under `when`, e.g. `family=diffusionnft: {rollout: ...}`;
@@ -24,8 +24,8 @@ import yaml
 from solrl_jax.config.migrations import migrate
 from solrl_jax.config.schema import Config, ConfigError, Section, shown
 
-PARTS = ("model", "family", "explore", "reward")  # in the order in which they are merged
-DEFAULTS = {"explore": "paper"}  # of a preset that does not name the part
+PARTS = ("model", "family", "explore", "objective", "reward")  # in the order in which they are merged
+DEFAULTS = {"explore": "paper", "objective": "nft"}  # of a preset that does not name the part
 PAPER = {
     "model": ("sana", "flux1", "sd3"),
     "family": ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"),
@@ -47,8 +47,8 @@ def preset_names() -> list[str]:
 def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of `preset` with `key=value` overrides, later ones winning. Raises ConfigError with all problems.
 
-    A key is dotted (`rollout.kept=12`), its value YAML (`reward.weights={pickscore: 1, clipscore: 1}`); `model=`, `family=`
-    and `reward=` choose another file for that part; `reward=` also takes a plug-in's name, to be trained on alone.
+    A key is dotted (`rollout.kept=12`), its value YAML (`reward.weights={pickscore: 1, clipscore: 1}`); `model=`, `family=`,
+    `objective=` and so on choose another file for that part; `reward=` also takes a plug-in's name, to be trained on alone.
     """
     if preset not in preset_names():
         raise ConfigError(f"unknown preset '{preset}': {_nearest(preset, preset_names())}")

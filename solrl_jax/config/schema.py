@@ -25,6 +25,12 @@ def _number(value: Any) -> Any:
         return value
 
 
+def _objective(name: str) -> str:
+    if name not in OBJECTIVES:
+        raise ValueError(f"expected one of {', '.join(OBJECTIVES)}")
+    return name
+
+
 def _regex(pattern: str) -> str:
     try:
         re.compile(pattern)
@@ -44,6 +50,16 @@ Decay = Annotated[Number, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Field(min_length=1)]
 Regex = Annotated[str, AfterValidator(_regex)]
+
+# `policy/objectives/`, and what each trains on: clean samples, pairs of a prompt's best and worst, recorded steps of an SDE
+OBJECTIVES = {
+    "nft": "samples",
+    "awm": "samples",
+    "dpo": "pairs",
+    "flow_grpo": "transitions",
+    "mix_grpo": "transitions",
+    "dance_grpo": "transitions",
+}
 
 
 # of exploration: the formats of `numerics/formats.py`; auto: the fastest of them that the device runs natively
@@ -116,8 +132,10 @@ class Rollout(Section):
     explore: Explore
     regenerate: Flag  # false: the explored samples themselves are trained on
     steps: Count  # full step count: of the regeneration, and of the schedule that the update trains on
-    solver: Literal["euler", "dpm1", "dpm2", "ddim"]
-    eta: Annotated[Number, Field(ge=0, le=1)]  # ddim's share of fresh noise
+    solver: Literal["euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde"]  # evaluation takes a stochastic one without noise
+    eta: Annotated[Number, Field(ge=0, le=1)]  # noise level of a stochastic solver
+    window: Count | None  # steps in a row that add noise, the others add none; null: all but the last
+    window_every: Count  # iterations after which the window moves on by a step; past the end it starts again
     schedule: Literal["linear", "sd3", "flux"]
     shift: Positive  # of the sigmas; 'flux' derives its own from the resolution and does not read this
     guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
@@ -130,7 +148,7 @@ class Rollout(Section):
         full, floor, exact = f"rollout.steps={self.steps}", self.explore.floor, self.explore.exact_steps
         compared = "must be null with rollout.regenerate=false, which has nothing to compare with"
         even = self.selection != "best_worst" or k % 2 == 0
-        own = self.explore.sigmas == "own"
+        own, stochastic = self.explore.sigmas == "own", self.solver in ("ddim", "flow_sde", "dance_sde")
         _check(
             (k <= n, "rollout.kept", k, f"must be at most rollout.candidates={n}"),
             (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
@@ -139,9 +157,19 @@ class Rollout(Section):
             (self.regenerate or floor is None, "rollout.explore.floor", floor, compared),
             # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
             (self.regenerate or explored == self.steps, field, explored, f"must equal {full} with rollout.regenerate=false"),
-            (self.eta == 0 or self.solver == "ddim", "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
+            (self.eta == 0 or stochastic, "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
             (self.eta == 0 or own, "rollout.eta", self.eta, "must be 0 with rollout.explore.sigmas=first"),
+            ((self.window or 0) < self.steps, "rollout.window", self.window, f"must be less than {full}"),
         )
+
+    @property
+    def stochastic_steps(self) -> int:
+        """How many steps of the full schedule add noise. They follow each other."""
+        return 0 if self.eta == 0 else self.window or self.steps - 1
+
+    def window_start(self, iteration: int) -> int:
+        """The first step that adds noise, in an iteration counted from 1."""
+        return 0 if self.window is None else (iteration - 1) // self.window_every % (self.steps - self.window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,16 +194,23 @@ class Reward(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy(Section):
-    """The DiffusionNFT loss, its advantages, and the two slow copies of the policy."""
+    """The loss, its advantages, and the two slow copies of the policy."""
 
-    beta: Positive  # how far the implicit positive policy leans to the trained one
-    kl_weight: NotNegative  # of the mean squared distance of velocities to the base model's
+    objective: Annotated[str, AfterValidator(_objective)]  # of `policy/objectives/`; `configs/objective/` has their settings
+    beta: Positive  # nft: how far the implicit positive policy leans to the trained one; dpo: how much a preference weighs
+    kl_weight: NotNegative  # of the distance to the base model: of velocities, or of the means of an SDE's steps
+    ratio_clip: Positive  # of grpo and awm: how far from 1 the ratio of probabilities, trained to old, has a gradient
     advantage_clip: Positive  # standard deviations
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"]
     global_std: Flag  # true: one standard deviation over the iteration; false: one a prompt
     timestep_fraction: Annotated[Number, Field(gt=0, le=1)]  # share of the schedule's sigmas that a sample is trained at
     decay_type: Annotated[Integer, Field(ge=0, le=2)]  # schedule of the decay of `old`, the policy that samples the rollouts
     ema_decay: Decay  # of the policy that is evaluated
+
+    @property
+    def trains_on(self) -> str:
+        """What the objective is given: `samples`, `pairs` or `transitions`."""
+        return OBJECTIVES[self.objective]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,13 +318,46 @@ class Config(Section):
         _check(
             (self.trained_sigmas >= 1, "policy.timestep_fraction", fraction, enough),
             (terms % steps == 0, "optimizer.steps_per_iteration", steps, even),
+            *self._what_the_objective_needs(),
         )
+
+    def _what_the_objective_needs(self) -> list[tuple[bool, str, Any, str]]:
+        rollout, explore, steps = self.rollout, self.rollout.explore, self.optimizer.steps_per_iteration
+        match self.policy.trains_on:
+            case "pairs":
+                terms = self.train.prompts * rollout.kept * self.trained_sigmas // steps
+                field, needs = "optimizer.micro_batch", f"for the pairs of policy.objective={self.policy.objective}"
+                return [
+                    (rollout.kept % 2 == 0, "rollout.kept", rollout.kept, f"must be even {needs}"),
+                    (self.optimizer.micro_batch % 2 == 0, field, self.optimizer.micro_batch, f"must be even {needs}"),
+                    (terms % 2 == 0, "optimizer.steps_per_iteration", steps, f"must leave an even number of terms {needs}"),
+                ]
+            case "transitions":
+                needs = f"for the transitions that policy.objective={self.policy.objective} trains on"
+                exact, most = rollout.regenerate or explore.precision in ("bf16", "fp32"), rollout.stochastic_steps
+                field, fraction = "policy.timestep_fraction", self.policy.timestep_fraction
+                return [
+                    (most > 0, "rollout.eta", rollout.eta, f"must be above 0 {needs}, with a stochastic rollout.solver"),
+                    (exact, "rollout.regenerate", False, f"must be true, or rollout.explore.precision=bf16, {needs}"),
+                    (
+                        self.trained_sigmas <= (most or rollout.steps),
+                        field,
+                        fraction,
+                        f"must be at most {most / rollout.steps:g} {needs}",
+                    ),
+                ]
+        return []
 
     @property
     def trained_sigmas(self) -> int:
         """Sigmas of the schedule at which each kept sample is trained: `floor(timestep_fraction * steps)`."""
         # Rounded first, so that 0.29 of 100 steps is 29 although 0.29 * 100 is just below it.
         return math.floor(round(self.policy.timestep_fraction * self.rollout.steps, 9))
+
+    @property
+    def recorded_steps(self) -> int:
+        """Stochastic steps of each trained sample whose states are kept: all, of an objective that trains on transitions."""
+        return self.rollout.stochastic_steps if self.policy.trains_on == "transitions" else 0
 
 
 def effective_batch(config: Config, devices: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ class Recipe:
     quantized: tuple[str, ...]  # paths of the linears that a format quantises
     scale: float  # of the adapters: alpha / rank
     training_precision: str
-    own_grid: Callable[[int], Grid]  # the schedule's own grid with so many steps
+    own_grid: Callable[..., Grid]  # the schedule's own grid with so many steps, the first that adds noise, by number
     calibration: Calibration
 
     @cached_property
@@ -41,12 +41,12 @@ class Recipe:
         return any(lever.measures(self.explore, steps, quantizes) for lever in active_levers(self.explore))
 
     @cached_property
-    def grid(self) -> Callable[[int], Grid]:
-        """The grid to explore on with so many steps."""
+    def grid(self) -> Callable[..., Grid]:
+        """The grid to explore on with so many steps. start: of the full schedule, the first step that adds noise."""
 
         @cache
-        def of(steps: int) -> Grid:
-            grid = self.own_grid(steps)
+        def of(steps: int, start: int = 0) -> Grid:
+            grid = self.own_grid(steps, start)
             for lever in active_levers(self.explore):
                 grid = lever.grid(self.explore, self.calibration, grid)
             return grid
@@ -80,9 +80,9 @@ class Recipe:
             return attach(backbone.transformer, adapters, self.scale)
         return merged(backbone, adapters, self.scale, self.quantized, quantizer)
 
-    def stage(self, adapters: Adapters, level: Level) -> Stage:
-        """What candidates of the policy with these adapters are explored with."""
-        leg = Leg(self.policy(adapters, level.precision), self.grid(level.steps))
+    def stage(self, adapters: Adapters, level: Level, start: int = 0) -> Stage:
+        """What candidates of the policy with these adapters are explored with. start: as of `grid`."""
+        leg = Leg(self.policy(adapters, level.precision), self.grid(level.steps, start))
         exact = attach(self.calibration.backbone.transformer, adapters, self.scale)
         return dataclasses.replace(self.calibration.stage, name="explore", legs=self.legs(leg, exact, level.precision))
 

@@ -33,18 +33,43 @@ def sample(
     legs: one after another, each a velocity and the steps that it is followed for. Each leg is a scan of its own.
     seeds: one a row; read only where a step adds noise.
     """
+    return trajectory(legs, noise, seeds, 0)[0]
+
+
+def trajectory(
+    legs: Sequence[tuple[Velocity, Grid]], noise: Float[Array, " b *latent"], seeds: UInt32[Array, "b 2"], recorded: int
+) -> tuple[Float[Array, " b *latent"], Float[Array, " b states *latent"] | None]:
+    """As `sample`; and the states before and after each of the first `recorded` stochastic steps, one after another.
+
+    The steps follow each other, so there are `recorded` + 1 states. None if `recorded` is 0: then no state is kept.
+    """
 
     def step(velocity, carry, inputs):
-        x, previous, before_previous = carry
-        index, sigma, time, (a, b, c, d, e) = inputs
-        x0 = x - sigma * velocity(x, time).astype(jnp.float32)
-        x = a * x + b * x0 + c * previous + d * before_previous
-        x = jax.lax.cond(e > 0, lambda: x + e * normal(seeds, "solver", x.shape[1:], index), lambda: x)
-        return (x, x0, previous), None
+        before, previous, before_previous = carry
+        sigma, time, (a, b, c, d, e), weights = inputs
+        x0 = before - sigma * velocity(before, time).astype(jnp.float32)
+        x = a * before + b * x0 + c * previous + d * before_previous
+        x = jax.lax.cond(e > 0, lambda: x + e * _solver_noise(seeds, weights, x.shape[1:]), lambda: x)
+        return (x, x0, previous), before if recorded else None
 
-    carry, taken = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise)), 0
+    carry, path = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise)), []
     for velocity, grid in legs:
-        inputs = (taken + jnp.arange(grid.steps), grid.sigmas, grid.times, tuple(jnp.asarray(grid.table).T))
-        carry, _ = jax.lax.scan(partial(step, velocity), carry, inputs)
-        taken += grid.steps
-    return carry[0]
+        inputs = (grid.sigmas, grid.times, tuple(jnp.asarray(grid.table).T), jnp.asarray(grid.draws))
+        carry, states = jax.lax.scan(partial(step, velocity), carry, inputs)
+        path.append(states)
+    if not recorded:
+        return carry[0], None
+    first = jnp.argmax(jnp.concatenate([jnp.asarray(grid.table)[:, 4] for _, grid in legs]) > 0)
+    states = jax.lax.dynamic_slice_in_dim(jnp.concatenate([*path, carry[0][None]]), first, recorded + 1)
+    return carry[0], jnp.moveaxis(states, 0, 1)
+
+
+def _solver_noise(
+    seeds: UInt32[Array, "b 2"], weights: Float[Array, " draws"], shape: tuple[int, ...]
+) -> Float[Array, "b ..."]:
+    """The sum of the seeds' numbered draws, each times its weight. A draw of weight 0 is not made."""
+
+    def add(i, total):
+        return jax.lax.cond(weights[i] > 0, lambda: total + weights[i] * normal(seeds, "solver", shape, i), lambda: total)
+
+    return jax.lax.fori_loop(0, len(weights), add, jnp.zeros((len(seeds), *shape)))

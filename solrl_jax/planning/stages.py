@@ -84,9 +84,14 @@ class Stages:
                 return [Program(self.mesh, quantize_policy, self._sync(), 1)]
             case "explore":
                 leg, recipe = Leg(self._policy(codes), experiment.grid(rollout.explore.steps)), experiment.recipe
-                return [self._sample(recipe.legs(leg, self._policy({}), recipe.format.name), drafts)]
+                legs = recipe.legs(leg, self._policy({}), recipe.format.name)
+                return [self._sample(legs, drafts, 0 if rollout.regenerate else experiment.config.recorded_steps)]
             case "regenerate":
-                return [self._sample((Leg(self._policy({}), experiment.grid(rollout.steps)),), redone)]
+                return [
+                    self._sample(
+                        (Leg(self._policy({}), experiment.grid(rollout.steps)),), redone, experiment.config.recorded_steps
+                    )
+                ]
             case "score":
                 return self._score(sum(self.chunks(self.mesh.size)))
         return [self._update()]
@@ -131,11 +136,11 @@ class Stages:
         rows = self._stage.chunk * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
 
-    def _sample(self, legs: tuple[Leg, ...], calls: int) -> Program:
+    def _sample(self, legs: tuple[Leg, ...], calls: int, recorded: int) -> Program:
         noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
         rows = shaped(Rows, self._rows(self.mesh, (), jnp.int32), self._rows(self.mesh, (2,), jnp.uint32), noise)
         legs = tuple(Leg(leg.policy, abstract(leg.grid, self.mesh, self.whole)) for leg in legs)
-        arguments = (self.experiment.backbone, legs, self.conditions, rows)
+        arguments = (self.experiment.backbone, legs, self.conditions, rows, recorded)
         return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:
@@ -154,6 +159,8 @@ class Stages:
         count = config.train.prompts * config.rollout.kept
         of: Any = lambda shape, dtype: jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
         numbers = of(self._stage.shape, jnp.float32), of((), jnp.float32), of((), jnp.float32), of((), jnp.int32)
-        batch = shaped(PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive)
+        recorded = config.recorded_steps
+        states = of((recorded + 1, *self._stage.shape), jnp.float32) if recorded else None
+        batch = shaped(PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states)
         arguments = (backbone, config, self.state, backbone.transformer, batch, abstract(grid, self.mesh, self.whole))
         return Program(self.mesh, update, arguments, 1)

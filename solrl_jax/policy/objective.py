@@ -1,8 +1,10 @@
-"""The forward-process policy loss of DiffusionNFT (arXiv 2509.16117, eq. 5 and section 3.3; docs/method.md, section 4).
+"""What an objective is, and what several of them share. Each objective is a file in `policy/objectives/`.
 
-An objective is one function (`Objective`): predictions, samples and the configuration in; a loss and metrics a row out.
+An objective is one function: predictions, what they are trained on and the configuration in; a loss and metrics a row out. A
+line of `config.schema.OBJECTIVES` names it and what it trains on, and a file in `configs/objective/` has its settings.
 """
 
+import importlib
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -11,68 +13,86 @@ from jaxtyping import Array, Float
 
 from solrl_jax.config.schema import Policy as PolicyConfig
 
-SMALLEST_DENOMINATOR = 1e-5
-
 Latents: TypeAlias = Float[Array, " b *latent"]
 PerRow: TypeAlias = Float[Array, " b"]
 
 
 class Velocities(NamedTuple):
-    """What three policies predict at the same noised latents."""
+    """What three policies predict at the same latents."""
 
     trained: Latents
     old: Latents  # the policy that sampled the rollouts
     reference: Latents  # the base without adapters
 
 
-class Target(NamedTuple):
-    """The samples that are trained on."""
+class Step(NamedTuple):
+    """A recorded step of an SDE: `after` was drawn from the Gaussian of mean `a x + b x0_hat` and deviation `std`."""
 
-    x: Latents  # noised: (1 - sigma) x0 + sigma noise
+    after: Latents
+    a: PerRow
+    b: PerRow
+    std: PerRow
+    length: PerRow  # how far sigma fell
+
+
+class Target(NamedTuple):
+    """The samples that are trained on. Of pairs, each best sample is followed by its worst one, at the same noise."""
+
+    x: Latents  # where velocities are predicted: noised, (1 - sigma) x0 + sigma noise, or a state of the trajectory
     x0: Latents  # clean
     sigma: PerRow
-    optimality: PerRow  # q in [0, 1]
+    optimality: PerRow  # q in [0, 1]; 2 q - 1 is the advantage over its clip
+    step: Step | None = None  # of objectives that train on transitions
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """One loss a row and metrics a row, from what three policies predict at the noised samples. Pure, and traced by jit."""
+    """One loss a row and metrics a row, from what three policies predict at `target.x`. Pure, and traced by jit."""
 
     def __call__(self, velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]: ...
 
 
-def nft(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
-    """The objective of Sol-RL: `nft_loss` with the configured weights."""
-    return nft_loss(velocities, target, beta=policy.beta, kl_weight=policy.kl_weight, advantage_clip=policy.advantage_clip)
+def find_objective(name: str) -> Objective:
+    """The objective of that name in `policy/objectives/`."""
+    return getattr(importlib.import_module(f"solrl_jax.policy.objectives.{name}"), name)
 
 
-def nft_loss(
-    velocities: Velocities, target: Target, *, beta: float, kl_weight: float, advantage_clip: float
-) -> tuple[PerRow, dict[str, PerRow]]:
-    """Pulls the policy towards good samples and away from bad ones, mirrored about the old policy.
-
-        v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
-        l(u)  = mean((x - sigma u - x0)^2) / max(mean|x - sigma u - x0|, 1e-5)
-        loss  = advantage_clip (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_weight mean((v - v_ref)^2)
-
-    The denominator of l has no gradient. It weights a sample by its error, in place of a hand-made weight on sigma.
-    `beta` is the paper's mixing weight, `advantage_clip` its advantage scale. Returns one loss a row, and its parts.
-    """
-    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
-    positive = _self_weighted(target, beta * v + (1 - beta) * v_old)
-    negative = _self_weighted(target, (1 + beta) * v_old - beta * v)
-    policy = advantage_clip * (target.optimality * positive + (1 - target.optimality) * negative) / beta
-    kl = _mean(jnp.square(v - v_ref))
-    return policy + kl_weight * kl, {"loss/policy": policy, "loss/kl": kl, "loss/drift": _mean(jnp.square(v - v_old))}
-
-
-def _self_weighted(target: Target, velocity: Latents) -> PerRow:
-    sigma = target.sigma.reshape(-1, *(1,) * (target.x.ndim - 1))
-    error = target.x - sigma * velocity - target.x0
-    weight = jax.lax.stop_gradient(jnp.maximum(_mean(jnp.abs(error)), SMALLEST_DENOMINATOR))
-    return _mean(jnp.square(error)) / weight
-
-
-def _mean(x: Latents) -> PerRow:
+def row_mean(x: Latents) -> PerRow:
     """The mean over everything but rows."""
     return x.mean(tuple(range(1, x.ndim)))
+
+
+def along(values: PerRow, x: Latents) -> Float[Array, " b *ones"]:
+    """One value a row, to be multiplied by latents."""
+    return values.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def matching_error(velocity: Latents, target: Target) -> PerRow:
+    """The flow-matching loss: the mean squared distance to the velocity that leads from the noised sample to the clean one."""
+    return row_mean(jnp.square(velocity - (target.x - target.x0) / along(target.sigma, target.x)))
+
+
+def step_mean(velocity: Latents, target: Target) -> Latents:
+    """The mean of the Gaussian that the recorded step is drawn from, if this is the velocity."""
+    assert target.step is not None
+    a, b, sigma = (along(values, target.x) for values in (target.step.a, target.step.b, target.sigma))
+    return a * target.x + b * (target.x - sigma * velocity)
+
+
+def log_probability(velocity: Latents, target: Target) -> PerRow:
+    """The log-density of the recorded step, its mean over dimensions (Flow-GRPO, arXiv 2505.05470; not the sum)."""
+    assert target.step is not None
+    std = target.step.std
+    error = row_mean(jnp.square(target.step.after - step_mean(velocity, target)))
+    return -error / (2 * std**2) - jnp.log(std) - jnp.log(2 * jnp.pi) / 2
+
+
+def clipped_policy(log_ratio: PerRow, target: Target, policy: PolicyConfig, scale: float) -> tuple[PerRow, dict[str, PerRow]]:
+    """PPO's loss (arXiv 1707.06347, eq. 7) on a ratio of probabilities, trained to old, and what happened to the ratio.
+
+    max(-A R, -A clip(R, 1 - c, 1 + c)),     A = scale (2 q - 1)
+    """
+    advantage, ratio, c = scale * (2 * target.optimality - 1), jnp.exp(log_ratio), policy.ratio_clip
+    loss = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1 - c, 1 + c))
+    ratio = jax.lax.stop_gradient(ratio)
+    return loss, {"loss/policy": loss, "ratio": ratio, "ratio/clipped": (jnp.abs(ratio - 1) > c).astype(jnp.float32)}

@@ -22,7 +22,7 @@ from solrl_jax.numerics.randomness import normal, permutations
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, join, zero
 from solrl_jax.policy.lora import Adapters, attach
-from solrl_jax.policy.objective import Objective, Target, Velocities, nft
+from solrl_jax.policy.objective import Objective, Step, Target, Velocities, find_objective
 from solrl_jax.policy.state import TrainState, make_optimizer
 
 EMA_WARMUP = 10
@@ -43,6 +43,8 @@ class PolicyBatch:
     prompt: Int[Array, " b"]  # row of the conditioning
     seeds: UInt32[Array, "b 2"]  # of the candidates: training noise and sigmas are drawn from them
     conditioning: Conditioning  # every leaf has a leading axis of p prompts
+    # around the stochastic steps, one state after another, float32; None: the objective trains on noised latents
+    states: Float[Array, "b states h w c"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +69,21 @@ def update(
     base: Params,
     batch: PolicyBatch,
     grid: Grid,
-    objective: Objective = nft,
+    objective: Objective | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One iteration's optimiser step(s) on the kept samples; then the EMA and the old policy follow.
 
     A term is a (sample, sigma) pair. Each sample is trained at `config.trained_sigmas` sigmas of the rollout's own `grid`,
-    drawn without replacement, with fresh noise. Gradients are averaged over all terms of a step. A micro-batch whose loss is
-    not finite contributes nothing and is counted. `state` is donated. `objective` is static.
+    drawn without replacement, with fresh noise; or at as many recorded steps. Gradients are averaged over all terms of a step.
+    A micro-batch whose loss is not finite contributes nothing and is counted. `state` is donated. objective: static; None: the
+    one that the configuration names.
     """
     rows, slots = len(batch.weight), config.trained_sigmas
-    chosen = permutations(batch.seeds, "sigmas", grid.steps)[:, :slots]
+    chosen = permutations(batch.seeds, "sigmas", grid.steps)
+    if batch.states is not None:  # steps that add noise come first
+        chosen = jnp.take_along_axis(chosen, jnp.argsort(jnp.asarray(grid.table)[chosen, 4] == 0, axis=1), axis=1)
+    chosen = chosen[:, :slots]
+    objective = objective or find_objective(config.policy.objective)
     problem = _Problem(backbone, config, base, state.old, batch, grid, objective, chosen)
     terms = jnp.arange(rows * slots).reshape(config.optimizer.steps_per_iteration, -1)
     state, metrics = jax.lax.scan(partial(_optimizer_step, problem), state, terms)
@@ -164,21 +171,36 @@ def _micro_batch_loss(
     # Rows of weight 0 may hold anything. They are zeroed before the loss: the gradient of `where` would be 0 * NaN.
     weight = valid * batch.weight[row]
     counts = (weight > 0).reshape(-1, *(1,) * (batch.latents.ndim - 1))
-    x0 = sharding.replicate(jnp.where(counts, batch.latents[row], 0.0))
-    noise = sharding.replicate(normal(batch.seeds[row], "training", x0.shape[1:], slot))
-    step = problem.chosen[row, slot]
-    sigma, time = problem.grid.sigmas[step], problem.grid.times[step]
-    x = interpolate(x0, noise, sigma)
+    time, target = _target(problem, row, slot, lambda x: sharding.replicate(jnp.where(counts, x, 0.0)))
     of_rows = jax.tree.map(lambda c: c[batch.prompt[row]], batch.conditioning)
     scale = config.lora.alpha / config.lora.rank
     guidance = jnp.asarray(problem.grid.guidance)
-    velocity = lambda params: problem.backbone.velocity(params, x, of_rows, time, guidance).astype(jnp.float32)
+    velocity = lambda params: problem.backbone.velocity(params, target.x, of_rows, time, guidance).astype(jnp.float32)
     velocities = Velocities(
         velocity(attach(problem.base, adapters, scale)),
         velocity(attach(problem.base, problem.old, scale)),
         velocity(problem.base),
     )
-    target = Target(x, x0, sigma, batch.optimality[row])
     losses, metrics = problem.objective(velocities, target, config.policy)
     mean = lambda values: jnp.where(weight > 0, values, 0.0).sum() / total
     return mean(losses), {name: mean(values) for name, values in metrics.items()}
+
+
+def _target(
+    problem: _Problem, row: Int[Array, " m"], slot: Int[Array, " m"], clean: Callable[[Array], Array]
+) -> tuple[Float[Array, " m"], Target]:
+    """What is trained on: a row noised anew, or one of its recorded steps; and the time that the network is told.
+
+    clean: zeroes latents of rows that must not count.
+    """
+    batch, grid, step = problem.batch, problem.grid, problem.chosen[row, slot]
+    x0, sigmas = clean(batch.latents[row]), jnp.asarray(grid.sigmas)
+    time, sigma, optimality = jnp.asarray(grid.times)[step], sigmas[step], batch.optimality[row]
+    if batch.states is None:
+        noise = sharding.replicate(normal(batch.seeds[row], "training", x0.shape[1:], slot))
+        return time, Target(interpolate(x0, noise, sigma), x0, sigma, optimality)
+    table = jnp.asarray(grid.table)
+    a, b, _, _, std = table[step].T
+    number = step - jnp.argmax(table[:, 4] > 0)  # of the recorded steps
+    taken = Step(clean(batch.states[row, number + 1]), a, b, std, sigma - jnp.append(sigmas, 0.0)[step + 1])
+    return time, Target(clean(batch.states[row, number]), x0, sigma, optimality, taken)

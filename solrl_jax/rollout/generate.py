@@ -71,6 +71,7 @@ class Samples:
     latents: Float[np.ndarray, "b h w c"]  # float32
     scores: dict[str, np.ndarray]  # by name; each [b]
     images: Float[np.ndarray, "b H W 3"] | None = None  # in [0, 1], if asked for
+    states: Float[np.ndarray, "b states h w c"] | None = None  # before and after each recorded step, one after another
     failed: dict[str, int] = dataclasses.field(default_factory=dict)  # rows without a score, by reward outside JAX
 
     @property
@@ -81,7 +82,8 @@ class Samples:
     def take(self, rows: Int[np.ndarray, "..."]) -> "Samples":
         """The samples of the given rows (any shape; flattened), without pictures."""
         rows = rows.reshape(-1)
-        return Samples(self.latents[rows], {name: scores[rows] for name, scores in self.scores.items()})
+        states = None if self.states is None else self.states[rows]
+        return Samples(self.latents[rows], {name: scores[rows] for name, scores in self.scores.items()}, states=states)
 
 
 def prepare(
@@ -125,11 +127,12 @@ def generate(
         chunks.fetch(-1)
         scores, failed = ({}, {}) if chunks.outside is None else chunks.outside.finish()
     join = lambda name: np.concatenate([made[name] for made in chunks.made])[: len(rows)]
-    scores |= {name: join(name) for name in chunks.made[0] if name not in ("latents", "images")}
+    scores |= {name: join(name) for name in chunks.made[0] if name not in ("latents", "images", "states")}
     return Samples(
         latents=join("latents"),
         scores=scores if host is None else add_total(host.weights, scores),
         images=join("images") if keep_images else None,
+        states=join("states") if stage.recorded else None,
         failed=failed,
     )
 
@@ -161,9 +164,9 @@ class _Chunks:
         parts = [self._latents(slice(i, min(i + self.sampled, stop))) for i in range(start, stop, self.sampled)]
         parts += parts[:1] * (self.scored // self.sampled - len(parts))
         with jax.set_mesh(self.scoring_mesh):
-            latents = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+            latents, states = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
             latents = jax.device_put(latents, sharding.rows(self.scoring_mesh))
-            made: dict[str, Any] = {"latents": latents}
+            made: dict[str, Any] = {"latents": latents} | ({} if states is None else {"states": states})
             if self.reward is not None or self.keep_images:
                 made["images"] = decode_chunk(self.stage.decoder, latents)
             if self.reward is not None and self.reward.score is not None:
@@ -184,13 +187,13 @@ class _Chunks:
             made.pop("images", None)
         self.made[number] = hosts.fetch(made)
 
-    def _latents(self, part: slice) -> Float[Array, "b h w c"]:
+    def _latents(self, part: slice) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
         place = lambda x: self._placed(x[part], self.sampled, self.mesh)
         prompt, seeds = place(self.rows.prompt), place(self.rows.seeds)
         with jax.set_mesh(self.mesh):
             noise = draw_noise(seeds, self.stage.shape) if self.rows.noise is None else place(self.rows.noise)
             rows = Rows(prompt, seeds, noise)
-            return sample_chunk(self.backbone, self.legs, self.prompted.conditions, rows)
+            return sample_chunk(self.backbone, self.legs, self.prompted.conditions, rows, self.stage.recorded)
 
     def _placed(self, x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
         return hosts.put(sharding.pad_rows(np.asarray(x), count), sharding.rows(mesh))
@@ -202,9 +205,11 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
     return sharding.split_rows(normal(seeds, "initial", shape))
 
 
-@partial(sharding.jit, static_argnums=0)
-def sample_chunk(backbone: Backbone, legs: tuple[Leg, ...], conditions: Conditions, rows: Rows) -> Float[Array, "b h w c"]:
-    """Noise to clean latents for one chunk."""
+@partial(sharding.jit, static_argnums=(0, 4))
+def sample_chunk(
+    backbone: Backbone, legs: tuple[Leg, ...], conditions: Conditions, rows: Rows, recorded: int = 0
+) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
+    """Noise to clean latents for one chunk, and the states around `recorded` stochastic steps (`sampler.trajectory`)."""
     towards = jax.tree.map(lambda c: c[rows.prompt], conditions.positive)
     away = jax.tree.map(lambda c: jnp.broadcast_to(c, (len(rows), *c.shape[1:])), conditions.negative)
 
@@ -217,7 +222,8 @@ def sample_chunk(backbone: Backbone, legs: tuple[Leg, ...], conditions: Conditio
         return without + leg.grid.scale * (follow(towards).astype(jnp.float32) - without)
 
     noise = sharding.split_rows(jnp.asarray(rows.noise))
-    return sampler.sample([(partial(velocity, leg), leg.grid) for leg in legs], noise, jnp.asarray(rows.seeds))
+    followed = [(partial(velocity, leg), leg.grid) for leg in legs]
+    return sampler.trajectory(followed, noise, jnp.asarray(rows.seeds), recorded)
 
 
 @sharding.jit

@@ -14,6 +14,16 @@ def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
     return places
 
 
+def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.ndarray, " pairs"]]:
+    """Pairs of a prompt's samples: the best with the worst, the second best with the second worst, and so on.
+
+    Returns rows of the flattened rewards, the better of each pair and the worse. A non-finite reward counts as the worst.
+    """
+    count = rewards.shape[1]
+    order = np.argsort(rank(rewards), axis=1) + count * np.arange(len(rewards))[:, None]
+    return order[:, : count // 2].reshape(-1), order[:, ::-1][:, : count // 2].reshape(-1)
+
+
 def select(
     rewards: Rewards, kept: int, mode: str, seed: tuple[int, ...] = (0,)
 ) -> tuple[Int[np.ndarray, "p k"], Bool[np.ndarray, " p"]]:

@@ -27,3 +27,4 @@ class Stage:
     decoder: Decoder
     shape: tuple[int, int, int]  # of one latent: height, width, channels
     chunk: int  # rows that each device runs at once, at most
+    recorded: int = 0  # stochastic steps of which the states before and after are kept

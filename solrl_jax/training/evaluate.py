@@ -116,6 +116,6 @@ def _sample(
 ) -> Samples:
     config, reward, chosen = experiment.config.eval, experiment.evaluated, experiment.test_prompts[:prompts]
     rows = Rows.of(experiment.seeds("evaluation", chosen, images, seed=config.seed))
-    stage = experiment.stage("evaluate", adapters, config.steps)
+    stage = experiment.stage("evaluate", adapters, config.steps, start=None)
     prompted = experiment.prompted(chosen, reward)
     return generate(experiment.backbone, stage, prompted, rows, reward, keep_images=keep_images, progress=progress)

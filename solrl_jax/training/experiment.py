@@ -55,19 +55,19 @@ class Experiment:
         """The policy of `adapters` in the training precision: the base with the adapters beside it."""
         return attach(self.backbone.transformer, adapters, self.scale)
 
-    def grid(self, steps: int) -> Grid:
-        """The run's solver and schedule with `steps` steps."""
+    def grid(self, steps: int, start: int | None = 0) -> Grid:
+        """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Grid.of`)."""
         pipeline, model = self.backbone.pipeline, self.config.model
         tokens = pipeline.image_tokens(model.height, model.width)
-        return Grid.of(self.config.rollout, steps, tokens, pipeline.embedded_guidance)
+        return Grid.of(self.config.rollout, steps, tokens, pipeline.embedded_guidance, start)
 
-    def stage(self, name: str, adapters: Adapters, steps: int) -> Stage:
-        """What a stage in the training precision rolls out with: regeneration, evaluation, calibration."""
+    def stage(self, name: str, adapters: Adapters, steps: int, start: int | None = 0) -> Stage:
+        """What a stage in the training precision rolls out with: regeneration, evaluation, calibration. start: as of `grid`."""
         config, backbone = self.config, self.backbone
         most = -(-config.train.prompts * config.rollout.candidates // sharding.row_groups(backbone.mesh))
         return Stage(
             name=name,
-            legs=(Leg(self.policy(adapters), self.grid(steps)),),
+            legs=(Leg(self.policy(adapters), self.grid(steps, start)),),
             decoder=backbone.decoder,
             shape=backbone.pipeline.latent_shape(config.model.height, config.model.width),
             chunk=min(config.rollout.chunk, most),
@@ -147,6 +147,10 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tupl
     if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
         why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
         raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
+    field = "true_guidance" if pipeline.embedded_guidance else "guidance"
+    if config.policy.trains_on == "transitions" and getattr(rollout, field) != 1:
+        why = f"policy.objective={config.policy.objective}, whose steps are the trained policy's own"
+        raise InputError(f"rollout.{field}={getattr(rollout, field)}: must be 1 with {why}")
     shapes = pipeline.transformer.shapes(DTYPES[rollout.precision])
     form = resolve(rollout.explore.precision, device)
     with in_one_line():

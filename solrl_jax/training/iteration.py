@@ -21,12 +21,12 @@ from solrl_jax.flow.grid import Grid
 from solrl_jax.numerics.randomness import prompt_uid, seed_numbers
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.policy.advantage import advantages, optimality
-from solrl_jax.policy.objective import Objective, nft
+from solrl_jax.policy.objective import Objective
 from solrl_jax.policy.state import TrainState
 from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.rollout.fidelity import rank_correlations
 from solrl_jax.rollout.generate import Prompted, Rows, Samples, generate
-from solrl_jax.rollout.select import rank, select
+from solrl_jax.rollout.select import best_and_worst, rank, select
 from solrl_jax.rollout.stage import Stage
 from solrl_jax.training.clock import Clock
 from solrl_jax.training.experiment import Experiment
@@ -69,7 +69,7 @@ def iterate(
     iteration: int,
     level: int = 0,
     progress: Progress = silent,
-    objective: Objective = nft,
+    objective: Objective | None = None,
 ) -> tuple[TrainState, Outcome]:
     """One iteration. `state` is donated: use the returned state from here on.
 
@@ -78,9 +78,11 @@ def iterate(
     Args:
       iteration: counted from 1; decides the prompts and the seeds.
       level: of `experiment.recipe.levels`, how to explore; 0 is as configured.
-      objective: the loss; one function object for all iterations, or the update is compiled anew.
+      objective: in place of the function that `policy.objective` names; it is given what that one is given. One function object
+        for all iterations, or the update is compiled anew.
     """
     config, rollout, recipe, clock = experiment.config, experiment.config.rollout, experiment.recipe, Clock()
+    start, recorded = rollout.window_start(iteration), config.recorded_steps
 
     clock.start("encode")
     prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
@@ -88,7 +90,9 @@ def iterate(
     seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
 
     clock.start("sync")
-    exploring = recipe.stage(state.old, recipe.levels[level])
+    exploring = recipe.stage(state.old, recipe.levels[level], start)
+    if not rollout.regenerate:
+        exploring = dataclasses.replace(exploring, recorded=recorded)
     jax.block_until_ready(exploring.legs)
 
     clock.start("explore")
@@ -99,7 +103,7 @@ def iterate(
     selection = Selection(prompts, seeds, proxy, chosen, usable)
 
     clock.start("regenerate")
-    regenerating = experiment.stage("regenerate", state.old, rollout.steps)
+    regenerating = dataclasses.replace(experiment.stage("regenerate", state.old, rollout.steps, start), recorded=recorded)
     if rollout.regenerate:
         kept = roll_out(experiment, regenerating, prompted, selection.kept_seeds, progress)
     else:
@@ -111,9 +115,9 @@ def iterate(
     advantage = np.asarray(
         advantages(jnp.asarray(rewards), clip=policy.advantage_clip, global_std=policy.global_std, mode=policy.advantage_mode)
     )
-    batch = policy_batch(experiment, prompted, selection, kept.latents, rewards, advantage)
+    batch = policy_batch(experiment, prompted, selection, kept, rewards, advantage)
     progress("update", len(batch.weight), 0)
-    state, trained = optimise(experiment, state, batch, experiment.grid(rollout.steps), objective)
+    state, trained = optimise(experiment, state, batch, experiment.grid(rollout.steps, start), objective)
     clock.stop()
 
     metrics = trained | summarise(selection, rewards, kept, pool) | {"fidelity/level": float(level)}
@@ -135,25 +139,35 @@ def policy_batch(
     experiment: Experiment,
     prompted: Prompted,
     selection: Selection,
-    latents: Float[np.ndarray, "b h w c"],
+    samples: Samples,
     rewards: Float[np.ndarray, "p k"],
     advantage: Float[np.ndarray, "p k"],
 ) -> PolicyBatch:
-    """The kept samples as the update takes them, on every device. A reward that is not finite has weight 0."""
+    """The kept samples as the update takes them, on every device. A reward that is not finite has weight 0.
+
+    Of pairs, each best row is followed by its worst one, which has the best one's seed, so it is noised in the same way. A pair
+    of equal rewards has weight 0.
+    """
     place = lambda x: hosts.put(x, sharding.replicated(experiment.backbone.mesh))
-    prompts, kept = rewards.shape
+    policy, flat = experiment.config.policy, rewards.reshape(-1)
+    rows, seeds, counts = np.arange(flat.size), selection.kept_seeds.reshape(-1, 2), np.isfinite(flat)
+    if policy.trains_on == "pairs":
+        best, worst = best_and_worst(rewards)
+        rows, seeds = np.stack([best, worst], 1).reshape(-1), seeds[best].repeat(2, 0)
+        counts = (flat[best] > flat[worst]).repeat(2)
     return PolicyBatch(
-        latents=place(latents),
-        optimality=place(optimality(jnp.asarray(advantage), experiment.config.policy.advantage_clip).reshape(-1)),
-        weight=place(np.isfinite(rewards).reshape(-1).astype(np.float32)),
-        prompt=place(np.repeat(np.arange(prompts, dtype=np.int32), kept)),
-        seeds=place(selection.kept_seeds.reshape(-1, 2)),
+        latents=place(samples.latents[rows]),
+        optimality=place(optimality(jnp.asarray(advantage), policy.advantage_clip).reshape(-1)[rows]),
+        weight=place(counts.astype(np.float32)),
+        prompt=place((rows // rewards.shape[1]).astype(np.int32)),
+        seeds=place(seeds),
         conditioning=prompted.conditions.positive,
+        states=None if samples.states is None else place(samples.states[rows]),
     )
 
 
 def optimise(
-    experiment: Experiment, state: TrainState, batch: PolicyBatch, grid: Grid, objective: Objective = nft
+    experiment: Experiment, state: TrainState, batch: PolicyBatch, grid: Grid, objective: Objective | None = None
 ) -> tuple[TrainState, dict[str, float]]:
     """`policy.update` on the run's mesh, its metrics on the host."""
     backbone = experiment.backbone

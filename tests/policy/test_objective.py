@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from solrl_jax.policy.objective import Target, Velocities, nft_loss
+from solrl_jax.policy.objective import Target, Velocities
+from solrl_jax.policy.objectives.nft import nft_loss
 
 TOLERANCE = 2e-6  # largest difference over largest value; float32 against float64
 ROWS, SHAPE = 5, (4, 4, 3)

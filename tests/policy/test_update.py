@@ -12,7 +12,8 @@ import pytest
 from solrl_jax.config.presets import resolve
 from solrl_jax.numerics.randomness import normal, permutations
 from solrl_jax.policy.lora import attach
-from solrl_jax.policy.objective import Target, Velocities, nft_loss
+from solrl_jax.policy.objective import Target, Velocities
+from solrl_jax.policy.objectives.nft import nft_loss
 from solrl_jax.policy.state import init_state, make_optimizer
 from solrl_jax.policy.update import PolicyBatch, update
 from tests.toys import KERNELS, SHAPE, toy_backbone, toy_grid, toy_seeds

@@ -13,7 +13,7 @@ from solrl_jax.explore.sync import quantize_policy
 from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.numerics.randomness import seed_numbers
 from solrl_jax.policy.lora import flatten
-from solrl_jax.policy.objective import nft
+from solrl_jax.policy.objectives.nft import nft
 from solrl_jax.policy.update import blend, old_decay, update
 from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
