@@ -8,7 +8,6 @@ import click
 from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.run.directory import configuration, load_policy
-from solrl_jax.run.pictures import save_correlation
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write, writable_directory
 from solrl_jax.training import rank
@@ -22,9 +21,7 @@ from solrl_jax.training.experiment import build
 @click.option("--explore", metavar="paper,best", help="Recipes of configs/explore/ (default: the run's own).")
 @click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the recipe's).")
 @click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's).")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder for rank.json and rank.png (default: the run or runs/rank)."
-)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for rank.json (default: the run or runs/rank).")
 @json_option
 def command(
     target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, **lists: str | None
@@ -47,7 +44,6 @@ def command(
         pools = rank.explore_and_regenerate(experiment, adapters, prompts, settings, show)
     results = [rank.summarise(pools, setting, config.rollout.kept) for setting in settings]
     atomic_write(folder / "rank.json", json.dumps(results, indent=2) + "\n")
-    save_correlation(folder / "rank.png", pools.proxies[settings[0]], pools.true)
     formats = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
     text = "\n".join([rank.table(results, settings), *(f"{name}: {how}" for name, how in formats.items())])
     means = [{name: value for name, value in result.items() if name != "per_prompt"} for result in results]

@@ -1,9 +1,9 @@
 """From prompts to conditioning: tokens, the cache of encodings, and the text encoders when the cache lacks a prompt."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -37,7 +37,6 @@ class TextEncoders:
     def __init__(self, pipeline: Pipeline, mesh: Mesh, dtype: jnp.dtype, cache: Cache | None):
         self.pipeline, self.mesh, self.dtype, self.cache = pipeline, mesh, dtype, cache
         self._params: dict[str, Params] | None = None
-        self._identity: str | None = None
 
     @property
     def loaded(self) -> bool:
@@ -85,13 +84,13 @@ class TextEncoders:
 
     def encode_ahead(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None, progress: Callable[[int, int], None]
-    ) -> None:
-        """Encodes the prompts that the cache lacks, then frees the parameters. Without a cache it does nothing.
+    ) -> int:
+        """Encodes the prompts that the cache lacks, frees the parameters, and returns how many there were; 0 without a cache.
 
         progress: is called with how many prompts the cache lacks, and how many more are done.
         """
         if self.cache is None:
-            return
+            return 0
         keys = self._keys(self._tokenize(prompts, max_tokens, instruction))
         absent = hosts.anywhere([not self.cache.has(key) for key in keys])
         missing = [prompt for prompt, is_absent in zip(prompts, absent, strict=True) if is_absent]
@@ -99,6 +98,7 @@ class TextEncoders:
             progress(len(missing), min(start, self.chunk))
             self.encode(missing[start : start + self.chunk], max_tokens, instruction)
         self.release()
+        return len(missing)
 
     def _tokenize(self, prompts: Sequence[str], max_tokens: int, instruction: str | None) -> Tokens:
         if instruction is None:
@@ -109,20 +109,19 @@ class TextEncoders:
     def _keys(self, tokens: Tokens) -> list[str]:
         """The key of each prompt's entry in the cache."""
         count = len(next(iter(tokens.values())))
-        return [key_of(self.identity(), {name: x[i] for name, x in tokens.items()}) for i in range(count)]
+        return [key_of(self.identity, {name: x[i] for name, x in tokens.items()}) for i in range(count)]
 
+    @functools.cached_property
     def identity(self) -> str:
         """A hash of what the encoders compute: weight files, configurations, dtype, kind of pipeline."""
-        if self._identity is None:
-            assert self.cache is not None
-            parts: dict[str, Any] = {}
-            with in_one_line():
-                for name, component in self.pipeline.text_encoders.items():
-                    files = [component.source / "config.json", *weight_files(component.source)]
-                    parts[name] = [(file.name, self.cache.digest(file)) for file in files]
-            facts = [REVISION, self.pipeline.kind, jnp.dtype(self.dtype).name, parts]
-            self._identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        return self._identity
+        assert self.cache is not None
+        parts: dict[str, Any] = {}
+        with in_one_line():
+            for name, component in self.pipeline.text_encoders.items():
+                files = [component.source / "config.json", *weight_files(component.source)]
+                parts[name] = [(file.name, self.cache.digest(file)) for file in files]
+        facts = [REVISION, self.pipeline.kind, jnp.dtype(self.dtype).name, parts]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
         """Encodes prompts in chunks and yields their encodings one by one."""
@@ -135,7 +134,7 @@ class TextEncoders:
             yield from ({name: x[i] for name, x in out.items()} for i in range(min(count, length - start)))
 
 
-@partial(sharding.jit, static_argnums=0)
+@functools.partial(sharding.jit, static_argnums=0)
 def encode_chunk(encoders: TextEncoders, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
     """The conditioning of a chunk of prompts, split over the mesh."""
     parts = encoders.pipeline.text_encoders

@@ -14,7 +14,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, UInt8
 
-from solrl_jax.rollout.fidelity import rank_correlations
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic
 from solrl_jax.storage.images import to_uint8
@@ -175,29 +174,6 @@ def save_curve(
     all_axes[-1].set_xlabel("iteration")
     all_axes[-1].xaxis.get_major_locator().set_params(integer=True)
     all_axes[0].set_title(title, loc="left", fontsize=12, color=_INK)
-    _save_figure(path, figure)
-
-
-def save_correlation(path: str | Path, proxy: Float[np.ndarray, "p n"], true: Float[np.ndarray, "p n"]) -> None:
-    """Draws true against proxy rewards of n candidates of p prompts as PNG. A prompt has one colour.
-
-    The title is the mean of the Spearman correlations within prompts, see `rank_correlations`.
-    """
-    figure = _figure(5.6, 5.6)
-    axes = figure.subplots()
-    for index, (x, y) in enumerate(zip(proxy, true, strict=True)):
-        finite = np.isfinite(x) & np.isfinite(y)
-        axes.scatter(x[finite], y[finite], s=16, color=_COLORS[index % len(_COLORS)], alpha=0.6, linewidths=0)
-    correlations = rank_correlations(proxy, true)
-    defined = sum(math.isfinite(spearman) for spearman, _ in correlations.per_prompt)
-    low, high = (max(a, b) for a, b in zip(axes.get_xlim(), axes.get_ylim(), strict=True))
-    if low < high:
-        axes.plot((low, high), (low, high), color=_QUIET, linewidth=1, linestyle="--", zorder=0, label="equal")
-        axes.legend(frameon=False, loc="upper left", fontsize=9)
-    mean = f"{correlations.spearman:.3f}" if defined else "undefined"
-    axes.set_title(f"Spearman {mean}, mean of {defined} prompts", loc="left", fontsize=12, color=_INK)
-    axes.set_xlabel("proxy reward")
-    axes.set_ylabel("true reward")
     _save_figure(path, figure)
 
 

@@ -157,7 +157,6 @@ def test_rank_of_a_run(trained, call, tmp_path):
     rows = json.loads((tmp_path / "rank" / "rank.json").read_text())[0]["per_prompt"]
     assert len(rows) == 2
     assert {"spearman", "kendall", "top_k_match", "top_k_regret", "bottom_k_match", "true_rank_best"} <= rows[0].keys()
-    assert Image.open(tmp_path / "rank" / "rank.png").size[0] > 100
 
 
 def test_rank_sweeps_recipes_formats_and_steps(call, tmp_path):

@@ -124,20 +124,6 @@ def test_a_curve_skips_what_is_not_there(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["full.png", "none.png"]
 
 
-def test_a_correlation_is_the_mean_within_prompts(tmp_path, monkeypatch):
-    titles = []
-    save = pictures._save_figure
-    monkeypatch.setattr(
-        pictures, "_save_figure", lambda path, figure: (titles.append(figure.axes[0].get_title("left")), save(path, figure))
-    )
-    true = np.arange(12.0).reshape(3, 4)
-    proxy = np.array([[0, 1, 2, 3], [3, 2, 1, np.nan], [5, 5, 5, 5]], np.float32)
-    pictures.save_correlation(tmp_path / "rank.png", proxy, true)
-    pictures.save_correlation(tmp_path / "flat.png", np.zeros((1, 4)), np.zeros((1, 4)))
-    assert titles == ["Spearman 0.000, mean of 2 prompts", "Spearman undefined, mean of 0 prompts"]
-    assert sorted(os.listdir(tmp_path)) == ["flat.png", "rank.png"]
-
-
 def test_the_same_picture_has_the_same_bytes(tmp_path):
     images = RNG.random((4, 8, 8, 3))
     for name in ("a.png", "b.png"):
