@@ -75,7 +75,7 @@ class Live:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self._began, self._spent, self._last = time.monotonic(), 0.0, 1.0
+        self._began, self._spent, self._last = time.monotonic(), 0.0, 1.5  # s; the first one imports matplotlib
 
     def refresh(self, *, last: bool = False) -> str | None:
         """Writes the report unless it is too soon; if `last`, in any case. Returns why it could not: no run ends for that."""

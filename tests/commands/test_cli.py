@@ -49,7 +49,7 @@ def trained(tmp_path_factory):
     arguments = ["train", "tiny", *SMALL, "train.iterations=2", "eval.every=1", f"run.dir={folder}", "--json"]
     # the schedule is the one that the model directory itself names, so that both can make the same pictures
     arguments += ["run.tensorboard=true", "reward=tiny-clip", "rollout.schedule=sd3", "rollout.explore.exact_steps=1"]
-    arguments += ["--profile", "2"]
+    arguments += ["--profile", "2", "--report"]
     done = subprocess.run([sys.executable, "-m", "solrl_jax", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout.strip().splitlines()[-1]), done.stderr
@@ -65,6 +65,21 @@ def exported(trained, tmp_path_factory):
     return file
 
 
+def test_a_report_is_of_the_whole_run_and_can_be_made_again(trained, call, tmp_path):
+    folder, out = trained[0], tmp_path / "page.html"
+    page = lambda path: json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])
+    code, said, _ = call("report", str(folder), "--out", str(out), "--json")
+    assert (code, json.loads(said)) == (0, {"out": str(out), "runs": [str(folder)]})
+    ours, live = page(out), page(folder / "report.html")
+    assert ours["runs"] == live["runs"]  # what training wrote last
+    assert not live["live"]
+    (run,) = ours["runs"]
+    assert run["metrics"]["iteration"] == [0, 1, 2]
+    assert [grid["iteration"] for grid in run["grids"]] == [0, 1, 2]
+    assert [pool["iteration"] for pool in run["pools"]] == [1, 2]
+    assert {cell["stage"] for cell in run["pools"][0]["cells"]} == {"explored", "regenerated"}
+
+
 def test_train_leaves_everything_a_run_has(trained):
     folder, summary, said = trained
     assert summary["iterations"] == 2
@@ -73,6 +88,7 @@ def test_train_leaves_everything_a_run_has(trained):
     for name in (
         "config.yaml", "run.json", "metrics.jsonl", "ledger/iteration-000002.parquet", "checkpoints/000002",
         "pictures/iteration-000000.png", "pictures/iteration-000001.png", "pictures/before-after.png", "pictures/reward.png",
+        "pictures/pool-000001.png", "report.html",
     ):  # fmt: skip
         assert (folder / name).exists(), name
     assert list((folder / "tensorboard").iterdir())
@@ -373,6 +389,8 @@ def test_presets_lists_them_all(call):
     ("arguments", "said"),
     [
         (("train", "tinny"), "did you mean 'tiny'"),
+        (("report", "{dir}"), "not a run directory"),
+        (("report", "{dir}", "--out", "{dir}"), "is a directory; name a file"),
         (("train", "tiny", "rollout.canditates=4"), "did you mean 'rollout.candidates'"),
         (("train", "tiny", "rollout.kept=97"), "must be at most rollout.candidates"),
         (("train", "tiny", "rollout.kept=3"), "must be even"),
