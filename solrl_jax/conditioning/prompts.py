@@ -1,15 +1,17 @@
 """Prompt sets: files with one prompt a line, the order in which a run draws them, and the instruction before each prompt."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from solrl_jax.config.schema import shown
 from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.readers import parse_json, read_text
 
 T = TypeVar("T", bound=str)
+MOST_CHARACTERS = 20_000  # of a prompt or an instruction; encoders read some hundred words
 EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "prompt_sets"
 
@@ -42,7 +44,8 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     parse = _parse_json if file.suffix == ".jsonl" else lambda line, where: Prompt(line)
     # `splitlines` would also split at U+2028 and others, at which editors do not
     lines = _read_text(file, where, "a text file of one prompt a line, or .jsonl").split("\n")
-    prompts = [parse(line.strip(), f"{where}: line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+    numbered = [(line.strip(), f"{where}: line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+    prompts = [_plain(parse(line, at), at) for line, at in numbered]
     if not prompts:
         raise InputError(f"{where}: holds no prompt; expected one a line")
     first: dict[str, Prompt] = {}
@@ -50,6 +53,13 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
         if first.setdefault(prompt, prompt).metadata != prompt.metadata:
             raise InputError(f"{where}: {str(prompt)!r} comes twice, with different metadata")
     return list(first.values()) if distinct else prompts
+
+
+def _plain(text: T, where: str) -> T:
+    """The text. Raises InputError unless it is of a length that somebody wrote, and of characters that files can hold."""
+    if len(text) > MOST_CHARACTERS or "\0" in text or text.encode(errors="replace").decode() != text:
+        raise InputError(f"{where}: {shown(str(text[:80]))} is no text of up to {MOST_CHARACTERS} characters")
+    return text
 
 
 def _embedded(path: str, where: str) -> Path:
@@ -62,16 +72,16 @@ def _embedded(path: str, where: str) -> Path:
 def _read_text(file: Path, where: str, expected: str) -> str:
     """The content of a text file, without a byte-order mark. Raises InputError, which says what is expected."""
     try:
-        return file.read_text(encoding="utf-8-sig")
+        return read_text(file)
     except FileNotFoundError:
         raise InputError(f"{where}: no such file; expected {expected}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{where}: cannot be read as UTF-8 text ({error})") from error
 
 
 def _parse_json(line: str, where: str) -> Prompt:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise InputError(f"{where}: not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str) or not value["prompt"].strip():
@@ -87,7 +97,7 @@ def load_instruction(path: str, field: str) -> str:
     text = _read_text(Path(path), f"{field}={path!r}", "a text file that holds the instruction").removesuffix("\n")
     if not text.strip():
         raise InputError(f"{field}={path!r}: holds no instruction")
-    return text
+    return _plain(text, f"{field}={path!r}")
 
 
 def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) -> list[T]:

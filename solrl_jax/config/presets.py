@@ -23,6 +23,7 @@ import yaml
 
 from solrl_jax.config.migrations import migrate
 from solrl_jax.config.schema import Config, ConfigError, Section, shown
+from solrl_jax.storage.readers import parse_yaml
 
 PARTS = ("model", "family", "explore", "objective", "reward")  # in the order in which they are merged
 DEFAULTS = {"explore": "paper", "objective": "nft"}  # of a preset that does not name the part
@@ -153,11 +154,11 @@ def _read(name: str) -> dict[str, Any]:
 
 def _parse(text: str, what: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{what}: not YAML (line {line}: {error.problem})") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist, an endless number
         raise ConfigError(f"{what}: not YAML ({' '.join(str(error).split())})") from None
 
 

@@ -8,8 +8,10 @@ is made. Letters: P prompts, N candidates and K kept an iteration. Regexes match
 import dataclasses
 import math
 import re
+import urllib.parse
 from typing import Annotated, Any, Literal
 
+import regex
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, Strict
 
 
@@ -34,21 +36,35 @@ def _objective(name: str) -> str:
 def _regex(pattern: str) -> str:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"must be a regular expression ({error})") from None
     return pattern
 
 
-Integer = Annotated[int, Strict()]
+def _plain(text: str) -> str:
+    if "\0" in text or text.encode(errors="replace").decode() != text:
+        raise ValueError("must be text that a file's name can hold")
+    return text
+
+
+MOST_SIDE, MOST_TOKENS, MOST_PICTURES = 2**14, 2**14, 2**16  # of an image in pixels; of a prompt; of one prompt
+MOST_STEPS = 1000  # of a solver: networks are trained on as many levels of noise
+MOST_NUMBER = 3.4e38  # what float32 holds
+
+Integer = Annotated[int, Strict(), Field(gt=-(2**31), lt=2**31)]
 Natural = Annotated[Integer, Field(ge=0)]
 Count = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
-Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_number)]
+Steps = Annotated[Integer, Field(ge=1, le=MOST_STEPS)]
+Side = Annotated[Integer, Field(ge=1, le=MOST_SIDE)]
+Many = Annotated[Integer, Field(ge=1, le=MOST_PICTURES)]
+Number = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-MOST_NUMBER, le=MOST_NUMBER), BeforeValidator(_number)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Strict()]
-Text = Annotated[str, Field(min_length=1)]
+Free = Annotated[str, AfterValidator(_plain)]
+Text = Annotated[Free, Field(min_length=1)]
 Regex = Annotated[str, AfterValidator(_regex)]
 
 # `policy/objectives/`, and what each trains on: clean samples, pairs of a prompt's best and worst, recorded steps of an SDE
@@ -67,6 +83,23 @@ Precision = Literal["auto", "nvfp4", "fp8", "bf16", "fp32"]
 PreviewSigmas = Literal["own", "first"]
 
 
+def holds_secret(name: str) -> bool:
+    """Whether the address of a service holds a user's name, a password, or a query that looks like a token."""
+    address = urllib.parse.urlsplit(name) if "://" in name else urllib.parse.urlsplit("")
+    words = r"key|token|secret|pass|auth|sig"
+    return "@" in address.netloc or re.search(words, address.query + address.fragment, re.IGNORECASE) is not None
+
+
+def matches(pattern: str, path: str, field: str) -> bool:
+    """Whether a regular expression matches a whole path. Raises ConfigError for one that backtracks without end."""
+    try:
+        return regex.fullmatch(pattern, path, timeout=0.25) is not None  # seconds; `re` has no limit
+    except TimeoutError:
+        raise ConfigError(
+            f"{field}: {pattern!r} tries too many ways to match {path}; write it with fewer repetitions"
+        ) from None
+
+
 class Section:
     """Base of all sections: refuses unknown keys."""
 
@@ -75,7 +108,10 @@ class Section:
 
 def shown(value: Any) -> str:
     """A value as messages quote it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists of thousands of levels
+        text = f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -100,12 +136,12 @@ class Model(Section):
 
     name: Text
     path: Text  # a directory, a hub name, or 'embedded:NAME' for a pipeline shipped with the package
-    height: Count  # pixels
-    width: Count  # pixels
-    max_tokens: Count  # length of the text that conditions it
+    height: Side
+    width: Side
+    max_tokens: Annotated[Integer, Field(ge=1, le=MOST_TOKENS)]  # length of the text that conditions it
     instruction: Text | None  # a file with the text that goes before every prompt (SANA); null: none
-    cache: str | None  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
-    tile: Count | None  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
+    cache: Free | None  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
+    tile: Side | None  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
     remat: Literal["none", "products", "blocks"]  # what gradients compute again instead of keeping it in memory
     quantize: Quantize
 
@@ -115,10 +151,10 @@ class Explore(Section):
     """How the N candidates are explored. The paper's recipe is `configs/explore/paper.yaml`."""
 
     precision: Precision  # a format of `numerics/formats.py`; auto: the fastest format that the device runs natively
-    steps: Count
+    steps: Steps
     sigmas: PreviewSigmas  # own: the schedule's own with so many steps; first: half are the full schedule's first
     exact_steps: Natural  # the first steps that the policy in `rollout.precision` takes; 0: none
-    correction: Natural  # rank of what goes past each quantised product; 0: nothing
+    correction: Annotated[Integer, Field(ge=0, le=2**12)]  # rank of what goes past each quantised product; 0: nothing
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the Spearman correlation over kept samples; null: not watched
 
 
@@ -126,15 +162,15 @@ class Explore(Section):
 class Rollout(Section):
     """Explore N candidates a prompt, keep K, and regenerate these or train on them as they are."""
 
-    candidates: Count  # N
+    candidates: Many  # N
     kept: Annotated[Integer, Field(ge=2)]  # K
     selection: Literal["best_worst", "random", "best"]  # best_worst: K/2 from either end
     explore: Explore
     regenerate: Flag  # false: the explored samples themselves are trained on
-    steps: Count  # full step count: of the regeneration, and of the schedule that the update trains on
+    steps: Steps  # full step count: of the regeneration, and of the schedule that the update trains on
     solver: Literal["euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde"]  # evaluation takes a stochastic one without noise
     eta: Annotated[Number, Field(ge=0, le=1)]  # noise level of a stochastic solver
-    window: Count | None  # steps in a row that add noise, the others add none; null: all but the last
+    window: Steps | None  # steps in a row that add noise, the others add none; null: all but the last
     window_every: Count  # iterations after which the window moves on by a step; past the end it starts again
     schedule: Literal["linear", "sd3", "flux"]
     shift: Positive  # of the sigmas; 'flux' derives its own from the resolution and does not read this
@@ -183,11 +219,15 @@ class Reward(Section):
     options: dict[str, dict[str, JsonValue]] = dataclasses.field(hash=False)  # keywords of plug-ins and of rewards outside JAX
     watched: tuple[Text, ...]  # scored at evaluations, never trained on
     # of rewards outside JAX:
-    workers: Count  # processes that score
+    workers: Annotated[Integer, Field(ge=1, le=2**8)]  # processes that score
     timeout: Positive  # seconds that a process may take for the pictures it is given at once
     on_failure: Literal["stop", "skip"]  # skip: pictures whose scoring fails have no score
 
     def __post_init__(self) -> None:
+        # what a run records, everybody reads who reads the run
+        secret = sum(holds_secret(name) for name in (*self.weights, *self.watched, *self.options))
+        rule = "must hold no user, password or token, which are recorded; put them into ~/.netrc"
+        _check((not secret, "reward.weights", "the address of a service", rule))
         both = [name for name in self.watched if name in self.weights]
         _check((not both, "reward.watched", both, "must not name what reward.weights trains on"))
 
@@ -217,7 +257,7 @@ class Policy(Section):
 class Lora(Section):
     """The adapters: `W + alpha / rank * A B` for each kernel that a target matches."""
 
-    rank: Count
+    rank: Annotated[Integer, Field(ge=1, le=2**12)]
     alpha: Positive
     targets: Annotated[tuple[Regex, ...], Field(min_length=1)]
     init: Text | None  # a LoRA of diffusers or PEFT to start from; null: start from the base
@@ -259,11 +299,11 @@ class Eval(Section):
     """The evaluation on the test prompts."""
 
     every: Natural  # iterations; 0: only before and after the run
-    steps: Count
+    steps: Steps
     prompts: Count
-    images_per_prompt: Count
+    images_per_prompt: Many
     seed: Seed
-    grid: Natural  # images in the picture of fixed prompts; 0: no picture
+    grid: Annotated[Integer, Field(ge=0, le=2**10)]  # images in the picture of fixed prompts; 0: no picture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,7 +322,7 @@ class Mesh(Section):
 class Run(Section):
     """Where a run is written and who is told."""
 
-    dir: str  # '' becomes runs/<preset>-<family>-seed<seed>
+    dir: Free  # '' becomes runs/<preset>-<family>-seed<seed>
     checkpoint_every: Count  # iterations; written beside the next one, but for 1: then it is whole before the next begins
     keep_checkpoints: Count  # the newest
     keep_best: Natural  # beside them, those with the highest eval/reward: what is evaluated is then saved too; 0: none

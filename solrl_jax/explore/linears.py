@@ -5,7 +5,6 @@ rules are those of the paper's public recipe, names to skip and a smallest width
 """
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from solrl_jax.config.schema import Explore, Quantize
+from solrl_jax.config.schema import Explore, Quantize, matches
 from solrl_jax.explore.lever import shaped_quantizer
 from solrl_jax.explore.sync import Quantizer
 from solrl_jax.numerics.formats import Format
@@ -59,7 +58,7 @@ def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
         if not any(name in path for path in linears):
             raise ValueError(f"model.quantize.skip: {name!r} is in no linear's name; there are {', '.join(linears)}")
     for pattern in rules.fused:
-        if not any(re.fullmatch(pattern, path) for path in linears):
+        if not any(matches(pattern, path, "model.quantize.fused") for path in linears):
             raise ValueError(f"model.quantize.fused: {pattern!r} matches no linear; there are {', '.join(linears)}")
     widths = _widths(linears, rules.fused)
     # The blocks are stacked. Their narrowest linear goes from the network's width to itself.
@@ -145,7 +144,7 @@ def _linears(params: Params) -> dict[str, Any]:
 
 def _widths(linears: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, int]:
     """The larger side of each linear; those side by side that one pattern matches count as one, with all their outputs."""
-    group = lambda path: next(((path.rsplit("/", 2)[0], p) for p in fused if re.fullmatch(p, path)), path)
+    group = lambda path: next(((path.rsplit("/", 2)[0], p) for p in fused if matches(p, path, "model.quantize.fused")), path)
     outputs: Counter[Any] = Counter()
     for path, leaf in linears.items():
         outputs[group(path)] += leaf.shape[-1]

@@ -40,7 +40,7 @@ def read_scheduler(
     match kind:
         case "FlowMatchEulerDiscreteScheduler":
             _accept(kind, config, EULER)
-            shift = config.get("shift", 1.0)
+            shift = _positive(kind, config, "shift")
             if config.get("use_dynamic_shifting", False):
                 if not own_sigmas:  # diffusers would shift another grid, or have no shift to give
                     raise ValueError(f"{kind}: use_dynamic_shifting=True; accepted for this kind of pipeline: False")
@@ -56,11 +56,21 @@ def read_scheduler(
             if order not in (1, 2):
                 raise ValueError(f"{kind}: solver_order={order}; accepted: 1, 2")
             # the lowest of its thousand training levels is where its grid would end; sampling goes on to 0 from the one before
-            grid = shift_sigmas(1 - np.linspace(1, 1 / 1000, steps + 1), config.get("flow_shift", 1.0))[::-1]
+            grid = shift_sigmas(1 - np.linspace(1, 1 / 1000, steps + 1), _positive(kind, config, "flow_shift"))[::-1]
             sigmas = np.append(grid[:-1], 0.0)
             # the network is told whole numbers: this scheduler casts its timesteps to integers
             return sigmas, np.trunc(1000 * sigmas[:-1]), solver_table("dpm2" if order == 2 else "dpm1", sigmas)
-    raise ValueError(f"scheduler {kind!r}; accepted: FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler")
+    raise ValueError(
+        f"scheduler {kind!r} (_class_name); accepted: FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler"
+    )
+
+
+def _positive(kind: str, config: dict[str, Any], name: str) -> float:
+    """A number above 0, 1 if it is absent."""
+    value = config.get(name, 1.0)
+    if type(value) not in (int, float) or value <= 0:
+        raise ValueError(f"{kind}: {name}={value!r}; accepted: a number above 0")
+    return value
 
 
 def _accept(kind: str, config: dict[str, Any], settings: dict[str, tuple]) -> None:

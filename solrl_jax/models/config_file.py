@@ -9,6 +9,9 @@ from typing import Any, ClassVar, TypeVar, get_args
 from solrl_jax.models.tensor_files import read_json
 
 C = TypeVar("C", bound="ReleasedConfig")
+# What no released network comes near: of any number, of layers and what counts them; and floats that must be above 0.
+MOST, MOST_LAYERS, SMALLEST = 2**24, 256, 1e-30
+POSITIVE = ("eps", "ratio", "scaling_factor", "theta")
 
 
 def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueError:
@@ -32,7 +35,10 @@ class ReleasedConfig:
     @classmethod
     def read(cls: type[C], folder: Path) -> C:
         """From the `config.json` in `folder`. Raises FileNotFoundError or ValueError."""
-        return cls.from_dict(read_json(folder / "config.json"))
+        try:
+            return cls.from_dict(read_json(file := folder / "config.json"))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}".replace(f"{file}: {file}", str(file))) from error
 
     @classmethod
     def from_dict(cls: type[C], fields: Mapping[str, Any]) -> C:
@@ -44,9 +50,12 @@ class ReleasedConfig:
             raise ValueError(f"{cls.network}: unknown config field(s) {unknown}; known are {sorted(kinds)}")
         given = {name: _frozen(value) for name, value in fields.items() if name in kinds}
         for name, value in given.items():
-            positive = not (kinds[name] in (int, int | None) and type(value) is int and value <= 0)
-            if not (_fits(value, kinds[name]) and positive):
+            if not _fits(value, kinds[name]):
                 raise unsupported(cls.network, name, value, _described(kinds[name]))
+            most = MOST_LAYERS if "layer" in name else MOST
+            least = 1 if type(value) is int else SMALLEST if name.endswith(POSITIVE) else -most
+            if not all(least <= number <= most for number in _numbers(value)):
+                raise unsupported(cls.network, name, value, f"{_described(kinds[name])} above 0, up to {most}")
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -69,6 +78,12 @@ class ReleasedConfig:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _numbers(value: Any) -> list[Any]:
+    if isinstance(value, tuple):
+        return [number for one in value for number in _numbers(one)]
+    return [value] if type(value) in (int, float) else []
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -20,6 +20,6 @@ def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")
     kind = read_json(folder / "model_index.json").get("_class_name")
-    if kind not in PIPELINES:
+    if not isinstance(kind, str) or kind not in PIPELINES:
         raise ValueError(f"{folder / 'model_index.json'}: _class_name={kind!r}; accepted: {', '.join(PIPELINES)}")
     return PIPELINES[kind](folder, remat)

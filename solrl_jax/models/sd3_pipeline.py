@@ -71,7 +71,7 @@ def open_text(folder: Path, width: int, pooled: int) -> SD3Text:
         return Component.of(folder / part, lambda r: CLIPTextModelWithProjection(configs[part], rngs=r))
 
     encoders = {part: open_clip(part) for part in CLIPS}
-    if (read_json(folder / "model_index.json").get(T5) or [None])[0] is not None:
+    if read_json(folder / "model_index.json").get(T5) not in (None, [None, None]):
         config = T5Config.read(folder / T5)
         check_fit(folder, ("transformer joint_attention_dim", width, config.d_model))
         encoders[T5] = Component.of(folder / T5, lambda r: T5EncoderModel(config, rngs=r))

@@ -5,7 +5,6 @@ at the end, the whole file.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from solrl_jax.storage.readers import parse_json, read_text
+
 BLOCK = 2**22  # bytes read at a time: they fit the cache while they are cast and reordered
+MOST_HEADER = 2**24  # bytes of a safetensors header: FLUX.1's has 2**17
 STORED_DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
@@ -49,11 +51,11 @@ class Stored:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises FileNotFoundError or ValueError naming the file."""
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        value = json.loads(path.read_text())
-    except ValueError as error:  # of JSON or of UTF-8
+        value = parse_json(read_text(path))
+    except (OSError, ValueError) as error:  # of JSON or of UTF-8
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: not a JSON object")
@@ -63,12 +65,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_header(file: Path) -> list[Stored]:
     """The tensors of a file, from its header. Raises ValueError for a file that is damaged or of another kind."""
     try:
-        with safe_open(file, framework="numpy"):
-            pass  # the library checks that the header is sound and that the file is as long as it says
+        if not file.is_file():
+            raise OSError("no such regular file")
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size))
-    except (SafetensorError, OSError) as error:
+            if size > MOST_HEADER:
+                raise ValueError(f"its header is said to have {size} bytes")
+            header = parse_json(opened.read(size))
+        with safe_open(file, framework="numpy"):
+            pass  # the library checks dtypes, shapes and offsets, and that the file is as long as they say
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{file}: not a readable safetensors file ({error})") from error
     return [
         Stored(name, file, field["dtype"], tuple(field["shape"]), 8 + size + field["data_offsets"][0])
@@ -88,7 +94,9 @@ def weight_files(folder: Path) -> list[Path]:
     if len(indices) == 1:
         index = folder / indices[0]
         try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(read_json(index)["weight_map"].values()))
+            if outside := [name for name in files if Path(name).name != name]:
+                raise ValueError(f"{outside[0]!r} is no file of its folder")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{index}: not an index of shards ({type(error).__name__}: {error})") from error
         missing = [n for n in files if not (folder / n).exists()]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,27 @@ from typing import Any
 import numpy as np
 
 from solrl_jax.models.tensor_files import read_json
+from solrl_jax.storage.readers import MOST_TEXT
 
 
 @functools.cache
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in `folder`: one of transformers (which needs no PyTorch for it), or `NoVocabulary`.
 
-    Raises FileNotFoundError or ValueError that names what is missing or damaged.
+    No file of a model is code: a class that the folder brings is refused. Raises FileNotFoundError or ValueError that names
+    what is missing or damaged.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such tokenizer directory")
+    for path in folder.iterdir():
+        if not (path.is_dir() or (path.is_file() and path.stat().st_size <= MOST_TEXT)):
+            raise ValueError(f"{path}: not a regular file of at most {MOST_TEXT} bytes")
     config = read_json(folder / "tokenizer_config.json")
-    named = config.get("tokenizer_class", "")
+    if "auto_map" in config:
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: auto_map names code, which is not run; remove it")
+    named = config.get("tokenizer_class") or ""
+    if not isinstance(named, str) or not re.fullmatch(r"(\w+Tokenizer(Fast)?|TokenizersBackend|NoVocabulary)?", named):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: tokenizer_class={named!r}; accepted: the name of a tokenizer")
     if named == "NoVocabulary":
         return NoVocabulary(config["model_max_length"])
     import transformers  # late: takes seconds
@@ -28,7 +38,13 @@ def load_tokenizer(folder: Path) -> Any:
     # AutoTokenizer refuses a folder that says neither the model nor a class of its own. The generic class needs no model.
     generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
     kind = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
-    return kind.from_pretrained(str(folder), local_files_only=True)
+    try:
+        tokenizer = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its parsers raise a dozen unrelated types, some in several lines
+        raise ValueError(f"{folder}: no readable tokenizer ({type(error).__name__}: {' '.join(str(error).split())})") from error
+    if type(length := tokenizer.model_max_length) not in (int, float) or length < 1:
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: model_max_length={length!r}; accepted: a positive integer")
+    return tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

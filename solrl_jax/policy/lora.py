@@ -5,7 +5,6 @@ leaves replaced: by `LowRank` leaves, which are exact, for sampling in BF16 and 
 exploration. No layer knows which policy it belongs to.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
+from solrl_jax.config.schema import matches
 from solrl_jax.numerics.matmul import LowRank, Quantized
 
 Params = dict[Any, Any]
@@ -29,7 +29,7 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
     paths = flatten(params)
     found: set[str] = set()
     for pattern in patterns:
-        hits = {p for p in paths if re.fullmatch(pattern, p)}
+        hits = {p for p in paths if matches(pattern, p, field)}
         if not hits:
             kernels = [p for p in paths if p.endswith("kernel")]
             raise ValueError(f"{field}: {pattern!r} matches no parameter; there are {', '.join(kernels)}")

@@ -29,6 +29,7 @@ from solrl_jax.backbone.backbone import Entry
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line
+from solrl_jax.storage.readers import parse_json, read_text
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -241,7 +242,7 @@ def _open(file: Path) -> tuple[Tensors, dict[str, str]]:
     try:
         with safe_open(file, framework="numpy") as handle:
             return {k: handle.get_tensor(k) for k in handle.keys()}, handle.metadata() or {}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, LookupError, TypeError, AttributeError) as error:  # the last for dtypes that NumPy lacks
         raise InputError(f"{file}: not a readable safetensors file ({first_line(error)})") from error
 
 
@@ -250,7 +251,7 @@ def _fields(file: Path, text: str | None) -> dict[str, Any]:
     if text is None and not file.is_file():
         raise InputError(f"{file}: no such file; an adapter of PEFT has its alpha there")
     try:
-        return dict(json.loads(file.read_text() if text is None else text))
+        return dict(parse_json(read_text(file) if text is None else text))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{file}: its LoRA configuration is not a JSON object ({first_line(error)})") from error
 

@@ -17,6 +17,10 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+# what reading raises for content of another form than it expects
+_OF_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
 @contextlib.contextmanager
 def in_one_line(shown: Callable[[str], str] = str) -> Iterator[None]:
     """Raises as InputError, in one line, whatever the body raises while it reads a model's files.
@@ -25,5 +29,6 @@ def in_one_line(shown: Callable[[str], str] = str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError) as error:  # transformers raises both kinds, in several lines, for a tokenizer
-        raise InputError(shown(" ".join(str(error).split()))) from error
+    except _OF_CONTENT as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise InputError(shown(kind + " ".join(str(error).split()))) from error

@@ -12,11 +12,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from solrl_jax.storage.errors import InputError, RunError, first_line
+from solrl_jax.storage.readers import parse_json, read_bytes
 
 PARTIAL, REMOVING = ".partial-", ".removing-"
 MANIFEST = "manifest.json"
@@ -37,6 +38,8 @@ def disk_reason(error: BaseException) -> str | None:
     """
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
+    if "RESOURCE_EXHAUSTED" in str(error):  # orbax, whose cause is not always in the text
+        return _REASONS[errno.ENOSPC]
     return next((reason for code, reason in _REASONS.items() if os.strerror(code) in str(error)), None)
 
 
@@ -78,6 +81,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
     partial = path.with_name(PARTIAL + path.name)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)  # also a link that somebody planted: it would be written through
         try:
             yield partial
             sync(partial)
@@ -112,6 +116,12 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             publish(partial, path, replaced=replaced)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_existing(option: str, paths: Iterable[Path], force: bool) -> None:
+    """Raises InputError if one of the files that a command is about to write exists, unless the user says so by `--force`."""
+    if not force and (there := [path for path in paths if os.path.lexists(path)]):
+        raise InputError(f"{option} {there[0]}: exists; name another one, or add --force to replace it")
 
 
 def writable_directory(path: Path, name: str = "the run directory") -> Path:
@@ -168,7 +178,7 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
     """
     name = MANIFEST
     try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
+        manifest = parse_json(read_bytes(directory / MANIFEST))
         if not isinstance(manifest, dict):
             return f"{MANIFEST} is damaged"
         actual = set(_file_names(directory)) - {MANIFEST}

@@ -1,0 +1,90 @@
+"""Reading what others wrote. Text, JSON and YAML come from regular files alone, and are bounded in size and depth.
+
+What cannot be read raises OSError or ValueError, in one line that does not name the file.
+"""
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOST_TEXT = 2**26  # bytes of a text file: a vocabulary has 2**25
+MOST_YAML = 2**16  # bytes of a configuration: a run's has 2**12
+DEPTH = 32  # levels of lists and mappings in each other
+
+
+def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
+    """The content of a regular file of at most `most` bytes. Pipes and devices are refused, and are not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        with open(descriptor, "rb", closefd=False) as stream:
+            data = stream.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > most:
+        raise ValueError(f"more than {most} bytes")
+    return data
+
+
+def read_text(path: str | Path, most: int = MOST_TEXT) -> str:
+    """A UTF-8 file as `read_bytes` reads it, without a byte-order mark."""
+    return read_bytes(path, most).decode("utf-8-sig")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A JSON value whose numbers are finite, at most `DEPTH` levels deep."""
+    try:
+        value = json.loads(text, parse_constant=_number, parse_float=_number)
+    except RecursionError:
+        raise ValueError(f"more than {DEPTH} levels deep") from None
+    level = [value]
+    for _ in range(DEPTH):
+        level = [x for one in level if isinstance(one, list | dict) for x in (one.values() if isinstance(one, dict) else one)]
+    if level:
+        raise ValueError(f"more than {DEPTH} levels deep")
+    return value
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return number
+
+
+def strict(value: Any) -> Any:
+    """The value as strict JSON has it: null for a number that is not finite."""
+    if isinstance(value, dict):
+        return {key: strict(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def parse_yaml(text: str) -> Any:
+    """A YAML value of plain data, at most `DEPTH` levels deep. Tags and aliases are refused. Raises yaml.YAMLError too."""
+    if len(text) > MOST_YAML:
+        raise ValueError(f"more than {MOST_YAML} characters")
+    return yaml.load(text, _PlainLoader)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses what can grow while it is read, or is more than plain data."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
+            raise yaml.composer.ComposerError(None, None, "tags and aliases are not accepted", event.start_mark)
+        if self.depth == DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"more than {DEPTH} levels deep", event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
