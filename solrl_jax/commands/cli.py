@@ -1,16 +1,20 @@
 """`solrl`: the command line. One file a command, imported when the command is called.
 
-Exit codes: 0; 1: the run failed; 2: bad input. Results go to standard output, progress to standard error.
+Exit codes: 0; 1: the run failed; 2: bad input; 130: interrupted, by Ctrl-C or SIGTERM. Results go to standard output,
+progress to standard error.
 """
 
+import contextlib
 import importlib
 import logging
 import os
+import re
 import sys
 from typing import NoReturn
 
 import click
 
+from solrl_jax.commands.options import INTERRUPTED, print_json
 from solrl_jax.config.schema import ConfigError
 from solrl_jax.storage.errors import InputError, RunError, first_line
 
@@ -27,6 +31,9 @@ COMMANDS = {
     "plan": "What training a preset takes on a device: memory, kernels, messages, least time.",
     "presets": "List the presets.",
 }
+
+
+UNFORESEEN = "this is an error in solrl_jax"
 
 
 class Commands(click.Group):
@@ -52,30 +59,47 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point: a user's mistake is one line on standard error, never a traceback."""
+    """The entry point: whatever ends a command is one line on standard error, and with `--json` an object too."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # nothing forks here, and the library warns as if it did
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the library warns at import that PyTorch is absent
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # says that there is no TPU
     try:
         cli(prog_name="solrl", standalone_mode=False)  # also for `python -m solrl_jax`
-    except click.exceptions.Abort:
-        sys.exit(1)
-    except click.ClickException as error:
-        if "\n" in (message := error.format_message()):  # the help page, for a command without arguments
-            error.show()
-            sys.exit(error.exit_code)
-        fail(message, error.exit_code)
-    except (ConfigError, InputError) as error:
-        fail(str(error), 2)
-    except RunError as error:
-        fail(str(error), 1)
-    except KeyboardInterrupt:
-        fail("interrupted", 1)
-    except MemoryError as error:
-        fail(f"out of memory: {first_line(error)}; a smaller rollout.chunk or optimizer.micro_batch needs less", 1)
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (Exception, KeyboardInterrupt) as error:
+        fail(*explained(error))
+
+
+def explained(error: BaseException) -> tuple[str, int]:
+    """The line and the exit code for whatever ended a command."""
+    match error:
+        case click.ClickException():
+            return error.format_message(), error.exit_code
+        case ConfigError() | InputError():
+            return str(error), 2
+        case RunError():
+            return str(error), 1
+        case KeyboardInterrupt() | click.exceptions.Abort():
+            return "interrupted", INTERRUPTED
+        case BrokenPipeError():  # `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python fails again as it ends
+            return "nobody reads the output any more", 1
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # of the host, of a device
+        smaller = "rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks"
+        return f"out of memory: {first_line(error)}; a smaller {smaller} needs less", 1
+    if os.environ.get("SOLRL_TRACEBACK"):
+        raise error
+    return f"{type(error).__name__}: {first_line(error)}; {UNFORESEEN}, and SOLRL_TRACEBACK=1 shows where", 1
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Ends the process with one line on standard error."""
-    click.echo(f"solrl: {message}", err=True)
+    """Ends the process with one line on standard error. Passwords in addresses are left out."""
+    message = re.sub(r"://[^/@\s]+@", "://***@", " ".join(message.split("\n")))
+    if "--json" in sys.argv:
+        print_json({"error": message, "exit_code": code})
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(f"solrl: {message}", err=True)
     sys.exit(code)

@@ -22,7 +22,7 @@ import click
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from solrl_jax.backbone.locate import pipeline_files
-from solrl_jax.commands.options import finish, json_option
+from solrl_jax.commands.options import finish, force_option, json_option
 from solrl_jax.models import sana_native
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.models.sana import SanaConfig
@@ -32,6 +32,7 @@ from solrl_jax.storage.errors import InputError, first_line, in_one_line
 
 # Keys under which checkpoints hold their tensors. The first one found is used: SANA's authors read `state_dict` before `model`.
 CONTAINERS = ("state_dict", "model", "model_state_dict", "module", "net", "weights", "params")
+MOST_NESTED, MOST_GROWTH = 8, 4  # dictionaries within each other; bytes of tensors for a byte of the file
 HARMLESS = (type(None), bool, int, float, str)
 INSTALL = "pip install 'solrl_jax[convert]'"
 INDEX, TRANSFORMER, WEIGHTS = "model_index.json", "transformer", "diffusion_pytorch_model.safetensors"
@@ -100,8 +101,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     for path in (file, *([base] if base else [])):
         if out.resolve() in (path.resolve(), *path.resolve().parents):
             raise InputError(f"--out {out}: is or holds {path}, which is read; name another one")
-    if os.path.lexists(out) and not force:
-        raise InputError(f"--out {out}: exists; name another one, or add --force to replace it")
+    files.refuse_existing("--out", [out], force)
     if out.is_symlink():
         raise InputError(f"--out {out}: is a link; name what it is to be")
 
@@ -109,6 +109,10 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
 def _load(torch: Any, file: Path) -> Any:
     """What the pickle holds. Tensors are mapped from the file if its format allows (a zip archive, since PyTorch 1.6)."""
     try:
+        if zipfile.is_zipfile(file):  # PyTorch does not compress; what is compressed could be a thousand times larger
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("it is compressed, which torch.save does not do")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they warn of what is refused below
             return torch.load(file, weights_only=True, mmap=zipfile.is_zipfile(file), map_location="cpu")
@@ -128,6 +132,8 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
     """
     took, left = "", []
     while isinstance(value, Mapping) and (key := _container(value, torch)) is not None:
+        if took.count(".") > MOST_NESTED:
+            raise InputError(f"{file}: its dictionaries are more than {MOST_NESTED} levels deep")
         left += [f"{took}{k} ({type(v).__name__})" for k, v in value.items() if k != key]
         took, value = f"{took}{key}.", value[key]
     if not isinstance(value, Mapping):
@@ -153,6 +159,8 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
 def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
     """Raises InputError that lists the tensors which a safetensors file cannot hold."""
+    if (total := sum(t.nbytes for t in tensors.values() if t.layout == torch.strided)) > MOST_GROWTH * file.stat().st_size:
+        raise InputError(f"{file}: its tensors claim {total} bytes, and the file has {file.stat().st_size}")
     strange = []
     for name, t in tensors.items():
         try:
@@ -246,7 +254,7 @@ def _spec(t: Any) -> TensorSpec:
 @click.option(
     "--base", type=click.Path(path_type=Path), help="For SANA: a pipeline's directory, whose other components are added."
 )
-@click.option("--force", is_flag=True, help="Replace the output if it exists.")
+@force_option
 @json_option
 def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool) -> None:
     """Turn a torch pickle (.pth, .pt, .bin, .ckpt) into safetensors, or a native SANA checkpoint into diffusers' layout.

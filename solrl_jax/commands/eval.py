@@ -2,7 +2,7 @@
 
 import click
 
-from solrl_jax.commands.options import bar, checkpoint_option, finish, json_option, overrides_argument
+from solrl_jax.commands.options import bar, checkpoint_option, finish, json_option, overrides_argument, trust_option
 from solrl_jax.run.directory import configuration, find_checkpoint, load_policy
 from solrl_jax.training.evaluate import evaluate
 from solrl_jax.training.experiment import build
@@ -13,10 +13,11 @@ from solrl_jax.training.experiment import build
 @overrides_argument
 @click.option("--preset", default="tiny", show_default=True, help="Prompts, reward and sampler for a bare model directory.")
 @checkpoint_option
+@trust_option
 @json_option
-def command(target: str, overrides: tuple[str, ...], preset: str, checkpoint: str, as_json: bool) -> None:
+def command(target: str, overrides: tuple[str, ...], preset: str, checkpoint: str, trust_run: bool, as_json: bool) -> None:
     """Score a run's averaged policy, or a model directory, on the test prompts."""
-    config, run = configuration(target, overrides, preset)
+    config, run = configuration(target, overrides, preset, trust=trust_run)
     chosen = find_checkpoint(target, checkpoint)
     experiment = build(config)
     adapters, iteration = load_policy(run, config, experiment.backbone, chosen)

@@ -1,17 +1,17 @@
 """`solrl export`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
 from solrl_jax.backbone.backbone import DTYPES, load_backbone
-from solrl_jax.commands.options import checkpoint_option, finish, json_option
+from solrl_jax.commands.options import checkpoint_option, finish, force_option, json_option
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
 from solrl_jax.run.directory import find_checkpoint, load_ema, read_run
+from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError
-from solrl_jax.storage.files import writable_directory
 
 
 @click.command("export")
@@ -21,17 +21,19 @@ from solrl_jax.storage.files import writable_directory
 @click.option("--dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
 @click.option("--fold-alpha", is_flag=True, help="diffusers: multiply B by alpha / rank, for programs that ignore alpha.")
 @checkpoint_option
+@force_option
 @json_option
 def command(
-    run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, fold_alpha: bool, checkpoint: str, as_json: bool
+    run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, fold_alpha: bool, as_json: bool, **which: Any
 ) -> None:
     """Write a run's averaged policy as a LoRA that diffusers or PEFT loads."""
     config = read_run(run)
     if fold_alpha and form == "peft":
         raise InputError("--fold-alpha: only with --format diffusers; PEFT always reads alpha")
     lora_files.check_target(out, form)
-    chosen = find_checkpoint(run, checkpoint)
-    writable_directory(out.parent, "--out")
+    files.refuse_existing("--out", list(out.iterdir()) if out.is_dir() else [out], which["force"])
+    chosen = find_checkpoint(run, which["checkpoint"])
+    files.writable_directory(out.parent, "--out")
     backbone = load_backbone(config.model.path, "bf16", make_mesh(-1, 1))  # names and places the adapters
     adapters, iteration = load_ema(Path(run), config, backbone, chosen)
     rank, alpha = config.lora.rank, config.lora.alpha

@@ -26,7 +26,7 @@ def command(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool
     \b
     solrl linears tiny rollout.explore.precision=fp8 --errors
     """
-    config, run = configuration(target, overrides, None)
+    config, run = configuration(target, overrides, None, trust=True)
     device = device_facts()
     form = resolve(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path)

@@ -1,32 +1,40 @@
 """Options that several commands share; how commands show progress and results."""
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
+from solrl_jax.config.schema import MOST_NUMBER
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.readers import strict
 
 Command = Callable[..., Any]
+
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C or SIGTERM ended
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
 def finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
     """A click callback that refuses infinity and NaN, which ranges accept."""
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not finite")
+    if value is not None and not abs(value) <= MOST_NUMBER:
+        raise click.BadParameter(f"{value} is not finite in float32")
     return value
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a whole number of up to nine digits."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def iterations(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
     """A click callback: iteration numbers, as repeated options or separated by commas."""
     parts = [part for value in values for part in value.split(",")]
-    if wrong := [part for part in parts if not part.isdecimal()]:
+    if wrong := [part for part in parts if not is_number(part)]:
         raise click.BadParameter(f"{wrong[0]!r} is no iteration; expected e.g. 3 or 3,10")
     return tuple(map(int, parts))
 
@@ -35,6 +43,8 @@ checkpoint_option = click.option(
     "--checkpoint", default="latest", show_default=True, metavar="best|latest|ITERATION",
     help="Checkpoint of a run; best: the one with the highest eval/reward.",
 )  # fmt: skip
+force_option = click.option("--force", is_flag=True, help="Replace what is at --out.")
+trust_option = click.option("--trust-run", is_flag=True, help="Use the functions and services that the run names as rewards.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one line of JSON.")
 
 
@@ -62,8 +72,8 @@ hosts_options = together(
 # devices that a plan is made for
 machine_options = together(
     click.option("--device", default="h200", show_default=True, type=click.Choice(list(TARGETS)), help="The kind of device."),
-    click.option("--devices", default=1, show_default=True, type=click.IntRange(1), help="On each host."),
-    click.option("--hosts", default=1, show_default=True, type=click.IntRange(1)),
+    click.option("--devices", default=1, show_default=True, type=click.IntRange(1, 1024), help="On each host."),
+    click.option("--hosts", default=1, show_default=True, type=click.IntRange(1, 4096)),
 )
 
 
@@ -87,4 +97,12 @@ def bar(total: int | None, name: str, unit: str = "img"):
 
 def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
     """Prints the result of a command: `summary` as JSON, or `text`."""
-    click.echo(json.dumps(summary) if as_json else text)
+    if as_json:
+        print_json(summary)
+    else:
+        click.echo(text)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as one line of strict JSON."""
+    click.echo(json.dumps(strict(value), allow_nan=False))

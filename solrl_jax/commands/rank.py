@@ -5,11 +5,12 @@ from pathlib import Path
 
 import click
 
-from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
+from solrl_jax.commands.options import bar, finish, json_option, overrides_argument, trust_option
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.run.directory import configuration, load_policy
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write, writable_directory
+from solrl_jax.storage.readers import strict
 from solrl_jax.training import rank
 from solrl_jax.training.experiment import build
 
@@ -22,16 +23,17 @@ from solrl_jax.training.experiment import build
 @click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the recipe's).")
 @click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's).")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for rank.json (default: the run or runs/rank).")
+@trust_option
 @json_option
 def command(
-    target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, **lists: str | None
+    target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, trust_run: bool, **lists: str | None
 ) -> None:
     """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
 
     \b
     solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --explore paper,best --formats nvfp4,fp8,bf16
     """
-    config, run = configuration(target, overrides, None)
+    config, run = configuration(target, overrides, None, trust=trust_run)
     settings = rank.sweep(config, **lists)
     folder = writable_directory(out or run or Path("runs/rank"), "--out")
     experiment = build(config)
@@ -43,7 +45,7 @@ def command(
         show = lambda stage, rows, done: shown.update(done)
         pools = rank.explore_and_regenerate(experiment, adapters, prompts, settings, show)
     results = [rank.summarise(pools, setting, config.rollout.kept) for setting in settings]
-    atomic_write(folder / "rank.json", json.dumps(results, indent=2) + "\n")
+    atomic_write(folder / "rank.json", json.dumps(strict(results), indent=2) + "\n")
     formats = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
     text = "\n".join([rank.table(results, settings), *(f"{name}: {how}" for name, how in formats.items())])
     means = [{name: value for name, value in result.items() if name != "per_prompt"} for result in results]

@@ -13,10 +13,10 @@ import numpy as np
 
 from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, load_backbone
 from solrl_jax.backbone.locate import open_model
-from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, json_option
+from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, force_option, is_number, json_option
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts
 from solrl_jax.config.presets import resolve
-from solrl_jax.config.schema import Config, Precision
+from solrl_jax.config.schema import MOST_SIDE, MOST_STEPS, MOST_TOKENS, Config, Precision, shown
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.sync import Quantizer, merged
 from solrl_jax.flow.grid import Grid
@@ -32,7 +32,7 @@ from solrl_jax.rollout.stage import Leg, Stage
 from solrl_jax.run import pictures
 from solrl_jax.run.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage import files
-from solrl_jax.storage.errors import InputError, first_line, in_one_line
+from solrl_jax.storage.errors import InputError, RunError, first_line, in_one_line
 from solrl_jax.training.experiment import device_facts, prompt_seeds
 
 # by pipeline: the preset whose rules choose the quantised linears of a model directory
@@ -45,13 +45,13 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The options of `solrl sample`. None: as the run or the model has it."""
+    """The options of `solrl sample`. None: as the run has it, or the model."""
 
     prompts: str
     out: Path
+    seed: int
     steps: int
     guidance: float
-    seed: int
     size: tuple[int, int] | None = None
     latents: Path | None = None
     precision: str = "bf16"
@@ -63,6 +63,12 @@ class Request:
     instruction: str | None = None
     tile: int | None = None
     chunk: int = 16
+    force: bool = False  # replace files that are there
+
+
+def of_run(config: Config) -> dict[str, Any]:
+    """The options that a run's evaluation has."""
+    return {"steps": config.eval.steps, "guidance": config.rollout.guidance, "true_cfg": config.rollout.true_guidance}
 
 
 def sample(target: str, request: Request, progress: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
@@ -77,6 +83,8 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
         raise InputError(f"--lora {request.lora}: {target} is a run and has its own adapters; name a model directory")
     chosen = find_checkpoint(target, request.checkpoint)
     mine = _model_options(request, config)
+    made = [*(f"{i:05d}.png" for i in range(len(prompts))), "grid.png", "images.npy", "latents.npy"]
+    files.refuse_existing("--out", (request.out / name for name in made), request.force)
     files.writable_directory(request.out, "--out")
     pipeline = open_model(config.model.path if config else target)
     grid, size = _grid(request, config, pipeline, noise)
@@ -100,9 +108,12 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     rows = Rows(np.arange(len(prompts)), seeds, noise)
     samples = generate(backbone, stage, prompted, rows, keep_images=True, progress=progress)
     assert samples.images is not None
+    if endless := [prompt for prompt, image in zip(prompts, samples.images, strict=True) if not np.isfinite(image).all()]:
+        what = f"{len(endless)} of {len(prompts)} pictures are not finite, first that of {shown(str(endless[0]))}"
+        raise RunError(f"{target}: {what}; its weights or adapters are not, or the guidance is too strong: nothing is written")
     _write(request.out, samples.images, noise, prompts)
-    made = {"out": str(request.out), "images": len(prompts), "height": size[0], "width": size[1], "steps": request.steps}
-    return made | {"precision": form.describe(device)}
+    told = {"out": str(request.out), "images": len(prompts), "height": size[0], "width": size[1], "steps": request.steps}
+    return told | {"precision": form.describe(device)}
 
 
 def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
@@ -189,13 +200,16 @@ def _size(request: Request, config: Config | None, pipeline: Pipeline, noise: np
 def _read_latents(path: Path, count: int) -> np.ndarray:
     """Initial noise [N, C, h, w] from a file, as [N, h, w, C]."""
     try:
-        with path.open("rb") as stream:
-            array = np.lib.format.read_array(stream, allow_pickle=False)
+        if not path.is_file():
+            raise OSError("no such regular file")
+        array = np.lib.format.open_memmap(path, mode="r")  # nothing is allocated for what its header claims
     except (OSError, ValueError) as error:
         raise InputError(f"--latents {path}: not a readable .npy file ({first_line(error)})") from error
     if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:
         wanted = f"float32 [N, C, h, w] with N = {count}, one a prompt"
         raise InputError(f"--latents {path}: {array.dtype} {list(array.shape)}; expected {wanted}")
+    if not np.isfinite(array).all():
+        raise InputError(f"--latents {path}: has values that are not finite")
     return np.ascontiguousarray(array.transpose(0, 2, 3, 1))
 
 
@@ -206,22 +220,17 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
     for i, image in enumerate(images):
         pictures.save_png(out / f"{i:05d}.png", image)
     pictures.save_grid(out / "grid.png", images, min(len(images), 8), prompts)
-    with files.writing(out):
-        for path in out.glob("*.png"):
-            number = int(path.stem) if path.stem.isdecimal() else -1
-            if number >= len(images) and path.stem == f"{number:05d}" and path.is_file():
-                path.unlink()  # left by an earlier call with more prompts
 
 
 @click.command("sample")
 @click.argument("target", metavar="RUN_OR_MODEL_DIR")
 @click.option("--prompts", required=True, help="Text file with one prompt per line, or embedded:NAME.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory for the PNGs and arrays.")
-@click.option("--steps", default=10, show_default=True, type=click.IntRange(1))
-@click.option("--guidance", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite, help="1: no guidance.")
+@click.option("--steps", type=click.IntRange(1, MOST_STEPS), help="(default: the run's, of its evaluation, or 10)")
+@click.option("--guidance", type=click.FloatRange(0.0), callback=finite, help="1: no guidance (default: the run's, or 1).")
 @click.option(
-    "--true-cfg", default=1.0, show_default=True, type=click.FloatRange(0.0), callback=finite,
-    help="FLUX.1, whose guidance is embedded: classifier-free guidance as well.",
+    "--true-cfg", type=click.FloatRange(0.0), callback=finite,
+    help="FLUX.1, whose guidance is embedded: classifier-free guidance as well (default: the run's, or 1).",
 )  # fmt: skip
 @click.option("--negative", default="", help="Negative prompt (default: empty).")
 @click.option("--instruction", metavar="FILE", help="SANA: text file with the instruction that precedes every prompt.")
@@ -234,17 +243,20 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
     help="Format of all steps, without the levers of a run's exploration.",
 )  # fmt: skip
 @click.option("--lora", type=click.Path(path_type=Path), help="For a model directory: a LoRA of diffusers or PEFT.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt (default: the run's or the model's).")
+@click.option("--max-tokens", type=click.IntRange(1, MOST_TOKENS), help="Longest prompt (default: the run's or the model's).")
 @checkpoint_option
+@force_option
 @json_option
 def command(target: str, size: str | None, as_json: bool, **options: Any) -> None:
     """Make pictures of prompts with a run's averaged policy, or with a diffusers model directory."""
     height_width = None
     if size is not None:
         parts = size.lower().split("x")
-        if len(parts) != 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
-            raise InputError(f"--size {size!r}: expected HEIGHTxWIDTH in pixels, e.g. 512x768")
+        if len(parts) != 2 or not all(is_number(p) and 0 < int(p) <= MOST_SIDE for p in parts):
+            raise InputError(f"--size {size!r}: expected HEIGHTxWIDTH in pixels up to {MOST_SIDE}, e.g. 512x768")
         height_width = (int(parts[0]), int(parts[1]))
-    with bar(None, "sample") as shown:
-        summary = sample(target, Request(size=height_width, **options), shown.update)
+    own = {"steps": 10, "guidance": 1.0, "true_cfg": 1.0} | (of_run(read_run(target)) if is_run(target) else {})
+    options |= {name: value for name, value in own.items() if options[name] is None}
+    with bar(None, "sample") as done:
+        summary = sample(target, Request(size=height_width, **options), done.update)
     finish(summary, as_json, f"{summary['images']} images in {summary['out']}, {summary['precision']}")

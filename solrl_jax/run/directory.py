@@ -12,17 +12,22 @@ from solrl_jax.config.presets import from_yaml, override, preset_names, resolve
 from solrl_jax.config.schema import Config, ConfigError
 from solrl_jax.policy.lora import Adapters, matching
 from solrl_jax.policy.state import abstract_state, read_start
+from solrl_jax.rewards.registry import REWARDS, reward_name
 from solrl_jax.run import checkpoint
 from solrl_jax.storage.errors import InputError, RunError
+from solrl_jax.storage.files import disk_reason
+from solrl_jax.storage.readers import read_text
 
 
-def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -> tuple[Config, Path | None]:
+def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *, trust: bool) -> tuple[Config, Path | None]:
     """The configuration that `target` stands for, and the run directory if it is one.
 
     Args:
       target: a run directory, a preset, or a model (a directory or "embedded:NAME").
       overrides: `key=value`. The adapters of a run cannot be changed.
       preset: the rest of the configuration for a model.
+      trust: whether functions and services that a run directory names as rewards may be used, because the user said so or
+        because the command uses no reward. Whoever wrote the directory chose them.
 
     Raises InputError or ConfigError.
     """
@@ -32,6 +37,11 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None) -
         for name, value in dataclasses.asdict(config.lora).items():
             if value != getattr(own.lora, name):
                 raise InputError(f"lora.{name}={value}: {target} is a run and has its own adapters; leave it out")
+        named = {*config.reward.weights, *config.reward.watched}
+        said = " ".join(value for value in overrides if value.startswith("reward"))
+        if not trust and (foreign := [name for name in sorted(named) if reward_name(name) not in REWARDS and name not in said]):
+            how = "add --trust-run if you trust whoever wrote it, or name the rewards yourself: reward.weights={NAME: 1}"
+            raise InputError(f"{target}: scores with {', '.join(foreign)}, which it brings from outside the package; {how}")
         return config, Path(target)
     if target in preset_names():
         return resolve(target, overrides), None
@@ -51,11 +61,11 @@ def read_run(path: str | Path) -> Config:
         raise InputError(f"{path}: not a run directory (it has no config.yaml)")
     file = Path(path) / "config.yaml"
     try:
-        return from_yaml(file.read_text(encoding="utf-8"))
+        return from_yaml(read_text(file))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: cannot be read as UTF-8 text ({error})") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read as UTF-8 text ({disk_reason(error) or error})") from error
 
 
 def find_checkpoint(target: str | Path, which: str) -> Path | None:
@@ -67,7 +77,7 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
     if which == "latest":
         return None
     asked, root = f"--checkpoint {which}", Path(target) / "checkpoints"
-    if which != "best" and not which.isdecimal():
+    if which != "best" and not (which.isdecimal() and len(which) < 10):
         raise InputError(f"{asked}: must be best, latest or an iteration")
     if not is_run(target):
         raise InputError(f"{asked}: {target} is no run directory; only runs have checkpoints")

@@ -49,7 +49,7 @@ class Reporter:
     def _interrupt(self, number: int, frame: Any) -> None:
         # Only noted, because the state may be half updated now and could not be saved. A second signal stops at once.
         if self._stopping:
-            raise SystemExit(1)
+            raise SystemExit(130)
         self._stopping = True
         self.line("stopping after the chunk under way (again to stop at once, without saving)")
 

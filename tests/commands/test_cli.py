@@ -211,12 +211,15 @@ def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported,
     (tmp_path / "prompts.txt").write_text("a red circle\ntwo blue squares\n")
     options = ("--prompts", str(tmp_path / "prompts.txt"), "--steps", "3", "--precision", "fp32", "--seed", "4")
     stale, mine = ("00002.png", "00117.png", "123456.png"), ("2.png", "0000007.png", "00003.txt", "a00003.png", "00004.png")
-    (tmp_path / "run" / mine[-1]).mkdir(parents=True)  # no file, hence none of ours
+    (tmp_path / "run" / mine[-1]).mkdir(parents=True)
     for name in (*stale, *mine[:-1]):
-        (tmp_path / "run" / name).write_text("of an earlier call")
+        (tmp_path / "run" / name).write_text("of somebody")
     assert call("sample", str(folder), *options, "--out", str(tmp_path / "run"))[0] == 0
     made = ("00000.png", "00001.png", "grid.png", "images.npy", "latents.npy")
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {*made, *mine}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {*made, *stale, *mine}
+    code, _, error = call("sample", str(folder), *options, "--out", str(tmp_path / "run"))
+    assert (code, "00000.png: exists; name another one, or add --force" in error) == (2, True)
+    assert call("sample", str(folder), *options, "--out", str(tmp_path / "run"), "--force")[0] == 0
     model = ("sample", "embedded:tiny-sana", *options, "--latents", str(tmp_path / "run" / "latents.npy"), "--max-tokens", "24")
     assert call(*model, "--out", str(tmp_path / "base"))[0] == 0
     assert call(*model, "--lora", str(exported), "--out", str(tmp_path / "lora"))[0] == 0
