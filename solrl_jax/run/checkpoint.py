@@ -26,6 +26,7 @@ import numpy as np
 from solrl_jax.parallel import consensus
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line
+from solrl_jax.storage.readers import parse_json, read_bytes
 
 FORMAT = 1
 ARRAYS, META = "arrays", "meta.json"
@@ -62,8 +63,9 @@ def ranked(root: Path) -> list[Path]:
 
     Only the names and sizes of their files are checked.
     """
-    rewards = {path: (meta_of(path).get("evaluation") or {}).get("eval/reward") for path in whole(root)}
-    finite = {path: float(reward) for path, reward in rewards.items() if reward is not None}
+    rows = {path: meta_of(path).get("evaluation") for path in whole(root)}
+    rewards = {path: row.get("eval/reward") for path, row in rows.items() if isinstance(row, dict)}
+    finite = {path: reward for path, reward in rewards.items() if isinstance(reward, int | float)}
     return sorted(finite, key=finite.__getitem__, reverse=True)  # stable: of equal ones the newest come first
 
 
@@ -106,11 +108,14 @@ def restore_latest(root: Path, abstract_state: Any, expect: dict[str, Any]) -> t
     RunError if there are checkpoints and all are damaged: to start again would overwrite what is left of them.
     """
     warnings: list[str] = []
-    for name in consensus.first("restore/candidates", lambda: [path.name for path in candidates(root)]):
-        try:
-            return *restore(root / name, abstract_state, expect), warnings
-        except CheckpointError as error:
-            warnings.append(f"skipped checkpoint {error}")
+    tried: list[str] = []
+    while (names := consensus.first("restore/candidates", lambda: [path.name for path in candidates(root)])) != tried:
+        warnings, tried = [], names  # again, if a run beside this one has saved, and removed what was listed
+        for name in names:
+            try:
+                return *restore(root / name, abstract_state, expect), warnings
+            except CheckpointError as error:
+                warnings.append(f"skipped checkpoint {error}")
     if warnings:
         raise RunError(f"no checkpoint in {root} can be used; {'; '.join(warnings)}")
     return None
@@ -190,9 +195,11 @@ def _load(path: Path, abstract_state: Any) -> Any:
 def _header(path: Path) -> dict[str, Any]:
     """The content of `meta.json`. Raises CheckpointError if it cannot be read."""
     try:
-        header = json.loads((path / META).read_bytes())
+        header = parse_json(read_bytes(path / META))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {META} cannot be read: {first_line(error)}") from error
-    if not isinstance(header, dict):
+    parts = [header.get(name) for name in ("meta", "arrays")] if isinstance(header, dict) else [None]
+    described = lambda entry: isinstance(entry, dict) and {"shape", "dtype"} <= entry.keys()
+    if not all(isinstance(part, dict) for part in parts) or not all(map(described, header["arrays"].values())):
         raise CheckpointError(f"{path}: {META} is not that of a checkpoint")
     return header

@@ -129,16 +129,15 @@ def prune(root: Path, keep: int, best: int = 0) -> None:
     """Removes all checkpoints but the newest `keep` good ones, at least one, and the `best` with the highest "eval/reward".
 
     The newest good one is read in full. Of the others only names and sizes are checked: to read all of them would take longer
-    than the save. A directory without a manifest is not removed: this program may not have written it.
+    than the save. What is damaged is not removed: it may be what is left of the best, or not be this program's.
     """
     good, prized = 0, checkpoint.ranked(root)[:best]
     for path in candidates(root):
-        if good < max(keep, 1):
-            with contextlib.suppress(CheckpointError):
-                checkpoint.verify(path, contents=good == 0)
-                good += 1
-        elif path not in prized and (path / files.MANIFEST).exists():
-            files.remove_directory(path)
+        with contextlib.suppress(CheckpointError):
+            checkpoint.verify(path, contents=good == 0)
+            if good >= max(keep, 1) and path not in prized:
+                files.remove_directory(path)
+            good += 1
 
 
 def _arrays(state: Any) -> dict[str, jax.Array]:

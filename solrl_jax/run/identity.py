@@ -22,6 +22,7 @@ from solrl_jax.run import checkpoint, ledger, metrics
 from solrl_jax.run.directory import is_run, read_run
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write, writing
+from solrl_jax.storage.readers import parse_json, read_text
 from solrl_jax.training.experiment import device_facts
 
 # settings that the adapters do not depend on; the cache holds the very bits that would be computed
@@ -84,7 +85,7 @@ def claim(folder: Path, config: Config) -> None:
 def _explored_in(folder: Path) -> str | None:
     """The format that `run.json` says the run explores in; None if it cannot be read: the checkpoints then decide."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return str(json.loads((folder / "run.json").read_text())["exploration"]["format"])
+        return str(parse_json(read_text(folder / "run.json"))["exploration"]["format"])
     return None
 
 

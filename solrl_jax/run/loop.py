@@ -12,7 +12,10 @@ run.dir/report.html             all of this as one page, if asked for
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
+import hashlib
+import json
+import math
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from solrl_jax.conditioning.prompts import draw_prompts
+from solrl_jax.conditioning.prompts import Prompt, draw_prompts
 from solrl_jax.config.schema import Config
 from solrl_jax.explore.monitor import WINDOW, level_after
 from solrl_jax.parallel import hosts
@@ -35,11 +38,17 @@ from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Reporter, Stopped
 from solrl_jax.run.report import Live
 from solrl_jax.storage import files
+from solrl_jax.storage.errors import InputError, RunError
 from solrl_jax.training.evaluate import evaluate, sample_grid
 from solrl_jax.training.experiment import Experiment, build, fresh_state, state_shapes
 from solrl_jax.training.iteration import iterate
 
 Row = dict[str, float]
+MOST_BLANK = 3  # iterations in a row without a finite reward, after which a run ends
+
+
+class Diverged(RunError):
+    """Rewards or adapters are no longer finite. The state is not saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,25 +75,30 @@ class _Run:
             self.report.line(problem)
 
 
-def run(config: Config, report: Reporter, profile: Collection[int] = (), page: bool = False) -> dict[str, Any]:
+def run(
+    config: Config, report: Reporter, profile: Collection[int] = (), page: bool = False, *, force: bool = False
+) -> dict[str, Any]:
     """Trains, or goes on with, the run that `config` describes. Returns what `--json` prints.
 
     An interruption saves the last whole iteration and returns with "interrupted" true. Any other failure saves it too, and is
     raised then. Raises InputError for what the user can mend, RunError when the run failed for another reason.
-    profile: the iterations of which a trace is written. page: whether `report.html` is kept up to date.
+    profile: the iterations of which a trace is written. page: whether `report.html` is kept up to date. force: also with
+    prompts that changed since the last start, and with sizes that cannot fit into memory.
     """
     folder = Path(config.run.dir)
     with contextlib.ExitStack() as stack:
         hosts.write(lambda: profiling.refuse(profile, folder, config.train.iterations))
         hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))
         hosts.write(lambda: refuse_another_run(folder, config))
-        experiment = build(config)
-        state, done = _restore(experiment, folder, report)
+        experiment = build(config, force=force)
+        state, done = _restore(experiment, folder, report, force)
         # the directory is this run's once all input has been accepted
         hosts.write(lambda: claim(folder, config))
         record.describe(experiment, folder, done, report)
         metrics = Metrics(folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1)
         hosts.write(lambda: stack.enter_context(metrics))
+        if metrics.set_aside is not None:
+            report.line(f"metrics.jsonl was damaged: kept as {metrics.set_aside}, and goes on with the rows that can be read")
         saver = stack.enter_context(Saver(folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best))
         hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
         this = _Run(experiment, folder, metrics, saver, report, profile, Live(folder) if page else None)
@@ -107,10 +121,11 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
     report.start(config.train.iterations, done)
     try:
         _prepare(this, done)
-        if _is_due(config, done) and not _evaluation(this.folder, done):
+        if _is_due(config, done) and not _evaluation(this, done):
             this.log(done, _evaluate(this, state.ema, done))
             if done and config.run.keep_best:
                 _save(this, state, done)  # again, with its evaluation
+        blank = 0  # iterations in a row without a finite reward
         while done < config.train.iterations:
             level = hosts.agreed(lambda: _level(this))
             # which `iterate` gives away, for pictures of what it drew
@@ -120,6 +135,7 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
             state, done = after, done + 1
             hosts.write(partial(ledger.write, this.folder / "ledger", done, outcome.ledger))
             row = outcome.metrics
+            blank = blank + 1 if math.isnan(row["kept/reward"]) else 0
             try:
                 if _is_due(config, done):
                     row = row | _evaluate(this, state.ema, done)
@@ -127,7 +143,8 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
                     record.draw_pools(this.experiment, this.folder, old, level, outcome.ledger, done)
             finally:  # an evaluation that does not end is made up for by the next start
                 this.log(done, row)
-            if _is_saved(config, done):
+            _refuse_blank(this, state, row, done, blank)
+            if _is_saved(config, done) and not blank:
                 _save(this, state, done)
                 if config.run.checkpoint_every == 1:
                     this.saver.wait()  # then no kill takes back an iteration that was reported
@@ -140,12 +157,35 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
         report.stop()
 
 
+def _refuse_blank(this: _Run, state: TrainState, row: Row, done: int, blank: int) -> None:
+    """Raises Diverged when the run has nothing to learn from any more: adapters that are not finite, or no finite reward.
+
+    Such iterations are not saved, so the last checkpoint is of before.
+    """
+    where = "explore" if math.isnan(row["pool/reward"]) else "regenerate"
+    what = f"no finite reward in {blank} iteration(s) in a row, first in stage '{where}'"
+    if not _is_finite(state):
+        what = "the adapters are not finite after the update"
+    elif blank < (MOST_BLANK if done < this.config.train.iterations else 1):
+        return
+    last = next(iter(checkpoint.candidates(this.folder / "checkpoints")), None)
+    raise Diverged(f"iteration {done}: {what}; {f'the last finite checkpoint is {last}' if last else 'nothing is saved'}")
+
+
+@jax.jit
+def _is_finite(state: TrainState) -> jax.Array:
+    """Whether the state is finite, and small enough for its squares to be."""
+    return jnp.all(jnp.array([jnp.isfinite(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(state)]))
+
+
 def _save_last(this: _Run, stop: Stopped) -> None:
     """Saves the last whole state of a loop that was stopped, then raises what stopped it, unless that was the user."""
     cause, report = stop.__cause__, this.report
     what = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
     lost = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(stop.state))
-    if not stop.done:
+    if isinstance(cause, Diverged):
+        pass  # its last good state is saved
+    elif not stop.done:
         report.line(f"{what} before the end of the first iteration: nothing to save")
     elif lost:
         report.line(f"{what} within the update: the same command goes on from the last checkpoint")
@@ -163,7 +203,9 @@ def _prepare(this: _Run, done: int) -> None:
     """Encodes all that the rest of the run asks for, so that the text encoders need no room beside the policy; calibrates."""
     experiment, config, report = this.experiment, this.config, this.report
     last = config.train.iterations
-    drawn = [draw_prompts(experiment.train_prompts, config.seed, i, config.train.prompts) for i in range(done, last)]
+    drawn = [experiment.train_prompts]
+    if (last - done) * config.train.prompts < 2 * len(experiment.train_prompts):  # else all of them, or nearly so, are drawn
+        drawn = [draw_prompts(experiment.train_prompts, config.seed, i, config.train.prompts) for i in range(done, last)]
     shown = experiment.test_prompts[: max(config.eval.prompts, config.eval.grid)]
     calibrates = experiment.recipe.calibrates and done < last
     measured = experiment.recipe.calibration.prompts if calibrates else []
@@ -182,7 +224,7 @@ def _level(this: _Run) -> int:
     floor, ladder = this.config.rollout.explore.floor, this.experiment.recipe.levels
     if floor is None:
         return 0
-    reported = [(int(row["fidelity/level"]), row["fidelity/spearman"]) for row in read_metrics(this.folder) if row["iteration"]]
+    reported = [(int(row["fidelity/level"]), row["fidelity/spearman"]) for row in this.metrics.rows if row["iteration"]]
     history = [(level, float("nan") if value is None else value) for level, value in reported]
     level = level_after(history, floor, len(ladder) - 1)
     if history and level != history[-1][0]:
@@ -192,9 +234,9 @@ def _level(this: _Run) -> int:
     return level
 
 
-def _evaluation(folder: Path, done: int) -> Row:
+def _evaluation(this: _Run, done: int) -> Row:
     """The recorded evaluation after iteration `done`, the same on every host; empty if there was none."""
-    rows = hosts.agreed(lambda: [row for row in read_metrics(folder) if row["iteration"] == done and "eval/reward" in row])
+    rows = hosts.agreed(lambda: [row for row in this.metrics.rows[-2:] if row["iteration"] == done and "eval/reward" in row])
     return {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
 
 
@@ -228,24 +270,33 @@ def _evaluate(this: _Run, ema: Adapters, done: int) -> Row:
     row |= {f"eval/{name}/standard_error": error for name, error in result.errors.items()}
     row |= {f"eval/reward_failures/{name}": float(count) for name, count in result.failed.items()}
     if config.reward.watched:
-        lines = hosts.agreed(lambda: hacking_alarms(read_metrics(this.folder), row, config.reward.watched))
+        lines = hosts.agreed(lambda: hacking_alarms(this.metrics.rows, row, config.reward.watched))
         for line in lines:
             report.line(line)
         row["eval/hacking"] = float(bool(lines))
     return row
 
 
-def _restore(experiment: Experiment, folder: Path, report: Reporter) -> tuple[TrainState, int]:
-    """The state to go on from, and how many iterations it has behind it."""
+def _restore(experiment: Experiment, folder: Path, report: Reporter, force: bool) -> tuple[TrainState, int]:
+    """The state to go on from, and how many iterations it has behind it. force: also if the training prompts have changed."""
     expected = {"fingerprint": fingerprint(experiment.config, experiment.recipe.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)
     if restored is None:
         return fresh_state(experiment), 0
     state, meta, warnings = restored
+    if not force and meta.get("prompts", known := _hash_of(experiment.train_prompts)) != known:
+        remedy = "put the file back, or add --force to go on with it"
+        changed = f"its prompts have changed since iteration {meta['iteration']}"
+        raise InputError(f"prompts.train={experiment.config.prompts.train!r}: {changed}; {remedy}")
     for warning in warnings:
         report.line(warning)
     report.line(f"resuming after iteration {meta['iteration']}")
     return state, meta["iteration"]
+
+
+def _hash_of(prompts: Sequence[Prompt]) -> str:
+    """A hash of the prompts and of what is known about them, in order."""
+    return hashlib.sha256(json.dumps([(str(p), dict(p.metadata)) for p in prompts]).encode()).hexdigest()[:16]
 
 
 def _save(this: _Run, state: TrainState, done: int) -> None:
@@ -255,7 +306,8 @@ def _save(this: _Run, state: TrainState, done: int) -> None:
     """
     config, named = this.config, fingerprint(this.config, this.experiment.recipe.format.name)
     meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.prompts}
-    this.saver.save(done, state, meta | {"evaluation": _evaluation(this.folder, done) or None})
+    meta["prompts"] = _hash_of(this.experiment.train_prompts)
+    this.saver.save(done, state, meta | {"evaluation": _evaluation(this, done) or None})
 
 
 def _finish(this: _Run, state: TrainState) -> None:

@@ -9,7 +9,6 @@ checkpoint, so its record is that of a run that was never interrupted.
 
 import contextlib
 import json
-import math
 import os
 import time
 import uuid
@@ -18,35 +17,40 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from solrl_jax.storage.errors import InputError, first_line
-from solrl_jax.storage.files import atomic_write, disk_reason, writing
+from solrl_jax.storage.files import atomic_write, writing
+from solrl_jax.storage.readers import parse_json, read_bytes, strict
 
 Log = Callable[[int, dict[str, float]], Any]  # writes the values of an iteration
+MOST_BYTES = 2**31  # of a record: 4 kB an iteration
 _JSONL, _TENSORBOARD, _WANDB_ID = "metrics.jsonl", "tensorboard", "wandb-id.txt"
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of a run's record, in order; none if there is no record.
 
-    An incomplete last line is left out: the run is writing it, or was killed. Raises InputError for any other bad line.
+    A line that is damaged is left out, and an incomplete last one, which the run is writing or could not end.
     """
-    path = Path(run_dir) / _JSONL
+    return _read(Path(run_dir) / _JSONL)[0]
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The rows that can be read, and whether something else is there beside an incomplete last line."""
     try:
-        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+        lines = [line for line in read_bytes(path, MOST_BYTES).split(b"\n") if line.strip()]
     except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {disk_reason(error)}") from error
-    rows = []
+        return [], False
+    except (OSError, ValueError):
+        return [], True
+    rows, bad = [], []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            row["iteration"] = int(row["iteration"])
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines):
-                break
-            raise InputError(f"{path}: line {number} is not a line of metrics") from error
-        rows.append(row)
-    return rows
+            row = parse_json(line)
+            if type(row["iteration"]) is not int or not all(type(value) in (int, float, type(None)) for value in row.values()):
+                raise ValueError
+            rows.append(row)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            bad.append(number)
+    return rows, bad not in ([], [len(lines)])
 
 
 class Metrics:
@@ -60,10 +64,16 @@ class Metrics:
         self._tensorboard, self._wandb, self._resume_after = tensorboard, wandb, resume_after
         self._closing = contextlib.ExitStack()
         self._logs: list[Log] = []  # one an output, the record first; none: closed
+        self.rows: list[dict[str, Any]] = []  # the record
+        self.set_aside: Path | None = None  # where a damaged record was moved to
 
     def __enter__(self) -> "Metrics":
         """Raises InputError if Weights & Biases is asked for and cannot start, RunError if the disk refuses."""
-        rows, purge = read(self._run_dir), None
+        (rows, damaged), purge = _read(self._path), None
+        if damaged:
+            self.set_aside = self._path.with_name(f"metrics-damaged-{time.time_ns()}.jsonl")
+            with writing(self.set_aside):
+                os.replace(self._path, self.set_aside)
         if self._resume_after is not None:
             purge = self._resume_after + 1
             rows = [row for row in rows if row["iteration"] < purge]
@@ -73,7 +83,7 @@ class Metrics:
                 logs.append(opened.enter_context(_tensorboard(self._run_dir / _TENSORBOARD, purge)))
             if self._wandb:
                 logs.append(opened.enter_context(_weights_and_biases(self._run_dir)))
-            self._closing, self._logs = opened.pop_all(), logs
+            self._closing, self._logs, self.rows = opened.pop_all(), logs, rows
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,8 +99,10 @@ class Metrics:
             raise RuntimeError("these metrics are not open")
         if "iteration" in values:
             raise ValueError('"iteration" is not a name for a metric')
+        numbers = {name: float(value) for name, value in values.items()}
         for log in self._logs:
-            log(int(iteration), {name: float(value) for name, value in values.items()})
+            log(int(iteration), numbers)
+        self.rows.append({"iteration": int(iteration), **strict(numbers)})
 
 
 @contextlib.contextmanager
@@ -99,8 +111,7 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
     atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log(iteration: int, values: dict[str, float]) -> None:
-        row = {name: number if math.isfinite(number) else None for name, number in values.items()}
-        line = (json.dumps({"iteration": iteration, **row}) + "\n").encode()
+        line = (json.dumps({"iteration": iteration, **strict(values)}) + "\n").encode()
         with writing(path):
             end = os.lseek(file, 0, os.SEEK_END)
             try:

@@ -28,6 +28,7 @@ from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rollout.generate import Prompted, Rows, prepare
 from solrl_jax.rollout.stage import Leg, Stage
 from solrl_jax.storage.errors import InputError, in_one_line
+from solrl_jax.training.room import refuse_what_cannot_fit
 
 CALIBRATION_PROMPTS = 16  # training prompts that levers of exploration measure on, one sample each
 
@@ -114,8 +115,11 @@ def prompt_seeds(
     return np.asarray(candidate_seeds(np.int32(root), stream, np.int32(iteration), uids, np.arange(candidates)))
 
 
-def build(config: Config) -> Experiment:
-    """Checks everything that can be checked cheaply, then loads. Raises InputError in one line."""
+def build(config: Config, *, force: bool = False) -> Experiment:
+    """Checks everything that can be checked cheaply, then loads. Raises InputError in one line.
+
+    force: load also what cannot fit into memory, by the arithmetic of `room`.
+    """
     model, rollout = config.model, config.rollout
     load_reward = open_rewards(config.reward)
     train, test = load_prompt_sets(config)
@@ -134,6 +138,8 @@ def build(config: Config) -> Experiment:
     pipeline = open_model(model.path, model.remat)
     device = device_facts()
     targets, quantized = linears_of(config, pipeline, device)
+    if not force:
+        refuse_what_cannot_fit(config, pipeline, targets)
     backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
     return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from solrl_jax.config.presets import override
-from solrl_jax.config.schema import Config
+from solrl_jax.config.schema import MOST_STEPS, Config
 from solrl_jax.explore.monitor import Level
 from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters
@@ -73,7 +73,7 @@ def _listed(option: str, text: str | None, own: Any, parse: Callable[[str], Any]
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 1:
+    if not 1 <= (number := int(text)) <= MOST_STEPS:
         raise ValueError
     return number
 

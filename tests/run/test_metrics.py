@@ -56,17 +56,25 @@ def test_without_resume_after_rows_are_appended(tmp_path):
     assert [row["iteration"] for row in metrics.read(tmp_path)] == [0, 0, 1]
 
 
-def test_a_bad_line_is_named(tmp_path):
-    report(tmp_path, range(2))
+BAD_LINES = ("{}", "[1]", "nonsense", '{"iteration": null}', '{"iteration": 1e9}', '{"iteration": 1, "a": [2]}', "[" * 10**5)
+
+
+@pytest.mark.parametrize("bad", [*BAD_LINES, '{"iteration": 1, "a": Infinity}', None])
+def test_a_damaged_record_is_set_aside_and_goes_on_with_the_rows_that_can_be_read(bad, tmp_path):
     path = tmp_path / "metrics.jsonl"
-    for bad in ("{}", "[1]", "nonsense", '{"iteration": null}'):
-        path.write_text(f'{{"iteration": 0}}\n{bad}\n{{"iteration": 1}}\n')
-        with pytest.raises(InputError, match=r"metrics\.jsonl: line 2 is not"):
-            report(tmp_path, [])
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(InputError, match=r"metrics\.jsonl cannot be read"):
-        metrics.read(tmp_path)
+    if bad is None:
+        path.mkdir()
+    else:
+        path.write_text(f'{{"iteration": 0, "a": 0.5}}\n{bad}\n{{"iteration": 1}}\n')
+    rows = [] if bad is None else [{"iteration": 0, "a": 0.5}, {"iteration": 1}]
+    assert metrics.read(tmp_path) == rows
+    with Metrics(tmp_path) as record:
+        assert record.rows == rows
+        assert record.set_aside.is_dir() if bad is None else bad in record.set_aside.read_text()
+        record.log(2, {"a": float("nan")})
+        assert record.rows == metrics.read(tmp_path) == [*rows, {"iteration": 2, "a": None}]
+    with Metrics(tmp_path) as again:
+        assert again.set_aside is None
 
 
 def test_misuse_is_refused(tmp_path):

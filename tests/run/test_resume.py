@@ -123,7 +123,7 @@ def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
                 break
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate()
-    assert process.returncode == 0, errors
+    assert process.returncode == 130, errors
     summary = json.loads(out.strip().splitlines()[-1])
     assert summary["interrupted"]
     assert 2 <= summary["iterations"] < ITERATIONS

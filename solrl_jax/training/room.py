@@ -1,0 +1,44 @@
+"""Whether a run fits into memory at all: its largest arrays by arithmetic, before anything is loaded.
+
+The figures are lower bounds: what is refused here cannot run. What passes may still not fit (`solrl plan`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+
+from solrl_jax.backbone.backbone import Pipeline
+from solrl_jax.config.schema import Config
+from solrl_jax.parallel import hosts
+from solrl_jax.policy.lora import flatten
+from solrl_jax.storage.errors import InputError
+
+FLOAT, COPIES = 4, 6  # bytes of a float32; of each adapter: trained, old, averaged, gradient, and two moments
+
+
+def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Sequence[str]) -> None:
+    """Raises InputError that names the first field whose array alone is larger than the memory that holds it."""
+    model, rollout, shown = config.model, config.rollout, config.eval
+    latent = FLOAT * math.prod(pipeline.latent_shape(model.height, model.width))
+    picture = 3 * FLOAT * model.height * model.width
+    shapes = flatten(pipeline.transformer.shapes("float32"))
+    of_rank = sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in (shapes[path].shape for path in targets))
+    chunk = min(rollout.chunk, config.train.prompts * rollout.candidates)
+    device, host = device_memory(), hosts.memory()
+    for field, value, each, memory, whose in (
+        ("rollout.candidates", rollout.candidates, config.train.prompts * latent, host, "this host"),
+        ("eval.images_per_prompt", shown.images_per_prompt, shown.prompts * latent, host, "this host"),
+        ("eval.grid", shown.grid, picture, host, "this host"),
+        ("lora.rank", config.lora.rank, FLOAT * COPIES * of_rank, device, "a device"),
+        ("rollout.chunk", chunk, picture, device, "a device"),
+    ):
+        if value * each > memory:
+            size = f" of {model.height} x {model.width} pixels" if each % latent == 0 or each == picture else ""
+            takes = f"takes {value * each / 1e9:.3g} GB{size}, and {whose} has {memory / 1e9:.3g} GB"
+            raise InputError(f"{field}={value}: {takes}; at most {int(memory // each)} fit")
+
+
+def device_memory() -> int:
+    """The bytes of memory that a device has; the host's, for one that does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or hosts.memory()
