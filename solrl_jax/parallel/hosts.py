@@ -6,6 +6,7 @@ devices. Two rules follow. A value that decides which program runs next must be 
 """
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -49,8 +50,8 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
         jax.distributed.initialize(
             heartbeat_timeout_seconds=HEARTBEAT, initialization_timeout=START, shutdown_timeout_seconds=END, **settings
         )
-    except (RuntimeError, ValueError) as error:
-        raise InputError(f"--hosts {hosts}: {' '.join(str(error).split())}") from error
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise InputError(f"--hosts {hosts} --coordinator {coordinator}: {' '.join(str(error).split())}") from error
 
 
 def first() -> bool:
@@ -76,6 +77,11 @@ def everyones(value: T) -> list[T]:
 def anywhere(flags: Sequence[bool]) -> list[bool]:
     """For each flag, whether it is true in any process. All processes give the same number of flags."""
     return [any(of_all) for of_all in zip(*everyones(list(flags)), strict=True)]
+
+
+def memory() -> int:
+    """The bytes of memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def put(tree: Any, where: NamedSharding) -> Any:

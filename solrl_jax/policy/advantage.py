@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from solrl_jax.rewards.protocol import LARGEST
+
 MODES: dict[str, Callable[[Array], Array]] = {
     "all": lambda a: a,
     "positive_only": lambda a: jnp.maximum(a, 0.0),
@@ -17,6 +19,7 @@ MODES: dict[str, Callable[[Array], Array]] = {
     "binary": jnp.sign,
 }
 STD_FLOOR = 1e-4
+TIE = 4e-6  # float32 keeps 6e-8 of a number, and a mean of 24 adds as much up to 24 times
 LEVELS = 4096  # an optimality probability is a multiple of 1 / LEVELS
 
 
@@ -24,16 +27,19 @@ def advantages(rewards: Float[Array | np.ndarray, "p k"], *, clip: float, global
     """`A = (r - mean of its prompt) / (std + 1e-4)`, clipped to +-`clip`.
 
     The standard deviation (population) is over all kept samples of the iteration, or over the prompt's own if not
-    `global_std`. A non-finite reward takes no part in the statistics and gets advantage 0. Modes: `all`; `positive_only`
-    and `negative_only` zero the other sign; `one_only` gives 1 where A > 0, else 0; `binary` gives the sign.
+    `global_std`. A non-finite reward takes no part in the statistics and gets advantage 0. A tied one gets 0 too: it is nearer
+    to its prompt's mean than `TIE` of the prompt's largest reward, as far as rounding may have moved it. Modes: `all`;
+    `positive_only` and `negative_only` zero the other sign; `one_only` gives 1 where A > 0, else 0; `binary` gives the sign.
     Raises ValueError for another mode.
     """
     if mode not in MODES:
         raise ValueError(f"advantage mode {mode!r}: accepted are {', '.join(MODES)}")
-    finite = jnp.isfinite(rewards)
+    finite = jnp.abs(rewards) <= LARGEST
     r = jnp.where(finite, rewards, 0.0)
     mean_over = lambda x, axis: x.sum(axis, keepdims=True) / jnp.maximum(finite.sum(axis, keepdims=True), 1)
-    centred = jnp.where(finite, r - mean_over(r, 1), 0.0)
+    centred = r - mean_over(r, 1)
+    tied = jnp.abs(centred) <= TIE * jnp.abs(r).max(1, keepdims=True)
+    centred = jnp.where(finite & ~tied, centred, 0.0)
     if global_std:
         spread = jnp.sqrt(mean_over(jnp.where(finite, (r - mean_over(r, (0, 1))) ** 2, 0.0), (0, 1)))
     else:

@@ -5,12 +5,14 @@ process costs one line here. The next call then runs in a new process.
 """
 
 import atexit
+import collections
 import concurrent.futures
 import contextlib
 import functools
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -25,9 +27,11 @@ from tqdm import tqdm
 
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.schema import shown
+from solrl_jax.parallel import hosts
 from solrl_jax.rewards.protocol import Host, HostReward, finite
 from solrl_jax.storage.errors import RunError
 
+MOST_FAILURES = 32  # calls of one reward in a row after which also a run that skips failures stops
 Images = Float[np.ndarray, "n H W 3"]
 Answer = dict[str, Float[np.ndarray, " n"]]  # scores by name
 Wait = Callable[[], Answer]  # waits for the scores of one call; raises Failure
@@ -47,6 +51,7 @@ class Workers:
     def __init__(self, count: int, timeout: float) -> None:
         """timeout: seconds for one call. Then its process is killed."""
         self.count, self.timeout = count, timeout
+        self.in_a_row: collections.Counter[str] = collections.Counter()  # failed calls since the last answer, by reward
         self._pool: ProcessPool | None = None
 
     def start(self, reward: HostReward, images: Images, prompts: Sequence[Prompt]) -> Wait:
@@ -75,9 +80,11 @@ class Workers:
     def _schedule(self, arguments: tuple[Any, ...]) -> tuple[ProcessPool, concurrent.futures.Future[Answer | str]]:
         if self._pool is None or not self._pool.active:
             self.close()
-            self._pool = ProcessPool(self.count, initializer=_set_up, context=multiprocessing.get_context("spawn"))
+            memory = hosts.memory() // (self.count + 1)  # some is left to the run itself
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPool(self.count, initializer=_set_up, initargs=[memory], context=spawn)
             atexit.register(self.close)
-        return self._pool, self._pool.schedule(_call, arguments, timeout=self.timeout)
+        return self._pool, self._pool.schedule(_call, (self.timeout, *arguments))
 
     def _wait(self, pool: ProcessPool, future: concurrent.futures.Future[Answer | str]) -> Answer | str | None:
         """The scores, or what went wrong; None if the pool broke, which does not always end its futures."""
@@ -88,7 +95,7 @@ class Workers:
         match future.exception():
             case None:
                 return future.result()
-            case TimeoutError():
+            case ProcessExpired(exitcode=code) if code == -signal.SIGALRM:
                 return f"no answer within reward.timeout={self.timeout:g} seconds"
             case ProcessExpired() as expired:
                 code = expired.exitcode
@@ -154,8 +161,10 @@ class Scoring:
                 if absent := [repr(name) for name in reward.others or () if name not in answer]:
                     raise Failure(f"returned no {', '.join(absent)}")
             except Failure as failure:
+                self._workers.in_a_row[reward.name] += 1
                 self._fail(reward, rows, str(failure))
             else:
+                self._workers.in_a_row[reward.name] = 0
                 for name, values in answer.items():
                     self._column(reward.name if name == "reward" else f"{reward.name}/{name}")[rows] = values
 
@@ -165,6 +174,8 @@ class Scoring:
         text = f"{head}{what.replace(head, '')} (prompt {of})"
         if not self._host.skip:
             raise RewardError(text)
+        if self._workers.in_a_row[reward.name] >= MOST_FAILURES:
+            raise RewardError(f"{text}; {MOST_FAILURES} calls in a row failed")
         self.failed[reward.name] += count
         self._failures.setdefault(reward.name, text)
 
@@ -204,8 +215,12 @@ def _in_words(error: BaseException) -> str:
 # what follows runs in a worker
 
 
-def _set_up() -> None:
-    """Leaves the accelerator and the terminal to the run, before anything else is imported. A worker ends with the run."""
+def _set_up(memory: int) -> None:
+    """Leaves the accelerator and the terminal to the run, before anything else is imported. A worker ends with the run.
+
+    memory: bytes that the worker may take. Beyond them it gets a MemoryError, and the host's other processes get none.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
     os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
     if "jax" in sys.modules:  # then JAX has read its environment already
         sys.modules["jax"].config.update("jax_platforms", "cpu")
@@ -219,14 +234,25 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-def _call(target: str, options: dict[str, Any], images: Images, prompts: list[str], metadata: list[Any]) -> Answer | str:
-    """The scores, or in one line why there are none: not every exception can be pickled."""
+def _call(
+    timeout: float, target: str, options: dict[str, Any], images: Images, prompts: list[str], metadata: list[Any]
+) -> Answer | str:
+    """The scores, or in one line why there are none: not every exception can be pickled.
+
+    timeout: seconds after which the system ends this process. It counts them by a clock that nobody sets, and also while the
+    function does not return to Python.
+    """
+    signal.setitimer(signal.ITIMER_REAL, timeout)
     try:
         answer = checked(imported(target)(images, prompts, metadata, **options), len(images))
     except Failure as failure:
         return str(failure)
+    except MemoryError:
+        return f"out of memory: a worker may take {resource.getrlimit(resource.RLIMIT_DATA)[0] / 1e9:.1f} GB"
     except (Exception, SystemExit) as error:
         return _in_words(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     for values in answer.values():
         values[~finite(images)] = np.nan
     return answer

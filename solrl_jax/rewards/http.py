@@ -8,6 +8,7 @@ import base64
 import functools
 import io
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,14 @@ import urllib3
 from jaxtyping import Float
 from PIL import Image
 
+from solrl_jax.config.schema import shown
 from solrl_jax.rewards.host import Failure
 from solrl_jax.rewards.protocol import Metadata
 from solrl_jax.storage.errors import first_line
 from solrl_jax.storage.images import to_uint8
+from solrl_jax.storage.readers import parse_json
 
+MOST = 2**20  # bytes of an answer
 RETRIED = (429, 502, 503, 504)  # status of a service that is busy or about to start
 
 
@@ -34,16 +38,37 @@ def http(
     """
     body: Any = {"images": [png(image) for image in images], "prompts": list(prompts), "metadata": [dict(m) for m in metadata]}
     try:
-        answer = session(timeout).post(url, json=body, timeout=timeout)
+        # Pictures go to the address that was named and to no other.
+        with session(timeout).post(url, json=body, timeout=timeout, stream=True, allow_redirects=False) as answer:
+            text = _read(answer, time.monotonic() + timeout)
     except requests.RequestException as error:
         reason = getattr(error.args[0] if error.args else None, "reason", error)
         raise Failure(f"no answer ({str(reason).rsplit(': ', 1)[-1]})") from None
+    if answer.is_redirect:
+        raise Failure(f"status {answer.status_code} (sends on to {shown(answer.headers['location'])}, which is not followed)")
     if not answer.ok:
-        raise Failure(f"status {answer.status_code} ({first_line(ValueError(answer.text.strip() or answer.reason))})")
+        raise Failure(
+            f"status {answer.status_code} ({first_line(ValueError(text.decode(errors='replace').strip() or answer.reason))})"
+        )
     try:
-        return np.array([math.nan if score is None else score for score in answer.json()["scores"]], float)
-    except (ValueError, TypeError, KeyError):
-        raise Failure('expected {"scores": [...]} for an answer') from None
+        scores = parse_json(text)["scores"]
+        if any(type(score) not in (int, float, type(None)) for score in scores):
+            raise TypeError
+        return np.array([math.nan if score is None else float(score) for score in scores], float)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        raise Failure('expected {"scores": [...]} for an answer, with a number or null for each picture') from None
+
+
+def _read(answer: requests.Response, end: float) -> bytes:
+    """The body of an answer, unpacked. Raises Failure if it is longer than `MOST`, or not complete at `end` (monotonic)."""
+    text = b""
+    for part in answer.iter_content(2**16):
+        text += part
+        if len(text) > MOST:
+            raise Failure(f"an answer of more than {MOST} bytes")
+        if time.monotonic() > end:
+            raise Failure("an answer that does not end")
+    return text
 
 
 def png(image: Float[np.ndarray, "H W 3"]) -> str:

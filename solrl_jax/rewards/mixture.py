@@ -3,23 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from solrl_jax.conditioning.prompts import Prompt
-from solrl_jax.rewards.protocol import Check, Host, Reward, Scores
+from solrl_jax.rewards.protocol import LARGEST, Check, Host, Reward, Scores
 from solrl_jax.storage.errors import first_line
 
 
 def add_total(weights: Mapping[str, float], scores: Mapping[str, Array | np.ndarray]) -> dict[str, Any]:
-    """Adds the weighted sum of `scores` to their "reward", or to 0 if there is none yet, in float32.
+    """Adds the weighted sum of `scores` to their "reward", or to 0 if there is none yet, in float32. NaN beyond `LARGEST`.
 
     It is called twice for the same pictures: in JAX with the scores made there, then with the scores made outside JAX.
     """
     if not weights:
         return dict(scores)
     terms = (np.float32(weight) * scores[name] for name, weight in weights.items())
-    return {**scores, "reward": sum(terms, scores.get("reward", np.float32(0))).astype(np.float32)}
+    total: Any = sum(terms, scores.get("reward", np.float32(0))).astype(np.float32)
+    where = jnp.where if isinstance(total, Array) else np.where
+    return {**scores, "reward": where(abs(total) <= LARGEST, total, np.float32("nan"))}
 
 
 def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Host | None) -> Reward:
@@ -30,10 +33,11 @@ def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Hos
 
     def score(params: dict[str, Any], images: Array, prepared: dict[str, Any]) -> Scores:
         out: Scores = {}
+        seen = jnp.isfinite(images).all((1, 2, 3))  # a picture that is not finite has no score
         for name, part in parts.items():
             assert part.score is not None
             for key, value in part.score(params[name], images, prepared[name]).items():
-                out[name if key == "reward" else f"{name}/{key}"] = value
+                out[name if key == "reward" else f"{name}/{key}"] = jnp.where(seen, value, jnp.nan)
         return add_total(weights, out)
 
     checks = {name: part.check for name, part in parts.items()}

@@ -16,6 +16,7 @@ from solrl_jax.config.schema import shown
 from solrl_jax.parallel import sharding
 from solrl_jax.storage.errors import InputError
 
+LARGEST = 1e18  # a reward beyond counts as not finite, because float32 does not hold its square
 BATCH = 16  # pictures that a function outside JAX gets at most in one call; its timeout is for one call
 Scores = dict[str, Float[Array, " b"]]  # by name; the reward itself is named "reward"
 Images = Float[np.ndarray, "..."]  # outside JAX: float32 [n, H, W, 3] in [0, 1], which `check_arguments` checks

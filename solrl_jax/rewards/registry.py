@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import os
 import sys
+import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,6 +85,8 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
 
 def service(url: str, options: Options, timeout: float) -> HostReward:
     """Opens a service. Its only option is `batch`, the number of pictures it gets at most in one request."""
+    if not urllib.parse.urlsplit(url).hostname:
+        raise InputError(f"reward '{url}': expected http://HOST:PORT/PATH")
     if unknown := [option for option in options if option != "batch"]:
         raise InputError(f"reward.options.{url}: unknown option '{unknown[0]}'; there is batch")
     batch = options.get("batch", BATCH)

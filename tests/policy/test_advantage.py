@@ -44,6 +44,31 @@ def rewards(seed=0):
     return (rng.standard_normal((4, 6)) * [[0.1], [1], [3], [0.5]] + [[5], [0], [-2], [1]]).astype(np.float32)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("global_std", [True, False])
+@pytest.mark.parametrize("height", [0.0, 0.1, 1 / 3, 1000.1, -77.7, 1e17])
+def test_a_tie_is_no_advantage(height, global_std, mode):
+    """Rewards that tie up to rounding, beside a prompt whose rewards do not."""
+    tied = np.float32(height) * (1 + np.float32(1.2e-7) * np.arange(-3, 4))
+    for row in (np.full(7, height), tied):
+        got = ours([row, np.linspace(0, 1, 7)], global_std=global_std, mode=mode)
+        assert not got[0].any()
+        assert got[1].any() or (global_std and height == 1e17)
+    apart = ours([np.float32(abs(height) or 1.0) * (1 + 1e-4 * np.arange(7))], global_std=global_std, mode="binary")
+    np.testing.assert_array_equal(apart, [[-1, -1, -1, 0, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("large", [3e38, -3e38, 1.1e18])
+def test_a_reward_whose_square_overflows_counts_as_not_finite(large, mode):
+    r, without = rewards(), rewards()
+    r[1, 3], without[1, 3] = large, np.nan
+    for global_std in (True, False):
+        got = ours(r, global_std=global_std, mode=mode)
+        np.testing.assert_array_equal(got, ours(without, global_std=global_std, mode=mode))
+        assert np.isfinite(got).all()
+
+
 def with_holes():
     r = rewards()
     r[0, 2], r[1, 0], r[1, 5], r[3, :5] = np.nan, np.inf, -np.inf, np.nan

@@ -298,7 +298,7 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
     options = json.dumps({FAILING: {"how": "raise", "file": str(broken)}})
     overrides = ["train.iterations=2", "run.checkpoint_every=9", "eval.grid=0", f"reward={FAILING}"]
     overrides.append(f"reward.options={options}")
-    monkeypatch.setattr(trainer, "build", lambda config: with_config(built, config))
+    monkeypatch.setattr(trainer, "build", lambda config, force: with_config(built, config))
 
     def run(stage: str, at: int, *more: str) -> dict:
         broken.unlink(missing_ok=True)
