@@ -1,0 +1,158 @@
+"""What commands may not do to the files of others, and what they say where they cannot go on."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from tests.hostile.harness import Case, folder, link, pipe, sparse
+
+SAMPLE = "sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out {dir}/out"
+P = {"{dir}/p.txt": "a red circle\n"}
+OUT = ("{dir}/out",)
+
+CONVERT = "convert {dir}/a.pt --out {dir}/x.safetensors"
+
+
+class Code:
+    """An object whose pickle runs a program when it is read."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("touched"),)
+
+
+def cycle() -> Any:
+    tree: dict[str, Any] = {}
+    tree["model"] = tree
+    return tree
+
+
+def nested() -> Any:
+    tree: Any = {}
+    for _ in range(500):
+        tree = {"model": tree}
+    return tree
+
+
+def torch_file(make: Any, archive: bool = True, compressed: bool = False) -> Any:
+    """A file that torch.save writes; archive: in the form since PyTorch 1.6; compressed: packed anew."""
+
+    def write(path: Path) -> None:
+        import torch
+
+        torch.save(make(torch), path, _use_new_zipfile_serialization=archive)
+        if compressed:
+            with zipfile.ZipFile(path) as old:
+                entries = {entry.filename: old.read(entry) for entry in old.infolist()}
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+                for name, content in entries.items():
+                    new.writestr(name, content)
+
+    return write
+
+
+PICKLES = {  # what a pickle holds, and a part of the line
+    "a program": (lambda torch: {"a": Code()}, "may run code"),
+    "a dictionary within itself": (lambda torch: cycle(), "levels deep"),
+    "500 dictionaries": (lambda torch: nested(), "a.pt"),
+    "a tensor of 4 TB": (lambda torch: {"a": torch.zeros(1).expand(10**12)}, "claim"),
+    "a thousandfold tensor": (lambda torch: {"a": torch.zeros(1000).expand(1000, 1000)}, "claim"),
+    "a thousand times one tensor": (lambda torch: dict.fromkeys(map(str, range(1000)), torch.zeros(10**5)), "claim"),
+    "a list": (lambda torch: [torch.zeros(1)], "a.pt"),
+    "a complex number": (lambda torch: {"a": 1j}, "a.pt"),
+    "a sparse tensor": (lambda torch: {"a": torch.eye(3).to_sparse()}, "a.pt"),
+    "a tensor without data": (lambda torch: {"a": torch.zeros(3, device="meta")}, "a.pt"),
+}
+
+CASES = [
+    *(Case(f"convert: {name}, {'archive' if archive else 'old form'}", CONVERT, said, seconds=60, kept=("{dir}",),
+           files={"{dir}/a.pt": torch_file(make, archive)}) for name, (make, said) in PICKLES.items() for archive in (True, False)),
+    Case("convert: a compressed archive", CONVERT, "compressed", files={
+        "{dir}/a.pt": torch_file(lambda torch: {"a": torch.zeros(10**7)}, compressed=True)}),
+    # what is there is not written over
+    Case("sample: a picture is there", SAMPLE, "--force", files=P | {"{dir}/out/00000.png": "mine"}, kept=OUT),
+    Case("sample: an array is there", SAMPLE, "--force", files=P | {"{dir}/out/images.npy": "mine"}, kept=OUT),
+    Case("sample: a grid is there", SAMPLE, "--force", files=P | {"{dir}/out/grid.png": "mine"}, kept=OUT),
+    Case("sample: another picture is there", SAMPLE, "images in", 0, files=P | {"{dir}/out/00077.png": "mine"}),
+    Case("sample: out is a file", SAMPLE, "is a file", files=P | {"{dir}/out": "mine"}, kept=OUT),
+    Case("sample: out is a pipe", SAMPLE, "is a file", files=P | {"{dir}/out": pipe}),
+    Case("export: the file is there", "export {run} --out {dir}/x.safetensors", "--force",
+         files={"{dir}/x.safetensors": "mine"}, kept=("{dir}/x.safetensors",)),
+    Case("export: a link is there", "export {run} --out {dir}/x.safetensors", "--force",
+         files={"{dir}/x.safetensors": link("/dev/null")}),
+    Case("export: peft, an adapter is there", "export {run} --format peft --out {dir}/x", "--force",
+         files={"{dir}/x/adapter_model.safetensors": "mine"}, kept=("{dir}/x",)),
+    Case("export: peft, something is there", "export {run} --format peft --out {dir}/x", "--force",
+         files={"{dir}/x/thesis.tex": "mine"}, kept=("{dir}/x",)),
+    Case("export: out is a directory", "export {run} --out {dir}/x.safetensors", "one file",
+         files={"{dir}/x.safetensors": folder}),
+    Case("convert: the file is there", "convert {dir}/a.pt --out {dir}/x.safetensors", "--force",
+         files={"{dir}/a.pt": "", "{dir}/x.safetensors": "mine"}, kept=("{dir}/x.safetensors",)),
+    # what is converted
+    Case("convert: a pipe", "convert {dir}/a.pt --out {dir}/x.safetensors", "no such file", files={"{dir}/a.pt": pipe}),
+    Case("convert: a directory", "convert {dir} --out {dir}/x.safetensors", "no such file"),
+    Case("convert: nothing in it", "convert {dir}/a.pt --out {dir}/x.safetensors", "not a readable torch file",
+         files={"{dir}/a.pt": b""}),
+    Case("convert: noise", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt",
+         files={"{dir}/a.pt": bytes(range(256)) * 50}),
+    Case("convert: zeros", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt", files={"{dir}/a.pt": sparse(10**9)}),
+    Case("convert: an archive of nothing", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt",
+         files={"{dir}/a.pt": b"PK\5\6" + bytes(18)}),
+    # run directories of others
+    Case("train: a foreign record", "train tiny run.dir={dir}", "name another directory",
+         files={"{dir}/metrics.jsonl": "mine"}, kept=("{dir}/metrics.jsonl",)),
+    Case("train: a foreign run.json", "train tiny run.dir={dir}", "name another directory",
+         files={"{dir}/run.json": "mine"}, kept=("{dir}/run.json",)),
+    Case("train: a foreign ledger", "train tiny run.dir={dir}", "name another directory",
+         files={"{dir}/ledger/mine": "mine"}, kept=("{dir}/ledger",)),
+    Case("train: pictures of somebody", "train tiny run.dir={dir}", "name another directory",
+         files={"{dir}/pictures/me.png": "mine"}, kept=("{dir}/pictures",)),
+    Case("train: the directory is a file", "train tiny run.dir={dir}/x", "is a file", files={"{dir}/x": "mine"}),
+    Case("train: the directory is a pipe", "train tiny run.dir={dir}/x", "is a file", files={"{dir}/x": pipe}),
+    Case("train: below a file", "train tiny run.dir={dir}/x/y", "cannot be written", files={"{dir}/x": "mine"}),
+    Case("train: a name too long", "train tiny run.dir=" + 300 * "x", "cannot be written"),
+    Case("train: in /proc", "train tiny run.dir=/proc/1/solrl", "cannot be written"),
+    Case("train: the lock is a directory", "train tiny run.dir={dir}", ".lock", 1, files={"{dir}/.lock": folder}),
+    Case("train: the lock is a pipe", "train tiny run.dir={dir} seed=x", "seed", files={"{dir}/.lock": pipe}),
+    # strict JSON, on failure too
+    Case("json: bad input", "train tiny seed=x --json", '"error": "seed=\'x\''),
+    Case("json: an unknown option", "train tiny --jsom --json", '"exit_code": 2'),
+    Case("json: no run", "export {dir} --out {dir}/x.safetensors --json", '"error": '),
+    # commands and options
+    Case("an unknown command", "trian tiny", "No such command"),
+    Case("an unknown option", "train tiny --sed 3", "No such option"),
+    Case("an empty preset", "train ''", "unknown preset"),
+    Case("a preset that is a path", "train ../../etc/passwd", "unknown preset"),
+    Case("a preset with a null byte", "linears 'a\0b'", "no run directory and no preset"),
+    Case("a preset as long as a book", "train " + 5000 * "x", "unknown preset"),
+    Case("a host without hosts", "train tiny --host 3", "only with --hosts"),
+    Case("hosts that are no number", "train tiny --hosts many", "expected a number"),
+    Case("a host beyond the last", "train tiny --hosts 2 --host 2 --coordinator localhost:1", "must be from 0 to 1"),
+    Case("a coordinator that is no address", "train tiny --hosts 2 --host 1 --coordinator nowhere", "--coordinator"),
+    Case("no iteration", "train tiny --profile -3", "is no iteration"),
+    Case("an iteration of many digits", "train tiny --profile " + 5000 * "9", "--profile"),
+    Case("a checkpoint of many digits", "export {run} --out {dir}/x.safetensors --checkpoint " + 5000 * "9", "--checkpoint"),
+    Case("a checkpoint in Arabic digits", "export {run} --out {dir}/x.safetensors --checkpoint ٣", "--checkpoint"),
+    Case("a size of many digits", SAMPLE + " --size " + 5000 * "9" + "x8", "--size", files=P),
+    Case("a size in superscript", SAMPLE + " --size ²x²", "--size", files=P),
+    Case("a negative size", SAMPLE + " --size -8x8", "--size", files=P),
+    Case("no guidance", SAMPLE + " --guidance nan", "--guidance", files=P),
+    Case("endless guidance", SAMPLE + " --guidance 1e999", "--guidance", files=P),
+    Case("guidance that no float32 holds", SAMPLE + " --guidance 1e39", "--guidance", files=P),
+    Case("no LoRA there", SAMPLE + " --lora {dir}/none", "no such file", files=P),
+    Case("a LoRA that is a pipe", SAMPLE + " --lora {dir}/x", "no such file", files=P | {"{dir}/x": pipe}),
+    Case("a LoRA that is empty", SAMPLE + " --lora {dir}/x", "not a readable safetensors", files=P | {"{dir}/x": b""}),
+    Case("a LoRA of zeros", SAMPLE + " --lora {dir}/x", "not a readable safetensors", files=P | {"{dir}/x": bytes(100)}),
+    Case("latents that are no array", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": "mine"}),
+    Case("latents that are a pipe", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": pipe}),
+    Case("latents that are objects", SAMPLE + " --latents {dir}/x", "not a readable .npy",
+         files=P | {"{dir}/x": b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (1, 4, 4, 4), }"
+                    + 41 * b" " + b"\n"}),
+    Case("latents that claim a terabyte", SAMPLE + " --latents {dir}/x", "not a readable .npy",
+         files=P | {"{dir}/x": b"\x93NUMPY\1\0v\0"
+                    + b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 4, 250000, 250000), }".ljust(117) + b"\n"}),
+    Case("presets: settings without one", "presets seed=1", "expected --show PRESET"),
+    Case("encode: a cache that is a file", "encode tiny model.cache={dir}/x", "is a file", files={"{dir}/x": "mine"}),
+    Case("encode: no cache", "encode tiny model.cache=null", "expected a directory"),
+    Case("rank: no format", "rank tiny --formats nvfp4,,", "--formats", 2),
+    Case("rank: a number of many digits", "rank tiny --steps " + 5000 * "9", "--steps"),
+]  # fmt: skip

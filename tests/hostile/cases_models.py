@@ -1,0 +1,124 @@
+"""Model directories: JSON files of the wrong form, safetensors that lie, tokenizers that bring code."""
+
+import json
+import struct
+from typing import Any
+
+from tests.hostile.harness import ABSENT, Case, folder, link, nothing, pipe, sparse
+
+OPEN = "linears tiny model.path={model}"
+LOAD = "sample {model} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
+P = {"{dir}/p.txt": "a red circle\n"}
+JSON = (
+    "model_index.json", "transformer/config.json", "vae/config.json", "text_encoder/config.json",
+    "scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json",
+)  # fmt: skip
+CONTENTS = {
+    "absent": nothing,
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "a list": "[1]",
+    "null": "null",
+    "deep": 100_000 * '{"a":' + "1" + 100_000 * "}",
+    "a pipe": pipe,
+    "a directory": folder,
+    "/dev/zero": link("/dev/zero"),
+    "1 GB of zeros": sparse(10**9),
+    "a number of 5000 digits": '{"num_layers": ' + 5000 * "9" + "}",
+}
+WRONG = {"text": "x", "null": None, "zero": 0, "negative": -3, "a fraction": 1.5, "a truth": True, "a list": [1], "an object": {"a": 1}, "10^9": 10**9}  # fmt: skip
+FIELDS = {
+    "transformer/config.json": ("num_layers", "in_channels", "patch_size", "num_attention_heads", "attention_head_dim", "sample_size"),
+    "vae/config.json": ("latent_channels", "scaling_factor", "attention_head_dim", "encoder_block_out_channels", "decoder_layers_per_block"),
+    "text_encoder/config.json": ("hidden_size", "num_hidden_layers", "head_dim", "vocab_size", "rms_norm_eps", "num_key_value_heads"),
+    "scheduler/scheduler_config.json": ("shift", "_class_name", "num_train_timesteps"),
+    "tokenizer/tokenizer_config.json": ("model_max_length",),
+    "model_index.json": ("_class_name",),
+}  # fmt: skip
+# values that are right for these fields, or that nobody reads
+RIGHT = {
+    ("scaling_factor", "a fraction"), ("scaling_factor", "10^9"), ("scaling_factor", "negative"), ("rms_norm_eps", "a fraction"),
+    ("rms_norm_eps", "10^9"), ("shift", "a fraction"), ("shift", "10^9"), ("model_max_length", "10^9"),
+    ("sample_size", "10^9"), ("model_max_length", "null"), ("model_max_length", "a fraction"),
+    ("encoder_block_out_channels", "a list"),
+}  # fmt: skip
+
+
+def header(tensors: dict[str, Any], data: bytes = b"", size: int | None = None) -> bytes:
+    """A safetensors file with this header; size: what it says of the header's length."""
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+def tensor(dtype: str, shape: list[Any], *offsets: Any) -> dict[str, Any]:
+    return {"x": {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}}
+
+
+SAFETENSORS = {
+    "empty": b"",
+    "a byte": b"\0",
+    "zeros": bytes(1000),
+    "noise": bytes(range(256)) * 10,
+    "a header of an exabyte": header({}, size=2**60),
+    "a header longer than the file": header({}, size=1000),
+    "a header that is a list": struct.pack("<Q", 3) + b"[1]",
+    "a header that is a number": struct.pack("<Q", 1) + b"1",
+    "a deep header": struct.pack("<Q", 200_000) + 100_000 * b"[" + 100_000 * b"]",
+    "no tensor": header({}),
+    "a tensor beyond the end": header(tensor("F32", [10**9], 0, 4 * 10**9)),
+    "a shape of another length": header(tensor("F32", [3], 0, 4), bytes(4)),
+    "a shape that overflows": header(tensor("F32", [2**32, 2**32, 2**32], 0, 4), bytes(4)),
+    "a negative shape": header(tensor("F32", [-1], 0, 4), bytes(4)),
+    "a shape of text": header(tensor("F32", ["a"], 0, 4), bytes(4)),
+    "offsets the wrong way round": header(tensor("F32", [1], 4, 0), bytes(4)),
+    "offsets with a hole": header(tensor("F32", [1], 4, 8), bytes(8)),
+    "one offset": header(tensor("F32", [1], 0), bytes(4)),
+    "an unknown dtype": header(tensor("F99", [1], 0, 4), bytes(4)),
+    "dtype F4": header(tensor("F4", [2], 0, 1), bytes(1)),
+    "dtype F8": header(tensor("F8_E4M3", [4], 0, 4), bytes(4)),
+    "integers": header(tensor("I64", [1], 0, 8), bytes(8)),
+    "no dtype": header({"x": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
+    "an entry that is a number": header({"x": 3}, bytes(4)),
+    "a pipe": pipe,
+    "a directory": folder,
+    "absent": nothing,
+    "/dev/zero": link("/dev/zero"),
+    "10 GB of zeros": sparse(10**10),
+}
+WEIGHTS = "{model}/transformer/diffusion_pytorch_model.safetensors"
+TOKENIZER = {
+    "a class of its own": {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "tokenizer_class": "Evil"},
+    "a class that is no tokenizer": {"tokenizer_class": "GPT2Model"},
+    "a class that is a number": {"tokenizer_class": 3},
+    "a class that is nowhere": {"tokenizer_class": "Nowhere"},
+    "a class with a path": {"tokenizer_class": "os.system"},
+    "added tokens of numbers": {"added_tokens_decoder": {"a": 3}},
+    "a special token that is a number": {"pad_token": 3},
+    "a padding side": {"padding_side": "up"},
+}
+LORA = "sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out {dir}/out --lora {dir}/x.safetensors"
+
+CASES = [
+    *(Case(f"{file}: {name}", OPEN, file.split("/")[-1] if name != "absent" else "",
+           files={f"{{model}}/{file}": made}, seconds=30) for file in JSON for name, made in CONTENTS.items()
+      if not (file == "model_index.json" and name == "absent")),
+    *(Case(f"{file}: {field} is {name}", LOAD if file.startswith("scheduler") else OPEN, field, files=P | {f"{{model}}/{file}": {field: value}}, seconds=30)
+      for file, fields in FIELDS.items() for field in fields for name, value in WRONG.items() if (field, name) not in RIGHT),
+    *(Case(f"{file}: {field} is absent", LOAD, field, files=P | {f"{{model}}/{file}": {field: ABSENT}}, seconds=30)
+      for file, field in (("model_index.json", "_class_name"), ("scheduler/scheduler_config.json", "_class_name"))),
+    *(Case(f"weights: {name}", LOAD, "transformer", files=P | {WEIGHTS: made})
+      for name, made in SAFETENSORS.items()),
+    *(Case(f"a LoRA: {name}", LORA, "x.safetensors", files=P | {"{dir}/x.safetensors": made})
+      for name, made in SAFETENSORS.items()),
+    *(Case(f"a tokenizer: {name}", LOAD, "tokenizer", files=P | {"{model}/tokenizer/tokenizer_config.json": fields,
+           "{model}/tokenizer/evil.py": "open('{dir}/touched', 'w')\nclass Tokenizer: pass\n"}, seconds=60)
+      for name, fields in TOKENIZER.items()),
+    *(Case(f"tokenizer.json: {name}", LOAD, "tokenizer", files=P | {"{model}/tokenizer/tokenizer.json": made})
+      for name, made in CONTENTS.items()),
+    Case("an index that is none", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": "[]"}),
+    Case("an index of numbers", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": 3}}'}),
+    Case("an index of other directories", LOAD, "index",
+         files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": "../../../etc/passwd"}}'}),
+    Case("an index that is deep", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": 100_000 * "["}),
+]  # fmt: skip

@@ -1,0 +1,43 @@
+"""Every case of the tables: the exit code and the line that it asks for, within its limits."""
+
+import hashlib
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.hostile import cases_commands, cases_configuration, cases_models, cases_numbers, cases_runs
+from tests.hostile.harness import Case, call, fill, prepare
+from tests.small import SMALL
+
+CASES = [
+    *cases_commands.CASES,
+    *cases_configuration.CASES,
+    *cases_models.CASES,
+    *cases_numbers.CASES,
+    *cases_runs.CASES,
+]
+
+
+def content(path: Path) -> dict[str, str]:
+    """What is at a path: a hash of every file."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()}
+
+
+def test_names_are_distinct():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case, run, tmp_path, monkeypatch):
+    names = prepare(case, tmp_path, run)
+    monkeypatch.chdir(names["dir"])
+    arguments = [fill(part, names) for part in shlex.split(case.arguments.replace("SMALL", " ".join(SMALL)))]
+    kept = {name: content(Path(fill(name, names))) for name in case.kept}
+    ended = call(arguments, case.seconds)
+    assert ended.problem(case.seconds) is None, ended.problem(case.seconds)
+    assert fill(case.said, names) in ended.error + ended.out
+    assert ended.code == case.code, ended.error
+    assert {name: content(Path(fill(name, names))) for name in case.kept} == kept
