@@ -1,0 +1,122 @@
+"""Runs that have nothing to learn from any more, prompts that change, interruptions: no failure ends as success."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from solrl_jax.run import checkpoint
+from tests.hostile.harness import call
+from tests.small import SMALL
+
+NAN = "tests.hostile.outside:nothing_finite"
+
+
+def train(folder, *overrides: str):
+    arguments = ["train", "tiny", *SMALL, "eval.grid=0", "run.checkpoint_every=1", f"run.dir={folder}", *overrides]
+    return call(arguments, 300)
+
+
+def saved(folder) -> list[int]:
+    return [checkpoint.iteration_of(path) for path in checkpoint.candidates(folder / "checkpoints")]
+
+
+def test_a_run_whose_adapters_are_not_finite_fails_and_saves_nothing(tmp_path):
+    ended = train(tmp_path, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=1e30", "train.iterations=2")
+    assert (ended.code, saved(tmp_path)) == (1, [])
+    assert "solrl: iteration 1: the adapters are not finite after the update; nothing is saved" in ended.error
+
+
+@pytest.mark.parametrize(("iterations", "least"), [(5, 3), (2, 2)])
+def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_end(iterations, least, tmp_path):
+    ended = train(tmp_path, f"reward={NAN}", f"train.iterations={iterations}")
+    assert (ended.code, saved(tmp_path)) == (1, [])
+    assert f"iteration {least}: no finite reward in {least} iteration(s) in a row, first in stage 'explore'" in ended.error
+
+
+def test_the_last_finite_checkpoint_is_kept_and_named(run, tmp_path):
+    """A finished run goes on, and its reward is finite no more."""
+    whole = train(tmp_path, f"reward={NAN}", f"reward.options.{NAN}.file={tmp_path / 'broken'}", "train.iterations=1")
+    assert whole.code == 0, whole.error
+    (tmp_path / "broken").touch()
+    more = [f"reward={NAN}", f"reward.options.{NAN}.file={tmp_path / 'broken'}", "train.iterations=9", "run.keep_checkpoints=1"]
+    for _ in range(2):
+        ended = train(tmp_path, *more)
+        assert (ended.code, saved(tmp_path)) == (1, [1])
+        assert "iteration 4: no finite reward in 3" in ended.error
+        assert f"the last finite checkpoint is {tmp_path}/checkpoints/000001" in ended.error
+        assert "Traceback" not in ended.error
+
+
+def test_prompts_that_changed_are_refused_unless_said(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\na blue square\ntwo green triangles\n")
+    assert train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=1").code == 0
+    prompts.write_text("a red circle\na blue square\ntwo red triangles\n")
+    ended = train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2")
+    assert (ended.code, saved(tmp_path / "run")) == (2, [1])
+    assert f"solrl: prompts.train='{prompts}': its prompts have changed since iteration 1; " in ended.error
+    for _ in range(2):  # once it is said, the new prompts are the run's
+        extra = ["--force"] if saved(tmp_path / "run") == [1] else []
+        assert train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2", *extra).code == 0
+    assert saved(tmp_path / "run") == [2, 1]
+
+
+def test_no_secret_of_an_address_is_shown(tmp_path):
+    for address in ("http://me:hunter2@localhost:1/", "http://localhost:1/?api_key=hunter2"):
+        ended = train(tmp_path, f"reward={address}")
+        assert ended.code == 2
+        assert "hunter2" not in ended.error
+        assert "netrc" in ended.error
+        assert [path.name for path in tmp_path.iterdir()] in ([], [".lock"])
+
+
+def test_pictures_of_a_run_are_made_with_its_own_settings(run, tmp_path):
+    (tmp_path / "p.txt").write_text("a red circle\n")
+    (tmp_path / "two.txt").write_text("a red circle\ntwo blue squares\n")
+    options = {
+        "own": [], "said": ["--steps", "3", "--guidance", "1"], "other": ["--steps", "2"], "two": [],
+    }  # fmt: skip
+    images = {}
+    for name, more in options.items():
+        prompts = tmp_path / ("two.txt" if name == "two" else "p.txt")
+        ended = call(["sample", str(run), "--prompts", str(prompts), "--out", str(tmp_path / name), "--json", *more], 120)
+        assert ended.code == 0, ended.error
+        images[name] = np.load(tmp_path / name / "images.npy")
+    assert json.loads(ended.out)["steps"] == 3
+    np.testing.assert_array_equal(images["own"], images["said"])
+    assert np.abs(images["own"] - images["other"]).max() > 0.01
+    np.testing.assert_allclose(images["two"][0], images["own"][0], atol=0.02)  # another chunk rounds otherwise
+
+
+@pytest.mark.exhaustive
+def test_a_closed_pipe_loses_nothing(tmp_path):
+    command = [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, "eval.grid=0", f"run.dir={tmp_path}"]
+    command += ["train.iterations=50", "run.checkpoint_every=50"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        for line in process.stderr:
+            if line.startswith("iteration 2"):
+                break
+        process.stderr.close()
+        assert process.wait(120) == 1
+    assert saved(tmp_path)[0] >= 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_has_a_code_of_its_own(number, tmp_path):
+    command = [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, "eval.grid=0", f"run.dir={tmp_path}", "--json"]
+    with subprocess.Popen(
+        [*command, "train.iterations=50"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        for line in process.stderr:
+            if line.startswith("iteration 2"):
+                break
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert json.loads(out.splitlines()[-1])["interrupted"]
