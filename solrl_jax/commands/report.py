@@ -4,19 +4,24 @@ from pathlib import Path
 
 import click
 
-from solrl_jax.commands.options import finish, json_option
+from solrl_jax.commands.options import finish, force_option, json_option
 from solrl_jax.run import report
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import InputError, in_one_line
+from solrl_jax.storage.files import refuse_existing
 
 
 @click.command("report")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Output file.  [default: RUN/report.html; of several report.html]")
+@force_option
 @json_option
-def command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+def command(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool) -> None:
     """Show what runs did as one HTML page, which needs no network."""
+    if out is not None:
+        refuse_existing("--out", [out], force)
     out = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
     if out.is_dir():
         raise InputError(f"--out {out}: is a directory; name a file")
-    report.write(runs, out)
+    with in_one_line():
+        report.write(runs, out)
     finish({"out": str(out), "runs": [str(run) for run in runs]}, as_json, f"open in a browser: {out}")

@@ -25,6 +25,7 @@ from solrl_jax.run.pictures import read_grid
 from solrl_jax.run.report_figures import Line, curves
 from solrl_jax.storage.errors import InputError, RunError, first_line
 from solrl_jax.storage.files import atomic_write, disk_reason
+from solrl_jax.storage.readers import parse_json, read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -129,8 +130,8 @@ def _flat(config: Config) -> dict[str, Any]:
 def _facts(path: Path) -> dict[str, Any]:
     """`run.json`; empty if there is none."""
     try:
-        facts = json.loads(path.read_bytes()) if path.exists() else {}
-    except (OSError, ValueError) as error:
+        facts = dict(parse_json(read_bytes(path))) if path.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path}: cannot be read ({disk_reason(error) or first_line(error)})") from error
     return {key: facts[key] for key in ("solrl_jax", "python", "packages", "devices", "mesh", "exploration") if key in facts}
 

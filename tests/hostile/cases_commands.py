@@ -64,10 +64,24 @@ PICKLES = {  # what a pickle holds, and a part of the line
 }
 
 CASES = [
-    *(Case(f"convert: {name}, {'archive' if archive else 'old form'}", CONVERT, said, seconds=60, kept=("{dir}",),
-           files={"{dir}/a.pt": torch_file(make, archive)}) for name, (make, said) in PICKLES.items() for archive in (True, False)),
-    Case("convert: a compressed archive", CONVERT, "compressed", files={
-        "{dir}/a.pt": torch_file(lambda torch: {"a": torch.zeros(10**7)}, compressed=True)}),
+    *(
+        Case(
+            f"convert: {name}, {'archive' if archive else 'old form'}",
+            CONVERT,
+            said,
+            seconds=60,
+            kept=("{dir}",),
+            files={"{dir}/a.pt": torch_file(make, archive)},
+        )
+        for name, (make, said) in PICKLES.items()
+        for archive in (True, False)
+    ),
+    Case(
+        "convert: a compressed archive",
+        CONVERT,
+        "compressed",
+        files={"{dir}/a.pt": torch_file(lambda torch: {"a": torch.zeros(10**7)}, compressed=True)},
+    ),
     # what is there is not written over
     Case("sample: a picture is there", SAMPLE, "--force", files=P | {"{dir}/out/00000.png": "mine"}, kept=OUT),
     Case("sample: an array is there", SAMPLE, "--force", files=P | {"{dir}/out/images.npy": "mine"}, kept=OUT),
@@ -75,37 +89,94 @@ CASES = [
     Case("sample: another picture is there", SAMPLE, "images in", 0, seconds=90, files=P | {"{dir}/out/00077.png": "mine"}),
     Case("sample: out is a file", SAMPLE, "is a file", files=P | {"{dir}/out": "mine"}, kept=OUT),
     Case("sample: out is a pipe", SAMPLE, "is a file", files=P | {"{dir}/out": pipe}),
-    Case("export: the file is there", "export {run} --out {dir}/x.safetensors", "--force",
-         files={"{dir}/x.safetensors": "mine"}, kept=("{dir}/x.safetensors",)),
-    Case("export: a link is there", "export {run} --out {dir}/x.safetensors", "--force",
-         files={"{dir}/x.safetensors": link("/dev/null")}),
-    Case("export: peft, an adapter is there", "export {run} --format peft --out {dir}/x", "--force",
-         files={"{dir}/x/adapter_model.safetensors": "mine"}, kept=("{dir}/x",)),
-    Case("export: peft, something is there", "export {run} --format peft --out {dir}/x", "name another directory",
-         files={"{dir}/x/thesis.tex": "mine"}, kept=("{dir}/x",)),
-    Case("export: out is a directory", "export {run} --out {dir}/x.safetensors", "one file",
-         files={"{dir}/x.safetensors": folder}),
-    Case("convert: the file is there", "convert {dir}/a.pt --out {dir}/x.safetensors", "--force",
-         files={"{dir}/a.pt": "", "{dir}/x.safetensors": "mine"}, kept=("{dir}/x.safetensors",)),
+    Case(
+        "export: the file is there",
+        "export {run} --out {dir}/x.safetensors",
+        "--force",
+        files={"{dir}/x.safetensors": "mine"},
+        kept=("{dir}/x.safetensors",),
+    ),
+    Case(
+        "export: a link is there",
+        "export {run} --out {dir}/x.safetensors",
+        "--force",
+        files={"{dir}/x.safetensors": link("/dev/null")},
+    ),
+    Case(
+        "export: peft, an adapter is there",
+        "export {run} --format peft --out {dir}/x",
+        "--force",
+        files={"{dir}/x/adapter_model.safetensors": "mine"},
+        kept=("{dir}/x",),
+    ),
+    Case(
+        "export: peft, something is there",
+        "export {run} --format peft --out {dir}/x",
+        "name another directory",
+        files={"{dir}/x/thesis.tex": "mine"},
+        kept=("{dir}/x",),
+    ),
+    Case(
+        "export: out is a directory",
+        "export {run} --out {dir}/x.safetensors",
+        "one file",
+        files={"{dir}/x.safetensors": folder},
+    ),
+    Case(
+        "convert: the file is there",
+        "convert {dir}/a.pt --out {dir}/x.safetensors",
+        "--force",
+        files={"{dir}/a.pt": "", "{dir}/x.safetensors": "mine"},
+        kept=("{dir}/x.safetensors",),
+    ),
     # what is converted
     Case("convert: a pipe", "convert {dir}/a.pt --out {dir}/x.safetensors", "no such file", files={"{dir}/a.pt": pipe}),
     Case("convert: a directory", "convert {dir} --out {dir}/x.safetensors", "no such file"),
-    Case("convert: nothing in it", "convert {dir}/a.pt --out {dir}/x.safetensors", "not a readable torch file",
-         files={"{dir}/a.pt": b""}),
-    Case("convert: noise", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt",
-         files={"{dir}/a.pt": bytes(range(256)) * 50}),
+    Case(
+        "convert: nothing in it",
+        "convert {dir}/a.pt --out {dir}/x.safetensors",
+        "not a readable torch file",
+        files={"{dir}/a.pt": b""},
+    ),
+    Case(
+        "convert: noise", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt", files={"{dir}/a.pt": bytes(range(256)) * 50}
+    ),
     Case("convert: zeros", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt", files={"{dir}/a.pt": sparse(10**9)}),
-    Case("convert: an archive of nothing", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt",
-         files={"{dir}/a.pt": b"PK\5\6" + bytes(18)}),
+    Case(
+        "convert: an archive of nothing",
+        "convert {dir}/a.pt --out {dir}/x.safetensors",
+        "a.pt",
+        files={"{dir}/a.pt": b"PK\5\6" + bytes(18)},
+    ),
     # run directories of others
-    Case("train: a foreign record", "train tiny run.dir={dir}", "name another directory",
-         files={"{dir}/metrics.jsonl": "mine"}, kept=("{dir}/metrics.jsonl",)),
-    Case("train: a foreign run.json", "train tiny run.dir={dir}", "name another directory",
-         files={"{dir}/run.json": "mine"}, kept=("{dir}/run.json",)),
-    Case("train: a foreign ledger", "train tiny run.dir={dir}", "name another directory",
-         files={"{dir}/ledger/mine": "mine"}, kept=("{dir}/ledger",)),
-    Case("train: pictures of somebody", "train tiny run.dir={dir}", "name another directory",
-         files={"{dir}/pictures/me.png": "mine"}, kept=("{dir}/pictures",)),
+    Case(
+        "train: a foreign record",
+        "train tiny run.dir={dir}",
+        "name another directory",
+        files={"{dir}/metrics.jsonl": "mine"},
+        kept=("{dir}/metrics.jsonl",),
+    ),
+    Case(
+        "train: a foreign run.json",
+        "train tiny run.dir={dir}",
+        "name another directory",
+        files={"{dir}/run.json": "mine"},
+        kept=("{dir}/run.json",),
+    ),
+    Case(
+        "train: a foreign ledger",
+        "train tiny run.dir={dir}",
+        "name another directory",
+        files={"{dir}/ledger/mine": "mine"},
+        kept=("{dir}/ledger",),
+    ),
+    Case(
+        "train: pictures of somebody",
+        "train tiny run.dir={dir}",
+        "name another directory",
+        files={"{dir}/pictures/me.png": "mine"},
+        kept=("{dir}/pictures",),
+    ),
     Case("train: the directory is a file", "train tiny run.dir={dir}/x", "is a file", files={"{dir}/x": "mine"}),
     Case("train: the directory is a pipe", "train tiny run.dir={dir}/x", "is a file", files={"{dir}/x": pipe}),
     Case("train: below a file", "train tiny run.dir={dir}/x/y", "cannot be written", files={"{dir}/x": "mine"}),
@@ -144,15 +215,27 @@ CASES = [
     Case("a LoRA of zeros", SAMPLE + " --lora {dir}/x", "not a readable safetensors", files=P | {"{dir}/x": bytes(100)}),
     Case("latents that are no array", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": "mine"}),
     Case("latents that are a pipe", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": pipe}),
-    Case("latents that are objects", SAMPLE + " --latents {dir}/x", "not a readable .npy",
-         files=P | {"{dir}/x": b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (1, 4, 4, 4), }"
-                    + 41 * b" " + b"\n"}),
-    Case("latents that claim a terabyte", SAMPLE + " --latents {dir}/x", "not a readable .npy",
-         files=P | {"{dir}/x": b"\x93NUMPY\1\0v\0"
-                    + b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 4, 250000, 250000), }".ljust(117) + b"\n"}),
+    Case(
+        "latents that are objects",
+        SAMPLE + " --latents {dir}/x",
+        "not a readable .npy",
+        files=P
+        | {"{dir}/x": b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (1, 4, 4, 4), }" + 41 * b" " + b"\n"},
+    ),
+    Case(
+        "latents that claim a terabyte",
+        SAMPLE + " --latents {dir}/x",
+        "not a readable .npy",
+        files=P
+        | {
+            "{dir}/x": b"\x93NUMPY\1\0v\0"
+            + b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 4, 250000, 250000), }".ljust(117)
+            + b"\n"
+        },
+    ),
     Case("presets: settings without one", "presets seed=1", "expected --show PRESET"),
     Case("encode: a cache that is a file", "encode tiny model.cache={dir}/x", "is a file", files={"{dir}/x": "mine"}),
     Case("encode: no cache", "encode tiny model.cache=null", "expected a directory"),
     Case("rank: no format", "rank tiny --formats nvfp4,,", "--formats", 2),
     Case("rank: a number of many digits", "rank tiny --steps " + 5000 * "9", "--steps"),
-]  # fmt: skip
+]

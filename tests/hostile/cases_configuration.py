@@ -129,19 +129,55 @@ def quoted(text: str) -> str:
 
 
 CASES = [
-    *(Case(f"a setting: {name}", f"train tiny run.dir={{dir}}/run {quoted(given)}", said, seconds=30)
-      for name, (given, said) in VALUES.items()),
-    *(Case(f"prompts: {name}", "presets --show tiny prompts.train={dir}/p.txt", said, files={"{dir}/p.txt": made} if made is not None else {})
-      for name, (made, said) in PROMPTS.items()),
-    *(Case(f"prompts of a sample: {name}", "sample embedded:tiny-sana --prompts {dir}/p.txt --out {dir}/out", said,
-           files={"{dir}/p.txt": made} if made is not None else {}) for name, (made, said) in PROMPTS.items()),
-    *(Case(f"an instruction: {name}", "encode tiny model.cache={dir}/c model.instruction={dir}/p.txt", "model.instruction",
-           files={"{dir}/p.txt": made} if made is not None else {}) for name, (made, _) in PROMPTS.items()),
-    *(Case(f"a line of JSON: {name}", "presets --show tiny prompts.train={dir}/p.jsonl", said, files={"{dir}/p.jsonl": made})
-      for name, (made, said) in LINES.items()),
-    *(Case(f"a run's configuration, {name}: {command}", call, said, files={"{run}/config.yaml": made})
-      for name, (made, said) in CONFIG.items() for command, call in CALLS.items()),
-    *(Case(f"a run's configuration is a {name}: {command}", call, "not a run directory" if command in ("export", "sample") else "",
-           files={"{run}/config.yaml": made}) for name, made in (("pipe", pipe), ("directory", folder)) for command, call in CALLS.items()
-      if command in ("export",)),
-]  # fmt: skip
+    *(
+        Case(f"a setting: {name}", f"train tiny run.dir={{dir}}/run {quoted(given)}", said, seconds=30)
+        for name, (given, said) in VALUES.items()
+    ),
+    *(
+        Case(
+            f"prompts: {name}",
+            "presets --show tiny prompts.train={dir}/p.txt",
+            said,
+            files={"{dir}/p.txt": made} if made is not None else {},
+        )
+        for name, (made, said) in PROMPTS.items()
+    ),
+    *(
+        Case(
+            f"prompts of a sample: {name}",
+            "sample embedded:tiny-sana --prompts {dir}/p.txt --out {dir}/out",
+            said,
+            files={"{dir}/p.txt": made} if made is not None else {},
+        )
+        for name, (made, said) in PROMPTS.items()
+    ),
+    *(
+        Case(
+            f"an instruction: {name}",
+            "encode tiny model.cache={dir}/c model.instruction={dir}/p.txt",
+            "model.instruction",
+            files={"{dir}/p.txt": made} if made is not None else {},
+        )
+        for name, (made, _) in PROMPTS.items()
+    ),
+    *(
+        Case(f"a line of JSON: {name}", "presets --show tiny prompts.train={dir}/p.jsonl", said, files={"{dir}/p.jsonl": made})
+        for name, (made, said) in LINES.items()
+    ),
+    *(
+        Case(f"a run's configuration, {name}: {command}", call, said, files={"{run}/config.yaml": made})
+        for name, (made, said) in CONFIG.items()
+        for command, call in CALLS.items()
+    ),
+    *(
+        Case(
+            f"a run's configuration is a {name}: {command}",
+            call,
+            "not a run directory" if command in ("export", "sample") else "",
+            files={"{run}/config.yaml": made},
+        )
+        for name, made in (("pipe", pipe), ("directory", folder))
+        for command, call in CALLS.items()
+        if command in ("export",)
+    ),
+]

@@ -10,9 +10,13 @@ OPEN = "linears tiny model.path={model}"
 LOAD = "sample {model} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
 P = {"{dir}/p.txt": "a red circle\n"}
 JSON = (
-    "model_index.json", "transformer/config.json", "vae/config.json", "text_encoder/config.json",
-    "scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json",
-)  # fmt: skip
+    "model_index.json",
+    "transformer/config.json",
+    "vae/config.json",
+    "text_encoder/config.json",
+    "scheduler/scheduler_config.json",
+    "tokenizer/tokenizer_config.json",
+)
 CONTENTS = {
     "absent": nothing,
     "empty": b"",
@@ -27,22 +31,60 @@ CONTENTS = {
     "1 GB of zeros": sparse(10**9),
     "a number of 5000 digits": '{"num_layers": ' + 5000 * "9" + "}",
 }
-WRONG = {"text": "x", "null": None, "zero": 0, "negative": -3, "a fraction": 1.5, "a truth": True, "a list": [1], "an object": {"a": 1}, "10^9": 10**9}  # fmt: skip
+WRONG = {
+    "text": "x",
+    "null": None,
+    "zero": 0,
+    "negative": -3,
+    "a fraction": 1.5,
+    "a truth": True,
+    "a list": [1],
+    "an object": {"a": 1},
+    "10^9": 10**9,
+}
 FIELDS = {
-    "transformer/config.json": ("num_layers", "in_channels", "patch_size", "num_attention_heads", "attention_head_dim", "sample_size"),
-    "vae/config.json": ("latent_channels", "scaling_factor", "attention_head_dim", "encoder_block_out_channels", "decoder_layers_per_block"),
-    "text_encoder/config.json": ("hidden_size", "num_hidden_layers", "head_dim", "vocab_size", "rms_norm_eps", "num_key_value_heads"),
+    "transformer/config.json": (
+        "num_layers",
+        "in_channels",
+        "patch_size",
+        "num_attention_heads",
+        "attention_head_dim",
+        "sample_size",
+    ),
+    "vae/config.json": (
+        "latent_channels",
+        "scaling_factor",
+        "attention_head_dim",
+        "encoder_block_out_channels",
+        "decoder_layers_per_block",
+    ),
+    "text_encoder/config.json": (
+        "hidden_size",
+        "num_hidden_layers",
+        "head_dim",
+        "vocab_size",
+        "rms_norm_eps",
+        "num_key_value_heads",
+    ),
     "scheduler/scheduler_config.json": ("shift", "_class_name", "num_train_timesteps"),
     "tokenizer/tokenizer_config.json": ("model_max_length",),
     "model_index.json": ("_class_name",),
-}  # fmt: skip
+}
 # values that are right for these fields, or that nobody reads
 RIGHT = {
-    ("scaling_factor", "a fraction"), ("scaling_factor", "10^9"), ("scaling_factor", "negative"), ("rms_norm_eps", "a fraction"),
-    ("rms_norm_eps", "10^9"), ("shift", "a fraction"), ("shift", "10^9"), ("model_max_length", "10^9"),
-    ("sample_size", "10^9"), ("model_max_length", "null"), ("model_max_length", "a fraction"),
+    ("scaling_factor", "a fraction"),
+    ("scaling_factor", "10^9"),
+    ("scaling_factor", "negative"),
+    ("rms_norm_eps", "a fraction"),
+    ("rms_norm_eps", "10^9"),
+    ("shift", "a fraction"),
+    ("shift", "10^9"),
+    ("model_max_length", "10^9"),
+    ("sample_size", "10^9"),
+    ("model_max_length", "null"),
+    ("model_max_length", "a fraction"),
     ("encoder_block_out_channels", "a list"),
-}  # fmt: skip
+}
 
 
 def header(tensors: dict[str, Any], data: bytes = b"", size: int | None = None) -> bytes:
@@ -100,25 +142,67 @@ TOKENIZER = {
 LORA = "sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out {dir}/out --lora {dir}/x.safetensors"
 
 CASES = [
-    *(Case(f"{file}: {name}", OPEN, file.split("/")[-1] if name != "absent" else "",
-           files={f"{{model}}/{file}": made}, seconds=30) for file in JSON for name, made in CONTENTS.items()
-      if not (file == "model_index.json" and name == "absent")),
-    *(Case(f"{file}: {field} is {name}", LOAD if file.startswith("scheduler") else OPEN, field, files=P | {f"{{model}}/{file}": {field: value}}, seconds=30)
-      for file, fields in FIELDS.items() for field in fields for name, value in WRONG.items() if (field, name) not in RIGHT),
-    *(Case(f"{file}: {field} is absent", LOAD, field, files=P | {f"{{model}}/{file}": {field: ABSENT}}, seconds=30)
-      for file, field in (("model_index.json", "_class_name"), ("scheduler/scheduler_config.json", "_class_name"))),
-    *(Case(f"weights: {name}", LOAD, "transformer", files=P | {WEIGHTS: made})
-      for name, made in SAFETENSORS.items()),
-    *(Case(f"a LoRA: {name}", LORA, "x.safetensors", files=P | {"{dir}/x.safetensors": made})
-      for name, made in SAFETENSORS.items()),
-    *(Case(f"a tokenizer: {name}", LOAD, "tokenizer", files=P | {"{model}/tokenizer/tokenizer_config.json": fields,
-           "{model}/tokenizer/evil.py": "open('{dir}/touched', 'w')\nclass Tokenizer: pass\n"}, seconds=60)
-      for name, fields in TOKENIZER.items()),
-    *(Case(f"tokenizer.json: {name}", LOAD, "tokenizer", files=P | {"{model}/tokenizer/tokenizer.json": made})
-      for name, made in CONTENTS.items()),
+    *(
+        Case(
+            f"{file}: {name}",
+            OPEN,
+            file.split("/")[-1] if name != "absent" else "",
+            files={f"{{model}}/{file}": made},
+            seconds=30,
+        )
+        for file in JSON
+        for name, made in CONTENTS.items()
+        if not (file == "model_index.json" and name == "absent")
+    ),
+    *(
+        Case(
+            f"{file}: {field} is {name}",
+            LOAD if file.startswith("scheduler") else OPEN,
+            field,
+            files=P | {f"{{model}}/{file}": {field: value}},
+            seconds=30,
+        )
+        for file, fields in FIELDS.items()
+        for field in fields
+        for name, value in WRONG.items()
+        if (field, name) not in RIGHT
+    ),
+    *(
+        Case(f"{file}: {field} is absent", LOAD, field, files=P | {f"{{model}}/{file}": {field: ABSENT}}, seconds=30)
+        for file, field in (("model_index.json", "_class_name"), ("scheduler/scheduler_config.json", "_class_name"))
+    ),
+    *(Case(f"weights: {name}", LOAD, "transformer", files=P | {WEIGHTS: made}) for name, made in SAFETENSORS.items()),
+    *(
+        Case(f"a LoRA: {name}", LORA, "x.safetensors", files=P | {"{dir}/x.safetensors": made})
+        for name, made in SAFETENSORS.items()
+    ),
+    *(
+        Case(
+            f"a tokenizer: {name}",
+            LOAD,
+            "tokenizer",
+            files=P
+            | {
+                "{model}/tokenizer/tokenizer_config.json": fields,
+                "{model}/tokenizer/evil.py": "open('{dir}/touched', 'w')\nclass Tokenizer: pass\n",
+            },
+            seconds=60,
+        )
+        for name, fields in TOKENIZER.items()
+    ),
+    *(
+        Case(f"tokenizer.json: {name}", LOAD, "tokenizer", files=P | {"{model}/tokenizer/tokenizer.json": made})
+        for name, made in CONTENTS.items()
+    ),
     Case("an index that is none", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": "[]"}),
-    Case("an index of numbers", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": 3}}'}),
-    Case("an index of other directories", LOAD, "index",
-         files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": "../../../etc/passwd"}}'}),
+    Case(
+        "an index of numbers", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": 3}}'}
+    ),
+    Case(
+        "an index of other directories",
+        LOAD,
+        "index",
+        files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": "../../../etc/passwd"}}'},
+    ),
     Case("an index that is deep", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": 100_000 * "["}),
-]  # fmt: skip
+]

@@ -4,20 +4,57 @@ from tests.hostile.harness import Case
 
 BIG = 10**9
 FIELDS = (
-    "rollout.candidates", "rollout.steps", "rollout.explore.steps", "rollout.explore.correction", "model.max_tokens",
-    "model.height", "model.width", "lora.rank", "eval.steps", "eval.images_per_prompt", "eval.prompts", "eval.grid",
-    "train.prompts", "reward.workers", "run.keep_checkpoints", "optimizer.steps_per_iteration", "mesh.fsdp", "mesh.tensor",
-    "mesh.data", "model.tile",
-)  # fmt: skip
+    "rollout.candidates",
+    "rollout.steps",
+    "rollout.explore.steps",
+    "rollout.explore.correction",
+    "model.max_tokens",
+    "model.height",
+    "model.width",
+    "lora.rank",
+    "eval.steps",
+    "eval.images_per_prompt",
+    "eval.prompts",
+    "eval.grid",
+    "train.prompts",
+    "reward.workers",
+    "run.keep_checkpoints",
+    "optimizer.steps_per_iteration",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "mesh.data",
+    "model.tile",
+)
 TOGETHER = {"rollout.explore.steps": " rollout.steps=1000000000", "model.height": "", "rollout.candidates": ""}
 SAMPLE = "sample embedded:tiny-sana --prompts embedded:shapes-test --out {dir}/out"
 CASES = [
-    *(Case(f"{field} is 10^9", f"train tiny run.dir={{dir}}/run {field}={BIG}{TOGETHER.get(field, '')}", field)
-      for field in FIELDS if field not in ("run.keep_checkpoints",)),
-    *(Case(f"{field} is 10^6", f"train tiny run.dir={{dir}}/run {field}={10**6}", field)
-      for field in ("rollout.candidates", "rollout.steps", "model.max_tokens", "lora.rank", "eval.images_per_prompt", "eval.steps")),
-    *(Case(f"{field} is 10^30", f"train tiny run.dir={{dir}}/run {field}={10**30}", field)
-      for field in (*FIELDS, "train.iterations", "optimizer.micro_batch", "rollout.chunk", "eval.every", "run.checkpoint_every")),
+    *(
+        Case(f"{field} is 10^9", f"train tiny run.dir={{dir}}/run {field}={BIG}{TOGETHER.get(field, '')}", field)
+        for field in FIELDS
+        if field not in ("run.keep_checkpoints",)
+    ),
+    *(
+        Case(f"{field} is 10^6", f"train tiny run.dir={{dir}}/run {field}={10**6}", field)
+        for field in (
+            "rollout.candidates",
+            "rollout.steps",
+            "model.max_tokens",
+            "lora.rank",
+            "eval.images_per_prompt",
+            "eval.steps",
+        )
+    ),
+    *(
+        Case(f"{field} is 10^30", f"train tiny run.dir={{dir}}/run {field}={10**30}", field)
+        for field in (
+            *FIELDS,
+            "train.iterations",
+            "optimizer.micro_batch",
+            "rollout.chunk",
+            "eval.every",
+            "run.checkpoint_every",
+        )
+    ),
     Case("height and width are 10^5", "train tiny run.dir={dir}/run model.height=100000 model.width=100000", "model.height"),
     Case("sample: 10^9 steps", SAMPLE + f" --steps {BIG}", "--steps"),
     Case("sample: 10^9 tokens", SAMPLE + f" --max-tokens {BIG}", "--max-tokens"),
@@ -31,4 +68,4 @@ CASES = [
     Case("plan: 10^9 devices", f"plan tiny --devices {BIG}", "--devices"),
     Case("plan: 10^9 hosts", f"plan tiny --hosts {BIG}", "--hosts"),
     Case("a profile of iteration 10^9", f"train tiny run.dir={{dir}}/run --profile {BIG}", "--profile"),
-]  # fmt: skip
+]

@@ -8,9 +8,17 @@ SAMPLE = "sample {run} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
 P = {"{dir}/p.txt": "a red circle\n"}
 META = "{run}/checkpoints/000002/meta.json"
 BAD = {
-    "absent": nothing, "empty": b"", "binary": bytes(range(256)), "a list": "[1]", "a number": "3", "deep": 100_000 * "[",
-    "a directory": folder, "a pipe": pipe, "UTF-16": "{}".encode("utf-16"), "/dev/zero": link("/dev/zero"),
-}  # fmt: skip
+    "absent": nothing,
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "a list": "[1]",
+    "a number": "3",
+    "deep": 100_000 * "[",
+    "a directory": folder,
+    "a pipe": pipe,
+    "UTF-16": "{}".encode("utf-16"),
+    "/dev/zero": link("/dev/zero"),
+}
 EVIL = "open('touched', 'w')\n\n\ndef score(images, prompts, metadata):\n    return [0.0] * len(images)\n"
 REWARDS = {
     "a function": "os:system",
@@ -19,41 +27,173 @@ REWARDS = {
     "a module of the directory": "evil:score",
 }
 
+LEDGER = "{run}/ledger/iteration-000002.parquet"
 CASES = [
+    # what is reported of it
+    Case(
+        "report: a file is there", "report {run} --out {dir}/x.html", "--force", files={"{dir}/x.html": "mine"}, kept=("{dir}",)
+    ),
+    *(
+        Case(f"report: run.json is {name}", "report {run} --out {dir}/x.html", "run.json", files={"{run}/run.json": made})
+        for name, made in BAD.items()
+        if name != "absent"
+    ),
+    *(
+        Case(f"report: the ledger is {name}", "report {run} --out {dir}/x.html", "", files={LEDGER: made})
+        for name, made in BAD.items()
+        if name in ("empty", "binary", "deep")
+    ),
+    *(
+        Case(
+            f"report: metrics.jsonl is {name}",
+            "report {run} --out {dir}/x.html",
+            "nothing to report",
+            files={"{run}/metrics.jsonl": made},
+        )
+        for name, made in BAD.items()
+    ),
     # goes on without what it does not need
-    *(Case(f"run.json is {name}", TRAIN, "done", 0, files={"{run}/run.json": made}, seconds=60)
-      for name, made in BAD.items() if name not in ("a directory",)),
-    *(Case(f"metrics.jsonl is {name}", TRAIN, "done", 0, files={"{run}/metrics.jsonl": made}, seconds=60)
-      for name, made in BAD.items() if name not in ("a directory", "a pipe", "/dev/zero")),
-    Case("metrics.jsonl has infinity", TRAIN, "done", 0, files={"{run}/metrics.jsonl": '{"iteration": 0, "a": Infinity}\n{"iteration": 1}\n'}, seconds=60),
-    Case("metrics.jsonl has an iteration of text", TRAIN, "done", 0, files={"{run}/metrics.jsonl": '{"iteration": "a"}\n{"iteration": 1}\n'}, seconds=60),
-    Case("metrics.jsonl has an endless iteration", TRAIN, "done", 0, files={"{run}/metrics.jsonl": '{"iteration": 1e999}\n{"iteration": 1}\n'}, seconds=60),
-    Case("metrics.jsonl has nested nonsense", TRAIN, "done", 0, files={"{run}/metrics.jsonl": '{"iteration": {"a": [1]}}\n{"iteration": 1, "eval/reward": [3]}\n'}, seconds=60),
-    *(Case(f"a stray file in {name}", TRAIN, "done", 0, files={f"{{run}}/{name}/stray": "x"}, seconds=60)
-      for name in ("ledger", "checkpoints", "pictures")),
+    *(
+        Case(f"run.json is {name}", TRAIN, "done", 0, files={"{run}/run.json": made}, seconds=60)
+        for name, made in BAD.items()
+        if name not in ("a directory",)
+    ),
+    *(
+        Case(f"metrics.jsonl is {name}", TRAIN, "done", 0, files={"{run}/metrics.jsonl": made}, seconds=60)
+        for name, made in BAD.items()
+        if name not in ("a directory", "a pipe", "/dev/zero")
+    ),
+    Case(
+        "metrics.jsonl has infinity",
+        TRAIN,
+        "done",
+        0,
+        files={"{run}/metrics.jsonl": '{"iteration": 0, "a": Infinity}\n{"iteration": 1}\n'},
+        seconds=60,
+    ),
+    Case(
+        "metrics.jsonl has an iteration of text",
+        TRAIN,
+        "done",
+        0,
+        files={"{run}/metrics.jsonl": '{"iteration": "a"}\n{"iteration": 1}\n'},
+        seconds=60,
+    ),
+    Case(
+        "metrics.jsonl has an endless iteration",
+        TRAIN,
+        "done",
+        0,
+        files={"{run}/metrics.jsonl": '{"iteration": 1e999}\n{"iteration": 1}\n'},
+        seconds=60,
+    ),
+    Case(
+        "metrics.jsonl has nested nonsense",
+        TRAIN,
+        "done",
+        0,
+        files={"{run}/metrics.jsonl": '{"iteration": {"a": [1]}}\n{"iteration": 1, "eval/reward": [3]}\n'},
+        seconds=60,
+    ),
+    *(
+        Case(f"a stray file in {name}", TRAIN, "done", 0, files={f"{{run}}/{name}/stray": "x"}, seconds=60)
+        for name in ("ledger", "checkpoints", "pictures")
+    ),
     Case("a ledger of another", TRAIN, "done", 0, files={"{run}/ledger/iteration-000009.parquet": "x"}, seconds=60),
     # cannot go on
-    Case("the checkpoints are gone", TRAIN, "checkpoint", 2, files={"{run}/checkpoints/000001": nothing, "{run}/checkpoints/000002": nothing}, kept=("{run}/metrics.jsonl", "{run}/ledger")),
-    Case("no checkpoints folder", TRAIN, "checkpoint", 2, files={"{run}/checkpoints": nothing}, kept=("{run}/metrics.jsonl", "{run}/ledger")),
-    Case("checkpoints is a file", TRAIN, "checkpoint", 2, files={"{run}/checkpoints": lambda p: p.write_text("x")}, kept=("{run}/metrics.jsonl",)),
+    Case(
+        "the checkpoints are gone",
+        TRAIN,
+        "checkpoint",
+        2,
+        files={"{run}/checkpoints/000001": nothing, "{run}/checkpoints/000002": nothing},
+        kept=("{run}/metrics.jsonl", "{run}/ledger"),
+    ),
+    Case(
+        "no checkpoints folder",
+        TRAIN,
+        "checkpoint",
+        2,
+        files={"{run}/checkpoints": nothing},
+        kept=("{run}/metrics.jsonl", "{run}/ledger"),
+    ),
+    Case(
+        "checkpoints is a file",
+        TRAIN,
+        "checkpoint",
+        2,
+        files={"{run}/checkpoints": lambda p: p.write_text("x")},
+        kept=("{run}/metrics.jsonl",),
+    ),
     Case("another seed", TRAIN + " seed=7", "holds another run", kept=("{run}",)),
     Case("another reward", TRAIN + " reward=tiny-clip", "holds another run", kept=("{run}",)),
-    *(Case(f"the last meta.json is {name}", EXPORT, "iteration 1" if name != "x" else "", 0, files={META: made}, seconds=60)
-      for name, made in BAD.items() if name not in ("/dev/zero",)),
-    *(Case(f"the named meta.json is {name}", EXPORT + " --checkpoint 2", "checkpoints/000002", 1, files={META: made}, seconds=60)
-      for name, made in BAD.items() if name not in ("/dev/zero",)),
-    *(Case(f"the best meta.json is {name}", EXPORT + " --checkpoint best", "no checkpoint in", files={META: made}, seconds=60)
-      for name, made in BAD.items() if name not in ("/dev/zero",)),
-    *(Case(f"the named manifest is {name}", EXPORT + " --checkpoint 2", "checkpoints/000002", 1,
-           files={"{run}/checkpoints/000002/manifest.json": made}, seconds=60) for name, made in BAD.items()),
+    *(
+        Case(f"the last meta.json is {name}", EXPORT, "iteration 1" if name != "x" else "", 0, files={META: made}, seconds=60)
+        for name, made in BAD.items()
+        if name not in ("/dev/zero",)
+    ),
+    *(
+        Case(
+            f"the named meta.json is {name}",
+            EXPORT + " --checkpoint 2",
+            "checkpoints/000002",
+            1,
+            files={META: made},
+            seconds=60,
+        )
+        for name, made in BAD.items()
+        if name not in ("/dev/zero",)
+    ),
+    *(
+        Case(f"the best meta.json is {name}", EXPORT + " --checkpoint best", "no checkpoint in", files={META: made}, seconds=60)
+        for name, made in BAD.items()
+        if name not in ("/dev/zero",)
+    ),
+    *(
+        Case(
+            f"the named manifest is {name}",
+            EXPORT + " --checkpoint 2",
+            "checkpoints/000002",
+            1,
+            files={"{run}/checkpoints/000002/manifest.json": made},
+            seconds=60,
+        )
+        for name, made in BAD.items()
+    ),
     # rewards that a run directory names
-    *(Case(f"{command} of a run that names {name}", call, "--trust-run", kept=("{dir}",),
-           files={"{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"), "{run}/evil.py": EVIL})
-      for name, target in REWARDS.items() for command, call in (("eval", "eval {run}"), ("rank", "rank {run} --prompts 1"))),
-    *(Case(f"{command} of a run that watches {name}", call, "--trust-run", kept=("{dir}",),
-           files={"{run}/config.yaml": Replaced("watched: []", f"watched: ['{target}']"), "{run}/evil.py": EVIL})
-      for name, target in REWARDS.items() for command, call in (("eval", "eval {run}"),)),
-    *(Case(f"{command} of a run that names {name}", call, "", 0, files=P | {
-        "{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"), "{run}/evil.py": EVIL}, seconds=60)
-      for name, target in REWARDS.items() if name != "x" for command, call in (("export", EXPORT), ("linears", "linears {run}"))),
-]  # fmt: skip
+    *(
+        Case(
+            f"{command} of a run that names {name}",
+            call,
+            "--trust-run",
+            kept=("{dir}",),
+            files={"{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"), "{run}/evil.py": EVIL},
+        )
+        for name, target in REWARDS.items()
+        for command, call in (("eval", "eval {run}"), ("rank", "rank {run} --prompts 1"))
+    ),
+    *(
+        Case(
+            f"{command} of a run that watches {name}",
+            call,
+            "--trust-run",
+            kept=("{dir}",),
+            files={"{run}/config.yaml": Replaced("watched: []", f"watched: ['{target}']"), "{run}/evil.py": EVIL},
+        )
+        for name, target in REWARDS.items()
+        for command, call in (("eval", "eval {run}"),)
+    ),
+    *(
+        Case(
+            f"{command} of a run that names {name}",
+            call,
+            "",
+            0,
+            files=P | {"{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"), "{run}/evil.py": EVIL},
+            seconds=60,
+        )
+        for name, target in REWARDS.items()
+        if name != "x"
+        for command, call in (("export", EXPORT), ("linears", "linears {run}"))
+    ),
+]

@@ -79,8 +79,8 @@ def refusal(error: str) -> list[str]:
 
 # what a run says while it goes on
 _PROGRESS = re.compile(
-    r"tiny: |devices: |batch: |iteration \d|evaluation after|resuming after|skipped |exploring in|failed|interrupted|reward hacking"
-    r"|metrics\.jsonl|stopping after"
+    r"tiny: |devices: |batch: |iteration \d|evaluation after|resuming after|skipped |exploring in|failed|interrupted"
+    r"|reward hacking|metrics\.jsonl|stopping after"
 )
 
 

@@ -79,8 +79,11 @@ def test_pictures_of_a_run_are_made_with_its_own_settings(run, tmp_path):
     (tmp_path / "p.txt").write_text("a red circle\n")
     (tmp_path / "two.txt").write_text("a red circle\ntwo blue squares\n")
     options = {
-        "own": [], "said": ["--steps", "3", "--guidance", "1"], "other": ["--steps", "2"], "two": [],
-    }  # fmt: skip
+        "own": [],
+        "said": ["--steps", "3", "--guidance", "1"],
+        "other": ["--steps", "2"],
+        "two": [],
+    }
     images = {}
     for name, more in options.items():
         prompts = tmp_path / ("two.txt" if name == "two" else "p.txt")

@@ -1,6 +1,7 @@
 """Reward services that answer what they should not, the example server under clients that do not behave, and bad workers."""
 
 import base64
+import contextlib
 import gzip
 import http.server
 import io
@@ -76,10 +77,8 @@ def service():
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             answer = ANSWERS[self.path[1:].replace("%20", " ")][0] if self.path != "/right" else reply(SCORES)
-            try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 answer(self)
-            except (BrokenPipeError, ConnectionResetError):
-                pass
 
         def log_message(self, *_) -> None:
             """Says nothing."""
