@@ -22,6 +22,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     bias: Float[Array, "#b #n t s"] | None = None,
+    differentiated: bool = True,
 ) -> Float[Array, "b t n h"]:
     """`softmax(scale * q k^T + bias) v` for each head, in the dtype of `q`, with the softmax in float32.
 
@@ -31,6 +32,7 @@ def attention(
       scale: `h ** -0.5` unless given.
       softcap: with a cap c, the logits become `c tanh(logits / c)`, before bias and mask.
       bias: cuDNN reads it in the dtype of `q`.
+      differentiated: whether a gradient may be asked for; cuDNN has none for odd lengths, and gets them filled up.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (split.join(x, 2) for x in (q, k, v))  # whole, so that a norm before the attention sees all features
@@ -41,7 +43,7 @@ def attention(
     if attention_tpu.fits(q, k, mask, bias):
         out = attention_tpu.flash(q, k, v, mask, scale)
     elif cudnn_fits(q, k, biased=mask is not None or bias is not None):
-        out = _cudnn(q, k, v, mask, scale, bias, rows)
+        out = _cudnn(q, k, v, mask, scale, bias, rows if differentiated else None)
     else:
         if bias is not None:
             bias = jnp.broadcast_to(bias, (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])).astype(jnp.float32)
@@ -63,21 +65,21 @@ def cudnn_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct,
 
 
 def _cudnn(
-    q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None, rows: Float[Array, " b"]
+    q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None, rows: Float[Array, " b"] | None
 ) -> Array:
     """cuDNN's flash attention (arXiv 2205.14135), with operands as it requires them.
 
-    It requires a mask of the full shape, a bias in the dtype of `q` and, for the gradient, even lengths. An odd length gets one
+    It requires a bias in the dtype of `q` and, for the gradient, a mask of the full shape and even lengths. An odd one gets one
     more position, and the kernel is told the true length of each row, so that it ignores that position.
-    rows: one number for each row, of any value.
+    rows: one number for each row, of any value; None: no gradient is needed.
     """
     (batch, t, heads, _), s = q.shape, k.shape[1]
     queries = keys = None
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (batch, heads, t, s))
+        mask = jnp.broadcast_to(mask, (batch, 1 if rows is None else heads, t, s))
     if bias is not None:
         bias = jnp.broadcast_to(bias, (bias.shape[0], heads, t, s)).astype(q.dtype)
-    if t % 2 or s % 2:
+    if rows is not None and (t % 2 or s % 2):
         # The lengths must be split over devices and mapped by `jax.vmap` as the rows are. A constant is not, so each length is
         # computed from the row's number: 0 or 1, and the larger of this and the length is the length.
         queries, keys = (jnp.maximum(jnp.isnan(rows).astype(jnp.int32), n) for n in (t, s))

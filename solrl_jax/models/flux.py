@@ -18,7 +18,8 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
 from solrl_jax.models.layers import Linear, depth_to_space, scan_blocks, space_to_depth, stack
-from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, Rotate, SelfAttention, TimeTextEmbedding
+from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, Rotate, SelfAttention, TimeTextEmbedding, gelu
+from solrl_jax.numerics.pending import Pending
 
 PATCH = 2  # latent pixels that a token stands for, each way
 THETA = 10000.0  # of the rotary frequencies
@@ -82,7 +83,7 @@ class FluxTransformer2DModel(nnx.Module):
         pooled: Float[Array, "b e"],
         timestep: Float[Array, " b"],
         guidance: Float[Array, " b"] | None = None,
-    ) -> Float[Array, "b h w c"]:
+    ) -> Float[Array, "b h w out"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
         latent: not packed, c = in_channels / 4; height and width are even. text: T5's states; padding is not masked, as in the
@@ -106,7 +107,7 @@ class FluxTransformer2DModel(nnx.Module):
         x = jnp.concatenate(scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat), axis=1)
         x = scan_blocks(self.single_transformer_blocks, lambda block, x: block(x, condition, turn), x, remat=self.remat)
         x, (scale, shift) = self.norm_out(x[:, length:], condition)
-        return unpack(self.proj_out(modulate(x, shift, scale)), rows, columns)
+        return unpack(self.proj_out(x.map(modulate, shift, scale)), rows, columns)
 
 
 class FluxSingleBlock(nnx.Module):
@@ -121,13 +122,12 @@ class FluxSingleBlock(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s d"], condition: Float[Array, "b d"], rotate: Rotate) -> Float[Array, "b s d"]:
         h, (shift, scale, gate) = self.norm(x, condition)
-        h = modulate(h, shift, scale)
-        attended = self.attn(h, rotate)
-        both = jnp.concatenate([attended, jax.nn.gelu(self.proj_mlp(h), approximate=True)], axis=-1)
+        h = h.map(modulate, shift, scale)
+        both = Pending.of(self.attn(h, rotate)).beside(self.proj_mlp.pending(h).map(gelu))
         return x + gate * self.proj_out(both)
 
 
-def modulate(x: Float[Array, "b s d"], shift: Float[Array, "b 1 d"], scale: Float[Array, "b 1 d"]) -> Float[Array, "b s d"]:
+def modulate(x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]) -> Float[Array, "... d"]:
     """`x (1 + scale) + shift`, rounded at each step, as in the released code."""
     return x * (1 + scale) + shift
 
@@ -157,9 +157,16 @@ def rotary(length: int, rows: int, columns: int, axes: tuple[int, ...]) -> Rotat
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def rotate(x: Float[Array, "b s n head"], rotation: Rotation) -> Float[Array, "b s n head"]:
-    """Rotates each pair of neighbouring features by the angle of its position (arXiv 2104.09864, eq. 34); float32 inside."""
-    cos, sin = (r[:, None] for r in rotation)
-    first, second = jnp.moveaxis(x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2), -1, 0)
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.reshape(x.shape).astype(x.dtype)
+def rotate(x: Pending, position: int, rotation: Rotation) -> Pending:
+    """Rotates each pair of neighbouring features of each head by the angle of its position, in float32.
+
+    arXiv 2104.09864, eq. 34. position: of the first row of `x`.
+    """
+
+    def turned(x: Array, cos: Array, sin: Array) -> Array:
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1], 2)
+        first, second = jnp.unstack(pairs, axis=-1)
+        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape).astype(x.dtype)
+
+    return x.map(turned, *(jnp.asarray(r[None, position : position + x.rows]) for r in rotation))

@@ -11,6 +11,7 @@ Three conventions hold for all networks:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -21,7 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from solrl_jax.numerics import split
 from solrl_jax.numerics.leaf import Leaf
-from solrl_jax.numerics.matmul import matmul, outputs_divided
+from solrl_jax.numerics.matmul import deferred, matmul, outputs_divided
+from solrl_jax.numerics.pending import Pending, layer_norm
 
 # How the axes of our parameter are ordered in PyTorch's tensor (`models.weights.OUR_AXES`):
 #   "same": as they are;  "linear": our [in, out] is [out, in];
@@ -107,9 +109,16 @@ class Linear(nnx.Module):
         self.kernel = param(scale(rngs.params(), (n_in, n_out), jnp.float32), "weight", layout)
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
-    def __call__(self, x: Float[Array, "... n_in"]) -> Float[Array, "... n_out"]:
+    def __call__(self, x: Float[Array, "... n_in"] | Pending) -> Float[Array, "... n_out"]:
+        if isinstance(x, Pending):
+            return self.pending(x).value
         y = matmul(x, self.kernel.get_value())
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
+
+    def pending(self, x: Pending) -> Pending:
+        """The same of an activation that need not be in memory, to one that need not be."""
+        y = deferred(x, self.kernel.get_value())
+        return y if self.bias is None else y.map(jnp.add, self.bias.get_value().astype(x.dtype)[None, None])
 
 
 class Conv(nnx.Module):
@@ -161,7 +170,11 @@ class GLUMBConv(nnx.Module):
         self.conv_point = Linear(hidden, d, bias=False, layout="pointwise", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        y, gate = jnp.split(self.conv_depth(jax.nn.silu(self.conv_inverted(x))), 2, axis=-1)
+        return self.gated(self.conv_inverted(x))
+
+    def gated(self, y: Float[Array, "b h w c"]) -> Float[Array, "b h w d"]:
+        """What follows the first linear."""
+        y, gate = jnp.split(self.conv_depth(jax.nn.silu(y)), 2, axis=-1)
         return self.conv_point(y * jax.nn.silu(gate))
 
 
@@ -174,12 +187,21 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        x32 = x.astype(jnp.float32)
-        mean = x32.mean(-1, keepdims=True)
-        y = (x32 - mean) * jax.lax.rsqrt(((x32 - mean) ** 2).mean(-1, keepdims=True) + self.eps)
+        y = layer_norm(x.astype(jnp.float32), self.eps)
         if self.scale is not None and self.bias is not None:
             y = y * self.scale.get_value().astype(jnp.float32) + self.bias.get_value().astype(jnp.float32)
         return y.astype(x.dtype)
+
+    def pending(self, x: Float[Array, "b s d"]) -> Pending:
+        """The same, not in memory yet."""
+        norm = partial(layer_norm, eps=self.eps, width=x.shape[-1])
+        return Pending.of(x).map(norm) if self.scale is None else Pending.of(self(x))
+
+
+def rms_norm(x: Float[Array, "... d"], scale: Float[Array, "..."], eps: float) -> Float[Array, "... d"]:
+    """`scale x / rms(x)` in float32."""
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps) * scale
 
 
 class RMSNorm(nnx.Module):
@@ -194,12 +216,17 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        x32 = x.astype(jnp.float32)
-        y = x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + self.eps)
-        y = y * (self.offset + self.scale.get_value().astype(jnp.float32))
+        y = rms_norm(x, self.offset + self.scale.get_value().astype(jnp.float32), self.eps)
         if self.bias is not None:
             y = y + self.bias.get_value().astype(jnp.float32)
         return y.astype(x.dtype)
+
+    def by_head(self, x: Pending) -> Pending:
+        """The same of each head, where heads lie side by side."""
+        f = lambda x, scale: (
+            rms_norm(x.reshape(*x.shape[:-1], -1, scale.shape[-1]), scale, self.eps).astype(x.dtype).reshape(x.shape)
+        )
+        return x.map(f, self.scale.get_value()[None, None])
 
 
 class Embedding(nnx.Module):

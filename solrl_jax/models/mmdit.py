@@ -5,7 +5,7 @@ Every block is modulated by one vector for the whole picture: the embedded time 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,17 @@ from jaxtyping import Array, Float
 from solrl_jax.models.attention import attention
 from solrl_jax.models.embeddings import TextProjection, TimestepMLP
 from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm
+from solrl_jax.numerics.pending import Pending, written
 
 EPS = 1e-6  # of every normalisation
-Vector: TypeAlias = Float[Array, "b 1 d"]
-# of x, shift and scale: `x (1 + scale) + shift`
-Modulate = Callable[[Float[Array, "b s d"], Vector, Vector], Float[Array, "b s d"]]
-Rotate = Callable[[Float[Array, "b s n head"]], Float[Array, "b s n head"]]  # of queries and keys, by their positions
+# of a row, or of rows [b, s, d] with vectors [b, 1, d], shift and scale: `x (1 + scale) + shift`
+Modulate = Callable[[Array, Array, Array], Array]
+Rotate = Callable[[Pending, int], Pending]  # of queries or keys [b, s, d], from the position of the first of them
+
+
+def unmoved(x: Pending, position: int) -> Pending:
+    """Where positions do not turn queries and keys."""
+    return x
 
 
 class Projections(nnx.Module):
@@ -31,9 +36,14 @@ class Projections(nnx.Module):
         self.norm_q, self.norm_k = (RMSNorm(head, eps=EPS) if normed else None for _ in range(2))
         self.head = head
 
-    def heads(self, x: Float[Array, "b s d"]) -> list[Float[Array, "b s n head"]]:
-        """Queries, keys and values."""
-        return _heads(self.head, x, (self.to_q, self.norm_q), (self.to_k, self.norm_k), (self.to_v, None))
+    def heads(self, x: Pending, rotate: Rotate, position: int = 0) -> list[Pending]:
+        """Queries, keys and values [b, s, d], heads side by side. position: of the first token."""
+        return _heads(x, rotate, position, (self.to_q, self.norm_q), (self.to_k, self.norm_k), self.to_v)
+
+    def attend(self, *streams: list[Pending]) -> Float[Array, "b s d"]:
+        """Attention of queries to keys and values, of streams one after another."""
+        q, k, v = (written(stretches, self.head) for stretches in zip(*streams, strict=True))
+        return attention(q, k, v, differentiated=streams[0][0].exact).reshape(*q.shape[:2], -1)
 
 
 class SelfAttention(Projections):
@@ -43,9 +53,8 @@ class SelfAttention(Projections):
         super().__init__(d, head, normed=normed, rngs=rngs)
         self.to_out = nnx.List([Linear(d, d, rngs=rngs)]) if projected else None
 
-    def __call__(self, x: Float[Array, "b s d"], rotate: Rotate = lambda x: x) -> Float[Array, "b s d"]:
-        q, k, v = self.heads(x)
-        out = attention(rotate(q), rotate(k), v).reshape(x.shape)
+    def __call__(self, x: Pending, rotate: Rotate = unmoved) -> Float[Array, "b s d"]:
+        out = self.attend(self.heads(x, rotate))
         return out if self.to_out is None else self.to_out[0](out)
 
 
@@ -63,20 +72,21 @@ class JointAttention(Projections):
         self.to_add_out = None if last else Linear(d, d, rngs=rngs)
 
     def __call__(
-        self, text: Float[Array, "b l d"], image: Float[Array, "b n d"], rotate: Rotate = lambda x: x
+        self, text: Pending, image: Pending, rotate: Rotate = unmoved
     ) -> tuple[Float[Array, "b l d"] | None, Float[Array, "b n d"]]:
         """The outputs for text and image."""
-        added = (self.add_q_proj, self.norm_added_q), (self.add_k_proj, self.norm_added_k), (self.add_v_proj, None)
-        pairs = zip(_heads(self.head, text, *added), self.heads(image), strict=True)
-        q, k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)
-        out, length = attention(rotate(q), rotate(k), v).reshape(*q.shape[:2], -1), text.shape[1]
-        from_text = None if self.to_add_out is None else self.to_add_out(out[:, :length])
-        return from_text, self.to_out[0](out[:, length:])
+        added = (self.add_q_proj, self.norm_added_q), (self.add_k_proj, self.norm_added_k), self.add_v_proj
+        length = text.rows
+        out = self.attend(_heads(text, rotate, 0, *added), self.heads(image, rotate, length))
+        from_text = None if self.to_add_out is None else self.to_add_out(Pending.of(out, rows=(0, length)))
+        return from_text, self.to_out[0](Pending.of(out, rows=(length, out.shape[1])))
 
 
-def _heads(head: int, x: Float[Array, "b s d"], *maps: tuple[Linear, RMSNorm | None]) -> list[Float[Array, "b s n head"]]:
-    by_head = [linear(x).reshape(*x.shape[:2], -1, head) for linear, _ in maps]
-    return [y if norm is None else norm(y) for y, (_, norm) in zip(by_head, maps, strict=True)]
+def _heads(
+    x: Pending, rotate: Rotate, position: int, q: tuple[Linear, RMSNorm | None], k: tuple[Linear, RMSNorm | None], v: Linear
+) -> list[Pending]:
+    normed = [linear.pending(x) if norm is None else norm.by_head(linear.pending(x)) for linear, norm in (q, k)]
+    return [*(rotate(y, position) for y in normed), v.pending(x)]
 
 
 class JointBlock(nnx.Module):
@@ -103,7 +113,7 @@ class JointBlock(nnx.Module):
         text: Float[Array, "b l d"],
         image: Float[Array, "b n d"],
         condition: Float[Array, "b d"],
-        rotate: Rotate = lambda x: x,
+        rotate: Rotate = unmoved,
     ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
         modulate = self.modulate
         normed, (shift, scale, gate, shift_ff, scale_ff, gate_ff, *second) = self.norm1(image, condition)
@@ -111,22 +121,24 @@ class JointBlock(nnx.Module):
         # (scale, shift) in the last layer, (shift, scale, gate, shift, scale, gate) in all others
         text_shift, text_scale = of_text[:2] if self.ff_context is not None else of_text[::-1]
 
-        from_text, from_image = self.attn(modulate(text_normed, text_shift, text_scale), modulate(normed, shift, scale), rotate)
+        from_text, from_image = self.attn(
+            text_normed.map(modulate, text_shift, text_scale), normed.map(modulate, shift, scale), rotate
+        )
         image = image + gate * from_image
         if self.attn2 is not None:  # reads the block's input, not the sum
             shift, scale, gate = second
-            image = image + gate * self.attn2(modulate(normed, shift, scale))
-        image = image + gate_ff * self.ff(modulate(self.norm2(image), shift_ff, scale_ff))
+            image = image + gate * self.attn2(normed.map(modulate, shift, scale))
+        image = image + gate_ff * self.ff(self.norm2.pending(image).map(modulate, shift_ff, scale_ff))
 
         if self.ff_context is None or from_text is None:
             return text, image
         gate, shift_ff, scale_ff, gate_ff = of_text[2:]
         text = text + gate * from_text
-        return text + gate_ff * self.ff_context(modulate(self.norm2_context(text), shift_ff, scale_ff)), image
+        return text + gate_ff * self.ff_context(self.norm2_context.pending(text).map(modulate, shift_ff, scale_ff)), image
 
 
 class FeedForward(nnx.Module):
-    """Linear to four times the width, GELU in its tanh form (arXiv 1606.08415, section 2), linear back.
+    """Linear to four times the width, GELU, linear back.
 
     In PyTorch's list `net`, index 1 is a dropout.
     """
@@ -135,8 +147,13 @@ class FeedForward(nnx.Module):
         layers: dict[str, Any] = {"0": nnx.Dict(proj=Linear(d, 4 * d, rngs=rngs)), "2": Linear(4 * d, d, rngs=rngs)}
         self.net = nnx.Dict(layers)
 
-    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        return self.net["2"](jax.nn.gelu(self.net["0"].proj(x), approximate=True))
+    def __call__(self, x: Pending) -> Float[Array, "b s d"]:
+        return self.net["2"](self.net["0"].proj.pending(x).map(gelu))
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU in its tanh form (arXiv 1606.08415, section 2)."""
+    return jax.nn.gelu(x, approximate=True)
 
 
 class AdaLayerNorm(nnx.Module):
@@ -147,11 +164,9 @@ class AdaLayerNorm(nnx.Module):
         self.norm = LayerNorm(d, eps=EPS, affine=False)
         self.vectors = vectors
 
-    def __call__(
-        self, x: Float[Array, "b s d"], condition: Float[Array, "b d"]
-    ) -> tuple[Float[Array, "b s d"], list[Float[Array, "b 1 d"]]]:
+    def __call__(self, x: Float[Array, "b s d"], condition: Float[Array, "b d"]) -> tuple[Pending, list[Float[Array, "b 1 d"]]]:
         """The normalised `x`, not modulated yet, and the vectors. condition: after its SiLU."""
-        return self.norm(x), jnp.split(self.linear(condition)[:, None], self.vectors, axis=-1)
+        return self.norm.pending(x), jnp.split(self.linear(condition)[:, None], self.vectors, axis=-1)
 
 
 class TimeTextEmbedding(nnx.Module):

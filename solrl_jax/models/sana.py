@@ -18,6 +18,8 @@ from solrl_jax.models.attention import attention
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
 from solrl_jax.models.embeddings import PatchProjection, TextProjection, TimestepMLP, sincos_positions, unpatch
 from solrl_jax.models.layers import GLUMBConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
+from solrl_jax.numerics.leaf import Quantized
+from solrl_jax.numerics.pending import Pending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,7 @@ class SanaTransformer2DModel(nnx.Module):
         )
 
         shift, scale = jnp.split(self.scale_shift_table.get_value().astype(x.dtype) + embedded[:, None], 2, axis=1)
-        x = self.proj_out(self.norm_out(x) * (1 + scale) + shift)
+        x = self.proj_out(self.norm_out.pending(x).map(modulate, shift, scale))
         return unpatch(x, rows, columns, p)
 
 
@@ -129,11 +131,16 @@ class SanaBlock(nnx.Module):
         """grid: rows and columns of the n tokens."""
         table = self.scale_shift_table.get_value().astype(x.dtype) + modulation
         shift, scale, gate, shift_ff, scale_ff, gate_ff = jnp.split(table, 6, axis=1)
-        x = x + gate * self.attn1(self.norm1(x) * (1 + scale) + shift)
+        x = x + gate * self.attn1(self.norm1.pending(x).map(modulate, shift, scale))
         x = x + self.attn2(x, text, text_mask)  # no norm before it: the text is normalised instead
-        h = self.norm2(x) * (1 + scale_ff) + shift_ff
-        h = self.ff(h.reshape(h.shape[0], *grid, -1))
+        h = self.ff.conv_inverted(self.norm2.pending(x).map(modulate, shift_ff, scale_ff))
+        h = self.ff.gated(h.reshape(h.shape[0], *grid, -1))
         return x + gate_ff * h.reshape(x.shape)
+
+
+def modulate(x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """`x (1 + scale) + shift`, rounded at each step."""
+    return x * (1 + scale) + shift
 
 
 class Attention(nnx.Module):
@@ -149,7 +156,7 @@ class Attention(nnx.Module):
         self.to_out = nnx.List([Linear(inner, d, rngs=rngs)])
         self.heads = heads
 
-    def by_head(self, x: Float[Array, "b n d"], source: Float[Array, "b l e"]) -> list[Float[Array, "b _ heads h"]]:
+    def by_head(self, x: Pending, source: Pending) -> list[Float[Array, "b _ heads h"]]:
         """Queries, keys and values."""
         q, k, v = self.to_q(x), self.to_k(source), self.to_v(source)
         if self.norm_q is not None and self.norm_k is not None:
@@ -163,14 +170,15 @@ class LinearAttention(Attention):
     The sums over keys do not depend on the query, so the work is linear in the number of tokens.
     """
 
-    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        q, k, v = (t.astype(jnp.float32) for t in self.by_head(x, x))
-        q, k = jax.nn.relu(q), jax.nn.relu(k)
-        state = jnp.einsum("bnhk,bnhv->bhkv", k, v)
+    def __call__(self, x: Pending) -> Float[Array, "b n d"]:
+        q, k, v = self.by_head(x, x)
+        q, k, wide = jax.nn.relu(q).astype(jnp.float32), jax.nn.relu(k), jnp.float32
+        # products of numbers in BF16 are exact in float32: keys and values need not be written in float32 before
+        state = jnp.einsum("bnhk,bnhv->bhkv", k, v, preferred_element_type=wide)
         numerator = jnp.einsum("bnhk,bhkv->bnhv", q, state)
-        denominator = jnp.einsum("bnhk,bhk->bnh", q, k.sum(1))
+        denominator = jnp.einsum("bnhk,bhk->bnh", q, k.sum(1, dtype=wide))
         out = numerator / (denominator[..., None] + 1e-15)
-        return self.to_out[0](out.reshape(x.shape).astype(x.dtype))
+        return self.to_out[0](out.reshape(*out.shape[:2], -1).astype(x.dtype))
 
 
 class CrossAttention(Attention):
@@ -179,7 +187,9 @@ class CrossAttention(Attention):
     def __call__(
         self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
     ) -> Float[Array, "b n d"]:
-        out = attention(*self.by_head(x, text), mask=mask[:, None, None, :])
+        heads = self.by_head(Pending.of(x), Pending.of(text))
+        trained = not isinstance(self.to_q.kernel.get_value(), Quantized)
+        out = attention(*heads, mask=mask[:, None, None, :], differentiated=trained)
         return self.to_out[0](out.reshape(*x.shape[:2], -1))
 
 

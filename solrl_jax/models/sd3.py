@@ -91,7 +91,7 @@ class SD3Transformer2DModel(nnx.Module):
         for key in sorted(self.transformer_blocks, key=lambda key: int(key.split("-")[0])):  # a dict's own order is by letters
             streams = scan_blocks(self.transformer_blocks[key], apply, streams, remat=self.remat)
         x, (scale, shift) = self.norm_out(streams[1], condition)
-        return unpatch(self.proj_out(modulate(x, shift, scale)), height // p, width // p, p)
+        return unpatch(self.proj_out(x.map(modulate, shift, scale)), height // p, width // p, p)
 
 
 def _runs(c: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
@@ -131,7 +131,7 @@ class PatchEmbed(nnx.Module):
         return x.reshape(x.shape[0], rows * columns, -1)
 
 
-def modulate(x: Float[Array, "b n d"], shift: Float[Array, "b 1 d"], scale: Float[Array, "b 1 d"]) -> Float[Array, "b n d"]:
+def modulate(x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]) -> Float[Array, "... d"]:
     """`x (1 + scale) + shift`, rounded once."""
     wide = jnp.float32
     return (x.astype(wide) * (1 + scale.astype(wide)) + shift.astype(wide)).astype(x.dtype)

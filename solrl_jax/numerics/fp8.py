@@ -10,14 +10,15 @@ converts the operands, exactly.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from solrl_jax.numerics.leaf import Matrix, Quantized
+from solrl_jax.numerics.leaf import Coded, Matrix, scaled
+from solrl_jax.numerics.pending import Pending, largest
 
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126  # below it float32 is flushed to zero
@@ -25,7 +26,7 @@ SMALLEST_SCALE = 2.0**-126  # below it float32 is flushed to zero
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FP8Tensor(Quantized):
+class FP8Tensor(Coded):
     """A weight matrix [in, out] in FP8: `w[i, o] = codes[o, i] * scales[o]`; 8 bits a value.
 
     The contraction axis is last: before Blackwell, cuBLAS multiplies FP8 in that layout alone, and would get a transposed copy.
@@ -36,23 +37,29 @@ class FP8Tensor(Quantized):
     codes: Float[Array, "... n_out n_in"]  # float8_e4m3fn
     scales: Float[Array, "... n_out"]  # float32
 
-    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` with both operands in FP8, accumulated in float32, in the dtype of `x`."""
-        codes, scales = quantize_rows(x.astype(jnp.float32))
-        y = jax.lax.dot_general(codes, self.codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return (y * scales[:, None] * self.scales).astype(x.dtype)
+    def product(self, x: Pending) -> Pending:
+        """`x @ w` with both operands in FP8, accumulated in float32; scales are applied where the result is read."""
+        codes, scales = x.encoded(encode)
+        y = jax.lax.dot_general(codes, self.codes, (((2,), (1,)), ((), ())), preferred_element_type=x.dtype)
+        return scaled(y, scales, self.scales[None, None])
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.scales[..., None], -1, -2)
 
 
 def quantize(w: Matrix) -> FP8Tensor:
-    return FP8Tensor(*quantize_rows(jnp.swapaxes(w, -1, -2).astype(jnp.float32)))
+    codes, scales = encode([jnp.swapaxes(w, -1, -2).astype(jnp.float32)])
+    return FP8Tensor(codes[0], scales[0][..., 0])
 
 
-def quantize_rows(x: Float[Array, "*rows k"]) -> tuple[Float[Array, "*rows k"], Float[Array, "*rows"]]:
-    """Codes (float8_e4m3fn) of float32 `x` and the scale of each of its rows; a row too small for a scale has zero codes."""
-    scales = jnp.max(jnp.abs(x), axis=-1) / E4M3_MAX
-    divisor = jnp.where(scales >= SMALLEST_SCALE, scales, jnp.inf)[..., None]
+def encode(
+    parts: Sequence[Float[Array, "..."]],
+) -> tuple[list[Float[Array, "..."]], list[Float[Array, "..."]]]:
+    """Codes (float8_e4m3fn) of float32 rows [..., k], in parts along k, and the scale [..., 1] of each row.
+
+    A row too small for a scale has zero codes.
+    """
+    scale = largest(parts) / E4M3_MAX
+    divisor = jnp.where(scale >= SMALLEST_SCALE, scale, jnp.inf)
     # E4M3 does not saturate by itself: above 464 it gives NaN
-    return jnp.clip(x / divisor, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn), scales
+    return [jnp.clip(x / divisor, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn) for x in parts], [scale]

@@ -8,6 +8,7 @@ know its name.
 """
 
 import abc
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -16,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import split
+from solrl_jax.numerics.pending import Part, Pending
 
 Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
 
@@ -29,6 +31,12 @@ class Leaf(abc.ABC):
     @abc.abstractmethod
     def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         """`x @ w` in the dtype of `x`. On a mesh with an axis `tensor` the outputs may stay divided (`split`)."""
+
+    def product(self, x: Pending) -> Pending:
+        """`x @ w` of an activation that need not be in memory, to one that need not be."""
+        value = x.value
+        y = split.join(self.multiply(value.reshape(-1, value.shape[-1])))
+        return Pending.of(y.reshape(*value.shape[:2], -1))
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
@@ -52,6 +60,22 @@ class Leaf(abc.ABC):
 
 class Quantized(Leaf):
     """A leaf that multiplies in a format of its own: its product is near that of the matrix, and not equal."""
+
+
+class Coded(Quantized):
+    """A quantised leaf that multiplies the codes of its input, which `Pending.encoded` makes."""
+
+    @abc.abstractmethod
+    def product(self, x: Pending) -> Pending: ...
+
+    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        return self.product(Pending.of(x[:, None])).value[:, 0]
+
+
+def scaled(y: Float[Array, "b s n"], *scales: Float[Array, "..."]) -> Pending:
+    """A product of codes and the scales [b, s, 1] or [1, 1, n] that are missing in it: applied where it is read, in float32."""
+    times = lambda y, *scales: math.prod(scales, start=y)
+    return Pending((Part(times, (split.join(y), *map(split.join, scales)), exact=False),), y.dtype)
 
 
 def nbytes(tree: Any) -> int:

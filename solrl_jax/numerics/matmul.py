@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 from solrl_jax.numerics import split
 from solrl_jax.numerics.leaf import Leaf, Quantized
 from solrl_jax.numerics.low_rank import LowRank
+from solrl_jax.numerics.pending import Pending
 
-__all__ = ["LowRank", "Quantized", "Weight", "dequantize", "matmul", "outputs_divided", "product"]
+__all__ = ["LowRank", "Quantized", "Weight", "deferred", "dequantize", "matmul", "outputs_divided", "product"]
 
 Weight: TypeAlias = Float[Array, "... n_in n_out"] | Leaf
 
@@ -21,6 +22,11 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     # rows flattened: XLA then sees a plain matrix product forwards and backwards, three times faster on CPU
     rows = x.reshape(-1, x.shape[-1])
     return split.join(product(rows, w)).reshape(*x.shape[:-1], -1)
+
+
+def deferred(x: Pending, w: Weight) -> Pending:
+    """`x @ w` of an activation that need not be in memory, to one that need not be. A plain weight needs and gives memory."""
+    return w.product(x) if isinstance(w, Leaf) else Pending.of(matmul(x.value, w))
 
 
 def product(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:

@@ -307,7 +307,7 @@ def test_fp8_products_lower_to_dots_of_fp8_operands(network, lowered):
     """XLA's GEMM rewriter turns a dot of two E4M3 operands into cuBLAS's FP8 GEMM (`MatchFp8Param`, gemm_rewriter.cc)."""
     text = lowered("fp8")
     operands = [re.findall(r"tensor<(?:\d+x)*(\w+)>", line.rsplit(" : ", 1)[1]) for line in text.splitlines() if DOT in line]
-    assert operands.count(["f8E4M3FN", "f8E4M3FN", "f32"]) == len(network[2]) == 4
+    assert operands.count(["f8E4M3FN", "f8E4M3FN", "bf16"]) == len(network[2]) == 4
     assert len(operands) == lowered("bf16").count(DOT)
 
 

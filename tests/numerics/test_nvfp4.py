@@ -239,7 +239,7 @@ SIGNED = st.builds(lambda x, sign: x * sign, ORDINARY, st.sampled_from([-1.0, 1.
 
 
 @unhurried
-@given(arrays(np.float32, (32, 2), elements=SIGNED))
+@given(arrays(np.float32, (64, 2), elements=SIGNED))
 def test_every_code_is_the_nearest_so_a_block_errs_by_half_a_step_at_most(w):
     q = quantize_jit(w)
     scales = np.asarray(q.scales).astype(np.float64) * float(q.tensor_scale)

@@ -1,0 +1,238 @@
+"""`Pending`: an activation that is not in memory yet, so that a quantised product computes, scales and rounds it in one pass.
+
+What a quantised product reads are codes and scales. XLA alone writes its input in BF16, reads that for the largest value of
+each row, and reads it again for the codes. Here one kernel (Pallas, in Triton) makes a row of the input, such as a modulated
+norm or a GELU, keeps it in registers, and writes codes and scales. Where there is no CUDA, its twin does so in plain JAX.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from solrl_jax.numerics import split
+
+# Of rows [..., n], one array for each part, to outputs. Each output is a list of arrays that lie side by side, a part each.
+Encode = Callable[[Sequence[Float[Array, "..."]]], tuple[list[Array], ...]]
+SMALLEST = 64  # a row in the kernel is filled up to it at least
+IN_A_WARP, FEWEST, MOST = 1024, 4, 16  # values of a row in the registers of a warp, and warps for a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some columns of an activation: `function(*arrays)`, where each row depends on its own row of the arrays alone.
+
+    arrays: [b, s, n], or with 1 for b, s or n, or a width of their own.
+    exact: in memory it is computed in the dtypes of its arrays, as the released networks do, and not in float32.
+    start, stop: which rows of the first array are read.
+    """
+
+    function: Callable[..., Array]
+    arrays: tuple[Array, ...]
+    exact: bool = True
+    start: int = 0
+    stop: int | None = None
+
+    def value(self, dtype: Any = None) -> Array:
+        """dtype: what is computed in; None: that of the arrays."""
+        first, *others = self.arrays if dtype is None else (x.astype(dtype) for x in self.arrays)
+        return self.function(first if self.stop is None else first[:, self.start : self.stop], *others)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pending:
+    """An activation [b, s, n] in parts that lie side by side along n. dtype: that it has in memory."""
+
+    parts: tuple[Part, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, x: Float[Array, "b s n"], rows: tuple[int, int] | None = None) -> "Pending":
+        """`x`; rows: the first and the end of those that are read."""
+        return cls((Part(lambda x: x, (x,), True, *(rows or ())),), x.dtype)
+
+    def map(self, f: Callable[..., Array], *more: Array) -> "Pending":
+        """`f(this, *more)`, which reads nothing but its own row."""
+        (part,) = self.parts
+        count = len(part.arrays)
+        function = lambda *arrays: f(part.function(*arrays[:count]), *arrays[count:])
+        return Pending((dataclasses.replace(part, function=function, arrays=(*part.arrays, *more)),), self.dtype)
+
+    def beside(self, other: "Pending") -> "Pending":
+        """This and then `other`, along the last axis."""
+        return Pending((*self.parts, *other.parts), self.dtype)
+
+    @property
+    def rows(self) -> int:
+        """How many there are: s."""
+        part = self.parts[0]
+        return max(x.shape[1] for x in part.arrays) if part.stop is None else part.stop - part.start
+
+    @property
+    def exact(self) -> bool:
+        """Whether no quantised product is in it."""
+        return all(part.exact for part in self.parts)
+
+    @cached_property
+    def value(self) -> Float[Array, "b s n"]:
+        """The activation in memory."""
+        values = [part.value(None if part.exact else jnp.float32).astype(self.dtype) for part in self.parts]
+        return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
+
+    @cached_property
+    def _codes(self) -> dict[Encode, tuple[Array, ...]]:
+        return {}
+
+    def encoded(self, encode: Encode) -> tuple[Array, ...]:
+        """The outputs of `encode` [b, s, m]: made once, however many products read them."""
+        if encode not in self._codes:
+            self._codes[encode] = one_pass(encode, [self])
+        return self._codes[encode]
+
+
+def written(stretches: Sequence[Pending], head: int) -> Float[Array, "b s n head"]:
+    """Activations one after another along s, in memory: where quantised products are in them, in one pass.
+
+    head: features of a head; heads lie side by side.
+    """
+    by_head = lambda x: x.reshape(*x.shape[:2], -1, head)
+    if all(x.exact for x in stretches):
+        values = [by_head(x.value) for x in stretches]
+        return values[0] if len(values) == 1 else jnp.concatenate(values, axis=1)
+    return by_head(one_pass(partial(_rounded, stretches[0].dtype), stretches)[0])
+
+
+def _rounded(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
+    return ([x.astype(dtype) for x in parts],)
+
+
+def one_pass(encode: Encode, stretches: Sequence[Pending]) -> tuple[Array, ...]:
+    """`encode` of activations one after another along s."""
+    parts = [x.parts for x in stretches]
+    run = lambda make: lambda *arrays: make(encode, _with(parts, iter(arrays)))
+    return jax.lax.platform_dependent(*_arrays(parts), cuda=_on_rows(run(kernel)), default=run(twin))
+
+
+def _arrays(stretches: Sequence[Sequence[Part]]) -> list[Array]:
+    return [x for parts in stretches for part in parts for x in part.arrays]
+
+
+def _with(stretches: Sequence[Sequence[Part]], arrays: Iterator[Array]) -> list[list[Part]]:
+    """The parts with other arrays, in the order of `_arrays`."""
+    take = lambda part: dataclasses.replace(part, arrays=tuple(next(arrays) for _ in part.arrays))
+    return [[take(part) for part in parts] for parts in stretches]
+
+
+def layer_norm(x: Float[Array, "... n"], eps: float, width: int | None = None) -> Float[Array, "... n"]:
+    """Layer normalisation (arXiv 1607.06450) without weights, float32 inside. width: that of `x` before zeros filled it up."""
+    x32, n = x.astype(jnp.float32), x.shape[-1] if width is None else width
+    from_mean = x32 - x32.sum(-1, keepdims=True) / n
+    if n < x.shape[-1]:
+        from_mean = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < n, from_mean, 0.0)
+    return (from_mean * jax.lax.rsqrt((from_mean**2).sum(-1, keepdims=True) / n + eps)).astype(x.dtype)
+
+
+def largest(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
+    """The largest magnitude of each row, in all parts: [..., 1]."""
+    of_parts = [jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in parts]
+    return functools.reduce(jnp.maximum, of_parts)
+
+
+def twin(encode: Encode, stretches: Sequence[Sequence[Part]]) -> tuple[Array, ...]:
+    """What `kernel` computes, in plain JAX."""
+    outputs = [encode([part.value(jnp.float32) for part in parts]) for parts in stretches]
+    return tuple(
+        jnp.concatenate([jnp.concatenate(made, axis=-1) for made in of_stretches], axis=1)
+        for of_stretches in zip(*outputs, strict=True)
+    )
+
+
+def kernel(encode: Encode, stretches: Sequence[Sequence[Part]], *, interpret: bool = False) -> tuple[Array, ...]:
+    """One pass over memory: each row is made and encoded by one block of threads, in float32."""
+    from jax.experimental import pallas as pl  # takes a second
+    from jax.experimental.pallas import triton as plgpu
+
+    outs = jax.eval_shape(lambda arrays: twin(encode, _with(stretches, iter(arrays))), _arrays(stretches))
+    values = lambda arrays: [[part.value() for part in parts] for parts in _with(stretches, iter(arrays))]
+    shapes = jax.eval_shape(values, _arrays(stretches))
+    ends = list(itertools.accumulate(of_stretch[0].shape[1] for of_stretch in shapes))
+
+    def body(*refs: Any) -> None:
+        left = iter(refs)
+        inputs = [[[next(left) for _ in part.arrays] for part in parts] for parts in stretches]
+        results, row = [*left], pl.program_id(1)
+        for parts, of_stretch, given, start, end in zip(stretches, shapes, inputs, [0, *ends], ends, strict=False):
+            write = partial(_row, encode, parts, [x.shape[-1] for x in of_stretch], given, results)
+            if len(ends) == 1:
+                write()
+            else:
+                pl.when((row >= start) & (row < end))(write)
+
+    def spec(x: Any, start: int, count: int, skipped: int) -> Any:
+        at = lambda s: skipped + jnp.clip(s - start, 0, count - 1) if x.shape[1] > 1 else 0
+        return pl.BlockSpec((None, None, x.shape[2]), lambda b, s: (b if x.shape[0] > 1 else 0, at(s), 0))
+
+    ins = [
+        spec(x, start, end - start, part.start if i == 0 else 0)
+        for parts, start, end in zip(stretches, [0, *ends], ends, strict=False)
+        for part in parts for i, x in enumerate(part.arrays)
+    ]  # fmt: skip
+    largest_row = max(sum(_filled(x.shape[-1]) for x in of_stretch) for of_stretch in shapes)
+    threads = plgpu.CompilerParams(num_warps=min(max(largest_row // IN_A_WARP, FEWEST), MOST), num_stages=1)
+    call = pl.pallas_call(
+        body, grid=(outs[0].shape[0], ends[-1]), in_specs=ins, out_specs=[spec(x, 0, ends[-1], 0) for x in outs],
+        out_shape=list(outs), compiler_params=threads, interpret=interpret, name="one_pass")  # fmt: skip
+    return tuple(call(*_arrays(stretches)))
+
+
+def _row(
+    encode: Encode, parts: Sequence[Part], widths: Sequence[int], inputs: Sequence[Sequence[Any]], results: Sequence[Any]
+) -> None:
+    """Within the kernel: makes a row of the parts from references to its inputs, and writes it."""
+    from jax.experimental.pallas import triton as plgpu
+
+    def load(ref: Any, width: int) -> Array:
+        (n,) = ref.shape
+        if n == 1:
+            return ref[0].astype(jnp.float32)
+        at = jnp.arange(_filled(n) if n == width else 1 << (n - 1).bit_length())
+        return plgpu.load(ref.at[at], mask=at < n, other=0).astype(jnp.float32)
+
+    values = []
+    for part, width, refs in zip(parts, widths, inputs, strict=True):
+        value = part.function(*(load(ref, width) for ref in refs))
+        values.append(jnp.where(jnp.arange(_filled(width)) < width, value, 0.0))
+    for made, ref in zip(encode(values), results, strict=True):
+        start = 0
+        for piece, width in zip(made, widths, strict=False):
+            at = start + jnp.arange(piece.shape[-1])
+            end = ref.shape[0] if piece is made[-1] else start + width * piece.shape[-1] // _filled(width)
+            plgpu.store(ref.at[at], piece, mask=at < end)
+            start = end
+
+
+def _filled(width: int) -> int:
+    """Triton's arrays have powers of two elements."""
+    return 1 << (max(width, SMALLEST) - 1).bit_length()
+
+
+def _on_rows(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` on each device's rows: XLA cannot divide a kernel."""
+
+    def mapped(*arrays: Array) -> Any:
+        mesh, batch = jax.sharding.get_abstract_mesh(), max(x.shape[0] for x in arrays)
+        names = tuple(name for name in mesh.axis_names if name != split.TENSOR)
+        if mesh.empty or batch % math.prod(mesh.shape[name] for name in names):
+            return f(*arrays)
+        specs = tuple(PartitionSpec(names if x.shape[0] == batch else None) for x in arrays)
+        return jax.shard_map(f, in_specs=specs, out_specs=PartitionSpec(names), check_vma=False)(*arrays)
+
+    return mapped

@@ -1,0 +1,123 @@
+"""`Pending`: the kernel and its twin are one function, bit for bit; and what a quantised product reads is written once."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from solrl_jax.numerics import fp8, nvfp4
+from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.numerics.matmul import deferred, matmul
+from solrl_jax.numerics.pending import Part, Pending, kernel, layer_norm, twin, written
+from solrl_jax.parallel.sharding import jit
+
+B, S = 2, 3
+ENCODERS = {"nvfp4": nvfp4.encode, "fp8": fp8.encode, "bf16": lambda parts: ([x.astype(jnp.bfloat16) for x in parts],)}
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def inputs(n):
+    x = normal(B, S, n)
+    heavy = np.random.default_rng(1).standard_cauchy((B, S, n)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        sizes = {
+            "zero": x * 0,
+            "subnormal": x * np.float32(1e-39),
+            "small": x * np.float32(1e-33),
+            "huge": x * np.float32(3e38),
+        }
+    one = x.copy()
+    one[0, 1, 3] = np.inf
+    return {"normal": x, "heavy-tailed": heavy, "infinite": one, "zero": x * 0, **sizes}
+
+
+def modulated(x, v):
+    norm = partial(layer_norm, eps=1e-6, width=x.shape[-1])
+    return [Pending.of(x).map(norm).map(lambda x, shift, scale: x * (1 + scale) + shift, v, 2 * v)]
+
+
+def beside(x, v):
+    product = Pending.of(x[..., :48]).map(lambda x, bias: jax.nn.gelu(x + bias, approximate=True), v[..., :48])
+    return [product.beside(Pending.of(x))]
+
+
+def a_scale_a_row(x, v):
+    return [Pending((Part(lambda y, row, column: y * row * column, (x, x[..., :1], v[:1]), exact=False),), x.dtype)]
+
+
+FORMS = {  # from an array and a vector a sample to stretches, and the widths that are tried
+    "as it is": (lambda x, v: [Pending.of(x)], (48, 128, 144)),
+    "modulated norm": (modulated, (128,)),
+    "two parts": (beside, (112,)),
+    "a scale a row": (a_scale_a_row, (144,)),
+    "some rows": (lambda x, v: [Pending.of(x, rows=(1, 3)).map(jax.nn.silu)], (144,)),
+    "two stretches": (lambda x, v: [Pending.of(x).map(jnp.add, v), Pending.of(x[:, :2]).map(jnp.tanh)], (144,)),
+}
+CASES = [(form, n) for form, (_, widths) in FORMS.items() for n in widths]
+
+
+@cache
+def both(encoder, form):
+    parts = lambda x, v: [pending.parts for pending in FORMS[form][0](x, v)]
+    run = lambda make: jit(lambda x, v: make(ENCODERS[encoder], parts(x, v)))
+    return run(twin), run(partial(kernel, interpret=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("form", "n"), CASES)
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_the_kernel_is_its_twin_bit_for_bit(encoder, form, n, dtype):
+    of_twin, of_kernel = both(encoder, form)
+    v = jnp.asarray(normal(B, 1, n, seed=2), dtype)
+    for name, x in inputs(n).items():
+        ours, theirs = of_kernel(jnp.asarray(x, dtype), v), of_twin(jnp.asarray(x, dtype), v)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8), err_msg=name)
+
+
+def test_a_norm_of_a_row_that_zeros_fill_up_is_that_of_the_row():
+    """Its sums run in another order, so that the last bits may differ."""
+    x, v = jnp.asarray(normal(B, S, 144)), jnp.asarray(normal(B, 1, 144, seed=2))
+    encode = lambda parts: (list(parts),)
+    ours, theirs = (make(encode, [modulated(x, v)[0].parts])[0] for make in (partial(kernel, interpret=True), twin))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(theirs, modulated(x, v)[0].value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+def test_products_of_one_input_encode_it_once(name):
+    x, w = Pending.of(jnp.asarray(normal(B, S, 128))), FORMATS[name].quantize(normal(128, 64, seed=3))
+    calls = []
+    original = ENCODERS[name]
+    counted = lambda parts: calls.append(1) or original(parts)
+    assert x.encoded(counted) is x.encoded(counted)
+    assert len(calls) == 1
+    assert deferred(x, w).exact is False
+    np.testing.assert_array_equal(deferred(x, w).value, matmul(x.value, w))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
+    w, up = FORMATS[name].quantize(normal(128, 64, seed=3)), FORMATS[name].quantize(normal(64, 128, seed=4))
+
+    def network(x, v):
+        first = deferred(deferred(modulated(x, v)[0], up).map(jax.nn.silu), w) if x.shape[-1] == 64 else None
+        return written([first, first], 16)
+
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    text = jax.jit(network).trace(shape(B, S, 64), shape(B, 1, 64)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 3  # the norm's codes, the activation's, and both stretches
+    assert "__gpu$xla.gpu.triton" not in jax.jit(network).lower(shape(B, S, 64), shape(B, 1, 64)).as_text()
+
+
+def test_nibbles_are_the_codes_of_four_bits():
+    halfway = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    near = np.concatenate([np.nextafter(halfway, np.float32(0)), halfway, np.nextafter(halfway, np.float32(9)), [0, 6, 1e-30]])
+    values = jnp.asarray(np.resize(np.concatenate([near, -near]), 48).astype(np.float32))
+    np.testing.assert_array_equal(nvfp4.nibbles(values), nvfp4.pack(values.astype(jnp.float4_e2m1fn)))
