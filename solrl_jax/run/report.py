@@ -1,7 +1,7 @@
 """`report.html`: what run directories hold, as one page that needs no network and no server.
 
-The page is `report.html` beside this file, with the runs as JSON in it and the curves as SVG. Several runs are laid over each
-other. A run that is still going on can be reported; `Live` does so from within.
+The page is `report.html`, `report.css` and `report.js` beside this file, with the runs as JSON in it and the curves as SVG.
+Several runs are laid over each other. A run that is still going on can be reported; `Live` does so from within.
 """
 
 import base64
@@ -65,9 +65,10 @@ def write(folders: Sequence[Path], out: Path, *, live: bool = False) -> None:
     runs = [_run(folder, name, MOST_ROWS // len(folders)) for folder, name in zip(folders, names, strict=True)]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     content = {"written": now, "live": live, "runs": runs, "figures": list(_figures(runs))}
-    data = json.dumps(content, allow_nan=False, separators=(",", ":"))
     # no text of a run can end the script that holds it
-    page = Path(__file__).with_name(NAME).read_text(encoding="utf-8").replace("/*DATA*/", data.replace("<", "\\u003c"))
+    data = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    part = lambda name: Path(__file__).with_name(name).read_text(encoding="utf-8")
+    page = part(NAME).replace("/*CSS*/", part("report.css")).replace("/*JS*/", part("report.js")).replace("/*DATA*/", data)
     atomic_write(out, page)
 
 

@@ -305,7 +305,7 @@ try {
   seen.first = texts("[data-metric='eval/reward'] output")[0];
   seen.pictures = [0, 1].map(i => {
     move("seeds-at", i);
-    return [said("#seeds"), all("#seeds img").map(image => image.src), texts("#seeds .mark")];
+    return [said("#seeds"), all("#seeds img").map(image => image.src), texts("#seeds .yes, #seeds .no")];
   });
   seen.pools = [0, 2].map(i => {
     move("pools-at", i);
