@@ -8,6 +8,7 @@ networks, and takes rows of its own.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "scaling.json"
 PRESET = ("flux1_sol_rl_hpsv2", "rollout.explore.precision=auto")
 COLOURS = {"h200": "#0072B2", "b200": "#D55E00", "tpu-v5p": "#009E73", "tpu-v6e": "#CC79A7"}
-STYLES = {"explore": "o-", "regenerate": "s--", "update": "^:"}
+STYLES = {"explore": "o-", "regenerate": "s--", "update": "^:"}  # marker and line
 STAGES = ("sync", "explore", "regenerate", "update")
 
 
@@ -91,35 +92,40 @@ def main() -> None:
 
 
 def draw() -> None:
-    """Panels against the number of devices: how much faster, bytes that a device sends, its memory; by `mesh.fsdp` alone."""
+    """Panels against the number of devices: the share of linear speed, of time that links are busy, and memory.
+
+    Lines: `mesh.fsdp` within a host, `mesh.data` between hosts. Hollow: divided otherwise.
+    """
     import matplotlib.pyplot as plt
 
     figure = plt.figure(figsize=(11, 3.9), layout="constrained")
-    faster, sent, memory = figure.subplots(1, 3)
-    rows = [row for row in json.loads(RECORD.read_text())["rows"] if row["devices"] == row["mesh"].get("fsdp", 1)]
-    for device, colour in COLOURS.items():
-        for stage, style in STYLES.items():
-            found = [
-                (row["devices"], row["stages"][stage]) for row in rows if row["device"] == device and stage in row["stages"]
-            ]
-            counts = [count for count, _ in found]
-            line = lambda axes, values: axes.plot(counts, values, style, color=colour, ms=4, label=f"{device}, {stage}")  # noqa: B023
-            if found and counts[0] == 1:
-                line(faster, [found[0][1]["seconds"] / one["seconds"] for _, one in found])
-            line(sent, [one["messages"]["sent"] / 1e12 for _, one in found])
-            line(memory, [one["peak"] / 1e9 for _, one in found])
-    most = max(row["devices"] for row in rows)
-    faster.plot([1, most], [1, most], color="#888888", lw=0.8, zorder=0)
-    titles = {faster: "times as fast as one device", sent: "TB that a device sends", memory: "peak memory of a device, GB"}
-    for axes, title in titles.items():
+    panels = figure.subplots(1, 3)
+    rows = json.loads(RECORD.read_text())["rows"]
+    alone = {row["device"]: row["stages"] for row in rows if row["devices"] == 1}
+    for row in rows:
+        row["plain"] = row["mesh"].get("fsdp", 1) == row["devices"] // row["hosts"]
+    for (device, colour), (stage, style) in itertools.product(COLOURS.items(), STYLES.items()):
+        for plain, settings in ((True, {"ls": style[1:], "label": f"{device}, {stage}"}), (False, {"ls": "", "mfc": "none"})):
+            of = [row for row in rows if row["device"] == device and row["plain"] == plain and stage in row["stages"]]
+            if of and device in alone:
+                values = [share(alone[device][stage], row["stages"][stage], row["devices"]) for row in of]
+                for axes, points in zip(panels, zip(*values, strict=True), strict=True):
+                    axes.plot([row["devices"] for row in of], points, style[0], color=colour, ms=5, **settings)
+    titles = "speed, % of one device's for each", "links busy, % of the time", "peak memory of a device, GB"
+    for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, fontsize=10)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("devices")
         axes.xaxis.set_major_formatter("{x:.0f}")
-    faster.set_yscale("log", base=2)
-    faster.yaxis.set_major_formatter("{x:.0f}")
-    memory.legend(fontsize=7)
+        axes.set_ylim(bottom=0)
+    panels[0].legend(fontsize=7, loc="lower left")
     figure.savefig(ROOT / "docs" / "scaling.png", dpi=130)
+
+
+def share(alone: dict[str, Any], stage: dict[str, Any], devices: int) -> tuple[float, float, float]:
+    """Per cent of linear speed, per cent of its time that links are busy, and GB; of a stage on some devices."""
+    busy = stage["messages"]["seconds"] / stage["seconds"]
+    return 100 * alone["seconds"] / stage["seconds"] / devices, 100 * busy, stage["peak"] / 1e9
 
 
 if __name__ == "__main__":
