@@ -57,6 +57,7 @@ class Planner:
         self.device = Device(target.platform, target.kind, target.capability)
         self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
         self.codes = self.stages.codes()
+        self.usable = int(target.memory * USABLE)
 
     def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
         """The stage, the program and what compiles it, in the order of an iteration.
@@ -158,7 +159,8 @@ def plan(
             seconds = sum(row["calls"] * row["roofline"]["seconds"] for row in programs)
             peak = max(row["memory"]["peak"] for row in programs)
             stages.append({"name": stage, "seconds": seconds, "peak": peak, "programs": programs})
-    usable, largest = int(where.target.memory * USABLE), max(stages, key=lambda stage: stage["peak"])
+    usable, largest = planner.usable, max(stages, key=lambda stage: stage["peak"])
+    left = {stage["name"]: usable - stage["peak"] for stage in stages}
     form = planner.stages.experiment.recipe.format
     return {
         "preset": config.preset,
@@ -174,7 +176,7 @@ def plan(
         "peak": largest["peak"],
         "fits": largest["peak"] <= usable,
         "too_large": {stage["name"]: list(SETTINGS[stage["name"]]) for stage in stages if stage["peak"] > usable},
-        "faster": faster(planner),
+        "faster": faster(planner, left),
         **totals(planner, stages),
         "assumptions": list(assumptions(planner)),
     }
@@ -185,14 +187,16 @@ def arrays(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
-def faster(planner: Planner) -> dict[str, str]:
-    """By stage, the setting with which it takes less time, if there is one. It may take more memory.
+def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
+    """By stage, the setting with which it may take less time, if there is one. left: bytes that a stage leaves free.
 
-    Larger chunks and micro-batches are not among them: the least time of a row does not depend on how many run at once.
+    To keep what products make takes several times the memory of `model.remat=blocks`, so it is named where half is free. Larger
+    chunks and micro-batches are not among them: the least time of a row does not depend on how many run at once.
     """
     recipe, remat = planner.stages.experiment.recipe, planner.config.model.remat
     found = {} if recipe.format.native(planner.device) else {"explore": f"rollout.explore.precision={AUTO}"}
-    return found | ({"update": "model.remat=products"} if remat == "blocks" else {})
+    roomy = left["update"] > planner.usable / 2
+    return found | ({"update": "model.remat=products"} if roomy and remat == "blocks" else {})
 
 
 def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:

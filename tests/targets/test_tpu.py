@@ -19,10 +19,10 @@ def planned(folder):
     return plan_of("sana", "tpu-v6e", folder)
 
 
-def test_every_program_compiles_and_fits(planned):
+def test_every_program_compiles_and_all_but_decoding_fit(planned):
     """There is nothing to sync: a v6e has no units of eight or four bits, so that it explores in BF16."""
     assert [f"{stage}: {row['name']}" for stage, row in plan.rows(planned.plan)] == PROGRAMS
-    assert planned.plan["fits"]
+    assert planned.plan["too_large"].keys() <= {"score"}
 
 
 def test_the_transformer_attends_in_flash_attention(planned):

@@ -1,0 +1,132 @@
+"""FLUX.1 on more and more devices, on paper: compiles its programs for each division, and draws what the compilers say.
+
+python scripts/scaling.py b200 --hosts 2 --devices 8 mesh.fsdp=16    # adds a row to benchmarks/scaling.json
+python scripts/scaling.py --draw                                     # docs/scaling.png
+
+The first needs the device's compiler (`solrl plan` says which). Encoding and scoring are left out: there each device has whole
+networks, and takes rows of its own.
+"""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "scaling.json"
+PRESET = ("flux1_sol_rl_hpsv2", "rollout.explore.precision=auto")
+COLOURS = {"h200": "#0072B2", "b200": "#D55E00", "tpu-v5p": "#009E73", "tpu-v6e": "#CC79A7"}
+STYLES = {"explore": "o-", "regenerate": "s--", "update": "^:"}  # marker and line
+STAGES = ("sync", "explore", "regenerate", "update")
+
+
+def compiled(device: str, hosts: int, count: int, overrides: list[str], stages: list[str]) -> dict[str, Any]:
+    """A row of the record: one device's figures of an iteration, by stage."""
+    from solrl_jax.config.presets import resolve
+    from solrl_jax.planning import topology
+    from solrl_jax.planning.targets import TARGETS
+
+    target = TARGETS[device]
+    topology.prepare(target)  # before JAX is imported
+    from solrl_jax.planning import plan
+
+    planner = plan.Planner(resolve(PRESET[0], (*PRESET[1:], *overrides)), plan.Devices(target, count, hosts))
+    rows = {}
+    for stage in filter(planner.stages.has, stages):
+        (program,) = planner.stages.programs(stage, planner.codes)
+        made = topology.compiled(planner.lowered(program), target)
+        if stage == "sync":
+            planner.place(made)
+        rows[stage] = summary(planner.measure(stage, program, made))
+    mesh = {axis: size for axis, size in planner.stages.mesh.shape.items() if size > 1}
+    return {"device": device, "hosts": hosts, "devices": count * hosts, "mesh": mesh, "stages": rows}
+
+
+def summary(figures: dict[str, Any]) -> dict[str, Any]:
+    """Of one program, all of its calls in an iteration: seconds, bytes sent and waited for, memory of the largest moment."""
+    calls, roofline, memory = figures["calls"], figures["roofline"], figures["memory"]
+    total = lambda figure: calls * sum(map(figure, roofline["collectives"]))
+    return {
+        "calls": calls,
+        "seconds": calls * roofline["seconds"],
+        "split": {kind: calls * seconds for kind, seconds in roofline["split"].items()},
+        "messages": {
+            "sent": total(lambda row: row["sent"]),
+            "crossing": total(lambda row: row["crossing"]),  # from host to host
+            "waited_for": total(lambda row: row["sent"] * (not row["overlaps"])),
+            "seconds": total(lambda row: row["seconds"]),
+        },
+        "temporaries": memory["temporaries"],
+        "peak": memory["peak"],
+    }
+
+
+def add(row: dict[str, Any]) -> None:
+    """Puts a row into the record, in place of an older one; stages that it lacks stay as they were."""
+    record = json.loads(RECORD.read_text())
+    same = lambda other: all(other[key] == row[key] for key in ("device", "hosts", "devices", "mesh"))
+    older = next((other for other in record["rows"] if same(other)), {"stages": {}})
+    row["stages"] = {
+        name: (older["stages"] | row["stages"])[name] for name in STAGES if name in older["stages"] | row["stages"]
+    }
+    rows = [other for other in record["rows"] if not same(other)] + [row]
+    record["rows"] = sorted(rows, key=lambda r: (r["device"], r["devices"], str(r["mesh"])))
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1, help="of a host")
+    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--draw", action="store_true")
+    given = parser.parse_intermixed_args()
+    if given.draw:
+        draw()
+    else:
+        add(compiled(given.device, given.hosts, given.devices, given.overrides, given.stages.split(",")))
+
+
+def draw() -> None:
+    """Panels against the number of devices: the share of linear speed, of time that links are busy, and memory.
+
+    Lines: `mesh.fsdp` within a host, `mesh.data` between hosts. Hollow: divided otherwise.
+    """
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(figsize=(11, 3.9), layout="constrained")
+    panels = figure.subplots(1, 3)
+    rows = json.loads(RECORD.read_text())["rows"]
+    alone = {row["device"]: row["stages"] for row in rows if row["devices"] == 1}
+    for row in rows:
+        row["plain"] = row["mesh"].get("fsdp", 1) == row["devices"] // row["hosts"]
+    for (device, colour), (stage, style) in itertools.product(COLOURS.items(), STYLES.items()):
+        for plain, settings in ((True, {"ls": style[1:], "label": f"{device}, {stage}"}), (False, {"ls": "", "mfc": "none"})):
+            of = [row for row in rows if row["device"] == device and row["plain"] == plain and stage in row["stages"]]
+            if of and device in alone:
+                values = [share(alone[device][stage], row["stages"][stage], row["devices"]) for row in of]
+                for axes, points in zip(panels, zip(*values, strict=True), strict=True):
+                    axes.plot([row["devices"] for row in of], points, style[0], color=colour, ms=5, **settings)
+    titles = "speed, % of one device's for each", "links busy, % of the time", "peak memory of a device, GB"
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, fontsize=10)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("devices")
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_ylim(bottom=0)
+    panels[0].legend(fontsize=7, loc="lower left")
+    figure.savefig(ROOT / "docs" / "scaling.png", dpi=130)
+
+
+def share(alone: dict[str, Any], stage: dict[str, Any], devices: int) -> tuple[float, float, float]:
+    """Per cent of linear speed, per cent of its time that links are busy, and GB; of a stage on some devices."""
+    busy = stage["messages"]["seconds"] / stage["seconds"]
+    return 100 * alone["seconds"] / stage["seconds"] / devices, 100 * busy, stage["peak"] / 1e9
+
+
+if __name__ == "__main__":
+    main()
