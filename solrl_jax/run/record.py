@@ -78,7 +78,7 @@ def draw_pools(
     images, captions, facts = [], [], []
     for row, prompt in enumerate(made.prompts):
         for stage, grid in made.stages.items():
-            rewards = ledger["proxy_reward" if stage == "explored" else "regenerated_reward"]
+            rewards = np.ma.filled(ledger["proxy_reward" if stage == "explored" else "regenerated_reward"], np.nan)
             for column, candidate in enumerate(made.candidates[row].tolist()):
                 images.append(grid.images[row, column])
                 captions.append(f"{stage} {rewards[row * width + candidate]:.3f}")

@@ -100,9 +100,10 @@ def pool_pictures(
         images = samples.images.reshape(count, each, *samples.images.shape[1:])
         return PictureGrid(prompts[:count], images, _right(samples, count))
 
-    stages = {"explored": draw(recipe.stage(old, level))}
+    start = rollout.window_start(iteration)
+    stages = {"explored": draw(recipe.stage(old, level, start))}
     if rollout.regenerate:
-        stages["regenerated"] = draw(experiment.stage("regenerate", old, rollout.steps))
+        stages["regenerated"] = draw(experiment.stage("regenerate", old, rollout.steps, start))
     return PoolPictures(prompts[:count], candidates, stages)
 
 

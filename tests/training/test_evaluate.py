@@ -105,10 +105,16 @@ def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
     assert "images_per_second/regenerate" not in clock.report(samples(6), None)
 
 
-@pytest.mark.parametrize("regenerate", [True, False])
-def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(regenerate):
+NOT_REGENERATED = ("rollout.regenerate=false", "rollout.explore.steps=3")
+MOVING_WINDOW = (
+    "policy.objective=mix_grpo", "rollout.solver=flow_sde", "rollout.eta=0.7", "rollout.window=1", "rollout.window_every=1",
+    "policy.timestep_fraction=0.4", "rollout.explore.steps=3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [(), NOT_REGENERATED, MOVING_WINDOW], ids=["plain", "explored", "window"])
+def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
     """The toy's reward can be had from the picture: how near its mean is to a number of the prompt."""
-    settings = () if regenerate else ("rollout.regenerate=false", "rollout.explore.steps=3")
     toy = toy_experiment(*OVERRIDES, "rollout.explore.precision=nvfp4", *settings)
     state, _ = iterate(toy, fresh_state(toy), 1)  # so that the adapters do something
     old = jax.tree.map(jnp.copy, state.old)
@@ -116,7 +122,7 @@ def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(regenerate):
     made = pool_pictures(toy, old, toy.recipe.levels[0], outcome.ledger, 2)
     columns = {name: np.ma.getdata(values).reshape(2, -1) for name, values in outcome.ledger.items() if np.ndim(values)}
     assert list(made.prompts) == columns["prompt"][:, 0].tolist()
-    assert made.stages.keys() == ({"explored", "regenerated"} if regenerate else {"explored"})
+    assert made.stages.keys() == ({"explored"} if settings == NOT_REGENERATED else {"explored", "regenerated"})
     for row, prompt in enumerate(made.prompts):
         kept = np.flatnonzero(columns["kept"][row])
         by_rank = kept[np.argsort(columns["rank"][row][kept])]
