@@ -57,6 +57,17 @@ def test_a_grid_has_no_more_columns_than_images(tmp_path):
     assert Image.open(tmp_path / "grid.png").width == 2 * 12 + 4
 
 
+def test_the_images_of_a_grid_are_read_again_with_their_facts(tmp_path):
+    images, facts = RNG.random((3, 8, 10, 3)), [{"prompt": "é </script>", "right": right} for right in (True, False, None)]
+    pictures.save_grid(tmp_path / "grid.png", images, 2, list("abc"), facts)
+    found = pictures.read_grid(tmp_path / "grid.png")
+    assert [fact for _, fact in found] == facts
+    for (image, _), saved in zip(found, images, strict=True):
+        assert (np.asarray(image) == to_uint8(saved)).all()
+    pictures.save_grid(tmp_path / "older.png", images, 2, list("abc"))
+    assert pictures.read_grid(tmp_path / "older.png") == []
+
+
 @pytest.mark.parametrize(("size", "shown"), [(16, 96), (40, 120), (200, 200), (512, 384)])
 def test_before_and_after_stand_side_by_side(tmp_path, size, shown):
     before, after = np.zeros((2, 3, size, size, 3)), np.full((2, 3, size, size, 3), 0.5)
