@@ -139,10 +139,11 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _ledger(root: Path, most: int) -> dict[str, Any]:
     """The newest iterations of a ledger, `most` rows if an iteration does not have more, by column."""
-    iterations, tables = ledger.iterations_in(root), []
+    iterations = ledger.iterations_in(root)
+    tables: list[Any] = []
     for iteration in reversed(iterations):
         table = ledger.read(root, iteration)
-        if tables and sum(map(len, tables)) + len(table) > most:
+        if tables and sum(len(newer) for newer in tables) + len(table) > most:
             break
         tables.insert(0, table)
     columns = {name: [value for table in tables for value in _column(table[name])] for name in _LEDGER}
