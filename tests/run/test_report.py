@@ -200,7 +200,7 @@ def damage_nothing_yet(folder):
 
 
 def damage_record(folder):
-    (folder / "metrics.jsonl").write_text('nonsense\n{"iteration": 1}\n')
+    (folder / "metrics.jsonl").write_text('nonsense\n{"iteration": "one"}\n')
 
 
 def damage_ledger(folder):
@@ -227,7 +227,7 @@ def damage_all(folder):
 
 DAMAGES = {
     damage_nothing_yet: "nothing to report yet",
-    damage_record: "metrics.jsonl: line 1",
+    damage_record: "nothing to report yet",
     damage_ledger: "iteration-000002.parquet: cannot be read",
     damage_columns: "iteration-000002.parquet: its columns",
     damage_picture: "iteration-000003.png: not a whole picture",
