@@ -169,7 +169,7 @@ def score(how: str, skip: bool = False, pictures: int = 1):
 )
 def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, said, monkeypatch):
     if how == "hungry":
-        monkeypatch.setattr("solrl_jax.rewards.host.hosts.memory", lambda: 4 * 10**9)
+        monkeypatch.setattr("solrl_jax.rewards.host.hosts.memory", lambda: 24 * 10**8)
     began = time.monotonic()
     with pytest.raises(RewardError, match=said):
         score(how)
