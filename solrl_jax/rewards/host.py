@@ -10,12 +10,14 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
+import math
 import multiprocessing
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -31,6 +33,8 @@ from solrl_jax.parallel import hosts
 from solrl_jax.rewards.protocol import Host, HostReward, finite
 from solrl_jax.storage.errors import RunError
 
+GRACE = 10.0  # seconds, within which the system has ended a process whose time is up
+ENDED = 99  # exit code of a worker whose function ended it with 0
 MOST_FAILURES = 32  # calls of one reward in a row after which also a run that skips failures stops
 Images = Float[np.ndarray, "n H W 3"]
 Answer = dict[str, Float[np.ndarray, " n"]]  # scores by name
@@ -88,9 +92,15 @@ class Workers:
 
     def _wait(self, pool: ProcessPool, future: concurrent.futures.Future[Answer | str]) -> Answer | str | None:
         """The scores, or what went wrong; None if the pool broke, which does not always end its futures."""
+        end = math.inf
         while not future.done():
             if not pool.active and not future.done():
                 return None
+            if future.running() and end == math.inf:
+                end = time.monotonic() + self.timeout + GRACE
+            if time.monotonic() > end:
+                self.close()  # pebble does not tell of a process that ended as if all were well
+                return f"its process ended, and gave no answer within reward.timeout={self.timeout:g} seconds"
             concurrent.futures.wait([future], timeout=1)
         match future.exception():
             case None:
@@ -98,7 +108,7 @@ class Workers:
             case ProcessExpired(exitcode=code) if code == -signal.SIGALRM:
                 return f"no answer within reward.timeout={self.timeout:g} seconds"
             case ProcessExpired() as expired:
-                code = expired.exitcode
+                code = expired.exitcode if expired.exitcode != ENDED else 0
                 return "its process " + (f"ended with exit code {code}" if code >= 0 else f"got {signal.Signals(-code).name}")
             case BrokenProcessPool():
                 return None
@@ -220,10 +230,12 @@ def _set_up(memory: int) -> None:
 
     memory: bytes that the worker may take. Beyond them it gets a MemoryError, and the host's other processes get none.
     """
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (memory if most == resource.RLIM_INFINITY else min(memory, most), most))
     os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
     if "jax" in sys.modules:  # then JAX has read its environment already
         sys.modules["jax"].config.update("jax_platforms", "cpu")
+    leave, os._exit = os._exit, lambda code: leave(code or ENDED)  # pebble would wait for a process that ends with 0
     os.setsid()  # Ctrl-C, and signals to the run's process group, do not reach a worker
     os.dup2(2, 1)  # standard output is for results
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()

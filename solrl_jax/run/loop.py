@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from solrl_jax.conditioning.prompts import Prompt, draw_prompts
 from solrl_jax.config.schema import Config
@@ -38,7 +39,7 @@ from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Reporter, Stopped
 from solrl_jax.run.report import Live
 from solrl_jax.storage import files
-from solrl_jax.storage.errors import InputError, RunError
+from solrl_jax.storage.errors import InputError, RunError, first_line
 from solrl_jax.training.evaluate import evaluate, sample_grid
 from solrl_jax.training.experiment import Experiment, build, fresh_state, state_shapes
 from solrl_jax.training.iteration import iterate
@@ -216,7 +217,10 @@ def _prepare(this: _Run, done: int) -> None:
     encoders.encode_ahead(prompts, config.model.max_tokens, experiment.backbone.instruction, show)
     if calibrates:
         report.stage("calibrate", len(measured), 0)
-        experiment.recipe.calibrate()
+        try:
+            experiment.recipe.calibrate()
+        except np.linalg.LinAlgError as error:
+            raise RunError(f"stage 'calibrate': its values are not finite ({first_line(error)})") from error
 
 
 def _level(this: _Run) -> int:

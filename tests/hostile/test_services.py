@@ -104,7 +104,7 @@ def test_an_answer_that_is_none_is_one_line_in_time(case, service):
     with pytest.raises(Failure, match=ANSWERS[case][1]) as failure:
         ask(f"{service}/{case}")
     assert len(str(failure.value).splitlines()) == 1
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +148,12 @@ def test_the_server_refuses_a_long_body(server):
         assert b"500" in connection.recv(1000)
 
 
-WORKERS = (1, 3.0)
+WORKERS, PATIENT = (1, 3.0), (1, 100.0)
 
 
-def score(how: str, skip: bool = False, pictures: int = 1):
+def score(how: str, skip: bool = False, pictures: int = 1, workers=WORKERS):
     reward = HostReward("some", f"tests.hostile.outside:{how}", {}, (), 1)
-    with scoring(Host((reward,), {}, *WORKERS, skip), pictures * [Prompt("a red circle")]) as outside:
+    with scoring(Host((reward,), {}, *workers, skip), pictures * [Prompt("a red circle")]) as outside:
         outside.add(np.zeros((pictures, 8, 8, 3), np.float32))
         return outside.finish()["some"]
 
@@ -169,12 +169,13 @@ def score(how: str, skip: bool = False, pictures: int = 1):
 )
 def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, said, monkeypatch):
     if how == "hungry":
-        monkeypatch.setattr("solrl_jax.rewards.host.hosts.memory", lambda: 4 * 10**9)
+        monkeypatch.setattr("solrl_jax.rewards.host.hosts.memory", lambda: 24 * 10**8)
     began = time.monotonic()
     with pytest.raises(RewardError, match=said):
-        score(how)
-    assert time.monotonic() - began < 30
-    host.workers(*WORKERS).close()
+        score(how, workers=PATIENT if how in ("hungry", "quiet") else WORKERS)
+    assert time.monotonic() - began < 90
+    for workers in (WORKERS, PATIENT):
+        host.workers(*workers).close()
 
 
 def test_the_wall_clock_ends_no_wait(monkeypatch):
@@ -184,12 +185,12 @@ def test_the_wall_clock_ends_no_wait(monkeypatch):
     began = time.monotonic()
     with pytest.raises(RewardError, match="no answer within"):
         score("patient")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
     host.workers(*WORKERS).close()
 
 
 def test_failures_in_a_row_stop_a_run_that_skips_them():
-    assert np.isnan(score("wrong", skip=True, pictures=host.MOST_FAILURES - 1)).all()
+    assert np.isnan(score("wrong", skip=True, pictures=host.MOST_FAILURES - 1, workers=PATIENT)).all()
     with pytest.raises(RewardError, match=rf"ValueError: never.*; {host.MOST_FAILURES} calls in a row failed"):
-        score("wrong", skip=True, pictures=2)
-    host.workers(*WORKERS).close()
+        score("wrong", skip=True, pictures=2, workers=PATIENT)
+    host.workers(*PATIENT).close()

@@ -30,7 +30,16 @@ def test_names_are_distinct():
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# these take seconds, for they go on to the end
+WHOLE = [case for case in CASES if case.code == 0 and case.arguments.startswith(("train", "sample"))]
+QUICK = ("run.json is deep", "metrics.jsonl has infinity", "sample: another picture is there")
+PARAMETERS = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.exhaustive] if case in WHOLE and case.name not in QUICK else [])
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_case(case: Case, run, tmp_path, monkeypatch):
     names = prepare(case, tmp_path, run)
     monkeypatch.chdir(names["dir"])
