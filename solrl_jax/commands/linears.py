@@ -6,27 +6,42 @@ import click
 
 from solrl_jax.backbone.backbone import DTYPES, load_backbone
 from solrl_jax.backbone.locate import open_model
-from solrl_jax.commands.options import finish, json_option, overrides_argument
+from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
 from solrl_jax.explore import linears
 from solrl_jax.numerics.formats import resolve
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.run.directory import configuration, load_policy
 from solrl_jax.storage.errors import in_one_line
-from solrl_jax.training.experiment import device_facts
+from solrl_jax.training.experiment import build, device_facts
+from solrl_jax.training.sensitivity import measure, proposed, table
 
 
 @click.command("linears")
 @click.argument("target", metavar="RUN_OR_PRESET")
 @overrides_argument
 @click.option("--errors", is_flag=True, help="Load the weights, merge a run's averaged policy, and measure errors.")
+@click.option(
+    "--sensitivity", type=click.IntRange(1), metavar="PROMPTS", help="Measure what quantising each group does to ranks."
+)
+@click.option("--drop", default=0.02, show_default=True, help="Spearman that the proposed rule may cost.")
 @json_option
-def command(target: str, overrides: tuple[str, ...], errors: bool, as_json: bool) -> None:
+def command(target: str, overrides: tuple[str, ...], errors: bool, sensitivity: int | None, drop: float, as_json: bool) -> None:
     """List the linears of a model: which are quantised, why others are not, and their bytes. Loads no weights.
 
     \b
     solrl linears tiny rollout.explore.precision=fp8 --errors
+    solrl linears tiny prompts.test=embedded:shapes-train --sensitivity 16
     """
     config, run = configuration(target, overrides, None, trust=True)
+    if sensitivity is not None:
+        experiment = build(config)
+        adapters, _ = load_policy(run, config, experiment.backbone)
+        with bar(None, "sensitivity") as shown:
+            exact, groups = measure(experiment, adapters, sensitivity, lambda stage, rows, done: shown.update(done))
+        skip = proposed(exact, groups, exact - drop)
+        found = {"exact": exact, "groups": list(map(dataclasses.asdict, groups)), "skip": skip}
+        finish(found, as_json, table(exact, groups, skip))
+        return
     device = device_facts()
     form = resolve(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path)

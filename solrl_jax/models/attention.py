@@ -22,7 +22,6 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     bias: Float[Array, "#b #n t s"] | None = None,
-    differentiated: bool = True,
 ) -> Float[Array, "b t n h"]:
     """`softmax(scale * q k^T + bias) v` for each head, in the dtype of `q`, with the softmax in float32.
 
@@ -32,18 +31,34 @@ def attention(
       scale: `h ** -0.5` unless given.
       softcap: with a cap c, the logits become `c tanh(logits / c)`, before bias and mask.
       bias: cuDNN reads it in the dtype of `q`.
-      differentiated: whether a gradient may be asked for; cuDNN has none for odd lengths, and gets them filled up.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (split.join(x, 2) for x in (q, k, v))  # whole, so that a norm before the attention sees all features
-    rows = q[:, 0, 0, 0]
-    q, k, v = (split.split(x, 2) for x in (q, k, v))  # divided by heads over the mesh axis `tensor`
     if softcap is not None:
+        q, k, v = (split.split(split.join(x, 2), 2) for x in (q, k, v))
         return _softcapped(q, k, v, mask, scale, softcap, bias)
+    return _attend(q, k, v, mask, scale, bias, gradient=True)
+
+
+def attention_forward(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s kv h"],
+    v: Float[Array, "b s kv h"],
+    mask: Bool[Array, "#b #n #t s"] | None = None,
+) -> Float[Array, "b t n h"]:
+    """`attention` of which no gradient is asked for: cuDNN then takes odd lengths and one mask for all heads."""
+    return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)
+
+
+def _attend(
+    q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None, gradient: bool
+) -> Float[Array, "b t n h"]:
+    q, k, v = (split.join(x, 2) for x in (q, k, v))  # whole, so that a norm before the attention sees all features
+    rows = q[:, 0, 0, 0] if gradient else None
+    q, k, v = (split.split(x, 2) for x in (q, k, v))  # divided by heads over the mesh axis `tensor`
     if attention_tpu.fits(q, k, mask, bias):
         out = attention_tpu.flash(q, k, v, mask, scale)
     elif cudnn_fits(q, k, biased=mask is not None or bias is not None):
-        out = _cudnn(q, k, v, mask, scale, bias, rows if differentiated else None)
+        out = _cudnn(q, k, v, mask, scale, bias, rows)
     else:
         if bias is not None:
             bias = jnp.broadcast_to(bias, (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])).astype(jnp.float32)

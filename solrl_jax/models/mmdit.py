@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.attention import attention
+from solrl_jax.models.attention import attention, attention_forward
 from solrl_jax.models.embeddings import TextProjection, TimestepMLP
 from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm
 from solrl_jax.numerics.pending import Pending, written
@@ -43,7 +43,8 @@ class Projections(nnx.Module):
     def attend(self, *streams: list[Pending]) -> Float[Array, "b s d"]:
         """Attention of queries to keys and values, of streams one after another."""
         q, k, v = (written(stretches, self.head) for stretches in zip(*streams, strict=True))
-        return attention(q, k, v, differentiated=streams[0][0].exact).reshape(*q.shape[:2], -1)
+        attend = attention if streams[0][0].exact else attention_forward
+        return attend(q, k, v).reshape(*q.shape[:2], -1)
 
 
 class SelfAttention(Projections):

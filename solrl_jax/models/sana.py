@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from solrl_jax.models.attention import attention
+from solrl_jax.models.attention import attention, attention_forward
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
 from solrl_jax.models.embeddings import PatchProjection, TextProjection, TimestepMLP, sincos_positions, unpatch
 from solrl_jax.models.layers import GLUMBConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
@@ -188,8 +188,8 @@ class CrossAttention(Attention):
         self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
     ) -> Float[Array, "b n d"]:
         heads = self.by_head(Pending.of(x), Pending.of(text))
-        trained = not isinstance(self.to_q.kernel.get_value(), Quantized)
-        out = attention(*heads, mask=mask[:, None, None, :], differentiated=trained)
+        attend = attention_forward if isinstance(self.to_q.kernel.get_value(), Quantized) else attention
+        out = attend(*heads, mask=mask[:, None, None, :])
         return self.to_out[0](out.reshape(*x.shape[:2], -1))
 
 

@@ -10,3 +10,10 @@ def platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def converts_fp8() -> bool:
+    """Whether kernels in Triton write FP8: not on NVIDIA GPUs before Ada. A GPU that is not here is taken to be newer."""
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    return device.platform != "gpu" or not capability.replace(".", "").isdigit() or float(capability) >= 8.9

@@ -16,7 +16,7 @@ from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.fidelity import mean_true_rank, overlap, rank_correlations, regret
 from solrl_jax.rollout.stage import Stage
 from solrl_jax.storage.errors import InputError
-from solrl_jax.training.experiment import Experiment, device_facts
+from solrl_jax.training.experiment import Experiment, device_facts, linears_of
 from solrl_jax.training.iteration import Progress, roll_out
 
 TOP = 4  # of the paper's "top-4 match"
@@ -99,7 +99,9 @@ def with_recipe(experiment: Experiment, name: str) -> Experiment:
     """The same experiment exploring by another recipe of `configs/explore/`; "" is its own."""
     if not name:
         return experiment
-    return dataclasses.replace(experiment, config=override(experiment.config, (f"explore={name}",)))
+    config = override(experiment.config, (f"explore={name}",))
+    _, quantized = linears_of(config, experiment.backbone.pipeline, experiment.device)
+    return dataclasses.replace(experiment, config=config, quantized=quantized)
 
 
 def summarise(pools: Pools, setting: Setting, kept: int) -> dict[str, Any]:

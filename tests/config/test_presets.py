@@ -283,10 +283,21 @@ def test_recipes_go_with_every_preset_and_leave_all_but_exploration(preset):
     assert override(plain, ["explore=best"]) == best
     assert override(best, ["explore=paper"]) == plain
     explore = best.rollout.explore
-    assert dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, explore=explore)) == best
+    model = dataclasses.replace(plain.model, quantize=best.model.quantize)
+    assert dataclasses.replace(plain, model=model, rollout=dataclasses.replace(plain.rollout, explore=explore)) == best
+    assert (model == plain.model) == (model.name not in ("sana", "sd3"))
     quantises = plain.family in ("naive_quant", "sol_rl")
     assert (explore.correction > 0) == quantises
     assert (explore.sigmas == "first") == (explore.exact_steps > 0) == (plain.family == "sol_rl")
+
+
+@pytest.mark.parametrize("model", ["sana", "sd3"])
+def test_the_papers_recipe_has_the_models_own_rule(model):
+    own = yaml.safe_load((Path(presets.__file__).parents[1] / "configs" / "model" / f"{model}.yaml").read_text())
+    assert dataclasses.asdict(resolve(f"{model}_sol_rl_hpsv2").model.quantize) == {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in ({"fused": []} | own["model"]["quantize"]).items()
+    }
 
 
 def test_a_recipe_has_settings_for_models_and_families_of_presets_and_of_runs(configs):

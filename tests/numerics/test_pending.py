@@ -1,13 +1,14 @@
 """`Pending`: the kernel and its twin are one function, bit for bit; and what a quantised product reads is written once."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.numerics import fp8, nvfp4
+from solrl_jax.numerics import fp8, nvfp4, target
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import deferred, matmul
 from solrl_jax.numerics.pending import Part, Pending, kernel, layer_norm, twin, written
@@ -114,6 +115,17 @@ def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
     text = jax.jit(network).trace(shape(B, S, 64), shape(B, 1, 64)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 3  # the norm's codes, the activation's, and both stretches
     assert "__gpu$xla.gpu.triton" not in jax.jit(network).lower(shape(B, S, 64), shape(B, 1, 64)).as_text()
+
+
+def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch):
+    w = FORMATS["fp8"].quantize(normal(128, 64, seed=3))
+    lower = lambda: jax.jit(lambda x: matmul(x, w)).trace(normal(4, 128)).lower(lowering_platforms=("cuda",)).as_text()
+    for capability, kernels in (("8.0", 0), ("9.0", 1)):
+        device = SimpleNamespace(platform="gpu", compute_capability=capability)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "devices", lambda device=device: [device])
+            assert target.converts_fp8() == bool(kernels)
+            assert lower().count("__gpu$xla.gpu.triton") == kernels
 
 
 def test_nibbles_are_the_codes_of_four_bits():

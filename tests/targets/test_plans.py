@@ -57,6 +57,19 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
     assert ours["fp8"] == pytest.approx(other["fp4"], rel=0.02)  # NVFP4 fills widths up to a multiple of 128
 
 
+# an exploring step against a BF16 step: the paper's rules, and the wider ones of `explore=best`
+STEP = {("flux1", "b200"): 2.8, ("flux1", "h200"): 1.85, ("sd3", "b200"): 1.3, ("sana", "b200"): 1.15}
+
+
+def test_what_a_product_reads_is_written_in_one_pass_and_an_exploring_step_is_so_much_faster(planned):
+    kernels = {f"{stage}: {row['name']}": row["roofline"]["native"] for stage, row in plan.rows(planned.plan)}
+    assert [name for name, native in kernels.items() if "__gpu$xla.gpu.triton" in native] == [SAMPLE[0]]
+    rollout = config(planned.model).rollout
+    steps = rollout.explore.steps, rollout.steps
+    explored, exact = (planned.program(name)["roofline"]["seconds"] / n for name, n in zip(SAMPLE, steps, strict=True))
+    assert exact / explored > STEP.get((planned.model, planned.device), 1.0)
+
+
 def test_the_transformer_attends_in_flash_attention(planned):
     """Forwards once an attention and a step; backwards in the update."""
     settings, count = config(planned.model), ATTENTIONS[planned.model]

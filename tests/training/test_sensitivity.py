@@ -1,0 +1,41 @@
+"""Which linears stand a format, measured by ranks on a tiny pipeline, and the rule that follows."""
+
+import pytest
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.training.experiment import build, fresh_state
+from solrl_jax.training.sensitivity import Sensitivity, group_of, measure, proposed, table
+
+
+@pytest.mark.parametrize(
+    ("path", "group"),
+    [
+        ("transformer_blocks/attn1/to_out/0/kernel", "/attn1/"),
+        ("transformer_blocks/0-36/ff/net/2/kernel", "/ff/"),
+        ("single_transformer_blocks/proj_mlp/kernel", "/proj_mlp/"),
+        ("time_embed/emb/timestep_embedder/linear_1/kernel", "time_embed/"),
+    ],
+)
+def test_a_group_is_a_part_of_its_paths(path, group):
+    assert group_of(path) == group
+    assert group in path
+
+
+def test_the_proposal_takes_what_costs_least_for_its_share():
+    groups = [Sensitivity("/ff/", 8, 0.6, 0.98), Sensitivity("/attn/", 8, 0.3, 0.985), Sensitivity("/norm1/", 2, 0.1, 0.7)]
+    assert proposed(0.99, groups, 0.97) == ["/norm1/"]
+    assert proposed(0.99, groups, 0.98) == ["/attn/", "/norm1/"]
+    assert proposed(0.99, groups, 0.5) == []
+    assert "model.quantize.skip=[/norm1/]" in table(0.99, groups, ["/norm1/"])
+
+
+def test_each_group_is_measured_alone():
+    small = ("train.prompts=2", "eval.prompts=2", "rollout.candidates=8", "rollout.kept=4")
+    config = resolve("tiny", (*small, "rollout.steps=2", "rollout.explore.steps=2"))
+    experiment = build(config)
+    exact, groups = measure(experiment, fresh_state(experiment).old, 2, lambda *_: None)
+    assert exact == 1.0  # nothing quantised and as many steps: the candidates themselves
+    assert sum(group.share for group in groups) == pytest.approx(1)
+    assert {"/attn1/", "/ff/"} < {group.group for group in groups}
+    assert any(group.spearman < 1 for group in groups)
+    assert all(-1 <= group.spearman <= 1 for group in groups)
