@@ -1,7 +1,6 @@
 """Rewards that are the cosine between a picture and its prompt in a CLIP (arXiv 2103.00020), each on its published scale."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,12 +33,12 @@ HPS = CLIPConfig.from_dict({
 
 def clipscore(paths: Mapping[str, str]) -> Loader:
     """CLIPScore (arXiv 2104.08718) with OpenAI's ViT-L/14: `exp(logit_scale) / 100` times the cosine, about the cosine."""
-    return _scaled(paths, "clipscore", find("clipscore", paths), 100, kernel="bilinear", eight_bit=False)
+    return _scaled(paths, ("clipscore", "clipscore"), 100, kernel="bilinear", eight_bit=False)
 
 
 def pickscore(paths: Mapping[str, str]) -> Loader:
     """PickScore v1 (arXiv 2305.01569) with a fine-tuned ViT-H/14: `exp(logit_scale) / 26` times the cosine, about 0.8."""
-    return _scaled(paths, "pickscore", find("pickscore/tokenizer", paths), 26, kernel="bicubic", eight_bit=True, odd="down")
+    return _scaled(paths, ("pickscore", "pickscore/tokenizer"), 26, kernel="bicubic", eight_bit=True, odd="down")
 
 
 def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
@@ -59,9 +58,12 @@ def tiny_clip(paths: Mapping[str, str]) -> Loader:
     return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))
 
 
-def _scaled(paths: Mapping[str, str], name: str, tokenizer: Path, divisor: float, **resize: Any) -> Loader:
-    """The cosine in a CLIP in the layout of transformers, times `exp(logit_scale) / divisor`. name: in `reward.paths`."""
-    folder = find(name, paths)
+def _scaled(paths: Mapping[str, str], names: tuple[str, str], divisor: float, **resize: Any) -> Loader:
+    """The cosine in a CLIP in the layout of transformers, times `exp(logit_scale) / divisor`.
+
+    names: of the network and of its tokenizer, in `reward.paths`.
+    """
+    folder, tokenizer = (find(name, paths) for name in names)
     config = CLIPConfig.read(folder)
     network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
     preprocessing = Preprocessing(config.vision_config.image_size, fit="crop", **resize)

@@ -3,6 +3,8 @@
 Cross-platform lowering stops at StableHLO: XLA's custom calls stand in it as they are handed to cuDNN and cuBLAS.
 """
 
+import functools
+
 import jax
 import pytest
 
@@ -43,11 +45,17 @@ def products(text: str, dtype: str = "") -> int:
     return sum(PRODUCT in line and dtype in line for line in text.splitlines())
 
 
+@functools.cache
+def on_blackwell(preset: str) -> tuple[Experiment, dict[str, list[str]]]:
+    """The lowered programs of every stage, exploring in NVFP4."""
+    made, stages = of_shapes(preset, "nvfp4", "b200")
+    return made, {name: [lowered(program) for program in stages.programs(name, stages.codes())] for name in STAGES}
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_exploration_alone(preset):
     """As many products fewer than regeneration has as are quantised, and two more where an adapter is merged."""
-    made, stages = of_shapes(preset, "nvfp4", "b200")
-    texts = {name: [lowered(program) for program in stages.programs(name, stages.codes())] for name in STAGES}
+    made, texts = on_blackwell(preset)
     assert [name for name, of in texts.items() if any(CUSTOM in text for text in of)] == ["explore"]
     (explored,), (regenerated,) = texts["explore"], texts["regenerate"]
     merged = set(made.recipe.quantized) & set(made.targets)
@@ -58,16 +66,16 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
     made, stages = of_shapes(preset, "fp8", "h200")
-    (explored,), (regenerated,) = ([lowered(p) for p in stages.programs(n, stages.codes())] for n in ("explore", "regenerate"))
+    (program,) = stages.programs("explore", stages.codes())
+    explored, (regenerated,) = lowered(program), on_blackwell(preset)[1]["regenerate"]
     assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (len(made.recipe.quantized), 0)
     assert CUSTOM not in explored
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_transformers_attend_in_cudnns_flash_attention_forwards_and_backwards(preset):
-    _, stages = of_shapes(preset, "nvfp4", "h200")
     for name in ("explore", "regenerate", "update"):
-        text = "".join(lowered(program) for program in stages.programs(name, stages.codes()))
+        text = "".join(on_blackwell(preset)[1][name])
         assert ("__cudnn$fmha" in text, "SoftmaxBackward" in text) == (True, name == "update")
     _, stages = of_shapes(preset, "nvfp4", "h200", count=2)  # whose micro-batches are mapped over groups of rows
     (program,) = stages.programs("update", stages.codes())

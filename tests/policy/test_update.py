@@ -94,29 +94,28 @@ one_device = cache(toy_backbone)
 def by_hand(weight=EVERY_ROW):
     """docs/method.md, section 4, a term after another on one device: the mean loss and its gradient, in float32."""
     backbone = one_device()
-    return jax.device_get(_by_hand(backbone, state_of(backbone), batch_of(backbone), jnp.asarray(weight, jnp.float32)))
+    state, batch = state_of(backbone), batch_of(backbone)
+    terms = [(w, _term(backbone, state, batch, row, slot)) for row, w in enumerate(weight) if w for slot in range(SLOTS)]
+    mean = lambda *values: sum(w * value for (w, _), value in zip(terms, values, strict=True)) / (SLOTS * sum(weight))
+    return jax.tree.map(mean, *jax.device_get([term for _, term in terms]))
 
 
 @partial(jax.jit, static_argnums=0)
-def _by_hand(backbone, state, batch, weight):
+def _term(backbone, state, batch, row, slot):
+    """The loss of a row at its sigma number `slot`, and its gradient."""
     grid, base, policy, scale = toy_grid(STEPS), backbone.transformer, CONFIG.policy, CONFIG.lora.alpha / CONFIG.lora.rank
-    times = jnp.asarray(grid.times)
+    seed, x0 = batch.seeds[row][None], batch.latents[row][None]
+    visited = permutations(seed, "sigmas", STEPS)[0, slot]
+    text = jax.tree.map(lambda c: c[batch.prompt[row]][None], batch.conditioning)
+    sigma, time = jnp.asarray(grid.sigmas)[visited], jnp.asarray(grid.times)[visited]
+    x = (1 - sigma) * x0 + sigma * normal(seed, "training", SHAPE, slot)
 
     def loss(adapters):
-        total = 0.0
-        for row in range(ROWS):
-            seed, x0 = batch.seeds[row : row + 1], batch.latents[row : row + 1]
-            visited = permutations(seed, "sigmas", STEPS)[0, :SLOTS]
-            text = jax.tree.map(lambda c, row=row: c[batch.prompt[row]][None], batch.conditioning)
-            for slot in range(SLOTS):
-                sigma, time = jnp.asarray(grid.sigmas)[visited[slot]], times[visited[slot]]
-                x = (1 - sigma) * x0 + sigma * normal(seed, "training", SHAPE, slot)
-                v = lambda params, x=x, text=text, time=time: backbone.velocity(params, x, text, time, jnp.float32(1))
-                policies = Velocities(v(attach(base, adapters, scale)), v(attach(base, state.old, scale)), v(base))
-                target = Target(x, x0, sigma[None], batch.optimality[row : row + 1])
-                weights = {"beta": policy.beta, "kl_weight": policy.kl_weight, "advantage_clip": policy.advantage_clip}
-                total += weight[row] * nft_loss(policies, target, **weights)[0][0]
-        return total / (SLOTS * weight.sum())
+        v = lambda params: backbone.velocity(params, x, text, time, jnp.float32(1))
+        policies = Velocities(v(attach(base, adapters, scale)), v(attach(base, state.old, scale)), v(base))
+        target = Target(x, x0, sigma[None], batch.optimality[row][None])
+        weights = {"beta": policy.beta, "kl_weight": policy.kl_weight, "advantage_clip": policy.advantage_clip}
+        return nft_loss(policies, target, **weights)[0][0]
 
     return jax.value_and_grad(loss)(state.adapters)
 
@@ -150,7 +149,14 @@ def test_an_update_is_the_loop_over_terms_and_the_optimisers_step(backbones, mes
     assert metrics["old_decay"] == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize(("mesh", "micro"), [*(("one", n) for n in (1, 4, 5, 17, 100)), *((name, 5) for name in [*MESHES][1:])])
+@pytest.mark.parametrize(
+    ("mesh", "micro"),
+    [
+        *(("one", n) for n in (1, 4, 100)),
+        *(pytest.param("one", n, marks=pytest.mark.exhaustive) for n in (5, 17)),
+        *((name, 5) for name in [*MESHES][1:]),
+    ],
+)
 def test_a_micro_batch_is_an_upper_limit_that_need_not_divide_the_terms(backbones, mesh, micro):
     """Eighteen terms in micro-batches that are filled up: the same update, and the same metrics."""
     want, told = run(backbones["one"], batch_of(backbones["one"]), with_optimizer(micro_batch=6))
@@ -165,7 +171,7 @@ def test_a_micro_batch_is_an_upper_limit_that_need_not_divide_the_terms(backbone
 BAD = {"nan": np.nan, "inf": np.inf, "huge": 3e38}
 
 
-@pytest.mark.parametrize("micro", [1, 4, 18, 100])
+@pytest.mark.parametrize("micro", [1, 4, 100])
 @pytest.mark.parametrize("bad", BAD)
 def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, micro):
     """At each position: the same bits as with zeros in its place, and the update by hand on the other rows."""
@@ -199,14 +205,14 @@ def test_rows_of_weight_0_change_nothing_on_a_mesh(backbones, mesh):
 
 
 def test_if_every_row_has_weight_0_the_policy_stays(backbones):
-    backbone, config = backbones["one"], with_optimizer(weight_decay=0.0, micro_batch=5)
+    backbone, config = backbones["one"], with_optimizer(weight_decay=0.0, micro_batch=4)
     batch = batch_of(backbone, np.zeros(ROWS), np.full((ROWS, *SHAPE), np.nan, np.float32))
     state, metrics = run(backbone, batch, config)
     same_bits(state.adapters, state_of(backbone).adapters)
     assert metrics["loss"] == metrics["grad_norm"] == metrics["skipped_micro_batches"] == 0.0
 
 
-@pytest.mark.parametrize("micro", [1, 4, 18])
+@pytest.mark.parametrize("micro", [1, 4, 100])
 def test_a_micro_batch_whose_loss_is_not_finite_contributes_nothing_and_is_counted(backbones, micro):
     """The bad row has weight 1. Terms go through the rows again and again, so each slot of it spoils one micro-batch."""
     backbone, position = backbones["one"], 2
@@ -219,7 +225,7 @@ def test_a_micro_batch_whose_loss_is_not_finite_contributes_nothing_and_is_count
     if micro == 1:  # the others keep their share of the mean over all rows
         _, gradient = by_hand([row != position for row in range(ROWS)])
         assert metrics["grad_norm"] == pytest.approx(norm(gradient) * (ROWS - 1) / ROWS, rel=TOLERANCE)
-    if micro == 18:
+    if micro == 100:
         assert metrics["grad_norm"] == 0
 
 
