@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import split
-from solrl_jax.numerics.leaf import Leaf
+from solrl_jax.numerics.leaf import PRODUCT, Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +50,7 @@ def _low_rank(
 
 
 def _low_rank_forward(scale, x, a, b):
-    inner = x @ a.astype(x.dtype)
+    inner = checkpoint_name(x @ a.astype(x.dtype), PRODUCT)
     # the scale goes to the small factor, and to its gradient: a product of its own would read and write all outputs again
     return inner @ (scale * split.place(b, -1)).astype(x.dtype), (x, inner, a, b)
 
