@@ -30,7 +30,7 @@ MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int, int, int]]:
     """The transformer's config.json, the shape of each encoding of a prompt without its row, and that of a latent [h, w, c]."""
     config = resolve(preset, tuple(overrides))
-    pipeline = open_configurations(config.model.path, config.model.remat)
+    pipeline = open_configurations(config.model.path)
     there = experiment(config, pipeline, device_facts(), sharding.make_mesh(1, 1))
     encodings = {name: leaf.shape[1:] for name, leaf in encoding_shapes(there).items()}
     stored = json.loads((pipeline.transformer.source / "config.json").read_text())

@@ -33,7 +33,7 @@ def random_experiment(config: Config) -> Experiment:
 
 def shapes_of_experiment(config: Config) -> Experiment:
     """The experiment of `config` on this machine's devices; every array is a shape. Raises InputError."""
-    pipeline = open_configurations(config.model.path, config.model.remat)
+    pipeline = open_configurations(config.model.path)
     return of_shapes(config, pipeline, device_facts(), open_mesh(config))
 
 

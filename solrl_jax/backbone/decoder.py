@@ -11,6 +11,9 @@ from solrl_jax.models.layers import gather
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.tiling import decode_tiled
 from solrl_jax.models.weights import Params
+from solrl_jax.parallel import sharding
+
+PIXELS = 2**21  # that a device decodes at once: this bounds memory, whatever the chunk
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["pipeline", "dtype", "tile"])
@@ -25,10 +28,12 @@ class Decoder:
 
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """Pictures in [0, 1], float32. For use under jit."""
-        decode = partial(self.pipeline.decode, gather(self.params))
-        latents = latents.astype(self.dtype)
-        if self.tile is None:
-            return decode(latents)
-        compression = self.pipeline.compression
-        side = self.tile // compression  # neighbouring tiles share a quarter of a side
-        return decode_tiled(decode, latents, side, side // 4, compression)
+        decode, compression = partial(self.pipeline.decode, gather(self.params)), self.pipeline.compression
+        (height, width), tile = latents.shape[1:3], self.tile
+        if tile is not None:
+            side = tile // compression  # neighbouring tiles share a quarter of a side
+            decode = partial(decode_tiled, decode, tile=side, overlap=side // 4, compression=compression)
+            height, width = min(height, side), min(width, side)
+        of_device = len(latents) // max(jax.sharding.get_abstract_mesh().size, 1)
+        parts = -(-of_device * height * width * compression**2 // PIXELS)
+        return sharding.map_rows(decode, latents.astype(self.dtype), -(-of_device // min(parts, of_device)))

@@ -142,7 +142,7 @@ class Model(Section):
     instruction: Text | None  # a file with the text that goes before every prompt (SANA); null: none
     cache: Free | None  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
     tile: Side | None  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
-    remat: Literal["none", "products", "blocks"]  # what gradients compute again instead of keeping it in memory
+    remat: Literal["auto", "none", "products", "blocks"]  # what gradients compute again; auto: by the device's memory
     quantize: Quantize
 
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from solrl_jax.numerics import split
-from solrl_jax.numerics.leaf import Leaf
+from solrl_jax.numerics.leaf import PRODUCT, Leaf
 from solrl_jax.numerics.matmul import deferred, matmul, outputs_divided
 from solrl_jax.numerics.pending import Pending, layer_norm
 
@@ -32,9 +32,11 @@ from solrl_jax.numerics.pending import Pending, layer_norm
 LAYOUTS = ("same", "linear", "pointwise", "conv")
 
 # What the forward pass through a stack of blocks keeps for the gradient; the rest is computed again (arXiv 1604.06174).
-#   "none": keeps every intermediate, also the gathered weights under FSDP;  "products": the outputs of matrix products;
-#   "blocks": only the input of each block.
-REMAT = {"none": None, "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "blocks": None}
+#   "none": keeps every intermediate, also the gathered weights under FSDP;  "products": the outputs of linears and of attention
+#   kernels, as far as the gradient reads them;  "blocks": only the input of each block.
+_kernels = lambda primitive, *_, **__: primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
+_products = jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.save_only_these_names(PRODUCT), _kernels)
+REMAT = {"none": None, "products": _products, "blocks": None}
 
 M = TypeVar("M", bound=nnx.Module)
 P = TypeVar("P")

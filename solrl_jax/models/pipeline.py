@@ -57,6 +57,7 @@ class Pipeline:
     vae_dtype: jnp.dtype | None = None  # the only dtype that the autoencoder decodes in; None: any
     embedded_guidance: bool = False  # the network is told the guidance scale, instead of a second evaluation without the prompt
     instruct: Callable[[Sequence[str], int, str], Tokens] | None = None  # as `tokenize`, for prompts after an instruction
+    remat: str = "none"  # what gradients through the transformer compute again, a key of `models.layers.REMAT`
     own_sigmas: bool = False  # the pipeline gives its scheduler `linspace(1, 1/n, n)` instead of taking the default grid
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:

@@ -1,5 +1,6 @@
 """The pipelines that are ported, by their class in diffusers. To add one: a file with its `open_...`, and a line here."""
 
+import dataclasses
 from pathlib import Path
 
 from solrl_jax.models.flux_pipeline import open_flux
@@ -22,4 +23,4 @@ def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:
     kind = read_json(folder / "model_index.json").get("_class_name")
     if not isinstance(kind, str) or kind not in PIPELINES:
         raise ValueError(f"{folder / 'model_index.json'}: _class_name={kind!r}; accepted: {', '.join(PIPELINES)}")
-    return PIPELINES[kind](folder, remat)
+    return dataclasses.replace(PIPELINES[kind](folder, remat), remat=remat)

@@ -14,11 +14,13 @@ from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import split
 from solrl_jax.numerics.pending import Part, Pending
 
+PRODUCT = "product"  # what `jax.checkpoint` knows the results of products with weights by (`models.layers.REMAT`)
 Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
 
 
@@ -35,7 +37,7 @@ class Leaf(abc.ABC):
     def product(self, x: Pending) -> Pending:
         """`x @ w` of an activation that need not be in memory, to one that need not be."""
         value = x.value
-        y = split.join(self.multiply(value.reshape(-1, value.shape[-1])))
+        y = checkpoint_name(split.join(self.multiply(value.reshape(-1, value.shape[-1]))), PRODUCT)
         return Pending.of(y.reshape(*value.shape[:2], -1))
 
     @abc.abstractmethod

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import split
-from solrl_jax.numerics.leaf import Leaf
+from solrl_jax.numerics.leaf import PRODUCT, Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -49,16 +50,16 @@ def _low_rank(
 
 
 def _low_rank_forward(scale, x, a, b):
-    inner = x @ a.astype(x.dtype)
-    return inner @ split.place(b, -1).astype(x.dtype) * jnp.asarray(scale, x.dtype), (x, inner, a, b)
+    inner = checkpoint_name(x @ a.astype(x.dtype), PRODUCT)
+    # the scale goes to the small factor, and to its gradient: a product of its own would read and write all outputs again
+    return inner @ (scale * split.place(b, -1)).astype(x.dtype), (x, inner, a, b)
 
 
 def _low_rank_backward(scale, saved, g):
     x, inner, a, b = saved
-    g = g * jnp.asarray(scale, g.dtype)
-    g_inner = g @ b.astype(g.dtype).T
+    g_inner = g @ (scale * b).astype(g.dtype).T
     over_rows = lambda left, right: jnp.dot(left.T, right, preferred_element_type=jnp.float32)
-    return g_inner @ a.astype(g.dtype).T, over_rows(x, g_inner).astype(a.dtype), over_rows(inner, g).astype(b.dtype)
+    return g_inner @ a.astype(g.dtype).T, over_rows(x, g_inner).astype(a.dtype), (scale * over_rows(inner, g)).astype(b.dtype)
 
 
 _low_rank.defvjp(_low_rank_forward, _low_rank_backward)

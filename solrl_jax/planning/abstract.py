@@ -25,7 +25,7 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 
 
-def open_configurations(path: str, remat: str) -> Pipeline:
+def open_configurations(path: str, remat: str = "none") -> Pipeline:
     """The pipeline that `model.path` names: a directory's, `embedded:NAME`'s, that of the hub's cache, or the one carried here.
 
     The hub is not asked: nothing is downloaded. Raises InputError.

@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from solrl_jax.planning import roofline, topology
 from solrl_jax.planning.abstract import abstract, experiment, held, open_configurations
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import CUDNN, Target
+from solrl_jax.policy.remat import open_trained
 from solrl_jax.storage import hub
 from solrl_jax.training.experiment import open_mesh
 
@@ -53,7 +55,8 @@ class Planner:
         """Raises InputError: there is no such topology, the mesh does not divide it, or the configuration cannot be run."""
         self.config, self.where, target = config, where, where.target
         mesh = open_mesh(config, topology.devices(target, where.count, where.hosts))
-        self.pipeline = open_configurations(config.model.path, config.model.remat)
+        with topology.tracing():
+            self.pipeline = open_trained(config, mesh, USABLE * target.memory, partial(open_configurations, config.model.path))
         self.device = Device(target.platform, target.kind, target.capability)
         self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
         self.codes = self.stages.codes()
@@ -170,6 +173,7 @@ def plan(
         "usable": usable,
         "mesh": dict(planner.stages.mesh.shape),
         "exploration": form.describe(planner.device),
+        "remat": planner.pipeline.remat,
         "parts": {name: held(arrays(tree)) for name, tree in planner.parts().items()},
         "stages": stages,
         "largest": largest["name"],
@@ -240,7 +244,7 @@ def table(summary: dict[str, Any]) -> str:
     gb = lambda size: f"{size / 1e9:.2f}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
     lines = [f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} {summary['device']}; mesh {mesh}"]
-    lines += [f"exploration: {summary['exploration']}", "", "parts, GB a device"]
+    lines += [f"exploration: {summary['exploration']}", f"the update recomputes: {summary['remat']}", "", "parts, GB a device"]
     lines += [f"  {name:<16} {gb(size):>8}" for name, size in summary["parts"].items()]
     lines += ["", f"{'GB a device':<27}arguments temporaries outputs aliased elsewhere    peak"]
     for stage, row in rows(summary):

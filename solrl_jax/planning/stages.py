@@ -147,11 +147,12 @@ class Stages:
         experiment, reward, mesh = self.experiment, self.experiment.reward, self.rows_mesh
         latents = self._rows(mesh, self._stage.shape, jnp.float32)
         images = self._rows(mesh, (experiment.config.model.height, experiment.config.model.width, 3), jnp.float32)
-        decode = Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)
+        decode = [Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)] * reward.needs_pictures
         if reward.score is None:
-            return [decode]
-        arguments = (reward, reward.params, images, self.prepared, self._rows(mesh, (), jnp.int32))
-        return [decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
+            return decode
+        seen = reward.seen(images, latents)
+        arguments = (reward, reward.params, seen, self.prepared, self._rows(mesh, (), jnp.int32))
+        return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
     def _update(self) -> Program:
         experiment, config = self.experiment, self.experiment.config

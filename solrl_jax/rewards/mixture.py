@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -30,14 +31,18 @@ def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Hos
 
     weights: of the scores that `parts` make; `host` has the weights of its own. parts: rewards inside JAX, by name.
     """
+    kinds = {part.sees for part in parts.values()}
+    sees = kinds.pop() if len(kinds) == 1 else "both" if kinds else "pictures"
 
-    def score(params: dict[str, Any], images: Array, prepared: dict[str, Any]) -> Scores:
+    def score(params: dict[str, Any], seen: Any, prepared: dict[str, Any]) -> Scores:
         out: Scores = {}
-        seen = jnp.isfinite(images).all((1, 2, 3))  # a picture that is not finite has no score
+        # what is not finite has no score
+        sound = jnp.stack([jnp.isfinite(x).all((1, 2, 3)) for x in jax.tree.leaves(seen)]).all(0)
+        images, latents = seen if sees == "both" else (seen, seen)
         for name, part in parts.items():
             assert part.score is not None
-            for key, value in part.score(params[name], images, prepared[name]).items():
-                out[name if key == "reward" else f"{name}/{key}"] = jnp.where(seen, value, jnp.nan)
+            for key, value in part.score(params[name], part.seen(images, latents), prepared[name]).items():
+                out[name if key == "reward" else f"{name}/{key}"] = jnp.where(sound, value, jnp.nan)
         return add_total(weights, out)
 
     checks = {name: part.check for name, part in parts.items()}
@@ -48,6 +53,7 @@ def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Hos
         score=score if parts else None,
         host=host,
         check=_named(checks),
+        sees=sees,
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,8 @@ class Reward:
     prepare: (prompts) -> a pytree of arrays with one row a prompt; runs on the host.
     score: (params, images [b, H, W, 3] in [0, 1], rows [b] of what `prepare` returned) -> Scores. It is traced by jit with the
       rows split over the mesh: the score of a picture must not depend on the other pictures. None: all is scored outside JAX.
+    sees: what `score` gets: pictures; the clean latents [b, h, w, c] that they are decoded from, float32, and then nothing is
+      decoded for it; or both, as a pair, pictures first.
     others: names of the scores beside "reward". They can be watched or trained on too.
     host: what is scored outside JAX in addition.
     check: raises ValueError for a prompt that the reward cannot score. It is cheap: it gets every prompt of a run.
@@ -71,20 +73,30 @@ class Reward:
 
     params: Any
     prepare: Callable[[Sequence[str]], Any]
-    score: Callable[[Any, Float[Array, "b H W 3"], Any], Scores] | None
+    score: Callable[[Any, Any, Any], Scores] | None
     others: tuple[str, ...] = ()
     host: Host | None = None
     check: Check = accept
+    sees: Literal["pictures", "latents", "both"] = "pictures"
+
+    @property
+    def needs_pictures(self) -> bool:
+        """Whether latents must be decoded to be scored."""
+        return self.host is not None or (self.score is not None and self.sees != "latents")
+
+    def seen(self, images: Any, latents: Any) -> Any:
+        """Of pictures and latents, what `score` gets."""
+        return {"pictures": images, "latents": latents, "both": (images, latents)}[self.sees]
 
 
 Loader = Callable[[Mesh | None], Reward]  # reads a reward's weights onto the mesh; None: onto JAX's default device
 
 
 @partial(sharding.jit, static_argnums=0)
-def score_images(reward: Reward, params: Any, images: Float[Array, "b H W 3"], prepared: Any, index: Array) -> Scores:
-    """The scores of pictures, each against one prompt: `index` [b] is its row in `prepared`."""
+def score_images(reward: Reward, params: Any, seen: Any, prepared: Any, index: Array) -> Scores:
+    """The scores of pictures, each against one prompt: `index` [b] is its row in `prepared`. seen: what `reward.seen` says."""
     assert reward.score is not None
-    return reward.score(params, images, jax.tree.map(lambda x: jnp.asarray(x)[index], prepared))
+    return reward.score(params, seen, jax.tree.map(lambda x: jnp.asarray(x)[index], prepared))
 
 
 def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None:

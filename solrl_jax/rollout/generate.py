@@ -167,11 +167,12 @@ class _Chunks:
             latents, states = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
             latents = jax.device_put(latents, sharding.rows(self.scoring_mesh))
             made: dict[str, Any] = {"latents": latents} | ({} if states is None else {"states": states})
-            if self.reward is not None or self.keep_images:
+            if self.keep_images or (self.reward is not None and self.reward.needs_pictures):
                 made["images"] = decode_chunk(self.stage.decoder, latents)
             if self.reward is not None and self.reward.score is not None:
                 prompt = self._placed(self.rows.prompt[start:stop], self.scored, self.scoring_mesh)
-                made |= score_images(self.reward, self.reward.params, made["images"], self.prepared, prompt)
+                seen = self.reward.seen(made.get("images"), latents)
+                made |= score_images(self.reward, self.reward.params, seen, self.prepared, prompt)
         if not self.keep_images and self.outside is None:
             made.pop("images", None)
         self.made.append(made)

@@ -57,6 +57,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
             "levers": [type(lever).__name__ for lever in active_levers(recipe.explore)],
             "means": recipe.format.describe(experiment.device),
         },
+        "remat": pipeline.remat,
         "parameters": {
             "transformer": pipeline.transformer.size,
             **{name: component.size for name, component in pipeline.text_encoders.items()},

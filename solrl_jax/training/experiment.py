@@ -1,8 +1,9 @@
 """`Experiment`: a configuration made real. What training, evaluation and ranking share, checked and loaded once."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import jax
 import numpy as np
@@ -19,8 +20,9 @@ from solrl_jax.explore.recipe import Recipe
 from solrl_jax.flow.grid import Grid
 from solrl_jax.numerics.formats import Device, resolve
 from solrl_jax.numerics.randomness import candidate_seeds, key, prompt_uid
-from solrl_jax.parallel import sharding
+from solrl_jax.parallel import hosts, sharding
 from solrl_jax.policy.lora import Adapters, attach, matching
+from solrl_jax.policy.remat import open_trained
 from solrl_jax.policy.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.protocol import Reward, check_prompts
@@ -135,7 +137,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         scored.prepare(prompts[:1])
         if scored.host is not None:
             trial(scored.host, prompts[:1], (model.height, model.width))
-    pipeline = open_model(model.path, model.remat)
+    pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path))
     device = device_facts()
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
@@ -168,6 +170,13 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tupl
 def device_facts() -> Device:
     """The kind of device that JAX runs on here."""
     return Device.of(jax.devices()[0])
+
+
+def device_memory() -> float:
+    """Bytes of a device here, as its allocator counts them; on a CPU the machine's. The least of all hosts."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(hosts.everyones(stats.get("bytes_limit", machine)))
 
 
 def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:

@@ -30,7 +30,7 @@ def _gpu(monkeypatch):
 
 def of_shapes(preset: str, precision: str, device: str, count: int = 1) -> tuple[Experiment, Stages]:
     config = resolve(preset, (f"rollout.explore.precision={precision}",))
-    pipeline = open_configurations(config.model.path, config.model.remat)
+    pipeline = open_configurations(config.model.path)
     facts = Device("gpu", TARGETS[device].kind, TARGETS[device].capability)
     made = experiment(config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count]))
     return made, Stages(made)

@@ -16,7 +16,7 @@ from solrl_jax.policy.objective import Target, Velocities
 from solrl_jax.policy.objectives.nft import nft_loss
 from solrl_jax.policy.state import init_state, make_optimizer
 from solrl_jax.policy.update import PolicyBatch, update
-from tests.toys import KERNELS, SHAPE, toy_backbone, toy_grid, toy_seeds
+from tests.toys import HIDDEN, KERNELS, SHAPE, toy_backbone, toy_grid, toy_seeds
 
 TOLERANCE = 1e-5  # of a norm; float32
 PROMPTS, KEPT, STEPS = ("a red circle", "two blue squares"), 3, 4
@@ -239,6 +239,21 @@ def test_several_steps_of_the_optimiser_take_the_terms_in_turn(backbones):
     assert distance(state, once) > 100 * TOLERANCE
     uneven, _ = run(backbone, batch_of(backbone), with_optimizer(steps_per_iteration=3, micro_batch=6))
     assert distance(uneven, state) < TOLERANCE
+
+
+def test_the_reference_is_computed_only_if_it_has_a_weight(backbones):
+    """Operations by XLA's count: three evaluations and a gradient, or one evaluation less."""
+    backbone = backbones["one"]
+
+    def operations(kl_weight):
+        policy = dataclasses.replace(CONFIG.policy, kl_weight=kl_weight)
+        config = dataclasses.replace(with_optimizer(micro_batch=18), policy=policy)
+        arguments = (backbone, config, state_of(backbone), backbone.transformer, batch_of(backbone), toy_grid(STEPS))
+        with jax.set_mesh(backbone.mesh):
+            return update.lower(*arguments).compile().cost_analysis()["flops"]
+
+    one = 2 * ROWS * SLOTS * np.prod(SHAPE) * HIDDEN  # of the second linear; the first reads the same in all policies
+    assert one < operations(0.1) - operations(0.0) < 2 * one
 
 
 def pull_to_the_base(velocities, target, policy):

@@ -10,6 +10,8 @@ import pytest
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.numerics.randomness import normal
 from solrl_jax.parallel import sharding
+from solrl_jax.rewards.mixture import mixture
+from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rollout import generate as rollouts
 from solrl_jax.rollout.generate import (
     Rows,
@@ -167,6 +169,38 @@ def test_nothing_is_decoded_or_scored_that_nobody_asks_for(backbone, monkeypatch
     assert (got.scores, got.images.shape, shown) == ({}, (12, 8, 8, 3), [1])
     assert run(backbone, reward=toy_reward()).images is None
     jax.clear_caches()  # of what the false decoder was traced into
+
+
+def largest_latent():
+    score = lambda params, latents, wanted: {"reward": jnp.abs(latents).max((1, 2, 3)) - wanted}
+    return Reward(None, toy_reward().prepare, score, sees="latents")
+
+
+def test_a_reward_on_latents_decodes_nothing(backbone, monkeypatch):
+    monkeypatch.setattr(rollouts, "decode_chunk", lambda *_: pytest.fail("decoded"))
+    reward = largest_latent()
+    got = run(backbone, 5, reward=reward)
+    wanted = np.repeat(reward.prepare(PROMPTS), EACH)
+    np.testing.assert_allclose(got.reward, np.abs(got.latents).max((1, 2, 3)) - wanted, atol=TOLERANCE)
+    assert np.ptp(got.reward) > 1e3 * TOLERANCE
+
+
+def test_rewards_on_latents_and_on_pictures_add_up(backbone):
+    parts = {"mean": toy_reward(), "largest": largest_latent()}
+    both = run(backbone, 5, reward=mixture({"mean": 1.0, "largest": 0.5}, parts, None))
+    alone = {name: run(backbone, 5, reward=part).reward for name, part in parts.items()}
+    np.testing.assert_allclose(both.reward, alone["mean"] + 0.5 * alone["largest"], atol=TOLERANCE)
+    np.testing.assert_allclose(both.scores["largest"], alone["largest"], atol=TOLERANCE)
+
+
+def test_the_next_chunk_is_dispatched_before_the_last_one_is_waited_for(backbone, monkeypatch):
+    """So a device never waits for the host: it has the next chunk's steps while scores of the one before are fetched."""
+    order = []
+    for module, name in ((rollouts, "sample_chunk"), (rollouts, "score_images"), (rollouts.hosts, "fetch")):
+        called = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, called=called, name=name: (order.append(name), called(*args))[1])
+    run(backbone, 4, reward=toy_reward())
+    assert order == ["sample_chunk", "score_images", *["sample_chunk", "score_images", "fetch"] * 2, "fetch"]
 
 
 def test_pictures_are_what_the_decoder_of_the_stage_shows(backbone):

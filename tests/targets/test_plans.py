@@ -38,7 +38,7 @@ def test_every_program_compiles_and_fits(planned):
 def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned):
     """On an H200, XLA makes one product of two that read the same input. There, operations are counted."""
     settings = config(planned.model)
-    transformer = open_configurations(settings.model.path, settings.model.remat).transformer
+    transformer = open_configurations(settings.model.path).transformer
     form = FORMATS["nvfp4"]  # which linears are quantised depends on the model's rule, not on the format
     linears = report(transformer.shapes(jnp.bfloat16), settings.model.quantize, form)
     count = sum(linear.layers for linear in linears if not linear.kept) * settings.rollout.explore.steps

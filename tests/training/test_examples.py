@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import solrl_jax
+from solrl_jax.rollout import generate
 from tests.small import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,7 @@ def load(name):
 
 def test_there_is_one_for_each_purpose():
     assert set(EXAMPLES) == {
+        "latent_reward",
         "own_objective",
         "own_reward",
         "quantise_a_matrix",
@@ -72,6 +74,15 @@ def test_a_reward_of_your_own_trains(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("reward: ")
     assert (tmp_path / "runs" / "own-reward" / "checkpoints").is_dir()
+
+
+def test_a_reward_on_latents_trains(tmp_path, monkeypatch, capsys):
+    """It is a reward inside JAX, and nothing is decoded for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "latent_reward", load("latent_reward"))
+    monkeypatch.setattr(generate, "decode_chunk", lambda *_: pytest.fail("decoded"))
+    sys.modules["latent_reward"].main(*TWO, "eval.grid=0")
+    assert capsys.readouterr().out.count("calmness") == 2
 
 
 def test_formats_cost_what_they_should(capsys):

@@ -43,7 +43,7 @@ def products(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
     """How many linears of each shape [in, out] are quantised, and how many image tokens a picture has."""
-    pipeline = open_configurations(config.model.path, config.model.remat)
+    pipeline = open_configurations(config.model.path)
     shapes = Counter[tuple[int, int]]()
     for linear in report(pipeline.transformer.shapes(jnp.bfloat16), config.model.quantize, FORMATS["nvfp4"]):
         if not linear.kept:

@@ -24,14 +24,18 @@ def nft_loss(
         loss  = advantage_clip (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_weight mean((v - v_ref)^2)
 
     The denominator of l has no gradient. It weights a sample by its error, in place of a hand-made weight on sigma.
-    `beta` is the paper's mixing weight, `advantage_clip` its advantage scale. Returns one loss a row, and its parts.
+    `beta` is the paper's mixing weight, `advantage_clip` its advantage scale. Returns one loss a row, and its parts: that of
+    the reference only if it has a weight.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     positive = _self_weighted(target, beta * v + (1 - beta) * v_old)
     negative = _self_weighted(target, (1 + beta) * v_old - beta * v)
     policy = advantage_clip * (target.optimality * positive + (1 - target.optimality) * negative) / beta
+    parts = {"loss/policy": policy, "loss/drift": row_mean(jnp.square(v - v_old))}
+    if kl_weight == 0:  # then nothing reads the reference, and XLA does not compute it
+        return policy, parts
     kl = row_mean(jnp.square(v - v_ref))
-    return policy + kl_weight * kl, {"loss/policy": policy, "loss/kl": kl, "loss/drift": row_mean(jnp.square(v - v_old))}
+    return policy + kl_weight * kl, parts | {"loss/kl": kl}
 
 
 def _self_weighted(target: Target, velocity: Latents) -> PerRow:

@@ -1,0 +1,62 @@
+"""What the update keeps for its gradient, and what it computes again: `model.remat`, and what `auto` stands for on a device."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.sharding import Mesh
+
+from solrl_jax.backbone.backbone import DTYPES, Pipeline
+from solrl_jax.config.schema import Config
+from solrl_jax.policy.lora import attach, init_adapters, matching
+
+SHARE = 0.75  # of a device's memory, for the base and what is kept; the rest is for one block's work, decoder and rewards
+
+
+def open_trained(config: Config, mesh: Mesh, memory: float, open_pipeline: Callable[[str], Pipeline]) -> Pipeline:
+    """The pipeline, with a transformer whose gradient recomputes what `model.remat` says.
+
+    `auto` is `products` where the base and what a micro-batch keeps fit into `SHARE` of a device's memory, else `blocks`. It
+    depends on shapes and on `memory` alone. It is never `none`: to write and read what lies between products takes a GPU longer
+    than to compute it again.
+    memory: bytes of a device of `mesh`. open_pipeline: opens the pipeline with a key of `models.layers.REMAT`.
+    """
+    automatic = config.model.remat == "auto"
+    pipeline = open_pipeline("products" if automatic else config.model.remat)
+    fits = not automatic or held(config, pipeline, mesh) <= SHARE * memory
+    return pipeline if fits else open_pipeline("blocks")
+
+
+def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
+    """Bytes of a device that hold the base, and what the forward pass of a micro-batch keeps for the gradient.
+
+    The forward pass is traced, which takes seconds. Nothing is computed or allocated.
+    """
+    model, rows, dtype = config.model, config.optimizer.micro_batch, DTYPES[config.rollout.precision]
+    base = pipeline.transformer.shapes(dtype)
+    targets = matching(base, config.lora.targets, "lora.targets")
+    adapters = jax.eval_shape(lambda: init_adapters(jax.random.key(0), base, targets, config.lora.rank))
+    latents = jax.ShapeDtypeStruct((rows, *pipeline.latent_shape(model.height, model.width)), dtype)
+
+    def kept(base: Any, adapters: Any, latents: Any, conditioning: Any, time: Any) -> Any:
+        policy = lambda adapters: attach(base, adapters, config.lora.alpha / config.lora.rank)
+        velocity = lambda adapters: pipeline.velocity(policy(adapters), latents, conditioning, time, jnp.float32(1))
+        return jax.vjp(velocity, adapters)[1]
+
+    arguments = (base, adapters, latents, _conditioning(pipeline, rows, config), jax.ShapeDtypeStruct((rows,), jnp.float32))
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(kept)(*arguments).jaxpr
+    made = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - set(jaxpr.invars)
+    size = lambda shaped: math.prod(shaped.shape) * shaped.dtype.itemsize
+    split = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    return sum(map(size, jax.tree.leaves(base))) / split + sum(size(v.aval) for v in made)
+
+
+def _conditioning(pipeline: Pipeline, rows: int, config: Config) -> Any:
+    """The shapes of encoded prompts. An instruction does not change them."""
+    tokens = pipeline.tokenize([""] * rows, config.model.max_tokens)
+    params = {name: part.shapes(DTYPES[config.rollout.precision]) for name, part in pipeline.text_encoders.items()}
+    return jax.eval_shape(pipeline.encode_text, params, tokens)
