@@ -65,19 +65,21 @@ QUICK = 1  # configurations of each network that `make test` compares with PyTor
 QUICK_ROOMS = {"config", "flow", "numerics", "policy", "rollout", "storage", "tests"}
 
 
+def _quick(config: pytest.Config) -> bool:
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # a process of xdist's, which gets the options of the first one
-        return
-    config.option.quick = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
-    if config.option.quick and config.option.numprocesses is None:
+    of_xdist = hasattr(config, "workerinput")  # one of the two processes, which collects the same tests
+    if _quick(config) and not of_xdist and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves the slow rooms out of a `pytest` without arguments, before anything is imported."""
     room = collection_path.parent.name if collection_path.suffix == ".py" else ""
-    return True if config.option.quick and room and room not in QUICK_ROOMS else None
+    return True if _quick(config) and room and room not in QUICK_ROOMS else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,5 +88,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         indices = getattr(getattr(item, "callspec", None), "indices", {})
         if item.path.parent.name == "models" and max(indices.get(name, 0) for name in ("case", "name")) >= QUICK:
             item.add_marker(pytest.mark.exhaustive)
-    if config.option.quick:
+    if _quick(config):
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
