@@ -74,11 +74,11 @@ def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases,
     calibration, paths, grid = experiment.recipe.calibration, experiment.recipe.quantized, experiment.recipe.grid(6)
     latents = calibration.sample(grid)
     monkeypatch.setattr(Calibration, "sample", lambda *_: latents)
-    found = {start: jax.device_get(principal_inputs(calibration, paths, RANK, grid.part(start))) for start in (0, 1, 5)}
+    found = {start: jax.device_get(principal_inputs(calibration, paths, RANK, grid.part(start))) for start in (0, 5)}
     for path, basis in bases.items():
         np.testing.assert_array_equal(found[0][path], basis)
     common = lambda a, b: np.mean([shared(a[path], b[path]) for path in paths])
-    assert common(found[5], found[0]) < common(found[1], found[0]) < 0.99
+    assert common(found[5], found[0]) < 0.99
 
 
 def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment, bases):
@@ -90,23 +90,22 @@ def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment, bases):
 
 def test_directions_do_not_depend_on_how_rows_are_grouped(experiment, bases):
     """`optimizer.micro_batch` need not divide the sixteen samples; sums of other groups differ in their last bits."""
-    for together in (3, 16):
-        calibration = dataclasses.replace(experiment.recipe.calibration, micro_batch=together)
-        found = bases_of(dataclasses.replace(experiment.recipe, calibration=calibration))
-        assert all(shared(found[path], bases[path]) > 0.999 for path in bases)
+    calibration = dataclasses.replace(experiment.recipe.calibration, micro_batch=3)  # one at a time, here two
+    found = bases_of(dataclasses.replace(experiment.recipe, calibration=calibration))
+    assert all(shared(found[path], bases[path]) > 0.999 for path in bases)
 
 
 def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, bases):
     """Velocities at noised samples of other prompts than those measured: the error of four bits falls by a fifth or more."""
     backbone, adapters, calibration = experiment.backbone, fresh_state(experiment).old, experiment.recipe.calibration
-    prompts = experiment.test_prompts[:4]
+    prompts = experiment.test_prompts[: len(calibration.rows)]
     conditioning = backbone.encode(prompts, experiment.config.model.max_tokens)
     other_prompts = dataclasses.replace(
         calibration,
         prompted=lambda: experiment.prompted(prompts),
-        rows=dataclasses.replace(calibration.rows, prompt=np.arange(4), seeds=experiment.seeds("candidate", prompts, 1)[:, 0]),
+        rows=dataclasses.replace(calibration.rows, seeds=experiment.seeds("candidate", prompts, 1)[:, 0]),
     )
-    pictures = other_prompts.sample(experiment.grid(10))
+    pictures = other_prompts.sample(experiment.recipe.grid(6))  # by the program that sampled those measured
     latents = (np.asarray(pictures) + jax.random.normal(jax.random.key(1), pictures.shape)) / 2
     others = {
         path: np.linalg.qr(np.random.default_rng(7).standard_normal(basis.shape))[0].astype(basis.dtype)
