@@ -18,6 +18,7 @@ from solrl_jax.models.attention import attention, attention_forward
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
 from solrl_jax.models.embeddings import PatchProjection, TextProjection, TimestepMLP, sincos_positions, unpatch
 from solrl_jax.models.layers import GLUMBConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
+from solrl_jax.numerics import target
 from solrl_jax.numerics.leaf import Quantized
 from solrl_jax.numerics.pending import Pending
 
@@ -173,7 +174,9 @@ class LinearAttention(Attention):
     def __call__(self, x: Pending) -> Float[Array, "b n d"]:
         q, k, v = self.by_head(x, x)
         q, k, wide = jax.nn.relu(q).astype(jnp.float32), jax.nn.relu(k), jnp.float32
-        # products of numbers in BF16 are exact in float32: keys and values need not be written in float32 before
+        if target.platform() == "cpu":  # which has no such product of BF16
+            k, v = k.astype(wide), v.astype(wide)
+        # elsewhere keys and values are not written in float32 before: products of numbers in BF16 are exact in it
         state = jnp.einsum("bnhk,bnhv->bhkv", k, v, preferred_element_type=wide)
         numerator = jnp.einsum("bnhk,bhkv->bnhv", q, state)
         denominator = jnp.einsum("bnhk,bhk->bnh", q, k.sum(1, dtype=wide))
