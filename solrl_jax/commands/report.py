@@ -17,11 +17,11 @@ from solrl_jax.storage.files import refuse_existing
 @json_option
 def command(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool) -> None:
     """Show what runs did as one HTML page, which needs no network."""
+    page = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
+    if page.is_dir():
+        raise InputError(f"--out {page}: is a directory; name a file")
     if out is not None:
         refuse_existing("--out", [out], force)
-    out = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
-    if out.is_dir():
-        raise InputError(f"--out {out}: is a directory; name a file")
     with in_one_line():
-        report.write(runs, out)
-    finish({"out": str(out), "runs": [str(run) for run in runs]}, as_json, f"open in a browser: {out}")
+        report.write(runs, page)
+    finish({"out": str(page), "runs": [str(run) for run in runs]}, as_json, f"open in a browser: {page}")

@@ -415,7 +415,7 @@ def test_presets_lists_them_all(call):
 )
 def test_bad_input_is_one_line_that_names_it(arguments, said, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, error = call(*arguments)
+    code, out, error = call(*(argument.replace("{dir}", str(tmp_path)) for argument in arguments))
     assert code == 2
     assert out == ""
     assert said in error
