@@ -218,7 +218,7 @@ def test_a_plan_is_shown_as_a_table_and_as_json(small):
     ("arguments", "message"),
     [
         (["flux2"], "unknown preset 'flux2'"),
-        (["tiny", "--devices", "0"], "Invalid value for '--devices': 0 is not in the range x>=1"),
+        (["tiny", "--devices", "0"], "Invalid value for '--devices': 0 is not in the range 1<=x<=1024"),
         (["tiny", "--device", "h101"], "Invalid value for '--device': 'h101' is not one of"),
         (["tiny", "--device", "h200", "--devices", "9"], "--devices 9: a host has at most 8 h200; see --hosts"),
         (["tiny", "--device", "tpu-v6e", "--devices", "3"], "--devices 3: a host has 1 or 4 or 8 tpu-v6e; see --hosts"),
