@@ -34,7 +34,7 @@ SETTINGS = {  # what a stage takes less memory with
     "sync": ("mesh.fsdp",),
     "explore": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
     "regenerate": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
-    "score": ("rollout.chunk", "model.tile", "mesh.fsdp", "model.cache=''"),
+    "score": ("mesh.fsdp", "model.cache=''"),  # pictures are decoded a few at a time, whatever the chunk
     "update": ("model.remat=blocks", "optimizer.micro_batch", "mesh.fsdp", "model.cache=''"),
 }
 
@@ -195,7 +195,7 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     """By stage, the setting with which it may take less time, if there is one. left: bytes that a stage leaves free.
 
     To keep what products make takes several times the memory of `model.remat=blocks`, so it is named where half is free. Larger
-    chunks and micro-batches are not among them: the least time of a row does not depend on how many run at once.
+    chunks and micro-batches are not among them: the least time of a row hardly depends on how many run at once.
     """
     recipe, remat = planner.stages.experiment.recipe, planner.config.model.remat
     found = {} if recipe.format.native(planner.device) else {"explore": f"rollout.explore.precision={AUTO}"}

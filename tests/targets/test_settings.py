@@ -11,7 +11,6 @@ BLOCKS, PRODUCTS = "model.remat=blocks", "model.remat=products"
 BASE = {"explore": (), "score": (), "update": (BLOCKS,)}  # `regenerate` runs the function of `explore`
 TURNED = {  # how a setting is turned here, and on how many devices
     "rollout.chunk": ("rollout.chunk=8", 1),
-    "model.tile": ("model.tile=512", 1),
     "optimizer.micro_batch": ("optimizer.micro_batch=8", 1),
     "mesh.fsdp": ("mesh.fsdp=8", 8),
 }
@@ -51,6 +50,7 @@ def test_a_stage_takes_less_time_with_what_the_plan_names():
     assert peak("update", BLOCKS) < peak("update", PRODUCTS) < planner().usable
 
 
-def test_larger_chunks_and_micro_batches_take_no_less_time():
-    assert seconds("explore", TURNED["rollout.chunk"][0]) == pytest.approx(seconds("explore"), rel=0.01)
-    assert seconds("update", BLOCKS, TURNED["optimizer.micro_batch"][0]) == pytest.approx(seconds("update", BLOCKS), rel=0.01)
+def test_larger_chunks_and_micro_batches_take_hardly_less_time():
+    """Twice as many rows at once: less than 1 % and 4 %. A micro-batch adds its gradient to the sum."""
+    assert seconds("explore") == pytest.approx(seconds("explore", TURNED["rollout.chunk"][0]), rel=0.01)
+    assert seconds("update", BLOCKS) > 0.96 * seconds("update", BLOCKS, TURNED["optimizer.micro_batch"][0])
