@@ -106,8 +106,8 @@ class FluxTransformer2DModel(nnx.Module):
         apply = lambda block, streams: block(*streams, condition, turn)
         x = jnp.concatenate(scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat), axis=1)
         x = scan_blocks(self.single_transformer_blocks, lambda block, x: block(x, condition, turn), x, remat=self.remat)
-        x, (scale, shift) = self.norm_out(x[:, length:], condition)
-        return unpack(self.proj_out(x.map(modulate, shift, scale)), rows, columns)
+        normed, (scale, shift) = self.norm_out(x[:, length:], condition)
+        return unpack(self.proj_out(normed.map(modulate, shift, scale)), rows, columns)
 
 
 class FluxSingleBlock(nnx.Module):

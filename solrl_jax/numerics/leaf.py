@@ -8,7 +8,8 @@ know its name.
 """
 
 import abc
-import math
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -76,7 +77,7 @@ class Coded(Quantized):
 
 def scaled(y: Float[Array, "b s n"], *scales: Float[Array, "..."]) -> Pending:
     """A product of codes and the scales [b, s, 1] or [1, 1, n] that are missing in it: applied where it is read, in float32."""
-    times = lambda y, *scales: math.prod(scales, start=y)
+    times = lambda *factors: functools.reduce(operator.mul, factors)
     return Pending((Part(times, (split.join(y), *map(split.join, scales)), exact=False),), y.dtype)
 
 
