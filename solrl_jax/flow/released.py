@@ -4,6 +4,7 @@ Two kinds are released with flow models: `FlowMatchEulerDiscreteScheduler` and `
 sigmas. A setting that would change the samples and is not known here is refused.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def read_scheduler(
 def _positive(kind: str, config: dict[str, Any], name: str) -> float:
     """A number above 0, 1 if it is absent."""
     value = config.get(name, 1.0)
-    if type(value) not in (int, float) or value <= 0:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{kind}: {name}={value!r}; accepted: a number above 0")
     return value
 

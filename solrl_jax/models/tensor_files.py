@@ -54,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        value = parse_json(read_text(path))
+        value = parse_json(read_text(path), number=float)  # schedulers of diffusers hold -Infinity
     except (OSError, ValueError) as error:  # of JSON or of UTF-8
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,19 @@ def read_text(path: str | Path, most: int = MOST_TEXT) -> str:
     return read_bytes(path, most).decode("utf-8-sig")
 
 
-def parse_json(text: str | bytes) -> Any:
-    """A JSON value whose numbers are finite, at most `DEPTH` levels deep."""
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return number
+
+
+def parse_json(text: str | bytes, *, number: Callable[[str], float] = _finite) -> Any:
+    """A JSON value at most `DEPTH` levels deep.
+
+    number: makes a number of its text; `float` accepts infinity and NaN, which Python writes though JSON has none.
+    """
     try:
-        value = json.loads(text, parse_constant=_number, parse_float=_number)
+        value = json.loads(text, parse_constant=number, parse_float=number)
     except RecursionError:
         raise ValueError(f"more than {DEPTH} levels deep") from None
     level = [value]
@@ -49,12 +59,6 @@ def parse_json(text: str | bytes) -> Any:
     if level:
         raise ValueError(f"more than {DEPTH} levels deep")
     return value
-
-
-def _number(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is not finite")
-    return number
 
 
 def strict(value: Any) -> Any:

@@ -64,8 +64,8 @@ def noise(size, count=3):
 
 def sample(model, prompts, out, *options):
     """Runs the command in this process; returns images.npy, latents.npy and the JSON line."""
-    arguments = ["sample", model, "--prompts", prompts, "--out", out, "--max-tokens", pipelines.MAX_TOKENS, "--json", *options]
-    result = CliRunner().invoke(cli.cli, [str(a) for a in arguments], catch_exceptions=False)
+    arguments = ["sample", model, "--prompts", prompts, "--out", out, "--max-tokens", pipelines.MAX_TOKENS, "--json", "--force"]
+    result = CliRunner().invoke(cli.cli, [str(a) for a in (*arguments, *options)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return np.load(out / "images.npy"), np.load(out / "latents.npy"), json.loads(result.stdout.splitlines()[-1])
 
