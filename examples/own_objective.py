@@ -8,15 +8,13 @@ import sys
 import jax.numpy as jnp
 
 import solrl_jax as solrl
-from solrl_jax.policy.objective import PerRow, PolicyConfig, Target, Velocities
+from solrl_jax.policy.objective import PerRow, PolicyConfig, Target, Velocities, matching_error, row_mean
 
 
 def good_half(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
     """Flow matching on samples whose advantage is positive, held near the base by the KL weight. One loss a row."""
-    mean = lambda x: x.mean(axis=tuple(range(1, x.ndim)))
-    noise = target.x0 + (target.x - target.x0) / target.sigma.reshape(-1, *(1,) * (target.x.ndim - 1))
-    error = mean((velocities.trained - (noise - target.x0)) ** 2)
-    kl = mean((velocities.trained - velocities.reference) ** 2)
+    error = matching_error(velocities.trained, target)
+    kl = row_mean((velocities.trained - velocities.reference) ** 2)
     loss = jnp.where(target.optimality > 0.5, error, 0.0) + policy.kl_weight * kl
     return loss, {"loss/policy": error, "loss/kl": kl}
 

@@ -12,7 +12,7 @@ from solrl_jax.backbone.decoder import Decoder
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.sigmas import make_sigmas
-from solrl_jax.flow.solver import solver_table
+from solrl_jax.flow.solver import STOCHASTIC, solver_table
 from solrl_jax.numerics.matmul import matmul
 from solrl_jax.numerics.randomness import candidate_seeds, prompt_uid
 from solrl_jax.parallel import hosts, sharding
@@ -82,7 +82,7 @@ def toy_backbone(*mesh: int, dtype: str = "float32", seed: int = 0) -> ToyBackbo
 
 def toy_grid(steps: int = 3, *, guidance: float = 1.0, scale: float = 1.0, solver: str = "euler") -> Grid:
     sigmas = make_sigmas("linear", steps, 1.0, 256)
-    table = solver_table(solver, sigmas, 1.0 if solver == "ddim" else 0.0)
+    table = solver_table(solver, sigmas, 1.0 if solver in STOCHASTIC else 0.0)
     return Grid.from_sigmas(sigmas, table, guidance=guidance, scale=scale, guided=scale != 1.0)
 
 

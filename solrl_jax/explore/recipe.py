@@ -45,13 +45,13 @@ class Recipe:
         """The grid to explore on with so many steps. start: of the full schedule, the first step that adds noise."""
 
         @cache
-        def of(steps: int, start: int = 0) -> Grid:
+        def made(steps: int, start: int) -> Grid:
             grid = self.own_grid(steps, start)
             for lever in active_levers(self.explore):
                 grid = lever.grid(self.explore, self.calibration, grid)
             return grid
 
-        return of
+        return lambda steps, start=0: made(steps, start)
 
     @cached_property
     def quantizer(self) -> Callable[[str], Quantizer | None]:

@@ -51,14 +51,14 @@ def solver_table(name: str, sigmas: Sigmas, eta: float | Float[np.ndarray, " ste
     return np.array(rows, np.float32)
 
 
-def overlap(sigmas: Sigmas, others: Float[np.ndarray, " other_steps_plus_one"]) -> Float[np.ndarray, "steps other_steps"]:
-    """How much of each step of `sigmas` lies within each step of `others`, in units of sigma."""
-    inner = np.minimum.outer(sigmas[:-1], others[:-1]) - np.maximum.outer(sigmas[1:], others[1:])
+def overlap(sigmas: Sigmas, full: Float[np.ndarray, " full_plus_one"]) -> Float[np.ndarray, "steps full_steps"]:
+    """How much of each step of `sigmas` lies within each step of a `full` schedule, in units of sigma."""
+    inner = np.minimum.outer(sigmas[:-1], full[:-1]) - np.maximum.outer(sigmas[1:], full[1:])
     return np.where(inner > 1e-9, inner, 0.0)  # less is rounding: the schedules meet there
 
 
 def shared_noise(
-    sigmas: Sigmas, full: Float[np.ndarray, " full_steps_plus_one"], std: Float[np.ndarray, " full_steps"]
+    sigmas: Sigmas, full: Float[np.ndarray, " full_plus_one"], std: Float[np.ndarray, " full_steps"]
 ) -> Float[np.ndarray, "steps full_steps"]:
     """Weights of the draws of a `full` schedule that make one draw for each step of `sigmas`, of the same Brownian path.
 

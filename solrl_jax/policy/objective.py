@@ -69,30 +69,35 @@ def along(values: PerRow, x: Latents) -> Float[Array, " b *ones"]:
 
 def matching_error(velocity: Latents, target: Target) -> PerRow:
     """The flow-matching loss: the mean squared distance to the velocity that leads from the noised sample to the clean one."""
-    return row_mean(jnp.square(velocity - (target.x - target.x0) / along(target.sigma, target.x)))
+    return row_mean(jnp.square(velocity - _lead(target)))
 
 
-def step_mean(velocity: Latents, target: Target) -> Latents:
-    """The mean of the Gaussian that the recorded step is drawn from, if this is the velocity."""
+def matching_gap(velocity: Latents, other: Latents, target: Target) -> PerRow:
+    """The flow-matching loss of `velocity` less that of `other`: exactly 0 where they are equal, to the last bit nearby."""
+    return row_mean((velocity - other) * (velocity + other - 2 * _lead(target)))
+
+
+def _lead(target: Target) -> Latents:
+    return (target.x - target.x0) / along(target.sigma, target.x)
+
+
+def log_ratio(velocity: Latents, old: Latents, target: Target) -> PerRow:
+    """ln p(after | x) - ln p_old(after | x) of the recorded step: exactly 0 where the velocities are equal.
+
+    The mean over dimensions, not the sum, of the log-densities of two Gaussians with one `std` (Flow-GRPO, arXiv 2505.05470).
+    """
     assert target.step is not None
     a, b, sigma = (along(values, target.x) for values in (target.step.a, target.step.b, target.sigma))
-    return a * target.x + b * (target.x - sigma * velocity)
+    both = 2 * (a * target.x + b * target.x - target.step.after) - b * sigma * (velocity + old)
+    return row_mean(b * sigma * (velocity - old) * both) / (2 * target.step.std**2)
 
 
-def log_probability(velocity: Latents, target: Target) -> PerRow:
-    """The log-density of the recorded step, its mean over dimensions (Flow-GRPO, arXiv 2505.05470; not the sum)."""
-    assert target.step is not None
-    std = target.step.std
-    error = row_mean(jnp.square(target.step.after - step_mean(velocity, target)))
-    return -error / (2 * std**2) - jnp.log(std) - jnp.log(2 * jnp.pi) / 2
-
-
-def clipped_policy(log_ratio: PerRow, target: Target, policy: PolicyConfig, scale: float) -> tuple[PerRow, dict[str, PerRow]]:
+def clipped_policy(log_r: PerRow, target: Target, policy: PolicyConfig, scale: float) -> tuple[PerRow, dict[str, PerRow]]:
     """PPO's loss (arXiv 1707.06347, eq. 7) on a ratio of probabilities, trained to old, and what happened to the ratio.
 
     max(-A R, -A clip(R, 1 - c, 1 + c)),     A = scale (2 q - 1)
     """
-    advantage, ratio, c = scale * (2 * target.optimality - 1), jnp.exp(log_ratio), policy.ratio_clip
+    advantage, ratio, c = scale * (2 * target.optimality - 1), jnp.exp(log_r), policy.ratio_clip
     loss = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1 - c, 1 + c))
     ratio = jax.lax.stop_gradient(ratio)
     return loss, {"loss/policy": loss, "ratio": ratio, "ratio/clipped": (jnp.abs(ratio - 1) > c).astype(jnp.float32)}

@@ -164,8 +164,8 @@ class _Chunks:
         parts = [self._latents(slice(i, min(i + self.sampled, stop))) for i in range(start, stop, self.sampled)]
         parts += parts[:1] * (self.scored // self.sampled - len(parts))
         with jax.set_mesh(self.scoring_mesh):
-            latents, states = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-            latents = jax.device_put(latents, sharding.rows(self.scoring_mesh))
+            joined = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+            latents, states = jax.device_put(joined, sharding.rows(self.scoring_mesh))
             made: dict[str, Any] = {"latents": latents} | ({} if states is None else {"states": states})
             if self.keep_images or (self.reward is not None and self.reward.needs_pictures):
                 made["images"] = decode_chunk(self.stage.decoder, latents)

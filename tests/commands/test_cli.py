@@ -113,6 +113,18 @@ def test_eval_of_a_run_repeats_its_last_evaluation(trained, call):
     assert result["means"]["reward"] == pytest.approx(summary["after"]["eval/reward"], abs=1e-6)
 
 
+def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call):
+    folder, summary, _ = trained
+    gained = summary["after"]["eval/reward"] - summary["before"]["eval/reward"]
+    for other, expected in ((str(folder), 0.0), ("embedded:tiny-sana", gained)):
+        code, out, _ = call("eval", str(folder), other, "--paired", "--json")
+        result = json.loads(out.strip().splitlines()[-1])
+        assert code == 0
+        assert result["other"] == other
+        assert result["differences"]["reward"][0] == pytest.approx(expected, abs=1e-6)
+    assert gained != 0
+
+
 def test_the_iteration_that_was_asked_for_is_traced_stage_by_stage(trained):
     (folder,) = (trained[0] / "profile").iterdir()
     assert folder.name == "iteration-000002"
@@ -409,6 +421,12 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "mesh.data=64"), "mesh.data=64"),
         (("train", "sana_sol_rl_pickscore"), "reward 'pickscore': yuvalkirstain/PickScore_v1"),
         (("eval", "nowhere"), "'nowhere': no run directory and no preset"),
+        (("eval", "embedded:tiny-sana", "--paired"), "--paired: expected two runs or models, e.g. "),
+        (
+            ("eval", "embedded:tiny-sana", "embedded:tiny-flux", "--paired"),
+            "embedded:tiny-flux: is of embedded:tiny-flux, not of ",
+        ),
+        (("eval", "embedded:tiny-sana", "seed=1", "--paired"), "--paired: expected two runs or models, e.g. "),
         (("rank", "nowhere"), "'nowhere': no run directory and no preset"),
         (("sample", "nowhere", "--prompts", "embedded:shapes-test", "--out", "o"), "model.path='nowhere': no such directory"),
     ],

@@ -75,6 +75,38 @@ BAD = [
     (("family=naive_scaling", "rollout.steps=12"), "rollout.explore.steps=10: must equal rollout.steps=12 with .*=false"),
     (("rollout.eta=0.5",), "rollout.eta=0.5: must be 0 with rollout.solver=euler"),
     (("rollout.eta=1.5", "rollout.solver=ddim"), "rollout.eta=1.5: must be at most 1"),
+    (("rollout.window=10",), "rollout.window=10: must be less than rollout.steps=10"),
+    (("objective=flow_grp",), "unknown objective 'flow_grp': did you mean 'flow_grpo'?"),
+    (("policy.objective=ppo",), "policy.objective='ppo': expected one of nft, awm, dpo, flow_grpo, mix_grpo, dance_grpo"),
+    (
+        ("policy.objective=flow_grpo",),
+        "rollout.eta=0.0: must be above 0 for the transitions that policy.objective=flow_grpo trains on, .* rollout.solver",
+    ),
+    (
+        ("objective=flow_grpo", "family=naive_quant"),
+        "rollout.regenerate=False: must be true, or rollout.explore.precision=bf16, .* policy.objective=flow_grpo trains on",
+    ),
+    (
+        ("objective=dance_grpo", "family=naive_scaling", "rollout.explore.precision=auto"),
+        "rollout.regenerate=False: must be true, .* policy.objective=dance_grpo trains on",
+    ),
+    (
+        ("objective=mix_grpo", "policy.timestep_fraction=0.5"),
+        "policy.timestep_fraction=0.5: must be at most 0.4 for .*mix_grpo.*",
+    ),
+    (("objective=flow_grpo", "explore=best"), "rollout.eta=0.7: must be 0 with rollout.explore.sigmas=first"),
+    (
+        ("objective=dpo", "rollout.selection=best", "rollout.kept=5"),
+        "rollout.kept=5: must be even for the pairs of policy.objective=dpo",
+    ),
+    (
+        ("objective=dpo", "optimizer.micro_batch=7"),
+        "optimizer.micro_batch=7: must be even for the pairs of policy.objective=dpo",
+    ),
+    (
+        ("objective=dpo", "train.prompts=1", "rollout.kept=6", "optimizer.steps_per_iteration=12"),
+        "optimizer.steps_per_iteration=12: must leave an even number of terms for the pairs of policy.objective=dpo",
+    ),
     (
         ("rollout.eta=0.5", "rollout.solver=ddim", "rollout.explore.sigmas=first"),
         "rollout.eta=0.5: must be 0 with rollout.explore.sigmas=first",
@@ -122,10 +154,19 @@ AT_LEAST_ONE = [
     "rollout.explore.steps",
     "rollout.steps",
     "rollout.chunk",
+    "rollout.window",
+    "rollout.window_every",
 ]
 AT_LEAST_ONE += ["lora.rank", "optimizer.steps_per_iteration", "optimizer.micro_batch", "train.iterations", "train.prompts"]
 AT_LEAST_ONE += ["eval.steps", "eval.prompts", "eval.images_per_prompt", "run.checkpoint_every", "run.keep_checkpoints"]
-POSITIVE = ["rollout.shift", "policy.beta", "policy.advantage_clip", "policy.timestep_fraction", "lora.alpha"]
+POSITIVE = [
+    "rollout.shift",
+    "policy.beta",
+    "policy.ratio_clip",
+    "policy.advantage_clip",
+    "policy.timestep_fraction",
+    "lora.alpha",
+]
 POSITIVE += ["optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm"]
 NOT_NEGATIVE = [
     "rollout.guidance",

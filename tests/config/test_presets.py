@@ -11,7 +11,7 @@ import yaml
 import solrl_jax
 from solrl_jax.config import migrations, presets
 from solrl_jax.config.presets import describe, from_yaml, known_keys, override, preset_names, resolve, to_yaml
-from solrl_jax.config.schema import ConfigError
+from solrl_jax.config.schema import OBJECTIVES, ConfigError
 
 FAMILIES = presets.PAPER["family"]
 TINY = [("tiny", f"family={family}") for family in FAMILIES]
@@ -189,6 +189,16 @@ def test_resolving_leaves_no_trace_on_the_next():
     assert resolve("tiny") == before
 
 
+def test_an_objective_has_a_file_of_settings_and_a_file_of_code():
+    files = {path.stem for path in (presets._configs() / "objective").glob("*.yaml")}
+    code = {path.stem for path in (presets._configs().parent / "policy" / "objectives").glob("*.py")} - {"__init__"}
+    assert files == code == set(OBJECTIVES)
+    assert resolve("tiny", ["objective=nft"]) == resolve("tiny")
+    grpo = resolve("sd3_sol_rl_hpsv2", ["objective=flow_grpo"])
+    assert (grpo.rollout.solver, grpo.rollout.eta, grpo.policy.decay_type) == ("flow_sde", 0.7, 0)
+    assert (grpo.policy.kl_weight, grpo.policy.ratio_clip, grpo.trained_sigmas) == (0.01, 1e-4, 9)
+
+
 # --- files and text ---
 
 
@@ -336,7 +346,7 @@ def test_of_a_run_fields_are_changed_and_other_parts_are_refused():
     reward = dataclasses.replace(config.reward, weights={"shapes": 1.0, "tiny-clip": 0.5})
     assert changed == dataclasses.replace(config, rollout=rollout, reward=reward)
     assert override(config, []) == config
-    for part in ("model=sana", "family=sol_rl", "reward=hpsv2"):
+    for part in ("model=sana", "family=sol_rl", "reward=hpsv2", "objective=dpo"):
         with pytest.raises(ConfigError, match=f"^{part}: can be chosen for a preset, not for a run$"):
             override(config, [part])
 

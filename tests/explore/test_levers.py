@@ -182,7 +182,7 @@ def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
 def test_quantisers_are_one_object_so_that_nothing_is_traced_again(paper, adapters):
     recipe = with_levers(paper, "correction").recipe
     assert recipe.quantizer("nvfp4") is recipe.quantizer("nvfp4")
-    assert recipe.grid(4) is recipe.grid(4)
+    assert recipe.grid(4) is recipe.grid(4) is recipe.grid(4, 0)
     recipe.policy(adapters, "nvfp4")
     before = quantize_policy._cache_size()
     for _ in range(2):

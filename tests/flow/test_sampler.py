@@ -1,5 +1,6 @@
 """The scan over a solver's table: exact where the path is straight, and noise that depends on seeds alone."""
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 
 from solrl_jax.flow.grid import Grid
-from solrl_jax.flow.sampler import interpolate, sample
+from solrl_jax.flow.sampler import interpolate, sample, trajectory
 from solrl_jax.flow.sigmas import make_sigmas
 from solrl_jax.flow.solver import solver_table
 from solrl_jax.numerics.randomness import candidate_seeds, normal
 
 SHAPE, ROWS = (4, 4, 2), 3
 SOLVERS = {"euler": ("euler", 0.0), "dpm2": ("dpm2", 0.0), "ddim": ("ddim", 0.0), "stochastic ddim": ("ddim", 1.0)}
+SDES = {"flow_sde": 0.7, "dance_sde": 0.3, "ddim": 1.0}
 TOLERANCE = 1e-5
 
 
@@ -113,8 +115,10 @@ def test_where_a_grid_is_cut_into_legs_changes_nothing(solver):
         got = compiled((curved,) * len(parts), tuple(parts), NOISE, SEEDS)
         whole = got if whole is None else whole
         np.testing.assert_allclose(got, whole, atol=TOLERANCE, rtol=0)
-    if solver == "stochastic ddim":  # a leg that drew the first leg's noise again would be seen
-        again = compiled((curved,), (grid.part(3),), compiled((curved,), (grid.part(0, 3),), NOISE, SEEDS), SEEDS)
+    if solver == "stochastic ddim":  # a step keeps its draw; the first leg's noise again would be seen
+        halfway = compiled((curved,), (grid.part(0, 3),), NOISE, SEEDS)
+        np.testing.assert_allclose(compiled((curved,), (grid.part(3),), halfway, SEEDS), whole, atol=TOLERANCE, rtol=0)
+        again = compiled((curved,), (dataclasses.replace(grid.part(3), draws=grid.draws[:3]),), halfway, SEEDS)
         assert largest(again - whole) > 1e2 * TOLERANCE
 
 
@@ -169,3 +173,46 @@ def test_interpolate_is_clean_at_zero_and_noise_at_one():
     got = interpolate(x0, noise, jnp.array([0.0, 0.25, 1.0]))
     np.testing.assert_array_equal(got[:, 0, 0, 0], [1, 2, 5])
     assert got.shape == x0.shape
+
+
+recording = jax.jit(
+    lambda grids, noise, seeds, recorded: trajectory([(curved, grid) for grid in grids], noise, seeds, recorded),
+    static_argnums=3,
+)
+
+
+@pytest.mark.parametrize("cut", [None, 1, 4])
+@pytest.mark.parametrize("solver", SDES)
+def test_recorded_states_are_the_steps_that_were_drawn(solver, cut):
+    """In float64: each state is the mean of the step before, and the seed's draw of that number times its deviation."""
+    grid = grid_of(SIGMAS, solver_table(solver, SIGMAS, SDES[solver]))
+    legs = (grid,) if cut is None else (grid.part(0, cut), grid.part(cut))
+    end, states = recording(legs, NOISE, SEEDS, 5)
+    assert states.shape == (ROWS, 6, *SHAPE)
+    np.testing.assert_array_equal(states[:, 0], NOISE)
+    np.testing.assert_allclose(end, compiled((curved,), (grid,), NOISE, SEEDS), atol=TOLERANCE, rtol=0)
+    for i, (a, b, *_, std) in enumerate(grid.table[:5].astype(np.float64)):
+        x = np.asarray(states[:, i], np.float64)
+        mean = a * x + b * (x - SIGMAS[i] * np.asarray(curved(states[:, i], 1000 * SIGMAS[i]), np.float64))
+        drawn = np.asarray(normal(SEEDS, "solver", SHAPE, i), np.float64)
+        np.testing.assert_allclose(states[:, i + 1], mean + std * drawn, atol=TOLERANCE, rtol=0)
+        assert std > 0.01
+
+
+@pytest.mark.parametrize("start", [0, 2, 3])
+def test_only_the_window_is_recorded_wherever_it_is(start):
+    levels = 0.7 * ((np.arange(6) >= start) & (np.arange(6) < start + 2))
+    grid = grid_of(SIGMAS, solver_table("flow_sde", SIGMAS, levels))
+    _, states = recording((grid,), NOISE, SEEDS, 2)
+    assert states.shape == (ROWS, 3, *SHAPE)
+    _, everything = recording((dataclasses.replace(grid, table=grid.table.clip(min=[-9, -9, -9, -9, 1e-30])),), NOISE, SEEDS, 5)
+    np.testing.assert_allclose(states, everything[:, start : start + 3], atol=TOLERANCE, rtol=0)
+    assert recording((grid,), NOISE, SEEDS, 0)[1] is None
+
+
+def test_a_step_of_several_draws_adds_them_up_by_weight():
+    weights = np.float32([[0.6, 0.0, 0.8]])
+    grid = dataclasses.replace(grid_of(np.array([1.0, 0.0]), np.array([[0, 0, 0, 0, 2.0]], np.float32)), draws=weights)
+    got = compiled((lambda x, time: x,), (grid,), NOISE, SEEDS)
+    draw = lambda i: np.asarray(normal(SEEDS, "solver", SHAPE, i))
+    np.testing.assert_allclose(got, 2 * (0.6 * draw(0) + 0.8 * draw(2)), atol=TOLERANCE)

@@ -8,7 +8,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 from solrl_jax.flow.sigmas import make_sigmas
-from solrl_jax.flow.solver import SOLVERS, solver_table
+from solrl_jax.flow.solver import SOLVERS, STOCHASTIC, overlap, shared_noise, solver_table
 
 STEPS = (2, 4, 10, 20)  # diffusers treats fewer than 15 steps differently
 TOLERANCE = 1e-5
@@ -111,7 +111,7 @@ def test_euler_dpm1_and_ddim_without_noise_are_one_solver(grid):
 @pytest.mark.parametrize("name", SOLVERS)
 def test_tables_are_finite_and_end_on_the_prediction(name, steps):
     for schedule, shift in GRIDS:
-        table = solver_table(name, make_sigmas(schedule, steps, shift, 1024), 1.0 if name == "ddim" else 0.0)
+        table = solver_table(name, make_sigmas(schedule, steps, shift, 1024), 1.0 if name in STOCHASTIC else 0.0)
         assert table.shape == (steps, 5)
         assert table.dtype == np.float32
         assert np.isfinite(table).all()
@@ -172,8 +172,95 @@ def test_ddim_keeps_the_marginal(grid, eta):
 
 def test_an_unknown_solver_and_noise_where_there_is_none_are_refused():
     sigmas = make_sigmas("linear", 4, 1.0, 1024)
-    with pytest.raises(ValueError, match=r"rollout\.solver='heun': accepted are euler, dpm1, dpm2, ddim"):
+    with pytest.raises(ValueError, match=r"rollout\.solver='heun': accepted are euler, .*, flow_sde, dance_sde$"):
         solver_table("heun", sigmas)
     for name in ("euler", "dpm1", "dpm2"):
-        with pytest.raises(ValueError, match=rf"rollout\.eta=0\.5: only the ddim solver takes noise; {name} is deterministic"):
+        with pytest.raises(
+            ValueError, match=rf"rollout\.eta=0\.5: only ddim, flow_sde, dance_sde take noise; {name} is deterministic"
+        ):
             solver_table(name, sigmas, 0.5)
+
+
+# --- the SDEs ---
+
+
+def flow_grpo_step(x, v, s, t, level, second):
+    """Mean and deviation as in the released code of Flow-GRPO."""
+    dt, g = t - s, level * np.sqrt(s / (1 - (second if s == 1 else s)))
+    return x * (1 + g**2 / (2 * s) * dt) + v * (1 + g**2 * (1 - s) / (2 * s)) * dt, g * np.sqrt(-dt)
+
+
+def dance_grpo_step(x, v, s, t, eta, second):
+    """Mean and deviation as in the released code of DanceGRPO."""
+    score = -(x - (1 - s) * (x - s * v)) / s**2
+    return x + (t - s) * v - 0.5 * eta**2 * score * (t - s), eta * np.sqrt(s - t)
+
+
+SDES = {"flow_sde": (flow_grpo_step, 0.7), "dance_sde": (dance_grpo_step, 0.3)}
+
+
+@pytest.mark.parametrize("steps", [2, 6, 10, 28])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", SDES)
+def test_the_mean_and_the_deviation_of_an_sdes_step_are_the_papers(name, grid, steps):
+    formula, level = SDES[name]
+    sigmas = make_sigmas(grid[0], steps, grid[1], 1024)
+    rows = solver_table(name, sigmas, level).astype(np.float64)
+    for (a, b, c, d, e), s, t in zip(rows[:-1], sigmas, sigmas[1:], strict=False):
+        v = velocity(START, s)
+        mean, std = formula(START, v, s, t, level, sigmas[1])
+        np.testing.assert_allclose(a * START + b * (START - s * v), mean, rtol=1e-6, atol=1e-6)
+        assert (c, d, e) == (0, 0, pytest.approx(std, rel=1e-6))
+    np.testing.assert_allclose(solver_table(name, sigmas, 0.0), solver_table("euler", sigmas), atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("name", SDES)
+def test_an_sde_keeps_the_marginals_of_the_flow(name):
+    """Gaussian data, whose best prediction is linear: mean and variance after every step, at first order in the step."""
+    mean, spread, level = 0.7, 0.4, SDES[name][1]
+    deviation = lambda sigma: np.sqrt((1 - sigma) ** 2 * spread**2 + sigma**2)
+
+    def errors(steps):
+        sigmas = np.append(np.linspace(0.9, 0.1, steps + 1), 0.0)
+        m, variance, worst = (1 - 0.9) * mean, deviation(0.9) ** 2, 0.0
+        for (a, b, *_, e), s, t in zip(
+            solver_table(name, sigmas, level).astype(np.float64), sigmas, sigmas[1:-1], strict=False
+        ):
+            slope = spread**2 * (1 - s) / deviation(s) ** 2  # x0_hat = mean + slope (x - (1 - s) mean)
+            m = a * m + b * (mean + slope * (m - (1 - s) * mean))
+            variance = (a + b * slope) ** 2 * variance + e**2
+            worst = max(worst, abs(m - (1 - t) * mean), abs(np.sqrt(variance) - deviation(t)))
+        return worst
+
+    wrong = [errors(steps) for steps in (50, 100, 200)]
+    assert [a / b for a, b in itertools.pairwise(wrong)] == pytest.approx([2, 2], rel=0.15)
+    assert wrong[-1] < 5e-3
+
+
+def test_a_level_for_each_step_is_an_ode_where_it_is_zero():
+    sigmas, levels = make_sigmas("linear", 10, 1.0, 1024), np.array([0, 0, 0.7, 0.7, 0, 0, 0, 0, 0, 0.7])
+    mixed, ode, sde = (solver_table("flow_sde", sigmas, level) for level in (levels, 0.0, 0.7))
+    np.testing.assert_array_equal(mixed[2:4], sde[2:4])
+    np.testing.assert_array_equal(mixed[[0, 1, 4, 5, 6, 7, 8, 9]], ode[[0, 1, 4, 5, 6, 7, 8, 9]])  # the last takes none
+
+
+def test_overlaps_add_up_to_both_schedules():
+    coarse, full = make_sigmas("linear", 6, 3.0, 1024), make_sigmas("linear", 10, 3.0, 1024)
+    shared = overlap(coarse, full)
+    np.testing.assert_allclose(shared.sum(1), -np.diff(coarse), atol=1e-12)
+    np.testing.assert_allclose(shared.sum(0), -np.diff(full), atol=1e-12)
+
+
+def test_fewer_steps_share_the_brownian_path():
+    """Two full steps in one: the sum of what they add, to variance 1. On the full schedule each step has its own draw."""
+    full = make_sigmas("linear", 10, 1.0, 1024)
+    std = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 0.0])
+    np.testing.assert_array_equal(shared_noise(full, full, std), np.diag(std > 0).astype(np.float32))
+    halved = shared_noise(full[::2], full, std)
+    for i in range(4):
+        expected = np.zeros(10)
+        expected[2 * i : 2 * i + 2] = std[2 * i : 2 * i + 2] / np.hypot(*std[2 * i : 2 * i + 2])
+        np.testing.assert_allclose(halved[i], expected, atol=1e-6)
+    uneven = shared_noise(make_sigmas("linear", 6, 1.0, 1024), full, std)
+    np.testing.assert_allclose((uneven**2).sum(1), 1, atol=1e-6)
+    assert ((uneven > 0).sum(1) <= 3).all()

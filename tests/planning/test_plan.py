@@ -145,6 +145,24 @@ def test_programs_of_an_iteration(preset, missing):
         assert all(x.sharding.mesh.size == 2 for x in arrays(program.arguments))
 
 
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize(("family", "recording"), [("sol_rl", "regenerate"), ("naive_scaling", "explore")])
+def test_states_are_kept_for_an_objective_on_an_sdes_steps(family, recording):
+    """By the stage whose samples are trained on; the update is given them."""
+    planner = Planner(resolve("tiny", ["objective=mix_grpo", f"family={family}"]), Devices(TARGETS["b200"], 2))
+    made = {}
+    for stage in ("explore", "regenerate"):
+        if planner.stages.has(stage):
+            (program,) = planner.stages.programs(stage, planner.codes)
+            with jax.set_mesh(program.mesh):
+                made[stage] = program.function.eval_shape(*program.arguments)[1]
+    assert {stage for stage, states in made.items() if states is not None} == {recording}
+    (update,) = planner.stages.programs("update", {})
+    config, states = planner.config, made[recording].shape
+    assert update.arguments[4].states.shape == (config.train.prompts * config.rollout.kept, 5, *states[2:])
+    assert states[1] == 5  # before and after four steps
+
+
 # --- the plan ---
 
 

@@ -297,3 +297,21 @@ def test_noise_is_split_over_the_devices_and_is_that_of_the_seeds(backbones, mes
         noise = draw_noise(jax.device_put(seeds, sharding.rows(where)), SHAPE)
     assert noise.addressable_shards[0].data.shape[0] == 12 // sharding.row_groups(where)
     np.testing.assert_array_equal(noise, normal(seeds, "initial", SHAPE))
+
+
+@pytest.mark.parametrize(("mesh", "chunk"), [("one", 4), ("one", 5), *((name, 5) for name in [*MESHES][1:])])
+def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
+    """Row by row, whatever the chunk and the mesh; the last leads to the sample by a step without noise."""
+    backbone, rows = backbones[mesh], Rows.of(toy_seeds(PROMPTS, EACH))
+    stage = toy_stage(backbone, chunk, Leg(backbone.transformer, toy_grid(3, solver="flow_sde")))
+    prompted = prepare(backbone, None, PROMPTS, 8)
+    got = generate(backbone, dataclasses.replace(stage, recorded=2), prompted, rows)
+    assert got.states.shape == (12, 3, *SHAPE)
+    np.testing.assert_array_equal(got.states[:, 0], normal(rows.seeds, "initial", SHAPE))
+    np.testing.assert_allclose(got.latents, generate(backbone, stage, prompted, rows).latents, atol=TOLERANCE)
+    taken = got.take(np.array([[7, 2]]))
+    np.testing.assert_array_equal(taken.states, got.states[[7, 2]])
+    alone = run(backbones["one"], 12, legs=(Leg(backbones["one"].transformer, toy_grid(3, solver="flow_sde")),))
+    np.testing.assert_allclose(got.latents, alone.latents, atol=TOLERANCE)
+    assert largest(got.states[:, 1:] - got.states[:, :-1]) > 0.1
+    assert generate(backbone, stage, prompted, rows).states is None

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from solrl_jax.numerics.randomness import prompt_uid
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rollout.generate import Samples
 from solrl_jax.training.clock import Clock
-from solrl_jax.training.evaluate import evaluate, pool_pictures, sample_grid
+from solrl_jax.training.evaluate import Evaluation, evaluate, paired_difference, pool_pictures, sample_grid
 from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import iterate, roll_out
 from tests.toys import toy_experiment
@@ -132,3 +133,27 @@ def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
             drawn = 1 - np.abs(grid.images[row].mean((1, 2, 3)) - prompt_uid(prompt) / 2**32)
             np.testing.assert_allclose(drawn, rewards, atol=1e-6)
     assert np.ptp(columns["proxy_reward"]) > 1e-3
+
+
+def of_scores(scores) -> Evaluation:
+    return Evaluation({}, {}, {"reward": np.asarray(scores, float)}, {})
+
+
+def test_a_paired_difference_is_students_over_prompts():
+    rng = np.random.default_rng(0)
+    prompts, noise = rng.standard_normal((2, 8, 1))  # what is shared by both policies cancels
+    pictures = prompts + 0.3 * rng.standard_normal((8, 5))
+    better = pictures + 0.2 + 0.1 * noise
+    gain, half = paired_difference(of_scores(better), of_scores(pictures))["reward"]
+    interval = stats.ttest_rel(better.mean(1), pictures.mean(1)).confidence_interval(0.95)
+    assert (gain - half, gain + half) == pytest.approx((interval.low, interval.high))
+    assert half < stats.ttest_ind(better.mean(1), pictures.mean(1)).confidence_interval(0.95).high - gain
+    assert paired_difference(of_scores(pictures), of_scores(pictures))["reward"] == (0, 0)
+
+
+def test_a_picture_without_a_score_takes_no_part_in_a_difference():
+    first, second = np.array([[1.0, np.nan], [2.0, 4.0], [np.nan, np.nan]]), np.array([[0.5, 9.0], [np.inf, 3.0], [1.0, 1.0]])
+    gain, half = paired_difference(of_scores(first), of_scores(second))["reward"]
+    assert gain == pytest.approx(0.75)
+    assert half == pytest.approx(stats.t.ppf(0.975, 1) * 0.25)
+    assert np.isnan(paired_difference(of_scores(first[:1]), of_scores(second[:1]))["reward"][1])

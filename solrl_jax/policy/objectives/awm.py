@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from solrl_jax.config.schema import Policy as PolicyConfig
-from solrl_jax.policy.objective import PerRow, Target, Velocities, clipped_policy, matching_error, row_mean
+from solrl_jax.policy.objective import PerRow, Target, Velocities, clipped_policy, matching_error, matching_gap, row_mean
 
 POWER, FLOOR = 0.25, 1e-10  # of the released code's weighting, "ghuber": robust to large errors
 ANCHOR = 1.0  # weight of the distance to the old policy, which is the slow copy of the released code
@@ -18,7 +18,9 @@ def awm(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[P
     loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((v - v_ref)^2) + mean((v - v_old)^2)
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
-    log_p = lambda v: -target.sigma * ((matching_error(v, target) + FLOOR) ** POWER - FLOOR**POWER) / POWER
-    loss, metrics = clipped_policy(log_p(v) - log_p(v_old), target, policy, 1.0)
+    error_old = matching_error(v_old, target)
+    error = error_old + matching_gap(v, v_old, target)  # so that at the old policy the ratio is 1 to the last bit
+    log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER
+    loss, metrics = clipped_policy(log_r, target, policy, 1.0)
     kl, drift = row_mean(jnp.square(v - v_ref)), row_mean(jnp.square(v - v_old))
     return loss + policy.kl_weight * kl + ANCHOR * drift, metrics | {"loss/kl": kl, "loss/drift": drift}

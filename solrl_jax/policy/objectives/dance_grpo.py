@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from solrl_jax.config.schema import Policy as PolicyConfig
-from solrl_jax.policy.objective import PerRow, Target, Velocities, clipped_policy, log_probability, row_mean
+from solrl_jax.policy.objective import PerRow, Target, Velocities, clipped_policy, log_ratio, row_mean
 
 
 def dance_grpo(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
@@ -14,7 +14,6 @@ def dance_grpo(velocities: Velocities, target: Target, policy: PolicyConfig) -> 
     loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((v - v_ref)^2)       kl_weight is 0 in the paper
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
-    log_ratio = log_probability(v, target) - log_probability(v_old, target)
-    loss, metrics = clipped_policy(log_ratio, target, policy, policy.advantage_clip)
+    loss, metrics = clipped_policy(log_ratio(v, v_old, target), target, policy, policy.advantage_clip)
     kl = row_mean(jnp.square(v - v_ref))
     return loss + policy.kl_weight * kl, metrics | {"loss/kl": kl, "loss/drift": row_mean(jnp.square(v - v_old))}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from solrl_jax.config.schema import Policy as PolicyConfig
-from solrl_jax.policy.objective import PerRow, Target, Velocities, matching_error, row_mean
+from solrl_jax.policy.objective import PerRow, Target, Velocities, matching_gap, row_mean
 
 
 def dpo(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
@@ -16,7 +16,7 @@ def dpo(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[P
     Rows 2 i and 2 i + 1 are a pair, the better one first. As released, beta stands for the paper's beta, steps and weight.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
-    gained = matching_error(v, target) - matching_error(v_ref, target)
+    gained = matching_gap(v, v_ref, target)
     margin = -policy.beta / 2 * (gained[::2] - gained[1::2])
     loss = -jax.nn.log_sigmoid(margin).repeat(2)
     kl, agreed = row_mean(jnp.square(v - v_ref)), (margin > 0).astype(jnp.float32).repeat(2)

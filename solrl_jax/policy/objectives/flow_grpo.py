@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from solrl_jax.config.schema import Policy as PolicyConfig
-from solrl_jax.policy.objective import PerRow, Target, Velocities, clipped_policy, log_probability, row_mean, step_mean
+from solrl_jax.policy.objective import PerRow, Target, Velocities, clipped_policy, log_ratio, row_mean
 
 
 def flow_grpo(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
@@ -15,11 +15,11 @@ def flow_grpo(velocities: Velocities, target: Target, policy: PolicyConfig) -> t
 
     R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
     loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((m - m_ref)^2) length / (2 std^2)
+    m    = a x + b (x - sigma v)                 the mean of the step
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
-    assert target.step is not None
-    log_ratio = log_probability(v, target) - log_probability(v_old, target)
-    loss, metrics = clipped_policy(log_ratio, target, policy, policy.advantage_clip)
-    distance = row_mean(jnp.square(step_mean(v, target) - step_mean(v_ref, target)))
-    kl = distance * target.step.length / (2 * target.step.std**2)
+    step = target.step
+    assert step is not None
+    loss, metrics = clipped_policy(log_ratio(v, v_old, target), target, policy, policy.advantage_clip)
+    kl = row_mean(jnp.square(v - v_ref)) * (step.b * target.sigma) ** 2 * step.length / (2 * step.std**2)
     return loss + policy.kl_weight * kl, metrics | {"loss/kl": kl, "loss/drift": row_mean(jnp.square(v - v_old))}
