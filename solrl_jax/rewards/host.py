@@ -235,7 +235,7 @@ def _set_up(memory: int) -> None:
     os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
     if "jax" in sys.modules:  # then JAX has read its environment already
         sys.modules["jax"].config.update("jax_platforms", "cpu")
-    leave, os._exit = os._exit, lambda code: leave(code or ENDED)  # pebble would wait for a process that ends with 0
+    leave, os._exit = os._exit, lambda status: leave(status or ENDED)  # pebble would wait for a process that ends with 0
     os.setsid()  # Ctrl-C, and signals to the run's process group, do not reach a worker
     os.dup2(2, 1)  # standard output is for results
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
