@@ -66,7 +66,7 @@ def add(row: dict[str, Any]) -> None:
     """Puts a row into the record, in place of an older one; stages that it lacks stay as they were."""
     record = json.loads(RECORD.read_text())
     same = lambda other: all(other[key] == row[key] for key in ("device", "hosts", "devices", "mesh"))
-    older = next((other for other in record["rows"] if same(other)), {"stages": {}})
+    older: dict[str, Any] = next((other for other in record["rows"] if same(other)), {"stages": {}})
     row["stages"] = {
         name: (older["stages"] | row["stages"])[name] for name in STAGES if name in older["stages"] | row["stages"]
     }
