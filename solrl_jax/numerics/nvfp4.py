@@ -70,7 +70,8 @@ def quantize(w: Matrix) -> QTensor:
 def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Array], list[Array]]:
     """Packed codes and block scales of float32 rows [..., k], in parts along k, and the float32 scale [..., 1] of each row."""
     scale = largest(parts) / (E4M3_MAX * E2M1_MAX)
-    rounded = [round_blocks(x, scale) for x in (*parts[:-1], pad_blocks(parts[-1]))]
+    filled = (*parts[:-1], pad_blocks(parts[-1], sum(x.shape[-1] for x in parts)))
+    rounded = [round_blocks(x, scale) for x in filled]
     return [nibbles(values) for values, _ in rounded], [scales for _, scales in rounded], [scale]
 
 
@@ -153,7 +154,7 @@ def unpack(packed: UInt8[Array, "... half"]) -> Shaped[Array, "... k"]:
     return codes.reshape(*packed.shape[:-1], -1)
 
 
-def pad_blocks(x: Float[Array, "... k"]) -> Float[Array, "... padded"]:
-    """`x` with zeros after its last axis, up to a multiple of `FILL`."""
-    missing = -x.shape[-1] % FILL
+def pad_blocks(x: Float[Array, "... k"], width: int | None = None) -> Float[Array, "... padded"]:
+    """`x` with zeros after its last axis, so that the row becomes a multiple of `FILL`. width: of the row that `x` ends."""
+    missing = -(x.shape[-1] if width is None else width) % FILL
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

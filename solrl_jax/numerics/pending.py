@@ -201,22 +201,24 @@ def _row(
     """Within the kernel: makes a row of the parts from references to its inputs, and writes it."""
     from jax.experimental.pallas import triton as plgpu
 
-    def load(ref: Any, width: int) -> Array:
+    sizes = [_filled(width) for width in (*widths[:-1], widths[-1] + -sum(widths) % SMALLEST)]  # formats fill up whole rows
+
+    def load(ref: Any, width: int, size: int) -> Array:
         (n,) = ref.shape
         if n == 1:
             return ref[0].astype(jnp.float32)
-        at = jnp.arange(_filled(n) if n == width else 1 << (n - 1).bit_length())
+        at = jnp.arange(size if n == width else 1 << (n - 1).bit_length())
         return plgpu.load(ref.at[at], mask=at < n, other=0).astype(jnp.float32)
 
     values = []
-    for part, width, refs in zip(parts, widths, inputs, strict=True):
-        value = part.function(*(load(ref, width) for ref in refs))
-        values.append(jnp.where(jnp.arange(_filled(width)) < width, value, 0.0))
+    for part, width, size, refs in zip(parts, widths, sizes, inputs, strict=True):
+        value = part.function(*(load(ref, width, size) for ref in refs))
+        values.append(jnp.where(jnp.arange(size) < width, value, 0.0))
     for made, ref in zip(encode(values), results, strict=True):
         start = 0
-        for piece, width in zip(made, widths, strict=False):
+        for piece, width, size in zip(made, widths, sizes, strict=False):
             at = start + jnp.arange(piece.shape[-1])
-            end = ref.shape[0] if piece is made[-1] else start + width * piece.shape[-1] // _filled(width)
+            end = ref.shape[0] if piece is made[-1] else start + width * piece.shape[-1] // size
             plgpu.store(ref.at[at], piece, mask=at < end)
             start = end
 
