@@ -173,7 +173,10 @@ def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **r
     if latents is not None:
         np.save(out / "noise.npy", latents)
         request["latents"] = out / "noise.npy"
-    sample(str(folder), Request(str(out / "prompts.txt"), out / "images", **{"precision": "fp32", "seed": 0} | request))
+    sample(
+        str(folder),
+        Request(str(out / "prompts.txt"), out / "images", **{"precision": "fp32", "seed": 0, "force": True} | request),
+    )
     return np.load(out / "images" / "images.npy"), np.load(out / "images" / "latents.npy")
 
 

@@ -99,8 +99,9 @@ def with_recipe(experiment: Experiment, name: str) -> Experiment:
     """The same experiment exploring by another recipe of `configs/explore/`; "" is its own."""
     if not name:
         return experiment
-    config = override(experiment.config, (f"explore={name}",))
-    _, quantized = linears_of(config, experiment.backbone.pipeline, experiment.device)
+    config, quantized = override(experiment.config, (f"explore={name}",)), experiment.quantized
+    if config.model.quantize != experiment.config.model.quantize:
+        _, quantized = linears_of(config, experiment.backbone.pipeline, experiment.device)
     return dataclasses.replace(experiment, config=config, quantized=quantized)
 
 

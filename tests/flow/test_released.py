@@ -155,5 +155,7 @@ def test_another_order_and_another_scheduler_are_refused_by_name():
     with pytest.raises(ValueError, match="DPMSolverMultistepScheduler: solver_order=3; accepted: 1, 2"):
         read_scheduler(SANA | {"solver_order": 3}, 6, TOKENS)
     for config in ({"_class_name": "DDIMScheduler"}, {}):
-        with pytest.raises(ValueError, match=f"scheduler {config.get('_class_name')!r}; accepted: FlowMatchEuler"):
+        with pytest.raises(
+            ValueError, match=rf"scheduler {config.get('_class_name')!r} \(_class_name\); accepted: FlowMatchEuler"
+        ):
             read_scheduler(config, 6, TOKENS)
