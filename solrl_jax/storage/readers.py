@@ -34,8 +34,8 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_TEXT) -> str:
-    """A UTF-8 file as `read_bytes` reads it, without a byte-order mark."""
-    return read_bytes(path, most).decode("utf-8-sig")
+    """A UTF-8 file as `read_bytes` reads it, without a byte-order mark. Every line ends with a line feed."""
+    return read_bytes(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _finite(text: str) -> float:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from solrl_jax.config.presets import from_yaml, resolve, to_yaml
-from solrl_jax.config.schema import Config, ConfigError, batch_line, effective_batch
+from solrl_jax.config.schema import MOST_NUMBER, Config, ConfigError, batch_line, effective_batch
 
 TINY = resolve("tiny")
 
@@ -237,7 +237,7 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31 - 1),
-    rate=st.floats(1e-300, 1e300),
+    rate=st.floats(1e-300, MOST_NUMBER),
     weights=st.dictionaries(WORDS, st.floats(-1e9, 1e9), min_size=1, max_size=3),
     path=WORDS,
 )

@@ -142,7 +142,7 @@ def test_a_compiled_text_beside_the_peaks_of_its_device():
     assert any("f8e4m3fn" in name for name in figures["native"])
     assert math.isclose(figures["tflops"], 3 * 2 * 128 * 256 * 256 / 1e-3 / 1e12)
     gauge = measure.Gauge(1, TARGETS["b200"])
-    assert [gauge.share_of_peak(name, 4.5e15, 1.0) for name in ("bf16", "mxfp8", "nvfp4")] == [2.0, 1.0, 0.5]
+    assert [gauge.share_of_peak(name, 4.5e15, 1.0) for name in ("bf16", "fp8", "nvfp4")] == [2.0, 1.0, 0.5]
 
 
 def test_peaks_are_of_the_devices_that_were_meant():
