@@ -58,7 +58,7 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
 
 
 # an exploring step against a BF16 step: the paper's rules, and the wider ones of `explore=best`
-STEP = {("flux1", "b200"): 2.8, ("flux1", "h200"): 1.85, ("sd3", "b200"): 1.3, ("sana", "b200"): 1.15}
+STEP = {("flux1", "b200"): 2.8, ("flux1", "h200"): 1.8, ("sd3", "b200"): 1.3, ("sana", "b200"): 1.15}
 
 
 def test_what_a_product_reads_is_written_in_one_pass_and_an_exploring_step_is_so_much_faster(planned):
@@ -78,7 +78,8 @@ def test_the_transformer_attends_in_flash_attention(planned):
     forwards, backwards = flash(planned, UPDATE)
     assert backwards > 0
     assert backwards % count == 0
-    assert forwards == 4 * backwards  # old, reference, trained, and once more for the gradient
+    again = {"products": 0, "blocks": 1}[planned.plan["remat"]]  # for the gradient
+    assert forwards == (3 + again) * backwards  # old, reference, trained
 
 
 def test_no_product_is_in_float32(planned):
