@@ -32,7 +32,7 @@ from bench.gpu import schedule, summary
 from bench.gpu.record import Record, Task
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.config.schema import ConfigError
+from solrl_jax.config.values import ConfigError
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import writable_directory
 

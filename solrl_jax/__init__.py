@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from solrl_jax.config.presets import preset_names as preset_names
     from solrl_jax.config.presets import resolve as resolve
     from solrl_jax.config.schema import Config as Config
-    from solrl_jax.config.schema import ConfigError as ConfigError
+    from solrl_jax.config.values import ConfigError as ConfigError
     from solrl_jax.numerics.formats import FORMATS as FORMATS
     from solrl_jax.numerics.matmul import dequantize as dequantize
     from solrl_jax.numerics.matmul import matmul as matmul
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 _WHERE = {
     "api": ("export_lora", "import_lora", "load", "quantize", "rank", "sample", "train"),
     "config.presets": ("preset_names", "resolve"),
-    "config.schema": ("Config", "ConfigError"),
+    "config.schema": ("Config",),
+    "config.values": ("ConfigError",),
     "numerics.formats": ("FORMATS",),
     "numerics.matmul": ("dequantize", "matmul"),
     "policy.advantage": ("advantages", "optimality"),

@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from solrl_jax.commands.options import INTERRUPTED, print_json
-from solrl_jax.config.schema import ConfigError
+from solrl_jax.config.values import ConfigError
 from solrl_jax.storage.errors import InputError, RunError, first_line
 
 COMMANDS = {

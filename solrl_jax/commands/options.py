@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from solrl_jax.config.schema import MOST_NUMBER
+from solrl_jax.config.values import MOST_NUMBER
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.readers import strict

@@ -16,7 +16,8 @@ from solrl_jax.backbone.locate import open_model
 from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, force_option, is_number, json_option
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts
 from solrl_jax.config.presets import resolve
-from solrl_jax.config.schema import MOST_SIDE, MOST_STEPS, MOST_TOKENS, Config, Precision, shown
+from solrl_jax.config.schema import Config, Precision
+from solrl_jax.config.values import MOST_SIDE, MOST_STEPS, MOST_TOKENS, shown
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.sync import Quantizer, merged
 from solrl_jax.flow.grid import Grid

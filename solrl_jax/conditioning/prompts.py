@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from solrl_jax.config.schema import shown
+from solrl_jax.config.values import shown
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.readers import parse_json, read_text
 

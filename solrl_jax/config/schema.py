@@ -7,65 +7,31 @@ is made. Letters: P prompts, N candidates and K kept an iteration. Regexes match
 
 import dataclasses
 import math
-import re
-import urllib.parse
 from typing import Annotated, Any, Literal
 
-import regex
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, Strict
+from pydantic import AfterValidator, ConfigDict, Field, JsonValue
 
-
-class ConfigError(ValueError):
-    """What is wrong with a configuration, in one line; several problems are joined by '; '."""
-
-
-def _number(value: Any) -> Any:
-    """Lets an int, and text such as '1e-4' which YAML 1.1 does not read as a number, pass for a float; not a bool."""
-    try:
-        return value if isinstance(value, bool | float) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return value
-
-
-def _objective(name: str) -> str:
-    if name not in OBJECTIVES:
-        raise ValueError(f"expected one of {', '.join(OBJECTIVES)}")
-    return name
-
-
-def _regex(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"must be a regular expression ({error})") from None
-    return pattern
-
-
-def _plain(text: str) -> str:
-    if "\0" in text or text.encode(errors="replace").decode() != text:
-        raise ValueError("must be text that a file's name can hold")
-    return text
-
-
-MOST_SIDE, MOST_TOKENS, MOST_PICTURES = 2**14, 2**14, 2**16  # of an image in pixels; of a prompt; of one prompt
-MOST_STEPS = 1000  # of a solver: networks are trained on as many levels of noise
-MOST_NUMBER = 3.4e38  # what float32 holds
-
-Integer = Annotated[int, Strict(), Field(gt=-(2**31), lt=2**31)]
-Natural = Annotated[Integer, Field(ge=0)]
-Count = Annotated[Integer, Field(ge=1)]
-Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
-Steps = Annotated[Integer, Field(ge=1, le=MOST_STEPS)]
-Side = Annotated[Integer, Field(ge=1, le=MOST_SIDE)]
-Many = Annotated[Integer, Field(ge=1, le=MOST_PICTURES)]
-Number = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-MOST_NUMBER, le=MOST_NUMBER), BeforeValidator(_number)]
-NotNegative = Annotated[Number, Field(ge=0)]
-Positive = Annotated[Number, Field(gt=0)]
-Decay = Annotated[Number, Field(ge=0, lt=1)]
-Flag = Annotated[bool, Strict()]
-Free = Annotated[str, AfterValidator(_plain)]
-Text = Annotated[Free, Field(min_length=1)]
-Regex = Annotated[str, AfterValidator(_regex)]
+from solrl_jax.config.values import (
+    MOST_TOKENS,
+    ConfigError,
+    Count,
+    Decay,
+    Flag,
+    Free,
+    Integer,
+    Many,
+    Natural,
+    NotNegative,
+    Number,
+    Positive,
+    Regex,
+    Seed,
+    Side,
+    Steps,
+    Text,
+    holds_secret,
+    shown,
+)
 
 # `policy/objectives/`, and what each trains on: clean samples, pairs of a prompt's best and worst, recorded steps of an SDE
 OBJECTIVES = {
@@ -83,36 +49,16 @@ Precision = Literal["auto", "nvfp4", "fp8", "bf16", "fp32"]
 PreviewSigmas = Literal["own", "first"]
 
 
-def holds_secret(name: str) -> bool:
-    """Whether the address of a service holds a user's name, a password, or a query that looks like a token."""
-    address = urllib.parse.urlsplit(name) if "://" in name else urllib.parse.urlsplit("")
-    words = r"key|token|secret|pass|auth|sig"
-    return "@" in address.netloc or re.search(words, address.query + address.fragment, re.IGNORECASE) is not None
-
-
-def matches(pattern: str, path: str, field: str) -> bool:
-    """Whether a regular expression matches a whole path. Raises ConfigError for one that backtracks without end."""
-    try:
-        return regex.fullmatch(pattern, path, timeout=0.25) is not None  # seconds; `re` has no limit
-    except TimeoutError:
-        raise ConfigError(
-            f"{field}: {pattern!r} tries too many ways to match {path}; write it with fewer repetitions"
-        ) from None
+def _objective(name: str) -> str:
+    if name not in OBJECTIVES:
+        raise ValueError(f"expected one of {', '.join(OBJECTIVES)}")
+    return name
 
 
 class Section:
     """Base of all sections: refuses unknown keys."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-
-
-def shown(value: Any) -> str:
-    """A value as messages quote it."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists of thousands of levels
-        text = f"a {type(value).__name__} that is too large to be shown"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _check(*rules: tuple[bool, str, Any, str]) -> None:
@@ -398,24 +344,3 @@ class Config(Section):
     def recorded_steps(self) -> int:
         """Stochastic steps of each trained sample whose states are kept: all, of an objective that trains on transitions."""
         return self.rollout.stochastic_steps if self.policy.trains_on == "transitions" else 0
-
-
-def effective_batch(config: Config, devices: int) -> dict[str, int]:
-    """What one iteration's update consists of, in all and on each of `devices` devices. A term is a sample at one sigma."""
-    terms, steps = config.train.prompts * config.rollout.kept * config.trained_sigmas, config.optimizer.steps_per_iteration
-    return {
-        "terms": terms,
-        "optimizer_steps": steps,
-        "terms_per_step": terms // steps,
-        "terms_per_step_per_device": -(-terms // (steps * devices)),
-        "accumulation": -(-terms // (steps * config.optimizer.micro_batch * devices)),
-    }
-
-
-def batch_line(config: Config, devices: int) -> str:
-    """`effective_batch` as the line that is printed when a run starts."""
-    return (
-        f"batch: {config.train.prompts} prompts x {config.rollout.kept} kept x {config.trained_sigmas} sigmas = {{terms}} terms"
-        " an iteration, in {optimizer_steps} optimiser step(s) of {terms_per_step}; {terms_per_step_per_device} a step on each"
-        f" of {devices} device(s), accumulated over {{accumulation}} micro-batch(es) of {config.optimizer.micro_batch}"
-    ).format(**effective_batch(config, devices))

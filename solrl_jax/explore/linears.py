@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from solrl_jax.config.schema import Explore, Quantize, matches
+from solrl_jax.config.schema import Explore, Quantize
+from solrl_jax.config.values import matches
 from solrl_jax.explore.lever import shaped_quantizer
 from solrl_jax.explore.sync import Quantizer
 from solrl_jax.numerics.formats import Format

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from solrl_jax.config.schema import matches
+from solrl_jax.config.values import matches
 from solrl_jax.numerics.matmul import LowRank, Quantized
 
 Params = dict[Any, Any]

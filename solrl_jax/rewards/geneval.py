@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from solrl_jax.config.schema import shown
+from solrl_jax.config.values import shown
 from solrl_jax.rewards.detectors import Detection, Vocabulary, open_detector, vocabulary
 from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 

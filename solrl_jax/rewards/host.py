@@ -28,7 +28,7 @@ from pebble import ProcessExpired, ProcessPool
 from tqdm import tqdm
 
 from solrl_jax.conditioning.prompts import Prompt
-from solrl_jax.config.schema import shown
+from solrl_jax.config.values import shown
 from solrl_jax.parallel import hosts
 from solrl_jax.rewards.protocol import Host, HostReward, finite
 from solrl_jax.storage.errors import RunError

@@ -17,7 +17,7 @@ import urllib3
 from jaxtyping import Float
 from PIL import Image
 
-from solrl_jax.config.schema import shown
+from solrl_jax.config.values import shown
 from solrl_jax.rewards.host import Failure
 from solrl_jax.rewards.protocol import Metadata
 from solrl_jax.storage.errors import first_line

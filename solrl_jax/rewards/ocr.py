@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from solrl_jax.config.schema import shown
+from solrl_jax.config.values import shown
 from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 from solrl_jax.storage.images import to_uint8
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from solrl_jax.conditioning.prompts import Prompt
-from solrl_jax.config.schema import shown
+from solrl_jax.config.values import shown
 from solrl_jax.parallel import sharding
 from solrl_jax.storage.errors import InputError
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from solrl_jax.config import schema as config
 from solrl_jax.config.presets import ENTRY_POINTS
-from solrl_jax.config.schema import shown
+from solrl_jax.config.values import shown
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.aesthetic import aesthetic
 from solrl_jax.rewards.clip import clipscore, hpsv2, pickscore, tiny_clip

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from solrl_jax.backbone.backbone import Backbone
 from solrl_jax.config.presets import from_yaml, override, preset_names, resolve
-from solrl_jax.config.schema import Config, ConfigError
+from solrl_jax.config.schema import Config
+from solrl_jax.config.values import ConfigError
 from solrl_jax.policy.lora import Adapters, matching
 from solrl_jax.policy.state import abstract_state, read_start
 from solrl_jax.rewards.registry import REWARDS, reward_name

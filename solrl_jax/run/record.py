@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from solrl_jax.config.schema import Config, batch_line
+from solrl_jax.config.batch import batch_line
+from solrl_jax.config.schema import Config
 from solrl_jax.explore.lever import active_levers
 from solrl_jax.explore.linears import report as report_linears
 from solrl_jax.explore.linears import totals

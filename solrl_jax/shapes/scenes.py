@@ -9,7 +9,7 @@ This is what prompts, rewards and the verifier know of it. `scripts/pretrain/dra
 
 import dataclasses
 
-from solrl_jax.config.schema import shown
+from solrl_jax.config.values import shown
 
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "purple", "cyan")
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle")

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Float
 
 from solrl_jax.config.presets import override
-from solrl_jax.config.schema import MOST_STEPS, Config
+from solrl_jax.config.schema import Config
+from solrl_jax.config.values import MOST_STEPS
 from solrl_jax.explore.monitor import Level
 from solrl_jax.numerics.formats import AUTO, FORMATS, resolve
 from solrl_jax.policy.lora import Adapters

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from solrl_jax.config.batch import batch_line, effective_batch
 from solrl_jax.config.presets import from_yaml, resolve, to_yaml
-from solrl_jax.config.schema import MOST_NUMBER, Config, ConfigError, batch_line, effective_batch
+from solrl_jax.config.schema import Config
+from solrl_jax.config.values import MOST_NUMBER, ConfigError
 
 TINY = resolve("tiny")
 

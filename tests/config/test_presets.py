@@ -11,7 +11,8 @@ import yaml
 import solrl_jax
 from solrl_jax.config import migrations, presets
 from solrl_jax.config.presets import describe, from_yaml, known_keys, override, preset_names, resolve, to_yaml
-from solrl_jax.config.schema import OBJECTIVES, ConfigError
+from solrl_jax.config.schema import OBJECTIVES
+from solrl_jax.config.values import ConfigError
 
 FAMILIES = presets.PAPER["family"]
 TINY = [("tiny", f"family={family}") for family in FAMILIES]

@@ -13,7 +13,7 @@ import pytest
 
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.presets import from_yaml, override, resolve, to_yaml
-from solrl_jax.config.schema import ConfigError
+from solrl_jax.config.values import ConfigError
 from solrl_jax.rewards.host import Failure, scoring, workers
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images

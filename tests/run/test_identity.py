@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from solrl_jax.config.schema import ConfigError
+from solrl_jax.config.values import ConfigError
 from solrl_jax.run import ledger, metrics
 from solrl_jax.run.identity import RECORDS, claim, refuse_another_run
 from solrl_jax.storage.errors import InputError

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.config.schema import OBJECTIVES, ConfigError
+from solrl_jax.config.schema import OBJECTIVES
+from solrl_jax.config.values import ConfigError
 from solrl_jax.policy.update import update
 from solrl_jax.rollout.generate import sample_chunk
 from solrl_jax.storage.errors import InputError

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from solrl_jax.config.schema import ConfigError
+from solrl_jax.config.values import ConfigError
 from solrl_jax.numerics.formats import Device
 from solrl_jax.storage.errors import InputError
 from solrl_jax.training import rank

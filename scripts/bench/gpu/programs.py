@@ -9,8 +9,9 @@ import numpy as np
 from bench.gpu.record import Task
 from bench.gpu.schedule import PRESETS
 from bench.random_weights import fill
+from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.presets import override, resolve
-from solrl_jax.config.schema import Config, effective_batch
+from solrl_jax.config.schema import Config
 from solrl_jax.explore.sync import quantize_policy
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.planning.stages import Program, Stages

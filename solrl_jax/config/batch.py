@@ -1,0 +1,24 @@
+"""What an iteration's update consists of, by a configuration and a number of devices."""
+
+from solrl_jax.config.schema import Config
+
+
+def effective_batch(config: Config, devices: int) -> dict[str, int]:
+    """What one iteration's update consists of, in all and on each of `devices` devices. A term is a sample at one sigma."""
+    terms, steps = config.train.prompts * config.rollout.kept * config.trained_sigmas, config.optimizer.steps_per_iteration
+    return {
+        "terms": terms,
+        "optimizer_steps": steps,
+        "terms_per_step": terms // steps,
+        "terms_per_step_per_device": -(-terms // (steps * devices)),
+        "accumulation": -(-terms // (steps * config.optimizer.micro_batch * devices)),
+    }
+
+
+def batch_line(config: Config, devices: int) -> str:
+    """`effective_batch` as the line that is printed when a run starts."""
+    return (
+        f"batch: {config.train.prompts} prompts x {config.rollout.kept} kept x {config.trained_sigmas} sigmas = {{terms}} terms"
+        " an iteration, in {optimizer_steps} optimiser step(s) of {terms_per_step}; {terms_per_step_per_device} a step on each"
+        f" of {devices} device(s), accumulated over {{accumulation}} micro-batch(es) of {config.optimizer.micro_batch}"
+    ).format(**effective_batch(config, devices))
