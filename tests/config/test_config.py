@@ -233,7 +233,10 @@ def test_text_that_is_not_a_configuration():
         assert "\n" not in str(caught.value)
 
 
-WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+# no file's name holds a zero; what looks like the address of a service may be refused
+WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8).filter(
+    lambda w: "://" not in w
+)
 
 
 @settings(max_examples=40, deadline=None)

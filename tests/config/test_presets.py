@@ -294,9 +294,11 @@ def test_recipes_go_with_every_preset_and_leave_all_but_exploration(preset):
     assert override(plain, ["explore=best"]) == best
     assert override(best, ["explore=paper"]) == plain
     explore = best.rollout.explore
-    model = dataclasses.replace(plain.model, quantize=best.model.quantize)
-    assert dataclasses.replace(plain, model=model, rollout=dataclasses.replace(plain.rollout, explore=explore)) == best
-    assert (model == plain.model) == (model.name not in ("sana", "sd3"))
+    assert dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, explore=explore)) == best
+    fast = override(plain, ["explore=fast"])
+    assert dataclasses.replace(plain, model=dataclasses.replace(plain.model, quantize=fast.model.quantize)) == fast
+    assert (fast == plain) == (plain.model.name not in ("sana", "sd3"))
+    assert override(fast, ["explore=best"]) == best
     quantises = plain.family in ("naive_quant", "sol_rl")
     assert (explore.correction > 0) == quantises
     assert (explore.sigmas == "first") == (explore.exact_steps > 0) == (plain.family == "sol_rl")

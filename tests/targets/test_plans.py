@@ -57,7 +57,7 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
     assert ours["fp8"] == pytest.approx(other["fp4"], rel=0.02)  # NVFP4 fills widths up to a multiple of 128
 
 
-# an exploring step against a BF16 step: the paper's rules, and the wider ones of `explore=best`
+# an exploring step against a BF16 step: the paper's rules
 STEP = {("flux1", "b200"): 2.8, ("flux1", "h200"): 1.8, ("sd3", "b200"): 1.3, ("sana", "b200"): 1.15}
 
 
