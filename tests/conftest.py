@@ -63,6 +63,7 @@ QUICK = 1  # configurations of each network that `make test` compares with PyTor
 # What `pytest` without arguments runs, in two processes: a verdict in three minutes on two cores. The other rooms compile whole
 # networks.
 QUICK_ROOMS = {"config", "flow", "numerics", "policy", "rollout", "storage", "tests"}
+SLOW_FILES = {"test_package.py", "test_remat.py"}  # in those rooms: a wheel in a fresh environment, every network's update
 
 
 def _quick(config: pytest.Config) -> bool:
@@ -79,7 +80,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves the slow rooms out of a `pytest` without arguments, before anything is imported."""
     room = collection_path.parent.name if collection_path.suffix == ".py" else ""
-    return True if _quick(config) and room and room not in QUICK_ROOMS else None
+    slow = collection_path.name in SLOW_FILES or (room and room not in QUICK_ROOMS)
+    return True if _quick(config) and slow else None
 
 
 @pytest.hookimpl(tryfirst=True)
