@@ -21,6 +21,7 @@ from diffusers import (
 )
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -29,6 +30,7 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -87,6 +89,17 @@ SD3 = {
     "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 48, "caption_projection_dim": 32,
     "pooled_projection_dim": 32, "pos_embed_max_size": 9, "qk_norm": "rms_norm", "dual_attention_layers": (),
 }  # fmt: skip
+
+# what Qwen3's template makes of a user's turn; the released one also writes system turns, tools and answers
+CHAT_TEMPLATE = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
 
 
 def dpm(**changes) -> DPMSolverMultistepScheduler:
@@ -237,6 +250,18 @@ def make_t5_tokenizer() -> T5Tokenizer:
     letters = [(c, -5.0) for c in "▁" + "".join(map(chr, range(97, 123)))]
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words, *letters]
     return T5Tokenizer(vocabulary, extra_ids=0, model_max_length=20)
+
+
+def make_qwen_tokenizer() -> Qwen2Tokenizer:
+    """About one token per word, bytes of other words, and the turns of Qwen3's chat template."""
+    letters = sorted(ByteLevel.alphabet())
+    merges = [(f"Ġ{word}"[:i], word[i - 1]) for word in WORDS for i in range(1, len(word) + 1)]
+    pieces = dict.fromkeys([*letters, *map("".join, merges)])
+    tokenizer = Qwen2Tokenizer(
+        {piece: i for i, piece in enumerate(pieces)}, list(dict.fromkeys(merges)), model_max_length=1000,
+        eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>", "<think>", "</think>"])  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def _strengthen_transformer(network: torch.nn.Module) -> None:

@@ -19,6 +19,19 @@ def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueErr
     return ValueError(f"{network}: {field}={value!r}; accepted: {accepted}")
 
 
+def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config of transformers 4 or 5, with `rope_theta` among them as transformers 4 has it.
+
+    Raises ValueError for rotary positions that are not of the default kind.
+    """
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise unsupported(network, "rope_parameters", rope, "a mapping")
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise unsupported(network, "rope_type", kind, "'default'")
+    return {**fields, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else dict(fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class ReleasedConfig:
     """The fields of a released `config.json` that a port reads, with their names and defaults there. Lists become tuples.

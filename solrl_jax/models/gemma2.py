@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.attention import attention
-from solrl_jax.models.config_file import ReleasedConfig, unsupported
+from solrl_jax.models.config_file import ReleasedConfig, unsupported, with_rope_theta
 from solrl_jax.models.layers import Embedding, Linear, RMSNorm, scan_blocks, stack
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -45,16 +45,11 @@ class Gemma2Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
-        given = dict(fields)
-        rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-        if "rope_theta" in rope:  # as transformers 5 has it; transformers 4 has it among the other fields
-            given["rope_theta"] = rope["rope_theta"]
+        given = with_rope_theta(cls.network, fields)
         if not given.get("layer_types"):  # transformers 4 does not say it
             depth = given.get("num_hidden_layers", cls.num_hidden_layers)
             given["layer_types"] = [FULL if i % 2 else SLIDING for i in range(depth)]
         config = super().from_dict(given)
-        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-            raise unsupported(cls.network, "rope_type", kind, "'default'")
         if given.get("use_bidirectional_attention"):
             raise unsupported(cls.network, "use_bidirectional_attention", given["use_bidirectional_attention"], "None, False")
         return config

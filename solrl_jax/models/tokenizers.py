@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from solrl_jax.models.tensor_files import read_json
+from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.readers import MOST_TEXT
 
 
@@ -62,6 +63,9 @@ class NoVocabulary:
     def encode(self, text: str) -> list[int]:
         return [0] * (len(text) // 3)  # English has three letters or more a token
 
+    def apply_chat_template(self, conversation: Sequence[dict[str, str]], **_: Any) -> str:
+        return "".join(turn["content"] for turn in conversation)
+
     def add_tokens(self, tokens: Sequence[str], **_: Any) -> None:
         """There is no vocabulary to add to."""
 
@@ -75,6 +79,21 @@ def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) ->
         list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np", **options
     )
     return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
+
+
+def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
+    """Each prompt as a user's turn, up to where the answer begins, by the chat template of the tokenizer in `folder`.
+
+    A template is not trusted: transformers renders it in Jinja's sandbox. variables: what the template reads besides.
+    Raises InputError, in one line, for a folder without a template and for a template that fails.
+    """
+    tokenizer = load_tokenizer(folder)
+    options = {"tokenize": False, "add_generation_prompt": True} | variables
+    try:
+        return [tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **options) for prompt in prompts]
+    except Exception as error:  # a template can raise any type
+        why = " ".join(str(error).split())
+        raise InputError(f"{folder}: no usable chat template ({type(error).__name__}: {why})") from error
 
 
 def clip_length(folder: Path, *positions: int) -> int:

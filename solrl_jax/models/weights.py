@@ -37,7 +37,9 @@ REDUNDANT = {
     "vision_model.embeddings.position_ids": "vision_model.embeddings.position_embedding.weight",
     "encoder.embed_tokens.weight": "shared.weight",
 }
-LEFT_OUT = "text_model."  # transformers 5 leaves this out of the names of `CLIPTextModel`, which has no other part
+# What files may leave out, where all names begin with it: transformers 5 does so with `CLIPTextModel`, which has no other part,
+# and a decoder may be saved with or without the model around it that has a head.
+LEFT_OUT = ("text_model.", "model.")
 
 # For each axis of PyTorch's tensor, the axis of our parameter. A "pointwise" tensor has two more axes, of size one.
 OUR_AXES = {"linear": (1, 0), "pointwise": (1, 0), "conv": (3, 2, 0, 1)}
@@ -113,12 +115,13 @@ def find_component(source: Path, state: nnx.State, unused: tuple[str, ...] = ())
 
 
 def _as_spelt(table: list[Entry], files: Sequence[Path]) -> list[Entry]:
-    """The table with the names in the files: without `LEFT_OUT`, if all names begin with it and the files omit it."""
-    if not all(name.startswith(LEFT_OUT) for e in table for name in e.names):
-        return table
-    if any(tensor.name.startswith(LEFT_OUT) for file in files for tensor in read_header(file)):
-        return table
-    return [dataclasses.replace(e, names=tuple(name.removeprefix(LEFT_OUT) for name in e.names)) for e in table]
+    """The table with the names in the files: without what they leave out (`LEFT_OUT`)."""
+    for prefix in LEFT_OUT:
+        if all(name.startswith(prefix) for e in table for name in e.names):
+            if any(tensor.name.startswith(prefix) for file in files for tensor in read_header(file)):
+                return table
+            return [dataclasses.replace(e, names=tuple(name.removeprefix(prefix) for name in e.names)) for e in table]
+    return table
 
 
 def find_tensors(
