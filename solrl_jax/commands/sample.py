@@ -15,13 +15,14 @@ from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, load_backbon
 from solrl_jax.backbone.locate import open_model
 from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, force_option, is_number, json_option
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts
-from solrl_jax.config.presets import resolve
+from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision
 from solrl_jax.config.values import MOST_SIDE, MOST_STEPS, MOST_TOKENS, shown
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.sync import Quantizer, merged
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
+from solrl_jax.models.tensor_files import read_json
 from solrl_jax.numerics.formats import Format
 from solrl_jax.numerics.formats import resolve as resolve_format
 from solrl_jax.numerics.randomness import normal
@@ -34,14 +35,8 @@ from solrl_jax.run import pictures
 from solrl_jax.run.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line, in_one_line
+from solrl_jax.storage.hub import CARRIED
 from solrl_jax.training.experiment import device_facts, prompt_seeds
-
-# by pipeline: the preset whose rules choose the quantised linears of a model directory
-RECIPES = {
-    "SanaPipeline": "sana_sol_rl_pickscore",
-    "FluxPipeline": "flux1_sol_rl_pickscore",
-    "StableDiffusion3Pipeline": "sd3_sol_rl_pickscore",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +150,12 @@ def _grid(
 
 
 def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precision: str) -> tuple[str, ...]:
-    """Paths of the linears that `form` quantises, by the rules of the run or of the pipeline's preset."""
+    """Paths of the linears that `form` quantises, by the rules of the run, or of the presets of a model of this kind."""
     if form.quantize is None:
         return ()
-    rules = (config or resolve(RECIPES[pipeline.kind])).model.quantize
+    presets = (resolve(f"{name}_sol_rl_pickscore") for name in released_models())
+    kind = lambda preset: read_json(CARRIED / preset.model.path / "model_index.json")["_class_name"]
+    rules = (config or next(preset for preset in presets if kind(preset) == pipeline.kind)).model.quantize
     with in_one_line():
         return quantized_paths(pipeline.transformer.shapes(DTYPES[precision]), rules, form)
 

@@ -2,9 +2,9 @@
 
     base <- model <- family <- explore <- objective <- reward <- the preset's own file <- overrides
 
-`<model>_<family>_<reward>` names the paper's 48 presets, which have no file of their own. A preset with a file names its parts
-under `compose`. Any file may hold settings for one choice of a part under `when`, e.g. `family=diffusionnft: {rollout: ...}`;
-they follow the file's other settings.
+`<model>_<family>_<reward>` names a preset without a file of its own, for each released model of `configs/model`; 48 are the
+paper's. A preset with a file names its parts under `compose`. Any file may hold settings for one choice of a part under `when`,
+e.g. `family=diffusionnft: {rollout: ...}`; they follow the file's other settings.
 """
 
 import copy
@@ -28,12 +28,8 @@ from solrl_jax.storage.readers import parse_yaml
 
 PARTS = ("model", "family", "explore", "objective", "reward")  # in the order in which they are merged
 DEFAULTS = {"explore": "paper", "objective": "nft"}  # of a preset that does not name the part
-PAPER = {
-    "model": ("sana", "flux1", "sd3"),
-    "family": ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"),
-    "reward": ("pickscore", "clipscore", "hpsv2", "imagereward"),
-}
-_PAPERS_PARTS = {"_".join(parts): dict(zip(PAPER, parts, strict=True)) for parts in itertools.product(*PAPER.values())}
+FAMILIES = ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl")
+REWARDS = ("pickscore", "clipscore", "hpsv2", "imagereward")  # the paper's
 ENTRY_POINTS = "solrl_jax.rewards"  # the group under which other packages name rewards
 _OPTIONS = "reward.options"
 _FREE = ("reward.weights", "reward.paths", _OPTIONS)  # the fields whose own keys are free
@@ -41,9 +37,21 @@ _ADAPTER = pydantic.TypeAdapter(Config)
 
 
 def preset_names() -> list[str]:
-    """The presets with a file of their own, then the paper's."""
+    """The presets with a file of their own, then the others."""
     own = sorted(path.stem for path in _configs().glob("*.yaml") if path.stem != "base")
-    return [*own, *_PAPERS_PARTS]
+    return [*own, *_composed()]
+
+
+def released_models() -> list[str]:
+    """The files of `configs/model` but for the pipelines that are shipped with the package."""
+    return [name for name in _choices("model") if not name.startswith("tiny-")]
+
+
+@functools.cache
+def _composed() -> dict[str, dict[str, str]]:
+    """The parts of each preset that has no file."""
+    of = itertools.product(released_models(), FAMILIES, REWARDS)
+    return {"_".join(parts): dict(zip(("model", "family", "reward"), parts, strict=True)) for parts in of}
 
 
 def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
@@ -56,7 +64,7 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"unknown preset '{preset}': {_nearest(preset, preset_names())}")
     settings, chosen, problems = _parse_overrides(overrides)
     own = copy.deepcopy(_read(f"{preset}.yaml")) if (_configs() / f"{preset}.yaml").exists() else {}
-    parts = DEFAULTS | (own.pop("compose", None) or _PAPERS_PARTS[preset]) | chosen
+    parts = DEFAULTS | (own.pop("compose", None) or _composed()[preset]) | chosen
     tree = copy.deepcopy(_read("base.yaml"))
     for part in PARTS:
         _apply(tree, _read(f"{part}/{parts[part]}.yaml"), parts, f"{part}/{parts[part]}")

@@ -14,7 +14,7 @@ from solrl_jax.config.presets import describe, from_yaml, known_keys, override, 
 from solrl_jax.config.schema import OBJECTIVES
 from solrl_jax.config.values import ConfigError
 
-FAMILIES = presets.PAPER["family"]
+FAMILIES = presets.FAMILIES
 TINY = [("tiny", f"family={family}") for family in FAMILIES]
 ALL = [(name,) for name in preset_names() if name != "tiny"] + TINY
 
@@ -22,9 +22,10 @@ ALL = [(name,) for name in preset_names() if name != "tiny"] + TINY
 # --- what the presets are ---
 
 
-def test_there_are_48_presets_and_tiny():
+def test_every_released_model_has_16_presets_and_there_is_tiny():
     names = preset_names()
-    assert len(names) == len(set(names)) == 49
+    assert {"sana", "flux1", "sd3"} <= set(presets.released_models())
+    assert len(names) == len(set(names)) == 1 + 16 * len(presets.released_models())
     assert {"tiny", "sana_sol_rl_pickscore", "flux1_naive_scaling_hpsv2", "sd3_diffusionnft_imagereward"} <= set(names)
 
 
