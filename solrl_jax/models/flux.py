@@ -158,15 +158,16 @@ def rotary(length: int, rows: int, columns: int, axes: tuple[int, ...]) -> Rotat
 
 
 def rotate(x: Pending, position: int, rotation: Rotation) -> Pending:
-    """Rotates each pair of neighbouring features of each head by the angle of its position, in float32.
+    """Rotates queries or keys by the angles of their positions. position: of the first row of `x`."""
+    return x.map(turn, *(jnp.asarray(r[None, position : position + x.rows]) for r in rotation))
 
-    arXiv 2104.09864, eq. 34. position: of the first row of `x`.
+
+def turn(x: Float[Array, "... d"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]) -> Float[Array, "... d"]:
+    """Rotates each pair of neighbouring features of each head by an angle, in float32 (arXiv 2104.09864, eq. 34).
+
+    x: heads side by side, each of `2 half` features.
     """
-
-    def turned(x: Array, cos: Array, sin: Array) -> Array:
-        cos, sin = cos[..., None, :], sin[..., None, :]
-        pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1], 2)
-        first, second = jnp.unstack(pairs, axis=-1)
-        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape).astype(x.dtype)
-
-    return x.map(turned, *(jnp.asarray(r[None, position : position + x.rows]) for r in rotation))
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1], 2)
+    first, second = jnp.unstack(pairs, axis=-1)
+    return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape).astype(x.dtype)

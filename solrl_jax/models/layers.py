@@ -200,10 +200,12 @@ class LayerNorm(nnx.Module):
         return Pending.of(x).map(norm) if self.scale is None else Pending.of(self(x))
 
 
-def rms_norm(x: Float[Array, "... d"], scale: Float[Array, "..."], eps: float) -> Float[Array, "... d"]:
-    """`scale x / rms(x)` in float32."""
-    x32 = x.astype(jnp.float32)
-    return x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps) * scale
+def rms_norm(
+    x: Float[Array, "... d"], scale: Float[Array, "..."], eps: float, width: int | None = None
+) -> Float[Array, "... d"]:
+    """`scale x / rms(x)` in float32. width: that of `x` before zeros filled it up."""
+    x32, n = x.astype(jnp.float32), x.shape[-1] if width is None else width
+    return x32 * jax.lax.rsqrt((x32**2).sum(-1, keepdims=True) / n + eps) * scale
 
 
 class RMSNorm(nnx.Module):
@@ -222,6 +224,11 @@ class RMSNorm(nnx.Module):
         if self.bias is not None:
             y = y + self.bias.get_value().astype(jnp.float32)
         return y.astype(x.dtype)
+
+    def pending(self, x: Float[Array, "b s d"]) -> Pending:
+        """The same without a bias, not in memory yet."""
+        f = lambda y, scale: rms_norm(y, self.offset + scale, self.eps, x.shape[-1]).astype(y.dtype)
+        return Pending.of(x).map(f, self.scale.get_value()[None, None])
 
     def by_head(self, x: Pending) -> Pending:
         """The same of each head, where heads lie side by side."""

@@ -66,6 +66,13 @@ class Pending:
         function = lambda *arrays: f(part.function(*arrays[:count]), *arrays[count:])
         return Pending((dataclasses.replace(part, function=function, arrays=(*part.arrays, *more)),), self.dtype)
 
+    def join(self, f: Callable[[Array, Array], Array], other: "Pending") -> "Pending":
+        """`f(this, other)`, where neither is some rows of a larger array."""
+        (part,), (more,) = self.parts, other.parts
+        count = len(part.arrays)
+        function = lambda *arrays: f(part.function(*arrays[:count]), more.function(*arrays[count:]))
+        return Pending((Part(function, (*part.arrays, *more.arrays), part.exact and more.exact),), self.dtype)
+
     def beside(self, other: "Pending") -> "Pending":
         """This and then `other`, along the last axis."""
         return Pending((*self.parts, *other.parts), self.dtype)
