@@ -7,6 +7,7 @@ from solrl_jax.storage.hub import CARRIED
 
 FLUX, SD3 = "black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-large"
 SANA = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
+ZIMAGE = "Tongyi-MAI/Z-Image"
 
 
 def config(repository: str, component: str = "") -> dict[str, Any]:

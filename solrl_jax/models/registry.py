@@ -8,8 +8,14 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.sana_pipeline import open_sana
 from solrl_jax.models.sd3_pipeline import open_sd3
 from solrl_jax.models.tensor_files import read_json
+from solrl_jax.models.zimage_pipeline import open_zimage
 
-PIPELINES = {"SanaPipeline": open_sana, "FluxPipeline": open_flux, "StableDiffusion3Pipeline": open_sd3}
+PIPELINES = {
+    "SanaPipeline": open_sana,
+    "FluxPipeline": open_flux,
+    "StableDiffusion3Pipeline": open_sd3,
+    "ZImagePipeline": open_zimage,
+}
 
 
 def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:
