@@ -18,6 +18,8 @@ from diffusers import (
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -31,6 +33,8 @@ from transformers import (
     Gemma2Model,
     PreTrainedTokenizerFast,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -100,6 +104,14 @@ CHAT_TEMPLATE = """{%- for message in messages %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
+QWEN3 = {
+    "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "attn_implementation": "eager",
+}  # fmt: skip
+ZIMAGE = {
+    "in_channels": KL_CHANNELS, "dim": 48, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3,
+    "cap_feat_dim": 20, "axes_dims": [4, 6, 6], "axes_lens": [450, 32, 32],
+}  # fmt: skip
 
 
 def dpm(**changes) -> DPMSolverMultistepScheduler:
@@ -174,6 +186,23 @@ def save_sd3_pipeline(
             tokenizer_2=tokenizers[1],
             text_encoder_3=_t5(network.config.joint_attention_dim, tokenizers[2]) if with_t5 else None,
             tokenizer_3=tokenizers[2],
+        ),
+        folder,
+    )
+
+
+def save_zimage_pipeline(folder: Path, scheduler=None, seed: int = 0, encoder=Qwen3Model, **transformer) -> ZImagePipeline:
+    """The same for Z-Image. encoder: the class of the text encoder, Qwen3Model or Qwen3ForCausalLM."""
+    torch.manual_seed(seed)
+    tokenizer, network = make_qwen_tokenizer(), ZImageTransformer2DModel(**ZIMAGE | transformer)
+    qwen = Qwen3Config(**QWEN3, vocab_size=len(tokenizer), hidden_size=network.config.cap_feat_dim)
+    return _saved(
+        ZImagePipeline(
+            scheduler=scheduler or euler(shift=6.0),
+            vae=_strong(AutoencoderKL(**KL), _strengthen_vae),
+            text_encoder=_strong(encoder(qwen), _strengthen_text),
+            tokenizer=tokenizer,
+            transformer=_strong(network, _strengthen_transformer),
         ),
         folder,
     )

@@ -66,7 +66,7 @@ def open_zimage(folder: Path, remat: str) -> Pipeline:
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
         return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep)
 
-    unit = PATCH * vae_config.spatial_compression
+    largest = min(config.axes_lens[1:]) * PATCH * vae_config.spatial_compression
     return Pipeline(
         kind="ZImagePipeline",
         folder=folder,
@@ -81,9 +81,9 @@ def open_zimage(folder: Path, remat: str) -> Pipeline:
         compression=vae_config.spatial_compression,
         channels=vae_config.latent_channels,
         patch=PATCH,
-        default_size=(SIZE, SIZE),
+        default_size=(min(SIZE, largest),) * 2,
         default_max_tokens=min(MAX_TOKENS, config.most_tokens),
-        largest_side=min(config.axes_lens[1:]) * unit,
+        largest_side=largest,
         vae_dtype=vae_config.own_dtype,
         own_sigmas=True,
     )

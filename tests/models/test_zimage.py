@@ -115,7 +115,7 @@ def test_output_and_input_gradient_equal_diffusers(case):
     assert relative(got, want) < TOLERANCE
     assert relative(gradient, want_gradient) < TOLERANCE
     # the case can fail: every input moves every row of the output by many tolerances
-    moved = {"latent": x["latent"] + 0.01, "text": x["text"] + 0.1, "timestep": x["timestep"] - 5}
+    moved = {"latent": x["latent"] + 0.01, "text": x["text"] + 0.3, "timestep": x["timestep"] - 5}
     for name, value in moved.items():
         rows = np.abs(np.asarray(ours(params, x | {name: value}, cotangent)[0]) - want).max(axis=(1, 2, 3))
         assert rows.min() > 100 * TOLERANCE * np.abs(want).max(), name

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel, SanaPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import (
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SanaPipeline,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
 from flax import nnx
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from pretrain.networks import to_torch
@@ -24,7 +32,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Lora
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
-from solrl_jax.models import flux, sd3
+from solrl_jax.models import flux, sd3, zimage
 from solrl_jax.models.weights import entries
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
@@ -355,7 +363,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(backbone, table
     assert read_start(Lora(rank=1, alpha=1.0, targets=("a",), init=None), [], table) == {}
 
 
-# --- FLUX and SD3: other names, layers that differ within one list, and a last linear that is named like one of each block
+# --- FLUX, SD3, Z-Image: other names, layers that differ within a list, and a last linear that is named like one of each block
 
 FLUX = {
     "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
@@ -365,6 +373,10 @@ SD3 = {
     "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 4, "attention_head_dim": 8, "num_attention_heads": 4,
     "caption_projection_dim": 32, "joint_attention_dim": 12, "pooled_projection_dim": 10, "out_channels": 4,
     "pos_embed_max_size": 8, "dual_attention_layers": (1, 2), "qk_norm": "rms_norm",
+}  # fmt: skip
+ZIMAGE = {
+    "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 12,
+    "axes_dims": [4, 6, 6], "axes_lens": [80, 8, 8],
 }  # fmt: skip
 
 
@@ -389,6 +401,11 @@ def other(kind) -> Other:
         inputs = text | {"hidden_states": draw(1, 6, 16), "img_ids": draw(6, 3), "txt_ids": torch.zeros(5, 3)}
         parts = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
         pipeline = FluxPipeline(transformer=network, **dict.fromkeys(parts))
+    elif kind == "zimage":
+        network = ZImageTransformer2DModel(**ZIMAGE)
+        make = lambda: zimage.ZImageTransformer2DModel(zimage.ZImageConfig.from_dict(ZIMAGE), rngs=nnx.Rngs(0))
+        inputs = {"x": [draw(4, 1, 8, 6)], "t": torch.tensor([0.4]), "cap_feats": [draw(5, 12)]}
+        pipeline = ZImagePipeline(transformer=network, **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer")))
     else:
         network = SD3Transformer2DModel(**SD3)
         make = lambda: sd3.SD3Transformer2DModel(sd3.SD3Config.from_dict(SD3), rngs=nnx.Rngs(0))
@@ -406,18 +423,23 @@ def other(kind) -> Other:
 
 @torch.no_grad()
 def run(network, inputs):
-    return network(**inputs, return_dict=False)[0].numpy()
+    return network(**inputs, return_dict=False)[0][0].numpy()
 
 
 TARGETS = {
     "flux": r"transformer_blocks/attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)/kernel"
             r"|single_transformer_blocks/attn/to_[qkv]/kernel|proj_out/kernel",
     "sd3": r"transformer_blocks/[^/]+/(attn2?/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff/net/2)/kernel|proj_out/kernel",
+    "zimage": r"(layers|noise_refiner|context_refiner)/(attention/(to_[qkv]|to_out/0)|feed_forward/w\d|adaLN_modulation/0)/kernel",
 }  # fmt: skip
+REFUSED = {  # what pipelines say of keys MODULE.alpha
+    "flux": "network_alphas.*metadata.*cannot", "sd3": "Invalid LoRA check", "zimage": "Target modules .* not found",
+}  # fmt: skip
+COUNTS = {"flux": 2 * 8 + 2 * 3 + 1, "sd3": 4 * 9 - 1 + 2 * 4 + 1, "zimage": 2 * 8 + 8 + 7}
 
 
-@pytest.mark.parametrize("kind", ["flux", "sd3"])
-def test_flux_and_sd3_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
+@pytest.mark.parametrize("kind", TARGETS)
+def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
     """Merged by us and given to PyTorch through the table of released names, which is tested for itself."""
     net = other(kind)
     table, base = entries(net.state), run(net.torch, net.inputs)
@@ -441,16 +463,22 @@ def test_flux_and_sd3_pipelines_read_our_file_as_the_merged_weights(kind, tmp_pa
     peft = PeftModel.from_pretrained(copy.deepcopy(net.torch), str(folder))
     adapted = {n.rpartition(".lora_A.")[0] for n, _ in peft.named_parameters() if ".lora_A." in n}
     # not one more: `single_transformer_blocks.N.proj_out` ends as the last linear's name does
-    assert len(adapted) == len(load_file(file)) // 2 == {"flux": 2 * 8 + 2 * 3 + 1, "sd3": 4 * 9 - 1 + 2 * 4 + 1}[kind]
+    assert len(adapted) == len(load_file(file)) // 2 == COUNTS[kind]
     with warnings.catch_warnings(action="error"):  # PEFT's way to say that the header names other modules than there are
         net.pipeline.load_lora_weights(str(file))
     for got in (run(net.torch, net.inputs), run(peft, net.inputs)):
         print(f"{kind}: {relative(got, want):.1e}")
         assert relative(got, want) < TOLERANCE
     assert relative(want, base) > 0.1
+    said = net.torch.peft_config["default_0"].to_dict()
+    loaded = get_peft_model_state_dict(net.torch, adapter_name="default_0")
+    net.pipeline.save_lora_weights(tmp_path, loaded, transformer_lora_adapter_metadata=said)
+    got, settings = import_lora(tmp_path / lora_files.DIFFUSERS_FILE, table)
+    same(got, adapters)
+    assert settings == SETTINGS
     net.pipeline.unload_lora_weights()
 
-    # keys MODULE.alpha: FLUX's pipeline reads them, though not beside the header's alpha, and so do we; SD3's refuses them
+    # keys MODULE.alpha: FLUX's pipeline reads them, though not beside the header's alpha, and so do we; others refuse them
     tensors, metadata = load_file(file), header(file)
     tensors |= {f"{m}.alpha": np.array(SETTINGS.alpha, np.float32) for m in {k.partition(".lora_")[0] for k in tensors}}
     for told in (None, metadata):
@@ -463,9 +491,7 @@ def test_flux_and_sd3_pipelines_read_our_file_as_the_merged_weights(kind, tmp_pa
             assert relative(run(net.torch, net.inputs), want) < TOLERANCE
             net.pipeline.unload_lora_weights()
         else:
-            with pytest.raises(
-                ValueError, match="network_alphas.*metadata.*cannot" if kind == "flux" else "Invalid LoRA check"
-            ):
+            with pytest.raises(ValueError, match=REFUSED[kind]):
                 net.pipeline.load_lora_weights(str(file))
 
 
