@@ -430,7 +430,8 @@ TARGETS = {
     "flux": r"transformer_blocks/attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)/kernel"
             r"|single_transformer_blocks/attn/to_[qkv]/kernel|proj_out/kernel",
     "sd3": r"transformer_blocks/[^/]+/(attn2?/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff/net/2)/kernel|proj_out/kernel",
-    "zimage": r"(layers|noise_refiner|context_refiner)/(attention/(to_[qkv]|to_out/0)|feed_forward/w\d|adaLN_modulation/0)/kernel",
+    "zimage": r"(layers|noise_refiner|context_refiner)/"
+              r"(attention/(to_[qkv]|to_out/0)|feed_forward/w[123]|adaLN_modulation/0)/kernel",
 }  # fmt: skip
 REFUSED = {  # what pipelines say of keys MODULE.alpha
     "flux": "network_alphas.*metadata.*cannot", "sd3": "Invalid LoRA check", "zimage": "Target modules .* not found",

@@ -1,4 +1,4 @@
-"""One training iteration of FLUX and of Stable Diffusion 3 in miniature, by the recipes of `configs/model`."""
+"""One training iteration of FLUX, Stable Diffusion 3 and Z-Image in miniature, by the recipes of `configs/model`."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 
 from solrl_jax.explore.recipe import Recipe
 from solrl_jax.explore.sync import quantize_policy
-from solrl_jax.flow.sigmas import flux, sd3
+from solrl_jax.flow.sigmas import flux, sd3, shift_sigmas
 from solrl_jax.flow.solver import solver_table
 from solrl_jax.numerics.matmul import LowRank, dequantize
 from solrl_jax.numerics.nvfp4 import QTensor
@@ -21,7 +21,7 @@ from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.training import experiment as experiments
 from solrl_jax.training.experiment import Experiment, fresh_state
 from solrl_jax.training.iteration import iterate
-from tests.pipelines import quick_compilation, save_flux_pipeline, save_sd3_pipeline
+from tests.pipelines import quick_compilation, save_flux_pipeline, save_sd3_pipeline, save_zimage_pipeline
 from tests.small import small_config
 
 PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, quantize_policy)
@@ -32,6 +32,8 @@ JOINT = [f"attn/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0", "add_q_proj",
 FLUX_BLOCK = [
     *JOINT, "norm1/linear", "norm1_context/linear", *(f"{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2"))
 ]  # fmt: skip
+ZIMAGE_STACKS = ("layers", "noise_refiner", "context_refiner")
+ZIMAGE_ATTENTION = [f"attention/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0")]
 FLUX_SINGLE = ["attn/to_q", "attn/to_k", "attn/to_v", "norm/linear", "proj_mlp", "proj_out"]
 
 
@@ -49,9 +51,19 @@ RECIPES = {  # what is in NVFP4 while exploring, and what has an adapter; SD3's 
         paths(f"{BLOCKS}/0-1", ["ff/net/0/proj", "ff/net/2"]) | paths(f"{BLOCKS}/2-2", ["ff/net/0/proj", "ff/net/2"]),
         paths(f"{BLOCKS}/0-1", JOINT) | paths(f"{BLOCKS}/2-2", JOINT[:-1]),
     ),
+    "zimage": (
+        set().union(*(paths(s, [*ZIMAGE_ATTENTION, *(f"feed_forward/w{i}" for i in (1, 2, 3))]) for s in ZIMAGE_STACKS)),
+        set().union(*(paths(s, ZIMAGE_ATTENTION) for s in ZIMAGE_STACKS)),
+    ),
 }  # fmt: skip
+SIGMAS = {  # of three steps
+    "flux1": flux(3, TOKENS),
+    "sd3": sd3(3, 3.0),
+    "zimage": np.append(shift_sigmas(np.linspace(1, 1 / 3, 3), 6.0), 0),
+}
+SAVE = {"flux1": save_flux_pipeline, "sd3": save_sd3_pipeline, "zimage": save_zimage_pipeline}
 # The queries of the last block's text ask for what nobody reads: nothing flows back to them.
-UNREAD = {"flux1": set(), "sd3": paths(f"{BLOCKS}/2-2", ["attn/add_q_proj"])}
+UNREAD = {"flux1": set(), "sd3": paths(f"{BLOCKS}/2-2", ["attn/add_q_proj"]), "zimage": set()}
 
 
 def redness() -> Reward:
@@ -71,17 +83,18 @@ SHORT = ("rollout.candidates=4", "rollout.kept=2", "rollout.chunk=4")
 
 def build(name: str, folder: Path, *overrides: str) -> Experiment:
     """The recipe of `configs/model/NAME.yaml` on the pipeline in `folder`."""
-    of_model = (f"model={name}", f"model.path={folder}", f"model.height={SIZE}", f"model.width={SIZE}", "model.max_tokens=12")
+    text = "model.max_tokens=60" if name == "zimage" else "model.max_tokens=12"  # a template takes 27 of them
+    of_model = (f"model={name}", f"model.path={folder}", f"model.height={SIZE}", f"model.width={SIZE}", text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(rewards.REWARDS, "redness", rewards.released(lambda paths: lambda mesh: redness()))
         return experiments.build(small_config("unused", *of_model, *SHORT, "reward.weights={redness: 1}", *overrides))
 
 
-@pytest.fixture(scope="module", params=["flux1", pytest.param("sd3", marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=["flux1", pytest.param("sd3", marks=pytest.mark.exhaustive), "zimage"])
 def trained(request, tmp_path_factory):
     """Name, experiment, the trees that explored, and after each of two iterations: (state, metrics, ledger, traces)."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
-    {"flux1": save_flux_pipeline, "sd3": save_sd3_pipeline}[name](folder)
+    SAVE[name](folder)
     with pytest.MonkeyPatch.context() as patch:
         experiment = build(name, folder)
         explored, original = [], Recipe.policy
@@ -102,7 +115,7 @@ def test_the_recipe_is_the_models_own(trained):
     name, experiment, _, _ = trained
     assert (experiment.config.model.name, experiment.config.rollout.solver) == (name, "dpm2")
     assert experiment.backbone.pipeline.image_tokens(SIZE, SIZE) == TOKENS
-    grid, sigmas = experiment.grid(3), flux(3, TOKENS) if name == "flux1" else sd3(3, 3.0)
+    grid, sigmas = experiment.grid(3), SIGMAS[name]
     np.testing.assert_allclose(grid.sigmas, sigmas[:-1], rtol=1e-6)
     np.testing.assert_array_equal(grid.table, solver_table("dpm2", sigmas))
     assert not grid.guided
@@ -169,3 +182,19 @@ def test_parameters_split_over_devices_train_the_same(trained):
     norm = lambda arrays: np.sqrt(sum(np.sum(np.square(x)) for x in arrays))
     difference = norm([x - y for x, y in zip(jax.device_get(moments(got)), moments(state), strict=True)])
     assert difference < GRADIENT_TOLERANCE * norm(moments(state))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["diffusionnft", "naive_scaling", "naive_quant"])
+@pytest.mark.parametrize("name", SAVE)
+def test_every_other_family_trains_it(name, family, tmp_path):
+    SAVE[name](tmp_path)
+    steps = "rollout.explore.steps=3"  # those of the whole schedule, since nothing is made again
+    pool = ("rollout.kept=4",) if family == "diffusionnft" else ()
+    experiment = build(name, tmp_path, f"family={family}", steps, *pool)
+    state, outcome = iterate(experiment, fresh_state(experiment), 1)
+    assert outcome.ledger["precision"] == ("nvfp4" if family == "naive_quant" else "bf16")
+    assert np.isfinite(outcome.metrics["loss"])
+    assert outcome.metrics["grad_norm"] > 0
+    learned = {path for path, ab in state.adapters.items() if np.any(jax.device_get(ab["b"]))}
+    assert learned == RECIPES[name][1] - UNREAD[name]
