@@ -5,19 +5,24 @@ Scaled dot products (arXiv 1706.03762, section 3.2.1). Several query heads may s
 uses for relative positions (arXiv 1910.10683, section 2.1).
 """
 
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models import attention_tpu
 from solrl_jax.numerics import split, target
+
+# Where a query may look: true there; or of how many keys, from the first, in each row, which no kernel has to read as a matrix.
+Mask: TypeAlias = Bool[Array, "#b #n #t s"] | Int[Array, " b"]
 
 
 def attention(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s kv h"],
     v: Float[Array, "b s kv h"],
-    mask: Bool[Array, "#b #n #t s"] | None = None,
+    mask: Mask | None = None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -27,7 +32,8 @@ def attention(
 
     Args:
       q, k, v: t queries and s keys and values; query head `i` reads key head `i // (n / kv)`.
-      mask: true where a query may look. A query that may look nowhere gets the mean of the values, so that padding is finite.
+      mask: None: anywhere. A query that may look nowhere gets the mean of the values, so that padding is finite; of a number of
+        keys, at least one.
       scale: `h ** -0.5` unless given.
       softcap: with a cap c, the logits become `c tanh(logits / c)`, before bias and mask.
       bias: cuDNN reads it in the dtype of `q`.
@@ -35,7 +41,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None:
         q, k, v = (split.split(split.join(x, 2), 2) for x in (q, k, v))
-        return _softcapped(q, k, v, mask, scale, softcap, bias)
+        return _softcapped(q, k, v, _as_matrix(mask, k), scale, softcap, bias)
     return _attend(q, k, v, mask, scale, bias, gradient=True)
 
 
@@ -43,7 +49,7 @@ def attention_forward(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s kv h"],
     v: Float[Array, "b s kv h"],
-    mask: Bool[Array, "#b #n #t s"] | None = None,
+    mask: Mask | None = None,
 ) -> Float[Array, "b t n h"]:
     """`attention` of which no gradient is asked for: cuDNN then takes odd lengths and one mask for all heads."""
     return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)
@@ -55,15 +61,22 @@ def _attend(
     q, k, v = (split.join(x, 2) for x in (q, k, v))  # whole, so that a norm before the attention sees all features
     rows = q[:, 0, 0, 0] if gradient else None
     q, k, v = (split.split(x, 2) for x in (q, k, v))  # divided by heads over the mesh axis `tensor`
-    if attention_tpu.fits(q, k, mask, bias):
-        out = attention_tpu.flash(q, k, v, mask, scale)
-    elif cudnn_fits(q, k, biased=mask is not None or bias is not None):
+    matrix = _as_matrix(mask, k)
+    if attention_tpu.fits(q, k, matrix, bias):
+        out = attention_tpu.flash(q, k, v, matrix, scale)
+    elif cudnn_fits(q, k, biased=bias is not None or (mask is not None and mask is matrix)):
         out = _cudnn(q, k, v, mask, scale, bias, rows)
     else:
         if bias is not None:
             bias = jnp.broadcast_to(bias, (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])).astype(jnp.float32)
-        out = jax.nn.dot_product_attention(q, k, v, bias, mask, scale=scale, implementation="xla")
+        out = jax.nn.dot_product_attention(q, k, v, bias, matrix, scale=scale, implementation="xla")
     return split.join(split.split(out, 2), 2)
+
+
+def _as_matrix(mask: Mask | None, k: Float[Array, "b s kv h"]) -> Bool[Array, "#b #n #t s"] | None:
+    if mask is None or mask.ndim > 1:
+        return mask
+    return (jnp.arange(k.shape[1]) < mask[:, None])[:, None, None]
 
 
 def cudnn_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, biased: bool) -> bool:
@@ -80,7 +93,7 @@ def cudnn_fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct,
 
 
 def _cudnn(
-    q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None, rows: Float[Array, " b"] | None
+    q: Array, k: Array, v: Array, mask: Mask | None, scale: float, bias: Array | None, rows: Float[Array, " b"] | None
 ) -> Array:
     """cuDNN's flash attention (arXiv 2205.14135), with operands as it requires them.
 
@@ -90,6 +103,9 @@ def _cudnn(
     """
     (batch, t, heads, _), s = q.shape, k.shape[1]
     queries = keys = None
+    if mask is not None and mask.ndim == 1:
+        # t for every row, but computed from its number of keys, for the reason that is given below
+        queries, keys, mask = jnp.maximum(jnp.minimum(mask, 1), t), mask, None
     if mask is not None:
         mask = jnp.broadcast_to(mask, (batch, 1 if rows is None else heads, t, s))
     if bias is not None:
@@ -97,7 +113,8 @@ def _cudnn(
     if rows is not None and (t % 2 or s % 2):
         # The lengths must be split over devices and mapped by `jax.vmap` as the rows are. A constant is not, so each length is
         # computed from the row's number: 0 or 1, and the larger of this and the length is the length.
-        queries, keys = (jnp.maximum(jnp.isnan(rows).astype(jnp.int32), n) for n in (t, s))
+        if keys is None:
+            queries, keys = (jnp.maximum(jnp.isnan(rows).astype(jnp.int32), n) for n in (t, s))
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x for x in (q, k, v))
     out = jax.nn.dot_product_attention(
         q, k, v, bias, mask, scale=scale, query_seq_lengths=queries, key_value_seq_lengths=keys, implementation="cudnn"

@@ -157,6 +157,32 @@ def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
         assert relative(ours, theirs) < 1e-6
 
 
+@pytest.mark.parametrize(("t", "s"), [(5, 7), (6, 8)])
+def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
+    """In XLA's attention, and where flash attention is told the number instead of reading a mask."""
+    q, k, v = (jnp.concatenate([a, b], 1)[:, :n] for a, b, n in zip(operands(2), operands(2, seed=3), (t, s, s), strict=True))
+    count, cotangent = jnp.array([s, 3], jnp.int32), jnp.asarray(operands(2, seed=4)[0][:, :1])
+    mask = (np.arange(s) < np.array([[s], [3]]))[:, None, None]
+    run = lambda mask, **more: jax.vjp(lambda *qkv: attention(*qkv, mask, **more), q, k, v)
+    want, back = run(jnp.asarray(mask))
+    for options in ({}, {"softcap": 2.0}):
+        np.testing.assert_array_equal(run(count, **options)[0], run(jnp.asarray(mask), **options)[0])
+    seen, kernel = [], jax.nn.dot_product_attention
+
+    def instead(q, k, v, bias, mask, *, implementation, **more):
+        seen.append((implementation, bias, mask, [*more["query_seq_lengths"]], [*more["key_value_seq_lengths"]]))
+        return kernel(q, k, v, bias, mask, implementation="xla", **more)
+
+    monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: not biased)
+    monkeypatch.setattr(module.jax.nn, "dot_product_attention", instead)
+    for attend in (attention, lambda *qkv: module.attention_forward(*qkv)):
+        got, got_back = jax.vjp(lambda *qkv, f=attend: f(*qkv, count), q, k, v)
+        assert seen.pop() == ("cudnn", None, None, [t, t], [s, 3])
+        assert relative(got, want) < 1e-6
+        for ours, theirs in zip(got_back(cotangent + 0 * got), back(cotangent + 0 * want), strict=True):
+            assert relative(ours, theirs) < 1e-6
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_lengths_lie_where_their_rows_do(monkeypatch, tensor):
     """And are mapped as they are: JAX's partitioning of the kernel takes them as they come."""
