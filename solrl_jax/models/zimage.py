@@ -104,15 +104,15 @@ class ZImageTransformer2DModel(nnx.Module):
         network is told `1 - sigma`, times `t_scale`, and predicts `x0 - noise`.
         Raises ValueError for an odd size, and for more tokens than there are stored positions along an axis.
         """
-        (b, height, width, _), c, dtype = latent.shape, self.config, latent.dtype
+        (_, height, width, _), c, dtype = latent.shape, self.config, latent.dtype
         rows, columns = height // PATCH, width // PATCH
         if height % PATCH or width % PATCH or rows > c.axes_lens[1] or columns > c.axes_lens[2]:
             accepted = f"even sizes up to {PATCH * c.axes_lens[1]} x {PATCH * c.axes_lens[2]}"
             raise ValueError(f"{c.network}: latents of {height} x {width}; accepted: {accepted}")
         if text.shape[1] > c.most_tokens:
             raise ValueError(f"{c.network}: text of {text.shape[1]} tokens; accepted: up to {c.most_tokens}")
-        lengths = mask.sum(-1)
-        seen = -(-lengths // MULTIPLE) * MULTIPLE  # of each text's positions: the tokens, and those that fill them up
+        # of each text's positions: the tokens, and those that fill them up
+        seen = -(-mask.sum(-1, dtype=jnp.int32) // MULTIPLE) * MULTIPLE
         of_image, of_text = rotary(c, rows, columns, text.shape[1], seen)
 
         condition = self._condition(timestep).astype(dtype)
@@ -124,13 +124,12 @@ class ZImageTransformer2DModel(nnx.Module):
         text = linear(norm(text.astype(dtype)))
         text = jnp.where(mask[..., None], text, self._filling(self.cap_pad_token, text, text.shape[1]))
         text = jnp.concatenate([text, self._filling(self.cap_pad_token, text, -text.shape[1] % MULTIPLE)], axis=1)
-        visible = (jnp.arange(text.shape[1]) < seen[:, None])[:, None, None]
-        text = scan_blocks(self.context_refiner, lambda block, x: block(x, of_text, visible), text, remat=self.remat)
+        text = scan_blocks(self.context_refiner, lambda block, x: block(x, of_text, seen), text, remat=self.remat)
 
-        visible = jnp.concatenate([jnp.ones((b, 1, 1, x.shape[1]), bool), visible], axis=-1)
+        seen = x.shape[1] + seen
         both = tuple(jnp.concatenate(parts, axis=1) for parts in zip(of_image, of_text, strict=True))
         x = jnp.concatenate([x, text], axis=1)
-        x = scan_blocks(self.layers, lambda block, x: block(x, both, visible, condition), x, remat=self.remat)
+        x = scan_blocks(self.layers, lambda block, x: block(x, both, seen, condition), x, remat=self.remat)
         out = self.all_final_layer[f"{PATCH}-1"](x[:, : rows * columns], condition)
         return -unpatch(out, rows, columns, PATCH)
 
@@ -158,16 +157,16 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "b s d"],
         rotation: Rotation,
-        visible: Bool[Array, "b 1 1 s"] | None,
+        seen: Int[Array, " b"] | None,
         condition: Float[Array, "b time"] | None = None,
     ) -> Float[Array, "b s d"]:
-        """visible: the tokens that all of them look at; None: all. condition: the embedded time, if and only if modulated."""
+        """seen: how many tokens, from the first, all look at; None: all. condition: the embedded time, for modulated blocks."""
         if self.adaLN_modulation is None:
-            x = x + self.attention_norm2(self.attention(self.attention_norm1.pending(x), rotation, visible))
+            x = x + self.attention_norm2(self.attention(self.attention_norm1.pending(x), rotation, seen))
             return x + self.ffn_norm2(self.feed_forward(self.ffn_norm1.pending(x)))
         scale, gate, scale_ff, gate_ff = jnp.split(self.adaLN_modulation[0](condition)[:, None], 4, axis=-1)
         h = self.attention_norm1.pending(x).map(jnp.multiply, 1 + scale)
-        x = x + jnp.tanh(gate) * self.attention_norm2(self.attention(h, rotation, visible))
+        x = x + jnp.tanh(gate) * self.attention_norm2(self.attention(h, rotation, seen))
         h = self.ffn_norm1.pending(x).map(jnp.multiply, 1 + scale_ff)
         return x + jnp.tanh(gate_ff) * self.ffn_norm2(self.feed_forward(h))
 
@@ -181,12 +180,12 @@ class Attention(nnx.Module):
         self.norm_q, self.norm_k = (RMSNorm(c.head, eps=HEAD_EPS) if c.qk_norm else None for _ in range(2))
         self.head = c.head
 
-    def __call__(self, x: Pending, rotation: Rotation, visible: Bool[Array, "b 1 1 s"] | None) -> Float[Array, "b s d"]:
+    def __call__(self, x: Pending, rotation: Rotation, seen: Int[Array, " b"] | None) -> Float[Array, "b s d"]:
         normed = lambda y, norm: y if norm is None else norm.by_head(y)
         q, k = (normed(self.to_q.pending(x), self.norm_q), normed(self.to_k.pending(x), self.norm_k))
         q, k, v = (written([y], self.head) for y in (q.map(turn, *rotation), k.map(turn, *rotation), self.to_v.pending(x)))
         attend = attention if x.exact else attention_forward
-        return self.to_out[0](attend(q, k, v, visible).reshape(*q.shape[:2], -1))
+        return self.to_out[0](attend(q, k, v, seen).reshape(*q.shape[:2], -1))
 
 
 class FeedForward(nnx.Module):
