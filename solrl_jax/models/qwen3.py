@@ -81,11 +81,12 @@ class Qwen3Model(nnx.Module):
         c, self.states, self.depth = config, tuple(states), max(states)
         if min(states) < 0 or not 1 <= self.depth <= c.num_hidden_layers:
             raise unsupported("Qwen3Model", "states", self.states, f"up to num_hidden_layers={c.num_hidden_layers}")
-        self.model = nnx.Dict(
-            embed_tokens=Embedding(c.vocab_size, c.hidden_size, rngs=rngs),
-            layers=stack(self.depth, lambda r: DecoderLayer(c, rngs=r), rngs),
-            norm=RMSNorm(c.hidden_size, eps=c.rms_norm_eps) if self.depth == c.num_hidden_layers else None,
-        )
+        parts: dict[str, Any] = {
+            "embed_tokens": Embedding(c.vocab_size, c.hidden_size, rngs=rngs),
+            "layers": stack(self.depth, lambda r: DecoderLayer(c, rngs=r), rngs),
+            "norm": RMSNorm(c.hidden_size, eps=c.rms_norm_eps) if self.depth == c.num_hidden_layers else None,
+        }
+        self.model = nnx.Dict(parts)
 
     def __call__(self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]) -> Float[Array, "b l kd"]:
         """The `k` hidden states [b, l, k d] that `states` names, side by side in its order, in the dtype of the token table.

@@ -161,7 +161,7 @@ class Block(nnx.Module):
         condition: Float[Array, "b time"] | None = None,
     ) -> Float[Array, "b s d"]:
         """seen: how many tokens, from the first, all look at; None: all. condition: the embedded time, for modulated blocks."""
-        if self.adaLN_modulation is None:
+        if self.adaLN_modulation is None or condition is None:
             x = x + self.attention_norm2(self.attention(self.attention_norm1.pending(x), rotation, seen))
             return x + self.ffn_norm2(self.feed_forward(self.ffn_norm1.pending(x)))
         scale, gate, scale_ff, gate_ff = jnp.split(self.adaLN_modulation[0](condition)[:, None], 4, axis=-1)

@@ -54,6 +54,7 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
         ("sana", 1024, "euler", "linear", 1.0, 6, 1.0, 16, 40, 300, "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"),
         ("sd3", 1024, "dpm2", "sd3", 3.0, 6, 0.002, 8, 40, 128, "stabilityai/stable-diffusion-3.5-large"),
         ("flux1", 512, "dpm2", "flux", 3.0, 4, 1.0, 12, 28, 128, "black-forest-labs/FLUX.1-dev"),
+        ("zimage", 1024, "dpm2", "linear", 6.0, 6, 1.0, 8, 28, 128, "Tongyi-MAI/Z-Image"),
     ],
 )
 def test_models_have_the_numbers_of_the_recipe(

@@ -21,6 +21,7 @@ from solrl_jax.explore.linears import quantized_paths, report, table, totals, wh
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax.models.zimage import ZImageConfig, ZImageTransformer2DModel
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import dequantize
 from solrl_jax.numerics.nvfp4 import quantize
@@ -50,6 +51,7 @@ NETWORKS = {  # the released ones, and small ones of the same kind
         {"guidance_embeds": True},
         {"guidance_embeds": True, "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 1},
     ),
+    "zimage": (ZImageTransformer2DModel, ZImageConfig, {}, {"dim": 256, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2}),
 }  # fmt: skip
 
 
@@ -70,6 +72,7 @@ def modules(paths):
 
 
 ATTENTION = {f"attn/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")}
+ZIMAGE = {f"attention/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0")} | {f"feed_forward/w{i}" for i in (1, 2, 3)}
 PEERS = {  # the modules that are quantised, and how many linears they are in the peers' layout
     "sana": ({f"transformer_blocks/{x}" for x in ("attn2/to_k", "attn2/to_v", "ff/conv_inverted", "ff/conv_point")}, 60),
     "sd3": ({f"transformer_blocks/ff/net/{x}" for x in ("0/proj", "2")}, 76),
@@ -80,6 +83,11 @@ PEERS = {  # the modules that are quantised, and how many linears they are in th
         | {f"single_transformer_blocks/{x}" for x in ("proj_mlp", "proj_out")}
         | {"proj_out"},
         19 * 14 + 38 * 6 + 1,
+    ),
+    # none of the peers knows it: those of the blocks, as in FLUX.1, without what modulates
+    "zimage": (
+        {f"{stack}/{x}" for stack in ("layers", "noise_refiner", "context_refiner") for x in ZIMAGE},
+        (30 + 2 + 2) * 7,
     ),
 }  # fmt: skip
 
@@ -96,8 +104,11 @@ def test_released_sizes_quantise_what_the_peers_do(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_same_rules_choose_the_same_modules_in_a_small_network(name):
     assert modules(quantized_paths(shapes(name, small=True), rules(name), FORMATS["nvfp4"])) == PEERS[name][0]
-    tiny = resolve("tiny", [f"model=tiny-{name.removesuffix('1')}"]).model.quantize
-    assert tiny == rules(name)
+
+
+@pytest.mark.parametrize("name", ["sana", "sd3", "flux1"])
+def test_embedded_pipelines_have_the_rules_of_the_released_ones(name):
+    assert resolve("tiny", [f"model=tiny-{name.removesuffix('1')}"]).model.quantize == rules(name)
 
 
 def test_each_rule_matters():
