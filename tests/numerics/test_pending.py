@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from solrl_jax.models.layers import RMSNorm
 from solrl_jax.numerics import fp8, nvfp4, target
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import deferred, matmul
@@ -51,11 +52,23 @@ def a_scale_a_row(x, v):
     return [Pending((Part(lambda y, row, column: y * row * column, (x, x[..., :1], v[:1]), exact=False),), x.dtype)]
 
 
+def gated(x, v):
+    return [Pending.of(x).map(jax.nn.silu).join(jnp.multiply, a_scale_a_row(x, v)[0])]
+
+
+def rms_normed(x, v):
+    norm = RMSNorm(x.shape[-1], eps=1e-6)
+    norm.scale.set_value(v[0, 0])
+    return [norm.pending(x).map(jnp.multiply, 1 + v)]
+
+
 FORMS = {  # from an array and a vector a sample to stretches, and the widths that are tried
     "as it is": (lambda x, v: [Pending.of(x)], (48, 128, 144)),
     "modulated norm": (modulated, (128,)),
     "two parts": (beside, (112,)),
     "a scale a row": (a_scale_a_row, (144,)),
+    "a gate": (gated, (144,)),
+    "RMS norm": (rms_normed, (128,)),
     "some rows": (lambda x, v: [Pending.of(x, rows=(1, 3)).map(jax.nn.silu)], (144,)),
     "two stretches": (lambda x, v: [Pending.of(x).map(jnp.add, v), Pending.of(x[:, :2]).map(jnp.tanh)], (144,)),
 }
@@ -82,13 +95,14 @@ def test_the_kernel_is_its_twin_bit_for_bit(encoder, form, n, dtype):
             np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8), err_msg=name)
 
 
-def test_a_norm_of_a_row_that_zeros_fill_up_is_that_of_the_row():
+@pytest.mark.parametrize("normed", [modulated, rms_normed])
+def test_a_norm_of_a_row_that_zeros_fill_up_is_that_of_the_row(normed):
     """Its sums run in another order, so that the last bits may differ."""
     x, v = jnp.asarray(normal(B, S, 144)), jnp.asarray(normal(B, 1, 144, seed=2))
     encode = lambda parts: (list(parts),)
-    ours, theirs = (make(encode, [modulated(x, v)[0].parts])[0] for make in (partial(kernel, interpret=True), twin))
+    ours, theirs = (make(encode, [normed(x, v)[0].parts])[0] for make in (partial(kernel, interpret=True), twin))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(theirs, modulated(x, v)[0].value, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(theirs, normed(x, v)[0].value, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8"])
