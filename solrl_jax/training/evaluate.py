@@ -1,6 +1,7 @@
 """How good a policy is: held-out prompts, fixed seeds, the training precision."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,20 @@ def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = _silen
     means = {name: float(s.mean()) if s.size else float("nan") for name, s in finite.items()}
     errors = {name: float(s.std() / np.sqrt(s.size)) if s.size else float("nan") for name, s in finite.items()}
     return Evaluation(means, errors, scores, samples.failed)
+
+
+def setting(experiment: Experiment) -> str:
+    """All that a figure of `evaluate` depends on beside the policy, in one line. The hash is of the prompts, a line each."""
+    config, rollout, model = experiment.config.eval, experiment.config.rollout, experiment.config.model
+    prompts = "".join(f"{prompt}\n" for prompt in experiment.test_prompts[: config.prompts])
+    digest = hashlib.sha256(prompts.encode()).hexdigest()[:12]
+    noise = " without noise" if rollout.eta else ""
+    true = f", true guidance {rollout.true_guidance:g}" if rollout.true_guidance != 1 else ""
+    return (
+        f"{config.prompts} prompts (sha256 {digest}) x {config.images_per_prompt} pictures of {model.width} x {model.height}; "
+        f"{rollout.solver}{noise}, {config.steps} steps, guidance {rollout.guidance:g}{true}, {rollout.precision}, "
+        f"seed {config.seed}"
+    )
 
 
 def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[float, float]]:
