@@ -93,8 +93,9 @@ def save_before_after(
     prompts: Sequence[str],
     right_before: Bool[np.ndarray, "p m"] | None = None,
     right_after: Bool[np.ndarray, "p m"] | None = None,
+    sides: tuple[str, str] = ("before training", "after training"),
 ) -> None:
-    """Draws m images of each of p prompts as PNG: before training on the left, after training on the right.
+    """Draws m images of each of p prompts as PNG: before training on the left, after training on the right; or other `sides`.
 
     The images are of the same prompts and seeds; a prompt is shown above its row. right_before, right_after: whether the
     verifier accepts each image. Each is then framed and marked with a tick or a cross, and the titles say how many are right.
@@ -104,8 +105,8 @@ def save_before_after(
     from PIL import Image, ImageDraw
 
     titles = [
-        f"{when} training" if right is None else f"{when}: {right.sum()} of {right.size} right"
-        for when, right in (("before", right_before), ("after", right_after))
+        side if right is None else f"{side}: {right.sum()} of {right.size} right"
+        for side, right in zip(sides, (right_before, right_after), strict=True)
     ]
     title_font, font = _font(18, bold=True), _font(14)
     images_in_row, height, width = before.shape[1:4]
@@ -120,8 +121,8 @@ def save_before_after(
     for row, prompt in zip(range(len(before)), prompts, strict=True):
         text = _wrap(prompt, font, 2 * half + gutter, lines=1)[0]
         draw.text((margin, margin + head + row * row_height), text, _QUIET, font)
-    sides = ((to_uint8(before), right_before), (to_uint8(after), right_after))
-    for left, title, (images, right) in zip((margin, margin + half + gutter), titles, sides, strict=True):
+    halves = ((to_uint8(before), right_before), (to_uint8(after), right_after))
+    for left, title, (images, right) in zip((margin, margin + half + gutter), titles, halves, strict=True):
         draw.text((left, margin), title, _INK, title_font)
         for row, column in np.ndindex(images.shape[:2]):
             framed = _framed(images[row, column], size, None if right is None else bool(right[row, column]))

@@ -15,6 +15,7 @@ from solrl_jax.study.compare import PROGRESS, Course, Estimate
 
 FIGURE = "study.png"
 UNKNOWN = "–"
+_STYLES = ("-", "--", ":")  # of lines: arms beyond the number of colours
 Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in an arm, and the arm
 
 
@@ -96,18 +97,19 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps) ->
     panels = 2 + bool(faithful) + len(swept)
     figure = new_figure(9.0, 3.4 * -(-panels // 2))
     axes = iter(figure.subplots(-(-panels // 2), 2).flat)
-    colors = {arm: COLORS[number % len(COLORS)] for number, arm in enumerate(there)}
+    looks = {arm: (COLORS[i % len(COLORS)], _STYLES[i // len(COLORS) % len(_STYLES)]) for i, arm in enumerate(there)}
     for x, label in (("cost", "counted seconds"), ("iterations", "iteration")):
         panel = next(axes)
         for arm, of in there.items():
-            _band(panel, getattr(of[0], x), np.array([course.reward for course in of]), colors[arm], arm)
+            _band(panel, getattr(of[0], x), np.array([course.reward for course in of]), looks[arm], arm)
         panel.set(xlabel=label, ylabel="held-out reward")
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    if there:
+        figure.axes[0].legend(frameon=False, fontsize=8 if len(there) <= 6 else 6, ncols=-(-len(there) // 6))
     if faithful:
         panel = next(axes)
         for arm, of in faithful.items():
             spearman = np.array([course.fidelity["spearman"] for course in of])
-            _band(panel, np.arange(1, spearman.shape[1] + 1), spearman, colors[arm], arm)
+            _band(panel, np.arange(1, spearman.shape[1] + 1), spearman, looks[arm], arm)
         panel.set(xlabel="iteration", ylabel="Spearman, kept samples")
     for setting, points in swept.items():
         panel = next(axes)
@@ -121,8 +123,10 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps) ->
     save_figure(path, figure)
 
 
-def _band(panel: Any, x: np.ndarray, y: np.ndarray, color: str, label: str) -> None:
-    """The mean of `y` [seeds, x] and its standard error around it."""
+def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label: str) -> None:
+    """The mean of `y` [seeds, x] and its standard error around it. look: a colour and a line style."""
+    color, style = look
     mean, error = y.mean(0), y.std(0, ddof=1) / len(y) ** 0.5 if len(y) > 1 else np.zeros(y.shape[1])
     panel.fill_between(x, mean - error, mean + error, color=color, alpha=0.16, linewidth=0)
-    panel.plot(x, mean, color=color, linewidth=1.6, marker="o" if len(x) <= 30 else None, markersize=3, label=label)
+    marker = "o" if len(x) <= 10 else None
+    panel.plot(x, mean, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=3, label=label)

@@ -8,7 +8,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from solrl_jax.config.presets import resolve
+from solrl_jax.config.presets import known_keys, resolve
 from solrl_jax.config.schema import Config, Section
 from solrl_jax.config.values import ConfigError, Seed, Text, shown
 from solrl_jax.storage.errors import InputError, first_line
@@ -103,7 +103,7 @@ def _problem(error: Any) -> str:
 def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> list[Run]:
     """All runs, in directories `out/ARM-SEED`: the first seed of every arm, then the second. Raises ConfigError."""
     last = (*(plan.quick.overrides if quick else ()), *overrides)
-    problems: list[str] = []
+    problems = [f"sweeps: {setting} is no setting" for setting in plan.sweeps if setting not in known_keys()]
     runs: list[Run] = []
     for seed in plan.quick.seeds if quick else plan.seeds:
         for arm, own in plan.arms.items():
