@@ -108,7 +108,7 @@ def _run(folder: Path, name: str, most_rows: int) -> dict[str, Any]:
         "name": name,
         "config": _flat(config),
         "preset": _flat(resolve(config.preset, ())) if config.preset in preset_names() else None,
-        "facts": _facts(folder / "run.json"),
+        "facts": read_facts(folder),
         "trained": list(config.reward.weights),
         "watched": list(config.reward.watched),
         "metrics": {key: [row.get(key) for row in rows] for key in columns},
@@ -131,8 +131,9 @@ def _flat(config: Config) -> dict[str, Any]:
     return dict(walk(dataclasses.asdict(config), ""))
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    """`run.json`; empty if there is none."""
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What a run's `run.json` says for readers; empty if there is none. Raises InputError for one that is damaged."""
+    path = folder / "run.json"
     try:
         facts = dict(parse_json(read_bytes(path))) if path.exists() else {}
     except (OSError, ValueError, TypeError) as error:

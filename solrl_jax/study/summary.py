@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from solrl_jax.storage.readers import parse_json, read_text
+from solrl_jax.run.report import read_facts
 from solrl_jax.study.compare import Course, compare, read_course
 from solrl_jax.study.cost import Prices
 from solrl_jax.study.plan import Plan, Run
@@ -48,7 +48,7 @@ def summarise(
 
 def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
     """How the finished runs were evaluated and where they ran; one line each if they differ in neither."""
-    facts = [parse_json(read_text(run.folder / "run.json")) for run in done]
+    facts = [dict.fromkeys(("evaluation", "devices", "python"), "unknown") | read_facts(run.folder) for run in done]
     distinct = lambda lines: "; ".join(dict.fromkeys(lines)) or "no run is finished"
     network = ", ".join(f"{1e3 * seconds:.3g} ms in {name}" for name, seconds in prices.network.items())
     return {
@@ -57,7 +57,7 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
             f"roofline seconds of {prices.name}: a network evaluation {network}; a picture {1e3 * prices.scored:.3g} ms, "
             f"a term of the update {1e3 * prices.trained:.3g} ms, a sync {1e3 * prices.synced:.3g} ms"
         ),
-        "trained on": distinct(f"{f['devices']}, jax {f['packages']['jax']}, Python {f['python']}" for f in facts),
+        "trained on": distinct(f"{f['devices']}, jax {f.get('packages', {}).get('jax')}, Python {f['python']}" for f in facts),
     }
 
 

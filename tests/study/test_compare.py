@@ -88,6 +88,24 @@ def test_an_arm_that_does_not_get_there_has_no_speed_up(tmp_path):
     assert all(math.isnan(mean) for mean, _ in study["compared"][0]["speed_up"].values())
 
 
+def test_progress_ends_where_the_other_ends_not_at_its_peak(tmp_path):
+    """plain: 0.5, 0.8, 0.7 is at 0.7 after 4/3 iterations; sol: 0.5, 0.65, 0.8 after 8/3."""
+    *_, study, _ = made(tmp_path, rewards=REWARDS | {"plain": [[0.5, 0.8, 0.7]] * 2})
+    assert study["compared"][0]["speed_up"]["100"][0] == pytest.approx(4 / 3 * PLAIN / (8 / 3 * SOL))
+
+
+def test_a_damaged_run_is_named(tmp_path):
+    plan, runs, *_ = made(tmp_path)
+    (runs[0].folder / "run.json").write_text("{")
+    with pytest.raises(InputError, match=r"sol-0/run\.json: cannot be read"):
+        summary.summarise("hand", plan, runs, PRICES, {})
+    (runs[0].folder / "run.json").unlink()
+    assert "unknown" in summary.summarise("hand", plan, runs, PRICES, {})[0]["setting"]["evaluation"]
+    (runs[0].folder / "ledger" / "iteration-000002.parquet").write_text("")
+    with pytest.raises(InputError, match=r"iteration-000002\.parquet: cannot be read"):
+        summary.summarise("hand", plan, runs, PRICES, {})
+
+
 def test_what_a_curve_reaches():
     cost, reward = np.array([0.0, 10.0, 30.0]), np.array([0.1, 0.3, 0.2])
     assert reached(cost, reward, 0.1) == 0
