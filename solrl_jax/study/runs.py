@@ -62,8 +62,9 @@ def _train(run: Run, out: Path, processes: int, started: list[subprocess.Popen[b
         code = child.wait()
     if code == 0:
         return None
-    said = log.read_text(errors="replace").strip().splitlines() or [f"ended with {code}"]
-    return said[-1].removeprefix("solrl: ")
+    if code < 0:
+        return f"ended by signal {-code}; {log} has what it said"
+    return log.read_text(errors="replace").strip().rpartition("\n")[2].removeprefix("solrl: ")
 
 
 def _last(run: Run) -> str:
