@@ -13,7 +13,7 @@ PACKAGE = ROOT / "solrl_jax"
 # from the floor up; a file may import from its own room and from those before it (ARCHITECTURE.md)
 ROOMS = (
     "numerics", "storage", "parallel", "models", "config", "conditioning", "backbone", "flow", "shapes", "rewards", "rollout",
-    "policy", "explore", "training", "run", "planning", "commands",
+    "policy", "explore", "training", "run", "planning", "study", "commands",
 )  # fmt: skip
 ROOF = {"__init__", "__main__", "api", "testing"}  # files above all rooms: what users import or start
 FORBIDDEN = {"torch", "diffusers", "torchao", "torchvision", "tensorflow"}

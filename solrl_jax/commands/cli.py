@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "Train a preset; the same command resumes.",
     "eval": "Score a run's averaged policy, or a model directory, on the test prompts.",
     "rank": "Measure how well exploration ranks candidates.",
+    "study": "Train the arms of a plan with several seeds, and compare them.",
     "report": "Show what runs did as one HTML page, which needs no network.",
     "sample": "Make pictures of prompts with a run's averaged policy, or a model directory.",
     "export": "Write a run's averaged policy as a LoRA that diffusers or PEFT loads.",

@@ -13,9 +13,10 @@ from solrl_jax.storage.files import refuse_existing
 @click.command("report")
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Output file.  [default: RUN/report.html; of several report.html]")
+@click.option("--plan", type=click.Path(path_type=Path), help="The JSON of `solrl plan PRESET --json`, to be shown too.")
 @force_option
 @json_option
-def command(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool) -> None:
+def command(runs: tuple[Path, ...], out: Path | None, plan: Path | None, force: bool, as_json: bool) -> None:
     """Show what runs did as one HTML page, which needs no network."""
     page = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
     if page.is_dir():
@@ -23,5 +24,5 @@ def command(runs: tuple[Path, ...], out: Path | None, force: bool, as_json: bool
     if out is not None:
         refuse_existing("--out", [out], force)
     with in_one_line():
-        report.write(runs, page)
+        report.write(runs, page, plan=plan)
     finish({"out": str(page), "runs": [str(run) for run in runs]}, as_json, f"open in a browser: {page}")

@@ -110,7 +110,8 @@ class Rollout(Section):
 
     candidates: Many  # N
     kept: Annotated[Integer, Field(ge=2)]  # K
-    selection: Literal["best_worst", "random", "best"]  # best_worst: K/2 from either end
+    # best_worst: K/2 from either end; best_random: the K/2 best and a draw from the others
+    selection: Literal["best_worst", "best_random", "random", "best"]
     explore: Explore
     regenerate: Flag  # false: the explored samples themselves are trained on
     steps: Steps  # full step count: of the regeneration, and of the schedule that the update trains on

@@ -29,9 +29,9 @@ def select(
 ) -> tuple[Int[np.ndarray, "p k"], Bool[np.ndarray, " p"]]:
     """Indices of the kept candidates of each prompt, ascending, and whether the prompt had enough finite rewards.
 
-    mode: `best_worst` keeps the kept/2 best and the kept/2 worst; `best` the best; `random` a draw from `seed`. A non-finite
-    reward is never selected. A prompt with fewer than `kept` finite rewards is not usable, and its indices are padding.
-    Raises ValueError for another mode.
+    mode: `best_worst` keeps the kept/2 best and the kept/2 worst; `best` the best; `random` a draw from `seed`; `best_random`
+    the kept/2 best and a draw from the others. A non-finite reward is never selected. A prompt with fewer than `kept` finite
+    rewards is not usable, and its indices are padding. Raises ValueError for another mode.
     """
     n = rewards.shape[1]
     finite = np.isfinite(rewards)
@@ -43,10 +43,11 @@ def select(
             chosen = (places < kept // 2) | ((places >= last - kept // 2) & (places < last))
         case "best":
             chosen = places < kept
-        case "random":
+        case "random" | "best_random":
+            first = finite & (places < (kept // 2 if mode == "best_random" else 0))
             draw = np.where(finite, np.random.default_rng(seed).random(rewards.shape), np.inf)
-            chosen = rank(-draw) < kept
+            chosen = rank(-np.where(first, -1.0, draw)) < kept
         case _:
-            raise ValueError(f"rollout.selection={mode!r}: accepted are 'best_worst', 'best', 'random'")
+            raise ValueError(f"rollout.selection={mode!r}: accepted are 'best_worst', 'best', 'random', 'best_random'")
     chosen[~usable] = np.arange(n) < kept
     return np.nonzero(chosen)[1].reshape(len(rewards), kept), usable

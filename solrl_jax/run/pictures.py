@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Numbers = Array | np.ndarray
 _INK, _QUIET, _PAPER = "#1f2328", "#6e7781", "#ffffff"
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _RIGHT, _WRONG = "#009E73", "#D55E00"
 _GAP = 4  # pixels between images
 # Widths in pixels between which `save_before_after` shows an image: legible, and a file that can be mailed.
@@ -93,8 +93,9 @@ def save_before_after(
     prompts: Sequence[str],
     right_before: Bool[np.ndarray, "p m"] | None = None,
     right_after: Bool[np.ndarray, "p m"] | None = None,
+    sides: tuple[str, str] = ("before training", "after training"),
 ) -> None:
-    """Draws m images of each of p prompts as PNG: before training on the left, after training on the right.
+    """Draws m images of each of p prompts as PNG: before training on the left, after training on the right; or other `sides`.
 
     The images are of the same prompts and seeds; a prompt is shown above its row. right_before, right_after: whether the
     verifier accepts each image. Each is then framed and marked with a tick or a cross, and the titles say how many are right.
@@ -104,8 +105,8 @@ def save_before_after(
     from PIL import Image, ImageDraw
 
     titles = [
-        f"{when} training" if right is None else f"{when}: {right.sum()} of {right.size} right"
-        for when, right in (("before", right_before), ("after", right_after))
+        side if right is None else f"{side}: {right.sum()} of {right.size} right"
+        for side, right in zip(sides, (right_before, right_after), strict=True)
     ]
     title_font, font = _font(18, bold=True), _font(14)
     images_in_row, height, width = before.shape[1:4]
@@ -120,8 +121,8 @@ def save_before_after(
     for row, prompt in zip(range(len(before)), prompts, strict=True):
         text = _wrap(prompt, font, 2 * half + gutter, lines=1)[0]
         draw.text((margin, margin + head + row * row_height), text, _QUIET, font)
-    sides = ((to_uint8(before), right_before), (to_uint8(after), right_after))
-    for left, title, (images, right) in zip((margin, margin + half + gutter), titles, sides, strict=True):
+    halves = ((to_uint8(before), right_before), (to_uint8(after), right_after))
+    for left, title, (images, right) in zip((margin, margin + half + gutter), titles, halves, strict=True):
         draw.text((left, margin), title, _INK, title_font)
         for row, column in np.ndindex(images.shape[:2]):
             framed = _framed(images[row, column], size, None if right is None else bool(right[row, column]))
@@ -160,10 +161,10 @@ def save_curve(
     rows: as `metrics.read` returns them; a metric that is measured every tenth iteration is drawn through its own points.
     upper, lower: the metrics of the two panels, by their label in the legend. labels: of the vertical axes.
     """
-    figure = _figure(7.2, 7.2)
+    figure = new_figure(7.2, 7.2)
     all_axes = figure.subplots(2, 1, sharex=True)
     for axes, panel, label in zip(all_axes, (upper, lower), labels, strict=True):
-        for color, (name, key) in zip(_COLORS * len(panel), panel.items(), strict=False):
+        for color, (name, key) in zip(COLORS * len(panel), panel.items(), strict=False):
             points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
             marker = "o" if len(points) <= 30 else None
             x, y = zip(*points, strict=True) if points else ((), ())
@@ -174,10 +175,10 @@ def save_curve(
     all_axes[-1].set_xlabel("iteration")
     all_axes[-1].xaxis.get_major_locator().set_params(integer=True)
     all_axes[0].set_title(title, loc="left", fontsize=12, color=_INK)
-    _save_figure(path, figure)
+    save_figure(path, figure)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """An empty figure of `width` x `height` inches, drawn in memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -187,7 +188,7 @@ def _figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def _save_figure(path: str | Path, figure: "Figure") -> None:
+def save_figure(path: str | Path, figure: "Figure") -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(_QUIET)

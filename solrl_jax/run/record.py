@@ -22,7 +22,7 @@ from solrl_jax.run import pictures
 from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage.files import atomic_write
-from solrl_jax.training.evaluate import pool_pictures
+from solrl_jax.training.evaluate import pool_pictures, setting
 from solrl_jax.training.experiment import Experiment
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
@@ -58,6 +58,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
             "levers": [type(lever).__name__ for lever in active_levers(recipe.explore)],
             "means": recipe.format.describe(experiment.device),
         },
+        "evaluation": setting(experiment),
         "remat": pipeline.remat,
         "parameters": {
             "transformer": pipeline.transformer.size,

@@ -1,6 +1,6 @@
 "use strict";
 // Fills the page from the JSON that `report.py` made. Text of a run is only ever set as text, never as markup.
-const {written, live, runs, figures} = JSON.parse(document.getElementById("data").textContent);
+const {written, live, runs, figures, plan} = JSON.parse(document.getElementById("data").textContent);
 const first = runs[0], one = runs.length === 1;
 
 // --- elements and numbers ---
@@ -91,9 +91,8 @@ function facts(run) {
 }
 /** The setting in which held-out figures were measured. */
 function setting() {
-  const say = ({config: c}) => `Held-out: ${c["eval.prompts"]} prompts × ${c["eval.images_per_prompt"]} pictures, ` +
-    `${c["eval.steps"]} steps (${c["rollout.solver"]}, guidance ${c["rollout.guidance"]}), ` +
-    `${c["model.width"]} × ${c["model.height"]} pixels, seed ${c["eval.seed"]}, averaged policy.`;
+  const say = ({facts: {evaluation}}) => evaluation ? `Held-out: ${evaluation}; averaged policy.` :
+    "How held-out figures were measured is in the configuration.";
   const same = new Set(runs.map(say)).size === 1;
   return same ? say(first) : "Held-out figures of these runs were measured in different settings: see the configuration.";
 }
@@ -363,6 +362,21 @@ function ledger() {
   choose(0);
 }
 
+// --- device plan ---
+
+function devicePlan() {
+  const {stages, usable, seconds, rollout, naive_scaling: naive} = plan;
+  const row = ([name, ...cells]) => [name, ...cells.slice(0, -1).map(s => s ? number(s) : "–"),
+    `${number(cells.at(-1) / 1e9)} GB, ${Math.round(100 * cells.at(-1) / usable)} %`];
+  const than = naive ? ` naive_scaling would take ${number(naive.seconds)} s, ${number(naive.seconds / seconds)} times as long` +
+    ` (rollout phase: ${number(naive.rollout / rollout)} times).` : "";
+  section("plan", "Device plan", `${plan.preset} on ${plan.hosts} × ${plan.devices} ${plan.device}, compiled, not run: exploration ` +
+    `in ${plan.exploration}. An iteration takes ${number(seconds)} s at the public peaks, no less.${than} ` +
+    (plan.fits ? "It fits into memory." : "It does not fit into memory."),
+    table("Device plan", ["Stage", "Seconds", "products", "attention", "memory", "links", "Peak memory, of what is usable"],
+      stages.map(row)));
+}
+
 // --- configuration ---
 
 function configuration() {
@@ -411,4 +425,5 @@ if (candidates.some(rows => rows.length)) {
   pools();
   ledger();
 }
+if (plan) devicePlan();
 configuration();

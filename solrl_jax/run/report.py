@@ -37,6 +37,7 @@ MOST_PIXELS = 160  # the longer side of a picture
 SHARE = 0.01  # of the time of a run that `Live` may take
 _LEDGER = ("iteration", "prompt", "candidate", "seed", "precision", "steps", "proxy_reward", "rank", "kept",
            "regenerated_reward", "advantage")  # fmt: skip
+_SHOWN = ("solrl_jax", "python", "packages", "devices", "mesh", "exploration", "evaluation")  # of run.json
 # after the rewards; metrics that a run does not have are left out
 _FIGURES = {
     "exploration": {
@@ -54,17 +55,19 @@ _FIGURES = {
 }
 
 
-def write(folders: Sequence[Path], out: Path, *, live: bool = False) -> None:
+def write(folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path | None = None) -> None:
     """Writes the report of runs to `out`.
 
-    live: whether it is written again soon, so that the page offers to load itself again. Raises InputError for a run that is
-    damaged or has no record, RunError if the disk refuses.
+    live: whether it is written again soon, so that the page offers to load itself again. plan: the JSON of `solrl plan`, to be
+    shown too. Raises InputError for a run that is damaged or has no record and for a file that is no plan, RunError if the
+    disk refuses.
     """
     short = [folder.resolve().name for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     runs = [_run(folder, name, MOST_ROWS // len(folders)) for folder, name in zip(folders, names, strict=True)]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    content = {"written": now, "live": live, "runs": runs, "figures": list(_figures(runs))}
+    planned = None if plan is None else _plan(plan)
+    content = {"written": now, "live": live, "runs": runs, "figures": list(_figures(runs)), "plan": planned}
     # no text of a run can end the script that holds it
     data = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     part = lambda name: Path(__file__).with_name(name).read_text(encoding="utf-8")
@@ -105,7 +108,7 @@ def _run(folder: Path, name: str, most_rows: int) -> dict[str, Any]:
         "name": name,
         "config": _flat(config),
         "preset": _flat(resolve(config.preset, ())) if config.preset in preset_names() else None,
-        "facts": _facts(folder / "run.json"),
+        "facts": read_facts(folder),
         "trained": list(config.reward.weights),
         "watched": list(config.reward.watched),
         "metrics": {key: [row.get(key) for row in rows] for key in columns},
@@ -128,13 +131,29 @@ def _flat(config: Config) -> dict[str, Any]:
     return dict(walk(dataclasses.asdict(config), ""))
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    """`run.json`; empty if there is none."""
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What a run's `run.json` says for readers; empty if there is none. Raises InputError for one that is damaged."""
+    path = folder / "run.json"
     try:
         facts = dict(parse_json(read_bytes(path))) if path.exists() else {}
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path}: cannot be read ({disk_reason(error) or first_line(error)})") from error
-    return {key: facts[key] for key in ("solrl_jax", "python", "packages", "devices", "mesh", "exploration") if key in facts}
+    return {key: facts[key] for key in _SHOWN if key in facts}
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    """What the page shows of a plan: of each stage the seconds, where they go, and the memory; of one device."""
+    try:
+        plan = parse_json(read_bytes(path))
+        split = lambda stage, kind: sum(p["calls"] * p["roofline"]["split"][kind] for p in stage["programs"])
+        stages = [
+            [s["name"], s["seconds"], *(split(s, kind) for kind in ("products", "attention", "memory", "links")), s["peak"]]
+            for s in plan["stages"]
+        ]
+        shown = ("preset", "device", "devices", "hosts", "exploration", "usable", "seconds", "rollout", "naive_scaling", "fits")
+        return {name: plan.get(name) for name in shown} | {"stages": stages}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise InputError(f"{path}: not the JSON of `solrl plan PRESET --json` ({disk_reason(error) or error!r})") from error
 
 
 def _ledger(root: Path, most: int) -> dict[str, Any]:

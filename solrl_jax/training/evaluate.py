@@ -1,14 +1,15 @@
 """How good a policy is: held-out prompts, fixed seeds, the training precision."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 from scipy import stats
 
-from solrl_jax.conditioning.prompts import draw_prompts
+from solrl_jax.conditioning.prompts import Prompt, draw_prompts
 from solrl_jax.explore.monitor import Level
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.generate import Rows, Samples, generate
@@ -32,12 +33,26 @@ class Evaluation:
 def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = _silent) -> Evaluation:
     """Scores `eval.images_per_prompt` pictures of each of the first `eval.prompts` test prompts."""
     config = experiment.config.eval
-    samples = _sample(experiment, adapters, config.prompts, config.images_per_prompt, progress)
+    samples = _sample(experiment, adapters, *_held_out(experiment, config.prompts, config.images_per_prompt), progress)
     scores = {name: s.reshape(config.prompts, -1) for name, s in samples.scores.items()}
     finite = {name: s[np.isfinite(s)] for name, s in scores.items()}
     means = {name: float(s.mean()) if s.size else float("nan") for name, s in finite.items()}
     errors = {name: float(s.std() / np.sqrt(s.size)) if s.size else float("nan") for name, s in finite.items()}
     return Evaluation(means, errors, scores, samples.failed)
+
+
+def setting(experiment: Experiment) -> str:
+    """All that a figure of `evaluate` depends on beside the policy, in one line. The hash is of the prompts, a line each."""
+    config, rollout, model = experiment.config.eval, experiment.config.rollout, experiment.config.model
+    prompts = "".join(f"{prompt}\n" for prompt in experiment.test_prompts[: config.prompts])
+    digest = hashlib.sha256(prompts.encode()).hexdigest()[:12]
+    noise = " without noise" if rollout.eta else ""
+    true = f", true guidance {rollout.true_guidance:g}" if rollout.true_guidance != 1 else ""
+    return (
+        f"{config.prompts} prompts (sha256 {digest}) x {config.images_per_prompt} pictures of {model.width} x {model.height}; "
+        f"{rollout.solver}{noise}, {config.steps} steps, guidance {rollout.guidance:g}{true}, {rollout.precision}, "
+        f"seed {config.seed}"
+    )
 
 
 def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[float, float]]:
@@ -75,10 +90,32 @@ def sample_grid(experiment: Experiment, adapters: Adapters) -> PictureGrid:
     """`eval.grid` pictures in all, four a prompt."""
     each = min(4, experiment.config.eval.grid)
     count = min(experiment.config.eval.grid // each, len(experiment.test_prompts))
-    samples = _sample(experiment, adapters, count, each, keep_images=True)
-    assert samples.images is not None
-    images = samples.images.reshape(count, each, *samples.images.shape[1:])
-    return PictureGrid(experiment.test_prompts[:count], images, _right(samples, count))
+    return _pictures(experiment, adapters, *_held_out(experiment, count, each))
+
+
+@dataclasses.dataclass(frozen=True)
+class Differing:
+    """Pictures of an evaluation on which two policies differ most: m of each of p prompts."""
+
+    prompts: Int[np.ndarray, " p"]  # their places among the test prompts; the largest difference first
+    pictures: Int[np.ndarray, "p m"]  # their places within the prompt
+    gains: Float[np.ndarray, "p m"]  # by how much the first policy's reward is higher
+
+    @classmethod
+    def of(cls, first: Evaluation, second: Evaluation, prompts: int, pictures: int) -> "Differing":
+        """Of two evaluations on the same pictures. A picture without two finite rewards is not chosen before others."""
+        gains = first.scores["reward"] - second.scores["reward"]
+        size = np.where(np.isfinite(gains), np.abs(gains), -1.0)
+        order = np.argsort(-size, axis=1, kind="stable")[:, :pictures]
+        most = np.argsort(-size.max(1), kind="stable")[:prompts]
+        return cls(most, order[most], np.take_along_axis(gains, order, axis=1)[most])
+
+    def draw(self, experiment: Experiment, adapters: Adapters) -> PictureGrid:
+        """The pictures as a policy makes them. A picture is its seed: they look as they did when they were scored."""
+        config = experiment.config.eval
+        prompts, seeds = _held_out(experiment, config.prompts, config.images_per_prompt)
+        seeds = np.take_along_axis(seeds[self.prompts], self.pictures[..., None], axis=1)
+        return _pictures(experiment, adapters, [prompts[i] for i in self.prompts], seeds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +167,30 @@ def _right(samples: Samples, prompts: int) -> np.ndarray | None:
     return None if strict is None else strict.reshape(prompts, -1) > 0.5
 
 
+def _held_out(experiment: Experiment, prompts: int, pictures: int) -> tuple[Sequence[Prompt], UInt32[np.ndarray, "p m 2"]]:
+    """The first test prompts, and the seeds of their pictures, which are the same for every policy."""
+    chosen = experiment.test_prompts[:prompts]
+    return chosen, experiment.seeds("evaluation", chosen, pictures, seed=experiment.config.eval.seed)
+
+
+def _pictures(
+    experiment: Experiment, adapters: Adapters, prompts: Sequence[Prompt], seeds: UInt32[np.ndarray, "p m 2"]
+) -> PictureGrid:
+    samples = _sample(experiment, adapters, prompts, seeds, keep_images=True)
+    assert samples.images is not None
+    images = samples.images.reshape(*seeds.shape[:2], *samples.images.shape[1:])
+    return PictureGrid(prompts, images, _right(samples, len(prompts)))
+
+
 def _sample(
-    experiment: Experiment, adapters: Adapters, prompts: int, images: int, progress: Show = _silent, keep_images: bool = False
+    experiment: Experiment,
+    adapters: Adapters,
+    prompts: Sequence[Prompt],
+    seeds: UInt32[np.ndarray, "p m 2"],
+    progress: Show = _silent,
+    keep_images: bool = False,
 ) -> Samples:
-    config, reward, chosen = experiment.config.eval, experiment.evaluated, experiment.test_prompts[:prompts]
-    rows = Rows.of(experiment.seeds("evaluation", chosen, images, seed=config.seed))
-    stage = experiment.stage("evaluate", adapters, config.steps, start=None)
-    prompted = experiment.prompted(chosen, reward)
-    return generate(experiment.backbone, stage, prompted, rows, reward, keep_images=keep_images, progress=progress)
+    reward = experiment.evaluated
+    stage = experiment.stage("evaluate", adapters, experiment.config.eval.steps, start=None)
+    prompted = experiment.prompted(prompts, reward)
+    return generate(experiment.backbone, stage, prompted, Rows.of(seeds), reward, keep_images=keep_images, progress=progress)

@@ -113,7 +113,7 @@ def test_eval_of_a_run_repeats_its_last_evaluation(trained, call):
     assert result["means"]["reward"] == pytest.approx(summary["after"]["eval/reward"], abs=1e-6)
 
 
-def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call):
+def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call, tmp_path):
     folder, summary, _ = trained
     gained = summary["after"]["eval/reward"] - summary["before"]["eval/reward"]
     for other, expected in ((str(folder), 0.0), ("embedded:tiny-sana", gained)):
@@ -123,6 +123,19 @@ def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call):
         assert result["other"] == other
         assert result["differences"]["reward"][0] == pytest.approx(expected, abs=1e-6)
     assert gained != 0
+    page = tmp_path / "differ.png"
+    options = ("--paired", "--rewards", "shapes, tiny-clip", "--gallery", str(page), "--json")
+    code, out, _ = call("eval", str(folder), "embedded:tiny-sana", *options)
+    result = json.loads(out.strip().splitlines()[-1])
+    assert code == 0
+    assert {"shapes", "tiny-clip"} <= result["means"].keys() & result["differences"].keys()
+    assert result["setting"].startswith("2 prompts (sha256 ")
+    title = Image.open(page).text["Title"]
+    assert title.startswith(f"{folder}: ")
+    assert "    embedded:tiny-sana: " in title
+    before = page.read_bytes()
+    assert call("eval", str(folder), "embedded:tiny-sana", *options)[0] == 2  # it exists
+    assert page.read_bytes() == before
 
 
 def test_the_iteration_that_was_asked_for_is_traced_stage_by_stage(trained):
@@ -428,6 +441,11 @@ def test_presets_lists_them_all(call):
             "embedded:tiny-flux: is of embedded:tiny-flux, not of ",
         ),
         (("eval", "embedded:tiny-sana", "seed=1", "--paired"), "--paired: expected two runs or models, e.g. "),
+        (("eval", "tiny", "--gallery", "x.png"), "--gallery x.png: shows two policies; it needs --paired"),
+        (("eval", "tiny", "--rewards", "shapes,,"), "--rewards 'shapes,,': expected names separated by commas"),
+        (("eval", "tiny", "--rewards", "beauty"), "reward 'beauty'"),
+        (("study", "everything"), "'everything': no file, and no plan of the package (exploration, objectives, paper)"),
+        (("study", "paper", "--prices", "tpu"), "--prices tpu: no file, and none of sana-h200, "),
         (("rank", "nowhere"), "'nowhere': no run directory and no preset"),
         (("sample", "nowhere", "--prompts", "embedded:shapes-test", "--out", "o"), "model.path='nowhere': no such directory"),
     ],

@@ -10,6 +10,12 @@ SAMPLE = "sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out {dir}/
 P = {"{dir}/p.txt": "a red circle\n"}
 OUT = ("{dir}/out",)
 
+STUDY = "study {dir}/p --out {dir}/out"
+PLAN = (
+    "{what: x, preset: tiny, overrides: [], arms: {ARM: []}, seeds: [0], compared: [], sweeps: {}, "
+    "quick: {seeds: [0], overrides: []}}\n"
+)
+GOOD = {"{dir}/p": PLAN.replace("ARM", "a")}
 CONVERT = "convert {dir}/a.pt --out {dir}/x.safetensors"
 
 
@@ -185,6 +191,16 @@ CASES = [
     Case("train: the lock is a directory", "train tiny run.dir={dir}", ".lock", 1, files={"{dir}/.lock": folder}),
     Case("train: the lock is a pipe", "train tiny run.dir={dir} seed=x", "seed", files={"{dir}/.lock": pipe}),
     # strict JSON, on failure too
+    Case("study: a plan that is a pipe", STUDY, "cannot be read as YAML", files={"{dir}/p": pipe}),
+    Case("study: a plan that is a directory", STUDY, "cannot be read as YAML", files={"{dir}/p": folder}),
+    Case("study: a plan of zeros", STUDY, "cannot be read as YAML", files={"{dir}/p": sparse(10**9)}),
+    Case("study: a plan that names itself", STUDY, "aliases are not accepted", files={"{dir}/p": "a: &a [*a]\n"}),
+    Case("study: a plan with a tag", STUDY, "tags and aliases", files={"{dir}/p": "!!python/object:os.system x\n"}),
+    Case("study: an arm that is a path", STUDY, "arms", files={"{dir}/p": PLAN.replace("ARM", "../a")}, kept=("{dir}",)),
+    Case("study: out is a file", STUDY, "is a file", files=GOOD | {"{dir}/out": "mine"}, kept=OUT),
+    Case(
+        "study: prices of zeros", STUDY + " --prices {dir}/z", "not the JSON", files={"{dir}/p": PLAN, "{dir}/z": sparse(10**9)}
+    ),
     Case("json: bad input", "train tiny seed=x --json", '"error": "seed=\'x\''),
     Case("json: an unknown option", "train tiny --jsom --json", '"exit_code": 2'),
     Case("json: no run", "export {dir} --out {dir}/x.safetensors --json", '"error": '),

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from solrl_jax.rollout.select import rank, select
 
-MODES = ("best_worst", "best", "random")
+MODES = ("best_worst", "best", "random", "best_random")
 N, KEPT = 8, 4
 # few values, so that ties abound, and some that are no rewards
 TIED = arrays(np.float32, (3, N), elements=st.sampled_from([-1.0, 0.0, 0.5, 2.0, np.nan, np.inf, -np.inf]))
@@ -112,7 +112,7 @@ def test_a_prompt_with_too_few_rewards_is_flagged_and_harms_no_other():
         assert usable.tolist() == [True, False, True]
         assert chosen[1].tolist() == [0, 1, 2, 3]
         assert chosen[2].tolist() == [2, 3, 4, 5]
-        assert chosen[0].tolist() == select(rewards[:1], 4, mode, seed=(1,))[0][0].tolist() or mode == "random"
+        assert chosen[0].tolist() == select(rewards[:1], 4, mode, seed=(1,))[0][0].tolist() or "random" in mode
 
 
 def test_random_is_a_uniform_draw_from_the_seed():
@@ -128,8 +128,21 @@ def test_random_is_a_uniform_draw_from_the_seed():
     assert np.delete(counts, 5) == pytest.approx(np.full(7, 1500 / 7), abs=50)  # 4.5 standard deviations
 
 
+def test_best_random_keeps_the_best_and_draws_the_rest():
+    rewards = np.tile(np.arange(8.0), (700, 1))
+    rewards[:, 2] = np.nan
+    chosen, usable = select(rewards, 4, "best_random", seed=(0, 1))
+    assert usable.all()
+    assert (chosen[:, 2:] == [6, 7]).all()
+    counts = np.bincount(chosen[:, :2].ravel(), minlength=8)
+    assert counts[2] == 0
+    assert counts[[0, 1, 3, 4, 5]] == pytest.approx(np.full(5, 1400 / 5), abs=60)  # 4.6 standard deviations
+
+
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match=r"rollout\.selection='worst': accepted are 'best_worst', 'best', 'random'"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.selection='worst': accepted are 'best_worst', 'best', 'random', 'best_random'"
+    ):
         select(np.zeros((1, 4)), 2, "worst")
 
 

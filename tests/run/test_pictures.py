@@ -88,8 +88,8 @@ def test_the_verifiers_verdicts_are_counted_and_marked(tmp_path):
     draw("marked.png", right, ~right)
     draw("half.png", right)
     title = lambda name: Image.open(tmp_path / name).text["Title"]
-    assert title("marked.png") == "before: 1 of 4 right    after: 3 of 4 right"
-    assert title("half.png") == "before: 1 of 4 right    after training"
+    assert title("marked.png") == "before training: 1 of 4 right    after training: 3 of 4 right"
+    assert title("half.png") == "before training: 1 of 4 right    after training"
 
     pixels = sheet_of(tmp_path / "marked.png")
     corners = np.argwhere((sheet_of(tmp_path / "plain.png") == 128).all(-1))  # of the images, whose places do not change

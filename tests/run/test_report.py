@@ -22,6 +22,8 @@ from tests.small import small_config
 HOSTILE = "</script><script>document.title='owned'</script><b>a red & blue circle</b>"
 PROMPTS = (HOSTILE, "two <i>small</i> squares")
 N, KEPT = 8, 4
+SETTING = "2 prompts (sha256 0123456789ab) x 3 pictures of 32 x 32; euler, 10 steps, guidance 1, bf16, seed 0"
+PLANS = Path(__file__).parents[2] / "benchmarks" / "plans.json"
 
 
 def make_run(folder: Path, *, seed: int = 0, iterations: int = 3, overrides: tuple[str, ...] = ()) -> Path:
@@ -31,7 +33,7 @@ def make_run(folder: Path, *, seed: int = 0, iterations: int = 3, overrides: tup
     (folder / "config.yaml").write_text(
         to_yaml(small_config(folder, f"seed={seed}", "reward.watched=['tiny-clip']", *overrides))
     )
-    (folder / "run.json").write_text(json.dumps({"devices": "1 x <cpu>", "packages": {"jax": "1"}}))
+    (folder / "run.json").write_text(json.dumps({"devices": "1 x <cpu>", "packages": {"jax": "1"}, "evaluation": SETTING}))
     with Metrics(folder) as record:
         record.log(0, evaluation(rng))
         for iteration in range(1, iterations + 1):
@@ -104,7 +106,8 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = make_run(tmp_path_factory.mktemp("runs") / "demo")
-    report.write([folder], folder / report.NAME)
+    (folder / "plan.json").write_text(json.dumps(json.loads(PLANS.read_text())["plans"]["flux1-b200"]))
+    report.write([folder], folder / report.NAME, plan=folder / "plan.json")
     return folder
 
 
@@ -248,6 +251,20 @@ def test_a_damaged_run_is_one_line(tmp_path, damage, words):
     assert not (tmp_path / "page.html").exists()
 
 
+def test_the_plan_is_of_the_device(run, tmp_path):
+    plan = json.loads((run / "plan.json").read_text())
+    shown = Page(run / report.NAME).data["plan"]
+    assert [stage[0] for stage in shown["stages"]] == [stage["name"] for stage in plan["stages"]]
+    for (_, seconds, *split, peak), stage in zip(shown["stages"], plan["stages"], strict=True):
+        assert (seconds, peak) == (stage["seconds"], stage["peak"])
+        assert sum(split) == pytest.approx(seconds, rel=1e-12)
+    (tmp_path / "no-plan.json").write_text('{"stages": 1}')
+    for name in ("no-plan.json", "none.json"):
+        with pytest.raises(InputError, match=f"{name}: not the JSON of `solrl plan PRESET --json`"):
+            report.write([run], tmp_path / "page.html", plan=tmp_path / name)
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_a_live_report_takes_its_share_of_the_time_and_no_more(run, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
@@ -316,6 +333,8 @@ try {
   all("#ledger th button")[texts("#ledger th button").indexOf("Proxy reward")].click();
   seen.found = [texts("#ledger output")[0], all("#ledger tbody tr").map(row => texts("td", row))];
   seen.tiles = Object.fromEntries(all(".tiles div").map(tile => [texts("dt", tile)[0], texts("dd", tile)]));
+  seen.note = texts("#overview .note")[0];
+  seen.plan = [texts("#plan .note")[0], texts("#plan tbody tr")];
   seen.wide = document.body.scrollWidth - document.body.clientWidth;
 } catch (error) {
   problems.push(String(error.stack));
@@ -367,6 +386,12 @@ def test_a_browser_shows_it_without_an_error(seen, run):
     last = f"{rows[3]['eval/reward']:.3f} ± {rows[3]['eval/reward/standard_error']:.3f}"
     assert drawn["eval/reward"][1] == f"Iteration 3: {last}"
     assert seen["first"] == f"Iteration 0: {rows[0]['eval/reward']:.3f} ± {rows[0]['eval/reward/standard_error']:.3f}"
+    assert seen["note"] == f"Held-out: {SETTING}; averaged policy."
+    assert seen["plan"][0].startswith("flux1_sol_rl_hpsv2 on 1 × 1 b200, compiled, not run: exploration in nvfp4 ")
+    assert (
+        "An iteration takes 402 s at the public peaks, no less. naive_scaling would take 621 s, 1.545 times" in seen["plan"][0]
+    )
+    assert [row[:7] for row in seen["plan"][1]] == ["encode0", "sync0.0", "explore", "regener", "score23", "update1"]
     assert seen["tiles"]["Skipped"][0] == "3"
     assert seen["tiles"]["Not finite"][0] == "6"
     assert seen["tiles"]["Held-out reward"][0] == f"{rows[0]['eval/reward']:.3f} → {rows[3]['eval/reward']:.3f}"

@@ -1,6 +1,7 @@
 """Evaluations: means over pictures with a score, and the picture of fixed prompts."""
 
 import dataclasses
+import hashlib
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from solrl_jax.numerics.randomness import prompt_uid
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rollout.generate import Samples
 from solrl_jax.training.clock import Clock
-from solrl_jax.training.evaluate import Evaluation, evaluate, paired_difference, pool_pictures, sample_grid
+from solrl_jax.training.evaluate import Differing, Evaluation, evaluate, paired_difference, pool_pictures, sample_grid, setting
 from solrl_jax.training.experiment import fresh_state
 from solrl_jax.training.iteration import iterate, roll_out
 from tests.toys import toy_experiment
@@ -157,3 +158,45 @@ def test_a_picture_without_a_score_takes_no_part_in_a_difference():
     assert gain == pytest.approx(0.75)
     assert half == pytest.approx(stats.t.ppf(0.975, 1) * 0.25)
     assert np.isnan(paired_difference(of_scores(first[:1]), of_scores(second[:1]))["reward"][1])
+
+
+def test_where_two_policies_differ_most_is_drawn_as_it_was_scored(toy):
+    """The toy's score "mean" is the mean of a picture, so what is drawn again must have it."""
+    policies = [fresh_state(toy).ema, jax.tree.map(lambda x: x + 0.1, fresh_state(toy).ema)]
+    first, second = (evaluate(toy, adapters) for adapters in policies)
+    gains = first.scores["reward"] - second.scores["reward"]
+    differing = Differing.of(first, second, 2, 3)
+    sizes = np.abs(gains)
+    order = np.argsort(-sizes.max(1))
+    assert differing.prompts.tolist() == order[:2].tolist()
+    for prompt, pictures, shown in zip(differing.prompts, differing.pictures, differing.gains, strict=True):
+        assert pictures.tolist() == np.argsort(-sizes[prompt])[:3].tolist()
+        np.testing.assert_array_equal(shown, gains[prompt, pictures])
+    for adapters, result in zip(policies, (first, second), strict=True):
+        grid = differing.draw(toy, adapters)
+        assert list(grid.prompts) == [toy.test_prompts[i] for i in differing.prompts]
+        wanted = np.take_along_axis(result.scores["mean"][differing.prompts], differing.pictures, axis=1)
+        np.testing.assert_allclose(grid.images.mean((2, 3, 4)), wanted, rtol=1e-5)
+
+
+def test_pictures_without_a_score_differ_least():
+    score = lambda *rows: Evaluation({}, {}, {"reward": np.array(rows)}, {})
+    first, second = score([np.nan, 0.5, 0.1], [0.0, np.nan, np.nan]), score([0.0, 0.0, 0.0], [0.0, 1.0, 1.0])
+    differing = Differing.of(first, second, 2, 2)
+    assert differing.prompts.tolist() == [0, 1]
+    assert differing.pictures.tolist() == [[1, 2], [0, 1]]
+
+
+def test_the_setting_names_all_that_a_figure_depends_on(toy):
+    said = setting(toy)
+    digest = hashlib.sha256(b"to test on 0\nto test on 1\nto test on 2\n").hexdigest()[:12]
+    pictures = f"3 prompts (sha256 {digest}) x 4 pictures of 32 x 32"
+    assert said == f"{pictures}; euler, 2 steps, guidance 1, bf16, seed 0"
+    config = toy.config
+    for section, change in (
+        ("eval", {"prompts": 2}), ("eval", {"images_per_prompt": 5}), ("eval", {"steps": 3}), ("eval", {"seed": 1}),
+        ("rollout", {"guidance": 2.0}), ("rollout", {"true_guidance": 2.0}), ("rollout", {"precision": "fp32"}),
+        ("rollout", {"solver": "dpm2"}), ("model", {"width": 64}),
+    ):  # fmt: skip
+        changed = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **change)})
+        assert setting(dataclasses.replace(toy, config=changed)) != said

@@ -1,0 +1,55 @@
+"""`solrl study`."""
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from solrl_jax.commands.options import finish, json_option
+from solrl_jax.storage.errors import RunError
+from solrl_jax.storage.files import only_user, writable_directory
+from solrl_jax.study import page, summary
+from solrl_jax.study.cost import find_prices
+from solrl_jax.study.plan import read_plan, runs_of
+from solrl_jax.study.runs import train
+
+
+@click.command("study")
+@click.argument("plan", metavar="PLAN")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--quick", is_flag=True, help="The plan's small size.")
+@click.option("--out", type=click.Path(path_type=Path), help="Output folder.  [default: runs/study-PLAN]")
+@click.option("--processes", type=click.IntRange(1, 64), help="Runs at once.  [default: one a core; on a GPU or TPU say 1]")
+@click.option("--prices", default="flux1-b200", show_default=True, metavar="MODEL-DEVICE|FILE", help="What counted work costs.")
+@click.option("--compare-only", is_flag=True, help="Train nothing: compare the runs that are finished.")
+@json_option
+def command(
+    plan: str, overrides: tuple[str, ...], quick: bool, out: Path | None, compare_only: bool, as_json: bool, **others: Any
+) -> None:
+    """Train what PLAN lists, with several seeds, and compare. The same command resumes.
+
+    PLAN is paper, objectives, exploration, or a YAML file like theirs (configs/study/). Cost is counted work at the prices of
+    a released model on a device (`solrl plan`), never the time that this machine took.
+
+    \b
+    solrl study objectives --quick
+    solrl study paper --prices sana-h200 --compare-only
+    """
+    opened, prices = read_plan(plan), find_prices(others["prices"])
+    name = Path(plan).stem + ("-quick" if quick else "")
+    folder = out or Path("runs") / f"study-{name}"
+    runs = runs_of(opened, folder, quick, overrides)
+    failed: Mapping[str, str] = {}
+    with only_user(writable_directory(folder, "--out")):
+        if not compare_only:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs under way save
+            say = lambda line: click.echo(line, err=True)
+            failed = train(runs, folder, others["processes"] or os.cpu_count() or 1, say)
+        study, courses = summary.summarise(name, opened, runs, prices, failed)
+        page.write(folder, study, courses, summary.sweeps(opened, runs))
+    finish({"out": str(folder), **study}, as_json, f"{page.markdown(study)}written to {folder}")
+    if failed:
+        raise RunError(f"{len(failed)} of {len(runs)} runs failed, e.g. {': '.join(next(iter(failed.items())))}")

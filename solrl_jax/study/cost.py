@@ -1,0 +1,99 @@
+"""The cost of an iteration as counted work: network evaluations, each at the least time that it takes on a named device.
+
+Time on this machine says nothing of a method: a CPU emulates the formats that are fast elsewhere. What is counted are the
+network evaluations of exploration and regeneration, the pictures that are decoded and scored, and the terms of the update.
+Their prices are roofline seconds of a released model's compiled programs (`planning`, `solrl plan PRESET --json`).
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Config
+from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.readers import parse_json, read_text
+
+CARRIED = Path(__file__).parents[1] / "assets" / "prices.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """Seconds on one device."""
+
+    name: str  # MODEL-DEVICE
+    network: Mapping[str, float]  # a network evaluation, by format
+    scored: float  # a picture, decoded and scored
+    trained: float  # a term of the update: three predictions and a gradient
+    synced: float  # merging and quantising the policy, once an iteration
+
+    def of_iteration(self, config: Config, precision: str, steps: int) -> float:
+        """Seconds of an iteration that explores with `steps` steps in `precision`; NaN if that format has no price.
+
+        Not counted: text encoders, what a correction adds, a second network evaluation for classifier-free guidance.
+        """
+        rollout, prompts = config.rollout, config.train.prompts
+        nan, exact = float("nan"), rollout.explore.exact_steps
+        full = self.network.get(rollout.precision, nan)
+        pool, kept = prompts * rollout.candidates, prompts * rollout.kept
+        redone = kept * rollout.regenerate
+        explored = pool * ((steps - exact) * self.network.get(precision, nan) + exact * full)
+        synced = 0.0 if precision == rollout.precision else self.synced
+        update = kept * config.trained_sigmas * self.trained
+        return explored + redone * rollout.steps * full + (pool + redone) * self.scored + update + synced
+
+
+def evaluations(config: Config, steps: int) -> int:
+    """Network evaluations of an iteration's exploration and regeneration."""
+    rollout = config.rollout
+    return config.train.prompts * (rollout.candidates * steps + rollout.kept * rollout.regenerate * rollout.steps)
+
+
+def prices_of(plan: Mapping[str, Any]) -> Prices:
+    """Prices of a plan for one device, as `solrl plan PRESET --json` prints it.
+
+    Whole chunks are counted by the rows that they hold.
+    """
+    config = resolve(plan["preset"])
+    rollout, prompts = config.rollout, config.train.prompts
+    seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
+    pool, kept = prompts * rollout.candidates, prompts * rollout.kept
+    network = {
+        plan["exploration"].split()[0]: seconds["explore"] / (pool * rollout.explore.steps),
+        rollout.precision: seconds["regenerate"] / (kept * rollout.steps),
+    }
+    return Prices(
+        f"{config.model.name}-{plan['device']}",
+        network,
+        seconds["score"] / (pool + kept),
+        seconds["update"] / (kept * config.trained_sigmas),
+        seconds.get("sync", 0.0),
+    )
+
+
+def merged(plans: Sequence[Mapping[str, Any]]) -> list[Prices]:
+    """Prices of several plans; of the same model and device, formats are put together."""
+    found: dict[str, Prices] = {}
+    for prices in map(prices_of, plans):
+        older = found.get(prices.name, prices)
+        found[prices.name] = dataclasses.replace(older, network={**prices.network, **older.network})
+    return list(found.values())
+
+
+def carried() -> dict[str, Prices]:
+    """The prices that the package carries, by their names."""
+    return {row["name"]: Prices(**row) for row in json.loads(CARRIED.read_text())}
+
+
+def find_prices(name: str) -> Prices:
+    """Carried prices, or those of a file of `solrl plan --json`. Raises InputError."""
+    if name in (there := carried()):
+        return there[name]
+    try:
+        return prices_of(parse_json(read_text(name)))
+    except FileNotFoundError:
+        raise InputError(f"--prices {name}: no file, and none of {', '.join(there)}") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"--prices {name}: not the JSON of `solrl plan PRESET --json` ({error})") from error

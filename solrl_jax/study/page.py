@@ -1,0 +1,132 @@
+"""`study.md` and `study.png`: what a study found, for readers."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from solrl_jax.run.pictures import COLORS, new_figure, save_figure
+from solrl_jax.storage.files import atomic_write
+from solrl_jax.storage.readers import strict
+from solrl_jax.study.compare import PROGRESS, Course, Estimate
+
+FIGURE = "study.png"
+UNKNOWN = "–"
+_STYLES = ("-", "--", ":")  # of lines: arms beyond the number of colours
+Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in an arm, and the arm
+
+
+def write(folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps) -> None:
+    """Writes `study.json`, `study.md` and `study.png`."""
+    atomic_write(folder / "study.json", json.dumps(strict(study), allow_nan=False, indent=1) + "\n")
+    draw(folder / FIGURE, courses, sweeps)
+    atomic_write(folder / "study.md", markdown(study))
+
+
+def markdown(study: Mapping[str, Any]) -> str:
+    """The page of a study."""
+    lines = [f"# Study `{study['plan']['name']}`", "", study["plan"]["what"], ""]
+    lines += [f"* {name}: {text}" for name, text in study["setting"].items()]
+    lines += ["", *_arms(study["arms"]), "", *_pairs(study["compared"])]
+    if study["missing"]:
+        lines += ["", "Not among these:", "", *(f"* `{name}`: {why}" for name, why in study["missing"].items())]
+    return "\n".join([*lines, "", f"![curves of the study]({FIGURE})", ""])
+
+
+def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    names = [name for name in dict.fromkeys(name for arm in arms.values() for name in arm["scores"]) if name != "reward"]
+    equal = next((arm["at_equal_cost"]["cost"] for arm in arms.values()), math.nan)
+    heads = ["seeds", "iterations", "held-out reward", *names, "counted s", "network evaluations", f"reward at {equal:.3g} s"]
+    heads += ["Spearman, kept", "true rank of best half", "worst half"]
+    yield from _head("arm", heads)
+    for name, arm in arms.items():
+        scores = [shown(arm["scores"].get(score)) for score in ("reward", *names)]
+        counted = [number(arm["cost"]), f"{arm['network_evaluations']:,}", shown(arm["at_equal_cost"]["reward"])]
+        along = [arm["fidelity"].get(key) for key in ("spearman", "best", "worst")]
+        places = [" → ".join(number(value[end][0]) for end in ("first", "last")) if value else UNKNOWN for value in along]
+        yield _row(f"`{name}`", [str(len(arm["seeds"])), str(arm["iterations"]), *scores, *counted, *places])
+    yield ""
+    yield "Means ± standard errors over seeds. Fidelity: first → last quarter of the iterations, within the kept."
+
+
+def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not pairs:
+        return
+    parts = [f"speed-up at {part} %" for part in PROGRESS]
+    yield from _head("arm, against", ["final reward", "of it, %", "cost, times", "at equal cost", *parts])
+    for pair in pairs:
+        mean, error = (100 * value for value in pair["final_share"])
+        cells = [shown(pair["final"], "+"), shown((mean, error), "+", 1), number(pair["cost_share"])]
+        cells += [f"{shown(pair['at_equal_cost']['reward'], '+')} at {number(pair['at_equal_cost']['cost'])} s"]
+        cells += [shown(pair["speed_up"][str(part)], digits=2) for part in PROGRESS]
+        yield _row(f"`{pair['arm']}`, `{pair['against']}`", cells)
+    yield ""
+    yield "Differences seed by seed. Speed-up: how many times the other's cost to reach that part of its own gain."
+
+
+def _head(first: str, names: Sequence[str]) -> Iterator[str]:
+    yield _row(first, names)
+    yield _row("---", ["---"] * len(names))
+
+
+def _row(first: str, cells: Sequence[str]) -> str:
+    return f"| {' | '.join([first, *cells])} |"
+
+
+def shown(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
+    """A mean ± its standard error."""
+    if value is None or math.isnan(value[0]):
+        return UNKNOWN
+    mean = f"{value[0]:{sign}.{digits}f}"
+    return mean if math.isnan(value[1]) else f"{mean} ± {value[1]:.{digits}f}"
+
+
+def number(value: float) -> str:
+    """Three digits."""
+    return UNKNOWN if math.isnan(value) else f"{value:.3g}"
+
+
+def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps) -> None:
+    """Curves over cost and iterations, fidelity along training, the final reward of each sweep; bands are standard errors."""
+    there = {arm: of for arm, of in courses.items() if of}
+    faithful = {arm: of for arm, of in there.items() if of[0].fidelity}
+    swept = {setting: points for setting, points in sweeps.items() if any(arm in there for _, arm in points)}
+    panels = 2 + bool(faithful) + len(swept)
+    figure = new_figure(9.0, 3.4 * -(-panels // 2))
+    axes = iter(figure.subplots(-(-panels // 2), 2).flat)
+    looks = {arm: (COLORS[i % len(COLORS)], _STYLES[i // len(COLORS) % len(_STYLES)]) for i, arm in enumerate(there)}
+    for x, label in (("cost", "counted seconds"), ("iterations", "iteration")):
+        panel = next(axes)
+        for arm, of in there.items():
+            _band(panel, getattr(of[0], x), np.array([course.reward for course in of]), looks[arm], arm)
+        panel.set(xlabel=label, ylabel="held-out reward")
+    if there:
+        figure.axes[0].legend(frameon=False, fontsize=8 if len(there) <= 6 else 6, ncols=-(-len(there) // 6))
+    if faithful:
+        panel = next(axes)
+        for arm, of in faithful.items():
+            spearman = np.array([course.fidelity["spearman"] for course in of])
+            _band(panel, np.arange(1, spearman.shape[1] + 1), spearman, looks[arm], arm)
+        panel.set(xlabel="iteration", ylabel="Spearman, kept samples")
+    for setting, points in swept.items():
+        panel = next(axes)
+        known = [(value, [course.reward[-1] for course in there[arm]]) for value, arm in points if arm in there]
+        error = [np.std(y, ddof=1) / len(y) ** 0.5 if len(y) > 1 else 0.0 for _, y in known]
+        values, mean = [str(value) for value, _ in known], [np.mean(y) for _, y in known]
+        panel.errorbar(values, mean, error, color=COLORS[0], marker="o", capsize=3)
+        panel.set(xlabel=setting, ylabel="held-out reward at the end")
+    for panel in axes:
+        panel.remove()
+    save_figure(path, figure)
+
+
+def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label: str) -> None:
+    """The mean of `y` [seeds, x] and its standard error around it. look: a colour and a line style."""
+    color, style = look
+    mean, error = y.mean(0), y.std(0, ddof=1) / len(y) ** 0.5 if len(y) > 1 else np.zeros(y.shape[1])
+    panel.fill_between(x, mean - error, mean + error, color=color, alpha=0.16, linewidth=0)
+    marker = "o" if len(x) <= 10 else None
+    panel.plot(x, mean, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=3, label=label)

@@ -1,0 +1,117 @@
+"""What a study trains: arms, which are settings of one preset, each with several seeds. Plans are files in `configs/study/`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import yaml
+from pydantic import Field
+
+from solrl_jax.config.presets import known_keys, resolve
+from solrl_jax.config.schema import Config, Section
+from solrl_jax.config.values import ConfigError, Seed, Text, shown
+from solrl_jax.storage.errors import InputError, first_line
+from solrl_jax.storage.readers import MOST_YAML, parse_yaml, read_text
+
+_CARRIED = Path(__file__).parents[1] / "configs" / "study"
+ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=60)]  # a part of a directory's name
+Overrides = tuple[Text, ...]
+Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quick(Section):
+    """What a quick study changes. overrides: after those of the arms."""
+
+    seeds: Seeds
+    overrides: Overrides
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Section):
+    """Arms by name, each a list of `key=value`, and what is compared."""
+
+    what: Text  # for the page, in a sentence
+    preset: Text
+    overrides: Overrides  # of every arm
+    arms: Annotated[dict[ArmName, Overrides], Field(min_length=1)]
+    seeds: Seeds
+    compared: tuple[tuple[ArmName, ArmName], ...]  # an arm and the one that it is measured against
+    sweeps: dict[Text, tuple[ArmName, ...]]  # a setting, and arms that differ in it: a panel of the figure
+    quick: Quick
+
+    def __post_init__(self) -> None:
+        named = {name for pair in self.compared for name in pair} | {name for arms in self.sweeps.values() for name in arms}
+        if missing := sorted(named - self.arms.keys()):
+            raise ConfigError(f"compared and sweeps: no arm {missing[0]!r}; there are {', '.join(self.arms)}")
+        for seeds in (self.seeds, self.quick.seeds):
+            if len(set(seeds)) < len(seeds):
+                raise ConfigError(f"seeds={list(seeds)}: must differ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """An arm with a seed. arguments: of `solrl train`."""
+
+    arm: str
+    config: Config
+    arguments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-{self.config.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Its run directory."""
+        return Path(self.config.run.dir)
+
+
+def plan_names() -> list[str]:
+    """The plans that the package carries."""
+    return sorted(path.stem for path in _CARRIED.glob("*.yaml"))
+
+
+def read_plan(name: str) -> Plan:
+    """A plan that the package carries, or a YAML file. Raises InputError or ConfigError, in one line."""
+    path = _CARRIED / f"{name}.yaml" if name in plan_names() else Path(name)
+    try:
+        tree = parse_yaml(read_text(path, MOST_YAML))
+    except FileNotFoundError:
+        raise InputError(f"{name!r}: no file, and no plan of the package ({', '.join(plan_names())})") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: cannot be read as YAML ({first_line(error)})") from error
+    try:
+        return pydantic.TypeAdapter(Plan).validate_python(tree)
+    except pydantic.ValidationError as errors:
+        raise ConfigError("; ".join(f"{path}: {_problem(error)}" for error in errors.errors())) from None
+
+
+def _problem(error: Any) -> str:
+    field = ".".join(map(str, error["loc"])) or "a plan"
+    match error["type"]:
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "missing":
+            return f"missing key {field!r}"
+        case "unexpected_keyword_argument":
+            return f"unknown key {field!r}: expected one of {', '.join(f.name for f in dataclasses.fields(Plan))}"
+    return f"{field}={shown(error['input'])}: {error['msg']}"
+
+
+def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> list[Run]:
+    """All runs, in directories `out/ARM-SEED`: the first seed of every arm, then the second. Raises ConfigError."""
+    last = (*(plan.quick.overrides if quick else ()), *overrides)
+    problems = [f"sweeps: {setting} is no setting" for setting in plan.sweeps if setting not in known_keys()]
+    runs: list[Run] = []
+    for seed in plan.quick.seeds if quick else plan.seeds:
+        for arm, own in plan.arms.items():
+            arguments = (*plan.overrides, *own, *last, f"seed={seed}", f"run.dir={out / f'{arm}-{seed}'}")
+            try:
+                runs.append(Run(arm, resolve(plan.preset, arguments), (plan.preset, *arguments)))
+            except ConfigError as error:
+                problems.append(f"arm {arm}: {error}")
+    if problems:
+        raise ConfigError("; ".join(dict.fromkeys(problems)))
+    return runs

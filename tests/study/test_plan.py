@@ -1,0 +1,126 @@
+"""Plans: the carried ones hold, a wrong one is refused in one line; and what counted work costs."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.values import ConfigError
+from solrl_jax.storage.errors import InputError
+from solrl_jax.study.cost import carried, find_prices, merged, prices_of
+from solrl_jax.study.plan import plan_names, read_plan, runs_of
+
+PLANS = json.loads((Path(__file__).parents[2] / "benchmarks" / "plans.json").read_text())["plans"]
+GOOD = {
+    "what": "Two arms.", "preset": "tiny", "overrides": [], "arms": {"a": [], "b": ["family=naive_quant"]}, "seeds": [0, 1],
+    "compared": [["a", "b"]], "sweeps": {}, "quick": {"seeds": [0], "overrides": ["train.iterations=1"]},
+}  # fmt: skip
+
+
+def written(tmp_path, **changed) -> str:
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps({key: value for key, value in (GOOD | changed).items() if value is not None}))
+    return str(path)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", plan_names())
+def test_the_carried_plans_hold(tmp_path, name, quick):
+    plan = read_plan(name)
+    runs = runs_of(plan, tmp_path, quick, ())
+    seeds = plan.quick.seeds if quick else plan.seeds
+    assert len(runs) == len(plan.arms) * len(seeds)
+    assert len({run.folder for run in runs}) == len(runs)
+    assert len(set(plan.seeds)) >= 4
+    assert [run.config.seed for run in runs[: len(plan.arms)]] == [seeds[0]] * len(plan.arms)
+    for run in runs:
+        assert resolve(run.arguments[0], run.arguments[1:]) == run.config
+    for arms in plan.sweeps.values():
+        assert len(arms) > 1
+
+
+def test_quick_comes_after_the_arms_and_the_users_own_last(tmp_path):
+    plan = read_plan(written(tmp_path, arms={"a": ["train.iterations=7"]}, compared=[]))
+    iterations = lambda quick, *own: runs_of(plan, tmp_path, quick, own)[0].config.train.iterations
+    assert (iterations(False), iterations(True), iterations(True, "train.iterations=3")) == (7, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"arms": {}}, "arms={}: Dictionary should have at least 1 item"),
+        ({"arms": {"../a": []}}, "arms.../a.[key]='../a': String should match"),
+        ({"arms": {"a": "x=1"}}, "arms.a='x=1': "),
+        ({"seeds": []}, "seeds=[]: "),
+        ({"seeds": [1, 1]}, "seeds=[1, 1]: must differ"),
+        ({"seeds": [-1]}, "seeds.0=-1: "),
+        ({"compared": [["a", "c"]]}, "compared and sweeps: no arm 'c'; there are a, b"),
+        ({"sweeps": {"seed": ["d"]}}, "compared and sweeps: no arm 'd'"),
+        ({"quick": None}, "missing key 'quick'"),
+        ({"color": 1}, "unknown key 'color': expected one of what, preset, overrides, arms"),
+    ],
+)  # fmt: skip
+def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changed, said):
+    with pytest.raises(ConfigError) as error:
+        read_plan(written(tmp_path, **changed))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_arm_is_refused_before_anything_trains(tmp_path):
+    plan = read_plan(written(tmp_path, arms={"a": ["family=sol"], "b": ["rollout.kept=13"]}))
+    with pytest.raises(ConfigError) as error:
+        runs_of(plan, tmp_path, False, ())
+    assert str(error.value).startswith("arm a: unknown family 'sol'")
+    assert str(error.value).count("arm b: rollout.kept=13: must be even") == 1  # for both seeds once
+    with pytest.raises(ConfigError, match="unknown preset 'big'"):
+        runs_of(read_plan(written(tmp_path, preset="big")), tmp_path, False, ())
+    with pytest.raises(ConfigError, match=r"sweeps: rollout\.step is no setting"):
+        runs_of(read_plan(written(tmp_path, sweeps={"rollout.step": ["a", "b"]})), tmp_path, False, ())
+
+
+def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"'none': no file, and no plan of the package \(exploration, objectives, paper\)"):
+        read_plan("none")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    with pytest.raises(InputError, match=r"broken\.yaml: cannot be read as YAML"):
+        read_plan(str(tmp_path / "broken.yaml"))
+    (tmp_path / "list.yaml").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"list\.yaml: a plan=\[1\]"):
+        read_plan(str(tmp_path / "list.yaml"))
+
+
+def test_the_carried_prices_are_those_of_the_compiled_plans():
+    assert list(carried().values()) == merged(list(PLANS.values()))
+
+
+def test_prices_multiply_up_to_the_plan():
+    """FLUX.1: 48 prompts, 96 candidates, 24 kept, 6 exploring steps of 10, 4 sigmas."""
+    prices, plan = carried()["flux1-b200"], PLANS["flux1-b200"]
+    seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
+    assert prices.network["nvfp4"] * 48 * 96 * 6 == pytest.approx(seconds["explore"])
+    assert prices.network["bf16"] * 48 * 24 * 10 == pytest.approx(seconds["regenerate"])
+    assert prices.scored * 48 * 120 == pytest.approx(seconds["score"])
+    assert prices.trained * 48 * 24 * 4 == pytest.approx(seconds["update"])
+    config = resolve("flux1_sol_rl_hpsv2")
+    whole = plan["seconds"] - seconds["encode"]
+    assert prices.of_iteration(config, "nvfp4", 6) == pytest.approx(whole)
+    naive = resolve("flux1_naive_scaling_hpsv2")
+    assert prices.of_iteration(naive, "bf16", 10) == pytest.approx(plan["naive_scaling"]["seconds"] - seconds["encode"])
+    exact = dataclasses.replace(config.rollout.explore, exact_steps=1)
+    mixed = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explore=exact))
+    more = 48 * 96 * (prices.network["bf16"] - prices.network["nvfp4"])
+    assert prices.of_iteration(mixed, "nvfp4", 6) == pytest.approx(whole + more)
+
+
+def test_prices_come_from_a_plan_of_ones_own(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLANS["sana-h200"]))
+    assert find_prices(str(path)) == prices_of(PLANS["sana-h200"]) == carried()["sana-h200"]
+    path.write_text("{}")
+    with pytest.raises(InputError, match=r"plan\.json: not the JSON of `solrl plan PRESET --json`"):
+        find_prices(str(path))
+    with pytest.raises(InputError, match=r"--prices flux: no file, and none of sana-h200, "):
+        find_prices("flux")

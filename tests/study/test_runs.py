@@ -1,0 +1,112 @@
+"""`solrl study` with processes: what is finished is not repeated, what stopped goes on, what fails stops no other."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from solrl_jax.run import ledger
+from tests.small import SMALL
+
+PLAN = {
+    "what": "Two arms, one of which cannot be run.",
+    "preset": "tiny",
+    "overrides": [*SMALL, "eval.grid=0"],
+    "arms": {"good": [], "bad": ["prompts.train=none.txt"]},
+    "seeds": [3],
+    "compared": [["good", "bad"]],
+    "sweeps": {},
+    "quick": {"seeds": [3], "overrides": ["train.iterations=1"]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "plan.yaml").write_text(json.dumps(PLAN))
+    return folder
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "solrl_jax", "study", "plan.yaml", *arguments, "--out", "out", "--json"]
+
+
+def study(folder: Path, *arguments: str) -> tuple[int, list[dict], str]:
+    """The exit code, the lines of standard output, and standard error."""
+    done = subprocess.run(command(folder, *arguments), cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_a_failed_arm_is_reported_and_stops_no_other(folder):
+    code, (found, error), said = study(folder, "--quick", "--processes", "1")
+    assert code == 1
+    assert error["error"].startswith("1 of 2 runs failed, e.g. bad-3: prompts.train='none.txt'")
+    assert "1/2 good-3: held-out reward" in said
+    assert "2/2 bad-3: prompts.train='none.txt'" in said
+    assert found["arms"]["good"]["seeds"] == [3]
+    assert list(found["missing"]) == ["bad-3"]
+    assert found["compared"] == []
+    assert json.loads((folder / "out" / "study.json").read_text())["missing"] == found["missing"]
+    assert "prompts (sha256" in found["setting"]["evaluation"]
+
+
+def test_what_is_finished_is_not_repeated(folder):
+    before = (folder / "out" / "good-3" / "run.json").stat().st_mtime_ns
+    code, _, said = study(folder, "--quick")
+    assert code == 1
+    assert "1 of 2 runs are finished" in said
+    assert "1/1 bad-3: " in said
+    assert (folder / "out" / "good-3" / "run.json").stat().st_mtime_ns == before
+    code, (found,), said = study(folder, "--quick", "--compare-only")
+    assert (code, said) == (0, "")
+    assert found["missing"] == {"bad-3": "not finished"}
+
+
+def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
+    first = ledger.path_of(folder / "out" / "good-3" / "ledger", 1)
+    before = first.stat().st_mtime_ns
+    child = subprocess.Popen(command(folder, "train.iterations=500"), cwd=folder, stderr=subprocess.PIPE, text=True)
+    log, deadline = folder / "out" / "good-3.log", time.monotonic() + 300
+    while "iteration 2:" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    child.send_signal(signal.SIGTERM)
+    said = child.communicate(timeout=120)[1]
+    assert child.returncode == 130
+    assert said.strip().splitlines()[-1] == "solrl: interrupted"
+    assert "stopping after the chunk under way" in log.read_text()
+    assert first.stat().st_mtime_ns == before  # it went on
+    last = max(ledger.iterations_in(first.parent))
+    assert (folder / "out" / "good-3" / "checkpoints" / f"{last:06d}").is_dir()
+    assert f"after iteration {last}" in log.read_text()
+
+
+def test_one_study_at_a_time(folder):
+    import fcntl
+
+    with (folder / "out" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, (error,), _ = study(folder, "--compare-only")
+    assert code == 2
+    assert "another process is using" in error["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prices", "big-b200"], "--prices big-b200: no file, and none of sana-h200"),
+        (["--processes", "0"], "Invalid value for '--processes'"),
+        (["train.iteration=1"], "unknown key 'train.iteration'"),
+    ],
+)
+def test_bad_options_are_one_line(folder, arguments, said):
+    before = sorted(os.listdir(folder / "out"))
+    code, (error,), lines = study(folder, *arguments)
+    assert code == 2
+    assert said in error["error"]
+    assert lines.strip().count("\n") == 0
+    assert sorted(os.listdir(folder / "out")) == before
