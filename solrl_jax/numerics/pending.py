@@ -27,23 +27,37 @@ IN_A_WARP, FEWEST, MOST = 1024, 4, 16  # values of a row in the registers of a w
 
 
 @dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns `start` to `stop` of an array [b, s, n], read where they lie."""
+
+    array: Array
+    start: int
+    stop: int
+
+    @property
+    def value(self) -> Float[Array, "b s columns"]:
+        return self.array[..., self.start : self.stop]
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
     """Some columns of an activation: `function(*arrays)`, where each row depends on its own row of the arrays alone.
 
-    arrays: [b, s, n], or with 1 for b, s or n, or a width of their own.
+    arrays: [b, s, n], or with 1 for b, s or n, or a width of their own; or `Columns` of such an array.
     exact: in memory it is computed in the dtypes of its arrays, as the released networks do, and not in float32.
     start, stop: which rows of the first array are read.
     """
 
     function: Callable[..., Array]
-    arrays: tuple[Array, ...]
+    arrays: tuple[Array | Columns, ...]
     exact: bool = True
     start: int = 0
     stop: int | None = None
 
     def value(self, dtype: Any = None) -> Array:
         """dtype: what is computed in; None: that of the arrays."""
-        first, *others = self.arrays if dtype is None else (x.astype(dtype) for x in self.arrays)
+        arrays = [x.value if isinstance(x, Columns) else x for x in self.arrays]
+        first, *others = arrays if dtype is None else (x.astype(dtype) for x in arrays)
         return self.function(first if self.stop is None else first[:, self.start : self.stop], *others)
 
 
@@ -77,11 +91,19 @@ class Pending:
         """This and then `other`, along the last axis."""
         return Pending((*self.parts, *other.parts), self.dtype)
 
+    def columns(self, *widths: int) -> list["Pending"]:
+        """The columns of a product in runs of these widths. Each must depend on its own columns of the arrays alone."""
+        (part,) = self.parts
+        cut = lambda x, start, stop: x if x.shape[2] == 1 else Columns(x, start, stop)
+        ends = list(itertools.accumulate(widths))
+        runs = [tuple(cut(x, end - n, end) for x in part.arrays) for n, end in zip(widths, ends, strict=True)]
+        return [dataclasses.replace(self, parts=(dataclasses.replace(part, arrays=arrays),)) for arrays in runs]
+
     @property
     def rows(self) -> int:
         """How many there are: s."""
         part = self.parts[0]
-        return max(x.shape[1] for x in part.arrays) if part.stop is None else part.stop - part.start
+        return max(x.shape[1] for x in _arrays([[part]])) if part.stop is None else part.stop - part.start
 
     @property
     def exact(self) -> bool:
@@ -131,12 +153,14 @@ def one_pass(encode: Encode, stretches: Sequence[Pending]) -> tuple[Array, ...]:
 
 
 def _arrays(stretches: Sequence[Sequence[Part]]) -> list[Array]:
-    return [x for parts in stretches for part in parts for x in part.arrays]
+    arrays = [x for parts in stretches for part in parts for x in part.arrays]
+    return [x.array if isinstance(x, Columns) else x for x in arrays]
 
 
 def _with(stretches: Sequence[Sequence[Part]], arrays: Iterator[Array]) -> list[list[Part]]:
     """The parts with other arrays, in the order of `_arrays`."""
-    take = lambda part: dataclasses.replace(part, arrays=tuple(next(arrays) for _ in part.arrays))
+    new = lambda old: dataclasses.replace(old, array=next(arrays)) if isinstance(old, Columns) else next(arrays)
+    take = lambda part: dataclasses.replace(part, arrays=tuple(map(new, part.arrays)))
     return [[take(part) for part in parts] for parts in stretches]
 
 
@@ -192,7 +216,7 @@ def kernel(encode: Encode, stretches: Sequence[Sequence[Part]], *, interpret: bo
     ins = [
         spec(x, start, end - start, part.start if i == 0 else 0)
         for parts, start, end in zip(stretches, [0, *ends], ends, strict=False)
-        for part in parts for i, x in enumerate(part.arrays)
+        for part in parts for i, x in enumerate(_arrays([[part]]))
     ]  # fmt: skip
     largest_row = max(sum(_filled(x.shape[-1]) for x in of_stretch) for of_stretch in shapes)
     threads = plgpu.CompilerParams(num_warps=min(max(largest_row // IN_A_WARP, FEWEST), MOST), num_stages=1)
@@ -210,16 +234,16 @@ def _row(
 
     sizes = [_filled(width) for width in (*widths[:-1], widths[-1] + -sum(widths) % SMALLEST)]  # formats fill up whole rows
 
-    def load(ref: Any, width: int, size: int) -> Array:
-        (n,) = ref.shape
-        if n == 1:
-            return ref[0].astype(jnp.float32)
+    def load(ref: Any, array: Any, width: int, size: int) -> Array:
+        start, stop = (array.start, array.stop) if isinstance(array, Columns) else (0, ref.shape[0])
+        if (n := stop - start) == 1:
+            return ref[start].astype(jnp.float32)
         at = jnp.arange(size if n == width else 1 << (n - 1).bit_length())
-        return plgpu.load(ref.at[at], mask=at < n, other=0).astype(jnp.float32)
+        return plgpu.load(ref.at[start + at], mask=at < n, other=0).astype(jnp.float32)
 
     values = []
     for part, width, size, refs in zip(parts, widths, sizes, inputs, strict=True):
-        value = part.function(*(load(ref, width, size) for ref in refs))
+        value = part.function(*(load(ref, x, width, size) for ref, x in zip(refs, part.arrays, strict=True)))
         values.append(jnp.where(jnp.arange(size) < width, value, 0.0))
     for made, ref in zip(encode(values), results, strict=True):
         start = 0

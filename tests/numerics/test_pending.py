@@ -62,6 +62,12 @@ def rms_normed(x, v):
     return [norm.pending(x).map(jnp.multiply, 1 + v)]
 
 
+def fused(x, v):
+    product = Pending((Part(lambda y, row: y * row, (x, x[..., 3:4]), exact=False),), x.dtype).map(jnp.add, v)
+    _, gate, value, _ = product.columns(16, 48, 48, x.shape[-1] - 112)
+    return [Pending.of(x[..., :32]).beside(gate.join(lambda gate, value: jax.nn.sigmoid(gate) * value, value))]
+
+
 FORMS = {  # from an array and a vector a sample to stretches, and the widths that are tried
     "as it is": (lambda x, v: [Pending.of(x)], (48, 128, 144)),
     "modulated norm": (modulated, (128,)),
@@ -70,6 +76,7 @@ FORMS = {  # from an array and a vector a sample to stretches, and the widths th
     "a gate": (gated, (144,)),
     "RMS norm": (rms_normed, (128,)),
     "some rows": (lambda x, v: [Pending.of(x, rows=(1, 3)).map(jax.nn.silu)], (144,)),
+    "columns of a product": (fused, (144,)),
     "two stretches": (lambda x, v: [Pending.of(x).map(jnp.add, v), Pending.of(x[:, :2]).map(jnp.tanh)], (144,)),
 }
 CASES = [(form, n) for form, (_, widths) in FORMS.items() for n in widths]
@@ -103,6 +110,18 @@ def test_a_norm_of_a_row_that_zeros_fill_up_is_that_of_the_row(normed):
     ours, theirs = (make(encode, [normed(x, v)[0].parts])[0] for make in (partial(kernel, interpret=True), twin))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(theirs, normed(x, v)[0].value, rtol=1e-6, atol=1e-6)
+
+
+def test_columns_joined_are_the_function_of_the_columns():
+    x, v = jnp.asarray(normal(B, S, 144)), jnp.asarray(normal(B, 1, 144, seed=2))
+    y = x * x[..., 3:4] + v
+    want = jnp.concatenate([x[..., :32], jax.nn.sigmoid(y[..., 16:64]) * y[..., 64:112]], axis=-1)
+    np.testing.assert_allclose(fused(x, v)[0].value, want, rtol=1e-6)
+    whole = Pending.of(x).columns(100, 44)
+    assert [part.rows for part in whole] == [S, S]
+    assert all(part.exact for part in whole)
+    assert not fused(x, v)[0].exact
+    np.testing.assert_array_equal(jnp.concatenate([part.value for part in whole], axis=-1), x)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8"])
