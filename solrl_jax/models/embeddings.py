@@ -52,8 +52,8 @@ class TextProjection(nnx.Module):
 class TimestepMLP(nnx.Module):
     """A vector for a number (a time, a guidance scale): sinusoids, then two linears with SiLU between them."""
 
-    def __init__(self, d: int, *, rngs: nnx.Rngs):
-        self.linear_1, self.linear_2 = Linear(256, d, rngs=rngs), Linear(d, d, rngs=rngs)
+    def __init__(self, d: int, *, bias: bool = True, rngs: nnx.Rngs):
+        self.linear_1, self.linear_2 = (Linear(n, d, bias=bias, rngs=rngs) for n in (256, d))
 
     def __call__(self, value: Float[Array, " b"], dtype: DTypeLike) -> Float[Array, "b d"]:
         return self.linear_2(jax.nn.silu(self.linear_1(sinusoid(value).astype(dtype))))

@@ -149,10 +149,18 @@ def rotary(length: int, rows: int, columns: int, axes: tuple[int, ...]) -> Rotat
     A position has three coordinates: (0, row, column) for the image, and (0, 0, 0) for text, which is thus not rotated.
     axes: how many features of a head each coordinate rotates.
     """
-    # on the host in float64, rounded once, as in the released code
     position = np.zeros((3, length + rows * columns))
     position[1:, length:] = np.indices((rows, columns)).reshape(2, -1)
-    angle = [np.outer(p, THETA ** (-np.arange(0, d, 2) / d)) for p, d in zip(position, axes, strict=True)]
+    return rotation(position, axes, THETA)
+
+
+def rotation(position: Float[np.ndarray, "axes s"], axes: tuple[int, ...], theta: float) -> Rotation:
+    """Cosines and sines of the angles of positions with a coordinate for each of `axes` (arXiv 2104.09864, section 3.3).
+
+    axes: how many features of a head each coordinate rotates, in pairs. theta: of the frequencies.
+    """
+    # on the host in float64, rounded once, as in the released code
+    angle = [np.outer(p, theta ** (-np.arange(0, d, 2) / d)) for p, d in zip(position, axes, strict=True)]
     angles = np.concatenate(angle, axis=-1)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 

@@ -28,23 +28,24 @@ def unmoved(x: Pending, position: int) -> Pending:
     return x
 
 
+def attend(head: int, *streams: list[Pending]) -> Float[Array, "b s d"]:
+    """Attention of queries to keys and values [b, s, d], of streams one after another. head: features of a head."""
+    q, k, v = (written(stretches, head) for stretches in zip(*streams, strict=True))
+    kernel = attention if streams[0][0].exact else attention_forward
+    return kernel(q, k, v).reshape(*q.shape[:2], -1)
+
+
 class Projections(nnx.Module):
     """Queries, keys and values of one sequence. normed: queries and keys are normalised, each head on its own."""
 
-    def __init__(self, d: int, head: int, *, normed: bool, rngs: nnx.Rngs):
-        self.to_q, self.to_k, self.to_v = (Linear(d, d, rngs=rngs) for _ in range(3))
+    def __init__(self, d: int, head: int, *, normed: bool, bias: bool = True, rngs: nnx.Rngs):
+        self.to_q, self.to_k, self.to_v = (Linear(d, d, bias=bias, rngs=rngs) for _ in range(3))
         self.norm_q, self.norm_k = (RMSNorm(head, eps=EPS) if normed else None for _ in range(2))
         self.head = head
 
     def heads(self, x: Pending, rotate: Rotate, position: int = 0) -> list[Pending]:
         """Queries, keys and values [b, s, d], heads side by side. position: of the first token."""
         return _heads(x, rotate, position, (self.to_q, self.norm_q), (self.to_k, self.norm_k), self.to_v)
-
-    def attend(self, *streams: list[Pending]) -> Float[Array, "b s d"]:
-        """Attention of queries to keys and values, of streams one after another."""
-        q, k, v = (written(stretches, self.head) for stretches in zip(*streams, strict=True))
-        attend = attention if streams[0][0].exact else attention_forward
-        return attend(q, k, v).reshape(*q.shape[:2], -1)
 
 
 class SelfAttention(Projections):
@@ -55,7 +56,7 @@ class SelfAttention(Projections):
         self.to_out = nnx.List([Linear(d, d, rngs=rngs)]) if projected else None
 
     def __call__(self, x: Pending, rotate: Rotate = unmoved) -> Float[Array, "b s d"]:
-        out = self.attend(self.heads(x, rotate))
+        out = attend(self.head, self.heads(x, rotate))
         return out if self.to_out is None else self.to_out[0](out)
 
 
@@ -65,12 +66,13 @@ class JointAttention(Projections):
     last: nothing reads the text's output, so it is not computed.
     """
 
-    def __init__(self, d: int, head: int, *, normed: bool, last: bool = False, rngs: nnx.Rngs):
-        super().__init__(d, head, normed=normed, rngs=rngs)
-        self.to_out = nnx.List([Linear(d, d, rngs=rngs)])
-        self.add_q_proj, self.add_k_proj, self.add_v_proj = (Linear(d, d, rngs=rngs) for _ in range(3))
+    def __init__(self, d: int, head: int, *, normed: bool, bias: bool = True, last: bool = False, rngs: nnx.Rngs):
+        super().__init__(d, head, normed=normed, bias=bias, rngs=rngs)
+        linear = lambda: Linear(d, d, bias=bias, rngs=rngs)
+        self.to_out = nnx.List([linear()])
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (linear() for _ in range(3))
         self.norm_added_q, self.norm_added_k = (RMSNorm(head, eps=EPS) if normed else None for _ in range(2))
-        self.to_add_out = None if last else Linear(d, d, rngs=rngs)
+        self.to_add_out = None if last else linear()
 
     def __call__(
         self, text: Pending, image: Pending, rotate: Rotate = unmoved
@@ -78,7 +80,7 @@ class JointAttention(Projections):
         """The outputs for text and image."""
         added = (self.add_q_proj, self.norm_added_q), (self.add_k_proj, self.norm_added_k), self.add_v_proj
         length = text.rows
-        out = self.attend(_heads(text, rotate, 0, *added), self.heads(image, rotate, length))
+        out = attend(self.head, _heads(text, rotate, 0, *added), self.heads(image, rotate, length))
         from_text = None if self.to_add_out is None else self.to_add_out(Pending.of(out, rows=(0, length)))
         return from_text, self.to_out[0](Pending.of(out, rows=(length, out.shape[1])))
 
@@ -160,8 +162,8 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 class AdaLayerNorm(nnx.Module):
     """adaLN-Zero (arXiv 2212.09748, section 3.2): a layer norm without weights, and vectors to modulate and gate with."""
 
-    def __init__(self, d: int, vectors: int, *, rngs: nnx.Rngs):
-        self.linear = Linear(d, vectors * d, rngs=rngs)
+    def __init__(self, d: int, vectors: int, *, bias: bool = True, rngs: nnx.Rngs):
+        self.linear = Linear(d, vectors * d, bias=bias, rngs=rngs)
         self.norm = LayerNorm(d, eps=EPS, affine=False)
         self.vectors = vectors
 
