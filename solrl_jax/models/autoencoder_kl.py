@@ -23,16 +23,12 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {  # values of these fields; of block typ
     "act_fn": ("silu",),
     "down_block_types": ("DownEncoderBlock2D",),
     "up_block_types": ("UpDecoderBlock2D",),
-    "latents_mean": (None,),
-    "latents_std": (None,),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoencoderKLConfig(ReleasedConfig):
-    """The fields of a released `config.json`. Tuples have one entry for each stage, finest first."""
-
-    network = "AutoencoderKL"
+class KLConfig(ReleasedConfig):
+    """The fields that autoencoders of this kind share. Tuples have one entry for each stage, finest first."""
 
     in_channels: int = 3
     out_channels: int = 3
@@ -44,19 +40,17 @@ class AutoencoderKLConfig(ReleasedConfig):
     latent_channels: int = 4
     norm_num_groups: int = 32
     sample_size: int | tuple[int, ...] = 32  # of the training images, in pixels; any size runs
-    scaling_factor: float = 0.18215  # the diffusion model sees `(latent - shift_factor) * scaling_factor`
-    shift_factor: float | None = None  # None: zero
-    latents_mean: None = None
-    latents_std: None = None
     force_upcast: bool = True  # whether it needs float32; the caller chooses, by the dtype of its input
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
 
+    @property
+    def of_decoder(self) -> "KLConfig":
+        """The same with the decoder's widths for `block_out_channels`."""
+        return self
+
     def check(self) -> None:
-        number = lambda value: type(value) in (int, float)
-        self.require(number(self.scaling_factor) and self.scaling_factor > 0, "scaling_factor", "a positive number")
-        self.require(self.shift_factor is None or number(self.shift_factor), "shift_factor", "a number or None")
         for name, accepted in ACCEPTED.items():
             self.require_one_of(name, accepted)
         widths, groups = self.block_out_channels, self.norm_num_groups
@@ -77,6 +71,24 @@ class AutoencoderKLConfig(ReleasedConfig):
         """Pixels that a latent stands for, each way."""
         return 2 ** (len(self.block_out_channels) - 1)
 
+
+@dataclasses.dataclass(frozen=True)
+class AutoencoderKLConfig(KLConfig):
+    """The fields of a released `config.json`."""
+
+    network = "AutoencoderKL"
+
+    scaling_factor: float = 0.18215  # the diffusion model sees `(latent - shift_factor) * scaling_factor`
+    shift_factor: float | None = None  # None: zero
+    latents_mean: None = None
+    latents_std: None = None
+
+    def check(self) -> None:
+        number = lambda value: type(value) in (int, float)
+        self.require(number(self.scaling_factor) and self.scaling_factor > 0, "scaling_factor", "a positive number")
+        self.require(self.shift_factor is None or number(self.shift_factor), "shift_factor", "a number or None")
+        super().check()
+
     def unscale(self, latent: Float[Array, "..."]) -> Float[Array, "..."]:
         """From the diffusion model's latents to those that `AutoencoderKL.decode` takes."""
         return latent / self.scaling_factor + (self.shift_factor or 0.0)
@@ -92,9 +104,9 @@ class DiagonalGaussian(NamedTuple):
 class AutoencoderKL(nnx.Module):
     """Images in [-1, 1] to latents and back. The config's scale and shift are not applied."""
 
-    def __init__(self, config: AutoencoderKLConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
         c, latent = config, config.latent_channels
-        self.encoder, self.decoder = Encoder(c, rngs=rngs), Decoder(c, rngs=rngs)
+        self.encoder, self.decoder = Encoder(c, rngs=rngs), Decoder(c.of_decoder, rngs=rngs)
         pointwise = lambda n: Linear(n, n, layout="pointwise", rngs=rngs)
         self.quant_conv = pointwise(2 * latent) if c.use_quant_conv else None
         self.post_quant_conv = pointwise(latent) if c.use_post_quant_conv else None
@@ -122,7 +134,7 @@ class AutoencoderKL(nnx.Module):
 class Encoder(nnx.Module):
     """Stages from fine to coarse; each but the last ends with the step down. It makes means and log-variances, side by side."""
 
-    def __init__(self, c: AutoencoderKLConfig, *, rngs: nnx.Rngs):
+    def __init__(self, c: KLConfig, *, rngs: nnx.Rngs):
         widths = c.block_out_channels
         self.conv_in = Conv(c.in_channels, widths[0], 3, rngs=rngs)
         self.down_blocks = nnx.List([
@@ -143,7 +155,7 @@ class Encoder(nnx.Module):
 class Decoder(nnx.Module):
     """Stages from coarse to fine; each but the last ends with the step up."""
 
-    def __init__(self, c: AutoencoderKLConfig, *, rngs: nnx.Rngs):
+    def __init__(self, c: KLConfig, *, rngs: nnx.Rngs):
         widths = c.block_out_channels[::-1]
         self.conv_in = Conv(c.latent_channels, widths[0], 3, rngs=rngs)
         self.mid_block = UNetMidBlock2D(widths[0], c, rngs=rngs)
@@ -164,7 +176,7 @@ class Decoder(nnx.Module):
 class Stage(nnx.Module):
     """`layers` residual blocks, then half (step "down") or twice ("up") the resolution, or the same (None)."""
 
-    def __init__(self, widths: tuple[int, int], layers: int, c: AutoencoderKLConfig, *, step: str | None, rngs: nnx.Rngs):
+    def __init__(self, widths: tuple[int, int], layers: int, c: KLConfig, *, step: str | None, rngs: nnx.Rngs):
         n_in, n_out = widths
         inputs = (n_in, *[n_out] * (layers - 1))
         self.resnets = nnx.List([ResnetBlock2D(n, n_out, c.norm_num_groups, rngs=rngs) for n in inputs])
@@ -180,7 +192,7 @@ class Stage(nnx.Module):
 class UNetMidBlock2D(nnx.Module):
     """The coarsest resolution: a residual block, attention, a residual block."""
 
-    def __init__(self, channels: int, c: AutoencoderKLConfig, *, rngs: nnx.Rngs):
+    def __init__(self, channels: int, c: KLConfig, *, rngs: nnx.Rngs):
         groups = c.norm_num_groups
         self.attentions = nnx.List([Attention(channels, groups, rngs=rngs)] if c.mid_block_add_attention else [])
         self.resnets = nnx.List([ResnetBlock2D(channels, channels, groups, rngs=rngs) for _ in range(2)])
