@@ -10,8 +10,11 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLFlux2,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     SanaPipeline,
@@ -35,6 +38,7 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3Model,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -92,6 +96,18 @@ SD3 = {
     "sample_size": 8, "patch_size": 2, "in_channels": KL_CHANNELS, "out_channels": KL_CHANNELS, "num_layers": 3,
     "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 48, "caption_projection_dim": 32,
     "pooled_projection_dim": 32, "pos_embed_max_size": 9, "qk_norm": "rms_norm", "dual_attention_layers": (),
+}  # fmt: skip
+
+KL_FLUX2 = {name: value for name, value in KL.items() if name not in ("scaling_factor", "shift_factor")} | {
+    "use_quant_conv": True, "use_post_quant_conv": True,
+}  # fmt: skip
+QWEN3 = {  # three of the states are read, the last of them below the last layer
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 28, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "max_position_embeddings": 1024, "rope_theta": 1e4, "tie_word_embeddings": True,
+}  # fmt: skip
+FLUX2 = {
+    "in_channels": 4 * KL_CHANNELS, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
+    "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": False,
 }  # fmt: skip
 
 # what Qwen3's template makes of a user's turn; the released one also writes system turns, tools and answers
@@ -165,6 +181,30 @@ def save_flux_pipeline(folder: Path, scheduler=None, seed: int = 0, **transforme
     tensors = {f"text_model.{name}": t for name, t in pipeline.text_encoder.state_dict().items()}
     save_file(tensors, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
     return pipeline
+
+
+def save_flux2_pipeline(
+    folder: Path, scheduler=None, seed: int = 0, distilled: bool = True, **transformer
+) -> Flux2KleinPipeline:
+    """The same for FLUX.2-klein. distilled: in four steps, without guidance."""
+    torch.manual_seed(seed)
+    tokenizer = make_qwen_tokenizer()
+    vae = _strong(AutoencoderKLFlux2(**KL_FLUX2), _strengthen_vae)
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    network = Flux2Transformer2DModel(**FLUX2 | transformer)
+    encoder = Qwen3ForCausalLM(Qwen3Config(**QWEN3, vocab_size=len(tokenizer), attn_implementation="eager"))
+    return _saved(
+        Flux2KleinPipeline(
+            scheduler=scheduler or dynamic(),
+            vae=vae,
+            text_encoder=_strong(encoder, _strengthen_text),
+            tokenizer=tokenizer,
+            transformer=_strong(network, _strengthen_transformer),
+            is_distilled=distilled,
+        ),
+        folder,
+    )
 
 
 def save_sd3_pipeline(

@@ -143,8 +143,8 @@ def _grid(
         tokens = pipeline.image_tokens(*size)
         if config:
             rollout = dataclasses.replace(config.rollout, guidance=request.guidance, true_guidance=request.true_cfg)
-            return Grid.of(rollout, request.steps, tokens, embedded, start=None), size
-        sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas)
+            return Grid.of(rollout, request.steps, tokens, embedded, None, pipeline.mu), size
+        sigmas, times, table = read_scheduler(pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas, pipeline.mu)
         grid = Grid.from_sigmas(sigmas, table, guidance=request.guidance, scale=scale, guided=scale > 1, times=times)
         return grid, size
 

@@ -120,7 +120,7 @@ class Rollout(Section):
     window: Steps | None  # steps in a row that add noise, the others add none; null: all but the last
     window_every: Count  # iterations after which the window moves on by a step; past the end it starts again
     schedule: Literal["linear", "sd3", "flux"]
-    shift: Positive  # of the sigmas; 'flux' derives its own from the resolution and does not read this
+    shift: Positive  # of the sigmas; 'flux' takes the pipeline's own, from the resolution, and does not read this
     guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
     true_guidance: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
     chunk: Count  # rows that a device runs at once, at most

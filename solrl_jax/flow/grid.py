@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from solrl_jax.config.schema import Rollout
-from solrl_jax.flow.sigmas import Sigmas, make_sigmas
+from solrl_jax.flow.sigmas import Mu, Sigmas, make_sigmas
 from solrl_jax.flow.solver import Table, overlap, shared_noise, solver_table
 
 Times = Float[np.ndarray, " steps"]
@@ -28,15 +28,18 @@ class Grid:
     guided: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, rollout: Rollout, steps: int, tokens: int, embedded_guidance: bool, start: int | None = 0) -> "Grid":
+    def of(
+        cls, rollout: Rollout, steps: int, tokens: int, embedded_guidance: bool, start: int | None = 0, mu: Mu | None = None
+    ) -> "Grid":
         """The grid of `steps` solver steps that a configuration asks for.
 
-        tokens: image tokens of one latent, from which FLUX.1 derives its shift. embedded_guidance: the network is given
-        `rollout.guidance`; classifier-free guidance is then `true_guidance`. start: of the full schedule's
+        tokens: image tokens of one latent, from which FLUX derives its shift, by `mu` (None: FLUX.1's). embedded_guidance: the
+        network is given `rollout.guidance`; classifier-free guidance is then `true_guidance`. start: of the full schedule's
         `rollout.stochastic_steps` steps, the first; None: no step adds noise. Fewer steps add the noise of the full schedule.
         """
-        sigmas = make_sigmas(rollout.schedule, steps, rollout.shift, tokens)
-        full = sigmas if steps > rollout.steps else make_sigmas(rollout.schedule, rollout.steps, rollout.shift, tokens)
+        schedule = lambda steps: make_sigmas(rollout.schedule, steps, rollout.shift, tokens, mu)
+        sigmas = schedule(steps)
+        full = sigmas if steps > rollout.steps else schedule(rollout.steps)
         noisy = np.zeros(len(full) - 1)
         if start is not None:
             noisy[start : start + (rollout.window or len(noisy))] = 1.0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from solrl_jax.flow.sigmas import flux, sd3, shift_sigmas
+from solrl_jax.flow.sigmas import Mu, flux, sd3, shift_sigmas
 from solrl_jax.flow.solver import Table, solver_table
 
 # settings whose values must be these, by scheduler; what is absent from a file has the first value
@@ -29,13 +29,13 @@ DPM = {
 
 
 def read_scheduler(
-    config: dict[str, Any], steps: int, tokens: int, own_sigmas: bool = False
+    config: dict[str, Any], steps: int, tokens: int, own_sigmas: bool = False, mu: Mu | None = None
 ) -> tuple[Float[np.ndarray, " n"], np.ndarray, Table]:
     """Sigmas [steps + 1], times [steps] as the network is told them, and the solver's table, from a scheduler_config.json.
 
-    tokens: image tokens of one latent, for a schedule that depends on the resolution; own_sigmas: the pipeline gives its
-    scheduler `linspace(1, 1/n, n)` to shift (FLUX) instead of asking it for a grid. Raises ValueError naming a setting
-    that is not supported, its value and what is accepted.
+    tokens: image tokens of one latent, for a schedule that depends on the resolution, by `mu` (None: FLUX.1's). own_sigmas: the
+    pipeline gives its scheduler `linspace(1, 1/n, n)` to shift (FLUX) instead of asking it for a grid. Raises ValueError naming
+    a setting that is not supported, its value and what is accepted.
     """
     kind = config.get("_class_name")
     match kind:
@@ -45,7 +45,7 @@ def read_scheduler(
             if config.get("use_dynamic_shifting", False):
                 if not own_sigmas:  # diffusers would shift another grid, or have no shift to give
                     raise ValueError(f"{kind}: use_dynamic_shifting=True; accepted for this kind of pipeline: False")
-                sigmas = flux(steps, tokens)
+                sigmas = flux(steps, tokens, mu)
             elif own_sigmas:
                 sigmas = np.append(shift_sigmas(np.linspace(1.0, 1 / steps, steps), shift), 0.0)
             else:

@@ -59,6 +59,7 @@ class Pipeline:
     instruct: Callable[[Sequence[str], int, str], Tokens] | None = None  # as `tokenize`, for prompts after an instruction
     remat: str = "none"  # what gradients through the transformer compute again, a key of `models.layers.REMAT`
     own_sigmas: bool = False  # the pipeline gives its scheduler `linspace(1, 1/n, n)` instead of taking the default grid
+    mu: Callable[[int, int], float] | None = None  # of a shift by resolution, from steps and image tokens; None: FLUX.1's
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Height, width and channels of an image's latent. Raises ValueError for a size that the model does not take."""

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from solrl_jax.models.flux2_pipeline import open_flux2
 from solrl_jax.models.flux_pipeline import open_flux
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.sana_pipeline import open_sana
@@ -15,6 +16,7 @@ PIPELINES = {
     "FluxPipeline": open_flux,
     "StableDiffusion3Pipeline": open_sd3,
     "ZImagePipeline": open_zimage,
+    "Flux2KleinPipeline": open_flux2,
 }
 
 

@@ -62,7 +62,7 @@ class Experiment:
         """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Grid.of`)."""
         pipeline, model = self.backbone.pipeline, self.config.model
         tokens = pipeline.image_tokens(model.height, model.width)
-        return Grid.of(self.config.rollout, steps, tokens, pipeline.embedded_guidance, start)
+        return Grid.of(self.config.rollout, steps, tokens, pipeline.embedded_guidance, start, pipeline.mu)
 
     def stage(self, name: str, adapters: Adapters, steps: int, start: int | None = 0) -> Stage:
         """What a stage in the training precision rolls out with: regeneration, evaluation, calibration. start: as of `grid`."""

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
 from solrl_jax.flow.released import DPM, EULER, read_scheduler
+from solrl_jax.flow.sigmas import make_sigmas
 from solrl_jax.flow.solver import solver_table
+from solrl_jax.models.flux2_pipeline import empirical_mu
 
 STEPS = (1, 2, 6, 10, 20, 28, 40)
 TOKENS, MU = 1024, 0.63
@@ -51,6 +54,19 @@ def test_dynamic_shifting_equals_diffusers(steps):
     if steps > 2:
         assert np.abs(sigmas - read_scheduler(FLUX, steps, 4 * TOKENS, own_sigmas=True)[0]).max() > 0.01
         assert np.abs(sigmas - read_scheduler(SD3, steps, TOKENS)[0]).max() > 0.01
+
+
+@pytest.mark.parametrize("tokens", [256, 1024, 4096, 4300, 4301, 8192])
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_pipelines_own_shift_equals_diffusers(steps, tokens):
+    theirs = FlowMatchEulerDiscreteScheduler.from_config(FLUX)
+    theirs.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=compute_empirical_mu(tokens, steps))
+    sigmas, times, _ = read_scheduler(FLUX, steps, tokens, own_sigmas=True, mu=empirical_mu)
+    np.testing.assert_allclose(sigmas, theirs.sigmas, atol=1e-6, rtol=0)
+    np.testing.assert_allclose(times, theirs.timesteps, atol=1e-3, rtol=0)
+    np.testing.assert_array_equal(make_sigmas("flux", steps, 3.0, tokens, empirical_mu), sigmas)
+    if steps > 2 and tokens <= 4300:
+        assert np.abs(sigmas - read_scheduler(FLUX, steps, tokens, own_sigmas=True)[0]).max() > 0.01
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
