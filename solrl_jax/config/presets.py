@@ -4,7 +4,7 @@
 
 `<model>_<family>_<reward>` names a preset without a file of its own, for each released model of `configs/model`; 48 are the
 paper's. A preset with a file names its parts under `compose`. Any file may hold settings for one choice of a part under `when`,
-e.g. `family=diffusionnft: {rollout: ...}`; they follow the file's other settings.
+e.g. `family=diffusionnft: {rollout: ...}`; they follow the other settings of all files.
 """
 
 import copy
@@ -66,9 +66,9 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     own = copy.deepcopy(_read(f"{preset}.yaml")) if (_configs() / f"{preset}.yaml").exists() else {}
     parts = DEFAULTS | (own.pop("compose", None) or _composed()[preset]) | chosen
     tree = copy.deepcopy(_read("base.yaml"))
-    for part in PARTS:
-        _apply(tree, _read(f"{part}/{parts[part]}.yaml"), parts, f"{part}/{parts[part]}")
-    _apply(tree, {**own, "preset": preset, "family": parts["family"]}, parts, preset)
+    files = {name: _read(f"{name}.yaml") for name in (f"{part}/{parts[part]}" for part in PARTS)}
+    files[preset] = {**own, "preset": preset, "family": parts["family"]}
+    _apply(tree, files, parts)
     for key, value in settings:
         _assign(tree, key, value)
     config = _build(tree, problems)
@@ -76,13 +76,14 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
 
 
-def _apply(tree: dict[str, Any], file: Mapping[str, Any], parts: Mapping[str, str], name: str) -> None:
-    """Merges a file, then those of its `when` whose condition (`family=sol_rl` and the like) is what was chosen.
+def _apply(tree: dict[str, Any], files: Mapping[str, Mapping[str, Any]], parts: Mapping[str, str]) -> None:
+    """Merges files, by name, then those of their `when` whose condition (`family=sol_rl` and the like) is what was chosen.
 
     Raises ConfigError for a condition that cannot be told.
     """
-    _merge(tree, {key: value for key, value in file.items() if key != "when"})
-    for condition, extra in file.get("when", {}).items():
+    for file in files.values():
+        _merge(tree, {key: value for key, value in file.items() if key != "when"})
+    for name, condition, extra in ((name, *when) for name, file in files.items() for when in file.get("when", {}).items()):
         part, _, choice = condition.partition("=")
         if part not in PARTS or choice not in _choices(part):
             raise ConfigError(f"configs/{name}.yaml: unknown condition '{condition}' under 'when'")
@@ -102,7 +103,7 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     tree = yaml.safe_load(to_yaml(config))
     if recipe := chosen.get("explore"):
         parts = {"model": config.model.name, "family": config.family, "explore": recipe}
-        _apply(tree, _read(f"explore/{recipe}.yaml"), parts, f"explore/{recipe}")
+        _apply(tree, {f"explore/{recipe}": _read(f"explore/{recipe}.yaml")}, parts)
     for key, value in settings:
         _assign(tree, key, value)
     return _build(tree, problems)

@@ -16,6 +16,7 @@ from solrl_jax.config.values import ConfigError
 
 FAMILIES = presets.FAMILIES
 TINY = [("tiny", f"family={family}") for family in FAMILIES]
+DISTILLED = ("flux2-klein-4b", "flux2-klein-9b")  # to four steps
 ALL = [(name,) for name in preset_names() if name != "tiny"] + TINY
 
 
@@ -39,9 +40,10 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
     assert config.preset == preset[0]
     explore = rollout.explore
     assert explore.precision == ("nvfp4" if family in ("naive_quant", "sol_rl") else "bf16")
-    assert explore.steps == (6 if family == "sol_rl" else 10)
+    full, part = (4, 2) if config.model.name in DISTILLED else (10, 6)
+    assert explore.steps == (part if family == "sol_rl" else full)
     assert (explore.sigmas, explore.exact_steps, explore.correction, explore.floor) == ("own", 0, 0, None)  # the paper's
-    assert rollout.steps == 10
+    assert rollout.steps == full
     assert rollout.regenerate == (family == "sol_rl")
     assert rollout.candidates == rollout.kept * (1 if family == "diffusionnft" else 4)
     assert config.run.dir == f"runs/{preset[0]}-{family}-seed{config.seed}"
@@ -90,7 +92,9 @@ MATCHES = {
     | {"attn/add_v_proj", "attn/to_add_out"},
     "flux1": {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "single attn/to_q", "single attn/to_k"}
     | {"single attn/to_v"},
+    "flux2-klein-4b": {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "single attn/to_qkv_mlp_proj"},
 }
+MATCHES |= dict.fromkeys(("flux2-klein-9b", "flux2-klein-base-4b", "flux2-klein-base-9b"), MATCHES["flux2-klein-4b"])
 SANA = [f"attn{i}/to_{x}" for i in "12" for x in ("q", "k", "v", "out/0")] + [
     "ff/conv_inverted",
     "ff/conv_depth",
@@ -101,7 +105,8 @@ JOINT = [f"attn/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0", "add_q_proj",
     *("norm1/linear", "norm1_context/linear"),
 ]
 SINGLE = [f"single {x}" for x in ("attn/to_q", "attn/to_k", "attn/to_v", "norm/linear", "proj_mlp", "proj_out")]
-KERNELS = {"sana": SANA, "sd3": JOINT, "flux1": JOINT + SINGLE}
+FLUX2 = [*JOINT[:8], "ff/linear_in", "ff/linear_out", "single attn/to_qkv_mlp_proj", "single attn/to_out"]
+KERNELS = {"sana": SANA, "sd3": JOINT, "flux1": JOINT + SINGLE} | {name: FLUX2 for name in MATCHES if name.startswith("flux2")}
 
 
 def full_path(short: str, model: str = "") -> str:
@@ -146,6 +151,10 @@ def test_when_applies_to_its_choice_alone():
     assert resolve("tiny", ["family=diffusionnft"]).rollout.candidates == resolve("tiny").rollout.kept
     assert resolve("tiny", ["family=naive_scaling"]).rollout.candidates == resolve("tiny").rollout.candidates
     assert resolve("tiny", ["family=diffusionnft", "rollout.candidates=24"]).rollout.candidates == 24
+    # a condition of a file that comes earlier wins over the settings of a later one
+    explored = lambda family: resolve("flux2-klein-4b_sol_rl_hpsv2", [f"family={family}"]).rollout.explore.steps
+    assert [explored(family) for family in ("sol_rl", "naive_quant")] == [2, 4]
+    assert resolve("flux2-klein-4b_sol_rl_hpsv2", ["rollout.explore.steps=3"]).rollout.explore.steps == 3
 
 
 def test_described_rows():
