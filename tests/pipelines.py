@@ -101,6 +101,9 @@ SD3 = {
 KL_FLUX2 = {name: value for name, value in KL.items() if name not in ("scaling_factor", "shift_factor")} | {
     "use_quant_conv": True, "use_post_quant_conv": True,
 }  # fmt: skip
+FLUX2 = {name: value for name, value in KL.items() if name not in ("scaling_factor", "shift_factor")} | {
+    "use_quant_conv": True, "use_post_quant_conv": True,
+}  # fmt: skip
 QWEN3 = {  # three of the states are read, the last of them below the last layer
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 28, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 8, "max_position_embeddings": 1024, "rope_theta": 1e4, "tie_word_embeddings": True,
@@ -124,6 +127,7 @@ QWEN3 = {
     "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "attn_implementation": "eager",
 }  # fmt: skip
+QWEN3_DEEP = QWEN3 | {"num_hidden_layers": 28, "hidden_size": 16}  # FLUX.2 reads up to the 27th
 ZIMAGE = {
     "in_channels": KL_CHANNELS, "dim": 48, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3,
     "cap_feat_dim": 20, "axes_dims": [4, 6, 6], "axes_lens": [450, 32, 32],
@@ -193,7 +197,7 @@ def save_flux2_pipeline(
     vae.bn.running_mean.normal_()
     vae.bn.running_var.uniform_(0.5, 2.0)
     network = Flux2Transformer2DModel(**FLUX2 | transformer)
-    encoder = Qwen3ForCausalLM(Qwen3Config(**QWEN3, vocab_size=len(tokenizer), attn_implementation="eager"))
+    encoder = Qwen3ForCausalLM(Qwen3Config(**QWEN3_DEEP, vocab_size=len(tokenizer)))
     return _saved(
         Flux2KleinPipeline(
             scheduler=scheduler or dynamic(),

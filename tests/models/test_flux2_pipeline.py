@@ -172,7 +172,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         "noise": dict(latents=latents[:, ::-1].copy()),
         "steps": dict(steps=steps + 1),
         "shift": dict(scheduler=pipelines.euler(shift=1.1)),
-        "length of text": dict(max_tokens=65),
+        "length of text": dict(max_tokens=96),
         **({"guidance": dict(guidance=5.0 - guidance)} if model == "base" else {}),  # 1.0 for 4.0, 4.0 for 1.0
     }
     for name, other in others.items():

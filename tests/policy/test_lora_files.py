@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     SanaPipeline,
@@ -32,7 +34,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Lora
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
-from solrl_jax.models import flux, sd3, zimage
+from solrl_jax.models import flux, flux2, sd3, zimage
 from solrl_jax.models.weights import entries
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
@@ -363,7 +365,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(backbone, table
     assert read_start(Lora(rank=1, alpha=1.0, targets=("a",), init=None), [], table) == {}
 
 
-# --- FLUX, SD3, Z-Image: other names, layers that differ within a list, and a last linear that is named like one of each block
+# --- FLUX, SD3, Z-Image: other names, layers that differ within a list, and a last linear that is named like each block's
 
 FLUX = {
     "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
@@ -373,6 +375,10 @@ SD3 = {
     "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 4, "attention_head_dim": 8, "num_attention_heads": 4,
     "caption_projection_dim": 32, "joint_attention_dim": 12, "pooled_projection_dim": 10, "out_channels": 4,
     "pos_embed_max_size": 8, "dual_attention_layers": (1, 2), "qk_norm": "rms_norm",
+}  # fmt: skip
+FLUX2 = {
+    "in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
+    "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": False,
 }  # fmt: skip
 ZIMAGE = {
     "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 12,
@@ -401,6 +407,12 @@ def other(kind) -> Other:
         inputs = text | {"hidden_states": draw(1, 6, 16), "img_ids": draw(6, 3), "txt_ids": torch.zeros(5, 3)}
         parts = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
         pipeline = FluxPipeline(transformer=network, **dict.fromkeys(parts))
+    elif kind == "flux2":
+        network = Flux2Transformer2DModel(**FLUX2)
+        make = lambda: flux2.Flux2Transformer2DModel(flux2.Flux2Config.from_dict(FLUX2), rngs=nnx.Rngs(0))
+        inputs = {name: text[name] for name in ("encoder_hidden_states", "timestep")}
+        inputs |= {"hidden_states": draw(1, 6, 16), "img_ids": draw(6, 4), "txt_ids": torch.zeros(5, 4)}
+        pipeline = Flux2KleinPipeline(transformer=network, **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer")))
     elif kind == "zimage":
         network = ZImageTransformer2DModel(**ZIMAGE)
         make = lambda: zimage.ZImageTransformer2DModel(zimage.ZImageConfig.from_dict(ZIMAGE), rngs=nnx.Rngs(0))
@@ -430,13 +442,16 @@ TARGETS = {
     "flux": r"transformer_blocks/attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)/kernel"
             r"|single_transformer_blocks/attn/to_[qkv]/kernel|proj_out/kernel",
     "sd3": r"transformer_blocks/[^/]+/(attn2?/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff/net/2)/kernel|proj_out/kernel",
+    "flux2": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff(_context)?/linear_(in|out))/kernel"
+             r"|single_transformer_blocks/attn/to_(qkv_mlp_proj|out)/kernel|proj_out/kernel",
     "zimage": r"(layers|noise_refiner|context_refiner)/"
               r"(attention/(to_[qkv]|to_out/0)|feed_forward/w[123]|adaLN_modulation/0)/kernel",
 }  # fmt: skip
 REFUSED = {  # what pipelines say of keys MODULE.alpha
-    "flux": "network_alphas.*metadata.*cannot", "sd3": "Invalid LoRA check", "zimage": "Target modules .* not found",
+    "flux": "network_alphas.*metadata.*cannot", "flux2": "Invalid adapter checkpoint",
+    "sd3": "Invalid LoRA check", "zimage": "Target modules .* not found",
 }  # fmt: skip
-COUNTS = {"flux": 2 * 8 + 2 * 3 + 1, "sd3": 4 * 9 - 1 + 2 * 4 + 1, "zimage": 2 * 8 + 8 + 7}
+COUNTS = {"flux": 2 * 8 + 2 * 3 + 1, "flux2": 2 * 12 + 2 * 2 + 1, "sd3": 4 * 9 - 1 + 2 * 4 + 1, "zimage": 2 * 8 + 8 + 7}
 
 
 @pytest.mark.parametrize("kind", TARGETS)

@@ -1,4 +1,4 @@
-"""One training iteration of FLUX, Stable Diffusion 3 and Z-Image in miniature, by the recipes of `configs/model`."""
+"""One training iteration of FLUX.1 and 2, Stable Diffusion 3 and Z-Image in miniature, by the recipes of `configs/model`."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from solrl_jax.explore.recipe import Recipe
 from solrl_jax.explore.sync import quantize_policy
 from solrl_jax.flow.sigmas import flux, sd3, shift_sigmas
 from solrl_jax.flow.solver import solver_table
+from solrl_jax.models.flux2_pipeline import empirical_mu
 from solrl_jax.numerics.matmul import LowRank, dequantize
 from solrl_jax.numerics.nvfp4 import QTensor
 from solrl_jax.policy.lora import flatten
@@ -21,7 +22,7 @@ from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.training import experiment as experiments
 from solrl_jax.training.experiment import Experiment, fresh_state
 from solrl_jax.training.iteration import iterate
-from tests.pipelines import quick_compilation, save_flux_pipeline, save_sd3_pipeline, save_zimage_pipeline
+from tests.pipelines import quick_compilation, save_flux2_pipeline, save_flux_pipeline, save_sd3_pipeline, save_zimage_pipeline
 from tests.small import small_config
 
 PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, quantize_policy)
@@ -34,6 +35,7 @@ FLUX_BLOCK = [
 ]  # fmt: skip
 ZIMAGE_STACKS = ("layers", "noise_refiner", "context_refiner")
 ZIMAGE_ATTENTION = [f"attention/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0")]
+FLUX2_FF = [f"{ff}/linear_{way}" for ff in ("ff", "ff_context") for way in ("in", "out")]
 FLUX_SINGLE = ["attn/to_q", "attn/to_k", "attn/to_v", "norm/linear", "proj_mlp", "proj_out"]
 
 
@@ -55,15 +57,25 @@ RECIPES = {  # what is in NVFP4 while exploring, and what has an adapter; SD3's 
         set().union(*(paths(s, [*ZIMAGE_ATTENTION, *(f"feed_forward/w{i}" for i in (1, 2, 3))]) for s in ZIMAGE_STACKS)),
         set().union(*(paths(s, ZIMAGE_ATTENTION) for s in ZIMAGE_STACKS)),
     ),
+    "flux2-klein-4b": (
+        paths(BLOCKS, JOINT + FLUX2_FF) | paths(SINGLE, ["attn/to_qkv_mlp_proj", "attn/to_out"]),
+        paths(BLOCKS, JOINT[:4]) | paths(SINGLE, ["attn/to_qkv_mlp_proj"]),
+    ),
 }  # fmt: skip
 SIGMAS = {  # of three steps
     "flux1": flux(3, TOKENS),
     "sd3": sd3(3, 3.0),
     "zimage": np.append(shift_sigmas(np.linspace(1, 1 / 3, 3), 6.0), 0),
+    "flux2-klein-4b": flux(3, TOKENS, empirical_mu),
 }
-SAVE = {"flux1": save_flux_pipeline, "sd3": save_sd3_pipeline, "zimage": save_zimage_pipeline}
+SAVE = {
+    "flux1": save_flux_pipeline,
+    "sd3": save_sd3_pipeline,
+    "zimage": save_zimage_pipeline,
+    "flux2-klein-4b": save_flux2_pipeline,
+}
 # The queries of the last block's text ask for what nobody reads: nothing flows back to them.
-UNREAD = {"flux1": set(), "sd3": paths(f"{BLOCKS}/2-2", ["attn/add_q_proj"]), "zimage": set()}
+UNREAD = {"flux1": set(), "sd3": paths(f"{BLOCKS}/2-2", ["attn/add_q_proj"]), "zimage": set(), "flux2-klein-4b": set()}
 
 
 def redness() -> Reward:
@@ -83,14 +95,14 @@ SHORT = ("rollout.candidates=4", "rollout.kept=2", "rollout.chunk=4")
 
 def build(name: str, folder: Path, *overrides: str) -> Experiment:
     """The recipe of `configs/model/NAME.yaml` on the pipeline in `folder`."""
-    text = "model.max_tokens=60" if name == "zimage" else "model.max_tokens=12"  # a template takes 27 of them
+    text = "model.max_tokens=12" if name in ("flux1", "sd3") else "model.max_tokens=60"  # a template takes 27 of them
     of_model = (f"model={name}", f"model.path={folder}", f"model.height={SIZE}", f"model.width={SIZE}", text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(rewards.REWARDS, "redness", rewards.released(lambda paths: lambda mesh: redness()))
         return experiments.build(small_config("unused", *of_model, *SHORT, "reward.weights={redness: 1}", *overrides))
 
 
-@pytest.fixture(scope="module", params=["flux1", pytest.param("sd3", marks=pytest.mark.exhaustive), "zimage"])
+@pytest.fixture(scope="module", params=["flux1", pytest.param("sd3", marks=pytest.mark.exhaustive), "zimage", "flux2-klein-4b"])
 def trained(request, tmp_path_factory):
     """Name, experiment, the trees that explored, and after each of two iterations: (state, metrics, ledger, traces)."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -113,11 +125,12 @@ def trained(request, tmp_path_factory):
 
 def test_the_recipe_is_the_models_own(trained):
     name, experiment, _, _ = trained
-    assert (experiment.config.model.name, experiment.config.rollout.solver) == (name, "dpm2")
+    solver = "euler" if name == "flux2-klein-4b" else "dpm2"
+    assert (experiment.config.model.name, experiment.config.rollout.solver) == (name, solver)
     assert experiment.backbone.pipeline.image_tokens(SIZE, SIZE) == TOKENS
     grid, sigmas = experiment.grid(3), SIGMAS[name]
     np.testing.assert_allclose(grid.sigmas, sigmas[:-1], rtol=1e-6)
-    np.testing.assert_array_equal(grid.table, solver_table("dpm2", sigmas))
+    np.testing.assert_array_equal(grid.table, solver_table(solver, sigmas))
     assert not grid.guided
 
 
