@@ -112,7 +112,7 @@ class AutoencoderKL(nnx.Module):
         self.post_quant_conv = pointwise(latent) if c.use_post_quant_conv else None
         self.config = config
 
-    def encode(self, image: Float[Array, "b H W 3"]) -> DiagonalGaussian:
+    def encode(self, image: Float[Array, "b H W colours"]) -> DiagonalGaussian:
         """h = floor(H / `config.spatial_compression`), w likewise. Pixels beyond that reach the latents at the border in part.
 
         Raises ValueError for an image smaller than one latent.
@@ -126,7 +126,7 @@ class AutoencoderKL(nnx.Module):
         mean, logvar = jnp.split(y, 2, axis=-1)
         return DiagonalGaussian(mean, jnp.clip(logvar, *LOGVAR_RANGE))
 
-    def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+    def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
         """H = h * `config.spatial_compression`. Not clipped to [-1, 1]."""
         return self.decoder(latent if self.post_quant_conv is None else self.post_quant_conv(latent))
 
@@ -145,7 +145,7 @@ class Encoder(nnx.Module):
         self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
         self.conv_out = Conv(widths[-1], 2 * c.latent_channels, 3, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c2"]:
+    def __call__(self, x: Float[Array, "b H W colours"]) -> Float[Array, "b h w c2"]:
         x = self.conv_in(x)
         for block in self.down_blocks:
             x = block(x)
@@ -166,7 +166,7 @@ class Decoder(nnx.Module):
         self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
         self.conv_out = Conv(widths[-1], c.out_channels, 3, rngs=rngs)
 
-    def __call__(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+    def __call__(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
         x = self.mid_block(self.conv_in(z))
         for block in self.up_blocks:
             x = block(x)

@@ -77,7 +77,7 @@ class SD3Transformer2DModel(nnx.Module):
         text: Float[Array, "b l joint"],
         pooled: Float[Array, "b e"],
         timestep: Float[Array, " b"],
-    ) -> Float[Array, "b h w c"]:
+    ) -> Float[Array, "b h w out"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
         text: no token is masked, not even padding, as in the released pipeline. pooled: one vector for the whole prompt.
