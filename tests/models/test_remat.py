@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
+from solrl_jax.models.flux2 import Flux2Config, Flux2Transformer2DModel
 from solrl_jax.models.layers import REMAT
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
@@ -20,6 +21,10 @@ FLUX = FluxConfig(
     in_channels=16, num_layers=LAYERS, num_single_layers=LAYERS, attention_head_dim=16, num_attention_heads=2,
     joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 6, 6),
 )  # fmt: skip
+FLUX2 = Flux2Config(
+    in_channels=4, num_layers=LAYERS, num_single_layers=LAYERS, attention_head_dim=16, num_attention_heads=2,
+    joint_attention_dim=12, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+)  # fmt: skip
 SD3 = SD3Config(
     in_channels=4, out_channels=4, num_layers=LAYERS, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=12,
     caption_projection_dim=32, pooled_projection_dim=10, pos_embed_max_size=16, sample_size=16,
@@ -31,6 +36,7 @@ SANA = SanaConfig(
 NETWORKS = {
     "sd3": (lambda remat, r: SD3Transformer2DModel(SD3, remat=remat, rngs=r), (draw(7, 12), draw(10), TIME)),
     "flux": (lambda remat, r: FluxTransformer2DModel(FLUX, remat=remat, rngs=r), (draw(7, 12), draw(10), TIME)),
+    "flux2": (lambda remat, r: Flux2Transformer2DModel(FLUX2, remat=remat, rngs=r), (draw(7, 12), TIME)),
     "sana": (lambda remat, r: SanaTransformer2DModel(SANA, remat=remat, rngs=r), (draw(7, 12), np.ones((ROWS, 7), bool), TIME)),
 }
 

@@ -18,7 +18,10 @@ from solrl_jax.planning.targets import TARGETS
 from solrl_jax.planning.topology import tracing
 from solrl_jax.training.experiment import Experiment
 
-PRESETS = ("sana_sol_rl_pickscore", "flux1_sol_rl_hpsv2", "sd3_sol_rl_pickscore", "zimage_sol_rl_hpsv2")
+PRESETS = (
+    *("sana_sol_rl_pickscore", "flux1_sol_rl_hpsv2", "flux2-klein-4b_sol_rl_hpsv2", "sd3_sol_rl_pickscore"),
+    "zimage_sol_rl_hpsv2",
+)
 CUSTOM, PRODUCT = "@__op$block_scaled_dot(", "stablehlo.dot_general"
 
 
