@@ -76,16 +76,17 @@ class AutoencoderKLFlux2(AutoencoderKL):
     def __init__(self, config: AutoencoderKLFlux2Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.bn = BatchStatistics(config.channels, config.batch_norm_eps)
+        self.compression = config.compression
 
     def encode(self, image: Float[Array, "b H W 3"]) -> DiagonalGaussian:
-        """h = floor(H / `config.compression`), w likewise. Raises ValueError for sides that are no multiple of that."""
-        if image.shape[1] % self.config.compression or image.shape[2] % self.config.compression:
-            raise ValueError(f"an image of {image.shape[1:3]} pixels: need multiples of {self.config.compression}")
+        """h = H / `compression`, w likewise. Raises ValueError for sides that are no multiple of that."""
+        if any(side % self.compression for side in image.shape[1:3]):
+            raise ValueError(f"an image of {image.shape[1:3]} pixels: need multiples of {self.compression}")
         mean, logvar = map(space_to_depth, super().encode(image))
         return DiagonalGaussian(self.bn.normalise(mean), logvar - 2 * jnp.log(self.bn.deviation(logvar.dtype)))
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """H = h * `config.compression`. Not clipped to [-1, 1]."""
+        """H = h * `compression`. Not clipped to [-1, 1]."""
         return super().decode(depth_to_space(self.bn.restore(latent)))
 
 

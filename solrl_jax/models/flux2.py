@@ -129,6 +129,7 @@ class Flux2Block(nnx.Module):
         modulated = lambda x, shift, scale: self.norm.pending(x).map(modulate, shift, scale)
         read = modulated(text, *of_text[:2]), modulated(image, *of_image[:2])
         from_text, from_image = self.attn(*read, rotate)
+        assert from_text is not None  # `JointAttention` leaves it out of a network's last block, where nothing reads it
         text, image = text + of_text[2] * from_text, image + of_image[2] * from_image
         text = text + of_text[5] * self.ff_context(modulated(text, *of_text[3:5]))
         return text, image + of_image[5] * self.ff(modulated(image, *of_image[3:5]))
