@@ -15,6 +15,7 @@ from solrl_jax.backbone.decoder import Decoder
 from solrl_jax.backbone.locate import open_model
 from solrl_jax.conditioning.cache import open_cache
 from solrl_jax.conditioning.text_encoders import TextEncoders
+from solrl_jax.models.component import Component as Component
 from solrl_jax.models.pipeline import Conditioning as Conditioning
 from solrl_jax.models.pipeline import Pipeline as Pipeline
 from solrl_jax.models.weights import Entry, entries

@@ -1,4 +1,4 @@
-"""The policy update: from kept samples to new adapters, in one jitted function with donated state.
+"""The policy update: from kept samples to the trained parameters, in one jitted function with donated state.
 
 docs/method.md, sections 4 and 5; DiffusionNFT, arXiv 2509.16117.
 """
@@ -102,8 +102,8 @@ def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
 
 
 def blend(kept: Adapters, new: Adapters, decay: Float[Array, ""]) -> Adapters:
-    """`decay * kept + (1 - decay) * new`, leaf by leaf."""
-    return jax.tree.map(lambda k, n: decay * k + (1 - decay) * n, kept, new)
+    """`decay * kept + (1 - decay) * new`, leaf by leaf, in float32; in the dtypes of `kept`."""
+    return jax.tree.map(lambda k, n: (decay * k + (1 - decay) * n).astype(k.dtype), kept, new)
 
 
 def _optimizer_step(problem: _Problem, state: TrainState, terms: Int[Array, " terms"]) -> tuple[TrainState, Metrics]:
