@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from solrl_jax.backbone.backbone import Component
+from solrl_jax.backbone.backbone import Component, Entry, entries
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import matches
 from solrl_jax.numerics.matmul import LowRank, Quantized
@@ -36,7 +36,8 @@ class Targets:
 def find_targets(transformer: Component, config: Config) -> Targets:
     """The parameters that `config.train.parameters` and `config.lora.targets` name. Raises ValueError as `matching`.
 
-    A parameter that is trained in full has no adapter.
+    A parameter that is trained in full has no adapter. What files may not have, because a configuration adds it to a network,
+    is always trained in full.
     """
     params, chosen, field = transformer.shapes("float32"), config.train.parameters, "train.parameters"
     if chosen == "all":
@@ -44,6 +45,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
     whole = {path for path in flatten(params) if chosen != "adapters" and matches(chosen, path, field)}
     if chosen != "adapters" and not whole:
         raise ValueError(f"{field}: {chosen!r} matches no parameter; there are {', '.join(sorted(flatten(params)))}")
+    whole |= {e.key for e in entries(transformer.state) if e.start is not None}
     adapted = matching(params, config.lora.targets, "lora.targets")
     return Targets(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
 
@@ -88,6 +90,12 @@ def attach(base: Params, adapters: Adapters, scale: float, quantized: Mapping[st
     flat = flatten(base)
     leaf = lambda w, own: LowRank(w, own["a"], own["b"], scale) if isinstance(own, dict) else own.astype(w.dtype)
     return replace(base, {path: leaf(flat[path], own) for path, own in adapters.items()} | dict(quantized or {}))
+
+
+def within_bounds(trained: Adapters, table: Sequence[Entry]) -> Adapters:
+    """The projection of whole arrays onto the bounds of their parameters, where these have any."""
+    bounds = {e.key: e.bounds for e in table if e.bounds is not None}
+    return trained | {path: jnp.clip(trained[path], *bounds[path]) for path in trained.keys() & bounds.keys()}
 
 
 def by_layer(f: Callable[..., Any], w: Array, own: dict[str, Array] | Array | None, scale: float, *beside: Array) -> Any:

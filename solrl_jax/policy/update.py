@@ -21,7 +21,7 @@ from solrl_jax.flow.sampler import interpolate
 from solrl_jax.numerics.randomness import normal, permutations
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, join, zero
-from solrl_jax.policy.lora import Adapters, attach
+from solrl_jax.policy.lora import Adapters, attach, within_bounds
 from solrl_jax.policy.objective import Objective, Step, Target, Velocities, find_objective
 from solrl_jax.policy.state import TrainState, make_optimizer
 
@@ -116,6 +116,7 @@ def _optimizer_step(problem: _Problem, state: TrainState, terms: Int[Array, " te
     metrics["grad_norm"] = optax.tree.norm(gradient)
     change, opt_state = make_optimizer(config.optimizer).update(gradient, state.opt_state, state.adapters)
     adapters, step = optax.apply_updates(state.adapters, change), state.step + 1
+    adapters = within_bounds(adapters, problem.backbone.parameter_table())
     decay = jnp.minimum((1 + step) / (EMA_WARMUP + step), config.policy.ema_decay)
     return TrainState(step, adapters, state.old, blend(state.ema, adapters, decay), opt_state), metrics
 

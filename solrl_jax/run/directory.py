@@ -36,7 +36,8 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
     if is_run(target):
         own = read_run(target)
         config = override(own, overrides)
-        for name in ("train.parameters", *(f"lora.{field.name}" for field in dataclasses.fields(own.lora))):
+        trained = ("train.parameters", "model.attention", "model.mhla_blocks", "model.mhla_released", "model.mhla_norm")
+        for name in (*trained, *(f"lora.{field.name}" for field in dataclasses.fields(own.lora))):
             if (value := operator.attrgetter(name)(config)) != operator.attrgetter(name)(own):
                 raise InputError(f"{name}={value}: {target} is a run and has its own adapters; leave it out")
         named = {*config.reward.weights, *config.reward.watched}

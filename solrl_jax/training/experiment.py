@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from solrl_jax.backbone.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone
-from solrl_jax.backbone.locate import open_model
+from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.conditioning.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.config.schema import Config
 from solrl_jax.explore.lever import Calibration
@@ -137,7 +137,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         scored.prepare(prompts[:1])
         if scored.host is not None:
             trial(scored.host, prompts[:1], (model.height, model.width))
-    pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path))
+    pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model)))
     device = device_facts()
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
