@@ -7,6 +7,7 @@ is linear attention. The released DiT code (DAGroup-PKU/MHLA) departs from the p
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -74,16 +75,19 @@ class BlockMixing(Attention):
         local = self.lepe(v.reshape(batch, rows, columns, -1)).reshape(batch, n, -1)
         kernel, wide = lambda t: jax.nn.relu(t) + EPS, jnp.float32
         q, k, v = (in_blocks(t) for t in (kernel(q.astype(wide)), *exact_in_float32(kernel(k), v)))
-        mix = self.mix.get_value().astype(wide).reshape(down, across, down, across)
+        # One m for each image: a product of batches, for which XLA moves no axis of the sums, which are as large as the values.
+        # It would join two such products, and copy both. So the small sums are mixed without one.
+        mix, m = self.mix.get_value().astype(wide), self.mhla.blocks
+        flat = lambda t: t.reshape(batch, m, -1)
+        product = lambda t: jnp.einsum("bij,bjf->bif", jnp.broadcast_to(mix, (batch, m, m)), flat(t)).reshape(t.shape)
+        mixed = lambda t: (mix[..., None] * flat(t)[:, None]).sum(2).reshape(t.shape)
         # y and x: the block's place; r and c: the token's in it
         states = jnp.einsum("byrxchk,byrxchv->byxhkv", k, v, preferred_element_type=wide)
-        sums = k.sum((2, 4), dtype=wide)
-        numerator = jnp.einsum("byrxchk,byxhkv->byrxchv", q, jnp.einsum("yxst,bsthkv->byxhkv", mix, states))
-        if self.mhla.released:
-            denominator = jnp.einsum("yxst,bsrtch->byrxch", mix, jnp.einsum("byrxchk,byxhk->byrxch", q, sums))
-        else:
-            denominator = jnp.einsum("byrxchk,byxhk->byrxch", q, jnp.einsum("yxst,bsthk->byxhk", mix, sums))
-        out = (numerator / (denominator[..., None] + EPS)).reshape(batch, n, -1).astype(x.dtype)
+        numerator = jnp.einsum("byrxchk,byxhkv->byrxchv", q, product(states))
+        sums, dots = k.sum((2, 4), dtype=wide), partial(jnp.einsum, "byrxchk,byxhk->byxrch", q)
+        denominator = mixed(dots(sums)) if self.mhla.released else dots(mixed(sums))
+        denominator = denominator.transpose(0, 1, 3, 2, 4, 5)[..., None]
+        out = (numerator / (denominator + EPS)).reshape(batch, n, -1).astype(x.dtype)
         return self.to_out[0](out + local)
 
 

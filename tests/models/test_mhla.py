@@ -204,8 +204,8 @@ def test_a_network_of_equal_weights_has_sanas_velocities():
     want = velocity(plain, own)
     apart = lambda params: np.linalg.norm(velocity(pipeline, params) - want) / np.linalg.norm(want)
     path = "transformer_blocks/attn1/mix"
-    assert apart(replace(params, {path: jnp.full((len(flatten(params)[path]), 16, 16), 1 / 16)})) < 1e-4
-    assert 0.01 < apart(params) < 0.5
+    assert apart(replace(params, {path: jnp.full((len(flatten(params)[path]), 16, 16), 1 / 16)})) < 1e-5
+    assert 0.03 < apart(params) < 0.12
 
 
 @pytest.mark.parametrize(
