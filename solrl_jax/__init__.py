@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from solrl_jax.api import export_lora as export_lora
+    from solrl_jax.api import export_transformer as export_transformer
     from solrl_jax.api import import_lora as import_lora
     from solrl_jax.api import load as load
     from solrl_jax.api import quantize as quantize
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from solrl_jax.training.iteration import iterate as iterate
 
 _WHERE = {
-    "api": ("export_lora", "import_lora", "load", "quantize", "rank", "sample", "train"),
+    "api": ("export_lora", "export_transformer", "import_lora", "load", "quantize", "rank", "sample", "train"),
     "config.presets": ("preset_names", "resolve"),
     "config.schema": ("Config",),
     "config.values": ("ConfigError",),

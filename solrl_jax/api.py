@@ -11,7 +11,7 @@ from solrl_jax.commands.sample import sample as _sample
 from solrl_jax.config.presets import resolve
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.leaf import Matrix, Quantized
-from solrl_jax.policy import lora_files
+from solrl_jax.policy import lora_files, transformer_files
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.policy.lora_files import LoraSettings
 from solrl_jax.run import loop
@@ -80,6 +80,16 @@ def export_lora(
     lora, table = experiment.config.lora, experiment.backbone.parameter_table()
     export = lora_files.export_peft if form == "peft" else lora_files.export_diffusers
     export(Path(path), adapters, LoraSettings(lora.rank, lora.alpha), table)
+
+
+def export_transformer(experiment: Experiment, trained: Adapters, folder: str | Path) -> None:
+    """Writes a policy with parameters trained in full, e.g. `state.ema`: a directory for `from_pretrained` of diffusers.
+
+    Adapters on other parameters become a LoRA in it. Raises InputError for a directory that cannot be written to.
+    """
+    lora = experiment.config.lora
+    settings = LoraSettings(lora.rank, lora.alpha)
+    transformer_files.export_transformer(Path(folder), experiment.backbone, trained, settings)
 
 
 def import_lora(experiment: Experiment, path: str | Path) -> tuple[Adapters, LoraSettings]:

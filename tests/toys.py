@@ -17,6 +17,7 @@ from solrl_jax.numerics.matmul import matmul
 from solrl_jax.numerics.randomness import candidate_seeds, prompt_uid
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.policy.lora import Targets
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rollout.stage import Leg, Stage
 from solrl_jax.training.experiment import Experiment, device_facts
@@ -117,4 +118,4 @@ def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experimen
     config = small_config("unused", "lora.targets=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides)
     backbone, reward, device = toy_backbone(*mesh), toy_reward(), device_facts()
     train, test = ([Prompt(f"{name} {i}") for i in range(count)] for name, count in (("to train on", 20), ("to test on", 6)))
-    return Experiment(config, backbone, reward, reward, KERNELS, KERNELS, device, train, test)
+    return Experiment(config, backbone, reward, reward, Targets(KERNELS), KERNELS, device, train, test)

@@ -15,10 +15,13 @@ from solrl_jax.backbone.decoder import Decoder
 from solrl_jax.backbone.locate import open_model
 from solrl_jax.conditioning.cache import open_cache
 from solrl_jax.conditioning.text_encoders import TextEncoders
+from solrl_jax.models.component import Component as Component
 from solrl_jax.models.pipeline import Conditioning as Conditioning
 from solrl_jax.models.pipeline import Pipeline as Pipeline
-from solrl_jax.models.weights import Entry, entries
+from solrl_jax.models.weights import Entry as Entry
 from solrl_jax.models.weights import Params as Params
+from solrl_jax.models.weights import entries as entries
+from solrl_jax.models.weights import to_torch_order as to_torch_order
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.storage.errors import InputError, in_one_line
 

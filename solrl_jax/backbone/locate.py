@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from solrl_jax.config.schema import Model
+from solrl_jax.models.mhla import Mhla
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.models.tensor_files import without_variants
@@ -13,15 +16,22 @@ EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "pipelines"
 
 
-def open_model(path: str, remat: str = "none") -> Pipeline:
+def open_model(path: str, remat: str = "none", **attention: Any) -> Pipeline:
     """The pipeline that `path` names, without its weights.
 
-    remat: what gradients compute again instead of keeping it (`config.Model.remat`).
+    remat: what gradients compute again instead of keeping it (`config.Model.remat`). attention: see `attention_of`.
     Raises InputError for a pipeline that is absent or of an unknown kind.
     """
     folder = find_model(path)
     with in_one_line():
-        return open_pipeline(folder, remat)
+        return open_pipeline(folder, remat, **attention)
+
+
+def attention_of(model: Model) -> dict[str, Any]:
+    """What of a pipeline's attention a configuration replaces: keywords of `open_model`."""
+    if model.attention == "own":
+        return {}
+    return {"mhla": Mhla(model.mhla_blocks, model.mhla_released, model.mhla_norm), "size": (model.height, model.width)}
 
 
 def find_model(path: str) -> Path:

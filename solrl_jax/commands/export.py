@@ -6,17 +6,19 @@ from typing import Any, Literal
 import click
 
 from solrl_jax.backbone.backbone import DTYPES, load_backbone
+from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.commands.options import checkpoint_option, finish, force_option, json_option
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.policy import lora_files
+from solrl_jax.policy import lora_files, transformer_files
+from solrl_jax.policy.lora import find_targets
 from solrl_jax.run.directory import find_checkpoint, load_ema, read_run
 from solrl_jax.storage import files
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import InputError, in_one_line
 
 
 @click.command("export")
 @click.argument("run", metavar="RUN")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output file, .safetensors; for peft, a directory.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output: a .safetensors file; else a directory.")
 @click.option("--format", "form", default="diffusers", show_default=True, type=click.Choice(["diffusers", "peft"]))
 @click.option("--dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
 @click.option("--fold-alpha", is_flag=True, help="diffusers: multiply B by alpha / rank, for programs that ignore alpha.")
@@ -26,22 +28,39 @@ from solrl_jax.storage.errors import InputError
 def command(
     run: str, out: Path, form: Literal["diffusers", "peft"], dtype: str, fold_alpha: bool, as_json: bool, **which: Any
 ) -> None:
-    """Write a run's averaged policy as a LoRA that diffusers or PEFT loads."""
+    """Write a run's averaged policy as a LoRA that diffusers or PEFT loads.
+
+    Of a run that trains parameters in full: the directory of the whole transformer, and the LoRA in it if there are adapters.
+    """
     config = read_run(run)
     if fold_alpha and form == "peft":
         raise InputError("--fold-alpha: only with --format diffusers; PEFT always reads alpha")
-    lora_files.check_target(out, form)
+    pipeline = open_model(config.model.path, **attention_of(config.model))
+    with in_one_line():
+        whole = find_targets(pipeline.transformer, config).whole
+    if whole and (form == "peft" or fold_alpha):
+        option = "--format peft" if form == "peft" else "--fold-alpha"
+        raise InputError(f"{option}: {run} trains {len(whole)} parameter(s) in full, which a LoRA does not hold; leave it out")
+    if whole:
+        transformer_files.check_directory(out)
+    else:
+        lora_files.check_target(out, form)
     files.refuse_existing("--out", list(out.iterdir()) if out.is_dir() else [out], which["force"])
     chosen = find_checkpoint(run, which["checkpoint"])
     files.writable_directory(out.parent, "--out")
-    backbone = load_backbone(config.model.path, "bf16", make_mesh(-1, 1))  # names and places the adapters
+    backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))  # names and places what is trained
     adapters, iteration = load_ema(Path(run), config, backbone, chosen)
     rank, alpha = config.lora.rank, config.lora.alpha
     settings, table = lora_files.LoraSettings(rank, alpha), backbone.parameter_table()
-    if form == "peft":
+    if whole:
+        transformer_files.export_transformer(out, backbone, adapters, settings, dtype=DTYPES[dtype])
+    elif form == "peft":
         lora_files.export_peft(out, adapters, settings, table, dtype=DTYPES[dtype])
     else:
         lora_files.export_diffusers(out, adapters, settings, table, dtype=DTYPES[dtype], fold=fold_alpha)
     told = {"iteration": iteration, "rank": rank, "alpha": float(rank) if fold_alpha else alpha}  # as in the file
-    text = f"the averaged policy after iteration {iteration}, rank {rank}, alpha {told['alpha']:g}: {out}"
+    what = f"rank {rank}, alpha {told['alpha']:g}"
+    if whole:
+        told, what = told | {"trained_in_full": len(whole)}, f"{len(whole)} parameter(s) in full"
+    text = f"the averaged policy after iteration {iteration}, {what}: {out}"
     finish({"out": str(out), "format": form, "dtype": dtype} | told, as_json, text)

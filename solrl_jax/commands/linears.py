@@ -5,7 +5,7 @@ import dataclasses
 import click
 
 from solrl_jax.backbone.backbone import DTYPES, load_backbone
-from solrl_jax.backbone.locate import open_model
+from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
 from solrl_jax.explore import linears
 from solrl_jax.numerics.formats import resolve
@@ -44,7 +44,7 @@ def command(target: str, overrides: tuple[str, ...], errors: bool, sensitivity: 
         return
     device = device_facts()
     form = resolve(config.rollout.explore.precision, device)
-    pipeline = open_model(config.model.path)
+    pipeline = open_model(config.model.path, **attention_of(config.model))
     shapes = pipeline.transformer.shapes(DTYPES[config.rollout.precision])
     with in_one_line():
         rows = linears.report(shapes, config.model.quantize, form, config.rollout.explore)

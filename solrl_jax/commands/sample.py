@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, load_backbone
-from solrl_jax.backbone.locate import open_model
+from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, force_option, is_number, json_option
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts
 from solrl_jax.config.presets import released_models, resolve
@@ -82,7 +82,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     made = [*(f"{i:05d}.png" for i in range(len(prompts))), "grid.png", "images.npy", "latents.npy"]
     files.refuse_existing("--out", (request.out / name for name in made), request.force)
     files.writable_directory(request.out, "--out")
-    pipeline = open_model(config.model.path if config else target)
+    pipeline = open_model(config.model.path, **attention_of(config.model)) if config else open_model(target)
     grid, size = _grid(request, config, pipeline, noise)
     device = device_facts()
     form = resolve_format(request.precision, device)

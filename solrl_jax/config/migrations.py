@@ -10,6 +10,8 @@ VERSION = 2
 ADDED: dict[str, dict[str, Any]] = {
     "rollout": {"window": None, "window_every": 25},
     "policy": {"objective": "nft", "ratio_clip": 1e-4},
+    "model": {"attention": "own", "mhla_blocks": 16, "mhla_released": False, "mhla_norm": False},
+    "train": {"parameters": "adapters"},
 }
 
 

@@ -88,6 +88,10 @@ class Model(Section):
     instruction: Text | None  # a file with the text that goes before every prompt (SANA); null: none
     cache: Free | None  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
     tile: Side | None  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
+    attention: Literal["own", "mhla"]  # mhla: in place of SANA's (`models/mhla.py`), which reads the next three
+    mhla_blocks: Annotated[Integer, Field(ge=1, le=2**12)]  # equal ones that an image's tokens are divided into
+    mhla_released: Flag  # the variant of the authors' released code; false: the paper's
+    mhla_norm: Flag  # normalise queries and keys, where the network does not
     remat: Literal["auto", "none", "products", "blocks"]  # what gradients compute again; auto: by the device's memory
     quantize: Quantize
 
@@ -235,10 +239,13 @@ class Prompts(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(Section):
-    """The length of a run, and the prompt groups of an iteration."""
+    """The length of a run, the prompt groups of an iteration, and what is trained."""
 
     iterations: Count
     prompts: Count  # P
+    # adapters: those of `lora`; a regex: the parameters that it matches, in full, beside the adapters on others; all: every
+    # parameter of the transformer in full, and no adapters
+    parameters: Annotated[Regex, Field(min_length=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,9 +308,15 @@ class Config(Section):
         steps, fraction = self.optimizer.steps_per_iteration, self.policy.timestep_fraction
         terms, least = self.train.prompts * self.rollout.kept * self.trained_sigmas, 1 / self.rollout.steps
         enough = f"must be at least 1 / rollout.steps = {least:.3g}"
+        whole = self.train.parameters != "adapters" or self.model.attention == "mhla"
+        slow = self.policy.decay_type == 2
+        # a step of 0.001 of the way is less than half a digit of BF16: the old policy would never move
+        follows = not (whole and slow and self.rollout.precision == "bf16")
+        other = "must be 0 or 1, or rollout.precision=fp32, where parameters are trained in full"
         even = f"must divide train.prompts * rollout.kept * trained sigmas = {terms}"
         _check(
             (self.trained_sigmas >= 1, "policy.timestep_fraction", fraction, enough),
+            (follows, "policy.decay_type", 2, other),
             (terms % steps == 0, "optimizer.steps_per_iteration", steps, even),
             *self._what_the_objective_needs(),
         )

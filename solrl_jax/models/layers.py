@@ -43,12 +43,21 @@ P = TypeVar("P")
 X = TypeVar("X")
 
 
-def param(value: Array, torch_name: str, layout: str = "same") -> nnx.Param:
+def param(
+    value: Array,
+    torch_name: str,
+    layout: str = "same",
+    start: tuple[Any, ...] | None = None,
+    bounds: tuple[float, float] | None = None,
+) -> nnx.Param:
     """A parameter that knows how PyTorch stores it. layout: one of `LAYOUTS`.
 
-    Its metadata also says where it lies in a stack of layers: see `stack`.
+    start: (function, *arguments) that gives an array to begin with, where files may not have the parameter; it is broadcast.
+    bounds: that training keeps the values in. The metadata also says where the parameter lies in a stack of layers: see
+    `stack`.
     """
-    return nnx.Param(value, torch_name=torch_name, layout=layout, below_stack=0, first_layer=None)
+    facts = dict(torch_name=torch_name, layout=layout, start=start, bounds=bounds, below_stack=0, first_layer=None)
+    return nnx.Param(value, **facts)
 
 
 def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int | None = None) -> M:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from solrl_jax.models.flux2_pipeline import open_flux2
 from solrl_jax.models.flux_pipeline import open_flux
@@ -20,10 +21,11 @@ PIPELINES = {
 }
 
 
-def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:
+def open_pipeline(folder: Path, remat: str = "none", **attention: Any) -> Pipeline:
     """Opens the directory of a released pipeline. No weight is loaded.
 
-    remat: what gradients through the transformer recompute, a key of `models.layers.REMAT`.
+    remat: what gradients through the transformer recompute, a key of `models.layers.REMAT`. attention: SANA's, in place of its
+    own; keywords of `open_sana`.
     Raises FileNotFoundError or ValueError, in one line, for what is missing, does not fit or is not ported.
     """
     if not folder.is_dir():
@@ -31,4 +33,6 @@ def open_pipeline(folder: Path, remat: str = "none") -> Pipeline:
     kind = read_json(folder / "model_index.json").get("_class_name")
     if not isinstance(kind, str) or kind not in PIPELINES:
         raise ValueError(f"{folder / 'model_index.json'}: _class_name={kind!r}; accepted: {', '.join(PIPELINES)}")
-    return dataclasses.replace(PIPELINES[kind](folder, remat), remat=remat)
+    if attention and PIPELINES[kind] is not open_sana:
+        raise ValueError(f"model.attention=mhla: {folder} is a {kind}; accepted is a SanaPipeline, whose attention is linear")
+    return dataclasses.replace(PIPELINES[kind](folder, remat, **attention), remat=remat)

@@ -6,6 +6,7 @@ time modulates every block (adaLN-single, arXiv 2310.00426). The network predict
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -61,16 +62,27 @@ class SanaConfig(ReleasedConfig):
 
 
 class SanaTransformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.REMAT`."""
+    """The velocity network.
 
-    def __init__(self, config: SanaConfig, *, remat: str = "none", rngs: nnx.Rngs):
+    remat: what gradients recompute, a key of `models.layers.REMAT`. attention: among image tokens, made as `LinearAttention`
+    is; None: that.
+    """
+
+    def __init__(
+        self,
+        config: SanaConfig,
+        *,
+        remat: str = "none",
+        attention: Callable[..., nnx.Module] | None = None,
+        rngs: nnx.Rngs,
+    ):
         c, d = config, config.width
         self.config, self.remat = config, remat
         self.patch_embed = PatchEmbed(c, rngs=rngs)
         self.time_embed = TimeEmbedding(d, guided=c.guidance_embeds, rngs=rngs)
         self.caption_projection = TextProjection(c.caption_channels, d, rngs=rngs)
         self.caption_norm = RMSNorm(d, eps=1e-5)
-        self.transformer_blocks = stack(c.num_layers, lambda r: SanaBlock(c, rngs=r), rngs)
+        self.transformer_blocks = stack(c.num_layers, lambda r: SanaBlock(c, attention or LinearAttention, rngs=r), rngs)
         self.scale_shift_table = param(jax.random.normal(rngs.params(), (2, d)) / math.sqrt(d), "scale_shift_table")
         self.norm_out = LayerNorm(d, eps=1e-6, affine=False)
         self.proj_out = Linear(d, c.patch_size**2 * (c.out_channels or c.in_channels), rngs=rngs)
@@ -110,11 +122,11 @@ class SanaTransformer2DModel(nnx.Module):
 class SanaBlock(nnx.Module):
     """One layer: linear attention, attention to the text, MLP."""
 
-    def __init__(self, c: SanaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, c: SanaConfig, attention: Callable[..., nnx.Module], *, rngs: nnx.Rngs):
         d, heads = c.width, c.num_cross_attention_heads
         normed = c.qk_norm is not None
         self.norm1 = LayerNorm(d, eps=c.norm_eps, affine=False)
-        self.attn1 = LinearAttention((d, d, d), c.num_attention_heads, normed=normed, bias=c.attention_bias, rngs=rngs)
+        self.attn1 = attention((d, d, d), c.num_attention_heads, normed=normed, bias=c.attention_bias, rngs=rngs)
         widths = (d, c.cross_attention_dim, heads * c.cross_attention_head_dim)
         self.attn2 = CrossAttention(widths, heads, normed=normed, rngs=rngs)
         self.norm2 = LayerNorm(d, eps=c.norm_eps, affine=c.norm_elementwise_affine)
@@ -132,7 +144,7 @@ class SanaBlock(nnx.Module):
         """grid: rows and columns of the n tokens."""
         table = self.scale_shift_table.get_value().astype(x.dtype) + modulation
         shift, scale, gate, shift_ff, scale_ff, gate_ff = jnp.split(table, 6, axis=1)
-        x = x + gate * self.attn1(self.norm1.pending(x).map(modulate, shift, scale))
+        x = x + gate * self.attn1(self.norm1.pending(x).map(modulate, shift, scale), grid)
         x = x + self.attn2(x, text, text_mask)  # no norm before it: the text is normalised instead
         h = self.ff.conv_inverted(self.norm2.pending(x).map(modulate, shift_ff, scale_ff))
         h = self.ff.gated(h.reshape(h.shape[0], *grid, -1))
@@ -171,17 +183,24 @@ class LinearAttention(Attention):
     The sums over keys do not depend on the query, so the work is linear in the number of tokens.
     """
 
-    def __call__(self, x: Pending) -> Float[Array, "b n d"]:
+    def __call__(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
+        """grid: rows and columns of the n tokens, of which nothing depends."""
         q, k, v = self.by_head(x, x)
-        q, k, wide = jax.nn.relu(q).astype(jnp.float32), jax.nn.relu(k), jnp.float32
-        if target.platform() == "cpu":  # which has no such product of BF16
-            k, v = k.astype(wide), v.astype(wide)
-        # elsewhere keys and values are not written in float32 before: products of numbers in BF16 are exact in it
+        wide = jnp.float32
+        q, (k, v) = jax.nn.relu(q).astype(wide), exact_in_float32(jax.nn.relu(k), v)
         state = jnp.einsum("bnhk,bnhv->bhkv", k, v, preferred_element_type=wide)
         numerator = jnp.einsum("bnhk,bhkv->bnhv", q, state)
         denominator = jnp.einsum("bnhk,bhk->bnh", q, k.sum(1, dtype=wide))
         out = numerator / (denominator[..., None] + 1e-15)
         return self.to_out[0](out.reshape(*out.shape[:2], -1).astype(x.dtype))
+
+
+def exact_in_float32(*factors: Float[Array, "b n heads h"]) -> tuple[Float[Array, "b n heads h"], ...]:
+    """The factors of products that are added up in float32: as they are, but in float32 on a CPU, which has no such product.
+
+    Elsewhere they are not written in float32 before: products of numbers in BF16 are exact in it.
+    """
+    return tuple(x.astype(jnp.float32) for x in factors) if target.platform() == "cpu" else factors
 
 
 class CrossAttention(Attention):

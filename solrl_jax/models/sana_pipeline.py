@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array
 from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
 from solrl_jax.models.component import Component
 from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
+from solrl_jax.models.mhla import BlockMixing, Mhla
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.tensor_files import read_json
@@ -61,9 +63,10 @@ def clean(prompt: str) -> str:
     return prompt.lower().strip()
 
 
-def open_sana(folder: Path, remat: str) -> Pipeline:
+def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[int, int] = (0, 0)) -> Pipeline:
     """Opens a directory in the layout of `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`.
 
+    mhla: what replaces the attention among image tokens, begun for images of `size`, height and width; None: nothing does.
     Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
     """
     config, vae_config = SanaConfig.read(folder / "transformer"), AutoencoderDCConfig.read(folder / "vae")
@@ -76,7 +79,10 @@ def open_sana(folder: Path, remat: str) -> Pipeline:
         ("transformer caption_channels", config.caption_channels, text_config.hidden_size),
         ("transformer cross_attention_dim", config.cross_attention_dim, config.width),
     )
-    transformer = Component.of(folder / "transformer", lambda r: SanaTransformer2DModel(config, remat=remat, rngs=r))
+    unit = vae_config.spatial_compression * config.patch_size
+    attention = None if mhla is None else partial(BlockMixing, mhla, (size[0] // unit, size[1] // unit))
+    network = lambda r: SanaTransformer2DModel(config, remat=remat, attention=attention, rngs=r)
+    transformer = Component.of(folder / "transformer", network)
     encoder = Component.of(folder / "text_encoder", lambda r: Gemma2Model(text_config, rngs=r))
     text = SanaText(encoder, folder / "tokenizer")
 

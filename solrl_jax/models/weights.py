@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from solrl_jax.models.tensor_files import STORED_DTYPES, Stored, read_header, weight_files
+from solrl_jax.parallel import hosts
 
 Params = dict[Any, Any]
 Placement = Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]  # from a parameter's path and shape
@@ -54,6 +55,13 @@ class Entry:
     layout: str  # one of `models.layers.LAYOUTS`
     shape: tuple[int, ...]  # of one tensor, in our order of axes
     stacked: bool
+    start: tuple[Any, ...] | None = None  # what it begins with, and its bounds: see `models.layers.param`
+    bounds: tuple[float, float] | None = None
+
+    @property
+    def key(self) -> str:
+        """The path as one string."""
+        return "/".join(map(str, self.path))
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
@@ -83,7 +91,7 @@ def entries(state: nnx.State) -> list[Entry]:
             shape = shape[1:]
         else:
             names = (_join(*path[:-1], meta["torch_name"]),)
-        table.append(Entry((*path,), names, meta["layout"], shape, stacked=depth > 0))
+        table.append(Entry((*path,), names, meta["layout"], shape, depth > 0, meta["start"], meta["bounds"]))
     return table
 
 
@@ -92,8 +100,8 @@ def load_tensors(
 ) -> Params:
     """The parameters of a table, cast to `dtype`. Each tensor is read and goes at once to the devices that hold it.
 
-    stored: where each tensor of the table lies, by name. place: from a parameter's path and shape to its sharding; None:
-    arrays on JAX's default device.
+    stored: where each tensor of the table lies, by name; a parameter that begins with something need not be there. place: from
+    a parameter's path and shape to its sharding; None: arrays on JAX's default device.
     The host holds no more than `PART` bytes at a time, or one tensor if that is more. A process reads only those rows of a
     file that its own devices hold.
     """
@@ -105,11 +113,14 @@ def find_component(source: Path, state: nnx.State, unused: tuple[str, ...] = ())
 
     source: a directory of a pipeline's component, or one safetensors file. unused: how the names of tensors begin that the
     files hold and the network does without.
+    A parameter that begins with something may be missing, with all of its layers.
     Raises ValueError listing every tensor that is missing, unexpected, of another shape, stored twice or not floating-point.
     """
     files = [source] if source.is_file() else weight_files(source)
     table = _as_spelt(entries(state), files)
-    wanted = {name: e.torch_shape for e in table for name in e.names}
+    there = {tensor.name for file in files for tensor in read_header(file)}
+    begun = lambda e: e.start is not None and there.isdisjoint(e.names)
+    wanted = {name: e.torch_shape for e in table if not begun(e) for name in e.names}
     ignored = lambda name: REDUNDANT.get(name) in wanted or name.startswith(unused)
     return table, find_tensors(files, wanted, str(source), ignored)
 
@@ -154,6 +165,10 @@ def find_tensors(
 
 def _place(e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, place: Placement | None) -> jax.Array:
     """Reads and places one parameter. A large one goes to the devices in parts, along its leading axis."""
+    if e.start is not None and e.names[0] not in stored:
+        make, *arguments = e.start
+        value = jnp.asarray(np.broadcast_to(make(*arguments), e.full_shape), dtype)
+        return value if place is None else hosts.put(value, place(e.path, e.full_shape))
     if place is None:
         whole = tuple(map(range, e.full_shape))
         return jnp.asarray(_read_parts(e, stored, dtype, [whole])[0])

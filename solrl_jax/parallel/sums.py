@@ -39,8 +39,15 @@ def add(total: Sum, tree: Any) -> Sum:
     return Sum(rounded, jax.tree.map(jnp.add, total.lost, lost))
 
 
+def add_each(total: Sum, trees: Any, count: int) -> Sum:
+    """`total` plus `count` more terms, which lie along the leading axis."""
+    return jax.lax.scan(lambda total, tree: (add(total, tree), None), total, trees, length=count)[0]
+
+
 def join(parts: Sum) -> Sum:
     """The sum of the sums along the leading axis."""
+    if not jax.tree.leaves(parts):  # a tree without arrays
+        return parts
 
     def one(total: Sum, part: Sum) -> tuple[Sum, None]:
         total = add(total, part.rounded)

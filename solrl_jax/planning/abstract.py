@@ -25,13 +25,13 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 
 
-def open_configurations(path: str, remat: str = "none") -> Pipeline:
+def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pipeline:
     """The pipeline that `model.path` names: a directory's, `embedded:NAME`'s, that of the hub's cache, or the one carried here.
 
     The hub is not asked: nothing is downloaded. Raises InputError.
     """
     if Path(path).is_dir() or not hub.is_name(path):
-        return open_model(path, remat)
+        return open_model(path, remat, **attention)
     folder = hub.cached(path)
     if folder is None or not (folder / "transformer" / "config.json").is_file():
         folder = hub.CARRIED / path
@@ -39,7 +39,7 @@ def open_configurations(path: str, remat: str = "none") -> Pipeline:
         carried = sorted(str(p.parent.relative_to(hub.CARRIED)) for p in hub.CARRIED.glob("*/*/model_index.json"))
         there = f"configurations are carried for {', '.join(carried)}"
         raise InputError(f"model.path={path!r}: no such directory, not in the hub's cache; {there}")
-    return open_model(str(folder), remat)
+    return open_model(str(folder), remat, **attention)
 
 
 def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -> Experiment:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from solrl_jax.backbone.locate import attention_of
 from solrl_jax.config.schema import Config
 from solrl_jax.numerics.formats import AUTO, Device
 from solrl_jax.parallel.sharding import row_groups
@@ -56,7 +57,8 @@ class Planner:
         self.config, self.where, target = config, where, where.target
         mesh = open_mesh(config, topology.devices(target, where.count, where.hosts))
         with topology.tracing():
-            self.pipeline = open_trained(config, mesh, USABLE * target.memory, partial(open_configurations, config.model.path))
+            open_pipeline = partial(open_configurations, config.model.path, **attention_of(config.model))
+            self.pipeline = open_trained(config, mesh, USABLE * target.memory, open_pipeline)
         self.device = Device(target.platform, target.kind, target.capability)
         self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
         self.codes = self.stages.codes()

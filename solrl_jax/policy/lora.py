@@ -1,10 +1,12 @@
-"""LoRA adapters (arXiv 2106.09685) as a flat dictionary beside the frozen base, and the ways to put them onto it.
+"""What is trained, as a flat dictionary beside the frozen base, and the ways to put it onto the base.
 
-An adapter tree is `{parameter path: {"a": [..., in, rank], "b": [..., rank, out]}}` in float32. A policy is the base with some
-leaves replaced: by `LowRank` leaves, which are exact, for sampling in BF16 and for gradients; by merged `Quantized` leaves for
-exploration. No layer knows which policy it belongs to.
+For the path of a parameter it holds an adapter (LoRA, arXiv 2106.09685), `{"a": [..., in, rank], "b": [..., rank, out]}` in
+float32; or, where the parameter is trained in full, a whole array of its shape. A policy is the base with some leaves replaced:
+by `LowRank` leaves, which are exact, for sampling in BF16 and for gradients; by the whole arrays, in the base's dtype; by
+merged `Quantized` leaves for exploration. No layer knows which policy it belongs to.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,11 +16,38 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
+from solrl_jax.backbone.backbone import Component, Entry, entries
+from solrl_jax.config.schema import Config
 from solrl_jax.config.values import matches
 from solrl_jax.numerics.matmul import LowRank, Quantized
 
 Params = dict[Any, Any]
-Adapters = dict[str, dict[str, Array]]
+Adapters = dict[str, dict[str, Array] | Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Paths of the parameters that are trained, sorted: by an adapter, and in full. No path is in both."""
+
+    adapted: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+
+
+def find_targets(transformer: Component, config: Config) -> Targets:
+    """The parameters that `config.train.parameters` and `config.lora.targets` name. Raises ValueError as `matching`.
+
+    A parameter that is trained in full has no adapter. What files may not have, because a configuration adds it to a network,
+    is always trained in full.
+    """
+    params, chosen, field = transformer.shapes("float32"), config.train.parameters, "train.parameters"
+    if chosen == "all":
+        return Targets((), tuple(sorted(flatten(params))))
+    whole = {path for path in flatten(params) if chosen != "adapters" and matches(chosen, path, field)}
+    if chosen != "adapters" and not whole:
+        raise ValueError(f"{field}: {chosen!r} matches no parameter; there are {', '.join(sorted(flatten(params)))}")
+    whole |= {e.key for e in entries(transformer.state) if e.start is not None}
+    adapted = matching(params, config.lora.targets, "lora.targets")
+    return Targets(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
 
 
 def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
@@ -55,24 +84,33 @@ def init_adapters(key: Array, base: Params, targets: Sequence[str], rank: int) -
 
 
 def attach(base: Params, adapters: Adapters, scale: float, quantized: Mapping[str, Quantized] | None = None) -> Params:
-    """The policy's parameters: `LowRank` where there is an adapter, but the merged and quantised leaf where one is given."""
-    flat = flatten(base)
-    leaves: dict[str, Any] = {path: LowRank(flat[path], ab["a"], ab["b"], scale) for path, ab in adapters.items()}
-    return replace(base, leaves | dict(quantized or {}))
-
-
-def by_layer(f: Callable[..., Any], w: Array, adapter: dict[str, Array] | None, scale: float, *beside: Array) -> Any:
-    """`f` of a linear [in, out] with its adapter merged, in float32; of a stack of them, of one after another.
-
-    beside: what else `f` takes of each.
+    """The policy's parameters: `LowRank` where there is an adapter, the whole array where there is one, in the base's dtype;
+    but the merged and quantised leaf where one is given.
     """
+    flat = flatten(base)
+    leaf = lambda w, own: LowRank(w, own["a"], own["b"], scale) if isinstance(own, dict) else own.astype(w.dtype)
+    return replace(base, {path: leaf(flat[path], own) for path, own in adapters.items()} | dict(quantized or {}))
+
+
+def within_bounds(trained: Adapters, table: Sequence[Entry]) -> Adapters:
+    """The projection of whole arrays onto the bounds of their parameters, where these have any."""
+    bounds = {e.key: e.bounds for e in table if e.bounds is not None}
+    return trained | {path: jnp.clip(trained[path], *bounds[path]) for path in trained.keys() & bounds.keys()}
+
+
+def by_layer(f: Callable[..., Any], w: Array, own: dict[str, Array] | Array | None, scale: float, *beside: Array) -> Any:
+    """`f` of a linear [in, out] with what is trained of it, in float32; of a stack of them, of one after another.
+
+    own: its adapter, which is merged, or the array in place of `w`. beside: what else `f` takes of each.
+    """
+    w, adapter = (w, own or {}) if own is None or isinstance(own, dict) else (own, {})
 
     def layer(matrices: tuple[Array, dict[str, Array], tuple[Array, ...]]) -> Any:
         w, ab, beside = matrices
         w = w.astype(jnp.float32)
         return f(w + scale * ab["a"] @ ab["b"] if ab else w, *beside)
 
-    return (partial(jax.lax.map, layer) if w.ndim == 3 else layer)((w, adapter or {}, beside))
+    return (partial(jax.lax.map, layer) if w.ndim == 3 else layer)((w, adapter, beside))
 
 
 def flatten(params: Params) -> dict[str, Any]:

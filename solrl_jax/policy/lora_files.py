@@ -76,6 +76,7 @@ def export_diffusers(
     Raises InputError for adapters that do not fit the network, are not finite or change nothing.
     """
     check_target(path, "diffusers")
+    _refuse_whole(adapters)
     if fold:
         adapters = {p: {"a": ab["a"], "b": settings.scale * ab["b"]} for p, ab in adapters.items()}
         settings = LoraSettings(settings.rank, float(settings.rank))
@@ -92,6 +93,7 @@ def export_peft(folder: Path, adapters: Adapters, settings: LoraSettings, table:
     """
     folder = folder.absolute()
     check_target(folder, "peft")
+    _refuse_whole(adapters)
     modules = _to_modules(adapters, settings, table)
     config = _peft_config(modules, settings, table) | {"inference_mode": True}
     with files.atomic_directory(folder) as filled:
@@ -156,6 +158,11 @@ def _slots(table: Table) -> dict[str, _Slot]:
                 layer, layers = ((i,), (len(e.names),)) if e.stacked else ((), ())
                 slots[name.rpartition(".")[0]] = _Slot(path, layer, layers, *e.shape, ones)
     return slots
+
+
+def _refuse_whole(adapters: Adapters) -> None:
+    if whole := [path for path, own in adapters.items() if not isinstance(own, dict)]:
+        raise InputError(f"a LoRA does not hold what is trained in full; {len(whole)} parameter(s) are, first {whole[0]}")
 
 
 def _to_modules(adapters: Adapters, settings: LoraSettings, table: Table) -> dict[str, Tensors]:

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from solrl_jax.backbone.backbone import DTYPES, Pipeline
 from solrl_jax.config.schema import Config
-from solrl_jax.policy.lora import attach, init_adapters, matching
+from solrl_jax.policy.lora import attach, find_targets
+from solrl_jax.policy.state import abstract_state
 
 SHARE = 0.75  # of a device's memory, for the base and what is kept; the rest is for one block's work, decoder and rewards
 
@@ -37,8 +38,8 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
     """
     model, rows, dtype = config.model, config.optimizer.micro_batch, DTYPES[config.rollout.precision]
     base = pipeline.transformer.shapes(dtype)
-    targets = matching(base, config.lora.targets, "lora.targets")
-    adapters = jax.eval_shape(lambda: init_adapters(jax.random.key(0), base, targets, config.lora.rank))
+    targets = find_targets(pipeline.transformer, config)
+    adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
     latents = jax.ShapeDtypeStruct((rows, *pipeline.latent_shape(model.height, model.width)), dtype)
 
     def kept(base: Any, adapters: Any, latents: Any, conditioning: Any, time: Any) -> Any:

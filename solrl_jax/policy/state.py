@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from solrl_jax.backbone.backbone import Params
 from solrl_jax.config.schema import Lora, Optimizer
 from solrl_jax.parallel import sharding
-from solrl_jax.policy.lora import Adapters, init_adapters
+from solrl_jax.policy.lora import Adapters, Targets, flatten, init_adapters
 from solrl_jax.policy.lora_files import Table, import_lora
 from solrl_jax.storage.errors import InputError
 
@@ -23,7 +23,10 @@ from solrl_jax.storage.errors import InputError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All float32 but the counter; adapter trees are of one structure (`policy.lora.Adapters`)."""
+    """Three trees of what is trained, of one structure (`policy.lora.Adapters`), float32 but for the whole arrays in `old`.
+
+    These have the base's dtype, in which they are used.
+    """
 
     step: Int[Array | np.ndarray, ""]  # optimiser steps taken
     adapters: Adapters  # trained ("default" in the paper)
@@ -41,8 +44,8 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
     )
 
 
-def read_start(lora: Lora, targets: Collection[str], table: Table) -> Adapters:
-    """The adapters in the file that `lora.init` names, on some of `targets`; none if it is null.
+def read_start(lora: Lora, adapted: Collection[str], table: Table) -> Adapters:
+    """The adapters in the file that `lora.init` names, on some of the paths `adapted`; none if it is null.
 
     table: `Backbone.parameter_table`. Raises InputError in one line for a file that `import_lora` refuses, that has adapters
     elsewhere, or whose rank or alpha differs from the run's.
@@ -54,8 +57,8 @@ def read_start(lora: Lora, targets: Collection[str], table: Table) -> Adapters:
         adapters, settings = import_lora(Path(lora.init), table)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
-    if outside := sorted(adapters.keys() - set(targets)):
-        raise InputError(f"{name}: has adapters on what lora.targets does not match: {', '.join(outside)}")
+    if outside := sorted(adapters.keys() - set(adapted)):
+        raise InputError(f"{name}: has adapters on what has none by lora.targets and train.parameters: {', '.join(outside)}")
     pairs = (("rank", settings.rank, lora.rank), ("alpha", settings.alpha, lora.alpha))
     if other := [f"{field} {theirs}, but lora.{field}={ours}" for field, theirs, ours in pairs if theirs != ours]:
         raise InputError(f"{name}: is of {', and of '.join(other)}; they must be equal")
@@ -63,30 +66,32 @@ def read_start(lora: Lora, targets: Collection[str], table: Table) -> Adapters:
 
 
 def init_state(
-    key: Array, base: Params, targets: list[str], lora: Lora, optimizer: Optimizer, mesh: Mesh, *, start: Adapters | None = None
+    key: Array, base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, mesh: Mesh, *, start: Adapters | None = None
 ) -> TrainState:
     """The state before the first step, placed on `mesh` as `abstract_state` says: three policies that equal the base.
 
     start: adapters that all three have instead (`read_start`).
     """
     return jax.jit(
-        lambda key, start: _fresh(key, base, targets, lora, optimizer, start),
+        lambda key, base, start: _fresh(key, base, targets, lora, optimizer, start),
         out_shardings=jax.tree.map(lambda s: s.sharding, abstract_state(base, targets, lora, optimizer, mesh)),
-    )(key, start or {})
+    )(key, base, start or {})
 
 
-def abstract_state(base: Params, targets: list[str], lora: Lora, optimizer: Optimizer, mesh: Mesh) -> Any:
+def abstract_state(base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, mesh: Mesh) -> Any:
     """The state's shapes, dtypes and shardings; nothing is allocated."""
-    shapes = jax.eval_shape(lambda key: _fresh(key, base, targets, lora, optimizer, {}), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key, base: _fresh(key, base, targets, lora, optimizer, {}), jax.random.key(0), base)
     place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     return jax.tree.map(place, shapes, sharding.parameter_sharding(mesh, shapes))
 
 
-def _fresh(key: Array, base: Params, targets: list[str], lora: Lora, optimizer: Optimizer, start: Adapters) -> TrainState:
-    adapters = init_adapters(key, base, targets, lora.rank)
+def _fresh(key: Array, base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, start: Adapters) -> TrainState:
+    flat, adapters = flatten(base), init_adapters(key, base, targets.adapted, lora.rank)
     adapters |= {path: _filled(ab, adapters[path]) for path, ab in start.items()}
-    copy = lambda: jax.tree.map(jnp.copy, adapters)  # separate buffers: the state is donated
-    return TrainState(jnp.zeros((), jnp.int32), adapters, copy(), copy(), make_optimizer(optimizer).init(adapters))
+    trained = adapters | {path: flat[path].astype(jnp.float32) for path in targets.whole}
+    old = adapters | {path: flat[path] for path in targets.whole}
+    copy = lambda tree: jax.tree.map(jnp.copy, tree)  # separate buffers: the state is donated
+    return TrainState(jnp.zeros((), jnp.int32), trained, copy(old), copy(trained), make_optimizer(optimizer).init(trained))
 
 
 def _filled(adapter: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:

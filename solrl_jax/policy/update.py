@@ -1,4 +1,4 @@
-"""The policy update: from kept samples to new adapters, in one jitted function with donated state.
+"""The policy update: from kept samples to the trained parameters, in one jitted function with donated state.
 
 docs/method.md, sections 4 and 5; DiffusionNFT, arXiv 2509.16117.
 """
@@ -20,8 +20,8 @@ from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.sampler import interpolate
 from solrl_jax.numerics.randomness import normal, permutations
 from solrl_jax.parallel import sharding
-from solrl_jax.parallel.sums import Sum, add, join, zero
-from solrl_jax.policy.lora import Adapters, attach
+from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
+from solrl_jax.policy.lora import Adapters, attach, within_bounds
 from solrl_jax.policy.objective import Objective, Step, Target, Velocities, find_objective
 from solrl_jax.policy.state import TrainState, make_optimizer
 
@@ -102,8 +102,8 @@ def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
 
 
 def blend(kept: Adapters, new: Adapters, decay: Float[Array, ""]) -> Adapters:
-    """`decay * kept + (1 - decay) * new`, leaf by leaf."""
-    return jax.tree.map(lambda k, n: decay * k + (1 - decay) * n, kept, new)
+    """`decay * kept + (1 - decay) * new`, leaf by leaf, in float32; in the dtypes of `kept`."""
+    return jax.tree.map(lambda k, n: (decay * k + (1 - decay) * n).astype(k.dtype), kept, new)
 
 
 def _optimizer_step(problem: _Problem, state: TrainState, terms: Int[Array, " terms"]) -> tuple[TrainState, Metrics]:
@@ -116,6 +116,7 @@ def _optimizer_step(problem: _Problem, state: TrainState, terms: Int[Array, " te
     metrics["grad_norm"] = optax.tree.norm(gradient)
     change, opt_state = make_optimizer(config.optimizer).update(gradient, state.opt_state, state.adapters)
     adapters, step = optax.apply_updates(state.adapters, change), state.step + 1
+    adapters = within_bounds(adapters, problem.backbone.parameter_table())
     decay = jnp.minimum((1 + step) / (EMA_WARMUP + step), config.policy.ema_decay)
     return TrainState(step, adapters, state.old, blend(state.ema, adapters, decay), opt_state), metrics
 
@@ -126,8 +127,11 @@ def _accumulate(
     """The gradient of the loss over all `terms`, `micro` of them at a time on each group of devices that shares rows.
 
     Micro-batches are the same on every mesh, and the sums do not depend on the order of their terms (`parallel.sums`). So the
-    gradient does not depend on the mesh. A group adds up its own micro-batches; only the sums are sent.
+    gradient does not depend on the mesh. Of adapters, a group adds up its own micro-batches, and only the sums are sent. Sums
+    of whole arrays would take several times the memory of the network on each device: they are divided over all devices, which
+    are sent their shares of each micro-batch, and the gradient is then divided as the weights are.
     """
+    whole = {path: own for path, own in adapters.items() if not isinstance(own, dict)}
     groups = sharding.row_groups(mesh)
     split = lambda x: jnp.pad(x, (0, -len(terms) % (groups * micro))).reshape(-1, groups, micro)
 
@@ -139,16 +143,20 @@ def _accumulate(
 
     on_groups = jax.vmap(micro_batch, spmd_axis_name=sharding.AXES[:2])
 
-    def one(sums: Sum, inputs):
+    def one(sums: tuple[Sum, Sum], inputs):
         gradients, metrics = on_groups(*map(sharding.split_rows, inputs))
-        return sharding.split_rows(add(sums, gradients)), metrics
+        dealt = {path: _dealt(gradients.pop(path)) for path in whole}
+        return (sharding.split_rows(add(sums[0], gradients)), add_each(sums[1], dealt, groups)), metrics
 
-    sums = sharding.split_rows(zero(jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), adapters)))
-    sums, metrics = jax.lax.scan(one, sums, (split(terms), split(jnp.ones(len(terms)))))
+    nothing = jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), adapters)
+    dealt = {path: _dealt(nothing.pop(path))[0] for path in whole}
+    sums = sharding.split_rows(zero(nothing)), zero(dealt)
+    (sums, shares), metrics = jax.lax.scan(one, sums, (split(terms), split(jnp.ones(len(terms)))))
     # each device joins all groups' sums of its share of the numbers, and is then sent the other shares
-    joined = join(Sum(*(jax.tree.map(_dealt, part) for part in (sums.rounded, sums.lost)))).value
+    joined = join(Sum(*(jax.tree.map(_dealt, part) for part in (sums.rounded, sums.lost)))).value | shares.value
     gradient = jax.tree.map(lambda x, like: sharding.replicate(x)[: like.size].reshape(like.shape), joined, adapters)
-    return gradient, {name: x.sum() for name, x in metrics.items()}
+    placed = jax.lax.with_sharding_constraint({p: gradient[p] for p in whole}, sharding.parameter_sharding(mesh, whole))
+    return gradient | placed, {name: x.sum() for name, x in metrics.items()}
 
 
 def _dealt(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:

@@ -5,13 +5,14 @@ write to a directory.
 """
 
 import dataclasses
+import operator
 from pathlib import Path
 
 from solrl_jax.backbone.backbone import Backbone
 from solrl_jax.config.presets import from_yaml, override, preset_names, resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import ConfigError
-from solrl_jax.policy.lora import Adapters, matching
+from solrl_jax.policy.lora import Adapters, find_targets
 from solrl_jax.policy.state import abstract_state, read_start
 from solrl_jax.rewards.registry import REWARDS, reward_name
 from solrl_jax.run import checkpoint
@@ -25,7 +26,7 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
 
     Args:
       target: a run directory, a preset, or a model (a directory or "embedded:NAME").
-      overrides: `key=value`. The adapters of a run cannot be changed.
+      overrides: `key=value`. What a run trains cannot be changed.
       preset: the rest of the configuration for a model.
       trust: whether functions and services that a run directory names as rewards may be used, because the user said so or
         because the command uses no reward. Whoever wrote the directory chose them.
@@ -35,9 +36,10 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
     if is_run(target):
         own = read_run(target)
         config = override(own, overrides)
-        for name, value in dataclasses.asdict(config.lora).items():
-            if value != getattr(own.lora, name):
-                raise InputError(f"lora.{name}={value}: {target} is a run and has its own adapters; leave it out")
+        trained = ("train.parameters", "model.attention", "model.mhla_blocks", "model.mhla_released", "model.mhla_norm")
+        for name in (*trained, *(f"lora.{field.name}" for field in dataclasses.fields(own.lora))):
+            if (value := operator.attrgetter(name)(config)) != operator.attrgetter(name)(own):
+                raise InputError(f"{name}={value}: {target} is a run and has its own adapters; leave it out")
         named = {*config.reward.weights, *config.reward.watched}
         said = " ".join(value for value in overrides if value.startswith("reward"))
         if not trust and (foreign := [name for name in sorted(named) if reward_name(name) not in REWARDS and name not in said]):
@@ -97,7 +99,7 @@ def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None
 
     path: as `find_checkpoint` returns it. Raises RunError if that checkpoint is damaged, InputError if the run has none.
     """
-    targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
+    targets = find_targets(backbone.pipeline.transformer, config)
     abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
     try:
         root = folder / "checkpoints"
@@ -113,5 +115,5 @@ def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path
     """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.init`), and 0."""
     if run is not None:
         return load_ema(run, config, backbone, path)
-    targets = matching(backbone.transformer, config.lora.targets, "lora.targets")
-    return read_start(config.lora, targets, backbone.parameter_table()), 0
+    targets = find_targets(backbone.pipeline.transformer, config)
+    return read_start(config.lora, targets.adapted, backbone.parameter_table()), 0

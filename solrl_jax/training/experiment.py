@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from solrl_jax.backbone.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone
-from solrl_jax.backbone.locate import open_model
+from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.conditioning.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.config.schema import Config
 from solrl_jax.explore.lever import Calibration
@@ -21,7 +21,7 @@ from solrl_jax.flow.grid import Grid
 from solrl_jax.numerics.formats import Device, resolve
 from solrl_jax.numerics.randomness import candidate_seeds, key, prompt_uid
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.policy.lora import Adapters, attach, matching
+from solrl_jax.policy.lora import Adapters, Targets, attach, find_targets
 from solrl_jax.policy.remat import open_trained
 from solrl_jax.policy.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.rewards.host import trial
@@ -43,7 +43,7 @@ class Experiment:
     backbone: Backbone
     reward: Reward
     evaluated: Reward  # the reward with what is watched beside it
-    targets: tuple[str, ...]  # paths of the parameters that have an adapter
+    targets: Targets  # the parameters that are trained
     quantized: tuple[str, ...]  # paths of the linears that exploration may quantise
     device: Device  # all devices of a mesh are of one kind
     train_prompts: list[Prompt]
@@ -137,7 +137,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         scored.prepare(prompts[:1])
         if scored.host is not None:
             trial(scored.host, prompts[:1], (model.height, model.width))
-    pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path))
+    pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model)))
     device = device_facts()
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
@@ -146,8 +146,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test)
 
 
-def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The parameters of the pipeline's transformer that get an adapter, and those that are quantised on such devices.
+def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[Targets, tuple[str, ...]]:
+    """The parameters of the pipeline's transformer that are trained, and those that are quantised on such devices.
 
     Raises InputError for what `config` asks of a pipeline that is of another kind.
     """
@@ -163,8 +163,7 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[tupl
     form = resolve(rollout.explore.precision, device)
     with in_one_line():
         pipeline.latent_shape(model.height, model.width)
-        targets = matching(shapes, config.lora.targets, "lora.targets")
-        return tuple(targets), quantized_paths(shapes, model.quantize, form)
+        return find_targets(pipeline.transformer, config), quantized_paths(shapes, model.quantize, form)
 
 
 def device_facts() -> Device:
@@ -197,9 +196,9 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
-    """The state before the first iteration: adapters that change nothing, or those of `lora.init`. Raises InputError."""
-    config, backbone, targets = experiment.config, experiment.backbone, list(experiment.targets)
-    start = read_start(config.lora, targets, backbone.parameter_table())
+    """The state before the first iteration: the base, or the adapters of `lora.init` on it. Raises InputError."""
+    config, backbone, targets = experiment.config, experiment.backbone, experiment.targets
+    start = read_start(config.lora, targets.adapted, backbone.parameter_table())
     root = key(config.seed, "adapters")
     return init_state(root, backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh, start=start)
 
@@ -207,4 +206,4 @@ def fresh_state(experiment: Experiment) -> TrainState:
 def state_shapes(experiment: Experiment) -> TrainState:
     """The shapes, dtypes and shardings of the state; nothing is allocated."""
     config, backbone = experiment.config, experiment.backbone
-    return abstract_state(backbone.transformer, list(experiment.targets), config.lora, config.optimizer, backbone.mesh)
+    return abstract_state(backbone.transformer, experiment.targets, config.lora, config.optimizer, backbone.mesh)

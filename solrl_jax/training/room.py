@@ -4,26 +4,28 @@ The figures are lower bounds: what is refused here cannot run. What passes may s
 """
 
 import math
-from collections.abc import Sequence
 
 import jax
 
 from solrl_jax.backbone.backbone import Pipeline
 from solrl_jax.config.schema import Config
 from solrl_jax.parallel import hosts
-from solrl_jax.policy.lora import flatten
+from solrl_jax.policy.lora import Targets, flatten
 from solrl_jax.storage.errors import InputError
 
 FLOAT, COPIES = 4, 6  # bytes of a float32; of each adapter: trained, old, averaged, gradient, and two moments
+# of each parameter that is trained in full, in float32: trained, averaged, two moments, which are divided over devices; and the
+# sum of gradients in two parts, which is not
+DIVIDED, WHOLE = 4, 2
 
 
-def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Sequence[str]) -> None:
+def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets) -> None:
     """Raises InputError that names the first field whose array alone is larger than the memory that holds it."""
     model, rollout, shown = config.model, config.rollout, config.eval
     latent = FLOAT * math.prod(pipeline.latent_shape(model.height, model.width))
     picture = 3 * FLOAT * model.height * model.width
     shapes = flatten(pipeline.transformer.shapes("float32"))
-    of_rank = sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in (shapes[path].shape for path in targets))
+    of_rank = sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in (shapes[path].shape for path in targets.adapted))
     chunk = min(rollout.chunk, config.train.prompts * rollout.candidates)
     device, host = device_memory(), hosts.memory()
     for field, value, each, memory, whose in (
@@ -37,6 +39,11 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Sequence
             size = f" of {model.height} x {model.width} pixels" if each % latent == 0 or each == picture else ""
             takes = f"takes {value * each / 1e9:.3g} GB{size}, and {whose} has {memory / 1e9:.3g} GB"
             raise InputError(f"{field}={value}: {takes}; at most {int(memory // each)} fit")
+    trained = sum(math.prod(shapes[path].shape) for path in targets.whole)
+    least = FLOAT * trained * (WHOLE + DIVIDED / (config.mesh.fsdp * config.mesh.tensor))
+    if least > device:
+        takes = f"{trained / 1e9:.3g} billion parameters in full take {least / 1e9:.3g} GB of a device"
+        raise InputError(f"train.parameters={config.train.parameters}: {takes}, which has {device / 1e9:.3g} GB")
 
 
 def device_memory() -> int:

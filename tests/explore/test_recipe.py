@@ -87,7 +87,7 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
     for name, leaf in LEAVES.items():
         flat = flatten(policies[name])
         assert {path for path in flat if isinstance(flat[path], leaf)} == quantized
-        assert {path for path in flat if isinstance(flat[path], LowRank)} == set(experiment.targets) - quantized
+        assert {path for path in flat if isinstance(flat[path], LowRank)} == set(experiment.targets.adapted) - quantized
         error = np.linalg.norm(velocities[name] - exact) / np.linalg.norm(exact)
         print(f"{name}: {error:.4f}")
         assert ERRORS[name] / 3 < error < ERRORS[name], name
@@ -104,7 +104,7 @@ def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
             merged = merged + experiment.scale * adapters[path]["a"] @ adapters[path]["b"]
         error = np.linalg.norm(dequantize(params[path]) - merged) / np.linalg.norm(merged)
         assert error < 0.12
-    for path in set(experiment.targets) - set(experiment.recipe.quantized):
+    for path in set(experiment.targets.adapted) - set(experiment.recipe.quantized):
         assert isinstance(params[path], LowRank)
 
 
@@ -117,7 +117,7 @@ def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
         recipes[count] = explored(there, None, f"rollout.explore.exact_steps={count}").recipe
     first, rest = (flatten(leg.policy) for leg in recipes[1].stage(adapters, recipes[1].levels[0]).legs)
     assert {path for path in first if first[path] is not rest[path]} >= set(there.recipe.quantized)
-    apart = set(there.recipe.quantized) | set(there.targets)
+    apart = set(there.recipe.quantized) | set(there.targets.adapted)
     assert all(first[path] is rest[path] for path in first.keys() - apart)
 
     prompts = there.test_prompts[:2]

@@ -5,6 +5,7 @@ import itertools
 import chex
 import jax
 import numpy as np
+import optax
 import pytest
 
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
@@ -121,6 +122,26 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(name
     difference = lambda a, b: norm(jax.tree.map(np.subtract, a, b))
     assert difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE  # there was something to learn
     assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name", ["data=2 fsdp=4", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("data=8", "fsdp=8"))]
+)
+def test_training_in_full_ends_with_the_same_parameters_whose_state_is_split_as_the_weights(name):
+    """In BF16 with float32 masters: every parameter but one stack, which has an adapter."""
+    extra = ("train.parameters=(?!transformer_blocks/attn2/to_q/kernel).*", "optimizer.max_grad_norm=10")
+    experiment, alone = (experiments.build(small_config("unused", *extra, *MESHES[mesh])) for mesh in (name, "one"))
+    (_, got, kept, _), (start, one, kept_by_one, _) = two_iterations(experiment), two_iterations(alone)
+    np.testing.assert_array_equal(kept, kept_by_one)
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+    difference = lambda a, b: norm(jax.tree.map(np.subtract, a, b))
+    assert difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE
+    assert difference(got, one) / norm(one) < ADAPTER_TOLERANCE
+    state, path = fresh_state(experiment), "transformer_blocks/ff/conv_inverted/kernel"
+    base = flatten(experiment.backbone.transformer)[path]
+    for tree in (state.adapters, state.old, state.ema, *(optax.tree.get(state.opt_state, of) for of in ("mu", "nu"))):
+        assert tree[path].sharding == base.sharding
+    assert (state.old[path].dtype, state.adapters[path].dtype) == (base.dtype, np.float32)
 
 
 def test_fsdp_splits_what_is_large_and_nothing_else(built):

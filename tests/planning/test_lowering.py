@@ -61,7 +61,7 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     made, texts = on_blackwell(preset)
     assert [name for name, of in texts.items() if any(CUSTOM in text for text in of)] == ["explore"]
     (explored,), (regenerated,) = texts["explore"], texts["regenerate"]
-    merged = set(made.recipe.quantized) & set(made.targets)
+    merged = set(made.recipe.quantized) & set(made.targets.adapted)
     assert len(made.recipe.quantized) >= 4
     assert products(regenerated) - products(explored) == len(made.recipe.quantized) + 2 * len(merged)
 

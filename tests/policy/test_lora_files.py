@@ -38,7 +38,7 @@ from solrl_jax.models import flux, flux2, sd3, zimage
 from solrl_jax.models.weights import entries
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
-from solrl_jax.policy.lora import attach, flatten, replace
+from solrl_jax.policy.lora import Targets, attach, flatten, replace
 from solrl_jax.policy.lora_files import LoraSettings, export_diffusers, export_peft, import_lora
 from solrl_jax.policy.state import init_state, read_start
 from solrl_jax.rollout.generate import Rows, generate, prepare
@@ -309,10 +309,10 @@ def test_layers_that_a_file_has_not_are_zeros_and_are_left_out_again(table, adap
 
 def start_of(backbone, file, **changes):
     """What `lora.init` of that file does: (the adapters read, the first state, the state without a file)."""
-    targets = [*PATHS, "transformer_blocks/attn1/to_k/kernel"]
+    targets = Targets((*PATHS, "transformer_blocks/attn1/to_k/kernel"))
     lora = Lora(**{"rank": 4, "alpha": 10.0, "targets": ("unused",), "init": str(file)} | changes)
     optimizer, key = resolve("tiny").optimizer, jax.random.key(5)
-    start = read_start(lora, targets, backbone.parameter_table())
+    start = read_start(lora, targets.adapted, backbone.parameter_table())
     rest = (backbone.transformer, targets, lora, optimizer, backbone.mesh)
     return start, init_state(key, *rest, start=start), init_state(key, *rest)
 
@@ -361,7 +361,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(backbone, table
     refused("lora.init='/nowhere': /nowhere: no such file or directory", start_of, backbone, "/nowhere")
     other = "transformer_blocks/attn2/to_q/kernel"
     export_diffusers(file, adapters | randomise(backbone.transformer, [other]), SETTINGS, table)
-    refused(f"has adapters on what lora.targets does not match: {other}$", start_of, backbone, file)
+    refused(f"has adapters on what has none by lora.targets and train.parameters: {other}$", start_of, backbone, file)
     assert read_start(Lora(rank=1, alpha=1.0, targets=("a",), init=None), [], table) == {}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.numerics.randomness import normal, permutations
-from solrl_jax.policy.lora import attach
+from solrl_jax.policy.lora import Targets, attach
 from solrl_jax.policy.objective import Target, Velocities
 from solrl_jax.policy.objectives.nft import nft_loss
 from solrl_jax.policy.state import init_state, make_optimizer
@@ -44,7 +44,7 @@ def with_optimizer(**changes):
 def state_of(backbone, config=CONFIG):
     """Adapters that do something, and another old policy: all parts of the loss count."""
     base = backbone.transformer
-    state = init_state(jax.random.key(0), base, list(KERNELS), config.lora, config.optimizer, backbone.mesh)
+    state = init_state(jax.random.key(0), base, Targets(KERNELS), config.lora, config.optimizer, backbone.mesh)
     noise = lambda tree, seed: jax.tree.map(
         lambda x: x + 0.3 * np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32), tree
     )

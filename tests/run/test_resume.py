@@ -15,7 +15,11 @@ import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
+from solrl_jax.commands import cli
+from solrl_jax.policy.lora import flatten
+from solrl_jax.policy.lora_files import import_lora
 from solrl_jax.run import checkpoint, checkpoint_writer, metrics
 from solrl_jax.run import loop as trainer
 from solrl_jax.run.directory import find_checkpoint
@@ -88,6 +92,38 @@ def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uni
     assert kills >= 1
     assert len(list((tmp_path / "cache").glob("*/*.safetensors"))) > ITERATIONS
     assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_path):
+    """Some parameters in full, adapters on others; the directory is what is sampled and what diffusers loads."""
+    from diffusers import SanaTransformer2DModel
+
+    some = ("train.parameters=.*(scale_shift_table|ff/conv_point/kernel)", "train.iterations=2", "optimizer.learning_rate=0.01")
+    for folder, lengths in (("once", (2,)), ("twice", (1, 2))):
+        for last in lengths:
+            run(tmp_path / folder, *some, f"train.iterations={last}")
+    config = small_config(tmp_path / "once", *some)
+    experiment = build(config)
+    states = [
+        checkpoint.restore(tmp_path / folder / "checkpoints" / "000002", state_shapes(experiment))[0]
+        for folder in ("once", "twice")
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    trained, path = states[0].ema, "transformer_blocks/ff/conv_point/kernel"
+    base = flatten(experiment.backbone.transformer)[path]
+    assert np.abs(np.asarray(trained[path]) - np.asarray(base, np.float32)).max() > 1e-3
+    said = CliRunner().invoke(cli.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "out"), "--json"])
+    assert json.loads(said.stdout)["trained_in_full"] == 3
+    network = SanaTransformer2DModel.from_pretrained(tmp_path / "out")
+    for layer, block in enumerate(network.transformer_blocks):
+        np.testing.assert_array_equal(block.ff.conv_point.weight[:, :, 0, 0].detach().numpy().T, trained[path][layer])
+    adapters, _ = import_lora(tmp_path / "out" / "pytorch_lora_weights.safetensors", experiment.backbone.parameter_table())
+    assert adapters.keys() == set(experiment.targets.adapted)
+    jax.tree.map(np.testing.assert_array_equal, adapters, {p: trained[p] for p in adapters})
+    for option in (("--format", "peft"), ("--fold-alpha",)):
+        said = CliRunner().invoke(cli.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "no"), *option])
+        assert isinstance(said.exception, InputError)
+        assert f"{' '.join(option)}: {tmp_path / 'once'} trains 3 parameter(s) in full" in str(said.exception)
 
 
 def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_saved(tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def test_the_recipe_is_the_models_own(trained):
 def test_exploration_is_quantised_where_the_rule_says_and_nowhere_else(trained):
     name, experiment, explored, _ = trained
     quantized, targets = RECIPES[name]
-    assert set(experiment.targets) == targets
+    assert set(experiment.targets.adapted) == targets
     base = flatten(experiment.backbone.transformer)
     for params in map(flatten, explored):
         assert {path for path, leaf in params.items() if isinstance(leaf, QTensor)} == quantized
@@ -163,7 +163,7 @@ def test_every_adapter_learns_and_nothing_is_not_finite(trained):
         assert ledger["precision"] == "nvfp4"
     assert outcomes[0][1]["loss/kl"] == 0 < outcomes[1][1]["loss/kl"]  # the policy is the base, and then is not
     first, second = (state.adapters for state, *_ in outcomes)
-    assert set(first) == set(experiment.targets)
+    assert set(first) == set(experiment.targets.adapted)
     for path in first:
         still = {True} if path in UNREAD[name] else {False}
         b = first[path]["b"]
