@@ -38,7 +38,8 @@ def cpus(monkeypatch):
 
 T5, CLIP_L, CLIP_G, GEMMA, KL, DC = 4_762_310_656, 123_060_480, 694_659_840, 2_614_341_888, 83_819_683, 312_250_275
 CLIP_L_PROJECTED = CLIP_L + 768**2
-D, S, N = 3072, 2432, 2240  # widths of FLUX.1, SD3.5 Large, SANA
+QWEN = 3_921_534_720  # Qwen3-4B without its last layer and the norm after it
+D, S, N, Z = 3072, 2432, 2240, 3840  # widths of FLUX.1, SD3.5 Large, SANA, Z-Image
 BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + out of every target); bytes: encoders, vae, reward
     "flux1_sol_rl_hpsv2": (
         11_901_408_320,
@@ -53,6 +54,9 @@ BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + ou
     ),
     "sana_sol_rl_clipscore": (
         1_604_462_752, 20 * (2 * N**2 + 5 * N**2 + 2.5 * N**2), 20 * 8 * 2 * N, 2 * GEMMA, 2 * DC, 4 * 427_616_513,
+    ),
+    "zimage_sol_rl_hpsv2": (
+        6_154_908_736, 34 * (4 * Z**2 + 3 * 8 / 3 * Z**2), 34 * 4 * 2 * Z, 2 * QWEN, 4 * KL, 4 * 986_109_441,
     ),
 }  # fmt: skip
 
