@@ -16,7 +16,8 @@ from solrl_jax.config.values import ConfigError
 
 FAMILIES = presets.FAMILIES
 TINY = [("tiny", f"family={family}") for family in FAMILIES]
-DISTILLED = ("flux2-klein-4b", "flux2-klein-9b")  # to four steps
+# to so many steps, and how many of them Sol-RL explores in
+DISTILLED = {"flux2-klein-4b": (4, 2), "flux2-klein-9b": (4, 2), "zimage-turbo": (8, 4)}
 ALL = [(name,) for name in preset_names() if name != "tiny"] + TINY
 
 
@@ -40,7 +41,7 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
     assert config.preset == preset[0]
     explore = rollout.explore
     assert explore.precision == ("nvfp4" if family in ("naive_quant", "sol_rl") else "bf16")
-    full, part = (4, 2) if config.model.name in DISTILLED else (10, 6)
+    full, part = DISTILLED.get(config.model.name, (10, 6))
     assert explore.steps == (part if family == "sol_rl" else full)
     assert (explore.sigmas, explore.exact_steps, explore.correction, explore.floor) == ("own", 0, 0, None)  # the paper's
     assert rollout.steps == full
@@ -57,6 +58,7 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
         ("sd3", 1024, "dpm2", "sd3", 3.0, 6, 0.002, 8, 40, 128, "stabilityai/stable-diffusion-3.5-large"),
         ("flux1", 512, "dpm2", "flux", 3.0, 4, 1.0, 12, 28, 128, "black-forest-labs/FLUX.1-dev"),
         ("zimage", 1024, "dpm2", "linear", 6.0, 6, 1.0, 8, 28, 128, "Tongyi-MAI/Z-Image"),
+        ("zimage-turbo", 1024, "euler", "linear", 3.0, 4, 1.0, 8, 8, 128, "Tongyi-MAI/Z-Image-Turbo"),
     ],
 )
 def test_models_have_the_numbers_of_the_recipe(
