@@ -56,8 +56,7 @@ def param(
     bounds: that training keeps the values in. The metadata also says where the parameter lies in a stack of layers: see
     `stack`.
     """
-    facts = dict(torch_name=torch_name, layout=layout, start=start, bounds=bounds, below_stack=0, first_layer=None)
-    return nnx.Param(value, **facts)
+    return nnx.Param(value, torch_name=torch_name, layout=layout, start=start, bounds=bounds, below_stack=0, first_layer=None)
 
 
 def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int | None = None) -> M:

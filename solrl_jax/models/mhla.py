@@ -107,7 +107,7 @@ def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m
     The paper: m_ij proportional to 1 - dist(i, j) / max_k dist(i, k), rows summing to 1. Released: the maximum is over all
     pairs, and columns sum to 1.
     """
-    places = np.stack(np.indices(layout), -1).reshape(-1, 2)
+    places = np.indices(layout).reshape(2, -1).T
     distance = np.linalg.norm(places[:, None] - places[None], axis=-1)
     largest = distance.max() if released else distance.max(1, keepdims=True)
     near = 1 - distance / np.maximum(largest, 1)  # of a single block, whose distance is 0

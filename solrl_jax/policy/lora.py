@@ -22,7 +22,8 @@ from solrl_jax.config.values import matches
 from solrl_jax.numerics.matmul import LowRank, Quantized
 
 Params = dict[Any, Any]
-Adapters = dict[str, dict[str, Array] | Array]
+Adapter = dict[str, Array]  # {"a": ..., "b": ...}
+Adapters = Mapping[str, Adapter | Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
     return sorted(found)
 
 
-def init_adapters(key: Array, base: Params, targets: Sequence[str], rank: int) -> Adapters:
+def init_adapters(key: Array, base: Params, targets: Sequence[str], rank: int) -> dict[str, Adapter]:
     """Adapters on `targets`: A Gaussian of deviation 1 / rank (PEFT's "gaussian"), B zero. They change nothing yet."""
     flat = flatten(base)
 
@@ -95,7 +96,8 @@ def attach(base: Params, adapters: Adapters, scale: float, quantized: Mapping[st
 def within_bounds(trained: Adapters, table: Sequence[Entry]) -> Adapters:
     """The projection of whole arrays onto the bounds of their parameters, where these have any."""
     bounds = {e.key: e.bounds for e in table if e.bounds is not None}
-    return trained | {path: jnp.clip(trained[path], *bounds[path]) for path in trained.keys() & bounds.keys()}
+    clip = lambda path, own: jnp.clip(own, *bounds[path]) if path in bounds else own
+    return {path: clip(path, own) for path, own in trained.items()}
 
 
 def by_layer(f: Callable[..., Any], w: Array, own: dict[str, Array] | Array | None, scale: float, *beside: Array) -> Any:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from solrl_jax.backbone.backbone import Entry
-from solrl_jax.policy.lora import Adapters
+from solrl_jax.policy.lora import Adapter, Adapters
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line
 from solrl_jax.storage.readers import parse_json, read_text
@@ -76,11 +76,11 @@ def export_diffusers(
     Raises InputError for adapters that do not fit the network, are not finite or change nothing.
     """
     check_target(path, "diffusers")
-    _refuse_whole(adapters)
+    lora = _of_lora(adapters)
     if fold:
-        adapters = {p: {"a": ab["a"], "b": settings.scale * ab["b"]} for p, ab in adapters.items()}
+        lora = {p: {"a": ab["a"], "b": settings.scale * ab["b"]} for p, ab in lora.items()}
         settings = LoraSettings(settings.rank, float(settings.rank))
-    modules = _to_modules(adapters, settings, table)
+    modules = _to_modules(lora, settings, table)
     metadata = {f"{_DIFFUSERS}{k}": v for k, v in _peft_config(modules, settings, table).items()}
     with files.atomic(path) as partial:
         _save(partial, path, modules, _DIFFUSERS, dtype, {_METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
@@ -93,8 +93,8 @@ def export_peft(folder: Path, adapters: Adapters, settings: LoraSettings, table:
     """
     folder = folder.absolute()
     check_target(folder, "peft")
-    _refuse_whole(adapters)
-    modules = _to_modules(adapters, settings, table)
+    lora = _of_lora(adapters)
+    modules = _to_modules(lora, settings, table)
     config = _peft_config(modules, settings, table) | {"inference_mode": True}
     with files.atomic_directory(folder) as filled:
         with files.atomic(filled / PEFT_FILE) as partial:
@@ -102,7 +102,7 @@ def export_peft(folder: Path, adapters: Adapters, settings: LoraSettings, table:
         files.atomic_write(filled / PEFT_CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def import_lora(path: Path, table: Table) -> tuple[Adapters, LoraSettings]:
+def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSettings]:
     """The adapters in a file of diffusers or a directory of PEFT, float32, for the network that `table` describes.
 
     A linear of which the file has no layer gets no adapter; where it has only some layers of a stack, the others are zeros in
@@ -160,12 +160,14 @@ def _slots(table: Table) -> dict[str, _Slot]:
     return slots
 
 
-def _refuse_whole(adapters: Adapters) -> None:
+def _of_lora(adapters: Adapters) -> dict[str, Adapter]:
+    """The adapters, if there is nothing else; InputError if there is."""
     if whole := [path for path, own in adapters.items() if not isinstance(own, dict)]:
         raise InputError(f"a LoRA does not hold what is trained in full; {len(whole)} parameter(s) are, first {whole[0]}")
+    return {path: own for path, own in adapters.items() if isinstance(own, dict)}
 
 
-def _to_modules(adapters: Adapters, settings: LoraSettings, table: Table) -> dict[str, Tensors]:
+def _to_modules(adapters: Mapping[str, Adapter], settings: LoraSettings, table: Table) -> dict[str, Tensors]:
     """{released module: its two matrices as PyTorch orders them}, without the layers that are zero in both."""
     slots, out = _slots(table), {}
     host = {path: {k: np.asarray(v) for k, v in ab.items()} for path, ab in adapters.items()}

@@ -20,7 +20,7 @@ SHARE = 0.75  # of a device's memory, for the base and what is kept; the rest is
 def open_trained(config: Config, mesh: Mesh, memory: float, open_pipeline: Callable[[str], Pipeline]) -> Pipeline:
     """The pipeline, with a transformer whose gradient recomputes what `model.remat` says.
 
-    `auto` is `products` where the base and what a micro-batch keeps fit into `SHARE` of a device's memory, else `blocks`. It
+    `auto` is `products` where the base, what is trained in full and what a micro-batch keeps fit into `SHARE` of a device's memory, else `blocks`. It
     depends on shapes and on `memory` alone. It is never `none`: to write and read what lies between products takes a GPU longer
     than to compute it again.
     memory: bytes of a device of `mesh`. open_pipeline: opens the pipeline with a key of `models.layers.REMAT`.
@@ -33,6 +33,8 @@ def open_trained(config: Config, mesh: Mesh, memory: float, open_pipeline: Calla
 
 def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
     """Bytes of a device that hold the base, and what the forward pass of a micro-batch keeps for the gradient.
+
+    Of what is trained in full, also four float32 copies, divided as the base is, and a gradient, which is not.
 
     The forward pass is traced, which takes seconds. Nothing is computed or allocated.
     """
@@ -53,7 +55,8 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
     made = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - set(jaxpr.invars)
     size = lambda shaped: math.prod(shaped.shape) * shaped.dtype.itemsize
     split = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    return sum(map(size, jax.tree.leaves(base))) / split + sum(size(v.aval) for v in made)
+    whole = sum(size(own) for own in adapters.values() if not isinstance(own, dict))
+    return (sum(map(size, jax.tree.leaves(base))) + 4 * whole) / split + whole + sum(size(v.aval) for v in made)
 
 
 def _conditioning(pipeline: Pipeline, rows: int, config: Config) -> Any:

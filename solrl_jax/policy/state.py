@@ -1,7 +1,7 @@
 """`TrainState`: everything that training changes. A checkpoint holds it, and the cursor through the prompts."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from solrl_jax.backbone.backbone import Params
 from solrl_jax.config.schema import Lora, Optimizer
 from solrl_jax.parallel import sharding
-from solrl_jax.policy.lora import Adapters, Targets, flatten, init_adapters
+from solrl_jax.policy.lora import Adapter, Adapters, Targets, flatten, init_adapters
 from solrl_jax.policy.lora_files import Table, import_lora
 from solrl_jax.storage.errors import InputError
 
@@ -44,7 +44,7 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
     )
 
 
-def read_start(lora: Lora, adapted: Collection[str], table: Table) -> Adapters:
+def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, Adapter]:
     """The adapters in the file that `lora.init` names, on some of the paths `adapted`; none if it is null.
 
     table: `Backbone.parameter_table`. Raises InputError in one line for a file that `import_lora` refuses, that has adapters
@@ -66,7 +66,14 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> Adapters:
 
 
 def init_state(
-    key: Array, base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, mesh: Mesh, *, start: Adapters | None = None
+    key: Array,
+    base: Params,
+    targets: Targets,
+    lora: Lora,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    start: Mapping[str, Adapter] | None = None,
 ) -> TrainState:
     """The state before the first step, placed on `mesh` as `abstract_state` says: three policies that equal the base.
 
@@ -85,16 +92,18 @@ def abstract_state(base: Params, targets: Targets, lora: Lora, optimizer: Optimi
     return jax.tree.map(place, shapes, sharding.parameter_sharding(mesh, shapes))
 
 
-def _fresh(key: Array, base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, start: Adapters) -> TrainState:
+def _fresh(
+    key: Array, base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, start: Mapping[str, Adapter]
+) -> TrainState:
     flat, adapters = flatten(base), init_adapters(key, base, targets.adapted, lora.rank)
     adapters |= {path: _filled(ab, adapters[path]) for path, ab in start.items()}
-    trained = adapters | {path: flat[path].astype(jnp.float32) for path in targets.whole}
-    old = adapters | {path: flat[path] for path in targets.whole}
+    trained: Adapters = {**adapters, **{path: flat[path].astype(jnp.float32) for path in targets.whole}}
+    old: Adapters = {**adapters, **{path: flat[path] for path in targets.whole}}
     copy = lambda tree: jax.tree.map(jnp.copy, tree)  # separate buffers: the state is donated
     return TrainState(jnp.zeros((), jnp.int32), trained, copy(old), copy(trained), make_optimizer(optimizer).init(trained))
 
 
-def _filled(adapter: dict[str, Array], fresh: dict[str, Array]) -> dict[str, Array]:
+def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
     """`adapter`, with `fresh` in the layers where both its factors are zero: no gradient would move these."""
     used = adapter["a"].any((-2, -1)) | adapter["b"].any((-2, -1))
     return {k: jnp.where(used[..., None, None], adapter[k], fresh[k]) for k in adapter}

@@ -150,8 +150,8 @@ def _accumulate(
 
     nothing = jax.tree.map(lambda x: jnp.zeros((groups, *x.shape), x.dtype), adapters)
     dealt = {path: _dealt(nothing.pop(path))[0] for path in whole}
-    sums = sharding.split_rows(zero(nothing)), zero(dealt)
-    (sums, shares), metrics = jax.lax.scan(one, sums, (split(terms), split(jnp.ones(len(terms)))))
+    start = sharding.split_rows(zero(nothing)), zero(dealt)
+    (sums, shares), metrics = jax.lax.scan(one, start, (split(terms), split(jnp.ones(len(terms)))))
     # each device joins all groups' sums of its share of the numbers, and is then sent the other shares
     joined = join(Sum(*(jax.tree.map(_dealt, part) for part in (sums.rounded, sums.lost)))).value | shares.value
     gradient = jax.tree.map(lambda x, like: sharding.replicate(x)[: like.size].reshape(like.shape), joined, adapters)
