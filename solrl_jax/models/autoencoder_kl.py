@@ -250,7 +250,7 @@ class Upsample2D(nnx.Module):
         self.conv = Conv(channels, channels, 3, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:
-        return self.conv(x.repeat(2, axis=1).repeat(2, axis=2))
+        return self.conv.of_squares(x)
 
 
 class GroupNorm(nnx.Module):
