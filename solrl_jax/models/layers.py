@@ -153,7 +153,8 @@ class Conv(nnx.Module):
         if target.platform() == "cpu":
             return self(x.repeat(2, axis=1).repeat(2, axis=2))
         y = conv_of_squares(x, self.kernel.get_value())
-        return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
+        # written in the dtype of `x`: XLA would write the float32 that a norm after it reads
+        return jax.lax.optimization_barrier(y if self.bias is None else y + self.bias.get_value().astype(x.dtype))
 
 
 def conv_of_squares(x: Float[Array, "b h w n_in"], kernel: Float[Array, "3 3 n_in n_out"]) -> Float[Array, "b 2*h 2*w n_out"]:

@@ -1,7 +1,7 @@
 """The middle of SANA's MLP in one pass over memory: SiLU, a depthwise 3x3 convolution, and a gate (arXiv 2410.10629, 2.2).
 
 XLA writes the SiLU before the convolution reads it, and it is five times as wide as the network. Here one kernel (Pallas, in
-Triton) makes some rows of pixels of some channels from what the linear before wrote. Elsewhere its twin does so in plain JAX.
+Triton) makes some channels of a picture, row by row, from what the linear before wrote. Elsewhere its twin is plain JAX.
 """
 
 from functools import partial
@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 from solrl_jax.numerics import target
 from solrl_jax.numerics.rows import on_rows
 
-ROWS, CHANNELS = 8, 32  # of a block of threads; two more rows are read
-FEWEST, WIDEST = 16, 32  # pixels of a row: it is filled up to a power of two; a wider one takes too much of a GPU's fast memory
+CHANNELS = 32  # of a block of threads
+FEWEST, WIDEST = 16, 32  # pixels of a row, filled up to a power of two; wider pictures come in twos, too few for a GPU
 
 
 def gated_conv(
@@ -90,11 +90,11 @@ def in_one_pass(
 
     (batch, height, width, channels), half = x.shape, x.shape[-1] // 2
     filled = 1 << (max(width, FEWEST) - 1).bit_length()
-    picture = lambda n: pl.BlockSpec((None, height, width, n), lambda b, row, c: (b, 0, 0, 0))
-    shared = lambda *shape: pl.BlockSpec(shape, lambda b, row, c: (0,) * len(shape))
+    picture = lambda n: pl.BlockSpec((None, height, width, n), lambda b, c: (b, 0, 0, 0))
+    shared = lambda *shape: pl.BlockSpec(shape, lambda b, c: (0,) * len(shape))
     made = half if gradient is None else channels
     return pl.pallas_call(
-        partial(_body, pl, plgpu, filled), grid=(batch, -(-height // ROWS), half // CHANNELS),
+        partial(_body, pl, plgpu, filled), grid=(batch, half // CHANNELS),
         in_specs=[picture(channels), shared(3, 3, channels), shared(channels), *[picture(half)] * (gradient is not None)],
         out_specs=picture(made), out_shape=jax.ShapeDtypeStruct((batch, height, width, made), x.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
@@ -103,29 +103,35 @@ def in_one_pass(
 
 
 def _body(pl: Any, plgpu: Any, filled: int, x: Any, kernel: Any, bias: Any, *others: Any) -> None:
-    """Within the kernel: `ROWS` rows of `CHANNELS` channels, from references to the operands and to the result."""
+    """Within the kernel: `CHANNELS` channels of a picture, row by row, from references to the operands and to the result."""
     (height, width, channels), dtype, (*gradient, out) = x.shape, x.dtype, others
-    first, channel, column = pl.program_id(1) * ROWS, pl.program_id(2) * CHANNELS, jnp.arange(filled)
+    starts, column = [pl.program_id(1) * CHANNELS + half for half in (0, channels // 2)], jnp.arange(filled)
     # a row of pixels moved by one is a product with zeros and ones, exact
     to_left, to_right = ((column[None] == column[:, None] + by).astype(dtype) for by in (-1, 1))
-    at = lambda row, start: (jnp.clip(row, 0, height - 1), pl.ds(0, filled), pl.ds(start, CHANNELS))
-    there = lambda row: (column[:, None] < width) & (row >= 0) & (row < height)
+    at = lambda row, start: (row, pl.ds(0, filled), pl.ds(start, CHANNELS))
+    inside = column[:, None] < width
+    taps = [[[kernel[i, j, pl.ds(n, CHANNELS)].astype(jnp.float32) for j in range(3)] for i in range(3)] for n in starts]
+    offsets = [bias[pl.ds(n, CHANNELS)].astype(jnp.float32) for n in starts]
 
-    def made(start: Any) -> list[Array]:
-        taps = [[kernel[i, j, pl.ds(start, CHANNELS)].astype(jnp.float32) for j in range(3)] for i in range(3)]
-        offset, rows = bias[pl.ds(start, CHANNELS)].astype(jnp.float32), []
-        for row in (first + r - 1 for r in range(ROWS + 2)):
-            y = silu(plgpu.load(x.at[at(row, start)], mask=there(row), other=0)).astype(dtype)
-            moved = [jnp.dot(by, y, preferred_element_type=jnp.float32) for by in (to_left, to_right)]
-            rows.append((moved[0], y.astype(jnp.float32), moved[1]))
-        sums = [sum(rows[r + i][j] * taps[i][j] for i in range(3) for j in range(3)) + offset for r in range(ROWS)]
-        return [y.astype(dtype) for y in sums]
+    def moved(row: Any, start: Any) -> tuple[Array, ...]:
+        there = inside & (row < height)
+        y = silu(plgpu.load(x.at[at(jnp.minimum(row, height - 1), start)], mask=there, other=0)).astype(dtype)
+        by = lambda shift: jnp.dot(shift, y, preferred_element_type=jnp.float32)
+        return by(to_left), y.astype(jnp.float32), by(to_right)
 
-    for r, (y, by) in enumerate(zip(made(channel), made(channels // 2 + channel), strict=True)):
-        row, results = first + r, [gate(y, by)]
+    def step(row: Array, before: Any) -> Any:
+        rows = [(*of_half, moved(row + 1, n)) for of_half, n in zip(before, starts, strict=True)]
+        product = lambda half, i, j: rows[half][i][j] * taps[half][i][j]
+        summed = lambda half: sum(product(half, i, j) for i in range(3) for j in range(3)) + offsets[half]
+        y, by = summed(0).astype(dtype), summed(1).astype(dtype)
+        results = [gate(y, by)]
         if gradient:
-            g, wide = plgpu.load(gradient[0].at[at(row, channel)], mask=there(row), other=0), by.astype(jnp.float32)
+            g, wide = plgpu.load(gradient[0].at[at(row, starts[0])], mask=inside, other=0), by.astype(jnp.float32)
             slope = jax.lax.logistic(wide) * (1 + wide * (1 - jax.lax.logistic(wide)))
             results = [g * silu(by).astype(dtype), ((g * y).astype(jnp.float32) * slope).astype(dtype)]
-        for start, value in zip((channel, channels // 2 + channel), results, strict=False):
-            plgpu.store(out.at[at(row, start)], value, mask=there(row))
+        for start, result in zip(starts, results, strict=False):
+            plgpu.store(out.at[at(row, start)], result, mask=inside)
+        return tuple(of_half[1:] for of_half in rows)
+
+    nothing = (jnp.zeros((filled, CHANNELS), jnp.float32),) * 3
+    jax.lax.fori_loop(0, height, step, tuple((nothing, moved(0, n)) for n in starts))
