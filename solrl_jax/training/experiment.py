@@ -139,12 +139,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         scored.prepare(prompts[:1])
         if scored.host is not None:
             trial(scored.host, prompts[:1], (model.height, model.width))
-<<<<<<< HEAD
     pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model)))
-    device = device_facts()
-=======
-    pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path))
->>>>>>> 8619eab (scoring: products of reward networks in FP16 and decoding in BF16 where devices have units for it; SANA's MLP in one pass)
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
         refuse_what_cannot_fit(config, pipeline, targets)
