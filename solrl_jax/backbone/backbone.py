@@ -75,10 +75,12 @@ def load_backbone(
     cache: str | None = None,
     instruction: str | None = None,
     tile: int | None = None,
+    decoding: jnp.dtype | None = None,
 ) -> Backbone:
     """Loads a pipeline, open already or named by its path, onto `mesh`. The networks compute in `precision`: bf16 or fp32.
 
-    cache, instruction (its text) and tile: see `config.Model`.
+    cache, instruction (its text) and tile: see `config.Model`. decoding: what pictures are decoded in; None: what the
+    autoencoder was released for, or `precision`.
     Raises InputError in one line for a model that is absent, incomplete, of an unknown kind, or without one of these features.
     """
     pipeline = open_model(model) if isinstance(model, str) else model
@@ -86,7 +88,7 @@ def load_backbone(
     dtype, rows = DTYPES[precision], sharding.rows_only(mesh)
     text_encoders = open_text_encoders(pipeline, precision, rows, cache)
     text_encoders.check_instruction(instruction)
-    vae_dtype = pipeline.vae_dtype or dtype
+    vae_dtype = decoding or pipeline.vae_dtype or dtype
     with in_one_line():
         for component in (pipeline.transformer, pipeline.vae):
             component.check()  # both, before minutes pass while the first one loads

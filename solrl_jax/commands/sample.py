@@ -23,7 +23,7 @@ from solrl_jax.explore.sync import Quantizer, merged
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.numerics.formats import Format
+from solrl_jax.numerics.formats import Format, scoring_dtypes
 from solrl_jax.numerics.formats import resolve as resolve_format
 from solrl_jax.numerics.randomness import normal
 from solrl_jax.parallel.sharding import make_mesh
@@ -121,6 +121,7 @@ def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
         "cache": config.model.cache if config else None,
         "instruction": None if path is None else load_instruction(path, field),
         "tile": request.tile or (config.model.tile if config else None),
+        "decoding": scoring_dtypes(config.rollout.scoring, config.rollout.precision, device_facts())[0] if config else None,
     }
 
 

@@ -129,6 +129,7 @@ class Rollout(Section):
     true_guidance: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
     chunk: Count  # rows that a device runs at once, at most
     precision: Literal["bf16", "fp32"]  # of regeneration, update and evaluation
+    scoring: Literal["auto", "half", "fp32"]  # decoding in BF16 and scoring in FP16, or both in float32; auto: by the device
 
     def __post_init__(self) -> None:
         n, k, explored, field = self.candidates, self.kept, self.explore.steps, "rollout.explore.steps"

@@ -27,6 +27,7 @@ from solrl_jax.models.layers import (
     param,
     space_to_depth,
 )
+from solrl_jax.numerics import target
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu": jax.nn.relu}
 NORM_EPS, ATTENTION_EPS = 1e-5, 1e-15
@@ -114,7 +115,7 @@ class UpBlock(nnx.Module):
         self.repeats, self.shuffle = 4 * n_out // n_in, shuffle
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        y = depth_to_space(self.conv(x)) if self.shuffle else self.conv(x.repeat(2, axis=1).repeat(2, axis=2))
+        y = depth_to_space(self.conv(x)) if self.shuffle else self.conv.of_squares(x)
         return y + depth_to_space(x.repeat(self.repeats, axis=-1))
 
 
@@ -154,11 +155,13 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
         weights = scores / (scores.sum(-1, keepdims=True) + ATTENTION_EPS)
         return jnp.einsum("bgnm,bmgd->bngd", weights.astype(v.dtype), v)
     # The sums over keys do not depend on q. In float32: they grow with the image, beyond the range of half precision.
-    q32, k32, v32 = (t.astype(jnp.float32) for t in (q, k, v))
-    dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    total = dot("bngd,bgde->bnge", q32, dot("bngd,bnge->bgde", k32, v32))
-    weight = dot("bngd,bgd->bng", q32, k32.sum(1))[..., None]
-    return (total / (weight + ATTENTION_EPS)).astype(v.dtype)
+    q32, summed = q.astype(jnp.float32), k.sum(1, dtype=jnp.float32)
+    if target.platform() == "cpu":  # which has no such product of BF16; elsewhere it is exact
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    total = dot("bngd,bgde->bnge", q32, dot("bngd,bnge->bgde", k, v))
+    weight = dot("bngd,bgd->bng", q32, summed)[..., None]
+    return (total / (weight + ATTENTION_EPS)).astype(q.dtype)
 
 
 class MultiscaleAttention(nnx.Module):

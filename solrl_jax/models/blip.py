@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from solrl_jax.models.attention import attention
+from solrl_jax.models.attention import attention_forward
 from solrl_jax.models.clip import MLP, gelu
 from solrl_jax.models.embeddings import PatchProjection
 from solrl_jax.models.layers import Embedding, LayerNorm, Linear, param, scan_blocks, stack
@@ -103,7 +103,7 @@ class VisionAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         q, k, v = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1), 2, 0)
-        return self.proj(attention(q, k, v).reshape(x.shape))
+        return self.proj(attention_forward(q, k, v).reshape(x.shape))
 
 
 class TextEncoder(nnx.Module):
@@ -161,7 +161,7 @@ class TextAttention(nnx.Module):
     ) -> Float[Array, "b l d"]:
         own = getattr(self, "self")  # noqa: B009
         heads = lambda y: y.reshape(*y.shape[:2], self.heads, -1)
-        out = attention(heads(own["query"](x)), heads(own["key"](source)), heads(own["value"](source)), mask)
+        out = attention_forward(heads(own["query"](x)), heads(own["key"](source)), heads(own["value"](source)), mask)
         return self.output(out.reshape(x.shape), x)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from solrl_jax.models.attention import attention
+from solrl_jax.models.attention import attention_forward
 from solrl_jax.models.config_file import ReleasedConfig
 from solrl_jax.models.embeddings import PatchProjection
 from solrl_jax.models.layers import Embedding, LayerNorm, Linear, param, scan_blocks, stack
@@ -281,7 +281,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None) -> Float[Array, "b l d"]:
         heads = lambda y: y.reshape(*y.shape[:2], self.heads, -1)
-        out = attention(heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x)), mask)
+        out = attention_forward(heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x)), mask)
         return self.out_proj(out.reshape(x.shape))
 
 

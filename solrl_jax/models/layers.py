@@ -20,7 +20,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from solrl_jax.numerics import split
+from solrl_jax.numerics import split, target
+from solrl_jax.numerics.gated_conv import convolved, gated_conv
 from solrl_jax.numerics.leaf import PRODUCT, Leaf
 from solrl_jax.numerics.matmul import deferred, matmul, outputs_divided
 from solrl_jax.numerics.pending import Pending, layer_norm
@@ -123,7 +124,7 @@ class Linear(nnx.Module):
         if isinstance(x, Pending):
             return self.pending(x).value
         y = matmul(x, self.kernel.get_value())
-        return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
+        return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
     def pending(self, x: Pending) -> Pending:
         """The same of an activation that need not be in memory, to one that need not be."""
@@ -146,29 +147,41 @@ class Conv(nnx.Module):
             dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
+    def of_squares(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
+        """The convolution (stride 1) of `x` with each pixel as a square of 2 x 2."""
+        if target.platform() == "cpu":
+            return self(x.repeat(2, axis=1).repeat(2, axis=2))
+        y = conv_of_squares(x, self.kernel.get_value())
+        # written in the dtype of `x`: XLA would write the float32 that a norm after it reads
+        return jax.lax.optimization_barrier(y if self.bias is None else y + self.bias.get_value().astype(x.dtype))
+
+
+def conv_of_squares(x: Float[Array, "b h w n_in"], kernel: Float[Array, "3 3 n_in n_out"]) -> Float[Array, "b 2*h 2*w n_out"]:
+    """A 3x3 convolution of `x` with each pixel as a square of 2 x 2, as one transposed convolution.
+
+    A tap of it is the sum of those that meet the same pixel: four products for nine, and no squares in memory. A CPU is slower
+    so.
+    """
+    wide = jnp.pad(kernel.astype(jnp.float32), ((1, 1), (1, 1), (0, 0), (0, 0)))
+    rows = wide[:-1] + wide[1:]
+    taps = (rows[:, :-1] + rows[:, 1:]).astype(x.dtype)
+    # turned twice: XLA knows a transposed convolution for cuDNN by a kernel that is turned
+    turned = jax.lax.rev(jax.lax.optimization_barrier(jax.lax.rev(taps, (0, 1))), (0, 1))
+    return jax.lax.conv_general_dilated(
+        x, turned, (1, 1), [(2, 2)] * 2, lhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+
 
 class DepthwiseConv(nnx.Module):
-    """A convolution with one `kernel` x `kernel` filter for each channel; stride 1, zero padding.
-
-    It is a sum of shifted products, which XLA fuses into one pass over memory on every backend. XLA's grouped convolution is
-    far slower on CPU, above all its gradient.
-    """
+    """A convolution with one `kernel` x `kernel` filter for each channel; stride 1, zero padding."""
 
     def __init__(self, channels: int, kernel: int, *, bias: bool = True, rngs: nnx.Rngs):
         scale = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         self.kernel = param(scale(rngs.params(), (kernel, kernel, 1, channels), jnp.float32), "weight", "conv")
         self.bias = param(jnp.zeros(channels), "bias") if bias else None
-        self.size = kernel
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        height, width = x.shape[1:3]
-        # float32 inside, rounded once, as in a convolution; in BF16, rounding every product takes 2.5 times as long on CPU
-        k = self.kernel.get_value()[:, :, 0].astype(jnp.float32)
-        padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (self.size // 2,) * 2, (self.size // 2,) * 2, (0, 0)))
-        y = sum(padded[:, i : i + height, j : j + width] * k[i, j] for i in range(self.size) for j in range(self.size))
-        if self.bias is not None:
-            y = y + self.bias.get_value().astype(jnp.float32)
-        return y.astype(x.dtype)
+        bias = None if self.bias is None else self.bias.get_value()
+        return convolved(x, self.kernel.get_value(), bias)
 
 
 class GLUMBConv(nnx.Module):
@@ -184,8 +197,7 @@ class GLUMBConv(nnx.Module):
 
     def gated(self, y: Float[Array, "b h w c"]) -> Float[Array, "b h w d"]:
         """What follows the first linear."""
-        y, gate = jnp.split(self.conv_depth(jax.nn.silu(y)), 2, axis=-1)
-        return self.conv_point(y * jax.nn.silu(gate))
+        return self.conv_point(gated_conv(y, self.conv_depth.kernel.get_value(), self.conv_depth.bias.get_value()))
 
 
 class LayerNorm(nnx.Module):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from solrl_jax.numerics import fp8, nvfp4
@@ -54,6 +55,11 @@ def _fp8_units(device: Device) -> bool:
     return _cuda(8, 9)(device) or device.kind.startswith("TPU7")
 
 
+def _bf16_units(device: Device) -> bool:
+    """Ampere and later GPUs, and TPUs. A CPU takes longer for BF16 than for float32."""
+    return _cuda(8)(device) or device.platform == "tpu"
+
+
 _everywhere = lambda device: True
 _block_scaled_units = _cuda(10, 0)  # Blackwell
 
@@ -75,3 +81,16 @@ def resolve(name: str, device: Device) -> Format:
     if name == AUTO:
         name = next((fast for fast in _FASTEST_FIRST if FORMATS[fast].native(device)), "bf16")
     return FORMATS[name]
+
+
+def scoring_dtypes(name: str, precision: str, device: Device) -> tuple[jnp.dtype | None, jnp.dtype]:
+    """What pictures are decoded in, and what the networks that score them multiply in.
+
+    name: "half", "fp32", or "auto": half if `device` has units for BF16 and the training precision is BF16. Otherwise auto is
+    None, what the autoencoder was released for, and float32. Half is BF16 for decoding, whose range it needs, and FP16 for
+    networks that score, which has three bits more; TPUs have no FP16.
+    """
+    half, whole = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    if name == "half" or (name == AUTO and precision == "bf16" and _bf16_units(device)):
+        return half, half if device.platform == "tpu" else jnp.dtype(jnp.float16)
+    return whole if name == "fp32" else None, whole

@@ -8,17 +8,16 @@ norm or a GELU, keeps it in registers, and writes codes and scales. Where there 
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from solrl_jax.numerics import split, target
+from solrl_jax.numerics import target
+from solrl_jax.numerics.rows import on_rows
 
 # Of rows [..., n], one array for each part, to outputs. Each output is a list of arrays that lie side by side, a part each.
 Encode = Callable[[Sequence[Float[Array, "..."]]], tuple[list[Array], ...]]
@@ -149,7 +148,7 @@ def one_pass(encode: Encode, stretches: Sequence[Pending]) -> tuple[Array, ...]:
     run = lambda make: lambda *arrays: make(encode, _with(parts, iter(arrays)))
     if not target.converts_fp8():
         return run(twin)(*_arrays(parts))
-    return jax.lax.platform_dependent(*_arrays(parts), cuda=_on_rows(run(kernel)), default=run(twin))
+    return jax.lax.platform_dependent(*_arrays(parts), cuda=on_rows(run(kernel)), default=run(twin))
 
 
 def _arrays(stretches: Sequence[Sequence[Part]]) -> list[Array]:
@@ -257,17 +256,3 @@ def _row(
 def _filled(width: int) -> int:
     """Triton's arrays have powers of two elements."""
     return 1 << (max(width, SMALLEST) - 1).bit_length()
-
-
-def _on_rows(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` on each device's rows: XLA cannot divide a kernel."""
-
-    def mapped(*arrays: Array) -> Any:
-        mesh, batch = jax.sharding.get_abstract_mesh(), max(x.shape[0] for x in arrays)
-        names = tuple(name for name in mesh.axis_names if name != split.TENSOR)
-        if mesh.empty or batch % math.prod(mesh.shape[name] for name in names):
-            return f(*arrays)
-        specs = tuple(PartitionSpec(names if x.shape[0] == batch else None) for x in arrays)
-        return jax.shard_map(f, in_specs=specs, out_specs=PartitionSpec(names), check_vma=False)(*arrays)
-
-    return mapped

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, check_tile
 from solrl_jax.backbone.decoder import Decoder
@@ -15,7 +16,7 @@ from solrl_jax.backbone.locate import open_model
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
-from solrl_jax.numerics.formats import Device
+from solrl_jax.numerics.formats import Device, scoring_dtypes
 from solrl_jax.parallel import sharding
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_rewards
@@ -51,11 +52,12 @@ def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
     instruction = read_instruction(config)
     encoders.check_instruction(instruction)
-    vae_dtype = pipeline.vae_dtype or dtype
+    decoding, products = scoring_dtypes(config.rollout.scoring, config.rollout.precision, device)
+    vae_dtype = decoding or pipeline.vae_dtype or dtype
     decoder = Decoder(pipeline.vae.abstract(vae_dtype, sharding.placement(rows)), pipeline, vae_dtype, model.tile)
     transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
-    scorer, prompts = reward(config, rows), some_prompts(config)
+    scorer, prompts = reward(config, rows, products), some_prompts(config)
     return Experiment(config, backbone, scorer, scorer, targets, quantized, device, prompts, prompts)
 
 
@@ -69,9 +71,9 @@ def some_prompts(config: Config) -> list[Prompt]:
     return found + [found[0] if found else Prompt("")] * (count - len(found))
 
 
-def reward(config: Config, mesh: Mesh) -> Reward:
+def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     """What is trained on, its networks as they are released. What is scored outside JAX takes nothing of a device."""
-    loaded = open_rewards(dataclasses.replace(config.reward, paths=CARRIED, watched=()))(mesh).trained
+    loaded = open_rewards(dataclasses.replace(config.reward, paths=CARRIED, watched=()), products)(mesh).trained
     return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
 
 

@@ -1,4 +1,4 @@
-"""What the rewards do with a scoring network: check its files, load it in float32, and score a few pictures at a time."""
+"""What the rewards do with a scoring network: check its files, load it, and score a few pictures at a time."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,11 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from solrl_jax.models.component import Component, Find
-from solrl_jax.models.weights import find_component
+from solrl_jax.models.weights import Params, entries, find_component
+from solrl_jax.numerics.rounded import Rounded
 from solrl_jax.parallel import sharding
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.storage import hub
@@ -36,14 +39,27 @@ def loader(networks: Any, prepare: Callable[[Sequence[str]], Any], score: Callab
     Parameters are in float32, in which the original libraries score too, and placed as the policy's base is. Those of a network
     whose configuration alone is there (for a plan) are abstract. `score` gets `ROWS` pictures a device at a time: this bounds
     memory, and a score does not depend on the chunk it is in.
+    With a dtype of 16 bits, so are the products of transformers' layers; the layers' sums and norms stay in float32.
     """
 
-    def load(mesh: Mesh | None) -> Reward:
+    def load(mesh: Mesh | None, dtype: DTypeLike) -> Reward:
         place = None if mesh is None else sharding.placement(mesh)
-        read = lambda network: network.abstract if hub.is_carried(network.source) else network.load
-        return Reward(jax.tree.map(lambda network: read(network)(jnp.float32, place), networks), prepare, in_rows)
+
+        def read(network: Component) -> Any:
+            params = (network.abstract if hub.is_carried(network.source) else network.load)(jnp.float32, place)
+            return params if dtype == jnp.float32 else rounded(network, params, dtype)
+
+        return Reward(jax.tree.map(read, networks), prepare, in_rows)
 
     def in_rows(params: Any, images: Array, prepared: Any) -> Scores:
         return sharding.map_rows(lambda rows: score(params, *rows), (images, prepared), ROWS)
 
     return load
+
+
+def rounded(network: Component, params: Params, dtype: DTypeLike) -> Params:
+    """The parameters, or their shapes, with the linears of stacks of layers as `Rounded` to `dtype`."""
+    half = lambda x: x.astype(dtype) if isinstance(x, jax.Array) else x.update(dtype=dtype)
+    stacked = {e.path for e in entries(network.state) if e.stacked and e.layout == "linear"}
+    flat = flatten_dict(params)
+    return unflatten_dict({path: Rounded(half(x)) if path in stacked else x for path, x in flat.items()})

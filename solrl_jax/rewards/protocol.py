@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from solrl_jax.conditioning.prompts import Prompt
@@ -89,7 +90,8 @@ class Reward:
         return {"pictures": images, "latents": latents, "both": (images, latents)}[self.sees]
 
 
-Loader = Callable[[Mesh | None], Reward]  # reads a reward's weights onto the mesh; None: onto JAX's default device
+# reads a reward's weights onto the mesh (None: onto JAX's default device), for products in the dtype
+Loader = Callable[[Mesh | None, DTypeLike], Reward]
 
 
 @partial(sharding.jit, static_argnums=0)

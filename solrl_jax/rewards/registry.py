@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from solrl_jax.config import schema as config
 from solrl_jax.config.presets import ENTRY_POINTS
@@ -117,11 +119,11 @@ class Rewards(NamedTuple):
     evaluated: Reward
 
 
-def open_rewards(settings: config.Reward) -> Callable[[Mesh | None], Rewards]:
+def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> Callable[[Mesh | None], Rewards]:
     """The weighted sum of named scores as one reward: `shapes` is that reward itself, `shapes/strict` another score of it.
 
     The sum also returns every score under its name. Here, names, options, functions and files are found and checked. The
-    function that is returned reads the files. Raises InputError in one line.
+    function that is returned reads the files. dtype: of the products of networks. Raises InputError in one line.
     """
     weights, watched, options = settings.weights, settings.watched, settings.options
     if strange := [name for name in settings.paths if name not in SOURCES]:
@@ -144,7 +146,7 @@ def open_rewards(settings: config.Reward) -> Callable[[Mesh | None], Rewards]:
     outside_jax = [part for part in opened.values() if isinstance(part, HostReward)]
 
     def load(mesh: Mesh | None) -> Rewards:
-        parts = {name: loader(mesh) for name, loader in loaders.items()}
+        parts = {name: loader(mesh, dtype) for name, loader in loaders.items()}
 
         def summed(scores: Sequence[str]) -> Reward:
             chosen = reward_names(scores)
@@ -184,7 +186,7 @@ def entry_points() -> dict[str, str]:
 def _placed(reward: Reward) -> Loader:
     """The loader of a reward that has its parameters already."""
 
-    def load(mesh: Mesh | None) -> Reward:
+    def load(mesh: Mesh | None, dtype: DTypeLike) -> Reward:
         if mesh is None:
             return reward
         params = jax.tree.map(hosts.put, reward.params, sharding.parameter_sharding(mesh, reward.params))

@@ -23,4 +23,4 @@ def shapes_reward(paths: Mapping[str, str]) -> Loader:
         verdict = verifier.verify(images, targets)
         return {"reward": verdict.score, "strict": verdict.strict.astype(jnp.float32)}
 
-    return lambda mesh: Reward(None, prepare, score, check=scenes.parse)
+    return lambda mesh, dtype: Reward(None, prepare, score, check=scenes.parse)

@@ -18,7 +18,7 @@ from solrl_jax.explore.lever import Calibration
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.recipe import Recipe
 from solrl_jax.flow.grid import Grid
-from solrl_jax.numerics.formats import Device, resolve
+from solrl_jax.numerics.formats import Device, resolve, scoring_dtypes
 from solrl_jax.numerics.randomness import candidate_seeds, key, prompt_uid
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.policy.lora import Adapters, Targets, attach, find_targets
@@ -123,7 +123,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     force: load also what cannot fit into memory, by the arithmetic of `room`.
     """
     model, rollout = config.model, config.rollout
-    load_reward = open_rewards(config.reward)
+    device = device_facts()
+    decoding, products = scoring_dtypes(rollout.scoring, rollout.precision, device)
+    load_reward = open_rewards(config.reward, products)
     train, test = load_prompt_sets(config)
     for field, wanted, there in (("train.prompts", config.train.prompts, train), ("eval.prompts", config.eval.prompts, test)):
         if wanted > len(there):
@@ -138,11 +140,11 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         if scored.host is not None:
             trial(scored.host, prompts[:1], (model.height, model.width))
     pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model)))
-    device = device_facts()
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
         refuse_what_cannot_fit(config, pipeline, targets)
-    backbone = load_backbone(pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile)
+    options = {"cache": model.cache, "instruction": instruction, "tile": model.tile, "decoding": decoding}
+    backbone = load_backbone(pipeline, rollout.precision, mesh, **options)
     return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test)
 
 

@@ -86,6 +86,14 @@ def test_every_parameter_has_the_dtype_of_the_precision(precision, dtype, folder
     assert backbone.dtype == dtype
 
 
+@pytest.mark.parametrize("decoding", [jnp.float32, jnp.bfloat16])
+def test_pictures_are_decoded_in_what_is_asked_for(decoding, folder):
+    backbone = load_backbone(str(folder), "bf16", sharding.make_mesh(1, 1), decoding=jnp.dtype(decoding))
+    assert {leaf.dtype for leaf in jax.tree.leaves(backbone.decoder.params)} == {jnp.dtype(decoding)}
+    assert backbone.decoder.dtype == decoding
+    assert {leaf.dtype for leaf in jax.tree.leaves(backbone.transformer)} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_large_parameters_are_split_over_fsdp_and_small_ones_are_whole(backbones):
     _, split = backbones
     block = split.transformer["transformer_blocks"]

@@ -13,6 +13,7 @@ from flax import nnx
 from pretrain.networks import to_torch
 
 from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
+from solrl_jax.models.layers import Conv, conv_of_squares
 from solrl_jax.models.tiling import decode_tiled
 from solrl_jax.models.weights import entries
 from tests import carried
@@ -168,6 +169,18 @@ def test_bfloat16_is_as_close_to_float32_as_pytorchs():
     for got, reference_half, want in zip(ours, theirs, exact, strict=True):
         assert got.dtype == jnp.bfloat16
         assert distance(got, want) < 1.1 * distance(reference_half, want)
+
+
+def test_a_convolution_of_squares_is_that_of_repeated_pixels():
+    """To the rounding of float32: sums of taps come first."""
+    conv = Conv(5, 6, 3, rngs=nnx.Rngs(0))
+    conv.bias.set_value(normal(3, 6))
+    x = jnp.asarray(normal(4, 2, 7, 4, 5))
+    want = conv(x.repeat(2, axis=1).repeat(2, axis=2))
+    np.testing.assert_array_equal(conv.of_squares(x), want)  # as it is computed here
+    ours = conv_of_squares(x, conv.kernel.get_value()) + conv.bias.get_value()
+    np.testing.assert_allclose(ours, want, rtol=0, atol=3e-6)
+    assert conv_of_squares(x.astype(jnp.bfloat16), conv.kernel.get_value()).dtype == jnp.bfloat16
 
 
 def test_weights_go_out_as_they_came_in():

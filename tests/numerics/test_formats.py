@@ -27,7 +27,7 @@ from solrl_jax.config.schema import Precision
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.sync import Quantizer, quantize_policy
 from solrl_jax.models.layers import Linear, scan_blocks, stack
-from solrl_jax.numerics.formats import AUTO, FORMATS, Device, resolve
+from solrl_jax.numerics.formats import AUTO, FORMATS, Device, resolve, scoring_dtypes
 from solrl_jax.numerics.matmul import dequantize, matmul
 from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding, rows
 from solrl_jax.policy.lora import attach, flatten
@@ -338,6 +338,22 @@ def test_what_a_device_runs_natively_and_what_auto_makes_of_it(device, auto, nat
         told = form.describe(device)
         assert told.startswith(f"{name} (")
         assert ("emulated" in told) == (name in QUANTISING and name not in native)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "device", "decoding", "products"),
+    [
+        ("auto", "bf16", Device("gpu", "NVIDIA H200", (9, 0)), "bfloat16", "float16"),
+        ("auto", "fp32", Device("gpu", "NVIDIA H200", (9, 0)), None, "float32"),
+        ("auto", "bf16", Device("gpu", "V100", (7, 0)), None, "float32"),
+        ("auto", "bf16", Device("tpu", "TPU v6e"), "bfloat16", "bfloat16"),
+        ("auto", "bf16", Device("cpu"), None, "float32"),
+        ("half", "fp32", Device("cpu"), "bfloat16", "float16"),
+        ("fp32", "bf16", Device("gpu", "NVIDIA H200", (9, 0)), "float32", "float32"),
+    ],
+)
+def test_what_pictures_are_decoded_and_scored_in(name, precision, device, decoding, products):
+    assert scoring_dtypes(name, precision, device) == (decoding and jnp.dtype(decoding), jnp.dtype(products))
 
 
 def test_the_facts_of_a_device_are_jaxs():

@@ -63,7 +63,8 @@ STEP = {("flux1", "b200"): 2.8, ("flux1", "h200"): 1.8, ("sd3", "b200"): 1.3, ("
 
 def test_what_a_product_reads_is_written_in_one_pass_and_an_exploring_step_is_so_much_faster(planned):
     kernels = {f"{stage}: {row['name']}": row["roofline"]["native"] for stage, row in plan.rows(planned.plan)}
-    assert [name for name, native in kernels.items() if "__gpu$xla.gpu.triton" in native] == [SAMPLE[0]]
+    gated = (SAMPLE[1], "score: decode_chunk", UPDATE) if planned.model == "sana" else ()  # SANA's MLP and its decoder's
+    assert [name for name, native in kernels.items() if "__gpu$xla.gpu.triton" in native] == [SAMPLE[0], *gated]
     rollout = config(planned.model).rollout
     steps = rollout.explore.steps, rollout.steps
     explored, exact = (planned.program(name)["roofline"]["seconds"] / n for name, n in zip(SAMPLE, steps, strict=True))
@@ -86,6 +87,13 @@ def test_no_product_is_in_float32(planned):
     for name in (*SAMPLE, UPDATE):
         operations = planned.program(name)["roofline"]["operations"]
         assert operations.get("fp32", 0) < FLOAT32[planned.model] * sum(operations.values()), name
+
+
+def test_pictures_are_decoded_and_scored_in_sixteen_bits(planned):
+    """But for attention to the text, resizing, and what surrounds the layers of a reward's network."""
+    for name in ("score: decode_chunk", "score: score_images"):
+        operations = planned.program(name)["roofline"]["operations"]
+        assert operations["fp32"] < 0.03 * operations["bf16"], name
 
 
 def test_the_update_takes_the_memory_of_its_state(planned):
