@@ -14,11 +14,13 @@ OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
+# what a newcomer's terminal shows is ours alone
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
 .PHONY: demo test test-all test-targets test-targets-tpu clean
 
 demo: .venv/installed
 	$(BIN)/solrl train tiny --report run.dir=runs/demo
-	@echo "Open runs/demo/report.html in a browser: what the run did, in one page. Pictures alone: runs/demo/pictures"
 
 test: .venv/installed-test
 	$(BIN)/ruff check .
