@@ -17,7 +17,7 @@ QUICKLY := $(TOGETHER) -m 'not exhaustive'
 # what a newcomer's terminal shows is ours alone
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-targets test-targets-tpu clean
+.PHONY: demo docs notebook wheel test test-all test-targets test-targets-tpu clean
 
 demo: .venv/installed
 	$(BIN)/solrl train tiny --report run.dir=runs/demo
@@ -34,6 +34,17 @@ test: .venv/installed-test
 	$(BIN)/coverage run -m pytest $(QUICKLY) $(OTHERS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
+
+# The site, in site/index.html: it can be read from disk or served. Pages are in docs/, their order in mkdocs.yml.
+docs: .venv/installed-test
+	$(BIN)/zensical build --strict --clean
+
+# The notebook's outputs, made anew (three minutes)
+notebook: .venv/installed-test
+	$(BIN)/python scripts/make_notebook.py
+
+wheel: .venv/installed-test
+	$(BIN)/hatchling build --directory dist
 
 test-all: .venv/installed-test
 	$(BIN)/python -m pytest $(TOGETHER) $(NETWORKS)
@@ -69,4 +80,4 @@ test-targets-tpu: .venv-plan-tpu/installed
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .venv-plan-cuda .venv-plan-tpu build dist
+	rm -rf .venv .venv-plan-cuda .venv-plan-tpu build dist site
