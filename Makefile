@@ -9,7 +9,7 @@ BIN := .venv/bin
 NETWORKS := tests/models
 # A file is one process's, so the longest comes first.
 WHOLE := tests/run/test_resume.py tests/training tests/commands/test_sample.py tests/parallel \
-  $(addprefix tests/,policy flow numerics rollout shapes)
+  $(addprefix tests/,policy flow numerics rollout shapes docs)
 OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'

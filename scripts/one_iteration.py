@@ -14,7 +14,7 @@ from solrl_jax.conditioning.prompts import draw_prompts
 from solrl_jax.rollout.generate import Rows, generate
 
 experiment = solrl.load("tiny")
-state = solrl.fresh_state(experiment)
+start = solrl.fresh_state(experiment)  # adapters that change nothing yet
 config, rollout = experiment.config, experiment.config.rollout
 print(f"{config.train.prompts} prompts an iteration, {rollout.candidates} candidates each, {rollout.kept} of them kept")
 
@@ -71,7 +71,7 @@ def show(rows, titles, labels=(), framed=frozenset(), size=0.85):
 
 # %%
 recipe = experiment.recipe
-exploring = recipe.stage(state.old, recipe.levels[0])
+exploring = recipe.stage(start.old, recipe.levels[0])
 everyone = np.arange(rollout.candidates)
 explored, proxy = pictures(exploring, everyone)
 order = np.argsort(-proxy, kind="stable")
@@ -91,7 +91,7 @@ show([[explored[i] for i in row] for row in grid], [[f"{proxy[i]:.2f}" for i in 
 # the seed decides most of a picture, and four bits and fewer steps change the rest.
 
 # %%
-regenerating = experiment.stage("regenerate", state.old, rollout.steps)
+regenerating = experiment.stage("regenerate", start.old, rollout.steps)
 regenerated, true = pictures(regenerating, kept)
 show(
     [[explored[i] for i in kept], list(regenerated)],
@@ -141,11 +141,12 @@ for candidate, reward, q in zip(kept, true, probability, strict=True):
 # ## Update
 #
 # `iterate` does all of this for every prompt, and updates the adapters once. One update changes a picture very little: the last
-# row has the difference, ten times as strong. Twenty iterations change what the policy draws.
+# row has the difference, ten times as strong. Twenty iterations change what the policy draws. (`iterate` uses up the state that
+# it is given, so it gets one of its own here.)
 
 # %%
 before, reward_before = pictures(regenerating, kept[:6])
-state, outcome = solrl.iterate(experiment, state, 1)
+state, outcome = solrl.iterate(experiment, solrl.fresh_state(experiment), 1)
 print({name: round(value, 4) for name, value in outcome.metrics.items() if name in ("loss", "pool/reward", "kept/reward")})
 after, reward_after = pictures(experiment.stage("regenerate", state.adapters, rollout.steps), kept[:6])
 show(

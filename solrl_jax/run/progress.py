@@ -1,5 +1,6 @@
 """What the terminal shows: one bar over iterations, with the stage, the reward and the time left."""
 
+import shutil
 import signal
 import sys
 import threading
@@ -57,7 +58,9 @@ class Reporter:
 
     def start(self, iterations: int, done: int) -> None:
         look = "iteration {n_fmt} of {total_fmt} |{bar:16}| {elapsed}, {remaining} left{postfix}"
-        self._bar = tqdm(total=iterations, initial=done, bar_format=look, disable=not self._bars, file=sys.stderr)
+        wide = shutil.get_terminal_size().columns  # 80 where a terminal does not know: for tqdm that would be no bar at all
+        shown = {"bar_format": look, "ncols": wide, "disable": not self._bars, "file": sys.stderr}
+        self._bar = tqdm(total=iterations, initial=done, **shown)
         self._first, self._last, self._began = done, iterations, time.monotonic()
 
     def stop(self) -> None:
