@@ -21,13 +21,13 @@ WIDE, SIDE, GAP = 8, 32, 4  # pictures in a row of the pool; pixels of a picture
 STYLE = """
 .loop { --ink: #1f2933; --soft: #52606d; --best: #0f766e; --worst: #b42318; --line: #9aa5b1; --panel: #f5f7fa; }
 @media (prefers-color-scheme: dark) {
-  .loop { --ink: #e4e7eb; --soft: #b0bac5; --best: #5eead4; --worst: #fda29b; --line: #7b8794; --panel: #27303a; }
+  .loop { --ink: #e4e7eb; --soft: #b0bac5; --best: #14b8a6; --worst: #f04438; --line: #7b8794; --panel: #27303a; }
 }
 [data-md-color-scheme="default"] .loop {
   --ink: #1f2933; --soft: #52606d; --best: #0f766e; --worst: #b42318; --line: #9aa5b1; --panel: #f5f7fa;
 }
 [data-md-color-scheme="slate"] .loop {
-  --ink: #e4e7eb; --soft: #b0bac5; --best: #5eead4; --worst: #fda29b; --line: #7b8794; --panel: #27303a;
+  --ink: #e4e7eb; --soft: #b0bac5; --best: #14b8a6; --worst: #f04438; --line: #7b8794; --panel: #27303a;
 }
 .loop text { font-family: system-ui, sans-serif; font-size: 16px; fill: var(--soft); }
 .loop .head { font-size: 19px; font-weight: 600; fill: var(--ink); }

@@ -52,8 +52,9 @@ def run(notebook: nbformat.NotebookNode) -> None:
 def page(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
     """The notebook in Markdown, and its pictures by file name. Each picture is described by the heading that it is under."""
     text, resources = MarkdownExporter().from_notebook_node(notebook)
-    found = {f"{name}-{i}.png": data for i, (_, data) in enumerate(sorted(resources["outputs"].items()))}
-    renamed = dict(zip(sorted(resources["outputs"]), found, strict=True))
+    made = sorted(resources["outputs"], key=lambda file: [int(number) for number in re.findall(r"\d+", file)])
+    renamed = {file: f"{name}-{i}.png" for i, file in enumerate(made)}
+    found = {renamed[file]: resources["outputs"][file] for file in made}
     heading, lines = "", []
     for line in text.splitlines():
         heading = line.lstrip("# ") if line.startswith("#") else heading
@@ -67,6 +68,8 @@ def main() -> None:
     run(notebook)
     nbformat.write(notebook, NOTEBOOK)
     text, pictures = page(notebook, NOTEBOOK.stem)
+    for old in NOTEBOOK.parent.glob(f"{NOTEBOOK.stem}-*.png"):
+        old.unlink()
     for name, data in pictures.items():
         (NOTEBOOK.parent / name).write_bytes(data)
     NOTEBOOK.with_suffix(".md").write_text(text)
