@@ -9,16 +9,18 @@ BIN := .venv/bin
 NETWORKS := tests/models
 # A file is one process's, so the longest comes first.
 WHOLE := tests/run/test_resume.py tests/training tests/commands/test_sample.py tests/parallel \
-  $(addprefix tests/,policy flow numerics rollout shapes)
+  $(addprefix tests/,policy flow numerics rollout shapes docs)
 OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
-.PHONY: demo test test-all test-targets test-targets-tpu clean
+# what a newcomer's terminal shows is ours alone
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo docs notebook wheel test test-all test-targets test-targets-tpu clean
 
 demo: .venv/installed
 	$(BIN)/solrl train tiny --report run.dir=runs/demo
-	@echo "Open runs/demo/report.html in a browser: what the run did, in one page. Pictures alone: runs/demo/pictures"
 
 test: .venv/installed-test
 	$(BIN)/ruff check .
@@ -32,6 +34,17 @@ test: .venv/installed-test
 	$(BIN)/coverage run -m pytest $(QUICKLY) $(OTHERS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
+
+# The site, in site/index.html: it can be read from disk or served. Pages are in docs/, their order in mkdocs.yml.
+docs: .venv/installed-test
+	$(BIN)/zensical build --strict --clean
+
+# The notebook's outputs, made anew (three minutes)
+notebook: .venv/installed-test
+	$(BIN)/python scripts/make_notebook.py
+
+wheel: .venv/installed-test
+	$(BIN)/hatchling build --directory dist
 
 test-all: .venv/installed-test
 	$(BIN)/python -m pytest $(TOGETHER) $(NETWORKS)
@@ -67,4 +80,4 @@ test-targets-tpu: .venv-plan-tpu/installed
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .venv-plan-cuda .venv-plan-tpu build dist
+	rm -rf .venv .venv-plan-cuda .venv-plan-tpu build dist site

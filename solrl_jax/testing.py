@@ -39,11 +39,15 @@ def assert_ranking_preserved(
     """Proxy rewards order the candidates of a prompt as the true rewards do. Each figure is a mean over prompts.
 
     Args:
-        proxy, true: rewards [prompts, candidates].
-        spearman, kendall: the least rank correlation (rho; tau-b). Pairs with a value that is not finite are left out, and so
-            are prompts whose rewards are all equal on either side.
-        top_k, within, match: at least the share `match` (default: 1) of the `top_k` truly best candidates is among the proxy's
-            `within` best (default: `top_k`). The paper's Top-4 match is `top_k=4, within=kept / 2` (Sol-RL, arXiv 2604.06916).
+        proxy: rewards [prompts, candidates] of the exploration.
+        true: rewards of the same candidates.
+        spearman: the least rank correlation (rho). Pairs with a value that is not finite are left out, and so are prompts whose
+            rewards are all equal on either side.
+        kendall: the same for tau-b.
+        top_k: how many of the truly best candidates are looked for.
+        within: among how many of the proxy's best (default: `top_k`).
+        match: the least share of them that is found there (default: 1). The paper's Top-4 match is `top_k=4, within=kept / 2`
+            (Sol-RL, arXiv 2604.06916).
 
     Raises AssertionError, and ValueError for shapes or numbers that make no sense.
     """

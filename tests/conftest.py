@@ -62,8 +62,9 @@ def _forget_programs():
 QUICK = 1  # configurations of each network that `make test` compares with PyTorch; `make test-all` has the others too
 # What `pytest` without arguments runs, in two processes: a verdict in three minutes on two cores. The other rooms compile whole
 # networks.
-QUICK_ROOMS = {"config", "flow", "numerics", "policy", "rollout", "storage", "tests"}
-SLOW_FILES = {"test_package.py", "test_remat.py"}  # in those rooms: a wheel in a fresh environment, every network's update
+QUICK_ROOMS = {"config", "docs", "flow", "numerics", "policy", "rollout", "storage", "tests"}
+# in those rooms: a wheel in a fresh environment, every network's update, the site, the tutorial
+SLOW_FILES = {"test_package.py", "test_remat.py", "test_site.py", "test_tutorial.py"}
 
 
 def _quick(config: pytest.Config) -> bool:

@@ -3,17 +3,22 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.small import SMALL
 
 ROOT = Path(__file__).parents[1]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+MOST_BYTES, MOST_LINES = 20_000_000, 40  # of the wheel; of a version in the changelog
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 # A user's own program, in a directory that has a `models` and a `configs` of its own.
@@ -67,10 +72,27 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives, packed):
     with zipfile.ZipFile(archives[1]) as wheel:
         names = {name for name in wheel.namelist() if not name.endswith("/")}
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"solrl_jax", "solrl_jax-0.1.0.dist-info"}
+    assert tops == {"solrl_jax", f"solrl_jax-{VERSION}.dist-info"}
     assert {name for name in names if name.startswith("solrl_jax/")} == packed
     for name in ("py.typed", "configs/base.yaml", "configs/model/flux1.yaml", "models/flux.py", "assets/pipelines/tiny-sana"):
         assert any(packed_name.startswith(f"solrl_jax/{name}") for packed_name in names), name
+
+
+def test_the_wheel_is_small(archives):
+    assert archives[1].stat().st_size < MOST_BYTES
+
+
+def test_a_version_is_dated_short_and_the_same_everywhere():
+    changes = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    dates = {}
+    for version in changes:
+        head, _, entries = version.partition("\n")
+        number, date = re.fullmatch(r"([\d.]+) \((\d{4}-\d\d-\d\d)(?:, .+)?\)", head).groups()
+        dates[number] = date
+        assert len(entries.strip().splitlines()) <= MOST_LINES, number
+    assert next(iter(dates)) == VERSION
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], str(citation["date-released"])) == (VERSION, dates[VERSION])
 
 
 def test_the_sdist_holds_the_package_once_with_its_documents_and_tests(archives, packed):
@@ -78,7 +100,18 @@ def test_the_sdist_holds_the_package_once_with_its_documents_and_tests(archives,
         names = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
     tops = {name.split("/")[0] for name in names}
     assert {name for name in names if name.startswith("solrl_jax/")} == packed
-    assert tops >= {"solrl_jax", "tests", "scripts", "docs", "examples", "benchmarks", "README.md", "LICENSE", "pyproject.toml"}
+    assert tops >= {
+        "solrl_jax",
+        "tests",
+        "scripts",
+        "docs",
+        "examples",
+        "benchmarks",
+        "README.md",
+        "LICENSE",
+        "mkdocs.yml",
+        "pyproject.toml",
+    }
     assert not tops & {"models", "configs"}
 
 

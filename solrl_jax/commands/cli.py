@@ -31,6 +31,7 @@ COMMANDS = {
     "linears": "List the linears of a model: quantised or not and why.",
     "plan": "What training a preset takes on a device: memory, kernels, messages, least time.",
     "presets": "List the presets.",
+    "doctor": "What this machine can do, and what a preset lacks here.",
 }
 
 

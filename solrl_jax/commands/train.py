@@ -1,5 +1,7 @@
 """`solrl train`."""
 
+import math
+import shutil
 import sys
 from typing import Any
 
@@ -54,6 +56,29 @@ def command(
     with Reporter() as report:
         summary = loop.run(config, report, profile, page, force=force)
     if report.speaks:
-        finish(summary, as_json, f"{'interrupted' if summary['interrupted'] else 'done'}: {summary['run']}")
+        finish(summary, as_json, f"interrupted: {summary['run']}" if summary["interrupted"] else closing(summary, page))
     if summary["interrupted"]:
         sys.exit(INTERRUPTED)
+
+
+def closing(summary: dict[str, Any], page: bool) -> str:
+    """The last lines of a run: what was gained, where its report is, what to try next. page: whether the report was made."""
+    run, program = summary["run"], "solrl" if shutil.which("solrl") else sys.argv[0]
+    report = f"open {run}/report.html in a browser" if page else f"{program} report {run}"
+    following = f"{program} sample {run} --prompts FILE --out pictures; {program} export {run} --out lora.safetensors"
+    return f"gained: {gained(summary['before'], summary['after'])}\nreport: {report}\nnext:   {following}"
+
+
+def gained(before: dict[str, float], after: dict[str, float]) -> str:
+    """The held-out scores before and after in words, with standard errors. A gain below two of them is called none."""
+    names = [name for name in after if name == "eval/reward" or name.endswith("/strict")]
+    if not names or names[0] not in before:
+        return "unknown, for nothing was evaluated before and after"
+    parts = []
+    for name in names:
+        errors = [row.get(f"{name}/standard_error", 0.0) for row in (before, after)]
+        change, told = after[name] - before[name], "held-out reward" if name == "eval/reward" else "strict success"
+        verdict = "" if abs(change) > 2 * math.hypot(*errors) else ", which may be chance"
+        values = [f"{row[name]:.3f} ± {error:.3f}" for row, error in zip((before, after), errors, strict=True)]
+        parts.append(f"{told} {change:+.3f} ({' -> '.join(values)}{verdict})")
+    return ", ".join(parts)

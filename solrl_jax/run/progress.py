@@ -1,8 +1,10 @@
 """What the terminal shows: one bar over iterations, with the stage, the reward and the time left."""
 
+import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +34,7 @@ class Reporter:
         self._bar: tqdm | None = None
         self._stage, self._rows, self._of = "", 0, 0
         self._reward = ""
+        self._first, self._last, self._began = 0, 0, time.monotonic()
         self._stopping = False
         self._handlers: dict[int, Any] = {}
 
@@ -54,7 +57,11 @@ class Reporter:
         self.line("stopping after the chunk under way (again to stop at once, without saving)")
 
     def start(self, iterations: int, done: int) -> None:
-        self._bar = tqdm(total=iterations, initial=done, unit="it", disable=not self._bars, file=sys.stderr)
+        look = "iteration {n_fmt} of {total_fmt} |{bar:16}| {elapsed}, {remaining} left{postfix}"
+        wide = shutil.get_terminal_size().columns  # 80 where a terminal does not know: for tqdm that would be no bar at all
+        shown = {"bar_format": look, "ncols": wide, "disable": not self._bars, "file": sys.stderr}
+        self._bar = tqdm(total=iterations, initial=done, **shown)
+        self._first, self._last, self._began = done, iterations, time.monotonic()
 
     def stop(self) -> None:
         if self._bar is not None:
@@ -81,7 +88,9 @@ class Reporter:
         if not self._bars:
             fidelity, seconds = metrics.get("fidelity/spearman", float("nan")), metrics.get("seconds", float("nan"))
             pool = metrics.get("pool/reward", float("nan"))
-            self.line(f"iteration {done}: pool {pool:.3f}, kept {reward:.3f}, spearman {fidelity:.2f}, {seconds:.1f} s")
+            each = (time.monotonic() - self._began) / max(done - self._first, 1)
+            left = f"about {tqdm.format_interval(max(each * (self._last - done), 0))} left"
+            self.line(f"iteration {done}: pool {pool:.3f}, kept {reward:.3f}, spearman {fidelity:.2f}, {seconds:.1f} s, {left}")
         if self._asked(between_stages=True):
             raise KeyboardInterrupt
 

@@ -29,17 +29,22 @@ def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns())))
     except Exception as error:  # the hub client raises a dozen unrelated types
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        state = " (HF_HUB_OFFLINE is set)" if offline() else ""
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{what} cannot be had from the hub{offline}: {reason}{remedy}") from error
+        raise InputError(f"{what} cannot be had from the hub{state}: {reason}{remedy}") from error
 
 
-def cached(name: str) -> Path | None:
-    """The directory of the repository `name` in the local cache, or None if its index is not there. The hub is not asked."""
+def cached(name: str, file: str = "model_index.json") -> Path | None:
+    """The directory of the repository `name` in the local cache, or None if `file` is not there. The hub is not asked."""
     from huggingface_hub import try_to_load_from_cache
 
-    index = try_to_load_from_cache(name, "model_index.json")
-    return Path(index).parent if isinstance(index, str) else None
+    found = try_to_load_from_cache(name, file)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def offline() -> bool:
+    """Whether the hub is not to be asked."""
+    return bool(os.environ.get("HF_HUB_OFFLINE"))
 
 
 def is_carried(path: Path) -> bool:

@@ -1,0 +1,192 @@
+"""Figures in README and the pages are those of the records in benchmarks/, to the digit that is printed."""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT
+
+README = ROOT / "README.md"
+
+
+def record(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+
+
+def rows(page, heading: str) -> list[list[str]]:
+    """The rows of a page's table whose first line begins with `heading`, cell by cell."""
+    found = re.search(rf"^\| ?{re.escape(heading)}.*\n\|[-| :]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    assert found is not None, (page.name, heading)
+    return [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in found[1].splitlines()]
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)?", text)
+
+
+def agrees(printed: str, value: float) -> bool:
+    """Whether a printed number is the value, rounded to as many places."""
+    places = len(printed.partition(".")[2])
+    return abs(float(printed) - value) <= 0.5 * 10**-places + 1e-9
+
+
+def check(printed: Iterable[str], values: Iterable[float], what: object) -> None:
+    for shown, value in zip(printed, values, strict=True):
+        assert agrees(shown, value), (what, shown, value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_says_when_and_where(path):
+    found = json.loads(path.read_text())
+    assert {"date", "device"} <= found.keys()
+    assert path.name in "".join(page.read_text() for page in (README, *DOCS.glob("*.md"), *(ROOT / "scripts").rglob("*.py")))
+
+
+def test_a_wrong_digit_is_noticed():
+    assert agrees("0.824", 0.8236777)
+    assert not agrees("0.825", 0.8236777)
+    assert agrees("89", 88.6)
+    assert not agrees("90", 88.6)
+
+
+RANKED = {(m["model"], m["when"]): {s["explore"]: s for s in m["settings"]} for m in record("rank-tiny")["measurements"]}
+CORRELATED, RANKS = ("spearman", "kendall", "top_k_match"), ("true_rank_best", "true_rank_worst")
+
+
+def test_ranks():
+    seen = 0
+    for first, *cells in rows(DOCS / "exploration.md", "base and prompts"):
+        model, when = (re.sub("`", "", part).strip() for part in [*first.split(", "), ""][:2])
+        if (model, when) not in RANKED:
+            assert first.startswith("a perfect proxy")
+            continue
+        recipes = RANKED[model, when]
+        printed = [number for cell in cells for number in numbers(cell)]
+        names = (*CORRELATED, *RANKS, "top_k_regret")
+        check(printed, [recipes[recipe][name] for recipe in ("paper", "best") for name in names], first)
+        assert {str(recipes[recipe]["prompts"]) for recipe in ("paper", "best")} == {numbers(first)[-1]}
+        seen += 1
+    assert seen == 6
+
+
+def test_levers_alone():
+    found = record("rank-levers-alone")
+    table = {re.sub("`|rollout.explore.", "", first): cells for first, *cells in rows(DOCS / "exploration.md", "alone, after")}
+    again = [{s["explore"]: s["spearman"] for s in m["settings"]} for m in found["again"]["measurements"]]
+    for name, explore in (
+        ("the paper's recipe (NVFP4, 6 own steps)", "paper"), ("correction=32", "correction"), ("exact_steps=1", "exact"),
+        ("sigmas=first", "first"),
+    ):  # fmt: skip
+        check(table.pop(name), [model[explore] for model in again], name)
+    older = lambda group, precision: [
+        next(
+            s["spearman"] for s in found["settings"][f"{model}-{group}"] if (s["precision"], s["exact_steps"]) == (precision, 0)
+        )
+        for model in ("sana", "flux", "sd3")
+        if f"{model}-{group}" in found["settings"]
+        and any(s["precision"] == precision for s in found["settings"][f"{model}-{group}"])
+    ]
+    for name, group, precision in (
+        ("the same without fitted coefficients", "nofit", "nvfp4"),
+        ("four over six in the block scales (gone)", "plain", "nvfp4_46"),
+        ("ranks of the correction dealt by energy (gone)", "corrdeal", "nvfp4"),
+        ("BF16, 6 own steps: no format at all", "plain", "bf16"),
+        ("BF16, 6 steps with sigmas=first", "fit", "bf16"),
+    ):
+        check([cell for cell in table.pop(name) if cell != "not measured"], older(group, precision), name)
+    assert not table
+
+
+def test_what_the_embedded_pipelines_learn():
+    runs, page = record("train-tiny")["runs"], DOCS / "embedded.md"
+    scores = ("eval/reward", "eval/shapes/strict")
+    for first, _, reward, strict in rows(page, "name"):
+        run = runs[f"dc803c2 {first.removeprefix('`tiny-').removesuffix('`')}"]
+        for cell, name in zip((reward, strict), scores, strict=True):
+            values = [run[when][f"{name}{part}"] for when in ("before", "after") for part in ("", "/standard_error")]
+            check(numbers(cell), values, first)
+    tried = ["flux-2e3", "flux-4e3", "sd3-2e3", "sd3-4e3", "sd3-1e3-s2", "sd3-96", "sd3-96-s2"]
+    for name, (first, *cells) in zip(tried, rows(page, "setting"), strict=True):
+        run = runs[f"1578c9f {name}"]
+        for cell, score in zip(cells, scores, strict=True):
+            check(numbers(cell), [run["before"][score], run["after"][score]], first)
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
+def test_the_demo(page):
+    evaluations = record("demo")["evaluations"]
+    text = " ".join(page.read_text().split())
+    for name in ("eval/reward", "eval/shapes/strict"):
+        values = [evaluations[i][f"{name}{part}"] for i in ("0", "20") for part in ("", "/standard_error")]
+        said = [f"{mean:.3f} ± {error:.3f}" for mean, error in (values[:2], values[2:])]
+        assert all(part in text for part in said) or (page != README and name == "eval/reward"), (name, said)
+
+
+def test_what_the_compilers_say():
+    found = record("plans")
+    names = {"FLUX.1-dev": "flux1", "SD3.5 Large": "sd3", "SANA 1.6B": "sana"}
+    for first, *cells in rows(DOCS / "compiled.md", "model and device"):
+        model, device, *rule = first.split(", ")
+        name = f"{names[model]}-{device.lower()}"
+        printed = [number for cell in cells for number in numbers(cell)]
+        if rule:
+            short = found["wider rule"][name]
+            check(printed, [short[k] for k in ("ratio", "ex", "re", "sc", "up", "rolls", "it", "pk", "us")], first)
+            continue
+        plan = found["plans"][name]
+        seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
+        naive, rest = plan["naive_scaling"], seconds["encode"] + seconds["update"]
+        rollout = (naive["seconds"] - rest) / (plan["seconds"] - rest)
+        stages = [seconds[stage] for stage in ("explore", "regenerate", "score", "update")]
+        memory = [plan["peak"] / 1e9, plan["usable"] / 1e9]
+        check(printed[1:], [*stages, rollout, naive["seconds"] / plan["seconds"], *memory], first)
+
+
+def test_what_objectives_learn_and_how_an_sde_is_explored():
+    found, page = record("objectives-tiny"), DOCS / "objectives.md"
+    paired = {first.strip("`"): cells for first, *cells in rows(page, "objective")}
+    for name in ("awm", "flow_grpo", "dpo"):
+        run = found["paired"][name]
+        after, gain, errors, interval = paired[name]
+        check(numbers(after), [run["mean"]], name)
+        check(numbers(gain), [run["gain"], run["paired_standard_error_of_pictures"]], name)
+        check(numbers(errors), [run["gain"] / run["paired_standard_error_of_pictures"]], name)
+        check(numbers(interval), [run["half_interval_95"]], name)
+    explored = found["exploring_an_sde"]["flow_grpo"]
+    table = {first: cells for first, *cells in rows(page, "explored with")}
+    for first, name in (
+        ("NVFP4, 6 steps, the ODE", "nvfp4 6 steps, ODE"),
+        ("NVFP4, 6 steps, the SDE, draws numbered by its own steps", "nvfp4 6 steps, SDE, draws numbered by its own steps"),
+        ("NVFP4, 6 steps, the SDE on the same Brownian path (what we do)", "nvfp4 6 steps, SDE on the same Brownian path"),
+        ("NVFP4, 10 steps, the SDE", "nvfp4 10 steps, SDE"),
+    ):
+        check(table[first], [explored[name][key] for key in ("spearman", *RANKS)], first)
+
+
+def test_more_devices():
+    place = lambda row: (row["device"], row["devices"], *sorted(row["mesh"].items()))
+    found = {place(row): row for row in record("scaling")["rows"]}
+    for first, mesh, *cells in rows(DOCS / "compiled.md", "devices"):
+        *count, device = first.replace("TPU v6e", "tpu-v6e").split()
+        total = math.prod(int(part) for part in count if part != "x")
+        axes = sorted((part.split()[0], int(part.split()[1])) for part in mesh.split(", ") if part)
+        row = found[(device.lower(), total, *axes)]
+        for cell, stage in zip(cells[:3], ("explore", "regenerate", "update"), strict=True):
+            if cell == "not compiled":
+                continue
+            told = row["stages"][stage]
+            busy = 100 * told["messages"]["seconds"] / told["seconds"]
+            printed = numbers(cell)
+            check(printed, [told["seconds"], busy][: len(printed)], (first, stage))
+
+
+def test_the_monitor():
+    runs, text = record("monitor")["runs"], " ".join((DOCS / "exploration.md").read_text().split())
+    late = {name: run["spearman"][8:] for name, run in runs.items()}
+    means, least = ([f(late[name]) for name in ("with", "without")] for f in (lambda x: sum(x) / len(x), min))
+    said = re.search(r"mean correlation is (\S+) with the floor and (\S+) without; the smallest is (\S+) and (\S+)\.", text)
+    assert said is not None
+    check(said.groups(), [*means, *least], "monitor")
