@@ -22,7 +22,6 @@ from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.sync import Quantizer, merged
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.released import read_scheduler
-from solrl_jax.models.tensor_files import read_json
 from solrl_jax.numerics.formats import Format, scoring_dtypes
 from solrl_jax.numerics.formats import resolve as resolve_format
 from solrl_jax.numerics.randomness import normal
@@ -36,6 +35,7 @@ from solrl_jax.run.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line, in_one_line
 from solrl_jax.storage.hub import CARRIED
+from solrl_jax.storage.readers import parse_json, read_text
 from solrl_jax.training.experiment import device_facts, prompt_seeds
 
 
@@ -155,7 +155,7 @@ def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precisio
     if form.quantize is None:
         return ()
     presets = (resolve(f"{name}_sol_rl_pickscore") for name in released_models())
-    kind = lambda preset: read_json(CARRIED / preset.model.path / "model_index.json")["_class_name"]
+    kind = lambda preset: parse_json(read_text(CARRIED / preset.model.path / "model_index.json"))["_class_name"]
     rules = (config or next(preset for preset in presets if kind(preset) == pipeline.kind)).model.quantize
     with in_one_line():
         return quantized_paths(pipeline.transformer.shapes(DTYPES[precision]), rules, form)
