@@ -18,10 +18,9 @@ HERE = {platform: any(map(importlib.util.find_spec, wheels)) for platform, wheel
 FILES = {"gpu": ["test_plans.py", "test_settings.py"], "tpu": ["test_tpu.py"]}
 collect_ignore = [file for platform, files in FILES.items() if not HERE[platform] for file in files]
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "plans.json"
-ATTENTIONS = {"sana": 20, "flux1": 19 + 38, "sd3": 38, "zimage": 30 + 2 + 2}  # of one evaluation of the network
+ATTENTIONS = {"sana": 20, "flux1": 19 + 38, "sd3": 38}  # of one evaluation of the network
 SAMPLE, UPDATE = ("explore: sample_chunk", "regenerate: sample_chunk"), "update: update"
 PRESETS = {"sana": "sana_sol_rl_hpsv2", "flux1": "flux1_sol_rl_hpsv2", "sd3": "sd3_sol_rl_pickscore"}
-PRESETS["zimage"] = "zimage_sol_rl_hpsv2"
 
 
 class Planned(NamedTuple):

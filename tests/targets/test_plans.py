@@ -14,7 +14,7 @@ PROGRAMS = [
     "encode: encode_chunk", "sync: quantize_policy", *SAMPLE, "score: decode_chunk", "score: score_images", UPDATE,
 ]  # fmt: skip
 # of all operations: SANA's linear attention is in float32, as it was released; the others embed the time in float32
-FLOAT32 = {"sana": 5e-3, "flux1": 1e-5, "sd3": 1e-5, "zimage": 1e-5}
+FLOAT32 = {"sana": 5e-3, "flux1": 1e-5, "sd3": 1e-5}
 
 
 @pytest.fixture(scope="module", params=[(model, device) for model in PRESETS for device in PRODUCT], ids="-".join)
