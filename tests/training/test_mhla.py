@@ -1,4 +1,4 @@
-"""An iteration of a SANA with MHLA: explored in four bits, regenerated, trained; what it adds learns and stays in its bounds."""
+"""An iteration of a SANA with MHLA: explored in four bits, regenerated, trained. What it adds learns and stays in bounds."""
 
 import jax
 import numpy as np
