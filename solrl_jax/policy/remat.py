@@ -20,9 +20,9 @@ SHARE = 0.75  # of a device's memory, for the base and what is kept; the rest is
 def open_trained(config: Config, mesh: Mesh, memory: float, open_pipeline: Callable[[str], Pipeline]) -> Pipeline:
     """The pipeline, with a transformer whose gradient recomputes what `model.remat` says.
 
-    `auto` is `products` where the base, what is trained in full and what a micro-batch keeps fit into `SHARE` of a device's memory, else `blocks`. It
-    depends on shapes and on `memory` alone. It is never `none`: to write and read what lies between products takes a GPU longer
-    than to compute it again.
+    `auto` is `products` where what is `held` fits into `SHARE` of a device's memory, else `blocks`. It depends on shapes and on
+    `memory` alone. It is never `none`: to write and read what lies between products takes a GPU longer than to compute it
+    again.
     memory: bytes of a device of `mesh`. open_pipeline: opens the pipeline with a key of `models.layers.REMAT`.
     """
     automatic = config.model.remat == "auto"

@@ -14,9 +14,9 @@ from solrl_jax.policy.lora import Targets, flatten
 from solrl_jax.storage.errors import InputError
 
 FLOAT, COPIES = 4, 6  # bytes of a float32; of each adapter: trained, old, averaged, gradient, and two moments
-# of each parameter that is trained in full, in float32: trained, averaged, two moments, which are divided over devices; and the
-# sum of gradients in two parts, which is not
-DIVIDED, WHOLE = 4, 2
+# Of each parameter that is trained in full: trained, averaged, two moments and the sum of gradients in two parts, which are
+# divided over devices; and the gradient of a micro-batch, which is not.
+DIVIDED, WHOLE = 6, 1
 
 
 def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets) -> None:

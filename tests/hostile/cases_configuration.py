@@ -44,7 +44,7 @@ VALUES = {  # name: (what is given, a part of the line)
     "one that matches nothing": ("lora.targets=[nothing]", "matches no parameter"),
     "nothing to train in full": ("train.parameters=nothing", "train.parameters: 'nothing' matches no parameter"),
     "one of what to train that backtracks": ("train.parameters='(.|.)*(.|.)*(.|.)*#'", "train.parameters"),
-    "blocks that do not divide": ("model.attention=mhla model.mhla_blocks=7", "model.mhla_blocks"),
+    "blocks that do not divide": ("model={attention: mhla, mhla_blocks: 7}", "model.mhla_blocks=7: 8 x 8 tokens"),
     "a null path": ("model.path=null", "model.path"),
     "a path with a null byte": ('model.path="a\\0b"', "model.path"),
     "a prompt file with a null byte": ('prompts.train="a\\0b"', "prompts.train"),

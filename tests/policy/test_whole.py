@@ -16,9 +16,13 @@ from solrl_jax.explore.sync import Quantizer, merged
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import LowRank, dequantize
 from solrl_jax.numerics.randomness import normal, permutations
+from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy.lora import Targets, attach, find_targets, flatten
+from solrl_jax.policy.remat import held
 from solrl_jax.policy.state import init_state
 from solrl_jax.policy.update import blend, update
+from solrl_jax.storage.errors import InputError
+from solrl_jax.training import room
 from tests.policy.test_update import CONFIG, MESHES, ROWS, SHAPE, SLOTS, STEPS, TOLERANCE, batch_of, norm
 from tests.toys import KERNELS, toy_backbone, toy_grid
 
@@ -68,6 +72,25 @@ def test_an_old_policy_that_bf16_could_not_move_is_refused():
         resolve("tiny", slow)
     assert resolve("tiny", (*slow, "rollout.precision=fp32")).policy.decay_type == 2
     assert resolve("tiny", slow[1:]).train.parameters == "adapters"
+
+
+def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, monkeypatch):
+    """Six float32 copies divided over two devices, and a gradient: 16 bytes a parameter."""
+    pipeline, config = open_model("embedded:tiny-sana"), resolve("tiny", ["train.parameters=all", "mesh.fsdp=2"])
+    targets, least = find_targets(transformer, config), 16 * transformer.size
+    monkeypatch.setattr(room, "device_memory", lambda: least)
+    room.refuse_what_cannot_fit(config, pipeline, targets)
+    monkeypatch.setattr(room, "device_memory", lambda: least - 1)
+    with pytest.raises(
+        InputError, match=r"^train.parameters=all: 0.00\d+ billion parameters in full take .* GB of a device, which"
+    ):
+        room.refuse_what_cannot_fit(config, pipeline, targets)
+
+
+def test_auto_counts_what_is_trained_in_full(transformer):
+    config = resolve("tiny", ["train.parameters=all", "optimizer.micro_batch=1"])
+    one, two = (held(config, open_model("embedded:tiny-sana"), make_mesh(1, n)) for n in (1, 2))
+    assert one - two == (2 + 4 * 4) * transformer.size / 2  # the base in BF16, and four float32 copies
 
 
 def fresh(backbone, targets, config=CONFIG):
