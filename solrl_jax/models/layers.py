@@ -193,11 +193,13 @@ class GLUMBConv(nnx.Module):
         self.conv_point = Linear(hidden, d, bias=False, layout="pointwise", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        return self.gated(self.conv_inverted(x))
+        b, h, w, _ = x.shape
+        return self.of(Pending.of(x.reshape(b, h * w, -1)), (h, w)).reshape(b, h, w, -1)
 
-    def gated(self, y: Float[Array, "b h w c"]) -> Float[Array, "b h w d"]:
-        """What follows the first linear."""
-        return self.conv_point(gated_conv(y, self.conv_depth.kernel.get_value(), self.conv_depth.bias.get_value()))
+    def of(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
+        """The same of n pixels that need not be in memory. grid: their rows and columns."""
+        taps, bias = self.conv_depth.kernel.get_value(), self.conv_depth.bias.get_value()
+        return self.conv_point(gated_conv(self.conv_inverted.pending(x), grid, taps, bias))
 
 
 class LayerNorm(nnx.Module):

@@ -146,9 +146,7 @@ class SanaBlock(nnx.Module):
         shift, scale, gate, shift_ff, scale_ff, gate_ff = jnp.split(table, 6, axis=1)
         x = x + gate * self.attn1(self.norm1.pending(x).map(modulate, shift, scale), grid)
         x = x + self.attn2(x, text, text_mask)  # no norm before it: the text is normalised instead
-        h = self.ff.conv_inverted(self.norm2.pending(x).map(modulate, shift_ff, scale_ff))
-        h = self.ff.gated(h.reshape(h.shape[0], *grid, -1))
-        return x + gate_ff * h.reshape(x.shape)
+        return x + gate_ff * self.ff.of(self.norm2.pending(x).map(modulate, shift_ff, scale_ff), grid)
 
 
 def modulate(x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]) -> Float[Array, "... d"]:

@@ -4,14 +4,17 @@ XLA writes the SiLU before the convolution reads it, and it is five times as wid
 Triton) makes some channels of a picture, row by row, from what the linear before wrote. Elsewhere its twin is plain JAX.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import target
+from solrl_jax.numerics.pending import Pending
 from solrl_jax.numerics.rows import on_rows
 
 CHANNELS = 32  # of a block of threads
@@ -19,13 +22,20 @@ FEWEST, WIDEST = 16, 32  # pixels of a row, filled up to a power of two; wider p
 
 
 def gated_conv(
-    x: Float[Array, "b h w c"], kernel: Float[Array, "3 3 1 c"], bias: Float[Array, " c"]
-) -> Float[Array, "b h w c/2"]:
-    """`y silu(g)` in the dtype of `x`, where y and g are the halves of the depthwise convolution of `silu(x)`, zero-padded."""
-    fits = x.dtype.itemsize == 2 and x.shape[-1] % (2 * CHANNELS) == 0 and x.shape[2] <= WIDEST
-    if target.platform() != "gpu" or not fits:
-        return twin(x, kernel, bias)
-    return with_gradient(in_one_pass)(x, kernel, bias)
+    x: Pending, grid: tuple[int, int], kernel: Float[Array, "3 3 1 c"], bias: Float[Array, " c"]
+) -> Float[Array, "b n c/2"]:
+    """`y silu(g)` in the dtype of `x`, where y and g are the halves of the depthwise convolution of `silu(x)`, zero-padded.
+
+    x: [b, n, c], of one part, each number of which depends on what lies at its own place. grid: the n pixels' rows and columns.
+    """
+    (part,), (height, width), dtype = x.parts, grid, jnp.dtype(x.dtype)
+    channels = part.arrays[0].shape[-1]
+    if target.platform() != "gpu" or dtype.itemsize != 2 or channels % (2 * CHANNELS) or not 1 < width <= WIDEST:
+        value = x.value
+        return twin(value.reshape(len(value), *grid, -1), kernel, bias).reshape(*value.shape[:2], -1)
+    pictures = [a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1) for a in part.arrays]
+    made = with_gradient(partial(in_one_pass, part.function, dtype), part.function, dtype)(kernel[None], bias[None], *pictures)
+    return made.reshape(len(made), height * width, -1)
 
 
 def twin(x: Float[Array, "b h w c"], kernel: Float[Array, "3 3 1 c"], bias: Float[Array, " c"]) -> Float[Array, "b h w c/2"]:
@@ -64,47 +74,51 @@ def convolved(
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def with_gradient(run: Any) -> Any:
-    """`twin` by the kernel that `run` runs, and its gradient: of the gate by the kernel, before it by XLA."""
-    each = lambda *arrays: on_rows(lambda x, kernel, bias, *g: run(x, kernel[0], bias[0], *g))(*arrays)
-    one = lambda x, kernel, bias, *g: each(x, kernel[None], bias[None], *g)
+def with_gradient(run: Callable[..., Array], function: Callable[..., Array], dtype: DTypeLike) -> Callable[..., Array]:
+    """`twin` of `function(*pictures)` by the kernel that `run` runs, with its gradient: of the gate by the kernel, else by XLA.
+
+    It is called with the convolution's kernel [1, 3, 3, 1, c] and bias [1, c], and pictures.
+    """
+    one = on_rows(run)
+
+    def before(kernel: Array, bias: Array, *pictures: Array) -> Array:
+        wide = function(*(a.astype(jnp.float32) for a in pictures)).astype(dtype)
+        return widened(wide, kernel[0], bias[0])
+
     f = jax.custom_vjp(lambda *arrays: one(*arrays))
-    f.defvjp(lambda *arrays: (one(*arrays), arrays), lambda arrays, g: jax.vjp(widened, *arrays)[1](one(*arrays, g)))
+    f.defvjp(lambda *arrays: (one(*arrays), arrays), lambda arrays, g: jax.vjp(before, *arrays)[1](one(*arrays, g)))
     return f
 
 
 def in_one_pass(
-    x: Float[Array, "b h w c"],
-    kernel: Float[Array, "3 3 1 c"],
-    bias: Float[Array, " c"],
-    gradient: Float[Array, "b h w c/2"] | None = None,
-    *,
-    interpret: bool = False,
+    function: Callable[..., Array], dtype: DTypeLike, kernel: Array, bias: Array, *pictures: Array, interpret: bool = False
 ) -> Float[Array, "b h w _"]:
-    """The kernel. `x` is in 16 bits, c a multiple of twice `CHANNELS`, and w at most `WIDEST`.
+    """The kernel. c is a multiple of twice `CHANNELS`, and w at most `WIDEST`.
 
-    gradient: of the result; then the gradient [b, h, w, c] of what is gated is made instead.
+    pictures: what `function` takes, [b, h, w, c] or with 1 for some. One more is the gradient [b, h, w, c / 2] of the result:
+    then the gradient [b, h, w, c] of what is gated is made instead.
     """
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton as plgpu
 
-    (batch, height, width, channels), half = x.shape, x.shape[-1] // 2
-    filled = 1 << (max(width, FEWEST) - 1).bit_length()
-    picture = lambda n: pl.BlockSpec((None, height, width, n), lambda b, c: (b, 0, 0, 0))
-    shared = lambda *shape: pl.BlockSpec(shape, lambda b, c: (0,) * len(shape))
-    made = half if gradient is None else channels
+    batch, height, width, channels = pictures[0].shape
+    backward = pictures[-1].shape[-1] == channels // 2
+    made = channels if backward else channels // 2
+    spec = lambda a: pl.BlockSpec((None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, *(0,) * (a.ndim - 1)))
+    arrays, filled = (kernel[:, :, :, 0], bias, *pictures), 1 << (max(width, FEWEST) - 1).bit_length()
+    out = jax.ShapeDtypeStruct((batch, height, width, made), dtype)
     return pl.pallas_call(
-        partial(_body, pl, plgpu, filled), grid=(batch, half // CHANNELS),
-        in_specs=[picture(channels), shared(3, 3, channels), shared(channels), *[picture(half)] * (gradient is not None)],
-        out_specs=picture(made), out_shape=jax.ShapeDtypeStruct((batch, height, width, made), x.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret, name="gated_conv",
-    )(x, kernel[:, :, 0], bias, *([] if gradient is None else [gradient]))  # fmt: skip
+        partial(_body, pl, plgpu, filled, function, backward), grid=(batch, channels // 2 // CHANNELS),
+        in_specs=[spec(a) for a in arrays], out_specs=spec(out), out_shape=out,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1), interpret=interpret, name="gated_conv",
+    )(*arrays)  # fmt: skip
 
 
-def _body(pl: Any, plgpu: Any, filled: int, x: Any, kernel: Any, bias: Any, *others: Any) -> None:
+def _body(pl: Any, plgpu: Any, filled: int, function: Callable[..., Array], backward: bool, *refs: Any) -> None:
     """Within the kernel: `CHANNELS` channels of a picture, row by row, from references to the operands and to the result."""
-    (height, width, channels), dtype, (*gradient, out) = x.shape, x.dtype, others
+    kernel, bias, *pictures, out = refs
+    gradient = pictures.pop() if backward else None
+    (height, width, channels), dtype = pictures[0].shape, out.dtype
     starts, column = [pl.program_id(1) * CHANNELS + half for half in (0, channels // 2)], jnp.arange(filled)
     # a row of pixels moved by one is a product with zeros and ones, exact
     to_left, to_right = ((column[None] == column[:, None] + by).astype(dtype) for by in (-1, 1))
@@ -113,9 +127,20 @@ def _body(pl: Any, plgpu: Any, filled: int, x: Any, kernel: Any, bias: Any, *oth
     taps = [[[kernel[i, j, pl.ds(n, CHANNELS)].astype(jnp.float32) for j in range(3)] for i in range(3)] for n in starts]
     offsets = [bias[pl.ds(n, CHANNELS)].astype(jnp.float32) for n in starts]
 
+    def load(ref: Any, row: Any, start: Any) -> Array:  # of one row [filled or 1, CHANNELS or 1]
+        h, w, c = ref.shape
+        if c == w == 1:
+            return ref[0, 0, 0].astype(jnp.float32)
+        one = jnp.int32(0)
+        place = (row if h > 1 else one, pl.ds(0, filled) if w > 1 else one, pl.ds(start, CHANNELS) if c > 1 else one)
+        mask = None if w == 1 else inside if c > 1 else inside[:, 0]
+        values = plgpu.load(ref.at[place], mask=mask, other=None if w == 1 else 0).astype(jnp.float32)
+        return values if w > 1 and c > 1 else values[:, None] if w > 1 else values[None]
+
     def moved(row: Any, start: Any) -> tuple[Array, ...]:
-        there = inside & (row < height)
-        y = silu(plgpu.load(x.at[at(jnp.minimum(row, height - 1), start)], mask=there, other=0)).astype(dtype)
+        there, last = inside & (row < height), jnp.minimum(row, height - 1)
+        x = function(*(load(ref, last, start) for ref in pictures)).astype(dtype)
+        y = jnp.where(there, silu(x), 0.0).astype(dtype)
         by = lambda shift: jnp.dot(shift, y, preferred_element_type=jnp.float32)
         return by(to_left), y.astype(jnp.float32), by(to_right)
 
@@ -125,8 +150,8 @@ def _body(pl: Any, plgpu: Any, filled: int, x: Any, kernel: Any, bias: Any, *oth
         summed = lambda half: sum(product(half, i, j) for i in range(3) for j in range(3)) + offsets[half]
         y, by = summed(0).astype(dtype), summed(1).astype(dtype)
         results = [gate(y, by)]
-        if gradient:
-            g, wide = plgpu.load(gradient[0].at[at(row, starts[0])], mask=inside, other=0), by.astype(jnp.float32)
+        if gradient is not None:
+            g, wide = load(gradient, row, starts[0]).astype(dtype), by.astype(jnp.float32)
             slope = jax.lax.logistic(wide) * (1 + wide * (1 - jax.lax.logistic(wide)))
             results = [g * silu(by).astype(dtype), ((g * y).astype(jnp.float32) * slope).astype(dtype)]
         for start, result in zip(starts, results, strict=False):
