@@ -191,9 +191,14 @@ def _save_last(this: _Run, stop: Stopped) -> None:
     elif lost:
         report.line(f"{what} within the update: the same command goes on from the last checkpoint")
     else:
-        _save(this, stop.state, stop.done)
-        this.saver.wait()
-        report.line(f"{what}: saved after iteration {stop.done}; the same command goes on from there")
+        try:
+            _save(this, stop.state, stop.done)
+            this.saver.wait()
+            report.line(f"{what}: saved after iteration {stop.done}; the same command goes on from there")
+        except RunError as error:
+            if isinstance(cause, KeyboardInterrupt) or str(error) == str(cause):
+                raise
+            report.line(f"{what} and could not be saved: {error}")
     if not isinstance(cause, KeyboardInterrupt):
         this.saver.wait()
         assert cause is not None

@@ -3,9 +3,12 @@
 Cross-platform lowering stops at StableHLO: XLA's custom calls stand in it as they are handed to cuDNN and cuBLAS.
 """
 
+import collections
 import functools
+import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from solrl_jax.config.presets import resolve
@@ -67,11 +70,29 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+def test_float32_is_multiplied_as_float32(preset):
+    """At a GPU's default it would be in TF32, in which autoencoders in float32 decode: so they do in PyTorch."""
+    made, programs = on_blackwell(preset)
+    asked = collections.defaultdict(set)
+    for stage, texts in programs.items():
+        for text in texts:
+            name = "decode" if stage == "score" and text is texts[0] else stage
+            products = [line for line in text.splitlines() if PRODUCT in line or "stablehlo.convolution" in line]
+            of_float32 = [line for line in products if "xf32>" in line.rpartition("->")[0]]
+            asked[name].update(*(re.findall("HIGHEST|HIGH|DEFAULT", line) or ["none"] for line in of_float32))
+    # attention of SANA's autoencoder is released in float32, the rest of it in BF16
+    assert asked.pop("decode") == ({"HIGH"} if made.backbone.decoder.dtype == jnp.float32 else {"HIGHEST"})
+    assert all(asked[name] == {"HIGHEST"} for name in ("explore", "regenerate", "score", "update"))
+    assert asked["encode"] | asked["sync"] <= {"HIGHEST"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
     made, stages = of_shapes(preset, "fp8", "h200")
     (program,) = stages.programs("explore", stages.codes())
     explored, (regenerated,) = lowered(program), on_blackwell(preset)[1]["regenerate"]
     assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (len(made.recipe.quantized), 0)
+    assert products(explored, "f8E4M3FN") == sum("f8E4M3FN" in line and "DEFAULT" in line for line in explored.splitlines())
     assert CUSTOM not in explored
 
 
