@@ -13,7 +13,8 @@ from solrl_jax.models.tiling import decode_tiled
 from solrl_jax.models.weights import Params
 from solrl_jax.parallel import sharding
 
-PIXELS = 2**21  # that a device decodes at once: this bounds memory, whatever the chunk
+# What a device decodes at once, at most. It bounds memory, and does not depend on the chunk, so that no picture does.
+PICTURES, PIXELS = 8, 2**21
 # How an autoencoder in float32 multiplies: in TF32 on a GPU, as PyTorch convolves, and in three passes of BF16 on a TPU.
 FLOAT32 = "high"
 
@@ -36,7 +37,6 @@ class Decoder:
             side = tile // compression  # neighbouring tiles share a quarter of a side
             decode = partial(decode_tiled, decode, tile=side, overlap=side // 4, compression=compression)
             height, width = min(height, side), min(width, side)
-        of_device = len(latents) // max(jax.sharding.get_abstract_mesh().size, 1)
-        parts = -(-of_device * height * width * compression**2 // PIXELS)
+        at_once = max(1, min(PICTURES, PIXELS // (height * width * compression**2)))
         with jax.default_matmul_precision(FLOAT32):
-            return sharding.map_rows(decode, latents.astype(self.dtype), -(-of_device // min(parts, of_device)))
+            return sharding.map_rows(decode, latents.astype(self.dtype), at_once)
