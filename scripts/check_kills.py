@@ -10,8 +10,8 @@ Kills: SIGKILL, one in five during a start, the others during the iterations aft
 verified byte for byte. A kill may lose the iteration under way and nothing else: with run.checkpoint_every=1 the iteration
 before is on the disk.
 
-Flips: of one bit in a file of the newest checkpoint, each file in turn. The next start says in one line which file was altered,
-and goes on from the checkpoint before.
+Flips: of one bit in a file of the newest checkpoint, each file in turn. What a start restores then is the checkpoint before, to
+the bit, and one line says which file was altered. One time in ten the run is started, too, and ends as the uninterrupted one.
 
 Disks: a run on a file system that is full after a part of what a whole run takes. It ends with one line that names the last
 good checkpoint, and goes on from there when there is room. Mounting a file system needs root; without it this part is left out.
@@ -210,24 +210,33 @@ def differences(run: Path, whole: Path, iterations: int) -> tuple[list[str], lis
 
 
 def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> list[str]:
-    """Flips a bit in the newest checkpoint of a copy of `folder`/whole, `count` times. Returns the problems."""
+    """Flips a bit in the newest checkpoint of a copy of `folder`/whole, `count` times. Returns the problems.
+
+    Each time the state is restored as a start does it. One time in ten the run is started, too.
+    """
     whole, run, problems = folder / "whole", folder / "flipped", []
     for number in range(1, count + 1):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(whole, run)
-        newest = checkpoint.candidates(run / "checkpoints")[0]
-        files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+        last, before = checkpoint.candidates(run / "checkpoints")[:2]
+        files = sorted(path for path in last.rglob("*") if path.is_file() and path.stat().st_size)
         file = files[(number - 1) % len(files)]
         data = bytearray(file.read_bytes())
         at, bit = rng.randrange(len(data)), rng.randrange(8)
         data[at] ^= 1 << bit
         file.write_bytes(data)
-        said, found = differences(run, whole, iterations)
-        skipped = [line for line in said if line.startswith(f"skipped checkpoint {newest}: ")]
-        if len(skipped) != 1 or f"resuming after iteration {iterations - 1}" not in said:
-            found.append(f"said {said[:3]}")
-        problems += [f"flip {number}, {file.relative_to(newest)}: {problem}" for problem in found]
-        print(f"flip {number:2d}, bit {bit} of byte {at} of {file.relative_to(newest)}: {skipped or said[:3]}", flush=True)
+        restored = checkpoint.restore_latest(run / "checkpoints", shapes(), {})
+        assert restored is not None
+        (state, meta, said), good = restored, checkpoint.restore(before, shapes())[0]
+        found = [] if meta["iteration"] == iterations - 1 else [f"goes on after {meta['iteration']}"]
+        same = jax.tree.map(lambda ours, theirs: np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), state, good)
+        found += [] if all(jax.tree.leaves(same)) else ["another state"]
+        if number % 10 == 1:
+            said, more = differences(run, whole, iterations)
+            found += more + ([] if f"resuming after iteration {iterations - 1}" in said else [f"said {said[:3]}"])
+        skipped = [line for line in said if line.startswith(f"skipped checkpoint {last}: ")]
+        problems += [f"flip {number}, {file.relative_to(last)}: {what}" for what in found + ["said nothing"][len(skipped) :]]
+        print(f"flip {number:2d}, bit {bit} of byte {at} of {file.relative_to(last)}: {skipped}", flush=True)
     return problems
 
 

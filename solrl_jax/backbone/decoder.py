@@ -15,8 +15,6 @@ from solrl_jax.parallel import sharding
 
 # What a device decodes at once, at most. It bounds memory, and does not depend on the chunk, so that no picture does.
 PICTURES, PIXELS = 8, 2**21
-# How an autoencoder in float32 multiplies: in TF32 on a GPU, as PyTorch convolves, and in three passes of BF16 on a TPU.
-FLOAT32 = "high"
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["pipeline", "dtype", "tile"])
@@ -38,5 +36,4 @@ class Decoder:
             decode = partial(decode_tiled, decode, tile=side, overlap=side // 4, compression=compression)
             height, width = min(height, side), min(width, side)
         at_once = max(1, min(PICTURES, PIXELS // (height * width * compression**2)))
-        with jax.default_matmul_precision(FLOAT32):
-            return sharding.map_rows(decode, latents.astype(self.dtype), at_once)
+        return sharding.map_rows(decode, latents.astype(self.dtype), at_once)
