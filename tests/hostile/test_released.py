@@ -63,9 +63,9 @@ def problem(folder: Path, file: Path, field: str, value: Any) -> str | None:
         message = str(error)
         if "\n" in message or len(message) > 1000:
             return f"{len(message)} characters: {message[:500]}"
-        if file.name not in message and file.parent.name not in message:
+        if str(folder) not in message:
             return f"names no file: {message}"
-        if field not in message:
+        if field not in message and "does not fit" not in message:  # what contradicts another file names both
             return f"names no field: {message}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -3,7 +3,6 @@
 Cross-platform lowering stops at StableHLO: XLA's custom calls stand in it as they are handed to cuDNN and cuBLAS.
 """
 
-import collections
 import functools
 import re
 
@@ -34,8 +33,8 @@ def _gpu(monkeypatch):
     monkeypatch.setattr(target, "platform", lambda: "gpu")
 
 
-def of_shapes(preset: str, precision: str, device: str, count: int = 1) -> tuple[Experiment, Stages]:
-    config = resolve(preset, (f"rollout.explore.precision={precision}",))
+def of_shapes(preset: str, precision: str, device: str, count: int = 1, *more: str) -> tuple[Experiment, Stages]:
+    config = resolve(preset, (f"rollout.explore.precision={precision}", *more))
     pipeline = open_configurations(config.model.path)
     facts = Device("gpu", TARGETS[device].kind, TARGETS[device].capability)
     made = experiment(config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count]))
@@ -69,22 +68,29 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     assert products(regenerated) - products(explored) == len(made.recipe.quantized) + 2 * len(merged)
 
 
+def asked(text: str) -> set[str]:
+    """The precisions that products and convolutions of float32 ask for."""
+    lines = [line for line in text.splitlines() if PRODUCT in line or "stablehlo.convolution" in line]
+    of_float32 = [line for line in lines if "xf32>" in line.rpartition("->")[0]]
+    return {precision for line in of_float32 for precision in re.findall("HIGHEST|HIGH|DEFAULT", line) or ["none"]}
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_float32_is_multiplied_as_float32(preset):
     """At a GPU's default it would be in TF32, which only what looks at pictures asks for."""
-    made, programs = on_blackwell(preset)
-    asked = collections.defaultdict(set)
-    for stage, texts in programs.items():
-        for text in texts:
-            name = "decode" if stage == "score" and text is texts[0] else stage
-            products = [line for line in text.splitlines() if PRODUCT in line or "stablehlo.convolution" in line]
-            of_float32 = [line for line in products if "xf32>" in line.rpartition("->")[0]]
-            asked[name].update(*(re.findall("HIGHEST|HIGH|DEFAULT", line) or ["none"] for line in of_float32))
+    made, texts = on_blackwell(preset)
+    decode, *score = texts["score"]
     # attention of SANA's autoencoder is released in float32, the rest of it in BF16; pictures are resized in float32
-    assert asked.pop("decode") == ({"HIGH"} if made.backbone.decoder.dtype == jnp.float32 else {"HIGHEST"})
-    assert asked.pop("score") == {"HIGH", "HIGHEST"}
-    assert all(asked[name] == {"HIGHEST"} for name in ("explore", "regenerate", "update"))
-    assert asked["encode"] | asked["sync"] <= {"HIGHEST"}
+    assert asked(decode) == ({"HIGH"} if made.backbone.decoder.dtype == jnp.float32 else {"HIGHEST"})
+    assert set().union(*map(asked, score)) == {"HIGH", "HIGHEST"}
+    others = [asked(text) for stage, of in texts.items() if stage != "score" for text in of]
+    assert set().union(*others) <= {"HIGHEST"}
+
+
+def test_a_float32_policy_is_sampled_in_float32():
+    _, stages = of_shapes("sd3_sol_rl_pickscore", "nvfp4", "b200", 1, "rollout.precision=fp32")
+    (program,) = stages.programs("regenerate", stages.codes())
+    assert asked(lowered(program)) == {"HIGHEST"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
