@@ -19,6 +19,7 @@ from solrl_jax.storage.files import atomic
 from solrl_jax.storage.images import to_uint8
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from PIL.Image import Image
     from PIL.ImageFont import FreeTypeFont
 
