@@ -7,6 +7,8 @@ checkpoint is written and nothing evaluated in between: what these cost does not
 median milliseconds of the first and the last --window iterations, and the share of the real iteration that they are.
 """
 
+import contextlib
+import io
 import itertools
 import statistics
 import tempfile
@@ -42,8 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
         run = f"{folder}/run"
         length = (f"train.iterations={args.iterations}", f"run.checkpoint_every={args.iterations}", f"run.dir={run}")
         config = resolve(args.preset, (*SETTINGS, *length, *args.overrides))
-        report.line = lambda text: None
-        loop.run(config, report, page=True)
+        with contextlib.redirect_stderr(io.StringIO()):
+            loop.run(config, report, page=True)
         sizes = {name: (Path(run) / name).stat().st_size for name in ("metrics.jsonl", "report.html")}
         sizes["ledger"] = sum(path.stat().st_size for path in (Path(run) / "ledger").iterdir())
     took = [1e3 * (after - before) for before, after in itertools.pairwise(begun)]
