@@ -1,18 +1,27 @@
-"""Kills a small run of `solrl train tiny` at random moments, starts it again each time, and checks that nothing is lost.
+"""Kills a small run of `solrl train tiny`, damages its checkpoints, fills its disk; starts it again, and compares how it ends.
 
-    python scripts/check_kills.py                              # 20 kills; 19 minutes on 2 busy cores
-    python scripts/check_kills.py --kills 5 --seed 3 --folder runs/kills
+    python scripts/check_kills.py                              # 20 kills, 40 flipped bits, 12 full disks
+    python scripts/check_kills.py --kills 5 --flips 0 --disks 0 --seed 3 --folder runs/kills
 
-An uninterrupted run comes first. It says how long a start and an iteration take. Then SIGKILLs: one in five during a start, the
-others during the iterations after it. After each kill the newest checkpoint is verified byte for byte. A kill may lose the
-iteration under way and nothing else: with run.checkpoint_every=1 the iteration before is on the disk. At the end the state
-equals that of the uninterrupted run to the bit. So do the ledger, and the metrics without times.
+An uninterrupted run comes first. It says how long a start and an iteration take. At the end of each of the three parts the
+state equals that of the uninterrupted run to the bit. So do the ledger, and the metrics without times.
 
-Prints a line for each kill, and one of JSON at the end. The exit code is 1 if something differs.
+Kills: SIGKILL, one in five during a start, the others during the iterations after it. After each kill the newest checkpoint is
+verified byte for byte. A kill may lose the iteration under way and nothing else: with run.checkpoint_every=1 the iteration
+before is on the disk.
+
+Flips: of one bit in a file of the newest checkpoint, each file in turn. What a start restores then is the checkpoint before, to
+the bit, and one line says which file was altered. One time in ten the run is started, too, and ends as the uninterrupted one.
+
+Disks: a run on a file system that is full after a part of what a whole run takes. It ends with one line that names the last
+good checkpoint, and goes on from there when there is room. Mounting a file system needs root; without it this part is left out.
+
+Prints a line for each, and one of JSON at the end. The exit code is 1 if something differs.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -25,6 +34,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -106,10 +116,15 @@ def newest(folder: Path) -> int:
     return 0
 
 
+@functools.cache
+def shapes() -> Any:
+    """The shapes of the state of a run."""
+    return state_shapes(build(resolve("tiny", SMALL)))
+
+
 def state_of(folder: Path, iterations: int) -> dict[str, np.ndarray]:
     """The arrays of the last checkpoint, by key path."""
-    config = resolve("tiny", (*SMALL, f"train.iterations={iterations}", f"run.dir={folder}"))
-    state, meta = checkpoint.restore(checkpoint.candidates(folder / "checkpoints")[0], state_shapes(build(config)))
+    state, meta = checkpoint.restore(checkpoint.candidates(folder / "checkpoints")[0], shapes())
     assert meta["iteration"] == iterations
     return {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
@@ -179,23 +194,85 @@ def kill_often(folder: Path, iterations: int, count: int, timing: Timing, rng: r
     return kills
 
 
-def differences(folder: Path, iterations: int) -> list[str]:
-    """Lets `folder`/killed come to its end, and compares it with `folder`/whole."""
-    last = Process(folder / "killed", iterations)
-    if (status := last.end()) != 0:
-        return [f"the last start ended with {status}: {last.lines[-1:]}"]
-    ours, theirs = (state_of(folder / name, iterations) for name in ("killed", "whole"))
+def differences(run: Path, whole: Path, iterations: int) -> tuple[list[str], list[str]]:
+    """Lets a run come to its end, and compares it with the uninterrupted one. Returns its messages and the problems."""
+    last = Process(run, iterations)
+    status, said = last.end(), [line for _, line in last.lines]
+    if status != 0:
+        return said, [f"the last start ended with {status}: {said[-1:]}"]
+    ours, theirs = (state_of(folder, iterations) for folder in (run, whole))
     problems = [f"{key} differs" for key in theirs if ours[key].tobytes() != theirs[key].tobytes()]
-    if not pq.read_table(folder / "killed" / "ledger").equals(pq.read_table(folder / "whole" / "ledger")):
+    if not pq.read_table(run / "ledger").equals(pq.read_table(whole / "ledger")):
         problems.append("the ledgers differ")
-    if record(folder / "killed") != record(folder / "whole"):
+    if record(run) != record(whole):
         problems.append("the metrics differ")
+    return said, problems
+
+
+def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> list[str]:
+    """Flips a bit in the newest checkpoint of a copy of `folder`/whole, `count` times. Returns the problems.
+
+    Each time the state is restored as a start does it. One time in ten the run is started, too.
+    """
+    whole, run, problems = folder / "whole", folder / "flipped", []
+    for number in range(1, count + 1):
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(whole, run)
+        last, before = checkpoint.candidates(run / "checkpoints")[:2]
+        files = sorted(path for path in last.rglob("*") if path.is_file() and path.stat().st_size)
+        file = files[(number - 1) % len(files)]
+        data = bytearray(file.read_bytes())
+        at, bit = rng.randrange(len(data)), rng.randrange(8)
+        data[at] ^= 1 << bit
+        file.write_bytes(data)
+        restored = checkpoint.restore_latest(run / "checkpoints", shapes(), {})
+        assert restored is not None
+        (state, meta, said), good = restored, checkpoint.restore(before, shapes())[0]
+        found = [] if meta["iteration"] == iterations - 1 else [f"goes on after {meta['iteration']}"]
+        same = jax.tree.map(lambda ours, theirs: np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), state, good)
+        found += [] if all(jax.tree.leaves(same)) else ["another state"]
+        if number % 10 == 1:
+            said, more = differences(run, whole, iterations)
+            found += more + ([] if f"resuming after iteration {iterations - 1}" in said else [f"said {said[:3]}"])
+        skipped = [line for line in said if line.startswith(f"skipped checkpoint {last}: ")]
+        problems += [f"flip {number}, {file.relative_to(last)}: {what}" for what in found + ["said nothing"][len(skipped) :]]
+        print(f"flip {number:2d}, bit {bit} of byte {at} of {file.relative_to(last)}: {skipped}", flush=True)
+    return problems
+
+
+def fill_disks(folder: Path, iterations: int, count: int) -> list[str]:
+    """Runs on `count` file systems that are too small, then makes room. Returns the problems."""
+    whole, disk, problems = folder / "whole", folder / "disk", []
+    needed = sum(path.stat().st_blocks * 512 for path in whole.rglob("*"))
+    disk.mkdir(exist_ok=True)
+    for number in range(1, count + 1):
+        room = needed * number // (count + 1) // 4096 * 4096
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", disk], check=True)
+        try:
+            full = Process(disk / "run", iterations)
+            status, said = full.end(), [line for _, line in full.lines]
+            refusals = [line for line in said if line.startswith("solrl: ")]
+            found = [] if status == 1 else [f"ended with {status}"]
+            named = re.search(r"the last (?:finite )?checkpoint is (\S+)", " ".join(refusals))
+            last = newest(disk / "run")
+            if len(refusals) != 1 or "disk full" not in refusals[0] or any("Traceback" in line for line in said):
+                found.append(f"said {said[-4:]}")
+            if last and not (named and int(Path(named[1]).name) == last):
+                found.append(f"the last checkpoint is {last}, and it said {refusals}")
+            subprocess.run(["mount", "-o", f"remount,size={4 * needed}", disk], check=True)
+            found += differences(disk / "run", whole, iterations)[1]
+        finally:
+            subprocess.run(["umount", disk], check=True)
+        problems += [f"disk {number}: {problem}" for problem in found]
+        print(f"disk {number:2d} of {room} bytes, last checkpoint {last}: {refusals or said[-3:]}", flush=True)
     return problems
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--flips", type=int, default=40)
+    parser.add_argument("--disks", type=int, default=12)
     parser.add_argument("--iterations", type=int, help="of the run (default: two for each kill, and two more)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where both runs are kept (default: they are deleted)")
@@ -204,12 +281,18 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     iterations, began = arguments.iterations or 2 * arguments.kills + 2, time.monotonic()
     timing = run_whole(folder, iterations)
-    kills = kill_often(folder, iterations, arguments.kills, timing, random.Random(arguments.seed))
-    problems = kills.problems + differences(folder, iterations)
+    rng, whole = random.Random(arguments.seed), folder / "whole"
+    kills = kill_often(folder, iterations, arguments.kills, timing, rng)
+    problems = kills.problems + (differences(folder / "killed", whole, iterations)[1] if arguments.kills else [])
+    problems += flip_bits(folder, iterations, arguments.flips, rng)
+    disks = arguments.disks if os.geteuid() == 0 else 0
+    problems += fill_disks(folder, iterations, disks)
     if arguments.folder is None:
         shutil.rmtree(folder)
     report = {
         "kills": len(kills.lost),
+        "flips": arguments.flips,
+        "disks": disks,
         "iterations": iterations,
         "seed": arguments.seed,
         "lost_nothing_finished": sum(lost <= 0 for lost in kills.lost),

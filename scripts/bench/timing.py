@@ -53,11 +53,11 @@ def timed(run: Callable[[], Any], repeat: int, most: float = 10.0) -> tuple[floa
     return statistics.median(times), len(times)
 
 
-def best_matmul_rate(repeat: int) -> float:
-    """Operations a second of the fastest product of square BF16 matrices on one device here."""
+def best_matmul_rate(repeat: int, dtype: Any = jnp.bfloat16) -> float:
+    """Operations a second of the fastest product of square matrices on one device here."""
     rates = []
     for side in SQUARES[jax.devices()[0].platform]:
-        x = jnp.full((side, side), 0.01, jnp.bfloat16)
+        x = jnp.full((side, side), 0.01, dtype)
         product = jax.jit(lambda a, b: a @ b)
         rates.append(2 * side**3 / seconds(lambda x=x, product=product: product(x, x), repeat))
     return max(rates)
@@ -65,7 +65,7 @@ def best_matmul_rate(repeat: int) -> float:
 
 def operations(function: Callable[..., Any], *arguments: Any) -> int:
     """The operations of all products in one call of `function`, attention included, in any format, on one device."""
-    text = jax.jit(function).lower(*arguments).compile().as_text()
+    text = (function if hasattr(function, "lower") else jax.jit(function)).lower(*arguments).compile().as_text()
     return round(sum(kernel.times * kernel.operations for kernel in kernels(parse(text or ""))))
 
 

@@ -13,7 +13,8 @@ from solrl_jax.models.tiling import decode_tiled
 from solrl_jax.models.weights import Params
 from solrl_jax.parallel import sharding
 
-PIXELS = 2**21  # that a device decodes at once: this bounds memory, whatever the chunk
+# What a device decodes at once, at most. It bounds memory, and does not depend on the chunk, so that no picture does.
+PICTURES, PIXELS = 8, 2**21
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["pipeline", "dtype", "tile"])
@@ -34,6 +35,5 @@ class Decoder:
             side = tile // compression  # neighbouring tiles share a quarter of a side
             decode = partial(decode_tiled, decode, tile=side, overlap=side // 4, compression=compression)
             height, width = min(height, side), min(width, side)
-        of_device = len(latents) // max(jax.sharding.get_abstract_mesh().size, 1)
-        parts = -(-of_device * height * width * compression**2 // PIXELS)
-        return sharding.map_rows(decode, latents.astype(self.dtype), -(-of_device // min(parts, of_device)))
+        at_once = max(1, min(PICTURES, PIXELS // (height * width * compression**2)))
+        return sharding.map_rows(decode, latents.astype(self.dtype), at_once)

@@ -57,9 +57,11 @@ def flash(
 
 def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
     """The kernel with its gradient. The gradient makes the forward pass again: the kernel keeps its statistics to itself."""
-    forward = _on_rows(functools.partial(_kernel, scale))
+    # Mosaic takes no BF16 at a precision above the default
+    at = jax.default_matmul_precision("highest" if arrays[0].dtype == jnp.float32 else "default")
+    forward = _on_rows(at(functools.partial(_kernel, scale)))
     gradient = lambda q, k, v, masked, g: jax.vjp(lambda q, k, v: _kernel(scale, q, k, v, masked), q, k, v)[1](g)
-    backward = _on_rows(gradient)
+    backward = _on_rows(at(gradient))
     attend = jax.custom_vjp(lambda *a: forward(*a))
     attend.defvjp(lambda *a: (forward(*a), a), lambda a, g: (*backward(*a, g), None))
     return attend(*arrays)

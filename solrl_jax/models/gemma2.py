@@ -40,15 +40,14 @@ class Gemma2Config(ReleasedConfig):
     attention_bias: bool = False
     query_pre_attn_scalar: int = 256
     sliding_window: int = 4096
-    layer_types: tuple[str, ...] = (SLIDING, FULL) * 13
+    layer_types: tuple[str, ...] = ()  # transformers 4 does not say it
     attn_logit_softcapping: float | None = 50.0
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
         given = with_rope_theta(cls.network, fields)
-        if not given.get("layer_types"):  # transformers 4 does not say it
-            depth = given.get("num_hidden_layers", cls.num_hidden_layers)
-            given["layer_types"] = [FULL if i % 2 else SLIDING for i in range(depth)]
+        if given.get("layer_types") is None:
+            given.pop("layer_types", None)
         config = super().from_dict(given)
         if given.get("use_bidirectional_attention"):
             raise unsupported(cls.network, "use_bidirectional_attention", given["use_bidirectional_attention"], "None, False")
@@ -57,10 +56,15 @@ class Gemma2Config(ReleasedConfig):
     def check(self) -> None:
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))
-        self.require(len(self.layer_types) == self.num_hidden_layers, "layer_types", f"{self.num_hidden_layers} of them")
+        self.require(len(self.kinds) == self.num_hidden_layers, "layer_types", f"{self.num_hidden_layers} of them")
         fits = self.num_attention_heads % self.num_key_value_heads == 0
         self.require(fits, "num_key_value_heads", f"a divisor of num_attention_heads={self.num_attention_heads}")
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        return self.layer_types or tuple(FULL if i % 2 else SLIDING for i in range(self.num_hidden_layers))
 
 
 class Gemma2Model(nnx.Module):
@@ -90,7 +94,7 @@ class Gemma2Model(nnx.Module):
         distance = position[:, None] - position  # [query, key]
         full = (distance >= 0) & attention_mask[:, None, None, :]
         sliding = full & (distance < self.config.sliding_window)
-        is_sliding = jnp.array([kind == SLIDING for kind in self.config.layer_types])
+        is_sliding = jnp.array([kind == SLIDING for kind in self.config.kinds])
         apply = lambda layer, x, is_sliding: layer(x, jnp.where(is_sliding, sliding, full))
         return self.norm(scan_blocks(self.layers, apply, x, is_sliding))
 

@@ -23,7 +23,7 @@ class Rounded(Leaf):
 
     output_axes: ClassVar[Mapping[str, int]] = {"weight": -1}
 
-    weight: Float[Array, "... n_in n_out"]
+    weight: Float[Array | jax.ShapeDtypeStruct, "... n_in n_out"]
 
     def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         return split.product(x.astype(self.weight.dtype), self.weight)

@@ -5,8 +5,11 @@ devices. Two rules follow. A value that decides which program runs next must be 
 `anywhere`). Only the first process writes to the run directory (`write`); then all go on, or all fail.
 """
 
+import contextlib
 import logging
 import os
+import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,12 +19,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from solrl_jax.parallel import consensus
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import InputError, RunError
 
 T = TypeVar("T")
 AUTO = "auto"
 HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead, and the others end
 START = 300  # seconds within which all processes must have joined
+ANSWER = 5  # seconds within which a process that calls must say its number
 END = 15  # seconds that a process waits at its end for the others; then it leaves, and they are told
 
 
@@ -29,8 +33,9 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
     """Joins the processes of a run. Call it before anything else asks JAX for devices.
 
     hosts: the number of processes, or "auto": JAX reads it from SLURM, Open MPI, Kubernetes or a TPU pod. host: the number of
-    this process, from 0. coordinator: HOST:PORT of the first process, a free port that all can reach. If a process dies, the
-    others end with a message within a minute. Raises InputError.
+    this process, from 0. coordinator: HOST:PORT of the first process, a free port that all can reach. If a process dies, or is
+    not heard of for `HEARTBEAT` seconds, JAX ends the others with a message that has its number. Raises InputError, and
+    RunError that names the processes that are not there `START` seconds after this one.
     """
     given = {"--host": host, "--coordinator": coordinator}
     settings: dict[str, Any] = {}
@@ -42,6 +47,7 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
         assert host is not None
         if not 0 <= host < int(hosts):
             raise InputError(f"--host {host}: must be from 0 to {int(hosts) - 1}, with --hosts {hosts}")
+        roll_call(int(hosts), host, str(coordinator))
         settings = {"num_processes": int(hosts), "process_id": host, "coordinator_address": coordinator}
     elif stray := [name for name, value in given.items() if value is not None]:
         raise InputError(f"{stray[0]}: only with --hosts N, not with --hosts {AUTO}")
@@ -52,6 +58,65 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
         )
     except (RuntimeError, ValueError, LookupError) as error:
         raise InputError(f"--hosts {hosts} --coordinator {coordinator}: {' '.join(str(error).split())}") from error
+
+
+def roll_call(count: int, mine: int, coordinator: str) -> None:
+    """Returns when all `count` processes have called. JAX would abort if some did not, and name none.
+
+    Raises RunError in all that called if others have not after `START` seconds, or if two have one number; InputError for an
+    address that cannot be used.
+    """
+    address, _, port = coordinator.rpartition(":")
+    if not (address and port.isdecimal() and 0 < int(port) < 2**16):
+        raise InputError(f"--coordinator {coordinator}: expected HOST:PORT")
+    end = time.monotonic() + START
+    problem = _call(mine, (address, int(port)), end) if mine else _listen(count, int(port), end)
+    if problem:
+        raise RunError(f"--hosts {count} --coordinator {coordinator}: {problem}")
+
+
+def _listen(count: int, port: int, end: float) -> str:
+    """Waits for the other processes and answers them: what is wrong, or nothing."""
+    there: dict[int, socket.socket] = {}
+    problem = ""
+    with contextlib.ExitStack() as stack:
+        try:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            server = stack.enter_context(socket.create_server(("", port), family=family, dualstack_ipv6=both))
+        except OSError as error:
+            raise InputError(f"--coordinator: port {port} cannot be opened ({error.strerror})") from error
+        while len(there) < count - 1 and not problem:
+            server.settimeout(max(end - time.monotonic(), 0.01))
+            try:
+                caller = stack.enter_context(server.accept()[0])
+            except TimeoutError:
+                missing = ", ".join(str(number) for number in range(1, count) if number not in there)
+                problem = f"process {missing} not there after {START} seconds"
+                break
+            caller.settimeout(ANSWER)
+            with contextlib.suppress(OSError, ValueError):  # a stranger
+                number = int(caller.recv(16))
+                problem = f"two processes are --host {number}" if number in there else ""
+                there[number] = caller
+        for caller in there.values():
+            with contextlib.suppress(OSError):
+                caller.sendall(problem.encode() + b"\n")
+    return problem
+
+
+def _call(mine: int, address: tuple[str, int], end: float) -> str:
+    """Calls the first process until it is there; returns what it answers."""
+    while (left := end - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=left) as first:
+                first.sendall(str(mine).encode())
+                first.settimeout(left + ANSWER)
+                if answer := first.recv(1000):
+                    return answer.decode().strip()
+        except OSError:  # not there yet
+            time.sleep(min(0.2, left))
+    return f"process 0 not there after {START} seconds"
 
 
 def first() -> bool:

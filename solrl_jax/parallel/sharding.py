@@ -6,7 +6,6 @@ Other computations on rows have no use for the axis `tensor`: its devices take r
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -25,8 +24,15 @@ ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a 
 # Every stage is compiled with these options, or results would depend on the mesh. By default XLA keeps float32 instead of BF16
 # wherever it fuses so, which differs between programs (gradients by 4 %, measured). On a CPU it also chooses kernels by the
 # shape of a product: with AMX, a product of half of the columns then differs from half of the product.
-jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False, "xla_cpu_enable_platform_dependent_math": False})
+OPTIONS = {"xla_allow_excess_precision": False, "xla_cpu_enable_platform_dependent_math": False}
+# float32 is multiplied as float32: by default it would be TF32 on a GPU, and BF16 on a TPU.
+in_float32 = jax.default_matmul_precision("highest")
 SMALLEST_SHARDED = 2**12  # elements; to split a smaller array costs more in messages than it saves in memory
+
+
+def jit(stage: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit` of a stage: its result is the same on every device and mesh, up to rounding in the dtypes that it names."""
+    return jax.jit(in_float32(stage), compiler_options=OPTIONS, **options)
 
 
 def make_mesh(data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:

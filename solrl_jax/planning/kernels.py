@@ -24,7 +24,7 @@ PALLAS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", TPU_KERNEL)
 _ATTENTION = re.compile("flash|splash|attention")
 _PARTS = {"dkv": 4, "dq": 3, "": 2}  # products of JAX's attention for TPUs: its two gradients, and what gives the output
 Kind = Literal["products", "attention", "memory"]
-Unit = Literal["fp4", "fp8", "bf16", "fp32"]
+Unit = Literal["fp4", "fp8", "bf16", "tf32", "fp32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def unit(kind: str) -> Unit:
         return "fp4"
     if kind.startswith(("f8", "s8", "u8")):
         return "fp8"
-    return "fp32" if kind in ("f32", "f64") else "bf16"
+    return "tf32" if kind == "tf32" else "fp32" if kind in ("f32", "f64") else "bf16"
 
 
 def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
@@ -112,15 +112,20 @@ def _product(step: Instruction) -> tuple[float, str]:
     """Of XLA's own product or convolution."""
     left, right = (operand.arrays[0] for operand in step.operands[:2])
     if step.opcode == "convolution":
-        return _convolution(step, left, right, step.arrays[0]), left.kind
+        return _convolution(step, left, right, step.arrays[0]), _multiplied(step, left.kind)
     depth = math.prod(left.shape[i] for i in step.integers("lhs_contracting_dims"))
-    return 2.0 * math.prod(step.arrays[0].shape) * depth, left.kind
+    return 2.0 * math.prod(step.arrays[0].shape) * depth, _multiplied(step, left.kind)
+
+
+def _multiplied(step: Instruction, kind: str) -> str:
+    """The type that operands are multiplied in: float32 only where the product asks for the highest precision."""
+    return "tf32" if kind == "f32" and "highest" not in step.attributes.lower() else kind
 
 
 def _library(step: Instruction, name: str) -> tuple[float, str]:
     """Of a custom call; 0 if the function multiplies nothing, or does not say how much."""
     operands, result = [operand.arrays[0] for operand in step.operands if operand.arrays], step.arrays[0]
-    kind = operands[0].kind if operands else "bf16"
+    kind = _multiplied(step, operands[0].kind) if operands else "bf16"
     if "fmha" in name:
         scores = step.attributes.partition('"intermediate_tensor_shape"')[2].partition('"dimensions":')[2].partition("]")[0]
         count = math.prod(int(n) for n in re.findall(r"\d+", scores))

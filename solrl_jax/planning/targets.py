@@ -28,14 +28,15 @@ class Chip:
 class Peaks:
     """Operations or bytes a second.
 
-    fp8, fp4: BF16's where there are no units; fp32: of products at JAX's default precision, which is TF32 on GPUs and a pass of
-    BF16 on TPUs; link: between devices of a host, or of a TPU slice; network: between hosts, a device's share.
+    fp8, fp4: BF16's where there are no units; fp32: on TPUs in six passes of BF16; tf32: of float32 products that ask for less,
+    on TPUs in three passes; link: between devices of a host, or of a TPU slice; network: between hosts, a device's share.
     """
 
     bf16: float
     fp8: float
     fp4: float
     fp32: float
+    tf32: float
     memory: float
     link: float
     network: float
@@ -64,14 +65,16 @@ class Target:
 def _gpu(name: str, kind: str, major: int, memory: int, rates: tuple[int | float, ...], chip: Chip, on_host: int = 8) -> Target:
     """memory: MiB, as the driver reports it; rates: teraflops in BF16, FP8, FP4, TB/s of memory, GB/s of links and network."""
     bf16, fp8, fp4, bandwidth, link, network = rates
-    peaks = Peaks(bf16 * 1e12, fp8 * 1e12, fp4 * 1e12, bf16 / 2 * 1e12, bandwidth * 1e12, link * 1e9, network * 1e9)
+    fp32, tf32 = 2e9 * chip.units * chip.cores * chip.clock, bf16 / 2 * 1e12
+    peaks = Peaks(bf16 * 1e12, fp8 * 1e12, fp4 * 1e12, fp32, tf32, bandwidth * 1e12, link * 1e9, network * 1e9)
     return Target(name, "gpu", kind, (major, 0), memory * 2.0**20, peaks, on_host, chip)
 
 
 def _tpu(name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1) -> Target:
     """Of a chip: GB of memory; rates: teraflops in BF16 and FP8, TB/s of memory, GB/s of links. Its cores share them."""
     bf16, fp8, bandwidth, link = (rate / cores for rate in rates)
-    peaks = Peaks(bf16 * 1e12, fp8 * 1e12, fp8 * 1e12, bf16 * 1e12, bandwidth * 1e12, link * 1e9, link * 1e9)
+    fp32, tf32 = bf16 / 6 * 1e12, bf16 / 3 * 1e12
+    peaks = Peaks(bf16 * 1e12, fp8 * 1e12, fp8 * 1e12, fp32, tf32, bandwidth * 1e12, link * 1e9, link * 1e9)
     return Target(name, "tpu", kind, (0, 0), memory * 1e9 / cores, peaks, (8 if axes == 2 else 4) * cores, None, axes, cores)
 
 

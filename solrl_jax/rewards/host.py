@@ -8,6 +8,7 @@ import atexit
 import collections
 import concurrent.futures
 import contextlib
+import fcntl
 import functools
 import importlib
 import math
@@ -238,12 +239,21 @@ def _set_up(memory: int) -> None:
     leave, os._exit = os._exit, lambda status: leave(status or ENDED)  # pebble would wait for a process that ends with 0
     os.setsid()  # Ctrl-C, and signals to the run's process group, do not reach a worker
     os.dup2(2, 1)  # standard output is for results
-    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    _end_with(multiprocessing.parent_process())
 
 
 def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
+    """Ends this process when its parent has ended, also while a function in C holds the interpreter's lock."""
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    if sys.platform == "linux":  # the system kills it when the parent's end of the pipe between them is closed
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _call(

@@ -16,6 +16,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,14 @@ def _compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
 def orbax() -> tuple[Any, Any]:
     """orbax and its module of paths, imported at the first call because that is slow.
 
-    Its log is muted: its threads log a stack for each error that they also raise here.
+    Its log is muted: its threads log a stack for each error that they also raise here. So are threads of its library in C++,
+    which go on after a failure and find their event loop closed.
     """
     from absl import logging
 
     logging.get_absl_logger().addFilter(lambda record: "orbax" not in Path(record.pathname).parts)
+    show = sys.unraisablehook
+    sys.unraisablehook = lambda told: None if "Event loop is closed" in str(told.exc_value) else show(told)
     import orbax.checkpoint
     from etils import epath
 

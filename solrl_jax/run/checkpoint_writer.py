@@ -54,7 +54,9 @@ class Saver:
         """Waits for the save under way. Raises RunError, which names the last checkpoint, if the disk refused."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
+            last, self._last = self._last, None  # a save that failed may be tried again
             under_way.result()
+            self._last = last
 
     def __enter__(self) -> "Saver":
         return self

@@ -64,12 +64,11 @@ def _holds_something(path: Path) -> bool:
 def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
     """Raises InputError if a run had checkpoints and has none: it would start over and erase its records.
 
-    A run that stopped before its first save has an empty `checkpoints` (see `claim`). It may start over. Only a finished run
-    has `pictures/reward.png`.
+    A run that stopped before its first save has an empty `checkpoints` (see `claim`). It may start over.
     """
     root = folder / "checkpoints"
     iterations = [*ledger.iterations_in(folder / "ledger"), *(row["iteration"] for row in metrics.read(folder))]
-    had_checkpoints = not root.is_dir() or (folder / "pictures" / "reward.png").exists()
+    had_checkpoints = not root.is_dir() or "finished_after_iteration" in _recorded(folder)
     if had_checkpoints and max(iterations, default=0) > 0 and not checkpoint.candidates(root):
         lost = f"{name} records {max(iterations)} iterations, but {root} holds no checkpoint"
         raise InputError(f"{lost}; put the checkpoints back, or name another directory")
@@ -84,9 +83,17 @@ def claim(folder: Path, config: Config) -> None:
 
 def _explored_in(folder: Path) -> str | None:
     """The format that `run.json` says the run explores in; None if it cannot be read: the checkpoints then decide."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return str(parse_json(read_text(folder / "run.json"))["exploration"]["format"])
+    with contextlib.suppress(LookupError, TypeError):
+        return str(_recorded(folder)["exploration"]["format"])
     return None
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What `run.json` holds; nothing if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(facts := parse_json(read_text(folder / "run.json")), dict):
+            return facts
+    return {}
 
 
 def fingerprint(config: Config, explored_in: str) -> str:

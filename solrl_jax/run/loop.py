@@ -6,7 +6,7 @@ run.dir/metrics.jsonl           one row an iteration (0: before training), and T
 run.dir/ledger/                 every candidate of every iteration, Parquet
 run.dir/checkpoints/000010/     the state after iteration 10
 run.dir/profile/                traces of the iterations that were asked for
-run.dir/pictures/               fixed prompts and seeds before, during and after; pools; the reward curve
+run.dir/pictures/               fixed prompts and seeds before, during and after; pools
 run.dir/report.html             all of this as one page, if asked for
 """
 
@@ -95,7 +95,7 @@ def run(
         state, done = _restore(experiment, folder, report, force)
         # the directory is this run's once all input has been accepted
         hosts.write(lambda: claim(folder, config))
-        record.describe(experiment, folder, done, report)
+        facts = record.describe(experiment, folder, done, report)
         metrics = Metrics(folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1)
         hosts.write(lambda: stack.enter_context(metrics))
         if metrics.set_aside is not None:
@@ -112,6 +112,7 @@ def run(
         saver.wait()
         if not interrupted:
             _finish(this, state)
+            record.write(folder, facts | {"finished_after_iteration": done})
         this.refresh(last=True)
         return hosts.agreed(lambda: _summary(folder, done, interrupted))
 
@@ -191,9 +192,14 @@ def _save_last(this: _Run, stop: Stopped) -> None:
     elif lost:
         report.line(f"{what} within the update: the same command goes on from the last checkpoint")
     else:
-        _save(this, stop.state, stop.done)
-        this.saver.wait()
-        report.line(f"{what}: saved after iteration {stop.done}; the same command goes on from there")
+        try:
+            _save(this, stop.state, stop.done)
+            this.saver.wait()
+            report.line(f"{what}: saved after iteration {stop.done}; the same command goes on from there")
+        except RunError as error:
+            if isinstance(cause, KeyboardInterrupt) or str(error) == str(cause):
+                raise
+            report.line(f"{what} and could not be saved: {error}")
     if not isinstance(cause, KeyboardInterrupt):
         this.saver.wait()
         assert cause is not None
@@ -315,13 +321,12 @@ def _save(this: _Run, state: TrainState, done: int) -> None:
 
 
 def _finish(this: _Run, state: TrainState) -> None:
-    """The pictures of the whole run: before and after, and the curves."""
+    """The picture of the whole run: before and after."""
     if this.config.eval.grid:
         unchanged = jax.tree.map(jnp.zeros_like, state.ema)  # the base, through the program that is compiled already
         before, after = sample_grid(this.experiment, unchanged), sample_grid(this.experiment, state.ema)
         path, pair = this.folder / "pictures" / "before-after.png", (before.images, after.images)
         hosts.write(lambda: pictures.save_before_after(path, *pair, before.prompts, before.right, after.right))
-    hosts.write(lambda: record.draw_curves(this.config, this.folder))
 
 
 def _summary(folder: Path, done: int, interrupted: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pictures of a run: image grids, before and after training, reward curves, how well a proxy ranks.
+"""Pictures of a run: image grids, before and after training.
 
 An image is float [height, width, 3] in 0..1. Every file appears whole or not at all. matplotlib and Pillow are imported in the
 functions that use them, because they are slow to import. Nothing here opens a window.
@@ -146,36 +146,6 @@ def _framed(image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: boo
         ImageDraw.Draw(mark).line([(x * _MARK, y * _MARK) for x, y in stroke], _PAPER, width=_MARK, joint="curve")
     framed.paste(mark.resize((_MARK, _MARK), Image.Resampling.LANCZOS), (framed.width - _MARK, framed.height - _MARK))
     return framed
-
-
-def save_curve(
-    path: str | Path,
-    rows: Sequence[Mapping[str, Any]],
-    upper: Mapping[str, str],
-    lower: Mapping[str, str],
-    labels: tuple[str, str],
-    title: str,
-) -> None:
-    """Draws metrics over iterations in two panels as PNG.
-
-    rows: as `metrics.read` returns them; a metric that is measured every tenth iteration is drawn through its own points.
-    upper, lower: the metrics of the two panels, by their label in the legend. labels: of the vertical axes.
-    """
-    figure = new_figure(7.2, 7.2)
-    all_axes = figure.subplots(2, 1, sharex=True)
-    for axes, panel, label in zip(all_axes, (upper, lower), labels, strict=True):
-        for color, (name, key) in zip(COLORS * len(panel), panel.items(), strict=False):
-            points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
-            marker = "o" if len(points) <= 30 else None
-            x, y = zip(*points, strict=True) if points else ((), ())
-            axes.plot(x, y, color=color, label=name, linewidth=1.8, marker=marker, markersize=4)
-        axes.set_ylabel(label)
-        axes.legend(frameon=False, loc="best", fontsize=9)
-    figure.align_ylabels(all_axes)
-    all_axes[-1].set_xlabel("iteration")
-    all_axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    all_axes[0].set_title(title, loc="left", fontsize=12, color=_INK)
-    save_figure(path, figure)
 
 
 def new_figure(width: float, height: float) -> "Figure":

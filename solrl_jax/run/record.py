@@ -1,4 +1,4 @@
-"""What a run says of itself: `run.json`, the first lines in the terminal, the curves at the end."""
+"""What a run says of itself: `run.json`, the first lines in the terminal, pictures of pools."""
 
 import importlib.metadata
 import json
@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from solrl_jax.config.batch import batch_line
-from solrl_jax.config.schema import Config
 from solrl_jax.explore.lever import active_levers
 from solrl_jax.explore.linears import report as report_linears
 from solrl_jax.explore.linears import totals
@@ -19,7 +18,6 @@ from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.run import pictures
-from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage.files import atomic_write
 from solrl_jax.training.evaluate import pool_pictures, setting
@@ -28,16 +26,22 @@ from solrl_jax.training.experiment import Experiment
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
-def describe(experiment: Experiment, folder: Path, done: int, report: Reporter) -> None:
-    """Writes `run.json` and prints what runs where."""
+def describe(experiment: Experiment, folder: Path, done: int, report: Reporter) -> dict[str, Any]:
+    """Writes `run.json` and prints what runs where. Returns what it wrote."""
     config, mesh = experiment.config, experiment.backbone.mesh
     facts = _facts(experiment, done)
-    hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
+    write(folder, facts)
     report.line(f"{config.preset}: {config.model.name}, {config.family}, {'+'.join(config.reward.weights)} -> {folder}")
     exploration = facts["exploration"]
     levers = f", with {', '.join(exploration['levers'])}" if exploration["levers"] else ""
     report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {exploration['means']}{levers}")
     report.line(batch_line(config, row_groups(mesh)))
+    return facts
+
+
+def write(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Writes `run.json`."""
+    hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
 
 
 def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
@@ -90,17 +94,3 @@ def draw_pools(
                 facts.append({"prompt": prompt, "candidate": candidate, "stage": stage, "right": right})
     path = folder / "pictures" / f"pool-{iteration:06d}.png"
     hosts.write(lambda: pictures.save_grid(path, np.stack(images), each, captions, facts))
-
-
-def draw_curves(config: Config, folder: Path) -> None:
-    """`pictures/reward.png`, and `pictures/watched.png` if rewards are watched."""
-    rows, name = read_metrics(folder), next(iter(config.reward.weights))
-    strict = {"strict success, held-out": f"eval/{name}/strict"} if any(f"eval/{name}/strict" in row for row in rows) else {}
-    upper = {"explored pool": "pool/reward", "kept, as trained on": "kept/reward", "held-out prompts": "eval/reward"}
-    lower = {"Spearman, proxy and regenerated": "fidelity/spearman"}
-    path = folder / "pictures" / "reward.png"
-    pictures.save_curve(path, rows, upper | strict, lower, labels=("reward", "fidelity"), title=folder.name)
-    if watched := config.reward.watched:
-        upper, lower = {"held-out prompts": "eval/reward"}, {name: f"eval/{name}" for name in watched}
-        path = folder / "pictures" / "watched.png"
-        pictures.save_curve(path, rows, upper, lower, labels=("trained on", "watched"), title=folder.name)

@@ -1,7 +1,6 @@
 """`Experiment`: a configuration made real. What training, evaluation and ranking share, checked and loaded once."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
 
@@ -20,7 +19,7 @@ from solrl_jax.explore.recipe import Recipe
 from solrl_jax.flow.grid import Grid
 from solrl_jax.numerics.formats import Device, resolve, scoring_dtypes
 from solrl_jax.numerics.randomness import candidate_seeds, key, prompt_uid
-from solrl_jax.parallel import hosts, sharding
+from solrl_jax.parallel import sharding
 from solrl_jax.policy.lora import Adapters, Targets, attach, find_targets
 from solrl_jax.policy.remat import open_trained
 from solrl_jax.policy.state import TrainState, abstract_state, init_state, read_start
@@ -30,7 +29,7 @@ from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rollout.generate import Prompted, Rows, prepare
 from solrl_jax.rollout.stage import Leg, Stage
 from solrl_jax.storage.errors import InputError, in_one_line
-from solrl_jax.training.room import refuse_what_cannot_fit
+from solrl_jax.training.room import device_memory, refuse_what_cannot_fit
 
 CALIBRATION_PROMPTS = 16  # training prompts that levers of exploration measure on, one sample each
 
@@ -171,13 +170,6 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[Targ
 def device_facts() -> Device:
     """The kind of device that JAX runs on here."""
     return Device.of(jax.devices()[0])
-
-
-def device_memory() -> float:
-    """Bytes of a device here, as its allocator counts them; on a CPU the machine's. The least of all hosts."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(hosts.everyones(stats.get("bytes_limit", machine)))
 
 
 def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:

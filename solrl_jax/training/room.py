@@ -47,5 +47,6 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
 
 
 def device_memory() -> int:
-    """The bytes of memory that a device has; the host's, for one that does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or hosts.memory()
+    """Bytes of a device here, as its allocator counts them; on a CPU the machine's. The least of all hosts."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return min(hosts.everyones(stats.get("bytes_limit") or hosts.memory()))

@@ -87,7 +87,7 @@ def test_train_leaves_everything_a_run_has(trained):
     assert {"eval/reward", "eval/tiny-clip"} <= summary["after"].keys()
     for name in (
         "config.yaml", "run.json", "metrics.jsonl", "ledger/iteration-000002.parquet", "checkpoints/000002",
-        "pictures/iteration-000000.png", "pictures/iteration-000001.png", "pictures/before-after.png", "pictures/reward.png",
+        "pictures/iteration-000000.png", "pictures/iteration-000001.png", "pictures/before-after.png",
         "pictures/pool-000001.png", "report.html",
     ):  # fmt: skip
         assert (folder / name).exists(), name

@@ -19,13 +19,15 @@ def quiet(images, prompts, metadata):
     os._exit(0)
 
 
-def deaf(images, prompts, metadata):
-    """Hangs within C, and holds the interpreter's lock."""
+def deaf(images, prompts, metadata, *, begun=os.devnull):
+    """Hangs within C, and holds the interpreter's lock. begun: a file to make before."""
+    open(begun, "w").close()
     10**10**9
 
 
-def patient(images, prompts, metadata):
+def patient(images, prompts, metadata, *, begun=os.devnull):
     """Hangs, after the wall clock was set back."""
+    open(begun, "w").close()
     time.time = lambda: 0.0
     time.sleep(600)
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from solrl_jax.parallel import hosts
 from solrl_jax.run import loop as trainer
 from solrl_jax.run import metrics
 from solrl_jax.run.progress import Reporter
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import InputError, RunError
 from tests.run.test_resume import arrays
 from tests.small import SMALL, small_config
 
@@ -81,12 +82,50 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     assert len({row["pool/tests.outside:mean"] for row in metrics.read(tmp_path / "two") if row["iteration"]}) > 1
 
 
+def call_roll(numbers: list[int], count: int) -> list[str]:
+    """What each of these processes, a thread each, is told of a run of `count`."""
+    address = f"localhost:{free_port()}"
+
+    def told(number: int) -> str:
+        try:
+            hosts.roll_call(count, number, address)
+            return ""
+        except RunError as error:
+            return str(error).removeprefix(f"--hosts {count} --coordinator {address}: ")
+
+    with ThreadPoolExecutor(len(numbers)) as threads:
+        return list(threads.map(told, numbers))
+
+
+def test_processes_wait_for_each_other_and_name_those_that_are_not_there(monkeypatch):
+    assert call_roll([2, 0, 1], 3) == ["", "", ""]
+    monkeypatch.setattr(hosts, "START", 2)
+    assert call_roll([0, 2], 4) == ["process 1, 3 not there after 2 seconds"] * 2
+    assert call_roll([1, 2], 3) == ["process 0 not there after 2 seconds"] * 2
+    assert "two processes are --host 1" in call_roll([0, 1, 1], 4)
+
+
+def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(hosts, "ANSWER", 0.2)
+    port = free_port()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(hosts.roll_call, 2, 0, f"localhost:{port}")
+        time.sleep(0.2)
+        with socket.create_connection(("localhost", port)) as silent, socket.create_connection(("localhost", port)) as wrong:
+            wrong.sendall(b"GET / HTTP/1.1\r\n")
+            hosts.roll_call(2, 1, f"localhost:{port}")
+            assert first.result(5) is None
+            assert silent
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         (("two",), "--hosts 'two': expected a number of processes from 1, or auto"),
         (("2",), "--hosts 2: needs --host and --coordinator too, or --hosts auto"),
         (("2", 2, "localhost:1"), "--host 2: must be from 0 to 1, with --hosts 2"),
+        (("2", 0, "localhost"), "--coordinator localhost: expected HOST:PORT"),
+        (("2", 0, "localhost:99999"), "--coordinator localhost:99999: expected HOST:PORT"),
         (("auto", 1), "--host: only with --hosts N, not with --hosts auto"),
     ],
 )

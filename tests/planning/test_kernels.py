@@ -75,7 +75,7 @@ ENTRY %main (x: f32[1,5,1], k: f32[3,1,1]) -> f32[1,5,1] {{
 {line}}}
 """
     (kernel,) = kernels(hlo.parse(module))
-    assert (kernel.operations, kernel.unit) == (2 * (5 * 3 - 2), "fp32")
+    assert (kernel.operations, kernel.unit) == (2 * (5 * 3 - 2), "tf32")
     spread = module.replace("f32[1,5,1]{2,1,0} convolution", "f32[1,9,1]{2,1,0} convolution")
     (kernel,) = kernels(hlo.parse(spread.replace("pad=1_1", "pad=1_1 lhs_dilate=2")))
     assert kernel.operations == 2 * (9 + 4)  # of 9 outputs, 5 meet one element and 4 meet two

@@ -4,6 +4,7 @@ Cross-platform lowering stops at StableHLO: XLA's custom calls stand in it as th
 """
 
 import functools
+import re
 
 import jax
 import pytest
@@ -31,8 +32,8 @@ def _gpu(monkeypatch):
     monkeypatch.setattr(target, "platform", lambda: "gpu")
 
 
-def of_shapes(preset: str, precision: str, device: str, count: int = 1) -> tuple[Experiment, Stages]:
-    config = resolve(preset, (f"rollout.explore.precision={precision}",))
+def of_shapes(preset: str, precision: str, device: str, count: int = 1, *more: str) -> tuple[Experiment, Stages]:
+    config = resolve(preset, (f"rollout.explore.precision={precision}", *more))
     pipeline = open_configurations(config.model.path)
     facts = Device("gpu", TARGETS[device].kind, TARGETS[device].capability)
     made = experiment(config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count]))
@@ -66,12 +67,34 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     assert products(regenerated) - products(explored) == len(made.recipe.quantized) + 2 * len(merged)
 
 
+def asked(text: str) -> set[str]:
+    """The precisions that products and convolutions of float32 ask for."""
+    lines = [line for line in text.splitlines() if PRODUCT in line or "stablehlo.convolution" in line]
+    of_float32 = [line for line in lines if "xf32>" in line.rpartition("->")[0]]
+    return {precision for line in of_float32 for precision in re.findall("HIGHEST|HIGH|DEFAULT", line) or ["none"]}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_float32_is_multiplied_as_float32(preset):
+    """At a GPU's default it would be in TF32."""
+    found = {stage: set().union(*map(asked, texts)) for stage, texts in on_blackwell(preset)[1].items()}
+    assert found["score"] == {"HIGHEST"}
+    assert set().union(*found.values()) == {"HIGHEST"}
+
+
+def test_a_float32_policy_is_sampled_in_float32():
+    _, stages = of_shapes("sd3_sol_rl_pickscore", "nvfp4", "b200", 1, "rollout.precision=fp32")
+    (program,) = stages.programs("regenerate", stages.codes())
+    assert asked(lowered(program)) == {"HIGHEST"}
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
     made, stages = of_shapes(preset, "fp8", "h200")
     (program,) = stages.programs("explore", stages.codes())
     explored, (regenerated,) = lowered(program), on_blackwell(preset)[1]["regenerate"]
     assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (len(made.recipe.quantized), 0)
+    assert products(explored, "f8E4M3FN") == sum("f8E4M3FN" in line and "DEFAULT" in line for line in explored.splitlines())
     assert CUSTOM not in explored
 
 

@@ -92,7 +92,7 @@ def test_targets_are_consistent():
     for name, target in TARGETS.items():
         peaks = target.peaks
         assert target.name == name
-        assert peaks.fp8 >= peaks.bf16 >= peaks.fp32 > peaks.memory > peaks.link >= peaks.network
+        assert peaks.fp8 >= peaks.bf16 > peaks.tf32 > peaks.fp32 > peaks.memory > peaks.link >= peaks.network
         assert 10e9 < target.memory < 200e9
         assert (target.platform == "gpu") == (target.chip is not None) == (target.capability > (0, 0)) == (not target.axes)
         if target.chip is not None:

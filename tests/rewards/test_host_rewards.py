@@ -153,23 +153,28 @@ from solrl_jax.rewards.protocol import HostReward
 
 if __name__ == "__main__":
     workers = Workers(1, 100.0)
-    start = lambda name, options: workers.start(
-        HostReward("some", f"tests.outside:{name}", options, ()), np.zeros((1, 2, 2, 3), np.float32), [Prompt("a")]
+    start = lambda name, **options: workers.start(
+        HostReward("some", name, options, ()), np.zeros((1, 2, 2, 3), np.float32), [Prompt("a")]
     )
-    print(int(start("pid", {})()["reward"][0]), flush=True)
-    start("failing", {"how": "hang"})
+    print(int(start("tests.outside:pid")()["reward"][0]), flush=True)
+    start(sys.argv[1], begun=sys.argv[2])
     sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
-def test_workers_end_with_the_program(end, tmp_path):
-    """They end during a call, whether the program ends by itself or is killed."""
+@pytest.mark.parametrize("how", ["patient", "deaf"])
+def test_workers_end_with_the_program(how, end, tmp_path):
+    """They end during a call, whether the program ends by itself or is killed, and if no Python runs in them."""
     (tmp_path / "holder.py").write_text(HOLDER)
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, tmp_path / "holder.py"], env=environment, text=True, **pipes) as process:
+    command = [sys.executable, tmp_path / "holder.py", f"tests.hostile.outside:{how}", begun := tmp_path / "begun"]
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
         worker = int(process.stdout.readline())
+        while not begun.exists():
+            time.sleep(0.05)
+        time.sleep(0.5)
         assert is_running(worker)
         if end == "kill":
             process.kill()

@@ -333,7 +333,7 @@ def test_a_full_disk_is_one_line_and_takes_nothing(root, monkeypatch, owner, nam
     checkpoint.verify(root / "000002")
 
 
-def test_a_disk_that_is_really_full(tmp_path):
+def test_a_disk_that_is_really_full(tmp_path, capfd):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("cannot mount a tmpfs here")
@@ -348,7 +348,11 @@ def test_a_disk_that_is_really_full(tmp_path):
             save(tmp_path, 2, big, {})
         assert os.listdir(tmp_path) == ["000001"]
         assert_same_bits(checkpoint.restore(tmp_path / "000001", abstract(small))[0], small)
+        many = {str(i): jax.random.normal(jax.random.key(i), (4000,)) for i in range(60)}
+        with pytest.raises(RunError, match=r"^disk full while writing .*000002; the last checkpoint is .*000001$"):
+            save(tmp_path, 2, many, {})
         save(tmp_path, 2, small, {})
+        assert capfd.readouterr() == ("", "")  # what fails in other threads is told once
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 

@@ -120,21 +120,6 @@ def test_the_titles_have_room_however_few_images_there_are(tmp_path):
         pictures.save_before_after(tmp_path / "two.png", images, images, ["a", "b"])
 
 
-def test_a_curve_skips_what_is_not_there(tmp_path):
-    rows = [{"iteration": i, "reward": i / 10, "loss": 1 / (i + 1)} for i in range(40)]
-    rows[3]["reward"] = None
-    rows.append({"iteration": 39, "eval": 0.5})
-    upper = {"training": "reward", "held out": "eval", "never logged": "absent"}
-    for name, drawn in (("full.png", rows), ("none.png", [])):
-        pictures.save_curve(tmp_path / name, drawn, upper, {"loss": "loss"}, ("reward", "loss"), "tiny")
-    blue = lambda pixels: (np.abs(pixels - [0, 0x72, 0xB2]).sum(-1) < 10).sum()
-    full, none = (np.asarray(Image.open(tmp_path / name).convert("RGB")).astype(int) for name in ("full.png", "none.png"))
-    assert full.shape == none.shape
-    for panel in (slice(None, len(full) // 2), slice(len(full) // 2, None)):
-        assert blue(full[panel]) > blue(none[panel]) + 500
-    assert sorted(os.listdir(tmp_path)) == ["full.png", "none.png"]
-
-
 def test_the_same_picture_has_the_same_bytes(tmp_path):
     images = RNG.random((4, 8, 8, 3))
     for name in ("a.png", "b.png"):

@@ -1,0 +1,67 @@
+"""What the loop around an iteration costs after 1 iteration and after 10,000: records, ledger, monitor, report.
+
+    python scripts/bench_bookkeeping.py tiny --out benchmarks/bookkeeping-cpu.json
+
+The first iteration is a real one. All others return what it returned, so that what is left is the loop's own work. No
+checkpoint is written and nothing evaluated in between: what these cost does not depend on the iterations before. Prints the
+median milliseconds of the first and the last --window iterations, and the share of the real iteration that they are.
+"""
+
+import contextlib
+import io
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from bench.timing import finish, parser
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.run import loop
+from solrl_jax.run.progress import Reporter
+from solrl_jax.training.iteration import Outcome
+
+SETTINGS = ("eval.every=0", "eval.grid=0", "rollout.explore.floor=0.01")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--iterations", type=int, default=10_000)
+    options.add_argument("--window", type=int, default=100)
+    args = options.parse_args(arguments)
+    iterate, begun, real = loop.iterate, list[float](), list[Outcome]()
+
+    def again(experiment, state, *rest):
+        if not real:
+            state, outcome = iterate(experiment, state, *rest)
+            real.append(outcome)
+        begun.append(time.perf_counter())
+        return state, real[0]
+
+    loop.iterate = again
+    with tempfile.TemporaryDirectory() as folder, Reporter(bars=False) as report:
+        run = f"{folder}/run"
+        length = (f"train.iterations={args.iterations}", f"run.checkpoint_every={args.iterations}", f"run.dir={run}")
+        config = resolve(args.preset, (*SETTINGS, *length, *args.overrides))
+        with contextlib.redirect_stderr(io.StringIO()):
+            loop.run(config, report, page=True)
+        sizes = {name: (Path(run) / name).stat().st_size for name in ("metrics.jsonl", "report.html")}
+        sizes["ledger"] = sum(path.stat().st_size for path in (Path(run) / "ledger").iterdir())
+    took = [1e3 * (after - before) for before, after in itertools.pairwise(begun)]
+    iteration = 1e3 * (real[0].metrics["seconds"] - real[0].metrics["seconds/compile"])
+    median = {"first": statistics.median(took[: args.window]), "last": statistics.median(took[-args.window :])}
+    result = {
+        "preset": args.preset,
+        "overrides": args.overrides,
+        "iterations": args.iterations,
+        "iteration_ms": round(iteration, 1),
+        **{f"{name}_ms": round(value, 3) for name, value in median.items()},
+        "last_share": round(median["last"] / iteration, 5),
+        "bytes": {name: size // args.iterations for name, size in sizes.items()},
+    }
+    finish(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""On a CPU: each stage of an iteration against this machine's best product, and sampling against diffusers, in one run.
+
+    python scripts/bench_cpu.py tiny --out benchmarks/cpu.json
+
+* stages: the median seconds of each stage of an iteration after one that compiles, with scoring; the operations of its products
+  as XLA compiled them; and their rate as a share of the best rate at which this run multiplied square matrices, in BF16 or
+  in float32.
+* sampling: --pictures pictures of --steps steps of each embedded pipeline, from encoded prompts to pixels, in BF16 and in
+  float32. Beside it diffusers' pipeline, in PyTorch eager with two threads, in both types too. `times_diffusers` compares the
+  same type, `best_times_diffusers` the faster type of each.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from bench.timing import PACKAGES, best_matmul_rate, finish, operations, parser, rate
+
+from solrl_jax.backbone.locate import EMBEDDED_FOLDER
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Config
+from solrl_jax.planning.abstract import experiment as of_shapes
+from solrl_jax.planning.abstract import open_configurations
+from solrl_jax.planning.stages import Program, Stages
+from solrl_jax.planning.topology import tracing
+from solrl_jax.rollout.generate import Rows, generate
+from solrl_jax.training.experiment import build, device_facts, fresh_state, open_mesh
+from solrl_jax.training.iteration import iterate
+
+MODELS = ("tiny-sana", "tiny-flux", "tiny-sd3")
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
+THREADS = 2  # of PyTorch
+
+
+def stages(config: Config, repeat: int, best: float) -> dict[str, Any]:
+    """Seconds and operations of each stage of an iteration."""
+    counts, experiment = counted(config), build(config)
+    state, rows = fresh_state(experiment), []
+    for iteration in range(1, repeat + 2):
+        state, outcome = iterate(experiment, state, iteration)
+        rows.append(outcome.metrics)
+    took = {name: statistics.median(row[f"seconds/{name}"] for row in rows[1:]) for name in counts}
+    return {name: {"seconds": round(took[name], 4)} | rate(counts[name], took[name], best) for name in counts}
+
+
+def counted(config: Config) -> dict[str, int]:
+    """Operations of the products of each stage of an iteration. Scoring is a part of the two rollouts."""
+    shapes = of_shapes(config, open_configurations(config.model.path), device_facts(), open_mesh(config))
+    planned, counts = Stages(shapes), Counter[str]()
+    codes = planned.codes()
+
+    def count(program: Program) -> int:
+        with jax.set_mesh(program.mesh), tracing():
+            return operations(program.function, *program.arguments)
+
+    for stage in ("encode", "sync", "explore", "regenerate", "update"):
+        if planned.has(stage):
+            counts[stage] = sum(count(program) * program.calls for program in planned.programs(stage, codes))
+    scored = sum(map(count, planned.programs("score", codes)))
+    for stage, chunks in zip(("explore", "regenerate"), planned.chunks(planned.rows_mesh.size), strict=True):
+        counts[stage] += scored * chunks
+    return dict(counts)
+
+
+def seconds(run: Callable[[], Any], repeat: int) -> float:
+    """The median of `repeat` calls after two that compile and warm up."""
+    times = []
+    for _ in range(repeat + 2):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def sampling(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of ours and of diffusers' pipeline, by type."""
+    ours = {}
+    for precision in PRECISIONS:
+        experiment = build(resolve("tiny", (f"model={model}", f"rollout.precision={precision}")))
+        prompts = experiment.train_prompts[: args.pictures]
+        prompted, rows = experiment.prompted(prompts), Rows.of(experiment.seeds("candidate", prompts, 1))
+        stage = experiment.stage("sample", fresh_state(experiment).ema, args.steps)
+        make = lambda: generate(experiment.backbone, stage, prompted, rows, keep_images=True)  # noqa: B023
+        ours[precision] = seconds(make, args.repeat)
+    command = [sys.executable, __file__, "tiny", "--peer", model, "--pictures", str(args.pictures), "--steps", str(args.steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
+    done = subprocess.run([*command, "--repeat", str(args.repeat)], stdout=subprocess.PIPE, check=True, env=environment)
+    theirs = json.loads(done.stdout)
+    return {
+        "seconds": ours,
+        "diffusers_seconds": theirs,
+        "times_diffusers": {name: round(theirs[name] / ours[name], 2) for name in PRECISIONS},
+        "best_times_diffusers": round(min(theirs.values()) / min(ours.values()), 2),
+    }
+
+
+def peer(model: str, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of diffusers' pipeline in PyTorch, by type; the prompts are encoded before."""
+    import diffusers
+    import torch
+
+    torch.set_num_threads(THREADS)
+    config = resolve("tiny", (f"model={model}",))
+    size = {"height": config.model.height, "width": config.model.width, "output_type": "pt"}
+    texts, took = ["a red circle above a blue square"] * args.pictures, {}
+    for precision, dtype in PRECISIONS.items():
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(EMBEDDED_FOLDER / model, torch_dtype=getattr(torch, dtype))
+        pipeline.set_progress_bar_config(disable=True)
+        encode = lambda **more: pipeline.encode_prompt(texts, max_sequence_length=config.model.max_tokens, **more)  # noqa: B023
+        with torch.inference_mode():
+            if model == "tiny-sana":
+                embeds, mask, *_ = encode(do_classifier_free_guidance=False)
+                given = {"prompt_embeds": embeds, "prompt_attention_mask": mask, "use_resolution_binning": False}
+            elif model == "tiny-flux":
+                embeds, pooled, _ = encode(prompt_2=None)
+                given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+            else:
+                embeds, _, pooled, _ = encode(prompt_2=None, prompt_3=None, do_classifier_free_guidance=False)
+                given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+            guided = {"guidance_scale": config.rollout.guidance, "num_inference_steps": args.steps}
+            took[precision] = seconds(lambda: pipeline(**given, **guided, **size), args.repeat)  # noqa: B023
+    return took
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--pictures", type=int, default=48)
+    options.add_argument("--steps", type=int, default=10)
+    options.add_argument("--models", default=",".join(MODELS), help="with commas")
+    options.add_argument("--peer", choices=MODELS, help=argparse.SUPPRESS)
+    args = options.parse_args(arguments)
+    if args.peer:
+        print(json.dumps(peer(args.peer, args)))
+        return
+    rates = {"bf16": best_matmul_rate(args.repeat), "fp32": best_matmul_rate(args.repeat, jnp.float32)}
+    result = {
+        "preset": args.preset,
+        "overrides": args.overrides,
+        "load": os.getloadavg()[0],
+        "best_matmul_tflops": {name: round(value / 1e12, 4) for name, value in rates.items()},
+        "stages": stages(resolve(args.preset, tuple(args.overrides)), args.repeat, max(rates.values())),
+        "pictures": args.pictures,
+        "steps": args.steps,
+        "sampling": {model: sampling(model, args) for model in args.models.split(",")},
+    }
+    finish(result, args.out, (*PACKAGES, "torch", "diffusers"))
+
+
+if __name__ == "__main__":
+    main()
