@@ -172,5 +172,5 @@ show(
 
 # %% [markdown]
 # The mean of these twelve seeds stays where it was: some pictures got better, others worse. One prompt and twelve seeds say
-# little, and this is why rewards are measured on many. On 260 held-out pictures the same twenty iterations raise the reward from
-# 0.578 ± 0.020 to 0.749 ± 0.018 (`make demo`, `benchmarks/demo.json`). [The tutorial](tutorial.md) starts there.
+# little, and this is why rewards are measured on many. On 260 held-out pictures the same twenty iterations raise the reward
+# from 0.578 ± 0.020 to 0.749 ± 0.018 (`make demo`, `benchmarks/demo.json`). [The tutorial](tutorial.md) starts there.
