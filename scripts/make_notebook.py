@@ -60,7 +60,7 @@ def page(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, byt
         heading = line.lstrip("# ") if line.startswith("#") else heading
         shown = re.fullmatch(r"!\[\w*\]\((.+)\)", line.strip())
         lines.append(f"![pictures of the step: {heading}]({renamed[shown[1]]})" if shown else line.rstrip())
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n", found
+    return "\n".join(lines).strip() + "\n", found
 
 
 def main() -> None:

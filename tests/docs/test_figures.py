@@ -72,6 +72,13 @@ def test_ranks():
     assert seen == 6
 
 
+def test_ranks_after_training_in_the_readme():
+    for first, *cells in rows(README, "| `explore=paper`"):
+        recipes = RANKED[first.strip("`"), "after 20 iterations"]
+        values = [recipes[recipe][name] for recipe in ("paper", "best") for name in (*CORRELATED, *RANKS)]
+        check([number for cell in cells for number in numbers(cell)], values, first)
+
+
 def test_levers_alone():
     found = record("rank-levers-alone")
     table = {re.sub("`|rollout.explore.", "", first): cells for first, *cells in rows(DOCS / "exploration.md", "alone, after")}
