@@ -43,13 +43,13 @@ def command(
     folder = out or Path("runs") / f"study-{name}"
     runs = runs_of(opened, folder, quick, overrides)
     failed: Mapping[str, str] = {}
-    with only_user(writable_directory(folder, "--out")):
-        if not compare_only:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs under way save
-            say = lambda line: click.echo(line, err=True)
-            failed = train(runs, folder, others["processes"] or os.cpu_count() or 1, say)
-        study, courses = summary.summarise(name, opened, runs, prices, failed)
-        page.write(folder, study, courses, summary.sweeps(opened, runs))
+    writable_directory(folder, "--out")
+    if not compare_only:  # which may be done while a study trains
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs under way save
+        with only_user(folder):
+            failed = train(runs, folder, others["processes"] or os.cpu_count() or 1, lambda line: click.echo(line, err=True))
+    study, courses = summary.summarise(name, opened, runs, prices, failed)
+    page.write(folder, study, courses, summary.sweeps(opened, runs))
     finish({"out": str(folder), **study}, as_json, f"{page.markdown(study)}written to {folder}")
     if failed:
         raise RunError(f"{len(failed)} of {len(runs)} runs failed, e.g. {': '.join(next(iter(failed.items())))}")

@@ -22,7 +22,7 @@ Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in a
 def write(folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps) -> None:
     """Writes `study.json`, `study.md` and `study.png`."""
     atomic_write(folder / "study.json", json.dumps(strict(study), allow_nan=False, indent=1) + "\n")
-    draw(folder / FIGURE, courses, sweeps)
+    draw(folder / FIGURE, courses, sweeps, study["setting"]["evaluation"])
     atomic_write(folder / "study.md", markdown(study))
 
 
@@ -89,13 +89,17 @@ def number(value: float) -> str:
     return UNKNOWN if math.isnan(value) else f"{value:.3g}"
 
 
-def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps) -> None:
-    """Curves over cost and iterations, fidelity along training, the final reward of each sweep; bands are standard errors."""
+def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, setting: str) -> None:
+    """Curves over cost and iterations, fidelity along training, the final reward of each sweep; bands are standard errors.
+
+    setting: how rewards were measured, for the line above.
+    """
     there = {arm: of for arm, of in courses.items() if of}
     faithful = {arm: of for arm, of in there.items() if of[0].fidelity}
     swept = {setting: points for setting, points in sweeps.items() if any(arm in there for _, arm in points)}
     panels = 2 + bool(faithful) + len(swept)
-    figure = new_figure(9.0, 3.4 * -(-panels // 2))
+    figure = new_figure(9.0, 0.3 + 3.4 * -(-panels // 2))
+    figure.suptitle(f"held-out reward: {setting}", fontsize=7, x=0.01, ha="left")
     axes = iter(figure.subplots(-(-panels // 2), 2).flat)
     looks = {arm: (COLORS[i % len(COLORS)], _STYLES[i // len(COLORS) % len(_STYLES)]) for i, arm in enumerate(there)}
     for x, label in (("cost", "counted seconds"), ("iterations", "iteration")):
