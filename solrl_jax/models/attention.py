@@ -69,8 +69,10 @@ def _attend(
     else:
         if bias is not None:
             bias = jnp.broadcast_to(bias, (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])).astype(jnp.float32)
-        wide = [x.astype(jnp.float32) for x in (q, k, v)] if q.dtype == jnp.float16 else [q, k, v]  # a CPU has no such product
-        out = jax.nn.dot_product_attention(*wide, bias, matrix, scale=scale, implementation="xla").astype(q.dtype)
+        dtype = q.dtype
+        if dtype == jnp.float16:  # a CPU has no such product
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        out = jax.nn.dot_product_attention(q, k, v, bias, matrix, scale=scale, implementation="xla").astype(dtype)
     return split.join(split.split(out, 2), 2)
 
 

@@ -198,8 +198,10 @@ class GLUMBConv(nnx.Module):
 
     def of(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """The same of n pixels that need not be in memory. grid: their rows and columns."""
-        taps, bias = self.conv_depth.kernel.get_value(), self.conv_depth.bias.get_value()
-        return self.conv_point(gated_conv(self.conv_inverted.pending(x), grid, taps, bias))
+        bias = self.conv_depth.bias
+        assert bias is not None
+        taps = self.conv_depth.kernel.get_value()
+        return self.conv_point(gated_conv(self.conv_inverted.pending(x), grid, taps, bias.get_value()))
 
 
 class LayerNorm(nnx.Module):

@@ -4,8 +4,9 @@ XLA writes the SiLU before the convolution reads it, and it is five times as wid
 Triton) makes some channels of a picture, row by row, from what the linear before wrote. Elsewhere its twin is plain JAX.
 """
 
+import functools
+import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import target
-from solrl_jax.numerics.pending import Pending
+from solrl_jax.numerics.pending import Columns, Pending
 from solrl_jax.numerics.rows import on_rows
 
 CHANNELS = 32  # of a block of threads
@@ -29,12 +30,14 @@ def gated_conv(
     x: [b, n, c], of one part, each number of which depends on what lies at its own place. grid: the n pixels' rows and columns.
     """
     (part,), (height, width), dtype = x.parts, grid, jnp.dtype(x.dtype)
-    channels = part.arrays[0].shape[-1]
+    arrays = [a.value if isinstance(a, Columns) else a for a in part.arrays]
+    channels = arrays[0].shape[-1]
     if target.platform() != "gpu" or dtype.itemsize != 2 or channels % (2 * CHANNELS) or not 1 < width <= WIDEST:
         value = x.value
         return twin(value.reshape(len(value), *grid, -1), kernel, bias).reshape(*value.shape[:2], -1)
-    pictures = [a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1) for a in part.arrays]
-    made = with_gradient(partial(in_one_pass, part.function, dtype), part.function, dtype)(kernel[None], bias[None], *pictures)
+    pictures = [a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1) for a in arrays]
+    run = functools.partial(in_one_pass, part.function, dtype)
+    made = with_gradient(run, part.function, dtype)(kernel[None], bias[None], *pictures)
     return made.reshape(len(made), height * width, -1)
 
 
@@ -70,7 +73,8 @@ def convolved(
     # float32 inside, rounded once, as in a convolution; in BF16, rounding every product takes 2.5 times as long on CPU
     (height, width), size, k = x.shape[1:3], len(kernel), kernel[:, :, 0].astype(jnp.float32)
     padded = jnp.pad(x.astype(jnp.float32), ((0, 0), (size // 2,) * 2, (size // 2,) * 2, (0, 0)))
-    y = sum(padded[:, i : i + height, j : j + width] * k[i, j] for i in range(size) for j in range(size))
+    shifted = (padded[:, i : i + height, j : j + width] * k[i, j] for i in range(size) for j in range(size))
+    y = functools.reduce(operator.add, shifted)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -108,7 +112,7 @@ def in_one_pass(
     arrays, filled = (kernel[:, :, :, 0], bias, *pictures), 1 << (max(width, FEWEST) - 1).bit_length()
     out = jax.ShapeDtypeStruct((batch, height, width, made), dtype)
     return pl.pallas_call(
-        partial(_body, pl, plgpu, filled, function, backward), grid=(batch, channels // 2 // CHANNELS),
+        functools.partial(_body, pl, plgpu, filled, function, backward), grid=(batch, channels // 2 // CHANNELS),
         in_specs=[spec(a) for a in arrays], out_specs=spec(out), out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1), interpret=interpret, name="gated_conv",
     )(*arrays)  # fmt: skip

@@ -142,8 +142,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
         refuse_what_cannot_fit(config, pipeline, targets)
-    options = {"cache": model.cache, "instruction": instruction, "tile": model.tile, "decoding": decoding}
-    backbone = load_backbone(pipeline, rollout.precision, mesh, **options)
+    backbone = load_backbone(
+        pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile, decoding=decoding
+    )
     return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test)
 
 
