@@ -217,10 +217,12 @@ def test_an_objective_has_a_file_of_settings_and_a_file_of_code():
 
 
 def test_files_and_fields_agree():
-    """Every field is set by a file, and the files set nothing else."""
+    """Every field is set by a file, and the files set nothing else; but plans of studies, which are no presets."""
     fields = {key for key in known_keys() if not any(other.startswith(f"{key}.") for other in known_keys())}
     given = set()
     for path in presets._configs().rglob("*.yaml"):
+        if path.parent.name == "study":
+            continue
         tree = yaml.safe_load(path.read_text())
         assert path.read_text().splitlines()[1].startswith("# "), path
         tree.pop("compose", None)
