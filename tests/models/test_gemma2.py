@@ -1,6 +1,7 @@
 """`models.gemma2` against transformers' `Gemma2Model`, float32."""
 
 import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
