@@ -36,7 +36,7 @@ def command(
 
     \b
     solrl study objectives --quick
-    solrl study paper --prices sana-h200 --compare-only
+    solrl study paper --prices sana-b200 --compare-only
     """
     opened, prices = read_plan(plan), find_prices(others["prices"])
     name = Path(plan).stem + ("-quick" if quick else "")

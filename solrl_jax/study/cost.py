@@ -32,7 +32,8 @@ class Prices:
     def of_iteration(self, config: Config, precision: str, steps: int) -> float:
         """Seconds of an iteration that explores with `steps` steps in `precision`; NaN if that format has no price.
 
-        Not counted: text encoders, what a correction adds, a second network evaluation for classifier-free guidance.
+        Not counted: text encoders, what a correction adds, a second network evaluation for classifier-free guidance. The
+        update is that of adapters, and every picture is decoded and scored as the plan's preset does.
         """
         rollout, prompts = config.rollout, config.train.prompts
         nan, exact = float("nan"), rollout.explore.exact_steps

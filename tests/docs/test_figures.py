@@ -173,6 +173,27 @@ def test_what_objectives_learn_and_how_an_sde_is_explored():
         check(table[first], [explored[name][key] for key in ("spearman", *RANKS)], first)
 
 
+def test_the_papers_comparisons():
+    found, page = record("study-paper"), DOCS / "study.md"
+    for name, iterations, *cells in rows(page, "arm | iterations"):
+        arm = found["arms"][name.strip("`")]
+        assert len(arm["seeds"]) == 4
+        scores = [arm["scores"]["reward"], arm["scores"]["shapes/strict"], arm["at_equal_cost"]["reward"]]
+        for cell, estimate in zip((cells[0], cells[1], cells[4]), scores, strict=True):
+            check(numbers(cell), estimate, name)
+        check([iterations, cells[2]], [arm["iterations"], arm["cost"]], name)
+        assert cells[3] == f"{arm['network_evaluations']:,}"
+    pairs = {(pair["arm"], pair["against"]): pair for pair in found["compared"]}
+    for names, share, cost, equal, *speed in rows(page, "arm, against"):
+        pair = pairs[tuple(re.findall("`(.*?)`", names))]
+        assert agrees(cost, pair["cost_share"])
+        signs = r"[-+]?\d+(?:\.\d+)?"
+        check(re.findall(signs, share.replace("± ", "")), [100 * value for value in pair["final_share"]], names)
+        check(re.findall(signs, equal.replace("± ", "")), pair["at_equal_cost"]["reward"], names)
+        for cell, estimate in zip(speed, pair["speed_up"].values(), strict=True):
+            check(numbers(cell), [] if estimate[0] is None else estimate, names)
+
+
 def test_more_devices():
     place = lambda row: (row["device"], row["devices"], *sorted(row["mesh"].items()))
     found = {place(row): row for row in record("scaling")["rows"]}
