@@ -71,8 +71,8 @@ def closing(summary: dict[str, Any], page: bool) -> str:
 
 def gained(before: dict[str, float], after: dict[str, float]) -> str:
     """The held-out scores before and after in words, with standard errors. A gain below two of them is called none."""
-    names = [name for name in after if name == "eval/reward" or name.endswith("/strict")]
-    if not names or names[0] not in before:
+    names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
+    if not {*names} <= before.keys() & after.keys():
         return "unknown, for nothing was evaluated before and after"
     parts = []
     for name in names:

@@ -51,7 +51,8 @@ def test_a_terminal_shows_stage_reward_and_time_left(monkeypatch):
 
 
 def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeypatch):
-    before = {"eval/reward": 0.3, "eval/reward/standard_error": 0.03, "eval/shapes/strict": 0.1, "eval/shapes": 0.3}
+    # the reward comes first, also where another score is recorded before it
+    before = {"eval/shapes/strict": 0.1, "eval/shapes": 0.3, "eval/reward": 0.3, "eval/reward/standard_error": 0.03}
     after = before | {"eval/reward": 0.5, "eval/reward/standard_error": 0.04, "eval/shapes/strict": 0.25}
     monkeypatch.setattr(train.shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "argv", [".venv/bin/solrl", "train", "tiny"])
