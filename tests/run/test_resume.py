@@ -207,12 +207,14 @@ def test_a_finished_run_whose_checkpoints_were_moved_away_keeps_its_records(tmp_
 def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch, capsys):
     original, saves = checkpoint_writer._start_writing, []
 
-    def full() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     def third(folder, state):
         saves.append(folder)
         wait, merge = original(folder, state)
+
+        def full() -> None:
+            wait()  # or its threads would go on writing into the folder while it is removed
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
         return (full if len(saves) >= 3 else wait), merge
 
     monkeypatch.setattr(checkpoint_writer, "_start_writing", third)

@@ -98,7 +98,7 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
     text = "model.max_tokens=12" if name in ("flux1", "sd3") else "model.max_tokens=60"  # a template takes 27 of them
     of_model = (f"model={name}", f"model.path={folder}", f"model.height={SIZE}", f"model.width={SIZE}", text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rewards.REWARDS, "redness", rewards.released(lambda paths: lambda mesh: redness()))
+        patch.setitem(rewards.REWARDS, "redness", rewards.released(lambda paths: lambda mesh, dtype: redness()))
         return experiments.build(small_config("unused", *of_model, *SHORT, "reward.weights={redness: 1}", *overrides))
 
 
