@@ -7,7 +7,7 @@ import pytest
 
 from solrl_jax.storage.errors import InputError
 from solrl_jax.study import page, summary
-from solrl_jax.study.compare import estimate, reached
+from solrl_jax.study.compare import at_cost, estimate, reached
 from solrl_jax.study.cost import Prices
 from tests.study.hand import make_runs, plan_of
 
@@ -51,7 +51,8 @@ def test_rewards_are_means_and_standard_errors_over_seeds(tmp_path):
 
 
 def test_rewards_at_equal_cost_lie_on_the_line_between_evaluations(tmp_path):
-    *_, study, _ = made(tmp_path)
+    *_, study, courses = made(tmp_path)
+    assert math.isnan(at_cost(courses["sol"][0], 4 * SOL + 1))  # beyond the run
     cheap, dear = ("plain", "sol") if PLAIN < SOL else ("sol", "plain")
     equal = 4 * min(PLAIN, SOL)
     at = lambda reward, cost: np.interp(equal, [0, 2 * cost, 4 * cost], reward)
