@@ -14,7 +14,7 @@ from solrl_jax.models.weights import Params
 from solrl_jax.parallel import sharding
 
 # What a device decodes at once, at most. It bounds memory, and does not depend on the chunk, so that no picture does.
-PICTURES, PIXELS = 8, 2**21
+PICTURES, PIXELS = 4, 2**21
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["pipeline", "dtype", "tile"])

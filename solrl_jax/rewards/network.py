@@ -19,7 +19,7 @@ from solrl_jax.parallel import sharding
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.storage import hub
 
-ROWS = 8  # pictures that a device scores at once
+ROWS = 4  # pictures that a device scores at once
 
 
 def open_network(build: Callable[[nnx.Rngs], nnx.Module], source: Path, find: Find = find_component) -> Component:

@@ -93,7 +93,7 @@ def test_pictures_are_decoded_and_scored_in_sixteen_bits(planned):
     """But for attention to the text, resizing, and what surrounds the layers of a reward's network."""
     for name in ("score: decode_chunk", "score: score_images"):
         operations = planned.program(name)["roofline"]["operations"]
-        assert operations["fp32"] < 0.03 * operations["bf16"], name
+        assert operations.get("fp32", 0) < 0.03 * operations["bf16"], name
 
 
 def test_the_update_takes_the_memory_of_its_state(planned):
