@@ -57,7 +57,7 @@ class Reporter:
         self.line("stopping after the chunk under way (again to stop at once, without saving)")
 
     def start(self, iterations: int, done: int) -> None:
-        look = "iteration {n_fmt} of {total_fmt} |{bar:16}| {elapsed}, {remaining} left{postfix}"
+        look = "iteration {n_fmt} of {total_fmt} |{bar:14}| {elapsed}, {remaining} left{postfix}"
         wide = shutil.get_terminal_size().columns  # 80 where a terminal does not know: for tqdm that would be no bar at all
         shown = {"bar_format": look, "ncols": wide, "disable": not self._bars, "file": sys.stderr}
         self._bar = tqdm(total=iterations, initial=done, **shown)

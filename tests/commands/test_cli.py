@@ -15,6 +15,7 @@ from PIL import Image
 
 from solrl_jax.backbone.backbone import load_backbone
 from solrl_jax.commands import cli
+from solrl_jax.config.presets import released_models
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy.lora_files import LoraSettings, import_lora
 from solrl_jax.run import metrics
@@ -410,8 +411,9 @@ def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):
 def test_presets_lists_them_all(call):
     code, out, _ = call("presets")
     assert code == 0
-    assert len(out.strip().splitlines()) == 1 + 49
-    assert len(json.loads(call("presets", "--json")[1])["presets"]) == 49
+    count = len(released_models()) * 4 * 4 + 1  # families and rewards of each model, and tiny
+    assert len(out.strip().splitlines()) == 1 + count
+    assert len(json.loads(call("presets", "--json")[1])["presets"]) == count
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,10 @@ def test_the_demo(page):
 
 def test_what_the_compilers_say():
     found = record("plans")
-    names = {"FLUX.1-dev": "flux1", "SD3.5 Large": "sd3", "SANA 1.6B": "sana"}
+    names = {
+        "FLUX.1-dev": "flux1", "SD3.5 Large": "sd3", "SANA 1.6B": "sana", "Z-Image": "zimage",
+        "FLUX.2-klein 4B": "flux2-klein-4b", "FLUX.2-klein 9B": "flux2-klein-9b",
+    }  # fmt: skip
     for first, *cells in rows(DOCS / "compiled.md", "model and device"):
         model, device, *rule = first.split(", ")
         name = f"{names[model]}-{device.lower()}"

@@ -54,19 +54,19 @@ CASES = [
     ),
     # goes on without what it does not need
     *(
-        Case(f"run.json is {name}", TRAIN, "done", 0, files={"{run}/run.json": made}, seconds=60)
+        Case(f"run.json is {name}", TRAIN, "gained: ", 0, files={"{run}/run.json": made}, seconds=60)
         for name, made in BAD.items()
         if name not in ("a directory",)
     ),
     *(
-        Case(f"metrics.jsonl is {name}", TRAIN, "done", 0, files={"{run}/metrics.jsonl": made}, seconds=60)
+        Case(f"metrics.jsonl is {name}", TRAIN, "gained: ", 0, files={"{run}/metrics.jsonl": made}, seconds=60)
         for name, made in BAD.items()
         if name not in ("a directory", "a pipe", "/dev/zero")
     ),
     Case(
         "metrics.jsonl has infinity",
         TRAIN,
-        "done",
+        "gained: ",
         0,
         files={"{run}/metrics.jsonl": '{"iteration": 0, "a": Infinity}\n{"iteration": 1}\n'},
         seconds=60,
@@ -74,7 +74,7 @@ CASES = [
     Case(
         "metrics.jsonl has an iteration of text",
         TRAIN,
-        "done",
+        "gained: ",
         0,
         files={"{run}/metrics.jsonl": '{"iteration": "a"}\n{"iteration": 1}\n'},
         seconds=60,
@@ -82,7 +82,7 @@ CASES = [
     Case(
         "metrics.jsonl has an endless iteration",
         TRAIN,
-        "done",
+        "gained: ",
         0,
         files={"{run}/metrics.jsonl": '{"iteration": 1e999}\n{"iteration": 1}\n'},
         seconds=60,
@@ -90,16 +90,16 @@ CASES = [
     Case(
         "metrics.jsonl has nested nonsense",
         TRAIN,
-        "done",
+        "gained: ",
         0,
         files={"{run}/metrics.jsonl": '{"iteration": {"a": [1]}}\n{"iteration": 1, "eval/reward": [3]}\n'},
         seconds=60,
     ),
     *(
-        Case(f"a stray file in {name}", TRAIN, "done", 0, files={f"{{run}}/{name}/stray": "x"}, seconds=60)
+        Case(f"a stray file in {name}", TRAIN, "gained: ", 0, files={f"{{run}}/{name}/stray": "x"}, seconds=60)
         for name in ("ledger", "checkpoints", "pictures")
     ),
-    Case("a ledger of another", TRAIN, "done", 0, files={"{run}/ledger/iteration-000009.parquet": "x"}, seconds=60),
+    Case("a ledger of another", TRAIN, "gained: ", 0, files={"{run}/ledger/iteration-000009.parquet": "x"}, seconds=60),
     # cannot go on
     Case(
         "the checkpoints are gone",

@@ -38,6 +38,8 @@ def cpus(monkeypatch):
 
 T5, CLIP_L, CLIP_G, GEMMA, KL, DC = 4_762_310_656, 123_060_480, 694_659_840, 2_614_341_888, 83_819_683, 312_250_275
 CLIP_L_PROJECTED = CLIP_L + 768**2
+# in 16 bits: the linears of the layers of a reward's network, text and pictures
+VIT_H, VIT_L = 12 * (24 * 1024**2 + 32 * 1280**2), 12 * (12 * 768**2 + 24 * 1024**2)
 QWEN = 3_921_534_720  # Qwen3-4B without its last layer and the norm after it
 D, S, N, Z = 3072, 2432, 2240, 3840  # widths of FLUX.1, SD3.5 Large, SANA, Z-Image
 BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + out of every target); bytes: encoders, vae, reward
@@ -46,17 +48,17 @@ BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + ou
         19 * (8 * D**2 + 2 * 6 * D**2 + 4 * 4 * D**2) + 38 * (3 * D**2 + 3 * D**2 + 4 * D**2 + 5 * D**2) + 64 * D,
         (19 * 4 + 38 * 3) * 2 * D,
         2 * (T5 + CLIP_L),
-        4 * KL,
-        4 * 986_109_441,
+        2 * KL,
+        4 * 986_109_441 - 2 * VIT_H,
     ),
     "sd3_sol_rl_pickscore": (
-        8_056_627_520, 38 * 8 * S**2, (38 * 8 - 1) * 2 * S, 2 * (T5 + CLIP_L_PROJECTED + CLIP_G), 4 * KL, 4 * 986_109_441,
+        8_056_627_520, 38 * 8 * S**2, (38 * 8 - 1) * 2 * S, 2 * (T5 + CLIP_L_PROJECTED + CLIP_G), 2 * KL, 4 * 986_109_441 - 2 * VIT_H,
     ),
     "sana_sol_rl_clipscore": (
-        1_604_462_752, 20 * (2 * N**2 + 5 * N**2 + 2.5 * N**2), 20 * 8 * 2 * N, 2 * GEMMA, 2 * DC, 4 * 427_616_513,
+        1_604_462_752, 20 * (2 * N**2 + 5 * N**2 + 2.5 * N**2), 20 * 8 * 2 * N, 2 * GEMMA, 2 * DC, 4 * 427_616_513 - 2 * VIT_L,
     ),
     "zimage_sol_rl_hpsv2": (
-        6_154_908_736, 34 * (4 * Z**2 + 3 * 8 / 3 * Z**2), 34 * 4 * 2 * Z, 2 * QWEN, 4 * KL, 4 * 986_109_441,
+        6_154_908_736, 34 * (4 * Z**2 + 3 * 8 / 3 * Z**2), 34 * 4 * 2 * Z, 2 * QWEN, 2 * KL, 4 * 986_109_441 - 2 * VIT_H,
     ),
 }  # fmt: skip
 
@@ -90,7 +92,8 @@ def test_parts_agree_with_a_count_by_hand(preset):
 @pytest.mark.usefixtures("cpus")
 def test_parts_are_what_arrays_hold():
     """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync` leaves it."""
-    config = small_config("unused", "mesh.data=2", "mesh.fsdp=4", "reward=tiny-clip", "rollout.explore.correction=8")
+    overrides = ("mesh.data=2", "mesh.fsdp=4", "reward=tiny-clip", "rollout.explore.correction=8")
+    config = small_config("unused", *overrides, "rollout.scoring=fp32")  # as a CPU's `auto` is
     built = experiments.build(config)
     state, backbone, recipe = fresh_state(built), built.backbone, built.recipe
     quantizer = recipe.quantizer(recipe.format.name)
