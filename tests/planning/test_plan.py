@@ -40,6 +40,7 @@ T5, CLIP_L, CLIP_G, GEMMA, KL, DC = 4_762_310_656, 123_060_480, 694_659_840, 2_6
 CLIP_L_PROJECTED = CLIP_L + 768**2
 # in 16 bits: the linears of the layers of a reward's network, text and pictures
 VIT_H, VIT_L = 12 * (24 * 1024**2 + 32 * 1280**2), 12 * (12 * 768**2 + 24 * 1024**2)
+REWARD_H = 4 * 986_109_441 - 2 * VIT_H
 QWEN = 3_921_534_720  # Qwen3-4B without its last layer and the norm after it
 D, S, N, Z = 3072, 2432, 2240, 3840  # widths of FLUX.1, SD3.5 Large, SANA, Z-Image
 BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + out of every target); bytes: encoders, vae, reward
@@ -49,16 +50,16 @@ BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + ou
         (19 * 4 + 38 * 3) * 2 * D,
         2 * (T5 + CLIP_L),
         2 * KL,
-        4 * 986_109_441 - 2 * VIT_H,
+        REWARD_H,
     ),
     "sd3_sol_rl_pickscore": (
-        8_056_627_520, 38 * 8 * S**2, (38 * 8 - 1) * 2 * S, 2 * (T5 + CLIP_L_PROJECTED + CLIP_G), 2 * KL, 4 * 986_109_441 - 2 * VIT_H,
+        8_056_627_520, 38 * 8 * S**2, (38 * 8 - 1) * 2 * S, 2 * (T5 + CLIP_L_PROJECTED + CLIP_G), 2 * KL, REWARD_H,
     ),
     "sana_sol_rl_clipscore": (
         1_604_462_752, 20 * (2 * N**2 + 5 * N**2 + 2.5 * N**2), 20 * 8 * 2 * N, 2 * GEMMA, 2 * DC, 4 * 427_616_513 - 2 * VIT_L,
     ),
     "zimage_sol_rl_hpsv2": (
-        6_154_908_736, 34 * (4 * Z**2 + 3 * 8 / 3 * Z**2), 34 * 4 * 2 * Z, 2 * QWEN, 2 * KL, 4 * 986_109_441 - 2 * VIT_H,
+        6_154_908_736, 34 * (4 * Z**2 + 3 * 8 / 3 * Z**2), 34 * 4 * 2 * Z, 2 * QWEN, 2 * KL, REWARD_H,
     ),
 }  # fmt: skip
 
