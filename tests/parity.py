@@ -1,7 +1,8 @@
-"""Parameters of a network from the tensors of the PyTorch module that it ports."""
+"""Parameters of a network from the tensors of the PyTorch module that it ports, and how far results are apart."""
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,3 +37,9 @@ def from_torch(state: nnx.State, tensors: Mapping[str, np.ndarray]) -> Params:
 def parameter_count(state: nnx.State) -> int:
     """How many numbers a network holds."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+
+
+def relative(ours: Any, theirs: Any) -> float:
+    """The largest difference of two arrays, against the largest number of the second."""
+    ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())

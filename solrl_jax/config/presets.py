@@ -22,8 +22,8 @@ import pydantic
 import yaml
 
 from solrl_jax.config.migrations import migrate
-from solrl_jax.config.schema import Config, Section
-from solrl_jax.config.values import ConfigError, shown
+from solrl_jax.config.schema import Config
+from solrl_jax.config.values import ConfigError, Section, shown
 from solrl_jax.storage.readers import parse_yaml
 
 PARTS = ("model", "family", "explore", "objective", "reward")  # in the order in which they are merged

@@ -9,11 +9,10 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 
 from solrl_jax.config.values import (
     MOST_TOKENS,
-    ConfigError,
     Count,
     Decay,
     Flag,
@@ -25,12 +24,13 @@ from solrl_jax.config.values import (
     Number,
     Positive,
     Regex,
+    Section,
     Seed,
     Side,
     Steps,
     Text,
+    check,
     holds_secret,
-    shown,
 )
 
 # `policy/objectives/`, and what each trains on: clean samples, pairs of a prompt's best and worst, recorded steps of an SDE
@@ -53,18 +53,6 @@ def _objective(name: str) -> str:
     if name not in OBJECTIVES:
         raise ValueError(f"expected one of {', '.join(OBJECTIVES)}")
     return name
-
-
-class Section:
-    """Base of all sections: refuses unknown keys."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-
-def _check(*rules: tuple[bool, str, Any, str]) -> None:
-    """Each rule is (holds, field, value, what is accepted). Raises ConfigError listing all that do not hold."""
-    if broken := [f"{field}={shown(value)}: {accepted}" for holds, field, value, accepted in rules if not holds]:
-        raise ConfigError("; ".join(broken))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +125,7 @@ class Rollout(Section):
         compared = "must be null with rollout.regenerate=false, which has nothing to compare with"
         even = self.selection != "best_worst" or k % 2 == 0
         own, stochastic = self.explore.sigmas == "own", self.solver in ("ddim", "flow_sde", "dance_sde")
-        _check(
+        check(
             (k <= n, "rollout.kept", k, f"must be at most rollout.candidates={n}"),
             (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
             (not self.regenerate or explored <= self.steps, field, explored, f"must be at most {full}"),
@@ -179,9 +167,9 @@ class Reward(Section):
         # what a run records, everybody reads who reads the run
         secret = sum(holds_secret(name) for name in (*self.weights, *self.watched, *self.options))
         rule = "must hold no user, password or token, which are recorded; put them into ~/.netrc"
-        _check((not secret, "reward.weights", "the address of a service", rule))
+        check((not secret, "reward.weights", "the address of a service", rule))
         both = [name for name in self.watched if name in self.weights]
-        _check((not both, "reward.watched", both, "must not name what reward.weights trains on"))
+        check((not both, "reward.watched", both, "must not name what reward.weights trains on"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,7 +258,7 @@ class Mesh(Section):
     tensor: Count
 
     def __post_init__(self) -> None:
-        _check((self.data == -1 or self.data >= 1, "mesh.data", self.data, "must be at least 1, or -1 for all devices left"))
+        check((self.data == -1 or self.data >= 1, "mesh.data", self.data, "must be at least 1, or -1 for all devices left"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,7 +303,7 @@ class Config(Section):
         follows = not (whole and slow and self.rollout.precision == "bf16")
         other = "must be 0 or 1, or rollout.precision=fp32, where parameters are trained in full"
         even = f"must divide train.prompts * rollout.kept * trained sigmas = {terms}"
-        _check(
+        check(
             (self.trained_sigmas >= 1, "policy.timestep_fraction", fraction, enough),
             (follows, "policy.decay_type", 2, other),
             (terms % steps == 0, "optimizer.steps_per_iteration", steps, even),

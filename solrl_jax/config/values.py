@@ -1,11 +1,11 @@
-"""The values that fields of the configuration take: types that say their range, and how messages quote a value."""
+"""What sections of a configuration are made of: types of fields that say their range, rules between fields, messages."""
 
 import re
 import urllib.parse
 from typing import Annotated, Any
 
 import regex
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, Strict
 
 
 class ConfigError(ValueError):
@@ -79,3 +79,15 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits, or lists of thousands of levels
         text = f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+class Section:
+    """Base of all sections: refuses unknown keys."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+def check(*rules: tuple[bool, str, Any, str]) -> None:
+    """Each rule is (holds, field, value, what is accepted). Raises ConfigError listing all that do not hold."""
+    if broken := [f"{field}={shown(value)}: {accepted}" for holds, field, value, accepted in rules if not holds]:
+        raise ConfigError("; ".join(broken))

@@ -25,15 +25,20 @@ class PatchProjection(nnx.Module):
         self.patch = patch
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b rows columns d"]:
-        (b, h, w, c), p = x.shape, self.patch
-        patches = x.reshape(b, h // p, p, w // p, p, c).transpose(0, 1, 3, 2, 4, 5).reshape(b, h // p, w // p, p * p * c)
-        kernel = self.kernel.get_value().reshape(p * p * c, -1)
-        y = matmul(patches, kernel)
+        kernel = self.kernel.get_value()
+        y = matmul(patches(x, self.patch), kernel.reshape(-1, kernel.shape[-1]))
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
 
+def patches(x: Float[Array, "b h w c"], patch: int) -> Float[Array, "b rows columns f"]:
+    """Square patches with sides of `patch` pixels. Features are ordered (row, column, channel) within a patch."""
+    b, h, w, c = x.shape
+    x = x.reshape(b, h // patch, patch, w // patch, patch, c).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(b, h // patch, w // patch, patch**2 * c)
+
+
 def unpatch(tokens: Float[Array, "b n f"], rows: int, columns: int, patch: int) -> Float[Array, "b h w c"]:
-    """One patch for each token, row by row. A token's features are ordered (row, column, channel) within its patch."""
+    """The inverse of `patches`: one patch for each token, row by row."""
     x = tokens.reshape(len(tokens), rows, columns, patch, patch, -1).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(len(tokens), rows * patch, columns * patch, -1)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from solrl_jax.models.config_file import ReleasedConfig
 from solrl_jax.models.embeddings import TimestepMLP
 from solrl_jax.models.flux import Rotation, modulate, rotate, rotation
-from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm, scan_blocks, stack
+from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm, gated, scan_blocks, stack
 from solrl_jax.models.mmdit import EPS, AdaLayerNorm, JointAttention, Rotate, attend
 from solrl_jax.numerics.pending import Pending
 
@@ -175,11 +175,6 @@ class ParallelAttention(nnx.Module):
         heads = [rotate(self.norm_q.by_head(q), 0), rotate(self.norm_k.by_head(k), 0), v]
         attended = attend(self.config.attention_head_dim, heads)
         return self.to_out(Pending.of(attended).beside(gate.join(gated, value)))
-
-
-def gated(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Array, "..."]:
-    """SiLU's gate times what is gated."""
-    return jax.nn.silu(gate) * value
 
 
 def rotary(length: int, rows: int, columns: int, c: Flux2Config) -> Rotation:

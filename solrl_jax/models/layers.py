@@ -204,6 +204,11 @@ class GLUMBConv(nnx.Module):
         return self.conv_point(gated_conv(self.conv_inverted.pending(x), grid, taps, bias.get_value()))
 
 
+def gated(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A SiLU-gated linear unit's middle (arXiv 2002.05202): `silu(gate) value`."""
+    return jax.nn.silu(gate) * value
+
+
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last axis (arXiv 1607.06450), float32 inside. affine: with a weight and a bias."""
 

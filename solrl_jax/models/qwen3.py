@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -19,7 +18,7 @@ from solrl_jax.models.attention import attention
 from solrl_jax.models.component import Component
 from solrl_jax.models.config_file import ReleasedConfig, unsupported, with_rope_theta
 from solrl_jax.models.gemma2 import rotate
-from solrl_jax.models.layers import Embedding, Linear, RMSNorm, scan_blocks, stack
+from solrl_jax.models.layers import Embedding, Linear, RMSNorm, gated, scan_blocks, stack
 from solrl_jax.models.weights import find_component
 
 
@@ -146,4 +145,4 @@ class MLP(nnx.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))

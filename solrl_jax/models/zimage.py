@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.attention import attention, attention_forward
 from solrl_jax.models.config_file import ReleasedConfig
-from solrl_jax.models.embeddings import sinusoid, unpatch
+from solrl_jax.models.embeddings import patches, sinusoid, unpatch
 from solrl_jax.models.flux import turn
-from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
+from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm, gated, param, scan_blocks, stack
 from solrl_jax.numerics.pending import Pending, written
 
 Rotation: TypeAlias = tuple[Array, Array]  # cosines and sines [b, s, head / 2], float32
@@ -116,7 +116,7 @@ class ZImageTransformer2DModel(nnx.Module):
         of_image, of_text = rotary(c, rows, columns, text.shape[1], seen)
 
         condition = self._condition(timestep).astype(dtype)
-        x = self.all_x_embedder[f"{PATCH}-1"](patches(latent))
+        x = self.all_x_embedder[f"{PATCH}-1"](patches(latent, PATCH).reshape(len(latent), rows * columns, -1))
         x = jnp.concatenate([x, self._filling(self.x_pad_token, x, -x.shape[1] % MULTIPLE)], axis=1)
         x = scan_blocks(self.noise_refiner, lambda block, x: block(x, of_image, None, condition), x, remat=self.remat)
 
@@ -196,7 +196,7 @@ class FeedForward(nnx.Module):
         self.w2 = Linear(hidden, d, bias=False, rngs=rngs)
 
     def __call__(self, x: Pending) -> Float[Array, "b s d"]:
-        return self.w2(self.w1.pending(x).join(lambda gate, y: jax.nn.silu(gate) * y, self.w3.pending(x)))
+        return self.w2(self.w1.pending(x).join(gated, self.w3.pending(x)))
 
 
 class FinalLayer(nnx.Module):
@@ -210,13 +210,6 @@ class FinalLayer(nnx.Module):
     def __call__(self, x: Float[Array, "b n d"], condition: Float[Array, "b time"]) -> Float[Array, "b n features"]:
         scale = 1 + self.adaLN_modulation["1"](jax.nn.silu(condition))[:, None]
         return self.linear(self.norm_final.pending(x).map(jnp.multiply, scale))
-
-
-def patches(latent: Float[Array, "b h w c"]) -> Float[Array, "b n 4*c"]:
-    """The inverse of `unpatch`: a token's features are ordered (row, column, channel)."""
-    b, h, w, c = latent.shape
-    x = latent.reshape(b, h // PATCH, PATCH, w // PATCH, PATCH, c).transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(b, -1, PATCH**2 * c)
 
 
 def rotary(c: ZImageConfig, rows: int, columns: int, length: int, seen: Int[Array, " b"]) -> tuple[Rotation, Rotation]:

@@ -9,8 +9,8 @@ import yaml
 from pydantic import Field
 
 from solrl_jax.config.presets import known_keys, resolve
-from solrl_jax.config.schema import Config, Section
-from solrl_jax.config.values import ConfigError, Seed, Text, shown
+from solrl_jax.config.schema import Config
+from solrl_jax.config.values import ConfigError, Section, Seed, Text, shown
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_YAML, parse_yaml, read_text
 

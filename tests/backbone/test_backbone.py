@@ -25,6 +25,7 @@ from solrl_jax.models.tiling import decode_tiled
 from solrl_jax.parallel import sharding
 from solrl_jax.rollout.generate import decode_chunk
 from solrl_jax.storage.errors import InputError
+from tests.parity import relative
 from tests.pipelines import CHANNELS, KL_CHANNELS, MAX_TOKENS, save_flux_pipeline, save_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -236,10 +237,6 @@ def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(repository
     assert loaded.pipeline.folder == snapshot
     got, want = (b.text_encoders.params()["text_encoder"] for b in (loaded, backbones[0]))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, want))
-
-
-def relative(ours, theirs) -> float:
-    return float(np.abs(np.asarray(ours) - np.asarray(theirs)).max() / np.abs(np.asarray(theirs)).max())
 
 
 def test_velocity_and_images_do_not_depend_on_the_mesh(backbones):

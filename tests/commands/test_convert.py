@@ -23,6 +23,7 @@ from solrl_jax.models.registry import open_pipeline
 from solrl_jax.models.sana import SanaConfig
 from solrl_jax.storage.errors import InputError, RunError
 from tests.commands.test_cli import solrl
+from tests.parity import relative
 from tests.pipelines import CHANNELS, TEXT, TRANSFORMER, save_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -66,10 +67,6 @@ def to_native(tensors, ffn, qkv="qkv", kv="kv"):
             native[f"{at}{rename[inner]}.{last}"] = tensor[:, :, 0, 0] if flat else tensor
     width, text = tensors["caption_projection.linear_1.weight"].shape
     return native | {"pos_embed": torch.zeros(1, 16, width), "y_embedder.y_embedding": torch.randn(300, text)}
-
-
-def relative(ours, theirs):
-    return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
 
 
 @pytest.fixture(scope="module")

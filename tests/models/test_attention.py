@@ -12,6 +12,7 @@ from solrl_jax.models import attention as module
 from solrl_jax.models.attention import attention, cudnn_fits
 from solrl_jax.numerics import target
 from solrl_jax.parallel.sharding import make_mesh, rows
+from tests.parity import relative
 
 B, T, S, N, H = 2, 5, 7, 6, 8
 
@@ -35,11 +36,6 @@ def formula(q, k, v, mask, scale, softcap):
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logits = logits if mask is None else logits.masked_fill(~torch.tensor(mask), -torch.inf)
     return torch.einsum("bnts,bsnh->btnh", logits.softmax(-1), v)
-
-
-def relative(ours, theirs):
-    theirs = np.asarray(theirs)
-    return np.abs(np.asarray(ours, np.float64) - theirs).max() / np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

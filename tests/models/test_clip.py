@@ -12,7 +12,7 @@ from pretrain.networks import to_torch
 from solrl_jax.models.clip import CLIPConfig, CLIPModel
 from solrl_jax.models.weights import entries
 from tests import carried
-from tests.parity import from_torch, parameter_count
+from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5
 POSITIONS, EOS = 12, 90
@@ -90,10 +90,6 @@ def encode_text(model, ids, mask):
 @nnx.jit
 def encode_image(model, pixels):
     return model.encode_image(pixels)
-
-
-def relative(ours, theirs):
-    return np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max()
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from solrl_jax.models.clip import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from solrl_jax.models.weights import entries, find_component, load_tensors
 from tests import carried
-from tests.parity import from_torch, parameter_count
+from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5  # largest difference over largest value
 POSITIONS, EOS = 17, 90
@@ -94,10 +94,6 @@ def outputs(reference, ids) -> list:
     out = reference(torch.tensor(ids), output_hidden_states=True)
     pooled = out.text_embeds if hasattr(out, "text_embeds") else out.pooler_output
     return [out.hidden_states[-2], out.last_hidden_state, pooled]
-
-
-def relative(ours, theirs) -> float:
-    return float(np.abs(np.asarray(ours, np.float64) - np.asarray(theirs)).max() / np.abs(np.asarray(theirs)).max())
 
 
 @pytest.mark.parametrize("case", CASES)

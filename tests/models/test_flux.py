@@ -18,7 +18,7 @@ from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel, pack, rota
 from solrl_jax.models.weights import entries
 from solrl_jax.numerics.matmul import LowRank
 from tests import carried
-from tests.parity import from_torch, parameter_count
+from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
     in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,
@@ -107,10 +107,6 @@ def weighting(overrides: dict, sizes: tuple[int, int, int]) -> np.ndarray:
     c = BASE | overrides
     channels = (c.get("out_channels") or c["in_channels"]) // 4
     return np.random.default_rng(2).standard_normal((2, *sizes[:2], channels)).astype(np.float32)
-
-
-def relative(ours, theirs) -> float:
-    return float(np.max(np.abs(np.asarray(ours) - theirs)) / np.max(np.abs(theirs)))
 
 
 @pytest.mark.parametrize("case", CASES)

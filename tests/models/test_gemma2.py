@@ -14,7 +14,7 @@ from pretrain.networks import to_torch
 from solrl_jax.models.gemma2 import FULL, SLIDING, Gemma2Config, Gemma2Model
 from solrl_jax.models.weights import entries
 from tests import carried
-from tests.parity import from_torch, parameter_count
+from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5
 VOCAB, LENGTHS = 97, (13, 1, 8, 5)
@@ -72,10 +72,6 @@ def prompts(seed=1):
 @nnx.jit
 def run(model, ids, mask):
     return model(ids, mask)
-
-
-def relative(ours, theirs):
-    return np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from solrl_jax.models.qwen3 import Qwen3Config, Qwen3Model, open_qwen3
 from solrl_jax.models.tokenizers import chat, tokenize
 from solrl_jax.models.weights import entries
-from tests.parity import parameter_count
+from tests.parity import parameter_count, relative
 from tests.pipelines import make_qwen_tokenizer
 
 TOLERANCE = 1e-5
@@ -75,10 +75,6 @@ def run(model, ids, mask):
 def expected(reference, ids, mask, states):
     out = reference(torch.tensor(ids), attention_mask=torch.tensor(mask).long(), output_hidden_states=True).hidden_states
     return np.concatenate([out[state].numpy() for state in states], axis=-1)
-
-
-def relative(ours, theirs):
-    return np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("case", CASES)

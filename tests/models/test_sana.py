@@ -9,7 +9,7 @@ from flax import nnx
 from pretrain.networks import to_torch
 
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
-from tests.parity import from_torch, parameter_count
+from tests.parity import from_torch, parameter_count, relative
 
 # Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly all cut off by the ReLU
 # divides by almost nothing, and in float32 even PyTorch is 4e-5 from its own float64.
@@ -74,10 +74,6 @@ def run_torch(theirs, x, grad: bool = False):
 def cotangent(*shape: int) -> np.ndarray:
     """What the gradients are weighted with: fixed, so that no error of the forward pass enters."""
     return np.random.default_rng(2).standard_normal(shape).astype(np.float32)
-
-
-def relative(ours, theirs) -> float:
-    return float(np.max(np.abs(np.asarray(ours) - theirs)) / np.max(np.abs(theirs)))
 
 
 @pytest.mark.parametrize("case", CASES)

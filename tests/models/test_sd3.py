@@ -16,7 +16,7 @@ from solrl_jax.models.embeddings import sincos_positions
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.weights import entries
 from tests import carried
-from tests.parity import from_torch, parameter_count
+from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
     sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
@@ -90,10 +90,6 @@ def run_torch(theirs: TorchSD3, x: dict, cotangent: np.ndarray | None = None) ->
 def weighting(*shape: int) -> np.ndarray:
     """What the gradients are weighted with: fixed, so that no error of the forward pass enters."""
     return np.random.default_rng(2).standard_normal(shape).astype(np.float32)
-
-
-def relative(ours, theirs) -> float:
-    return float(np.max(np.abs(np.asarray(ours) - theirs)) / np.max(np.abs(theirs)))
 
 
 def check(case: str, by_params: bool = False):

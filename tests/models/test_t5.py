@@ -15,7 +15,7 @@ from solrl_jax.models.attention import attention
 from solrl_jax.models.t5 import T5Config, T5EncoderModel, relative_buckets
 from solrl_jax.models.weights import entries, find_component, load_tensors
 from tests import carried
-from tests.parity import from_torch, parameter_count
+from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5  # largest difference over largest value
 BASE = {
@@ -69,10 +69,6 @@ def port(reference):
 def prompts(shape: tuple, masked: bool, seed: int = 1):
     ids = np.random.default_rng(seed).integers(0, BASE["vocab_size"], shape)
     return ids, np.arange(shape[1]) < np.array([shape[1] - 2, shape[1], 5, 1])[: shape[0], None] if masked else None
-
-
-def relative(ours, theirs) -> float:
-    return float(np.abs(np.asarray(ours, np.float64) - np.asarray(theirs)).max() / np.abs(np.asarray(theirs)).max())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,7 +16,7 @@ from solrl_jax.models.weights import entries
 from solrl_jax.models.zimage import ZImageConfig, ZImageTransformer2DModel, rotary
 from solrl_jax.numerics.matmul import LowRank
 from tests import carried
-from tests.parity import from_torch, parameter_count
+from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
     in_channels=4, dim=48, n_layers=2, n_refiner_layers=2, n_heads=3, n_kv_heads=3, cap_feat_dim=20, axes_dims=(4, 6, 6),
@@ -97,10 +97,6 @@ def runner(graphdef):
 def weighting(x: dict) -> np.ndarray:
     """What gradients are weighted with: fixed, so that no error of the forward pass enters."""
     return np.random.default_rng(2).standard_normal(x["latent"].shape).astype(np.float32)
-
-
-def relative(ours, theirs) -> float:
-    return float(np.max(np.abs(np.asarray(ours) - theirs)) / np.max(np.abs(theirs)))
 
 
 LONG = ("no filling", "wide, deep", "as many positions as are stored")  # what they hold, the others hold in part
