@@ -130,6 +130,8 @@ def test_the_demo(page):
         values = [evaluations[i][f"{name}{part}"] for i in ("0", "20") for part in ("", "/standard_error")]
         said = [f"{mean:.3f} ± {error:.3f}" for mean, error in (values[:2], values[2:])]
         assert all(part in text for part in said) or (page != README and name == "eval/reward"), (name, said)
+    others = [rows["20"]["eval/shapes/strict"] for rows in record("demo")["other_seeds"]["seeds"].values()]
+    assert page != README or "Seeds 1 and 2 end at {:.3f} and {:.3f}.".format(*others) in text
 
 
 def test_what_the_compilers_say():
