@@ -184,6 +184,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         np.testing.assert_array_equal(unguided, got)  # it is not told the guidance, nor evaluated twice
 
 
+@pytest.mark.exhaustive
 def test_images_of_long_prompts_at_the_released_length_equal_those_of_diffusers(folders, tmp_path):
     folder, reference = folders["base"]
     prompts = ["a", LONG.strip()]

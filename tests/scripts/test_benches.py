@@ -26,6 +26,7 @@ def bench(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.exhaustive
 def test_a_step_and_the_rollout_of_each_format(bench):
     report = bench("bench_rollout", *SMALL, "--formats", "auto,nvfp4", "--rows", "2")
     assert set(report["formats"]) == {"bf16", "nvfp4"}  # on a CPU auto is BF16
@@ -38,6 +39,7 @@ def test_a_step_and_the_rollout_of_each_format(bench):
     assert rollout["times_naive_scaling"] == pytest.approx(report["naive_scaling_seconds"] / rollout["seconds"], abs=2e-3)
 
 
+@pytest.mark.exhaustive
 def test_iterations_of_two_families(bench):
     own = [setting for setting in SMALL if ".steps=" not in setting]  # of which each family has its own
     report = bench("bench_iteration", *own)
