@@ -10,6 +10,7 @@ import numpy as np
 from solrl_jax.backbone.backbone import Backbone, Pipeline
 from solrl_jax.backbone.decoder import Decoder
 from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.config.sizes import trained_sizes
 from solrl_jax.flow.grid import Grid
 from solrl_jax.flow.sigmas import make_sigmas
 from solrl_jax.flow.solver import STOCHASTIC, solver_table
@@ -29,13 +30,13 @@ KERNELS = ("block/kernel", "out/kernel")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ToyPipeline(Pipeline):
-    """Latents of one size."""
+    """A latent stands for 8 x 8 pixels."""
 
     def latent_shape(self, height, width):
-        return SHAPE
+        return height // 8, width // 8, SHAPE[2]
 
     def image_tokens(self, height, width):
-        return SHAPE[0] * SHAPE[1]
+        return height * width // 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,6 +117,6 @@ def toy_reward() -> Reward:
 def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experiment:
     """All parts of a run on the smallest settings of `tiny` (`tests.small`) with other overrides."""
     config = small_config("unused", "lora.targets=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides)
-    backbone, reward, device = toy_backbone(*mesh), toy_reward(), device_facts()
+    backbone, reward, size = toy_backbone(*mesh), toy_reward(), trained_sizes(config)[0]
     train, test = ([Prompt(f"{name} {i}") for i in range(count)] for name, count in (("to train on", 20), ("to test on", 6)))
-    return Experiment(config, backbone, reward, reward, Targets(KERNELS), KERNELS, device, train, test)
+    return Experiment(config, backbone, reward, reward, Targets(KERNELS), KERNELS, device_facts(), train, test, size)

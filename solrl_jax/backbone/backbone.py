@@ -15,6 +15,8 @@ from solrl_jax.backbone.decoder import Decoder
 from solrl_jax.backbone.locate import open_model
 from solrl_jax.conditioning.cache import open_cache
 from solrl_jax.conditioning.text_encoders import TextEncoders
+from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import evaluated_size, model_size, trained_sizes
 from solrl_jax.models.component import Component as Component
 from solrl_jax.models.pipeline import Conditioning as Conditioning
 from solrl_jax.models.pipeline import Pipeline as Pipeline
@@ -102,6 +104,14 @@ def check_tile(tile: int | None, pipeline: Pipeline) -> None:
     """Raises InputError for a tile whose side is not a whole number of latents."""
     if tile is not None and tile % pipeline.compression:
         raise InputError(f"model.tile={tile}: must be a multiple of {pipeline.compression}, the pixels of a latent, or null")
+
+
+def check_sizes(config: Config, pipeline: Pipeline) -> None:
+    """Raises InputError for a size of pictures that the pipeline does not take."""
+    fields = {"model": (model_size(config),), "rollout.size": trained_sizes(config), "eval.size": (evaluated_size(config),)}
+    for field, size in ((field, size) for field, sizes in fields.items() for size in sizes):
+        with in_one_line(f"{field}: {{}}".format):
+            pipeline.latent_shape(*size)
 
 
 def open_text_encoders(pipeline: Pipeline, precision: str, mesh: Mesh, cache: str | None) -> TextEncoders:

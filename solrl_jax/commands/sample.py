@@ -17,6 +17,7 @@ from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, f
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts
 from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision
+from solrl_jax.config.sizes import evaluated_size
 from solrl_jax.config.values import MOST_SIDE, MOST_STEPS, MOST_TOKENS, shown
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.sync import Quantizer, merged
@@ -183,7 +184,7 @@ def _seeds(prompts: Sequence[str], seed: int) -> np.ndarray:
 
 def _size(request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None) -> tuple[int, int]:
     """Height and width: of the request, of the latents, of the run, or the model's default."""
-    default = (config.model.height, config.model.width) if config else pipeline.default_size
+    default = evaluated_size(config) if config else pipeline.default_size
     size = request.size or default
     if noise is not None:
         of_noise = (noise.shape[1] * pipeline.compression, noise.shape[2] * pipeline.compression)
@@ -235,7 +236,7 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @click.option("--instruction", metavar="FILE", help="SANA: text file with the instruction that precedes every prompt.")
 @click.option("--tile", metavar="PIXELS", type=click.IntRange(1), help="Decode in tiles of this side, which takes less memory.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
-@click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: the run's or the model's).")
+@click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: eval.size of the run, or the model's).")
 @click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
 @click.option(
     "--precision", default="bf16", show_default=True, type=click.Choice(get_args(Precision)),

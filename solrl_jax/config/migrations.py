@@ -8,10 +8,11 @@ from typing import Any
 VERSION = 2
 # settings that version 1 had not, with the values that it ran with
 ADDED: dict[str, dict[str, Any]] = {
-    "rollout": {"window": None, "window_every": 25, "scoring": "auto"},
+    "rollout": {"size": None, "window": None, "window_every": 25, "scoring": "auto"},
     "policy": {"objective": "nft", "ratio_clip": 1e-4},
     "model": {"attention": "own", "mhla_blocks": 16, "mhla_released": False, "mhla_norm": False},
     "train": {"parameters": "adapters"},
+    "eval": {"size": None},
 }
 
 

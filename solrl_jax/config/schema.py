@@ -27,6 +27,8 @@ from solrl_jax.config.values import (
     Section,
     Seed,
     Side,
+    Size,
+    Sizes,
     Steps,
     Text,
     check,
@@ -105,6 +107,7 @@ class Rollout(Section):
     # best_worst: K/2 from either end; best_random: the K/2 best and a draw from the others
     selection: Literal["best_worst", "best_random", "random", "best"]
     explore: Explore
+    size: Sizes | None  # of what is trained on: [height, width], or several, of which an iteration takes one; null: the model's
     regenerate: Flag  # false: the explored samples themselves are trained on
     steps: Steps  # full step count: of the regeneration, and of the schedule that the update trains on
     solver: Literal["euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde"]  # evaluation takes a stochastic one without noise
@@ -242,6 +245,7 @@ class Eval(Section):
     """The evaluation on the test prompts."""
 
     every: Natural  # iterations; 0: only before and after the run
+    size: Size | None  # [height, width]; null: the model's
     steps: Steps
     prompts: Count
     images_per_prompt: Many
@@ -325,15 +329,11 @@ class Config(Section):
                 needs = f"for the transitions that policy.objective={self.policy.objective} trains on"
                 exact, most = rollout.regenerate or explore.precision in ("bf16", "fp32"), rollout.stochastic_steps
                 field, fraction = "policy.timestep_fraction", self.policy.timestep_fraction
+                enough = f"must be at most {most / rollout.steps:g} {needs}"
                 return [
                     (most > 0, "rollout.eta", rollout.eta, f"must be above 0 {needs}, with a stochastic rollout.solver"),
                     (exact, "rollout.regenerate", False, f"must be true, or rollout.explore.precision=bf16, {needs}"),
-                    (
-                        self.trained_sigmas <= (most or rollout.steps),
-                        field,
-                        fraction,
-                        f"must be at most {most / rollout.steps:g} {needs}",
-                    ),
+                    (self.trained_sigmas <= (most or rollout.steps), field, fraction, enough),
                 ]
         return []
 

@@ -34,6 +34,17 @@ def _plain(text: str) -> str:
     return text
 
 
+def _pair(value: Any) -> Any:
+    if not (isinstance(value, list | tuple) and len(value) == 2):
+        raise ValueError("expected [HEIGHT, WIDTH] in pixels")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """Lets one size pass for a list of one."""
+    return [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
+
+
 MOST_SIDE, MOST_TOKENS, MOST_PICTURES = 2**14, 2**14, 2**16  # of an image in pixels; of a prompt; of one prompt
 MOST_STEPS = 1000  # of a solver: networks are trained on as many levels of noise
 MOST_NUMBER = 3.4e38  # what float32 holds
@@ -44,6 +55,8 @@ Count = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
 Steps = Annotated[Integer, Field(ge=1, le=MOST_STEPS)]
 Side = Annotated[Integer, Field(ge=1, le=MOST_SIDE)]
+Size = Annotated[tuple[Side, Side], BeforeValidator(_pair)]  # height and width of a picture in pixels
+Sizes = Annotated[tuple[Size, ...], Field(min_length=1), BeforeValidator(_listed)]
 Many = Annotated[Integer, Field(ge=1, le=MOST_PICTURES)]
 Number = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-MOST_NUMBER, le=MOST_NUMBER), BeforeValidator(_number)]
 NotNegative = Annotated[Number, Field(ge=0)]

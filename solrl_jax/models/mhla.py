@@ -39,7 +39,7 @@ class BlockMixing(Attention):
 
     A depthwise convolution of the values, `lepe`, is added to the outputs. Tokens come and go in raster order.
 
-    begun_for: rows and columns of the tokens that m begins for (`initial_mix`). In the released variant, the denominator of
+    layout: blocks down and across, for images of any size: m is about places. In the released variant, the denominator of
     position p of block i is `sum_b m_ib q_bp . z_b`: it takes the query at the same position of each block. Also, `lepe` begins
     as the identity there. Here it begins as zero, so that the network begins near the one that it was.
     """
@@ -47,7 +47,7 @@ class BlockMixing(Attention):
     def __init__(
         self,
         mhla: Mhla,
-        begun_for: tuple[int, int],
+        layout: tuple[int, int],
         widths: tuple[int, int, int],
         heads: int,
         *,
@@ -56,9 +56,9 @@ class BlockMixing(Attention):
         rngs: nnx.Rngs,
     ):
         super().__init__(widths, heads, normed=normed or mhla.normed, bias=bias, rngs=rngs)
-        self.mhla = mhla
+        self.mhla, self.layout = mhla, layout
         size = (mhla.blocks, mhla.blocks)
-        start = (initial_mix, tiling(mhla.blocks, begun_for), mhla.released)
+        start = (initial_mix, layout, mhla.released)
         self.mix = param(jnp.zeros(size), "mix", start=start, bounds=None if mhla.released else (0.0, 1.0))
         self.lepe = DepthwiseConv(widths[2], 3, bias=False, rngs=rngs)
         self.lepe.kernel.set_metadata(start=(initial_filter, mhla.released))
@@ -70,7 +70,7 @@ class BlockMixing(Attention):
         """grid: rows and columns of the n tokens."""
         q, k, v = self.by_head(x, x)
         batch, n, heads, _ = v.shape
-        (rows, columns), (down, across) = grid, tiling(self.mhla.blocks, grid)
+        (rows, columns), (down, across) = grid, self.layout
         in_blocks = lambda t: t.reshape(batch, down, rows // down, across, columns // across, heads, -1)
         local = self.lepe(v.reshape(batch, rows, columns, -1)).reshape(batch, n, -1)
         kernel, wide = lambda t: jax.nn.relu(t) + EPS, jnp.float32

@@ -53,6 +53,7 @@ class Pipeline:
     patch: int  # latents that a token of the transformer stands for, each way
     default_size: tuple[int, int]  # height and width that the model was made for
     default_max_tokens: int
+    blocks: tuple[int, int] = (1, 1)  # equal parts that the tokens of an image divide into, down and across (`models/mhla.py`)
     largest_side: int | None = None  # of an image; None: any
     vae_dtype: jnp.dtype | None = None  # the only dtype that the autoencoder decodes in; None: any
     embedded_guidance: bool = False  # the network is told the guidance scale, instead of a second evaluation without the prompt
@@ -63,9 +64,9 @@ class Pipeline:
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Height, width and channels of an image's latent. Raises ValueError for a size that the model does not take."""
-        unit = self.compression * self.patch
-        if height % unit or width % unit or height <= 0 or width <= 0:
-            raise ValueError(f"size {height}x{width}: this model takes multiples of {unit} pixels in both directions")
+        down, across = (self.compression * self.patch * parts for parts in self.blocks)
+        if height % down or width % across or height <= 0 or width <= 0:
+            raise ValueError(f"size {height}x{width}: this model takes multiples of {down} pixels down and {across} across")
         if self.largest_side is not None and max(height, width) > self.largest_side:
             raise ValueError(f"size {height}x{width}: this model takes up to {self.largest_side} pixels in either direction")
         return height // self.compression, width // self.compression, self.channels

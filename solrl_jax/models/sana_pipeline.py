@@ -12,7 +12,7 @@ from jaxtyping import Array
 from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
 from solrl_jax.models.component import Component
 from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
-from solrl_jax.models.mhla import BlockMixing, Mhla
+from solrl_jax.models.mhla import BlockMixing, Mhla, tiling
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.tensor_files import read_json
@@ -80,7 +80,8 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
         ("transformer cross_attention_dim", config.cross_attention_dim, config.width),
     )
     unit = vae_config.spatial_compression * config.patch_size
-    attention = None if mhla is None else partial(BlockMixing, mhla, (size[0] // unit, size[1] // unit))
+    blocks = (1, 1) if mhla is None else tiling(mhla.blocks, (size[0] // unit, size[1] // unit))
+    attention = None if mhla is None else partial(BlockMixing, mhla, blocks)
     network = lambda r: SanaTransformer2DModel(config, remat=remat, attention=attention, rngs=r)
     transformer = Component.of(folder / "transformer", network)
     encoder = Component.of(folder / "text_encoder", lambda r: Gemma2Model(text_config, rngs=r))
@@ -107,6 +108,7 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
         compression=vae_config.spatial_compression,
         channels=config.in_channels,
         patch=config.patch_size,
+        blocks=blocks,
         default_size=(config.sample_size * vae_config.spatial_compression,) * 2,
         default_max_tokens=min(MAX_TOKENS, load_tokenizer(text.tokenizer).model_max_length),
         instruct=text.instruct,

@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int, UInt32, UInt64
 STREAMS = {
     # of a run: the seeds of candidates, by what they are sampled for, and the adapters at the start
     "candidate": 0, "evaluation": 6, "ranking": 7, "calibration seeds": 8, "adapters": 9,
+    # of a run: the order of the sizes of pictures
+    "sizes": 10,
     # of a candidate
     "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5,
 }  # fmt: skip

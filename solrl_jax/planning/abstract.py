@@ -16,6 +16,7 @@ from solrl_jax.backbone.locate import open_model
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import largest_size
 from solrl_jax.numerics.formats import Device, scoring_dtypes
 from solrl_jax.parallel import sharding
 from solrl_jax.rewards.protocol import Reward
@@ -58,7 +59,7 @@ def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -
     transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
     scorer, prompts = reward(config, rows, products), some_prompts(config)
-    return Experiment(config, backbone, scorer, scorer, targets, quantized, device, prompts, prompts)
+    return Experiment(config, backbone, scorer, scorer, targets, quantized, device, prompts, prompts, largest_size(config))
 
 
 def some_prompts(config: Config) -> list[Prompt]:

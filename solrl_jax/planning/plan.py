@@ -17,6 +17,7 @@ import jax
 
 from solrl_jax.backbone.locate import attention_of
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import trained_sizes
 from solrl_jax.numerics.formats import AUTO, Device
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning import roofline, topology
@@ -36,6 +37,7 @@ SETTINGS = {  # what a stage takes less memory with
     "explore": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
     "regenerate": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
     "score": ("mesh.fsdp", "model.cache=''"),  # pictures are decoded a few at a time, whatever the chunk
+    "evaluate": ("rollout.chunk", "mesh.fsdp", "model.cache=''", "eval.size"),
     "update": ("model.remat=blocks", "optimizer.micro_batch", "mesh.fsdp", "model.cache=''"),
 }
 
@@ -172,6 +174,7 @@ def plan(
         "device": where.target.name,
         "devices": where.count,
         "hosts": where.hosts,
+        "size": list(planner.stages.experiment.size),
         "usable": usable,
         "mesh": dict(planner.stages.mesh.shape),
         "exploration": form.describe(planner.device),
@@ -230,6 +233,10 @@ def assumptions(planner: Planner) -> Iterator[str]:
     yield f"{USABLE:.0%} of a device's memory are for arrays; JAX takes 75% of a GPU without XLA_PYTHON_CLIENT_MEM_FRACTION"
     kept = "stay in memory (model.cache=null)" if config.model.cache is None else "encode all prompts of a run, then are freed"
     yield f"text encoders {kept}"
+    if len(trained_sizes(config)) > 1:
+        yield "every iteration has the largest of rollout.size"
+    if planner.stages.has("evaluate"):
+        yield "an evaluation, whose pictures are larger, takes no time of an iteration"
     yield "seconds are the least possible: a kernel takes the longer of its operations and its memory at the public peaks"
     yield "rewards outside JAX, the host's work, launching kernels and compiling take no time"
     if where.target.platform == "gpu":
@@ -246,6 +253,7 @@ def table(summary: dict[str, Any]) -> str:
     gb = lambda size: f"{size / 1e9:.2f}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
     lines = [f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} {summary['device']}; mesh {mesh}"]
+    lines[0] += "; pictures of {} x {} pixels".format(*summary["size"])
     lines += [f"exploration: {summary['exploration']}", f"the update recomputes: {summary['remat']}", "", "parts, GB a device"]
     lines += [f"  {name:<16} {gb(size):>8}" for name, size in summary["parts"].items()]
     lines += ["", f"{'GB a device':<27}arguments temporaries outputs aliased elsewhere    peak"]

@@ -1,6 +1,8 @@
 """The programs of an iteration, in the order of `train.iterate`: those that train, and no others. Shapes replace arrays."""
 
+import copy
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from solrl_jax.conditioning.text_encoders import ENCODED_ROWS, encode_chunk
+from solrl_jax.config.sizes import evaluated_size
 from solrl_jax.explore.lever import shaped_quantizer
 from solrl_jax.explore.sync import Quantizer, quantize_policy
 from solrl_jax.parallel import sharding
@@ -21,7 +24,7 @@ from solrl_jax.rollout.generate import Conditions, Rows, decode_chunk, sample_ch
 from solrl_jax.rollout.stage import Leg, Stage
 from solrl_jax.training.experiment import Experiment, state_shapes
 
-STAGES = ("encode", "sync", "explore", "regenerate", "score", "update")
+STAGES = ("encode", "sync", "explore", "regenerate", "score", "update", "evaluate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Stages:
         """Whether a run has that stage."""
         if stage == "sync":
             return self.experiment.recipe.format.quantize is not None
+        if stage == "evaluate":  # else its programs take no more than those of the other stages
+            return math.prod(evaluated_size(self.experiment.config)) > math.prod(self.experiment.size)
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
@@ -94,6 +99,11 @@ class Stages:
                 ]
             case "score":
                 return self._score(sum(self.chunks(self.mesh.size)))
+            case "evaluate":  # no part of an iteration: called no time in it
+                larger = copy.copy(self)
+                larger.experiment = experiment.at(evaluated_size(experiment.config))
+                legs = (Leg(self._policy({}), larger.experiment.grid(experiment.config.eval.steps, None)),)
+                return [larger._sample(legs, 0, 0), *larger._score(0)]
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
@@ -146,7 +156,7 @@ class Stages:
     def _score(self, calls: int) -> list[Program]:
         experiment, reward, mesh = self.experiment, self.experiment.reward, self.rows_mesh
         latents = self._rows(mesh, self._stage.shape, jnp.float32)
-        images = self._rows(mesh, (experiment.config.model.height, experiment.config.model.width, 3), jnp.float32)
+        images = self._rows(mesh, (*experiment.size, 3), jnp.float32)
         decode = [Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)] * reward.needs_pictures
         if reward.score is None:
             return decode

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.sharding import Mesh
 
-from solrl_jax.backbone.backbone import DTYPES, Pipeline
+from solrl_jax.backbone.backbone import DTYPES, Pipeline, check_sizes
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import largest_size
 from solrl_jax.policy.lora import attach, find_targets
 from solrl_jax.policy.state import abstract_state
 
@@ -24,9 +25,11 @@ def open_trained(config: Config, mesh: Mesh, memory: float, open_pipeline: Calla
     `memory` alone. It is never `none`: to write and read what lies between products takes a GPU longer than to compute it
     again.
     memory: bytes of a device of `mesh`. open_pipeline: opens the pipeline with a key of `models.layers.REMAT`.
+    Raises InputError for a size of pictures that the pipeline does not take.
     """
     automatic = config.model.remat == "auto"
     pipeline = open_pipeline("products" if automatic else config.model.remat)
+    check_sizes(config, pipeline)
     fits = not automatic or held(config, pipeline, mesh) <= SHARE * memory
     return pipeline if fits else open_pipeline("blocks")
 
@@ -38,11 +41,11 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
 
     The forward pass is traced, which takes seconds. Nothing is computed or allocated.
     """
-    model, rows, dtype = config.model, config.optimizer.micro_batch, DTYPES[config.rollout.precision]
+    rows, dtype = config.optimizer.micro_batch, DTYPES[config.rollout.precision]
     base = pipeline.transformer.shapes(dtype)
     targets = find_targets(pipeline.transformer, config)
     adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
-    latents = jax.ShapeDtypeStruct((rows, *pipeline.latent_shape(model.height, model.width)), dtype)
+    latents = jax.ShapeDtypeStruct((rows, *pipeline.latent_shape(*largest_size(config))), dtype)
 
     def kept(base: Any, adapters: Any, latents: Any, conditioning: Any, time: Any) -> Any:
         policy = lambda adapters: attach(base, adapters, config.lora.alpha / config.lora.rank)

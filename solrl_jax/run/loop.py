@@ -26,6 +26,7 @@ import numpy as np
 
 from solrl_jax.conditioning.prompts import Prompt, draw_prompts
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import trained_sizes
 from solrl_jax.explore.monitor import WINDOW, level_after
 from solrl_jax.parallel import hosts
 from solrl_jax.policy.lora import Adapters
@@ -224,7 +225,8 @@ def _prepare(this: _Run, done: int) -> None:
     if calibrates:
         report.stage("calibrate", len(measured), 0)
         try:
-            experiment.recipe.calibrate()
+            for size in trained_sizes(config):
+                experiment.at(size).recipe.calibrate()
         except np.linalg.LinAlgError as error:
             raise RunError(f"stage 'calibrate': its values are not finite ({first_line(error)})") from error
 

@@ -214,11 +214,12 @@ function seeds() {
     const marks = grid.cells.map(cell => cell.right).filter(right => right !== null);
     return marks.length ? `: ${sum(marks.map(Number))} of ${marks.length} right` : "";
   };
-  const say = i => (i ? `after iteration ${i}` : "before training") + (one ? verdict(gridAt(first, i)) : "");
+  const told = grid => `, ${grid.size} pixels${verdict(grid)}`;
+  const say = i => (i ? `after iteration ${i}` : "before training") + (one ? told(gridAt(first, i)) : "");
   const cells = of => of.map((cell, i) => h("div", {}, picture(cell, `seed ${i + 1}`), mark(cell.right)));
   const show = iteration => shown.replaceChildren(...pictured.flatMap(run => {
     const grid = gridAt(run, iteration), prompts = [...grouped(grid.cells, "prompt")];
-    const heading = h("h3", {class: "run", style: `color: ${color(runs.indexOf(run))}`}, run.name + verdict(grid));
+    const heading = h("h3", {class: "run", style: `color: ${color(runs.indexOf(run))}`}, run.name + told(grid));
     const blocks = prompts.map(([prompt, of]) => h("div", {}, h("h3", {}, prompt), h("div", {class: "row"}, cells(of))));
     return [...one ? [] : [heading], h("div", {class: "prompts"}, blocks)];
   }));
@@ -279,9 +280,10 @@ function pools() {
   const choose = run => {
     const iterations = grouped(candidates[run], "iteration");
     const ranges = new Map([...iterations].map(([i, rows]) => [i, range(rows)]));
-    const say = i => `iteration ${i}, rewards ${ranges.get(i).map(x => reward(x)).join(" to ")}`;
+    const pool = i => runs[run].pools.find(pool => pool.iteration === i);
+    const say = i => `iteration ${i}, ${pool(i) ? `${pool(i).size} pixels, ` : ""}rewards ${ranges.get(i).map(x => reward(x)).join(" to ")}`;
     const show = i => {
-      const cells = runs[run].pools.find(pool => pool.iteration === i)?.cells || [];
+      const cells = pool(i)?.cells || [];
       const block = ([prompt, rows]) => h("div", {}, h("h3", {}, prompt), strip(rows, ranges.get(i)),
         ends(rows, cells.filter(cell => cell.prompt === prompt)));
       shown.replaceChildren(...[...grouped(iterations.get(i), "prompt")].map(block));

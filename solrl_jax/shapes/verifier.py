@@ -7,6 +7,7 @@ is judged by itself. Nothing is summed over the batch, so the batch axis may be 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def targets(prompts: Sequence[str]) -> Targets:
 
 @jax.jit
 def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
-    """Judges each picture against what its caption asks. images: square, RGB in [0, 1]."""
+    """Judges each picture against what its caption asks. images: RGB in [0, 1]."""
 
     def one(image: Float[Array, "h w 3"], target: Targets) -> Verdict:
         objects = _observe(image.astype(jnp.float32))
@@ -123,7 +124,7 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
 
 @jax.jit
 def find(images: Float[Array, "n h w 3"]) -> Things:
-    """Finds the objects in pictures, whatever their captions ask. images: square, RGB in [0, 1]."""
+    """Finds the objects in pictures, whatever their captions ask. images: RGB in [0, 1]."""
 
     def one(image: Float[Array, "h w 3"]) -> Things:
         found = _observe(image.astype(jnp.float32))
@@ -134,8 +135,8 @@ def find(images: Float[Array, "n h w 3"]) -> Things:
 
 
 def _observe(image: Float[Array, "h w 3"]) -> _Objects:
-    """Finds the components of a picture and measures them."""
-    unit = image.shape[1] / scenes.BASE
+    """Finds the components of a picture and measures them. What is 32 wide of one that is no square: the square of its area."""
+    unit = math.sqrt(image.shape[0] * image.shape[1]) / scenes.BASE
     offset = [image[..., c] - _BACKGROUND[c] for c in range(3)]  # one plane a channel: a last axis of three is slow
     kind = _classify(offset)
     labels = _label(kind)
@@ -147,8 +148,8 @@ def _observe(image: Float[Array, "h w 3"]) -> _Objects:
     along = sum(offset[c] * tint[:, c, None, None] for c in range(3))
     mask = jnp.where(reach, jnp.clip(along, 0, 1), 0)
     mass = jnp.maximum(mask.sum((1, 2)), 1e-3)
-    ticks = jnp.arange(image.shape[1]) + 0.5
-    centroid = jnp.stack([(mask.sum(1) * ticks).sum(-1), (mask.sum(2) * ticks).sum(-1)], -1) / mass[:, None]
+    ys, xs = (jnp.arange(side) + 0.5 for side in image.shape[:2])
+    centroid = jnp.stack([(mask.sum(1) * xs).sum(-1), (mask.sum(2) * ys).sum(-1)], -1) / mass[:, None]
     # Least squares over the object's pixels gives the colour at full cover. Pixels at the edge are used too.
     colour = [(mask * plane).sum((1, 2)) / jnp.maximum((mask**2).sum((1, 2)), 1e-3) for plane in offset]
     hue_gap = jnp.sqrt(jnp.sum((jnp.stack(colour, -1)[:, None] - _TINTS) ** 2, -1) + 1e-12)
@@ -235,8 +236,8 @@ def _fit(
     mask: Float[Array, "k h w"], centroid: Float[Array, "k 2"], diameters: Float[Array, "k shapes"]
 ) -> Float[Array, "k shapes"]:
     """Soft intersection over union of each mask with the circle, square and triangle of the same area and centroid."""
-    ticks = jnp.arange(mask.shape[1]) + 0.5
-    x, y = (ticks - centroid[:, :1])[:, None, :], (ticks - centroid[:, 1:])[:, :, None]
+    ys, xs = (jnp.arange(side) + 0.5 for side in mask.shape[1:])
+    x, y = (xs - centroid[:, :1])[:, None, :], (ys - centroid[:, 1:])[:, :, None]
     circle, square, triangle = (diameters[:, i, None, None] for i in range(3))
     radius = jnp.sqrt(x**2 + y**2 + 1e-12)
     depth = y + 2 * triangle / 3  # distance below the apex; the flanks fall by two pixels for each pixel across

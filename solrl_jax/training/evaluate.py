@@ -10,6 +10,7 @@ from jaxtyping import Float, Int, UInt32
 from scipy import stats
 
 from solrl_jax.conditioning.prompts import Prompt, draw_prompts
+from solrl_jax.config.sizes import evaluated_size
 from solrl_jax.explore.monitor import Level
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.generate import Rows, Samples, generate
@@ -43,13 +44,13 @@ def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = _silen
 
 def setting(experiment: Experiment) -> str:
     """All that a figure of `evaluate` depends on beside the policy, in one line. The hash is of the prompts, a line each."""
-    config, rollout, model = experiment.config.eval, experiment.config.rollout, experiment.config.model
+    config, rollout, (height, width) = experiment.config.eval, experiment.config.rollout, evaluated_size(experiment.config)
     prompts = "".join(f"{prompt}\n" for prompt in experiment.test_prompts[: config.prompts])
     digest = hashlib.sha256(prompts.encode()).hexdigest()[:12]
     noise = " without noise" if rollout.eta else ""
     true = f", true guidance {rollout.true_guidance:g}" if rollout.true_guidance != 1 else ""
     return (
-        f"{config.prompts} prompts (sha256 {digest}) x {config.images_per_prompt} pictures of {model.width} x {model.height}; "
+        f"{config.prompts} prompts (sha256 {digest}) x {config.images_per_prompt} pictures of {width} x {height}; "
         f"{rollout.solver}{noise}, {config.steps} steps, guidance {rollout.guidance:g}{true}, {rollout.precision}, "
         f"seed {config.seed}"
     )
@@ -137,6 +138,7 @@ def pool_pictures(
       level: how it explored.
       ledger: its candidates, `Outcome.ledger`.
     """
+    experiment = experiment.during(iteration)
     config, rollout, recipe = experiment.config, experiment.config.rollout, experiment.recipe
     prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
     each = min(4, config.eval.grid, rollout.kept)
@@ -190,7 +192,7 @@ def _sample(
     progress: Show = _silent,
     keep_images: bool = False,
 ) -> Samples:
-    reward = experiment.evaluated
-    stage = experiment.stage("evaluate", adapters, experiment.config.eval.steps, start=None)
+    config, reward = experiment.config, experiment.evaluated
+    stage = experiment.at(evaluated_size(config)).stage("evaluate", adapters, config.eval.steps, start=None)
     prompted = experiment.prompted(prompts, reward)
     return generate(experiment.backbone, stage, prompted, Rows.of(seeds), reward, keep_images=keep_images, progress=progress)

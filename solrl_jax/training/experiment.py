@@ -1,7 +1,7 @@
 """`Experiment`: a configuration made real. What training, evaluation and ranking share, checked and loaded once."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 
 import jax
@@ -13,6 +13,8 @@ from solrl_jax.backbone.backbone import DTYPES, Backbone, Params, Pipeline, load
 from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.conditioning.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import evaluated_size, trained_sizes
+from solrl_jax.config.values import Size
 from solrl_jax.explore.lever import Calibration
 from solrl_jax.explore.linears import quantized_paths
 from solrl_jax.explore.recipe import Recipe
@@ -47,11 +49,31 @@ class Experiment:
     device: Device  # all devices of a mesh are of one kind
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
+    size: Size  # height and width of the pictures
 
     @property
     def scale(self) -> float:
         """The factor of an adapter's product: alpha / rank."""
         return self.config.lora.alpha / self.config.lora.rank
+
+    def at(self, size: Size) -> "Experiment":
+        """The same with pictures of another size. There is one for each size, so what levers measure on it is measured once."""
+        return self if size == self.size else self._others(size)
+
+    @cached_property
+    def _others(self) -> Callable[[Size], "Experiment"]:
+        return cache(lambda size: dataclasses.replace(self, size=size))
+
+    def during(self, iteration: int) -> "Experiment":
+        """The same with pictures of the size of an iteration, counted from 1.
+
+        Every cycle of iterations goes through all sizes, in a new order, as the run's seed has it: nothing that recurs falls
+        on one size alone. A resumed run needs no cursor.
+        """
+        sizes = trained_sizes(self.config)
+        cycle, place = divmod(iteration - 1, len(sizes))
+        order = jax.random.permutation(jax.random.fold_in(key(self.config.seed, "sizes"), cycle), len(sizes))
+        return self.at(sizes[int(order[place])])
 
     def policy(self, adapters: Adapters) -> Params:
         """The policy of `adapters` in the training precision: the base with the adapters beside it."""
@@ -59,8 +81,8 @@ class Experiment:
 
     def grid(self, steps: int, start: int | None = 0) -> Grid:
         """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Grid.of`)."""
-        pipeline, model = self.backbone.pipeline, self.config.model
-        tokens = pipeline.image_tokens(model.height, model.width)
+        pipeline = self.backbone.pipeline
+        tokens = pipeline.image_tokens(*self.size)
         return Grid.of(self.config.rollout, steps, tokens, pipeline.embedded_guidance, start, pipeline.mu)
 
     def stage(self, name: str, adapters: Adapters, steps: int, start: int | None = 0) -> Stage:
@@ -71,7 +93,7 @@ class Experiment:
             name=name,
             legs=(Leg(self.policy(adapters), self.grid(steps, start)),),
             decoder=backbone.decoder,
-            shape=backbone.pipeline.latent_shape(config.model.height, config.model.width),
+            shape=backbone.pipeline.latent_shape(*self.size),
             chunk=min(config.rollout.chunk, most),
         )
 
@@ -137,7 +159,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         check_prompts(scored, prompts, field)
         scored.prepare(prompts[:1])
         if scored.host is not None:
-            trial(scored.host, prompts[:1], (model.height, model.width))
+            for size in {*trained_sizes(config), evaluated_size(config)}:
+                trial(scored.host, prompts[:1], size)
     pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model)))
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
@@ -145,7 +168,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     backbone = load_backbone(
         pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile, decoding=decoding
     )
-    return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test)
+    return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test, trained_sizes(config)[0])
 
 
 def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[Targets, tuple[str, ...]]:
@@ -164,7 +187,6 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[Targ
     shapes = pipeline.transformer.shapes(DTYPES[rollout.precision])
     form = resolve(rollout.explore.precision, device)
     with in_one_line():
-        pipeline.latent_shape(model.height, model.width)
         return find_targets(pipeline.transformer, config), quantized_paths(shapes, model.quantize, form)
 
 

@@ -76,14 +76,14 @@ def iterate(
     The new state depends on the arguments alone, not on devices or chunks (up to rounding).
 
     Args:
-      iteration: counted from 1; decides the prompts and the seeds.
+      iteration: counted from 1; decides the prompts, the seeds and the size of the pictures.
       level: of `experiment.recipe.levels`, how to explore; 0 is as configured.
       objective: in place of the function that `policy.objective` names; it is given what that one is given. One function object
         for all iterations, or the update is compiled anew.
     """
+    experiment = experiment.during(iteration)
     config, rollout, recipe, clock = experiment.config, experiment.config.rollout, experiment.recipe, Clock()
     start, recorded = rollout.window_start(iteration), config.recorded_steps
-
     clock.start("encode")
     prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
     prompted = experiment.prompted(prompts, experiment.reward)
@@ -120,7 +120,7 @@ def iterate(
     state, trained = optimise(experiment, state, batch, experiment.grid(rollout.steps, start), objective)
     clock.stop()
 
-    metrics = trained | summarise(selection, rewards, kept, pool) | {"fidelity/level": float(level)}
+    metrics = trained | summarise(experiment, selection, rewards, kept, pool) | {"fidelity/level": float(level)}
     metrics |= clock.report(pool, kept if rollout.regenerate else None)
     return state, Outcome(metrics, ledger_columns(experiment, selection, recipe.levels[level], rewards, advantage, iteration))
 
@@ -176,8 +176,10 @@ def optimise(
     return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def summarise(selection: Selection, rewards: Float[np.ndarray, "p k"], kept: Samples, pool: Samples) -> dict[str, float]:
-    """Rewards of the pool and of what is trained on, and how well the proxy ranked the latter."""
+def summarise(
+    experiment: Experiment, selection: Selection, rewards: Float[np.ndarray, "p k"], kept: Samples, pool: Samples
+) -> dict[str, float]:
+    """Rewards of the pool and of what is trained on, how well the proxy ranked the latter, and how large the pictures are."""
     mean = lambda x: float(np.mean(x[np.isfinite(x)])) if np.isfinite(x).any() else float("nan")
     proxy = selection.proxy
     correlations = rank_correlations(np.take_along_axis(proxy, selection.chosen, axis=1), rewards)
@@ -185,6 +187,8 @@ def summarise(selection: Selection, rewards: Float[np.ndarray, "p k"], kept: Sam
         **{f"pool/{name}": mean(scores) for name, scores in pool.scores.items()},
         **{f"kept/{name}": mean(scores) for name, scores in kept.scores.items()},
         "kept/spread": mean(np.nanmax(rewards, 1, initial=-np.inf) - np.nanmin(rewards, 1, initial=np.inf)),
+        "size/height": float(experiment.size[0]),
+        "size/width": float(experiment.size[1]),
         "nonfinite_rewards": float((~np.isfinite(proxy)).sum() + (~np.isfinite(kept.reward)).sum()),
         **{f"reward_failures/{name}": float(n + kept.failed.get(name, 0)) for name, n in pool.failed.items()},
         "fidelity/spearman": correlations.spearman,

@@ -9,6 +9,7 @@ import jax
 
 from solrl_jax.backbone.backbone import Pipeline
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import evaluated_size, largest_size
 from solrl_jax.parallel import hosts
 from solrl_jax.policy.lora import Targets, flatten
 from solrl_jax.storage.errors import InputError
@@ -21,23 +22,24 @@ DIVIDED, WHOLE = 6, 1
 
 def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets) -> None:
     """Raises InputError that names the first field whose array alone is larger than the memory that holds it."""
-    model, rollout, shown = config.model, config.rollout, config.eval
-    latent = FLOAT * math.prod(pipeline.latent_shape(model.height, model.width))
-    picture = 3 * FLOAT * model.height * model.width
+    rollout, shown, trained, evaluated = config.rollout, config.eval, largest_size(config), evaluated_size(config)
+    latent = lambda size: FLOAT * math.prod(pipeline.latent_shape(*size))
+    picture = lambda size: 3 * FLOAT * math.prod(size)
     shapes = flatten(pipeline.transformer.shapes("float32"))
     of_rank = sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in (shapes[path].shape for path in targets.adapted))
     chunk = min(rollout.chunk, config.train.prompts * rollout.candidates)
     device, host = device_memory(), hosts.memory()
-    for field, value, each, memory, whose in (
-        ("rollout.candidates", rollout.candidates, config.train.prompts * latent, host, "this host"),
-        ("eval.images_per_prompt", shown.images_per_prompt, shown.prompts * latent, host, "this host"),
-        ("eval.grid", shown.grid, picture, host, "this host"),
-        ("lora.rank", config.lora.rank, FLOAT * COPIES * of_rank, device, "a device"),
-        ("rollout.chunk", chunk, picture, device, "a device"),
+    larger = max(trained, evaluated, key=math.prod)
+    for field, value, each, size, memory, whose in (
+        ("rollout.candidates", rollout.candidates, config.train.prompts * latent(trained), trained, host, "this host"),
+        ("eval.images_per_prompt", shown.images_per_prompt, shown.prompts * latent(evaluated), evaluated, host, "this host"),
+        ("eval.grid", shown.grid, picture(evaluated), evaluated, host, "this host"),
+        ("lora.rank", config.lora.rank, FLOAT * COPIES * of_rank, None, device, "a device"),
+        ("rollout.chunk", chunk, picture(larger), larger, device, "a device"),
     ):
         if value * each > memory:
-            size = f" of {model.height} x {model.width} pixels" if each % latent == 0 or each == picture else ""
-            takes = f"takes {value * each / 1e9:.3g} GB{size}, and {whose} has {memory / 1e9:.3g} GB"
+            pixels = "" if size is None else f" of {size[0]} x {size[1]} pixels"
+            takes = f"takes {value * each / 1e9:.3g} GB{pixels}, and {whose} has {memory / 1e9:.3g} GB"
             raise InputError(f"{field}={value}: {takes}; at most {int(memory // each)} fit")
     trained = sum(math.prod(shapes[path].shape) for path in targets.whole)
     least = FLOAT * trained * (WHOLE + DIVIDED / (config.mesh.fsdp * config.mesh.tensor))

@@ -433,6 +433,11 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "lora.targets=[blocks/nothing]"), "lora.targets: 'blocks/nothing' matches no parameter"),
         (("train", "tiny", "model.path=embedded:big-sana"), "there are tiny-flux, tiny-sana, tiny-sd3"),
         (("train", "tiny", "model.height=30"), "size 30x32"),
+        (
+            ("train", "tiny", "rollout.size=[[32,32],[24,30]]"),
+            "rollout.size: size 24x30: this model takes multiples of 4 pixels down and 4 across",
+        ),
+        (("eval", "embedded:tiny-sana", "eval.size=[30,32]"), "eval.size: size 30x32: this model takes multiples of 4 pixels"),
         (("train", "tiny", "eval.prompts=5000"), "eval.prompts=5000: must be at most"),
         (("train", "tiny", "mesh.data=64"), "mesh.data=64"),
         (("train", "sana_sol_rl_pickscore"), "reward 'pickscore': yuvalkirstain/PickScore_v1"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from solrl_jax.config.batch import batch_line, effective_batch
 from solrl_jax.config.presets import from_yaml, resolve, to_yaml
 from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import evaluated_size, largest_size, trained_sizes
 from solrl_jax.config.values import MOST_NUMBER, ConfigError
 
 TINY = resolve("tiny")
@@ -77,6 +78,12 @@ BAD = [
     (("family=naive_scaling", "rollout.steps=12"), "rollout.explore.steps=10: must equal rollout.steps=12 with .*=false"),
     (("rollout.eta=0.5",), "rollout.eta=0.5: must be 0 with rollout.solver=euler"),
     (("rollout.eta=1.5", "rollout.solver=ddim"), "rollout.eta=1.5: must be at most 1"),
+    (("rollout.size=512",), "rollout.size=512: expected a list"),
+    (("rollout.size=[512]",), "rollout.size.0=[512]: expected [HEIGHT, WIDTH] in pixels"),
+    (("rollout.size=[[512,512],[512]]",), "rollout.size.1=[512]: expected [HEIGHT, WIDTH] in pixels"),
+    (("rollout.size=[512,0]",), "rollout.size.0.1=0: must be at least 1"),
+    (("rollout.size=[]",), "rollout.size=[]: must not be empty"),
+    (("eval.size=[[512,512]]",), "eval.size=[[512, 512]]: expected [HEIGHT, WIDTH] in pixels"),
     (("rollout.window=10",), "rollout.window=10: must be less than rollout.steps=10"),
     (("objective=flow_grp",), "unknown objective 'flow_grp': did you mean 'flow_grpo'?"),
     (("policy.objective=ppo",), "policy.objective='ppo': expected one of nft, awm, dpo, flow_grpo, mix_grpo, dance_grpo"),
@@ -190,6 +197,18 @@ NOT_NEGATIVE = [
 )
 def test_ranges(key, value, accepted):
     assert message("tiny", f"{key}={value}") == f"{key}={value}: must be {accepted}"
+
+
+def test_sizes_are_the_models_unless_told_otherwise():
+    sizes = lambda *overrides: (
+        trained_sizes(c := resolve("flux1_sol_rl_hpsv2", overrides)),
+        largest_size(c),
+        evaluated_size(c),
+    )
+    assert sizes() == (((512, 512),), (512, 512), (512, 512))
+    assert sizes("rollout.size=[256,320]", "eval.size=[1024,768]") == (((256, 320),), (256, 320), (1024, 768))
+    several = ((256, 256), (192, 384), (384, 192))
+    assert sizes("rollout.size=[[256,256],[192,384],[384,192]]") == (several, (192, 384), (512, 512))
 
 
 def test_unknown_preset():

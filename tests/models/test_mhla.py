@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from solrl_jax.backbone.backbone import check_sizes
 from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
@@ -36,7 +37,7 @@ def attention(released, normed, blocks=BLOCKS, kind=BlockMixing):
     if kind is LinearAttention:
         module = kind((WIDTH, WIDTH, WIDTH), HEADS, **own | {"normed": normed})
     else:
-        module = kind(Mhla(blocks, released, normed), GRID, (WIDTH, WIDTH, WIDTH), HEADS, **own)
+        module = kind(Mhla(blocks, released, normed), tiling(blocks, GRID), (WIDTH, WIDTH, WIDTH), HEADS, **own)
     numbers = {}
     for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(module))):
         name, shape = "/".join(map(str, path)), variable.get_value().shape
@@ -206,6 +207,18 @@ def test_a_network_of_equal_weights_has_sanas_velocities():
     path = "transformer_blocks/attn1/mix"
     assert apart(replace(params, {path: jnp.full((len(flatten(params)[path]), 16, 16), 1 / 16)})) < 1e-5
     assert 0.03 < apart(params) < 0.12
+
+
+def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
+    """m is about places: 4 x 4 blocks stay 4 x 4 blocks, also where 2 x 8 would be squarer."""
+    config, pipeline = configured("rollout.size=[[16,48],[32,32]]")
+    check_sizes(config, pipeline)
+    assert pipeline.latent_shape(16, 48)[:2] == (4, 12)
+    config, _ = configured("rollout.size=[[24,32],[32,32]]")
+    with pytest.raises(
+        InputError, match=r"^rollout.size: size 24x32: this model takes multiples of 16 pixels down and 16 across$"
+    ):
+        check_sizes(config, pipeline)
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,11 @@ def test_initial_noise_is_standard_normal_and_no_two_rows_are_alike():
 def test_streams_are_distinct():
     assert len(set(STREAMS.values())) == len(STREAMS)
     old = {"candidate": 0, "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5}  # of runs on disk
-    new = {"evaluation": 6, "ranking": 7, "calibration seeds": 8, "adapters": 9}
+    new = {"evaluation": 6, "ranking": 7, "calibration seeds": 8, "adapters": 9, "sizes": 10}
     assert {**old, **new} == STREAMS
     root = jax.random.wrap_key_data(seeds()[0, 0])
     draws = np.stack([jax.random.normal(stream(root, name), (512,)) for name in STREAMS] + [jax.random.normal(root, (512,))])
-    assert np.abs(np.corrcoef(draws) - np.eye(11)).max() < 0.2
+    assert np.abs(np.corrcoef(draws) - np.eye(len(STREAMS) + 1)).max() < 0.2
     with pytest.raises(KeyError, match="other"):
         stream(root, "other")
 

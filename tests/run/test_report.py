@@ -113,6 +113,7 @@ def run(tmp_path_factory) -> Path:
 
 def test_the_numbers_are_the_ledgers_and_the_records(run):
     (shown,) = Page(run / report.NAME).data["runs"]
+    assert {pictured["size"] for pictured in (*shown["grids"], *shown["pools"])} == {"16 x 16"}
     rows = metrics.read(run)
     for name, column in shown["metrics"].items():
         assert column == [row.get(name) for row in rows], name

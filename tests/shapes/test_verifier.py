@@ -53,6 +53,22 @@ def test_targets_read_the_captions():
         verifier.targets(["a red dog"])
 
 
+def test_a_picture_need_not_be_a_square():
+    """Of 24 x 43 pixels, as large as 32 x 32: the middle rows of scenes that lie within, between columns of background."""
+    _, prompts, pictures = rendered()
+    blank = np.float32(scenes.BACKGROUND) / 255
+    within = np.flatnonzero(np.abs(np.delete(pictures, np.s_[4:28], 1) - blank).max((1, 2, 3)) < 0.1)[:FEW]
+    wide = np.broadcast_to(blank, (FEW, 24, 43, 3)).copy()
+    wide[:, :, 5:37] = pictures[within][:, 4:28]
+    targets = verifier.targets([prompts[i] for i in within])
+    square, cut = (verifier.verify(images, targets) for images in (pictures[within], wide))
+    assert len(within) == FEW
+    assert cut.strict.mean() > 0.95
+    assert np.abs(cut.score - square.score).mean() < 0.01
+    wrong = verifier.verify(wide[::-1].copy(), targets)
+    assert wrong.score.mean() < square.score.mean() - 0.2
+
+
 def test_right_pictures_pass():
     _, prompts, pictures = rendered()
     verdict = verifier.verify(pictures, verifier.targets(prompts))
