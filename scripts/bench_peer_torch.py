@@ -34,7 +34,7 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
     there = experiment(config, pipeline, device_facts(), sharding.make_mesh(1, 1))
     encodings = {name: leaf.shape[1:] for name, leaf in encoding_shapes(there).items()}
     stored = json.loads((pipeline.transformer.source / "config.json").read_text())
-    return stored, encodings, pipeline.latent_shape(config.model.height, config.model.width)
+    return stored, encodings, pipeline.latent_shape(*there.size)
 
 
 def inputs(stored: dict, encodings: dict, latent: tuple[int, int, int], rows: int, device: str) -> dict[str, torch.Tensor]:

@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     result = {
         "preset": args.preset,
         "overrides": args.overrides,
-        "size": [config.model.height, config.model.width],
+        "size": list(experiment.size),
         "rows": rows,
         "parameters": experiment.backbone.pipeline.transformer.size,
         "best_matmul_tflops": round(bench.best / 1e12, 4),

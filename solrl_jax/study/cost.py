@@ -33,7 +33,7 @@ class Prices:
         """Seconds of an iteration that explores with `steps` steps in `precision`; NaN if that format has no price.
 
         Not counted: text encoders, what a correction adds, a second network evaluation for classifier-free guidance. The
-        update is that of adapters, and every picture is decoded and scored as the plan's preset does.
+        update is that of adapters, and every picture is of the size of the plan's preset, decoded and scored as that does.
         """
         rollout, prompts = config.rollout, config.train.prompts
         nan, exact = float("nan"), rollout.explore.exact_steps
