@@ -403,12 +403,12 @@ def test_the_sliders_change_what_is_shown(seen, run):
     (shown,) = Page(run / report.NAME).data["runs"]
     for (said, sources, marks), grid in zip(seen["pictures"], shown["grids"], strict=True):
         when = f"after iteration {grid['iteration']}" if grid["iteration"] else "before training"
-        assert said == f"{when}: 2 of 4 right"
+        assert said == f"{when}, {grid['size']} pixels: 2 of 4 right"
         assert sources == [cell["src"] for cell in grid["cells"]]
         assert marks == ["✗ wrong", "✓ right"] * 2
     table = pq.read_table(run / "ledger").to_pylist()
     for (said, prompts, values, images), iteration in zip(seen["pools"], (1, 3), strict=True):
-        assert said.startswith(f"iteration {iteration}, rewards ")
+        assert said.startswith(f"iteration {iteration}, {'16 x 16 pixels, ' * (iteration == 3)}rewards ")
         assert prompts == list(PROMPTS)
         assert images == (8 if iteration == 3 else 0)
         rows = [row for row in table if row["iteration"] == iteration and row["kept"]]
