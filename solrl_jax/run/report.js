@@ -281,7 +281,8 @@ function pools() {
     const iterations = grouped(candidates[run], "iteration");
     const ranges = new Map([...iterations].map(([i, rows]) => [i, range(rows)]));
     const pool = i => runs[run].pools.find(pool => pool.iteration === i);
-    const say = i => `iteration ${i}, ${pool(i) ? `${pool(i).size} pixels, ` : ""}rewards ${ranges.get(i).map(x => reward(x)).join(" to ")}`;
+    const size = i => pool(i) ? `${pool(i).size} pixels, ` : "";
+    const say = i => `iteration ${i}, ${size(i)}rewards ${ranges.get(i).map(x => reward(x)).join(" to ")}`;
     const show = i => {
       const cells = pool(i)?.cells || [];
       const block = ([prompt, rows]) => h("div", {}, h("h3", {}, prompt), strip(rows, ranges.get(i)),
