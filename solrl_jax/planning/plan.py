@@ -26,6 +26,7 @@ from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import CUDNN, Target
 from solrl_jax.policy.remat import open_trained
 from solrl_jax.storage import hub
+from solrl_jax.storage.files import writable_directory
 from solrl_jax.training.experiment import open_mesh
 
 USABLE = 0.92  # of a device's memory: the rest is the runtime's and the libraries', and lost between buffers
@@ -155,7 +156,7 @@ def plan(
     """
     planner = Planner(config, where)
     if hlo is not None:
-        hlo.mkdir(parents=True, exist_ok=True)
+        writable_directory(hlo, "--hlo")
     stages = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for stage, of_stage in itertools.groupby(planner.programs(threads), key=lambda each: each[0]):

@@ -65,6 +65,28 @@ def test_the_twin_is_a_depthwise_convolution_between_silus():
     np.testing.assert_allclose(twin(x, taps[0], bias[0]), y * jax.nn.silu(gate), rtol=1e-5, atol=1e-5)
 
 
+def test_a_tpu_convolves_in_groups_to_the_same_result(monkeypatch):
+    """Forwards and backwards, to a unit of BF16 in the last place: sums are in another order."""
+    taps, bias, x, *_, offset = operands(*SHAPES["of odd sizes"])
+    b, h, w, c = x.shape
+    g = operands(b, 1, h * w, c // 2)[2][:, 0]
+
+    def conv(x, offset):
+        pending = Pending.of(x.reshape(b, h * w, c)).map(jnp.add, offset.reshape(1, 1, c))
+        return module.gated_conv(pending, (h, w), taps[0], bias[0])
+
+    results = {}
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(module.target, "platform", lambda platform=platform: platform)
+        pulled = jit(lambda *arrays: (conv(*arrays), *jax.vjp(conv, *arrays)[1](g)))
+        assert (f"feature_group_count={c}" in str(jax.make_jaxpr(lambda *arrays: conv(*arrays))(x, offset))) == (
+            platform == "tpu"
+        )
+        results[platform] = [np.asarray(y, np.float32) for y in pulled(x, offset)]
+    for ours, theirs in zip(results["tpu"], results["cpu"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-7, atol=1e-3 * np.abs(theirs).max())
+
+
 def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(monkeypatch):
     """As in the update, where groups of rows are mapped. No device is sent the rows of another."""
     monkeypatch.setattr(module.target, "platform", lambda: "gpu")

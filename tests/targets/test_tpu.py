@@ -1,5 +1,7 @@
 """SANA's programs of an iteration, compiled for an absent TPU v6e. Its compiler takes minutes a program."""
 
+import math
+
 import pytest
 
 from solrl_jax.planning import hlo, plan
@@ -43,6 +45,16 @@ def test_no_program_holds_attention_scores(planned, folder):
         assert any(image in a.shape for step in steps for a in step.arrays)
         scores = [step.name for step in steps for a in step.arrays if image in a.shape and not set(prompt).isdisjoint(a.shape)]
         assert scores == []
+
+
+def test_what_the_mlp_makes_is_written_in_sixteen_bits(planned, folder):
+    """It is five times as wide as the network. XLA drops roundings that it may, and so would write it in float32."""
+    settings = config("sana")
+    size = settings.rollout.chunk * (settings.model.height // 32) ** 2 * 5 * 2240
+    for name in SAMPLE:
+        module = hlo.parse((folder / f"{name.replace(': ', '-')}.hlo").read_text())
+        kinds = {a.kind for step, _ in module.executed() for a in step.arrays if math.prod(a.shape) == size}
+        assert kinds == {"bf16"}, name
 
 
 def test_memory_is_near_what_is_recorded(planned):
