@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from solrl_jax.config.values import MOST_NUMBER
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.storage.readers import parse_json, read_bytes, strict
@@ -45,7 +46,10 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)
-            if type(row["iteration"]) is not int or not all(type(value) in (int, float, type(None)) for value in row.values()):
+            known = [value for value in row.values() if value is not None]
+            if type(row["iteration"]) is not int or not all(
+                type(value) in (int, float) and abs(value) <= MOST_NUMBER for value in known
+            ):
                 raise ValueError
             rows.append(row)
         except (ValueError, TypeError, KeyError, AttributeError):

@@ -4,8 +4,10 @@ An image is float [height, width, 3] in 0..1. Every file appears whole or not at
 functions that use them, because they are slow to import. Nothing here opens a window.
 """
 
+import bisect
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from jaxtyping import Bool, Float, UInt8
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic
 from solrl_jax.storage.images import to_uint8
+from solrl_jax.storage.readers import parse_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,11 +81,22 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
     """The images of a file of `save_grid` with their facts; none if it has no facts. Raises InputError if it is damaged."""
     from PIL import Image
 
+    damaged = (OSError, SyntaxError, ValueError, TypeError, AttributeError, KeyError, Image.DecompressionBombError)
     try:
-        with Image.open(path) as sheet:
-            cells = json.loads(getattr(sheet, "text", {}).get(_CELLS, "[]"))
-            return [(sheet.crop(cell.pop("box")), cell) for cell in cells]
-    except (OSError, SyntaxError, ValueError, TypeError, AttributeError, KeyError) as error:
+        if not path.is_file():
+            raise ValueError("not a regular file")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the sheet of a run may be as large
+            sheet = Image.open(path, formats=["PNG"])
+        with sheet:
+            cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
+            boxes = [tuple(map(int, cell.pop("box"))) for cell in cells]
+            inside = all(0 <= x < right <= sheet.width and 0 <= y < bottom <= sheet.height for x, y, right, bottom in boxes)
+            taken = sum((right - x) * (bottom - y) for x, y, right, bottom in boxes)
+            if sheet.mode != "RGB" or not inside or taken > sheet.width * sheet.height:
+                raise ValueError("its images do not fit into it")
+            return [(sheet.crop(box), cell) for box, cell in zip(boxes, cells, strict=True)]
+    except damaged as error:
         raise InputError(f"{path}: not a whole picture ({first_line(error)})") from error
 
 
@@ -200,13 +214,12 @@ def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[st
     out = [""]
     for word in text.split():
         longer = f"{out[-1]} {word}".strip()
-        if out[-1] and font.getlength(longer) > width and len(out) < lines:
+        if out[-1] and len(out) < lines and font.getlength(longer) > width:
             out.append(word)
         else:
             out[-1] = longer
     for index, line in enumerate(out):
         if font.getlength(line) > width:
-            while line and font.getlength(line + "…") > width:
-                line = line[:-1]
-            out[index] = line.rstrip() + "…"
+            most = bisect.bisect(range(1, len(line)), width, key=lambda n, line=line: font.getlength(line[:n] + "…"))
+            out[index] = line[:most].rstrip() + "…"
     return out
