@@ -89,6 +89,8 @@ def explained(error: BaseException) -> tuple[str, int]:
         case BrokenPipeError():  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python fails again as it ends
             return "nobody reads the output any more", 1
+        case OSError(filename=str() | bytes() as name):  # a name that is too long, a folder that may not be read
+            return f"{os.fsdecode(name)}: {error.strerror}", 2
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # of the host, of a device
         smaller = "rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks"
         return f"out of memory: {first_line(error)}; a smaller {smaller} needs less", 1

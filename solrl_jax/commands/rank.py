@@ -5,11 +5,11 @@ from pathlib import Path
 
 import click
 
-from solrl_jax.commands.options import bar, finish, json_option, overrides_argument, trust_option
+from solrl_jax.commands.options import bar, finish, force_option, json_option, overrides_argument, trust_option
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.run.directory import configuration, load_policy
 from solrl_jax.storage.errors import InputError
-from solrl_jax.storage.files import atomic_write, writable_directory
+from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
 from solrl_jax.storage.readers import strict
 from solrl_jax.training import rank
 from solrl_jax.training.experiment import build
@@ -24,9 +24,17 @@ from solrl_jax.training.experiment import build
 @click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's).")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for rank.json (default: the run or runs/rank).")
 @trust_option
+@force_option
 @json_option
 def command(
-    target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, trust_run: bool, **lists: str | None
+    target: str,
+    overrides: tuple[str, ...],
+    prompts: int,
+    out: Path | None,
+    as_json: bool,
+    trust_run: bool,
+    force: bool,
+    **lists: str | None,
 ) -> None:
     """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
 
@@ -35,6 +43,8 @@ def command(
     """
     config, run = configuration(target, overrides, None, trust=trust_run)
     settings = rank.sweep(config, **lists)
+    if out is not None:
+        refuse_existing("--out", [out / "rank.json"], force)
     folder = writable_directory(out or run or Path("runs/rank"), "--out")
     experiment = build(config)
     if prompts > len(experiment.test_prompts):

@@ -44,6 +44,7 @@ def command(
     runs = runs_of(opened, folder, quick, overrides)
     failed: Mapping[str, str] = {}
     writable_directory(folder, "--out")
+    page.refuse_foreign(folder)
     if not compare_only:  # which may be done while a study trains
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs under way save
         with only_user(folder):

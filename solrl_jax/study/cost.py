@@ -93,7 +93,10 @@ def find_prices(name: str) -> Prices:
     if name in (there := carried()):
         return there[name]
     try:
-        return prices_of(parse_json(read_text(name)))
+        prices = prices_of(parse_json(read_text(name)))
+        if not min(*prices.network.values(), prices.scored, prices.trained) > 0:
+            raise ValueError("its seconds must be above 0")
+        return prices
     except FileNotFoundError:
         raise InputError(f"--prices {name}: no file, and none of {', '.join(there)}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

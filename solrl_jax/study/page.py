@@ -1,7 +1,9 @@
 """`study.md` and `study.png`: what a study found, for readers."""
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from solrl_jax.run.pictures import COLORS, new_figure, save_figure
+from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write
-from solrl_jax.storage.readers import strict
+from solrl_jax.storage.readers import parse_json, read_text, strict
 from solrl_jax.study.compare import PROGRESS, Course, Estimate
 
-FIGURE = "study.png"
+FIGURE, DATA, PAGE = "study.png", "study.json", "study.md"
 UNKNOWN = "–"
 _STYLES = ("-", "--", ":")  # of lines: arms beyond the number of colours
 Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in an arm, and the arm
@@ -21,9 +24,18 @@ Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in a
 
 def write(folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps) -> None:
     """Writes `study.json`, `study.md` and `study.png`."""
-    atomic_write(folder / "study.json", json.dumps(strict(study), allow_nan=False, indent=1) + "\n")
+    atomic_write(folder / DATA, json.dumps(strict(study), allow_nan=False, indent=1) + "\n")
     draw(folder / FIGURE, courses, sweeps, study["setting"]["evaluation"])
-    atomic_write(folder / "study.md", markdown(study))
+    atomic_write(folder / PAGE, markdown(study))
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises InputError if a file that `write` would replace is there, and no study's."""
+    if there := [folder / name for name in (DATA, PAGE, FIGURE) if os.path.lexists(folder / name)]:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if parse_json(read_text(folder / DATA))["plan"]["name"]:
+                return
+        raise InputError(f"--out {there[0]}: exists, and no study wrote it; name another directory")
 
 
 def markdown(study: Mapping[str, Any]) -> str:

@@ -45,6 +45,8 @@ class Plan(Section):
         named = {name for pair in self.compared for name in pair} | {name for arms in self.sweeps.values() for name in arms}
         if missing := sorted(named - self.arms.keys()):
             raise ConfigError(f"compared and sweeps: no arm {missing[0]!r}; there are {', '.join(self.arms)}")
+        if itself := [name for name, other in self.compared if name == other]:
+            raise ConfigError(f"compared: {itself[0]!r} with itself")
         for seeds in (self.seeds, self.quick.seeds):
             if len(set(seeds)) < len(seeds):
                 raise ConfigError(f"seeds={list(seeds)}: must differ")
@@ -104,6 +106,10 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
     """All runs, in directories `out/ARM-SEED`: the first seed of every arm, then the second. Raises ConfigError."""
     last = (*(plan.quick.overrides if quick else ()), *overrides)
     problems = [f"sweeps: {setting} is no setting" for setting in plan.sweeps if setting not in known_keys()]
+    given = (*plan.overrides, *(setting for own in plan.arms.values() for setting in own), *last)
+    problems += [
+        f"{setting}: a study sets it itself" for setting in given if setting.split("=")[0].strip() in ("seed", "run.dir")
+    ]
     runs: list[Run] = []
     for seed in plan.quick.seeds if quick else plan.seeds:
         for arm, own in plan.arms.items():

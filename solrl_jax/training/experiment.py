@@ -157,7 +157,11 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     # what cannot be scored is found before the weights are loaded
     for field, scored, prompts in (("prompts.train", reward, train), ("prompts.test", evaluated, test)):
         check_prompts(scored, prompts, field)
-        scored.prepare(prompts[:1])
+        prepared = scored.prepare(prompts[:1])
+        if scored.score is not None and scored.sees == "pictures":
+            picture = jax.ShapeDtypeStruct((1, model.height, model.width, 3), np.float32)
+            with in_one_line(lambda said: f"model.height={model.height}, model.width={model.width}: {said}"):
+                jax.eval_shape(scored.score, scored.params, picture, prepared)
         if scored.host is not None:
             for size in {*trained_sizes(config), evaluated_size(config)}:
                 trial(scored.host, prompts[:1], size)
