@@ -4,8 +4,8 @@
 
 A run of one process comes first, then one of two. Both must keep the same candidates and end with the same state to 1e-6. Then,
 for each stage, two processes start anew, and one of them kills itself in that stage of the second iteration. The other must end
-by itself within a minute, with exit code 1. Both start again, and must end as the run of two processes that nobody killed. The mesh is data=2
-fsdp=2 tensor=2 in all runs of two processes.
+by itself within a minute, with exit code 1. Both start again, and must end as the run of two processes that nobody killed. The
+mesh is data=2 fsdp=2 tensor=2 in all runs of two processes.
 
 Prints a line for each stage, and one of JSON at the end. The exit code is 1 if something differs.
 """

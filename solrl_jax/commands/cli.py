@@ -71,6 +71,10 @@ def main() -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
+    except SystemExit as stop:  # of a command; or of a function of the user's, which must not end as success
+        if stop.code not in (1, INTERRUPTED):
+            fail(f"a function that was called ended the process (SystemExit: {stop.code})", 1)
+        raise
     except (Exception, KeyboardInterrupt) as error:
         fail(*explained(error))
 

@@ -6,7 +6,7 @@ import click
 
 from solrl_jax.backbone.backbone import DTYPES, load_backbone
 from solrl_jax.backbone.locate import attention_of, open_model
-from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
+from solrl_jax.commands.options import bar, finish, finite, json_option, overrides_argument
 from solrl_jax.explore import linears
 from solrl_jax.numerics.formats import resolve
 from solrl_jax.parallel.sharding import make_mesh
@@ -23,7 +23,7 @@ from solrl_jax.training.sensitivity import measure, proposed, table
 @click.option(
     "--sensitivity", type=click.IntRange(1), metavar="PROMPTS", help="Measure what quantising each group does to ranks."
 )
-@click.option("--drop", default=0.02, show_default=True, help="Spearman that the proposed rule may cost.")
+@click.option("--drop", default=0.02, show_default=True, callback=finite, help="Spearman that the proposed rule may cost.")
 @json_option
 def command(target: str, overrides: tuple[str, ...], errors: bool, sensitivity: int | None, drop: float, as_json: bool) -> None:
     """List the linears of a model: which are quantised, why others are not, and their bytes. Loads no weights.

@@ -77,7 +77,7 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
     _check_options(name, signature, options, ())
     try:
         reward = function(**options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"reward '{name}': {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(reward, Reward):
         expected = f"a solrl_jax.rewards.protocol.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
@@ -87,8 +87,10 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
 
 def service(url: str, options: Options, timeout: float) -> HostReward:
     """Opens a service. Its only option is `batch`, the number of pictures it gets at most in one request."""
-    if not urllib.parse.urlsplit(url).hostname:
-        raise InputError(f"reward '{url}': expected http://HOST:PORT/PATH")
+    with in_one_line(lambda said: f"reward {url!r}: {said}"):
+        address = urllib.parse.urlsplit(url)
+        if not address.hostname or address.port == 0 or url.split() != [url]:
+            raise ValueError("expected http://HOST:PORT/PATH")
     if unknown := [option for option in options if option != "batch"]:
         raise InputError(f"reward.options.{url}: unknown option '{unknown[0]}'; there is batch")
     batch = options.get("batch", BATCH)

@@ -1,5 +1,6 @@
 """What commands may not do to the files of others, and what they say where they cannot go on."""
 
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ PLAN = (
     "{what: x, preset: tiny, overrides: [], arms: {ARM: []}, seeds: [0], compared: [], sweeps: {}, "
     "quick: {seeds: [0], overrides: []}}\n"
 )
+STAGES = [{"name": name, "seconds": -1} for name in ("explore", "regenerate", "score", "update")]
+PRICES = json.dumps({"preset": "tiny", "stages": STAGES, "exploration": "nvfp4", "device": "mine"})
 GOOD = {"{dir}/p": PLAN.replace("ARM", "a")}
 CONVERT = "convert {dir}/a.pt --out {dir}/x.safetensors"
 
@@ -197,6 +200,39 @@ CASES = [
     Case("study: a plan that names itself", STUDY, "aliases are not accepted", files={"{dir}/p": "a: &a [*a]\n"}),
     Case("study: a plan with a tag", STUDY, "tags and aliases", files={"{dir}/p": "!!python/object:os.system x\n"}),
     Case("study: an arm that is a path", STUDY, "arms", files={"{dir}/p": PLAN.replace("ARM", "../a")}, kept=("{dir}",)),
+    *(
+        Case(f"study: {name}", STUDY + " --compare-only", said, files={"{dir}/p": GOOD["{dir}/p"].replace(old, new)})
+        for name, old, new, said in (
+            ("the plan sets a seed", "overrides: [],", "overrides: [seed=x],", "seed=x: a study sets it itself"),
+            ("an arm sets where it goes", "{a: []}", "{a: [run.dir=/etc]}", "run.dir=/etc: a study sets it itself"),
+            ("an arm against itself", "compared: []", "compared: [[a, a]]", "'a' with itself"),
+        )
+    ),
+    Case("study: a seed on the command line", STUDY + " --compare-only seed=3", "seed=3: a study sets it itself", files=GOOD),
+    *(
+        Case(
+            f"study: {name} is there",
+            STUDY + " --compare-only",
+            "no study wrote it",
+            files=GOOD | {f"{{dir}}/out/{name}": "mine"},
+            kept=OUT,
+        )
+        for name in ("study.md", "study.json", "study.png")
+    ),
+    Case(
+        "study: prices below zero",
+        STUDY + " --compare-only --prices {dir}/z",
+        "above 0",
+        files=GOOD | {"{dir}/z": PRICES},
+    ),
+    Case("rank: rank.json is there", "rank tiny --out {dir}", "--force", files={"{dir}/rank.json": "mine"}, kept=("{dir}",)),
+    Case("linears: a drop that is no number", "linears tiny --sensitivity 1 --drop nan", "--drop"),
+    Case("report: a name too long", "report {run} --out " + 300 * "x", "File name too long"),
+    Case("a reward that ends the process", "train tiny reward=sys:exit run.dir={dir}/run", "SystemExit"),
+    Case("a reward that ends it later", "train tiny reward=tests.hostile.outside:leaving run.dir={dir}/run", "SystemExit", 1),
+    Case("a service at no port", "train tiny reward=http://localhost:99999/ run.dir={dir}/run", "out of range"),
+    Case("a service with a space", "train tiny 'reward=http://a b/' run.dir={dir}/run", "http://HOST:PORT/PATH"),
+    Case("pictures that a verifier cannot read", "train tiny model.width=40 run.dir={dir}/run", "model.width=40"),
     Case("study: out is a file", STUDY, "is a file", files=GOOD | {"{dir}/out": "mine"}, kept=OUT),
     Case(
         "study: prices of zeros", STUDY + " --prices {dir}/z", "not the JSON", files={"{dir}/p": PLAN, "{dir}/z": sparse(10**9)}

@@ -1,6 +1,13 @@
 """Run directories that are damaged, or bring what they should not."""
 
-from tests.hostile.harness import Case, Replaced, folder, link, nothing, pipe
+import struct
+import zlib
+from pathlib import Path
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from tests.hostile.harness import Case, Maker, Replaced, folder, link, nothing, pipe
 
 TRAIN = "train tiny SMALL train.iterations=2 eval.grid=0 run.dir={run}"
 EXPORT = "export {run} --out {dir}/x.safetensors"
@@ -27,6 +34,42 @@ REWARDS = {
     "a module of the directory": "evil:score",
 }
 
+
+def sheet(cells: str, size: int = 9, mode: str = "RGB") -> Maker:
+    """A picture whose metadata say where its images are."""
+
+    def make(path: Path) -> None:
+        info = PngInfo()
+        info.add_text("Cells", cells)
+        Image.new(mode, (size, size)).save(path, pnginfo=info)
+
+    return make
+
+
+def png(width: int, height: int) -> bytes:
+    """The head of a PNG file that claims to be of this size."""
+    part = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
+
+
+PICTURE = "{run}/pictures/iteration-000000.png"
+PICTURES = {
+    "a pipe": pipe,
+    "binary": bytes(range(256)),
+    "of 60000 pixels a side": png(60_000, 60_000),
+    "cut beyond its edge": sheet('[{"box": [0, 0, 1000000, 1000000]}]'),
+    "cut a thousand times": sheet("[" + ",".join(1000 * ['{"box": [0, 0, 9, 9]}']) + "]"),
+    "deep": sheet(100_000 * "["),
+    "cut without end": sheet('[{"box": [0, 0, 1e999, 1]}]'),
+    "of no colours": sheet('[{"box": [0, 0, 9, 9]}]', mode="I;16"),
+}
+ROW = '{"iteration": 0, "pool/reward": 1}\n'
+NUMBERS = {
+    "a number of 400 digits": ROW + '{"iteration": 1, "pool/reward": 1' + 400 * "0" + "}\n" + ROW,
+    "an iteration of 400 digits": ROW + '{"iteration": 1' + 400 * "0" + ', "pool/reward": 1}\n' + ROW,
+    "numbers at both ends": ROW + '{"iteration": 1, "pool/reward": 1e308}\n{"iteration": 2, "pool/reward": -1e308}\n',
+}
 LEDGER = "{run}/ledger/iteration-000002.parquet"
 CASES = [
     # what is reported of it
@@ -51,6 +94,20 @@ CASES = [
             files={"{run}/metrics.jsonl": made},
         )
         for name, made in BAD.items()
+    ),
+    *(
+        Case(f"report: a picture is {name}", "report {run} --out {dir}/x.html", "not a whole picture", files={PICTURE: made})
+        for name, made in PICTURES.items()
+    ),
+    *(
+        Case(
+            f"report: the record has {name}",
+            "report {run} --out {dir}/x.html",
+            "x.html",
+            0,
+            files={"{run}/metrics.jsonl": made},
+        )
+        for name, made in NUMBERS.items()
     ),
     # goes on without what it does not need
     *(
