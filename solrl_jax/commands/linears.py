@@ -11,7 +11,7 @@ from solrl_jax.explore import linears
 from solrl_jax.numerics.formats import resolve
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.run.directory import configuration, load_policy
-from solrl_jax.storage.errors import in_one_line
+from solrl_jax.storage.errors import InputError, in_one_line
 from solrl_jax.training.experiment import build, device_facts
 from solrl_jax.training.sensitivity import measure, proposed, table
 
@@ -35,6 +35,8 @@ def command(target: str, overrides: tuple[str, ...], errors: bool, sensitivity: 
     config, run = configuration(target, overrides, None, trust=True)
     if sensitivity is not None:
         experiment = build(config)
+        if sensitivity > len(experiment.test_prompts):
+            raise InputError(f"--sensitivity {sensitivity}: there are {len(experiment.test_prompts)} test prompts")
         adapters, _ = load_policy(run, config, experiment.backbone)
         with bar(None, "sensitivity") as shown:
             exact, groups = measure(experiment, adapters, sensitivity, lambda stage, rows, done: shown.update(done))

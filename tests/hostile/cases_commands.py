@@ -226,6 +226,7 @@ CASES = [
         files=GOOD | {"{dir}/z": PRICES},
     ),
     Case("rank: rank.json is there", "rank tiny --out {dir}", "--force", files={"{dir}/rank.json": "mine"}, kept=("{dir}",)),
+    Case("linears: 10^9 prompts", "linears tiny --sensitivity 1000000000", "--sensitivity"),
     Case("linears: a drop that is no number", "linears tiny --sensitivity 1 --drop nan", "--drop"),
     Case("report: a name too long", "report {run} --out " + 300 * "x", "File name too long"),
     Case("a reward that ends the process", "train tiny reward=sys:exit run.dir={dir}/run", "SystemExit"),
