@@ -50,7 +50,7 @@ def child(stage: str, arguments: list[str]) -> None:
 
     def in_stage(name: str) -> None:
         begun["iterations"] += name == "encode"
-        if name == stage and begun["iterations"] == 2:
+        if stage and name == stage and begun["iterations"] == 2:
             die()
 
     def before(owner: Any, method: str, name_of: Callable[..., str]) -> None:
