@@ -16,7 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers import DepthwiseConv, param
-from solrl_jax.models.sana import Attention, exact_in_float32
+from solrl_jax.models.sana import Attention
+from solrl_jax.numerics.linear_attention import exact_in_float32
 from solrl_jax.numerics.pending import Pending
 
 EPS = 1e-6  # of the kernel, relu(x) + EPS, and of the denominator

@@ -19,8 +19,8 @@ from solrl_jax.models.attention import attention, attention_forward
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
 from solrl_jax.models.embeddings import PatchProjection, TextProjection, TimestepMLP, sincos_positions, unpatch
 from solrl_jax.models.layers import GLUMBConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
-from solrl_jax.numerics import target
 from solrl_jax.numerics.leaf import Quantized
+from solrl_jax.numerics.linear_attention import linear_attention
 from solrl_jax.numerics.pending import Pending
 
 
@@ -167,12 +167,16 @@ class Attention(nnx.Module):
         self.to_out = nnx.List([Linear(inner, d, rngs=rngs)])
         self.heads = heads
 
-    def by_head(self, x: Pending, source: Pending) -> list[Float[Array, "b _ heads h"]]:
-        """Queries, keys and values."""
-        q, k, v = self.to_q(x), self.to_k(source), self.to_v(source)
+    def projected(self, x: Pending, source: Pending) -> list[Pending]:
+        """Queries, keys and values, heads side by side."""
+        q, k, v = self.to_q.pending(x), self.to_k.pending(source), self.to_v.pending(source)
         if self.norm_q is not None and self.norm_k is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
-        return [t.reshape(*t.shape[:2], self.heads, -1) for t in (q, k, v)]
+            q, k = Pending.of(self.norm_q(q.value)), Pending.of(self.norm_k(k.value))
+        return [q, k, v]
+
+    def by_head(self, x: Pending, source: Pending) -> list[Float[Array, "b _ heads h"]]:
+        """Queries, keys and values in memory."""
+        return [t.value.reshape(*t.value.shape[:2], self.heads, -1) for t in self.projected(x, source)]
 
 
 class LinearAttention(Attention):
@@ -183,22 +187,7 @@ class LinearAttention(Attention):
 
     def __call__(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """grid: rows and columns of the n tokens, of which nothing depends."""
-        q, k, v = self.by_head(x, x)
-        wide = jnp.float32
-        q, (k, v) = jax.nn.relu(q).astype(wide), exact_in_float32(jax.nn.relu(k), v)
-        state = jnp.einsum("bnhk,bnhv->bhkv", k, v, preferred_element_type=wide)
-        numerator = jnp.einsum("bnhk,bhkv->bnhv", q, state)
-        denominator = jnp.einsum("bnhk,bhk->bnh", q, k.sum(1, dtype=wide))
-        out = numerator / (denominator[..., None] + 1e-15)
-        return self.to_out[0](out.reshape(*out.shape[:2], -1).astype(x.dtype))
-
-
-def exact_in_float32(*factors: Float[Array, "b n heads h"]) -> tuple[Float[Array, "b n heads h"], ...]:
-    """The factors of products that are added up in float32: as they are, but in float32 on a CPU, which has no such product.
-
-    Elsewhere they are not written in float32 before: products of numbers in BF16 are exact in it.
-    """
-    return tuple(x.astype(jnp.float32) for x in factors) if target.platform() == "cpu" else factors
+        return self.to_out[0](linear_attention(*self.projected(x, x), self.heads))
 
 
 class CrossAttention(Attention):

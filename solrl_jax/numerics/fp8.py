@@ -42,7 +42,7 @@ class FP8Tensor(Coded):
         codes, scales = x.encoded(encode)
         contract, fast = (((2,), (1,)), ((), ())), jax.lax.Precision.DEFAULT  # Hopper sums the slower at a higher one
         y = jax.lax.dot_general(codes, self.codes, contract, fast, preferred_element_type=x.dtype)
-        return scaled(y, scales, self.scales[None, None])
+        return scaled(y, scales, self.scales[None, None], width=y.shape[-1])
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.scales[..., None], -1, -2)

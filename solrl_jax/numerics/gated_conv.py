@@ -31,18 +31,27 @@ def gated_conv(
     x: [b, n, c], of one part, each number of which depends on what lies at its own place. grid: the n pixels' rows and columns.
     """
     (part,), (height, width), dtype = x.parts, grid, jnp.dtype(x.dtype)
-    arrays = [a.value if isinstance(a, Columns) else a for a in part.arrays]
-    channels = arrays[0].shape[-1]
-    pictures = [a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1) for a in arrays]
-    if target.platform() == "tpu":  # the product is written as pictures in `dtype`: XLA would write float32 and copy that
-        written = jax.lax.optimization_barrier(pictures[0]).reshape(arrays[0].shape)
-        x = dataclasses.replace(x, parts=(dataclasses.replace(part, arrays=(written, *arrays[1:])),))
+    channels = len(bias)
+    if target.platform() == "tpu":
+        x = _written_as_pictures(x, grid)
     if target.platform() != "gpu" or dtype.itemsize != 2 or channels % (2 * CHANNELS) or not 1 < width <= WIDEST:
         value = x.value
         return twin(value.reshape(len(value), *grid, -1), kernel, bias).reshape(*value.shape[:2], -1)
+    # columns after the channels are left where they are: a copy without them would be a pass over memory
+    whole = lambda a: a if not isinstance(a, Columns) else a.value if a.start else a.array
+    arrays = [whole(a) for a in part.arrays]
+    pictures = [a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1) for a in arrays]
     run = functools.partial(in_one_pass, part.function, dtype)
     made = with_gradient(run, part.function, dtype)(kernel[None], bias[None], *pictures)
     return made.reshape(len(made), height * width, -1)
+
+
+def _written_as_pictures(x: Pending, grid: tuple[int, int]) -> Pending:
+    """The same, but a TPU writes the first array, a product, as pictures in its dtype. XLA would write float32 and copy that."""
+    (part,) = x.parts
+    first, *others = (a.value if isinstance(a, Columns) else a for a in part.arrays)
+    written = jax.lax.optimization_barrier(first.reshape(len(first), *grid, -1)).reshape(first.shape)
+    return dataclasses.replace(x, parts=(dataclasses.replace(part, arrays=(written, *others)),))
 
 
 def twin(x: Float[Array, "b h w c"], kernel: Float[Array, "3 3 1 c"], bias: Float[Array, " c"]) -> Float[Array, "b h w c/2"]:
@@ -102,7 +111,7 @@ def with_gradient(run: Callable[..., Array], function: Callable[..., Array], dty
     one = on_rows(run)
 
     def before(kernel: Array, bias: Array, *pictures: Array) -> Array:
-        wide = function(*(a.astype(jnp.float32) for a in pictures)).astype(dtype)
+        wide = function(*(a[..., : bias.shape[-1]].astype(jnp.float32) for a in pictures)).astype(dtype)
         return widened(wide, kernel[0], bias[0])
 
     f = jax.custom_vjp(lambda *arrays: one(*arrays))
@@ -115,13 +124,13 @@ def in_one_pass(
 ) -> Float[Array, "b h w _"]:
     """The kernel. c is a multiple of twice `CHANNELS`, and w at most `WIDEST`.
 
-    pictures: what `function` takes, [b, h, w, c] or with 1 for some. One more is the gradient [b, h, w, c / 2] of the result:
-    then the gradient [b, h, w, c] of what is gated is made instead.
+    pictures: what `function` takes, [b, h, w, c] or with 1 for some; channels after c are not read. One more is the gradient
+    [b, h, w, c / 2] of the result: then the gradient [b, h, w, c] of what is gated is made instead.
     """
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton as plgpu
 
-    batch, height, width, channels = pictures[0].shape
+    (batch, height, width, _), channels = pictures[0].shape, bias.shape[-1]
     backward = pictures[-1].shape[-1] == channels // 2
     made = channels if backward else channels // 2
     spec = lambda a: pl.BlockSpec((None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, *(0,) * (a.ndim - 1)))
@@ -138,7 +147,7 @@ def _body(pl: Any, plgpu: Any, filled: int, function: Callable[..., Array], back
     """Within the kernel: `CHANNELS` channels of a picture, row by row, from references to the operands and to the result."""
     kernel, bias, *pictures, out = refs
     gradient = pictures.pop() if backward else None
-    (height, width, channels), dtype = pictures[0].shape, out.dtype
+    (height, width, _), channels, dtype = pictures[0].shape, bias.shape[0], out.dtype
     starts, column = [pl.program_id(1) * CHANNELS + half for half in (0, channels // 2)], jnp.arange(filled)
     # a row of pixels moved by one is a product with zeros and ones, exact
     to_left, to_right = ((column[None] == column[:, None] + by).astype(dtype) for by in (-1, 1))

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import split
-from solrl_jax.numerics.pending import Part, Pending
+from solrl_jax.numerics.pending import Columns, Part, Pending
 
 PRODUCT = "product"  # what `jax.checkpoint` knows the results of products with weights by (`models.layers.REMAT`)
 Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
@@ -75,10 +75,15 @@ class Coded(Quantized):
         return self.product(Pending.of(x[:, None])).value[:, 0]
 
 
-def scaled(y: Float[Array, "b s n"], *scales: Float[Array, "..."]) -> Pending:
-    """A product of codes and the scales [b, s, 1] or [1, 1, n] that are missing in it: applied where it is read, in float32."""
+def scaled(y: Float[Array, "b s filled"], *scales: Float[Array, "..."], width: int) -> Pending:
+    """A product of codes and the scales [b, s, 1] or [1, 1, n] that are missing in it: applied where it is read, in float32.
+
+    width: n, how many of the columns are results; the others are never read.
+    """
     times = lambda *factors: functools.reduce(operator.mul, factors)
-    return Pending((Part(times, (split.join(y), *map(split.join, scales)), exact=False),), y.dtype)
+    whole = split.join(y)
+    results = whole if width == y.shape[-1] else Columns(whole, 0, width)
+    return Pending((Part(times, (results, *map(split.join, scales)), exact=False),), y.dtype)
 
 
 def nbytes(tree: Any) -> int:

@@ -34,37 +34,39 @@ class QTensor(Coded):
     """A weight matrix [in, out] in NVFP4, contraction axis last, as the block-scaled dot takes it; 4.5 bits a value.
 
     Invariants: `w[i, o] = e2m1(codes)[o, i] * scales[o, i // 16] * tensor_scale`. Two codes a byte, the even index in the low
-    nibble. `in` is filled up with zeros to a multiple of 64; `n_in` is the true one.
+    nibble. `in` and `out` are filled up with zeros to multiples of 64 and 128; `n_in` and `n_out` are the true ones.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"codes": -2, "scales": -2}
 
-    codes: UInt8[Array, "... n_out half_in"]
-    scales: Float[Array, "... n_out blocks"]  # float8_e4m3fn
+    codes: UInt8[Array, "... filled_out half_in"]
+    scales: Float[Array, "... filled_out blocks"]  # float8_e4m3fn
     tensor_scale: Float[Array, "..."]  # float32, one a matrix
     n_in: int = dataclasses.field(metadata={"static": True})
+    n_out: int = dataclasses.field(metadata={"static": True})
 
     def product(self, x: Pending) -> Pending:
         """`x @ w` with both operands in NVFP4, accumulated in float32; float32 scales are applied where the result is read."""
         codes, scales, row_scale = x.encoded(encode)
         rows = lambda a: a.reshape(-1, a.shape[-1])
         y = block_scaled_dot(unpack(rows(codes)), rows(scales), unpack(self.codes), self.scales, x.dtype)
-        return scaled(y.reshape(*codes.shape[:2], -1), row_scale, self.tensor_scale.reshape(1, 1, 1))
+        return scaled(y.reshape(*codes.shape[:2], -1), row_scale, self.tensor_scale.reshape(1, 1, 1), width=self.n_out)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
         codes = unpack(self.codes).astype(jnp.float32)
         blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK) * self.scales.astype(jnp.float32)[..., None]
         rows = blocks.reshape(codes.shape) * self.tensor_scale[..., None, None]
-        return jnp.swapaxes(rows[..., : self.n_in], -1, -2)
+        return jnp.swapaxes(rows[..., : self.n_out, : self.n_in], -1, -2)
 
 
 def quantize(w: Matrix) -> QTensor:
     """NVFP4 of weight matrices [..., in, out], one float32 scale each. Finite input never gives NaN."""
-    n_in = w.shape[-2]
-    rows = pad_blocks(jnp.swapaxes(w, -1, -2).astype(jnp.float32))
+    n_in, n_out = w.shape[-2:]
+    rows = jnp.swapaxes(w, -1, -2).astype(jnp.float32)
     tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (E4M3_MAX * E2M1_MAX)
+    rows = jnp.pad(rows, [(0, 0)] * (w.ndim - 2) + [(0, -n_out % TILE), (0, -n_in % FILL)])
     codes, scales = quantize_blocks(rows, tensor_scale[..., None, None])
-    return QTensor(pack(codes), scales, tensor_scale, n_in)
+    return QTensor(pack(codes), scales, tensor_scale, n_in, n_out)
 
 
 def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Array], list[Array]]:

@@ -34,8 +34,16 @@ class Columns:
     stop: int
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.array.shape[:2], self.stop - self.start)
+
+    @property
     def value(self) -> Float[Array, "b s columns"]:
         return self.array[..., self.start : self.stop]
+
+    def cut(self, start: int, stop: int) -> "Columns":
+        """Some of these columns."""
+        return Columns(self.array, self.start + start, self.start + stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +101,8 @@ class Pending:
     def columns(self, *widths: int) -> list["Pending"]:
         """The columns of a product in runs of these widths. Each must depend on its own columns of the arrays alone."""
         (part,) = self.parts
-        cut = lambda x, start, stop: x if x.shape[2] == 1 else Columns(x, start, stop)
+        whole = lambda x: x if isinstance(x, Columns) else Columns(x, 0, x.shape[2])
+        cut = lambda x, start, stop: x if x.shape[2] == 1 else whole(x).cut(start, stop)
         ends = list(itertools.accumulate(widths))
         runs = [tuple(cut(x, end - n, end) for x in part.arrays) for n, end in zip(widths, ends, strict=True)]
         return [dataclasses.replace(self, parts=(dataclasses.replace(part, arrays=arrays),)) for arrays in runs]
@@ -102,7 +111,7 @@ class Pending:
     def rows(self) -> int:
         """How many there are: s."""
         part = self.parts[0]
-        return max(x.shape[1] for x in _arrays([[part]])) if part.stop is None else part.stop - part.start
+        return max(x.shape[1] for x in part.arrays) if part.stop is None else part.stop - part.start
 
     @property
     def exact(self) -> bool:
