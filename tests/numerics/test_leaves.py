@@ -79,7 +79,7 @@ def test_a_row_does_not_depend_on_the_other_rows(kind):
 
 
 @every_kind
-@pytest.mark.parametrize("shape", [(N_IN, N_OUT), (LAYERS, N_IN, N_OUT)])
+@pytest.mark.parametrize("shape", [(N_IN, 128), (LAYERS, N_IN, 128)])
 def test_outputs_are_divided_and_nothing_else(kind, shape):
     leaf = MAKE[kind](normal(*shape, seed=3))
     for ways in (1, 4, 5):
@@ -90,12 +90,12 @@ def test_outputs_are_divided_and_nothing_else(kind, shape):
             assert isinstance(spec, PartitionSpec)
             assert len(spec) <= array.ndim
             divided += [array.shape[axis] for axis, name in enumerate(spec) if name is not None]
-        if ways != 4:  # five does not divide 96
+        if ways != 4:  # five does not divide 128
             assert divided == []
         elif kind == "probe":  # its basis too
-            assert divided == [N_OUT, 4]
+            assert divided == [128, 4]
         else:
-            assert set(divided) == {N_OUT}
+            assert set(divided) == {128}
 
 
 @every_kind

@@ -10,6 +10,7 @@ import pytest
 from solrl_jax.numerics import linear_attention as module
 from solrl_jax.numerics.linear_attention import twin
 from solrl_jax.numerics.pending import Columns, Part, Pending
+from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import jit
 
 SHAPES = {"small": (2, 5, 2, 16), "of two blocks": (1, 200, 3, 32), "SANA's": (1, 1024, 2, 32)}
@@ -62,18 +63,16 @@ def test_so_is_the_gradient(shape, on_gpu):
     """Of what the kernel reads, rounded to BF16 once."""
     arrays, heads = operands(*shape), shape[2]
     g = operands(*shape)[2][0][..., :-7] * 3
+
+    def pulled(f, *products):
+        of = lambda *products: f(pending([(y,) for y in products], True))
+        return jit(lambda *products: jax.vjp(of, *products)[1](g.astype(products[0].dtype)))(*products)
+
     products = [one[0] for one in arrays]
-
-    def pulled(f):
-        of = lambda *products: f([(y, *one[1:]) for y, one in zip(products, arrays, strict=True)])
-        return jit(lambda *products: jax.vjp(of, *products)[1](g.astype(jax.eval_shape(of, *products).dtype)))(*products)
-
-    ours = pulled(lambda arrays: module.linear_attention(*pending(arrays, True), heads))
+    ours = pulled(lambda inputs: module.linear_attention(*inputs, heads), *products)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module.target, "platform", lambda: "cpu")
-        wide = [y.astype(jnp.float32) for y in products]
-        products = wide
-        wanted = pulled(lambda arrays: by_twin(heads, pending(arrays, True)))
+        wanted = pulled(partial(by_twin, heads), *(y.astype(jnp.float32) for y in products))
     for got, want in zip(ours, wanted, strict=True):
         assert got.dtype == jnp.bfloat16
         size = np.abs(want).max()
@@ -84,3 +83,18 @@ def test_so_is_the_gradient(shape, on_gpu):
 def test_queries_that_see_nothing_give_zeros(on_gpu):
     nothing = [(jnp.full((1, 20, 39), -1, jnp.bfloat16),)] * 3
     assert not jit(lambda x: module.linear_attention(*pending(x, True), 2))(nothing).astype(jnp.float32).any()
+
+
+def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(on_gpu):
+    """As in the update, where groups of rows are mapped. No device is sent the rows of another."""
+    arrays = [one[0] for one in operands(4, 5, 2, 16)]
+    attend = lambda *arrays: module.linear_attention(*pending([(y,) for y in arrays], True), 2)
+    pulled = lambda *arrays: jax.vjp(attend, *arrays)[1](arrays[0][..., :-7])
+    alone, mesh = jit(pulled)(*arrays), sharding.make_mesh(2, 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put([y[:, None] for y in arrays], sharding.rows(mesh))
+        program = jit(jax.vmap(pulled, spmd_axis_name=sharding.AXES[:2])).lower(*placed).compile()
+        assert "all-gather" not in program.as_text()
+        for ours, theirs in zip(program(*placed), alone, strict=True):
+            assert ours.sharding.shard_shape(ours.shape)[0] == 1
+            np.testing.assert_array_equal(np.asarray(ours[:, 0], np.float32), np.asarray(theirs, np.float32))
