@@ -187,7 +187,8 @@ class LinearAttention(Attention):
 
     def __call__(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """grid: rows and columns of the n tokens, of which nothing depends."""
-        return self.to_out[0](linear_attention(*self.projected(x, x), self.heads))
+        q, k, v = self.projected(x, x)
+        return self.to_out[0](linear_attention(q, k, v, self.heads))
 
 
 class CrossAttention(Attention):

@@ -30,7 +30,7 @@ def linear_attention(q: Pending, k: Pending, v: Pending, heads: int) -> Float[Ar
     inputs, dtype, width = (q, k, v), q.dtype, max(x.shape[2] for x in v.parts[0].arrays)
     whole = all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs)
     if target.platform() != "gpu" or dtype != jnp.bfloat16 or not whole or width // heads not in HEADS:
-        return twin(*(x.value for x in inputs), heads)
+        return twin(q.value, k.value, v.value, heads)
     functions, given = [x.parts[0].function for x in inputs], [x.parts[0].arrays for x in inputs]
     places = [[a.start if isinstance(a, Columns) else 0 for a in arrays] for arrays in given]
     run = functools.partial(in_one_pass, functions, places, (width // heads, width))

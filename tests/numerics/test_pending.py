@@ -166,3 +166,11 @@ def test_nibbles_are_the_codes_of_four_bits():
     near = np.concatenate([np.nextafter(halfway, np.float32(0)), halfway, np.nextafter(halfway, np.float32(9)), [0, 6, 1e-30]])
     values = jnp.asarray(np.resize(np.concatenate([near, -near]), 48).astype(np.float32))
     np.testing.assert_array_equal(nvfp4.nibbles(values), nvfp4.pack(values.astype(jnp.float4_e2m1fn)))
+
+
+def test_columns_of_a_product_that_is_filled_up_are_columns_of_it():
+    y, scale = jnp.arange(60.0).reshape(2, 3, 10), jnp.arange(7.0)[None, None]
+    first, second = Pending((Part(jnp.multiply, (Columns(y, 0, 7), scale)),), y.dtype).columns(3, 4)
+    np.testing.assert_array_equal(first.value, (y[..., :7] * scale)[..., :3])
+    np.testing.assert_array_equal(second.value, (y[..., :7] * scale)[..., 3:])
+    assert second.parts[0].arrays[0].array is y
