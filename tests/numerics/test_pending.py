@@ -12,7 +12,7 @@ from solrl_jax.models.layers import RMSNorm
 from solrl_jax.numerics import fp8, nvfp4, target
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import deferred, matmul
-from solrl_jax.numerics.pending import Part, Pending, kernel, layer_norm, twin, written
+from solrl_jax.numerics.pending import Columns, Part, Pending, kernel, layer_norm, twin, written
 from solrl_jax.parallel.sharding import jit
 
 B, S = 2, 3
