@@ -35,16 +35,19 @@ test: .venv/installed-test
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
-# The site, in site/index.html: it can be read from disk or served. Pages are in docs/, their order in mkdocs.yml.
-docs: .venv/installed-test
+# The site, in site/index.html: it can be read from disk. Its search works where it is served: python3 -m http.server -d site
+# Pages are in docs/, their order in mkdocs.yml.
+docs: .venv/installed-docs
 	$(BIN)/zensical build --strict --clean
 
 # The notebook's outputs, made anew (three minutes)
-notebook: .venv/installed-test
+notebook: .venv/installed-docs
 	$(BIN)/python scripts/make_notebook.py
 
-wheel: .venv/installed-test
-	$(BIN)/hatchling build --directory dist
+# The wheel and the sdist, in dist/
+wheel: .venv/bin/python
+	$(BIN)/python -m pip install --quiet 'hatchling>=1.25'
+	$(BIN)/python -m hatchling build --directory dist
 
 test-all: .venv/installed-test
 	$(BIN)/python -m pytest $(TOGETHER) $(NETWORKS)
@@ -68,16 +71,20 @@ test-targets-tpu: .venv-plan-tpu/installed
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11 to 3.13 is needed, this is " + sys.version'
 	$(PYTHON) -m venv .venv
 
-# PyTorch is an oracle of the tests, never of the product: the demo does without it
+# PyTorch is an oracle of the tests, never of the product: the demo and the site do without it
 .venv/installed: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
+
+.venv/installed-docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@ .venv/installed
 
 .venv/installed-test: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test]'  # bytecode: of what is imported, then
 	# an oracle too, without its requirements: its torchvision does not load beside the PyTorch of machines without a GPU
 	$(BIN)/python -m pip install --quiet --no-deps 'open_clip_torch==3.3.0'
-	touch $@ .venv/installed
+	touch $@ .venv/installed .venv/installed-docs
 
 clean:
 	rm -rf .venv .venv-plan-cuda .venv-plan-tpu build dist site

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS, PAGES, ROOT
 
 README = ROOT / "README.md"
 
@@ -42,7 +42,7 @@ def check(printed: Iterable[str], values: Iterable[float], what: object) -> None
 def test_a_record_says_when_and_where(path):
     found = json.loads(path.read_text())
     assert {"date", "device"} <= found.keys()
-    assert path.name in "".join(page.read_text() for page in (README, *DOCS.glob("*.md"), *(ROOT / "scripts").rglob("*.py")))
+    assert path.name in "".join(page.read_text() for page in (*PAGES, *(ROOT / "scripts").rglob("*.py")))
 
 
 def test_a_wrong_digit_is_noticed():
@@ -155,6 +155,22 @@ def test_what_the_compilers_say():
         stages = [seconds[stage] for stage in ("explore", "regenerate", "score", "update")]
         memory = [plan["peak"] / 1e9, plan["usable"] / 1e9]
         check(printed[1:], [*stages, rollout, naive["seconds"] / plan["seconds"], *memory], first)
+
+
+def test_what_other_pages_say_of_the_plans():
+    compiled = {first: [numbers(cell)[0] for cell in cells] for first, *cells in rows(DOCS / "compiled.md", "model and device")}
+    flux = compiled["FLUX.1-dev, B200"]
+    prose = lambda page: " ".join(page.read_text().replace("\n>", " ").split())
+    said = re.search(r"FLUX\.1 is (\S+) times as fast as a BF16 step on a B200, and an iteration (\S+) times as", prose(README))
+    assert said is not None
+    check(said.groups(), [float(flux[0]), float(flux[6])], "README.md")
+    said = re.search(r"on a B200 these take at least (\d+), (\d+) and (\d+) s", choose := prose(DOCS / "choose.md"))
+    assert said is not None
+    assert [*said.groups()] == [flux[1], flux[2], flux[4]]
+    for name, model in (("SANA", "SANA 1.6B"), ("FLUX.1", "FLUX.1-dev"), ("SD3.5 Large", "SD3.5 Large")):
+        said = re.search(rf"(\d+) to (\d+) GB for {re.escape(name)}", choose)
+        assert said is not None
+        assert [*said.groups()] == sorted(compiled[f"{model}, {device}"][7] for device in ("B200", "H200")), name
 
 
 def test_what_objectives_learn_and_how_an_sde_is_explored():

@@ -110,6 +110,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
 def test_pages_can_be_read_aloud(site):
     for path, page in site[1].items():
         assert all(image.get("alt") for image in page.tags["img"]), path.name
+        assert not re.search(r"<th[^>]*>\s*</th>", path.read_text()), path.name
         assert page.tags["html"][0].get("lang") == "en"
         assert len(page.tags["h1"]) == 1 or path.name in ("404.html", "contributing.html"), path.name
 
