@@ -107,6 +107,16 @@ def test_levers_alone():
     assert not table
 
 
+def test_what_quantising_each_group_costs():
+    found, page = record("linears-tiny"), DOCS / "exploration.md"
+    groups = {group["group"].strip("/"): group for group in found["groups"]}
+    for name, share, spearman in rows(page, "quantised alone"):
+        group = groups.pop(name.strip("`"))
+        check([numbers(share)[0], spearman], [100 * group["share"], group["spearman"]], name)
+    assert not groups
+    assert f"6 steps in BF16 rank at {found['exact']:.3f}." in page.read_text()
+
+
 def test_what_the_embedded_pipelines_learn():
     runs, page = record("train-tiny")["runs"], DOCS / "embedded.md"
     scores = ("eval/reward", "eval/shapes/strict")
