@@ -132,6 +132,15 @@ def test_what_the_embedded_pipelines_learn():
             check(numbers(cell), [run["before"][score], run["after"][score]], first)
 
 
+def test_the_tutorial():
+    runs, text = record("tutorial")["runs"], " ".join((DOCS / "tutorial.md").read_text().split())
+    for name, shapes in (("mine", r"falls from (\S+) to (\S+)\."), ("both", r"stays: (\S+) before, (\S+) after\.")):
+        said = re.search(r"`coverage` rises from (\S+) to (\S+), and `shapes` " + shapes, text)
+        assert said is not None, name
+        scores = ("eval/my_reward:coverage", "eval/shapes")
+        check(said.groups(), [runs[name][when][score] for score in scores for when in ("0", "20")], name)
+
+
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
 def test_the_demo(page):
     evaluations = record("demo")["evaluations"]

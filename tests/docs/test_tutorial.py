@@ -64,11 +64,11 @@ def follow(part: str, monkeypatch) -> list[list[str]]:
 def test_the_first_part_goes_from_nothing_to_a_lora_in_diffusers(folder, monkeypatch, capfd):
     done = follow("tiny", monkeypatch)
     assert [words[1] for words in done if words[0] == "solrl"] == [
-        "doctor", "train", "presets", "train", "eval", "sample", "export",
+        "doctor", "train", "presets", "train", "train", "eval", "sample", "export",
     ]  # fmt: skip
     said = capfd.readouterr().out
     assert "missing    nothing" in said
-    assert said.count("gained: held-out reward") == 2
+    assert said.count("gained: held-out reward") == 3
     assert (folder / "runs" / "first" / "report.html").is_file()
     assert (folder / "my-lora.safetensors").stat().st_size > 1000
     assert len(list((folder / "pictures").glob("0*.png"))) == 4
