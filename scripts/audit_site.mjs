@@ -45,8 +45,9 @@ for (const name of pages) {
     await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
     await page.setViewport({ width, height: 900 });
     await page.goto(address(name), { waitUntil: "networkidle0", timeout: 120000 });
-    const wanted = scheme === "dark" ? "slate" : "default";
-    if (!reports[name]) await page.waitForFunction((is) => document.body.dataset.mdColorScheme === is, { timeout: 60000 }, wanted);
+    const dressed = (wanted) => document.body.dataset.mdColorScheme === wanted; // a script of the theme sets it
+    const patience = { timeout: 300000, polling: 200 };
+    if (!reports[name]) await page.waitForFunction(dressed, patience, scheme === "dark" ? "slate" : "default");
     await new Promise((done) => setTimeout(done, 1000)); // site.js waits a little, and colours fade
     const wider = await page.evaluate(() => document.documentElement.scrollWidth > innerWidth);
     await page.evaluate(axe);
