@@ -47,7 +47,7 @@ def gated_conv(
 
 
 def _written_as_pictures(x: Pending, grid: tuple[int, int]) -> Pending:
-    """The same, but a TPU writes the first array, a product, as pictures in its dtype. XLA would write float32 and copy that."""
+    """The same, but a TPU writes the first array, a product, as pictures in its dtype. XLA would write float32 and copy."""
     (part,) = x.parts
     first, *others = (a.value if isinstance(a, Columns) else a for a in part.arrays)
     written = jax.lax.optimization_barrier(first.reshape(len(first), *grid, -1)).reshape(first.shape)
@@ -99,8 +99,8 @@ def by_shifts(x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]) -> Fl
 
 def by_groups(x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]) -> Float[Array, "b h w c"]:
     """The convolution as XLA's, a group for each channel. Where no precision is asked for, a TPU multiplies in BF16."""
-    layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": x.shape[-1]}
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), [(len(kernel) // 2,) * 2] * 2, **layout)
+    padding, layout = [(len(kernel) // 2,) * 2] * 2, ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), padding, dimension_numbers=layout, feature_group_count=x.shape[-1])
 
 
 def with_gradient(run: Callable[..., Array], function: Callable[..., Array], dtype: DTypeLike) -> Callable[..., Array]:

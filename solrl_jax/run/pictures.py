@@ -90,7 +90,7 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
             sheet = Image.open(path, formats=["PNG"])
         with sheet:
             cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
-            boxes = [tuple(map(int, cell.pop("box"))) for cell in cells]
+            boxes = [(int(x), int(y), int(right), int(bottom)) for x, y, right, bottom in (cell.pop("box") for cell in cells)]
             inside = all(0 <= x < right <= sheet.width and 0 <= y < bottom <= sheet.height for x, y, right, bottom in boxes)
             taken = sum((right - x) * (bottom - y) for x, y, right, bottom in boxes)
             if sheet.mode != "RGB" or not inside or taken > sheet.width * sheet.height:
@@ -220,6 +220,6 @@ def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[st
             out[-1] = longer
     for index, line in enumerate(out):
         if font.getlength(line) > width:
-            most = bisect.bisect(range(1, len(line)), width, key=lambda n, line=line: font.getlength(line[:n] + "…"))
+            most = bisect.bisect(range(1, len(line)), width, key=lambda n, line=line: math.ceil(font.getlength(line[:n] + "…")))
             out[index] = line[:most].rstrip() + "…"
     return out
