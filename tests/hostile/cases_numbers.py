@@ -56,6 +56,8 @@ CASES = [
         )
     ),
     Case("height and width are 10^5", "train tiny run.dir={dir}/run model.height=100000 model.width=100000", "model.height"),
+    Case("evaluation at 16384 px", "train tiny run.dir={dir}/run eval.size=[16384,16384]", "eval.images_per_prompt=10"),
+    Case("training at 16384 px", "train tiny run.dir={dir}/run rollout.size=[[32,32],[16384,16384]]", "rollout.candidates=48"),
     Case("sample: 10^9 steps", SAMPLE + f" --steps {BIG}", "--steps"),
     Case("sample: 10^9 tokens", SAMPLE + f" --max-tokens {BIG}", "--max-tokens"),
     Case("sample: 10^6 tokens", SAMPLE + " --max-tokens 1000000", "--max-tokens"),
