@@ -100,7 +100,7 @@ def draw() -> None:
 
     figure = plt.figure(figsize=(11, 3.9), layout="constrained")
     panels = figure.subplots(1, 3)
-    rows = json.loads(RECORD.read_text())["rows"]
+    rows = [row for row in json.loads(RECORD.read_text())["rows"] if "code" not in row]  # those of older code are left out
     alone = {row["device"]: row["stages"] for row in rows if row["devices"] == 1}
     for row in rows:
         row["plain"] = row["mesh"].get("fsdp", 1) == row["devices"] // row["hosts"]
