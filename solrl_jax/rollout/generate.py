@@ -229,5 +229,6 @@ def sample_chunk(
 
 @sharding.jit
 def decode_chunk(decoder: Decoder, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-    """Latents to pictures in [0, 1] for one chunk."""
-    return decoder(latents)
+    """Latents to pictures in [0, 1] for one chunk. Of latents that are not finite, NaN: a decoder's ReLU may make 0 of NaN."""
+    sound = jnp.isfinite(latents).all((1, 2, 3), keepdims=True)
+    return jnp.where(sound, decoder(latents), jnp.nan)

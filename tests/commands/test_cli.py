@@ -232,6 +232,14 @@ def test_rank_refuses_a_list_that_is_none(call, tmp_path, options, message):
     assert not (tmp_path / "rank").exists()
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9")])
+def test_memory_that_is_used_up_is_one_line_with_what_would_help(error):
+    line, code = cli.explained(error)
+    assert code == 1
+    assert line.startswith("out of memory: ")
+    assert line.endswith("a smaller rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks needs less")
+
+
 @pytest.mark.exhaustive
 def test_sample_from_a_run_is_its_base_with_its_exported_lora(trained, exported, call, tmp_path):
     folder, _, _ = trained

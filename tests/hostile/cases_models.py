@@ -2,8 +2,10 @@
 
 import json
 import struct
+from pathlib import Path
 from typing import Any
 
+from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from tests.hostile.harness import ABSENT, Case, folder, link, nothing, pipe, sparse
 
 OPEN = "linears tiny model.path={model}"
@@ -95,6 +97,15 @@ def header(tensors: dict[str, Any], data: bytes = b"", size: int | None = None) 
 
 def tensor(dtype: str, shape: list[Any], *offsets: Any) -> dict[str, Any]:
     return {"x": {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}}
+
+
+def not_finite(path: Path) -> None:
+    """The weights of tiny-sana's transformer, one array of them NaN."""
+    data = bytearray((EMBEDDED_FOLDER / "tiny-sana" / "transformer" / path.name).read_bytes())
+    size = 8 + int.from_bytes(data[:8], "little")
+    start, end = json.loads(data[8:size])["proj_out.weight"]["data_offsets"]
+    data[size + start : size + end] = (end - start) // 2 * b"\xc0\x7f"  # BF16
+    path.write_bytes(data)
 
 
 SAFETENSORS = {
@@ -194,6 +205,7 @@ CASES = [
         Case(f"tokenizer.json: {name}", LOAD, "tokenizer", files=P | {"{model}/tokenizer/tokenizer.json": made})
         for name, made in CONTENTS.items()
     ),
+    Case("weights that are not finite", LOAD, "1 of 1 pictures are not finite", 1, files=P | {WEIGHTS: not_finite}, seconds=60),
     Case("an index that is none", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": "[]"}),
     Case(
         "an index of numbers", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": 3}}'}
