@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -33,8 +34,7 @@ def command(
     out: Path | None,
     as_json: bool,
     trust_run: bool,
-    force: bool,
-    **lists: str | None,
+    **others: Any,
 ) -> None:
     """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
 
@@ -42,7 +42,8 @@ def command(
     solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --explore paper,best --formats nvfp4,fp8,bf16
     """
     config, run = configuration(target, overrides, None, trust=trust_run)
-    settings = rank.sweep(config, **lists)
+    force = others.pop("force")
+    settings = rank.sweep(config, **others)
     if out is not None:
         refuse_existing("--out", [out / "rank.json"], force)
     folder = writable_directory(out or run or Path("runs/rank"), "--out")
