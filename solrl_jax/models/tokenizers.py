@@ -103,5 +103,6 @@ def clip_length(folder: Path, *positions: int) -> int:
     """
     length = load_tokenizer(folder).model_max_length
     if length > min(positions):
-        raise ValueError(f"{folder}: model_max_length={length}; accepted: up to {min(positions)}, its encoder's max_position_embeddings")
+        accepted = f"up to {min(positions)}, its encoder's max_position_embeddings"
+        raise ValueError(f"{folder}: model_max_length={length}; accepted: {accepted}")
     return length
