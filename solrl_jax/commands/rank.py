@@ -33,7 +33,7 @@ def command(
     prompts: int,
     out: Path | None,
     as_json: bool,
-    trust_run: bool,
+    force: bool,
     **others: Any,
 ) -> None:
     """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
@@ -41,8 +41,7 @@ def command(
     \b
     solrl rank tiny prompts.test=embedded:shapes-train --prompts 64 --explore paper,best --formats nvfp4,fp8,bf16
     """
-    config, run = configuration(target, overrides, None, trust=trust_run)
-    force = others.pop("force")
+    config, run = configuration(target, overrides, None, trust=others.pop("trust_run"))
     settings = rank.sweep(config, **others)
     if out is not None:
         refuse_existing("--out", [out / "rank.json"], force)

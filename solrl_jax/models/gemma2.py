@@ -56,7 +56,9 @@ class Gemma2Config(ReleasedConfig):
     def check(self) -> None:
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))
-        self.require(len(self.kinds) == self.num_hidden_layers, "layer_types", f"{self.num_hidden_layers} of them")
+        self.require(
+            len(self.kinds) == self.num_hidden_layers, "layer_types", f"num_hidden_layers={self.num_hidden_layers} of them"
+        )
         fits = self.num_attention_heads % self.num_key_value_heads == 0
         self.require(fits, "num_key_value_heads", f"a divisor of num_attention_heads={self.num_attention_heads}")
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
