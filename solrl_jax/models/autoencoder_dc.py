@@ -75,7 +75,9 @@ class AutoencoderDCConfig(ReleasedConfig):
             if isinstance(field.default, tuple) or name.endswith(("_types", "_fns")):
                 value = (value,) * n if isinstance(value, str) else value
                 object.__setattr__(self, name, value)
-                self.require(isinstance(value, tuple) and len(value) == n, name, f"a list of {n}, one for each stage")
+                self.require(
+                    isinstance(value, tuple) and len(value) == n, name, f"a list of {n}, as encoder_block_out_channels"
+                )
             match name.removeprefix("encoder_").removeprefix("decoder_"):
                 case "layers_per_block":
                     self.require(min(value) > 0, name, "one layer or more in every stage")

@@ -24,9 +24,9 @@ def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for rotary positions that are not of the default kind.
     """
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise unsupported(network, "rope_parameters", rope, "a mapping")
+    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    if not isinstance(rope := fields.get(name) or {}, Mapping):
+        raise unsupported(network, name, rope, "a mapping")
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise unsupported(network, "rope_type", kind, "'default'")
     return {**fields, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else dict(fields)

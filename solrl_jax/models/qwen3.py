@@ -63,6 +63,9 @@ def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Comp
     all names begin.
     """
     last = max(states)
+    if not 1 <= last <= config.num_hidden_layers:
+        have = f"num_hidden_layers={config.num_hidden_layers}"
+        raise ValueError(f"{folder / 'config.json'}: {have}; accepted: enough for the hidden states {tuple(states)}")
     above = [f"layers.{i}." for i in range(last, config.num_hidden_layers)] + ["norm."] * (last < config.num_hidden_layers)
     unused = ("lm_head.", *above, *(f"model.{name}" for name in above))
     return Component.of(folder, lambda r: Qwen3Model(config, states, rngs=r), partial(find_component, unused=unused))

@@ -63,7 +63,7 @@ def open_text(folder: Path, width: int, pooled: int) -> SD3Text:
     """
     configs = {part: CLIPTextConfig.read(folder / part) for part in CLIPS}
     if width < (least := sum(config.hidden_size for config in configs.values())):
-        wanted = f"at least {least}, both CLIPs side by side"
+        wanted = f"at least {least}, the hidden_size of both CLIPs"
         raise ValueError(f"{folder}: transformer joint_attention_dim={width}; accepted: {wanted}")
     check_fit(folder, ("transformer pooled_projection_dim", pooled, sum(c.projection_dim for c in configs.values())))
 

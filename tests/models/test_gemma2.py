@@ -171,7 +171,9 @@ def test_unsupported_structure_is_named():
         Gemma2Config.from_dict(SMALL | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}})
     with pytest.raises(ValueError, match=r"rope_type='linear'"):
         Gemma2Config.from_dict(SMALL | {"rope_scaling": {"type": "linear", "factor": 2.0}})
-    with pytest.raises(ValueError, match=r"layer_types=\('full_attention', 'sliding_attention'\); accepted: 3 of them"):
+    with pytest.raises(
+        ValueError, match=r"layer_types=\('full_attention', 'sliding_attention'\); accepted: num_hidden_layers=3 of them"
+    ):
         Gemma2Config.from_dict(SMALL | {"layer_types": [FULL, SLIDING]})
 
 
