@@ -185,7 +185,7 @@ def test_released_size(fields, count):
 )  # fmt: skip
 def test_unsupported_value_is_named(field, value):
     fields = {name: v for name, v in SMALL.items() if name != "rope_parameters"}
-    with pytest.raises(ValueError, match=rf"{field.replace('scaling', 'parameters')}=.*accepted"):
+    with pytest.raises(ValueError, match=rf"{field}=.*accepted"):
         Qwen3Config.from_dict(fields | {field: value})
     with pytest.raises(ValueError, match=r"rope_type='yarn'; accepted: 'default'"):
         Qwen3Config.from_dict(fields | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
