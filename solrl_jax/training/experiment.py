@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -155,16 +156,14 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     mesh = open_mesh(config)
     reward, evaluated = load_reward(sharding.rows_only(mesh))
     # what cannot be scored is found before the weights are loaded
-    for field, scored, prompts in (("prompts.train", reward, train), ("prompts.test", evaluated, test)):
+    for field, scored, prompts, sizes in (
+        ("prompts.train", reward, train, trained_sizes(config)),
+        ("prompts.test", evaluated, test, (evaluated_size(config),)),
+    ):
         check_prompts(scored, prompts, field)
         prepared = scored.prepare(prompts[:1])
-        if scored.score is not None and scored.sees == "pictures":
-            picture = jax.ShapeDtypeStruct((1, model.height, model.width, 3), np.float32)
-            with in_one_line(lambda said: f"model.height={model.height}, model.width={model.width}: {said}"):
-                jax.eval_shape(scored.score, scored.params, picture, prepared)
-        if scored.host is not None:
-            for size in {*trained_sizes(config), evaluated_size(config)}:
-                trial(scored.host, prompts[:1], size)
+        for size in {*sizes}:
+            _try(scored, prompts[:1], prepared, size)
     pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model)))
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
@@ -173,6 +172,16 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         pipeline, rollout.precision, mesh, cache=model.cache, instruction=instruction, tile=model.tile, decoding=decoding
     )
     return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test, trained_sizes(config)[0])
+
+
+def _try(scored: Reward, prompts: Sequence[Prompt], prepared: Any, size: Size) -> None:
+    """Raises InputError in one line if pictures of that size cannot be scored. Only rewards outside JAX run for it."""
+    if scored.score is not None and scored.sees == "pictures":
+        picture = jax.ShapeDtypeStruct((1, *size, 3), np.float32)
+        with in_one_line(f"pictures of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}".format):
+            jax.eval_shape(scored.score, scored.params, picture, prepared)
+    if scored.host is not None:
+        trial(scored.host, prompts, size)
 
 
 def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[Targets, tuple[str, ...]]:

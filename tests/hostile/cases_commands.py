@@ -233,7 +233,11 @@ CASES = [
     Case("a reward that ends it later", "train tiny reward=tests.hostile.outside:leaving run.dir={dir}/run", "SystemExit", 1),
     Case("a service at no port", "train tiny reward=http://localhost:99999/ run.dir={dir}/run", "out of range"),
     Case("a service with a space", "train tiny 'reward=http://a b/' run.dir={dir}/run", "http://HOST:PORT/PATH"),
-    Case("pictures that a verifier cannot read", "train tiny model.width=40 run.dir={dir}/run", "model.width=40"),
+    Case(
+        "pictures that a reward cannot read",
+        "train tiny reward=tiny-clip model.width=40 run.dir={dir}/run",
+        "pictures of 32 x 40",
+    ),
     Case("study: out is a file", STUDY, "is a file", files=GOOD | {"{dir}/out": "mine"}, kept=OUT),
     Case(
         "study: prices of zeros", STUDY + " --prices {dir}/z", "not the JSON", files={"{dir}/p": PLAN, "{dir}/z": sparse(10**9)}
