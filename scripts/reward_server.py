@@ -26,11 +26,11 @@ MOST_PIXELS = 2**26  # of all pictures of a request
 SILENCE = 60  # seconds after which an idle connection is closed
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("function", help="module.path:function; the working directory is searched too")
+parser.add_argument("function", help="module.path:function; the working directory is searched first")
 parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int, default=8000, help="0: any free port")
 options = parser.parse_args()
-sys.path.append(os.getcwd())
+sys.path.insert(0, os.getcwd())
 module, _, name = options.function.partition(":")
 function = getattr(importlib.import_module(module), name)
 one_at_a_time = threading.Lock()
