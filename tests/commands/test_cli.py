@@ -374,8 +374,8 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
             "--checkpoint best: no checkpoint in {empty}/checkpoints holds an evalua",
         ),
         (("sample", TINY, *SAMPLE, "--checkpoint", "best"), f"--checkpoint best: {TINY} is no run directory"),
-        (("train", "tiny", "run.dir={dir}/run", "--profile", "1,21"), "--profile 21: must be in 1..20 (train.iterations)"),
-        (("train", "tiny", "run.dir={dir}/run", "--profile", "0"), "--profile 0: must be in 1..20 (train.iterations)"),
+        (("train", "tiny", "run.dir={dir}/run", "--profile", "1,31"), "--profile 31: must be in 1..30 (train.iterations)"),
+        (("train", "tiny", "run.dir={dir}/run", "--profile", "0"), "--profile 0: must be in 1..30 (train.iterations)"),
         (("train", "tiny", "run.dir={dir}/run", "--profile", "2:3"), "'2:3' is no iteration; expected e.g. 3 or 3,10"),
         (
             ("train", "tiny", "run.dir={run}", "--profile", "3", "--profile", "2"),

@@ -1,7 +1,6 @@
 """`solrl study` with processes: what is finished is not repeated, what stopped goes on, what fails stops no other."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -105,9 +104,9 @@ def test_one_study_at_a_time(folder):
     ],
 )
 def test_bad_options_are_one_line(folder, arguments, said):
-    before = sorted(os.listdir(folder / "out"))
+    before = sorted(folder.rglob("*"))
     code, (error,), lines = study(folder, *arguments)
     assert code == 2
     assert said in error["error"]
     assert lines.strip().count("\n") == 0
-    assert sorted(os.listdir(folder / "out")) == before
+    assert sorted(folder.rglob("*")) == before
