@@ -185,7 +185,8 @@ def _pictures(folder: Path, kind: str) -> list[dict[str, Any]]:
     paths = [path for path in sorted(folder.glob(f"{kind}-*.png")) if path.stem.removeprefix(f"{kind}-").isdecimal()]
     chosen = np.unique(np.linspace(0, len(paths) - 1, MOST_PICTURED).round().astype(int)) if len(paths) > MOST_PICTURED else ...
     grids = [(int(path.stem.rpartition("-")[2]), read_grid(path)) for path in np.array(paths, object)[chosen]]
-    cells = lambda grid: [{**facts, "src": _source(image)} for image, facts in grid]  # shrinks the images
+    # an image's size is read first, for `_source` shrinks the image
+    cells = lambda grid: [{**facts, "src": _source(image)} for image, facts in grid]
     size = lambda image: f"{image.height} x {image.width}"
     return [{"iteration": i, "size": size(grid[0][0]), "cells": cells(grid)} for i, grid in grids if grid]
 

@@ -135,7 +135,7 @@ def find(images: Float[Array, "n h w 3"]) -> Things:
 
 
 def _observe(image: Float[Array, "h w 3"]) -> _Objects:
-    """Finds the components of a picture and measures them. What is 32 wide of one that is no square: the square of its area."""
+    """Finds the components of a picture and measures them, in units of a square 32 wide that has the picture's area."""
     unit = math.sqrt(image.shape[0] * image.shape[1]) / scenes.BASE
     offset = [image[..., c] - _BACKGROUND[c] for c in range(3)]  # one plane a channel: a last axis of three is slow
     kind = _classify(offset)

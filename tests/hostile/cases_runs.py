@@ -12,6 +12,7 @@ from tests.hostile.harness import Case, Maker, Replaced, folder, link, nothing, 
 TRAIN = "train tiny SMALL train.iterations=2 eval.grid=0 run.dir={run}"
 EXPORT = "export {run} --out {dir}/x.safetensors"
 SAMPLE = "sample {run} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
+REPORT = "report {run} --out {dir}/x.html"
 P = {"{dir}/p.txt": "a red circle\n"}
 META = "{run}/checkpoints/000002/meta.json"
 BAD = {
@@ -73,36 +74,34 @@ NUMBERS = {
 LEDGER = "{run}/ledger/iteration-000002.parquet"
 CASES = [
     # what is reported of it
-    Case(
-        "report: a file is there", "report {run} --out {dir}/x.html", "--force", files={"{dir}/x.html": "mine"}, kept=("{dir}",)
-    ),
+    Case("report: a file is there", REPORT, "--force", files={"{dir}/x.html": "mine"}, kept=("{dir}",)),
     *(
-        Case(f"report: run.json is {name}", "report {run} --out {dir}/x.html", "run.json", files={"{run}/run.json": made})
+        Case(f"report: run.json is {name}", REPORT, "run.json", files={"{run}/run.json": made})
         for name, made in BAD.items()
         if name not in ("absent", "UTF-16")
     ),
     *(
-        Case(f"report: the ledger is {name}", "report {run} --out {dir}/x.html", "", files={LEDGER: made})
+        Case(f"report: the ledger is {name}", REPORT, "", files={LEDGER: made})
         for name, made in BAD.items()
         if name in ("empty", "binary", "deep")
     ),
     *(
         Case(
             f"report: metrics.jsonl is {name}",
-            "report {run} --out {dir}/x.html",
+            REPORT,
             "nothing to report",
             files={"{run}/metrics.jsonl": made},
         )
         for name, made in BAD.items()
     ),
     *(
-        Case(f"report: a picture is {name}", "report {run} --out {dir}/x.html", "not a whole picture", files={PICTURE: made})
+        Case(f"report: a picture is {name}", REPORT, "not a whole picture", files={PICTURE: made})
         for name, made in PICTURES.items()
     ),
     *(
         Case(
             f"report: the record has {name}",
-            "report {run} --out {dir}/x.html",
+            REPORT,
             "x.html",
             0,
             files={"{run}/metrics.jsonl": made},
