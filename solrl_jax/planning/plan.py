@@ -38,7 +38,7 @@ SETTINGS = {  # what a stage takes less memory with
     "explore": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
     "regenerate": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
     "score": ("mesh.fsdp", "model.cache=''"),  # pictures are decoded a few at a time, whatever the chunk
-    "evaluate": ("rollout.chunk", "mesh.fsdp", "model.cache=''", "eval.size"),
+    "evaluate": ("mesh.fsdp", "model.cache=''", "eval.size"),
     "update": ("model.remat=blocks", "optimizer.micro_batch", "mesh.fsdp", "model.cache=''"),
 }
 

@@ -8,11 +8,13 @@ from solrl_jax.planning.targets import TARGETS
 from tests.targets.conftest import config, figures
 
 BLOCKS, PRODUCTS = "model.remat=blocks", "model.remat=products"
-BASE = {"explore": (), "score": (), "update": (BLOCKS,)}  # `regenerate` runs the function of `explore`
+# `regenerate` runs the function of `explore`
+BASE = {"explore": (), "score": (), "update": (BLOCKS,), "evaluate": ("eval.size=[1536,1536]",)}
 TURNED = {  # how a setting is turned here, and on how many devices
     "rollout.chunk": ("rollout.chunk=8", 1),
     "optimizer.micro_batch": ("optimizer.micro_batch=8", 1),
     "mesh.fsdp": ("mesh.fsdp=8", 8),
+    "eval.size": ("eval.size=[1280,1280]", 1),
 }
 ENCODERS = {"model.cache=''", "`solrl encode PRESET` beforehand"}  # what they free is in `tests/planning/test_plan.py`
 ADVICE = [(stage, setting) for stage in BASE for setting in SETTINGS[stage] if setting in TURNED]
