@@ -7,13 +7,16 @@ train are lowered as they are, with shardings over a topology's devices in place
 import contextlib
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from solrl_jax.planning.targets import CUDNN, Target, description
 from solrl_jax.storage.errors import InputError
 
 WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}  # any of them
+TOOLKIT = Path("/usr/local/cuda/bin")  # where CUDA's own tools are, if they are installed
 EXTRAS = {"gpu": "plan-cuda", "tpu": "plan-tpu"}
 # No device is asked for anything, and no program is kept, since none can be loaded. libtpu looks for no TPU and writes no log.
 ENVIRONMENT = {
@@ -32,10 +35,20 @@ def prepare(target: Target) -> None:
 
     Raises InputError if the compiler is not installed.
     """
-    if not any(map(importlib.util.find_spec, WHEELS[target.platform])):
+    wheels = any(map(importlib.util.find_spec, WHEELS[target.platform]))
+    if not wheels or (target.platform == "gpu" and not _has_assembler()):
         extra = f"solrl_jax[{EXTRAS[target.platform]}]"
         raise InputError(f"--device {target.name}: its compiler is not installed: pip install '{extra}'")
     os.environ.update(ENVIRONMENT)
+
+
+def _has_assembler() -> bool:
+    """Whether XLA finds CUDA's assembler: in a wheel, on the PATH, or in the toolkit. Some compilers crash without it."""
+    nvidia = importlib.util.find_spec("nvidia")
+    wheels = [Path(folder) for folder in nvidia.submodule_search_locations or ()] if nvidia else []
+    return bool(shutil.which("ptxas", path=os.pathsep.join([os.environ.get("PATH", ""), str(TOOLKIT)]))) or any(
+        found for folder in wheels for found in folder.glob("*/bin/ptxas")
+    )
 
 
 def devices(target: Target, count: int, hosts: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -39,11 +40,34 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch, device, extra):
         topology.prepare(TARGETS[device])
 
 
-def test_any_cuda_plug_in_will_do_and_jax_stays_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_cuda12_plugin" or None)
+def test_any_cuda_plug_in_will_do_and_jax_stays_on_the_cpu(monkeypatch, tmp_path):
+    plugin_alone(monkeypatch, tmp_path)
+    (tmp_path / "ptxas").touch(0o755)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     topology.prepare(TARGETS["h100"])
     assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_without_cudas_assembler_the_compiler_is_not_installed(monkeypatch, tmp_path):
+    """XLA would end in an error of its own, or in a crash (JAX 0.11)."""
+    plugin_alone(monkeypatch, tmp_path)
+    with pytest.raises(
+        InputError, match=r"^--device h100: its compiler is not installed: pip install 'solrl_jax\[plan-cuda\]'$"
+    ):
+        topology.prepare(TARGETS["h100"])
+    wheel = tmp_path / "nvidia" / "cu13" / "bin"
+    wheel.mkdir(parents=True)
+    (wheel / "ptxas").touch()
+    topology.prepare(TARGETS["h100"])
+
+
+def plugin_alone(monkeypatch, folder):
+    """Of what compiles for GPUs there is the plug-in, and a folder each for CUDA's wheels and its toolkit, which are empty."""
+    nvidia = SimpleNamespace(submodule_search_locations=[str(folder / "nvidia")])
+    found = {"jax_cuda12_plugin": SimpleNamespace(), "nvidia": nvidia}
+    monkeypatch.setattr(importlib.util, "find_spec", found.get)
+    monkeypatch.setattr(topology, "TOOLKIT", folder)
+    monkeypatch.setenv("PATH", "")
 
 
 @pytest.mark.parametrize(
