@@ -63,7 +63,7 @@ class Instruction:
         return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
     def called(self, key: str) -> str:
-        """The computation that the attribute `key` names; empty if there is none."""
+        """The computation (or the number) that the attribute `key` names; empty if there is none."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 

@@ -17,6 +17,7 @@ from solrl_jax.planning.hlo import Array, Instruction, Module
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id"}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 SLICES = ("slice", "dynamic-slice", "gather")  # read as much of their first operand as they return
+FUSIONS = ("fusion", "fusion-start")  # the second goes on beside the kernels that follow
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # write, in place, as much as this operand holds
 FORWARD, BACKWARD = 2, 5  # products of flash attention: its gradient makes the scores again, and four gradients
 TPU_KERNEL = "tpu_custom_call"
@@ -78,22 +79,25 @@ def unit(kind: str) -> Unit:
 
 
 def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
-    name, operations, source = step.opcode, (0.0, "bf16"), step.text("op_name")
-    if step.opcode == "fusion":
-        name = " ".join(["fusion", *re.findall(r'"kind":"(__\w+)"', step.attributes)])
-        operations = _inside(memory.module.computations[step.called("calls")], memory.module)
-    elif step.opcode in ("dot", "convolution"):
-        operations = _product(step)
-    elif step.opcode == "custom-call":
-        name = step.text("custom_call_target")
-        operations = _library(step, name)
+    inside = memory.module.computations[step.called("calls")] if step.opcode in FUSIONS else []
+    # a library's function may be fused with the slices that it reads and writes (XLA of JAX 0.11)
+    work = next((inner for inner in inside if inner.opcode == "custom-call"), step)
+    name, operations, source = work.opcode, (0.0, "bf16"), work.text("op_name")
+    if work.opcode in FUSIONS:
+        name = " ".join(["fusion", *re.findall(r'"kind":"(__\w+)"', work.attributes)])
+        operations = _inside(inside, memory.module)
+    elif work.opcode in ("dot", "convolution"):
+        operations = _product(work)
+    elif work.opcode == "custom-call":
+        name = work.text("custom_call_target")
+        operations = _library(work, name)
     count, operand = operations
     kind: Kind = "memory"
     if "fmha" in name or (name in PALLAS and _ATTENTION.search(source)):
         kind = "attention"
     elif count:
         kind, name = "products", f"{name} {operand}"
-    result = "".join(f"{a.kind}[{','.join(map(str, a.shape))}]" for a in step.arrays[:1])
+    result = "".join(f"{a.kind}[{','.join(map(str, a.shape))}]" for a in work.arrays[:1] and [_started(work)])
     return Kernel(name, kind, unit(operand), result, source, times, count, memory.moved(step, name))
 
 
@@ -174,6 +178,11 @@ def _started(step: Instruction) -> Array:
     return step.arrays[len(step.operands) if step.opcode.endswith("-start") and step.opcode != "copy-start" else 0]
 
 
+def _is_workspace(step: Instruction, result: int) -> bool:
+    """Whether one of an instruction's results is a library's workspace, which nobody reads."""
+    return step.opcode == "custom-call" and result > 0 and step.arrays[result].kind in ("s8", "u8")
+
+
 class _Memory:
     """Bytes of main memory that instructions read and write, in place where they may."""
 
@@ -186,16 +195,15 @@ class _Memory:
         if name == "AllocateBuffer":
             return 0.0
         reads = sum((self._reads(step, i) for i in range(len(step.operands))), 0.0)
-        if step.opcode.endswith("-start"):
+        if step.opcode.endswith("-start") and step.opcode not in FUSIONS:
             result = _started(step)
             return reads + (result.size if result.space == 0 else 0.0)
-        extra = step.arrays[1:] if step.opcode == "custom-call" else ()
-        return reads + self._writes(step) - sum(a.size for a in extra if a.kind in ("s8", "u8") and a.space == 0)
+        return reads + self._writes(step)
 
     def _reads(self, step: Instruction, position: int) -> float:
         """Of one operand: of a slice what it returns, nothing of what is updated in place."""
         operand = step.operands[position]
-        if step.opcode == "fusion":
+        if step.opcode in FUSIONS:
             return min(operand.size, self._parameter(step.called("calls"), position))
         if position == 0 and step.opcode.removesuffix("-start") in SLICES:
             return min(operand.size, _started(step).size)
@@ -220,12 +228,14 @@ class _Memory:
         """Of all results: of an update in place what it updates."""
         if step.opcode in UPDATES:
             return step.operands[UPDATES[step.opcode]].size
-        if step.opcode == "fusion":
+        if step.opcode in FUSIONS:
             return min(step.size, self._written(self.module.root(step.called("calls"))))
-        return step.size
+        return sum(a.size for i, a in enumerate(step.arrays) if a.space == 0 and not _is_workspace(step, i))
 
     def _written(self, root: Instruction) -> float:
         """By a fusion with this root."""
         if root.opcode == "tuple":
             return sum(map(self._written, root.operands), 0.0)
+        if root.opcode == "get-tuple-element" and _is_workspace(root.operands[0], int(root.called("index"))):
+            return 0.0
         return self._written(root.operands[0]) if root.opcode == "bitcast" else self._writes(root)

@@ -109,3 +109,50 @@ ENTRY %main (q: bf16[2,8,64,32], k: bf16[2,8,16,32]) -> bf16[2,8,64,32] {
 @pytest.mark.parametrize(("name", "count"), [("train-h200", 15), ("attend-b200", 2), ("batched-tpu-v6e", 0)])
 def test_functions_of_libraries_are_counted_by_name(name, count):
     assert sum(native(read(name)).values()) == count
+
+
+FUSED = """HloModule fused
+
+%with_slices (p0: bf16[20,64,32], p1: s32[], p2: bf16[128,64], p3: bf16[20,128,32]) -> (bf16[20,128,32], s8[4096]) {
+  %p0 = bf16[20,64,32]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = bf16[128,64]{1,0} parameter(2)
+  %p3 = bf16[20,128,32]{2,1,0} parameter(3)
+  %zero = s32[] constant(0)
+  %slice = bf16[1,64,32]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,64,32}
+  %weights = bf16[64,32]{1,0} bitcast(%slice)
+  %product = (bf16[128,32]{1,0}, s8[4096]{0}) custom-call(%p2, %weights), custom_call_target="__cublas$lt$matmul",
+    backend_config={"lhs_contracting_dimensions":["1"]}
+  %value = bf16[128,32]{1,0} get-tuple-element(%product), index=0
+  %layer = bf16[1,128,32]{2,1,0} bitcast(%value)
+  %stack = bf16[20,128,32]{2,1,0} dynamic-update-slice(%p3, %layer, %p1, %zero, %zero)
+  %workspace = s8[4096]{0} get-tuple-element(%product), index=1
+  ROOT %both = (bf16[20,128,32]{2,1,0}, s8[4096]{0}) tuple(%stack, %workspace)
+}
+
+%one_layer (q0: bf16[20,64,32], q1: s32[]) -> bf16[1,64,32] {
+  %q0 = bf16[20,64,32]{2,1,0} parameter(0)
+  %q1 = s32[] parameter(1)
+  %none = s32[] constant(0)
+  ROOT %taken = bf16[1,64,32]{2,1,0} dynamic-slice(%q0, %q1, %none, %none), dynamic_slice_sizes={1,64,32}
+}
+
+ENTRY %main (a: bf16[20,64,32], i: s32[], x: bf16[128,64], s: bf16[20,128,32]) -> (bf16[20,128,32], s8[4096]) {
+  %a = bf16[20,64,32]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = bf16[128,64]{1,0} parameter(2)
+  %s = bf16[20,128,32]{2,1,0} parameter(3)
+  %begun = ((bf16[20,64,32]{2,1,0}, s32[]), bf16[1,64,32]{2,1,0}, u32[]) fusion-start(%a, %i), kind=kLoop, calls=%one_layer
+  %ended = bf16[1,64,32]{2,1,0} fusion-done(%begun)
+  ROOT %fused = (bf16[20,128,32]{2,1,0}, s8[4096]{0}) fusion(%a, %i, %x, %s), kind=kCustom, calls=%with_slices
+}
+"""
+
+
+def test_a_library_fused_with_slices_is_that_library():
+    """As XLA of JAX 0.11 prints them: of stacks, one layer is read and one is written, and the workspace is nobody's."""
+    layer, product = kernels(hlo.parse(FUSED))
+    assert (product.name, product.kind, product.result) == ("__cublas$lt$matmul bf16", "products", "bf16[128,32]")
+    assert product.operations == 2 * 128 * 32 * 64
+    assert product.moved == 2 * (64 * 32 + 128 * 64 + 128 * 32) + 4
+    assert (layer.kind, layer.moved) == ("memory", 2 * 2 * 64 * 32 + 4)
