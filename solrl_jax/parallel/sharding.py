@@ -23,8 +23,13 @@ AUTO = (jax.sharding.AxisType.Auto,) * len(AXES)
 ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a sample
 # Every stage is compiled with these options, or results would depend on the mesh. By default XLA keeps float32 instead of BF16
 # wherever it fuses so, which differs between programs (gradients by 4 %, measured). On a CPU it also chooses kernels by the
-# shape of a product: with AMX, a product of half of the columns then differs from half of the product.
-OPTIONS = {"xla_allow_excess_precision": False, "xla_cpu_enable_platform_dependent_math": False}
+# shape of a product: with AMX, a product of half of the columns then differs from half of the product. On a GPU, JAX 0.11 would
+# compute a product a second time to write it into a stack of layers (SANA's update: 9.8e16 operations in place of 8.2e16).
+OPTIONS = {
+    "xla_allow_excess_precision": False,
+    "xla_cpu_enable_platform_dependent_math": False,
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+}
 # float32 is multiplied as float32: by default it would be TF32 on a GPU, and BF16 on a TPU.
 in_float32 = jax.default_matmul_precision("highest")
 SMALLEST_SHARDED = 2**12  # elements; to split a smaller array costs more in messages than it saves in memory
