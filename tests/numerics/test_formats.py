@@ -31,6 +31,7 @@ from solrl_jax.numerics.formats import AUTO, FORMATS, Device, resolve, scoring_d
 from solrl_jax.numerics.matmul import dequantize, matmul
 from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding, rows
 from solrl_jax.policy.lora import attach, flatten
+from tests.lowering import cuda_text
 
 QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
 BLOCK = {"nvfp4": 16, "fp8": 64}  # values under one scale, of the 64 that are tested
@@ -285,7 +286,7 @@ def lowered(network):
         quantize, flat = FORMATS[name].quantize, flatten(params)
         leaves = {path: jax.eval_shape(quantize, flat[path]) for path in paths} if quantize else {}
         traced = jax.jit(pipeline.velocity).trace(attach(params, {}, 1.0, leaves), *inputs)
-        return traced.lower(lowering_platforms=(platform,)).as_text()
+        return cuda_text(traced) if platform == "cuda" else traced.lower(lowering_platforms=(platform,)).as_text()
 
     return lower
 

@@ -14,6 +14,7 @@ from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import deferred, matmul
 from solrl_jax.numerics.pending import Columns, Part, Pending, kernel, layer_norm, twin, written
 from solrl_jax.parallel.sharding import jit
+from tests.lowering import cuda_text
 
 B, S = 2, 3
 ENCODERS = {"nvfp4": nvfp4.encode, "fp8": fp8.encode, "bf16": lambda parts: ([x.astype(jnp.bfloat16) for x in parts],)}
@@ -145,14 +146,14 @@ def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
         return written([first, first], 16)
 
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
-    text = jax.jit(network).trace(shape(B, S, 64), shape(B, 1, 64)).lower(lowering_platforms=("cuda",)).as_text()
+    text = cuda_text(jax.jit(network).trace(shape(B, S, 64), shape(B, 1, 64)))
     assert text.count("__gpu$xla.gpu.triton") == 3  # the norm's codes, the activation's, and both stretches
     assert "__gpu$xla.gpu.triton" not in jax.jit(network).lower(shape(B, S, 64), shape(B, 1, 64)).as_text()
 
 
 def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch):
     w = FORMATS["fp8"].quantize(normal(128, 64, seed=3))
-    lower = lambda: jax.jit(lambda x: matmul(x, w)).trace(normal(4, 128)).lower(lowering_platforms=("cuda",)).as_text()
+    lower = lambda: cuda_text(jax.jit(lambda x: matmul(x, w)).trace(normal(4, 128)))
     for capability, kernels in (("8.0", 0), ("9.0", 1)):
         device = SimpleNamespace(platform="gpu", compute_capability=capability)
         with monkeypatch.context() as patch:

@@ -18,6 +18,7 @@ from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.planning.topology import tracing
 from solrl_jax.training.experiment import Experiment
+from tests.lowering import cuda_text
 
 PRESETS = (
     *("sana_sol_rl_pickscore", "flux1_sol_rl_hpsv2", "flux2-klein-4b_sol_rl_hpsv2", "sd3_sol_rl_pickscore"),
@@ -42,7 +43,7 @@ def of_shapes(preset: str, precision: str, device: str, count: int = 1, *more: s
 
 def lowered(program: Program) -> str:
     with jax.set_mesh(program.mesh), tracing():
-        return program.function.trace(*program.arguments).lower(lowering_platforms=("cuda",)).as_text()
+        return cuda_text(program.function.trace(*program.arguments))
 
 
 def products(text: str, dtype: str = "") -> int:
