@@ -17,6 +17,7 @@ from solrl_jax.conditioning.cache import open_cache
 from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluated_size, model_size, trained_sizes
+from solrl_jax.models.attention_fp8 import in_fp8 as in_fp8
 from solrl_jax.models.component import Component as Component
 from solrl_jax.models.pipeline import Conditioning as Conditioning
 from solrl_jax.models.pipeline import Pipeline as Pipeline
@@ -112,6 +113,12 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
     for field, size in ((field, size) for field, sizes in fields.items() for size in sizes):
         with in_one_line(f"{field}: {{}}".format):
             pipeline.latent_shape(*size)
+
+
+def check_attention(config: Config, pipeline: Pipeline) -> None:
+    """Raises InputError for attention in FP8 where the pipeline has none."""
+    if config.rollout.explore.attention == "fp8" and not pipeline.attends_in_fp8:
+        raise InputError(f"rollout.explore.attention=fp8: {pipeline.kind} attends with a mask, for which there is none in FP8")
 
 
 def open_text_encoders(pipeline: Pipeline, precision: str, mesh: Mesh, cache: str | None) -> TextEncoders:

@@ -31,6 +31,7 @@ def migrate(tree: Any) -> Any:
     if isinstance(explore, dict):
         for field in ("vae", "audit_every"):
             explore.pop(field, None)
+        explore.setdefault("attention", "own")
         if explore.get("precision") in ("nvfp4_w", "nvfp4_46"):
             explore["precision"] = "nvfp4"
     return tree

@@ -95,6 +95,7 @@ class Explore(Section):
     sigmas: PreviewSigmas  # own: the schedule's own with so many steps; first: half are the full schedule's first
     exact_steps: Natural  # the first steps that the policy in `rollout.precision` takes; 0: none
     correction: Annotated[Integer, Field(ge=0, le=2**12)]  # rank of what goes past each quantised product; 0: nothing
+    attention: Literal["own", "fp8"]  # fp8: softmax attention without a mask is in E4M3, of FLUX.1, FLUX.2 and SD3
     floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the Spearman correlation over kept samples; null: not watched
 
 

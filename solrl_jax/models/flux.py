@@ -123,7 +123,7 @@ class FluxSingleBlock(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"], condition: Float[Array, "b d"], rotate: Rotate) -> Float[Array, "b s d"]:
         h, (shift, scale, gate) = self.norm(x, condition)
         h = h.map(modulate, shift, scale)
-        both = Pending.of(self.attn(h, rotate)).beside(self.proj_mlp.pending(h).map(gelu))
+        both = Pending.of(self.attn(h, rotate), dtype=h.dtype).beside(self.proj_mlp.pending(h).map(gelu))
         return x + gate * self.proj_out(both)
 
 

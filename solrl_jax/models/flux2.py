@@ -174,7 +174,7 @@ class ParallelAttention(nnx.Module):
         q, k, v, gate, value = self.to_qkv_mlp_proj.pending(x).columns(d, d, d, hidden, hidden)
         heads = [rotate(self.norm_q.by_head(q), 0), rotate(self.norm_k.by_head(k), 0), v]
         attended = attend(self.config.attention_head_dim, heads)
-        return self.to_out(Pending.of(attended).beside(gate.join(gated, value)))
+        return self.to_out(Pending.of(attended, dtype=x.dtype).beside(gate.join(gated, value)))
 
 
 def rotary(length: int, rows: int, columns: int, c: Flux2Config) -> Rotation:

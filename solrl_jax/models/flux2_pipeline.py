@@ -89,6 +89,7 @@ def open_flux2(folder: Path, remat: str) -> Pipeline:
         default_size=(DEFAULT_SIDE, DEFAULT_SIDE),
         default_max_tokens=min(MAX_TOKENS, load_tokenizer(text.tokenizer).model_max_length),
         vae_dtype=vae_config.own_dtype,
+        attends_in_fp8=True,
         embedded_guidance=distilled,  # learned by the distillation: there is no scale to give
         own_sigmas=True,
         mu=empirical_mu,

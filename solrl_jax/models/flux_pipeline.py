@@ -86,6 +86,7 @@ def open_flux(folder: Path, remat: str) -> Pipeline:
         default_size=(SAMPLE_SIZE * vae_config.spatial_compression,) * 2,
         default_max_tokens=min(MAX_TOKENS, load_tokenizer(folder / "tokenizer_2").model_max_length),
         vae_dtype=vae_config.own_dtype,
+        attends_in_fp8=True,
         embedded_guidance=True,
         own_sigmas=True,
     )

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.attention import attention, attention_forward
+from solrl_jax.models.attention_fp8 import E4M3, asked, attention_fp8
 from solrl_jax.models.embeddings import TextProjection, TimestepMLP
 from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm
 from solrl_jax.numerics.pending import Pending, written
@@ -29,9 +30,12 @@ def unmoved(x: Pending, position: int) -> Pending:
 
 
 def attend(head: int, *streams: list[Pending]) -> Float[Array, "b s d"]:
-    """Attention of queries to keys and values [b, s, d], of streams one after another. head: features of a head."""
-    q, k, v = (written(stretches, head) for stretches in zip(*streams, strict=True))
-    kernel = attention if streams[0][0].exact else attention_forward
+    """Attention of queries to keys and values [b, s, d], of streams one after another. head: features of a head.
+
+    Where attention in FP8 is asked for, the result is in FP8.
+    """
+    q, k, v = (written(stretches, head, E4M3 if asked() else None) for stretches in zip(*streams, strict=True))
+    kernel = attention_fp8 if asked() else attention if streams[0][0].exact else attention_forward
     return kernel(q, k, v).reshape(*q.shape[:2], -1)
 
 
@@ -57,7 +61,7 @@ class SelfAttention(Projections):
 
     def __call__(self, x: Pending, rotate: Rotate = unmoved) -> Float[Array, "b s d"]:
         out = attend(self.head, self.heads(x, rotate))
-        return out if self.to_out is None else self.to_out[0](out)
+        return out if self.to_out is None else self.to_out[0](Pending.of(out, dtype=x.dtype))
 
 
 class JointAttention(Projections):
@@ -81,8 +85,8 @@ class JointAttention(Projections):
         added = (self.add_q_proj, self.norm_added_q), (self.add_k_proj, self.norm_added_k), self.add_v_proj
         length = text.rows
         out = attend(self.head, _heads(text, rotate, 0, *added), self.heads(image, rotate, length))
-        from_text = None if self.to_add_out is None else self.to_add_out(Pending.of(out, rows=(0, length)))
-        return from_text, self.to_out[0](Pending.of(out, rows=(length, out.shape[1])))
+        from_text = None if self.to_add_out is None else self.to_add_out(Pending.of(out, (0, length), text.dtype))
+        return from_text, self.to_out[0](Pending.of(out, (length, out.shape[1]), image.dtype))
 
 
 def _heads(

@@ -56,6 +56,7 @@ class Pipeline:
     blocks: tuple[int, int] = (1, 1)  # equal parts that the tokens of an image divide into, down and across (`models/mhla.py`)
     largest_side: int | None = None  # of an image; None: any
     vae_dtype: jnp.dtype | None = None  # the only dtype that the autoencoder decodes in; None: any
+    attends_in_fp8: bool = False  # its softmax attention may be that of `models/attention_fp8.py`
     embedded_guidance: bool = False  # the network is told the guidance scale, instead of a second evaluation without the prompt
     instruct: Callable[[Sequence[str], int, str], Tokens] | None = None  # as `tokenize`, for prompts after an instruction
     remat: str = "none"  # what gradients through the transformer compute again, a key of `models.layers.REMAT`

@@ -118,4 +118,5 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
         default_max_tokens=MAX_TOKENS,
         largest_side=config.pos_embed_max_size * config.patch_size * compression,  # there are no positions beyond
         vae_dtype=vae_config.own_dtype,
+        attends_in_fp8=True,
     )

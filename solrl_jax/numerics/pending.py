@@ -76,9 +76,9 @@ class Pending:
     dtype: Any
 
     @classmethod
-    def of(cls, x: Float[Array, "b s n"], rows: tuple[int, int] | None = None) -> "Pending":
-        """`x`; rows: the first and the end of those that are read."""
-        return cls((Part(lambda x: x, (x,), True, *(rows or ())),), x.dtype)
+    def of(cls, x: Float[Array, "b s n"], rows: tuple[int, int] | None = None, dtype: Any = None) -> "Pending":
+        """`x`; rows: the first and the end of those that are read. dtype: in place of that of `x`."""
+        return cls((Part(lambda x: x, (x,), True, *(rows or ())),), dtype or x.dtype)
 
     def map(self, f: Callable[..., Array], *more: Array) -> "Pending":
         """`f(this, *more)`, which reads nothing but its own row."""
@@ -135,20 +135,27 @@ class Pending:
         return self._codes[encode]
 
 
-def written(stretches: Sequence[Pending], head: int) -> Float[Array, "b s n head"]:
+def written(stretches: Sequence[Pending], head: int, dtype: Any = None) -> Float[Array, "b s n head"]:
     """Activations one after another along s, in memory: where quantised products are in them, in one pass.
 
-    head: features of a head; heads lie side by side.
+    head: features of a head; heads lie side by side. dtype: in place of that of the activations.
     """
-    by_head = lambda x: x.reshape(*x.shape[:2], -1, head)
+    by_head, dtype = lambda x: x.reshape(*x.shape[:2], -1, head), dtype or stretches[0].dtype
     if all(x.exact for x in stretches):
-        values = [by_head(x.value) for x in stretches]
+        values = [by_head(rounded(x.value, dtype)) for x in stretches]
         return values[0] if len(values) == 1 else jnp.concatenate(values, axis=1)
-    return by_head(one_pass(partial(_rounded, stretches[0].dtype), stretches)[0])
+    return by_head(one_pass(partial(_rounded, dtype), stretches)[0])
+
+
+def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """`x` in `dtype`. In eight bits it saturates: E4M3 has no infinity, and above 464 it would be NaN."""
+    if jnp.dtype(dtype).itemsize == 1:
+        x = jnp.clip(x, -float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).max))
+    return x.astype(dtype)
 
 
 def _rounded(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    return ([x.astype(dtype) for x in parts],)
+    return ([rounded(x, dtype) for x in parts],)
 
 
 def one_pass(encode: Encode, stretches: Sequence[Pending]) -> tuple[Array, ...]:
@@ -247,7 +254,7 @@ def _row(
         if (n := stop - start) == 1:
             return ref[start].astype(jnp.float32)
         at = jnp.arange(size if n == width else 1 << (n - 1).bit_length())
-        return plgpu.load(ref.at[start + at], mask=at < n, other=0).astype(jnp.float32)
+        return plgpu.load(ref.at[start + at], mask=at < n, other=0.0).astype(jnp.float32)
 
     values = []
     for part, width, size, refs in zip(parts, widths, sizes, inputs, strict=True):

@@ -13,7 +13,17 @@ def platform() -> str:
 
 
 def converts_fp8() -> bool:
-    """Whether kernels in Triton write FP8: not on NVIDIA GPUs before Ada. A GPU that is not here is taken to be newer."""
+    """Whether kernels in Triton write FP8: not on NVIDIA GPUs before Ada."""
+    return not _older_than(8.9)
+
+
+def attends_in_fp8() -> bool:
+    """Whether cuDNN attends in FP8: on Hopper and later."""
+    return platform() == "gpu" and not _older_than(9.0)
+
+
+def _older_than(capability: float) -> bool:
+    """Of the GPU that is here. One that is not is taken to be newer."""
     device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", ""))
-    return device.platform != "gpu" or not capability.replace(".", "").isdigit() or float(capability) >= 8.9
+    own = str(getattr(device, "compute_capability", ""))
+    return device.platform == "gpu" and own.replace(".", "").isdigit() and float(own) < capability

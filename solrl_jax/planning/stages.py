@@ -149,7 +149,7 @@ class Stages:
     def _sample(self, legs: tuple[Leg, ...], calls: int, recorded: int) -> Program:
         noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
         rows = shaped(Rows, self._rows(self.mesh, (), jnp.int32), self._rows(self.mesh, (2,), jnp.uint32), noise)
-        legs = tuple(Leg(leg.policy, abstract(leg.grid, self.mesh, self.whole)) for leg in legs)
+        legs = tuple(dataclasses.replace(leg, grid=abstract(leg.grid, self.mesh, self.whole)) for leg in legs)
         arguments = (self.experiment.backbone, legs, self.conditions, rows, recorded)
         return Program(self.mesh, sample_chunk, arguments, calls)
 

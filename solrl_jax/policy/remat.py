@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.sharding import Mesh
 
-from solrl_jax.backbone.backbone import DTYPES, Pipeline, check_sizes
+from solrl_jax.backbone.backbone import DTYPES, Pipeline, check_attention, check_sizes
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import largest_size
 from solrl_jax.policy.lora import attach, find_targets
@@ -30,6 +30,7 @@ def open_trained(config: Config, mesh: Mesh, memory: float, open_pipeline: Calla
     automatic = config.model.remat == "auto"
     pipeline = open_pipeline("products" if automatic else config.model.remat)
     check_sizes(config, pipeline)
+    check_attention(config, pipeline)
     fits = not automatic or held(config, pipeline, mesh) <= SHARE * memory
     return pipeline if fits else open_pipeline("blocks")
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from solrl_jax.backbone.backbone import Backbone, Conditioning
+from solrl_jax.backbone.backbone import Backbone, Conditioning, in_fp8
 from solrl_jax.backbone.decoder import Decoder
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.flow import sampler
@@ -153,7 +153,7 @@ class _Chunks:
         self.sampled = stage.chunk * sharding.row_groups(self.mesh)  # rows of a sampled chunk, on all devices
         self.scored = stage.chunk * self.scoring_mesh.size
         place = lambda grid: hosts.put(grid, sharding.replicated(self.mesh))
-        self.legs = tuple(Leg(leg.policy, place(leg.grid)) for leg in stage.legs)
+        self.legs = tuple(dataclasses.replace(leg, grid=place(leg.grid)) for leg in stage.legs)
         self.prepared = hosts.put(prompted.prepared, sharding.replicated(self.scoring_mesh))
         self.outside: DividedScoring | None = None
         self.made: list[dict[str, Any]] = []  # of each chunk: latents, images and scores
@@ -223,7 +223,7 @@ def sample_chunk(
         return without + leg.grid.scale * (follow(towards).astype(jnp.float32) - without)
 
     noise = sharding.split_rows(jnp.asarray(rows.noise))
-    followed = [(partial(velocity, leg), leg.grid) for leg in legs]
+    followed = [(in_fp8(leg.in_fp8)(partial(velocity, leg)), leg.grid) for leg in legs]
     return sampler.trajectory(followed, noise, jnp.asarray(rows.seeds), recorded)
 
 

@@ -16,6 +16,7 @@ class Leg:
 
     policy: Params  # the base with any of its leaves replaced
     grid: Grid
+    in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})  # its attention, in networks that can
 
 
 @dataclasses.dataclass(frozen=True)

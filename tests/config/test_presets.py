@@ -44,6 +44,7 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
     full, part = DISTILLED.get(config.model.name, (10, 6))
     assert explore.steps == (part if family == "sol_rl" else full)
     assert (explore.sigmas, explore.exact_steps, explore.correction, explore.floor) == ("own", 0, 0, None)  # the paper's
+    assert explore.attention == "own"
     assert rollout.steps == full
     assert rollout.regenerate == (family == "sol_rl")
     assert rollout.candidates == rollout.kept * (1 if family == "diffusionnft" else 4)
@@ -311,8 +312,14 @@ def test_recipes_go_with_every_preset_and_leave_all_but_exploration(preset):
     explore = best.rollout.explore
     assert dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, explore=explore)) == best
     fast = override(plain, ["explore=fast"])
-    assert dataclasses.replace(plain, model=dataclasses.replace(plain.model, quantize=fast.model.quantize)) == fast
-    assert (fast == plain) == (plain.model.name not in ("sana", "sd3"))
+    quantize, attends = (
+        fast.model.quantize,
+        dataclasses.replace(plain.rollout.explore, attention=fast.rollout.explore.attention),
+    )
+    rollout = dataclasses.replace(plain.rollout, explore=attends)
+    assert dataclasses.replace(plain, model=dataclasses.replace(plain.model, quantize=quantize), rollout=rollout) == fast
+    assert (quantize == plain.model.quantize) == (plain.model.name not in ("sana", "sd3"))
+    assert (attends.attention == "fp8") == (plain.model.name in ("flux1", "sd3"))
     assert override(fast, ["explore=best"]) == best
     quantises = plain.family in ("naive_quant", "sol_rl")
     assert (explore.correction > 0) == quantises

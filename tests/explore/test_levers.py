@@ -27,6 +27,7 @@ SETTINGS = {
     "preview": "rollout.explore.sigmas=first",
     "exact_steps": "rollout.explore.exact_steps=1",
     "correction": "rollout.explore.correction=4",
+    "attention": "rollout.explore.attention=fp8",
 }
 STEPS = ("rollout.steps=6", "rollout.explore.steps=4")
 FORMAT = Level("nvfp4", 4)
@@ -111,6 +112,16 @@ def test_exact_steps_change_the_legs_alone(paper, adapters):
     assert dataclasses.replace(stage, legs=()) == dataclasses.replace(plain, legs=())
     others = flatten(first.policy).keys() - set(KERNELS)
     assert all(flatten(first.policy)[path] is flatten(rest.policy)[path] for path in others)  # held once
+
+
+def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
+    marked = lambda stage: [leg.in_fp8 for leg in stage.legs]
+    stage, plain = (experiment.recipe.stage(adapters, FORMAT) for experiment in (with_levers(paper, "attention"), paper))
+    assert (marked(stage), marked(plain)) == ([True], [False])
+    assert same(stage.legs, tuple(dataclasses.replace(leg, in_fp8=True) for leg in plain.legs))
+    both = with_levers(paper, "attention", "exact_steps").recipe
+    assert marked(both.stage(adapters, FORMAT)) == [False, True]
+    assert marked(both.stage(adapters, Level("bf16", 4))) == [False]
 
 
 def test_a_correction_changes_the_leaves_alone(paper, adapters):

@@ -4,6 +4,8 @@ A sample is decided at high noise, and the later steps follow. So the errors of 
 step. The policy that regenerates is in memory anyway; the leaves that both policies have are held once.
 """
 
+import dataclasses
+
 from solrl_jax.backbone.backbone import Params
 from solrl_jax.config.schema import Explore
 from solrl_jax.explore.lever import Lever
@@ -18,7 +20,7 @@ class ExactSteps(Lever):
 
     def legs(self, explore: Explore, legs: tuple[Leg, ...], exact: Params) -> tuple[Leg, ...]:
         count, (first, *others) = explore.exact_steps, legs
-        return Leg(exact, first.grid.part(0, count)), Leg(first.policy, first.grid.part(count)), *others
+        return Leg(exact, first.grid.part(0, count)), dataclasses.replace(first, grid=first.grid.part(count)), *others
 
 
 LEVER = ExactSteps()
