@@ -1,18 +1,20 @@
-"""Softmax attention in FP8 (E4M3), for exploration: cuDNN's on Hopper and later, and its twin elsewhere.
+"""Softmax attention in FP8 (E4M3), for exploration: cuDNN's on Hopper and later, and its twin on a CPU.
 
 Both products have operands of eight bits, and the result has eight, too. They stand under no scale. E4M3 has three bits after
 the first from 2^-6 to 448, so that a scale would change what saturates and what vanishes, and nothing between. Queries and
-keys are normalised before (RMSNorm); values and results of these networks lie within. Probabilities are at most 1: they are
-rounded 256 times as large, and keep their three bits down to 2^-14.
+keys are normalised before (RMSNorm). Of values nothing is known beforehand; those beyond 448 saturate. Probabilities are at
+most 1: they are rounded 256 times as large, and keep their three bits down to 2^-14.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from solrl_jax.models.attention import attention_forward
 from solrl_jax.numerics import split, target
 from solrl_jax.numerics.pending import rounded
 
@@ -40,16 +42,22 @@ def attention_fp8(
     q: Float[Array, "b t n h"], k: Float[Array, "b s n h"], v: Float[Array, "b s n h"]
 ) -> Float[Array, "b t n h"]:
     """`softmax(h ** -0.5 q k^T) v` for each head, operands and result in E4M3. It has no gradient, no mask and no bias."""
+    if not target.attends_in_fp8() or q.shape[-1] % 16 or q.shape[-1] > 128:
+        # devices without it keep BF16's kernels, which round probabilities less: the twin would write all scores
+        return twin(q, k, v) if target.platform() == "cpu" else rounded(attention_forward(*map(_wide, (q, k, v))), E4M3)
     q, k, v = (split.split(split.join(x, 2), 2) for x in (q, k, v))
-    out = _cudnn(q, k, v) if target.attends_in_fp8() and q.shape[-1] % 16 == 0 and q.shape[-1] <= 128 else twin(q, k, v)
-    return split.join(split.split(out, 2), 2)
+    return split.join(split.split(_cudnn(q, k, v), 2), 2)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.bfloat16)
 
 
 def _cudnn(q: Array, k: Array, v: Array) -> Array:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn  # `jax.nn` passes no operands of eight bits
 
     number = lambda x: jnp.full((1, 1, 1, 1), x, jnp.float32)
-    scales = dict.fromkeys(cudnn.fp8_params_keys, number(1)) | {"scale_s": number(PEAK), "descale_s": number(1 / PEAK)}
+    scales: Any = dict.fromkeys(cudnn.fp8_params_keys, number(1)) | {"scale_s": number(PEAK), "descale_s": number(1 / PEAK)}
     return cudnn.dot_product_attention(q, k, v, fp8_params=scales, scale=q.shape[-1] ** -0.5, use_fp8=True)[0]
 
 

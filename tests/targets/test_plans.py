@@ -1,12 +1,20 @@
 """Every program of an iteration of the released models, compiled for absent GPUs: an H200, a B200, and eight H200."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from solrl_jax.explore.linears import report
+from solrl_jax.models.attention_fp8 import attention_fp8
 from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.planning import plan
+from solrl_jax.parallel.sharding import AXES, jit, rows
+from solrl_jax.planning import plan, topology
 from solrl_jax.planning.abstract import open_configurations
+from solrl_jax.planning.hlo import parse
+from solrl_jax.planning.kernels import kernels
+from solrl_jax.planning.targets import TARGETS
 from tests.targets.conftest import ATTENTIONS, PRESETS, SAMPLE, UPDATE, config, figures, plan_of, rows_near_their_record
 
 PRODUCT = {"h200": "__cublas$lt$matmul$f8 f8e4m3fn", "b200": "__cudnn$blockScaledDot f4e2m1fn"}
@@ -82,6 +90,20 @@ def test_the_transformer_attends_in_flash_attention(planned):
     assert backwards % count == 0
     again = {"products": 0, "blocks": 1}[planned.plan["remat"]]  # for the gradient
     assert forwards == (3 + again) * backwards  # old, reference, trained
+
+
+@pytest.mark.parametrize("device", PRODUCT)
+@pytest.mark.parametrize(("length", "heads", "head"), [(4301, 38, 64), (1152, 24, 128)])  # of SD3.5 and of FLUX.1
+def test_attention_in_fp8_is_one_kernel_of_fp8(device, length, heads, head):
+    target, codes = TARGETS[device], jnp.dtype(jnp.float8_e4m3fn)
+    mesh = Mesh(np.array(topology.devices(target, 1, 1)).reshape(1, 1, 1), AXES)
+    operand = jax.ShapeDtypeStruct((4, length, heads, head), codes, sharding=rows(mesh))
+    with jax.set_mesh(mesh):
+        text = topology.compiled(topology.lowered(jit(attention_fp8), (operand,) * 3), target).as_text()
+    (kernel,) = kernels(parse(text))
+    assert (kernel.name, kernel.kind, kernel.unit) == ("__cudnn$fmhaSoftmaxF8", "attention", "fp8")
+    assert kernel.operations == 2 * 2 * 4 * heads * length**2 * head
+    assert kernel.moved == pytest.approx(4 * 4 * length * heads * head, rel=1e-5)  # three operands and the result, a byte each
 
 
 def test_no_product_is_in_float32(planned):
