@@ -68,6 +68,15 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     assert products(regenerated) - products(explored) == len(made.recipe.quantized) + 2 * len(merged)
 
 
+def test_the_fast_recipe_attends_in_fp8_and_rounds_nothing_else_for_it():
+    """Two stacks of blocks attend. The result of attention is read as it is."""
+    _, stages = of_shapes("flux1_sol_rl_hpsv2", "nvfp4", "b200", 1, "explore=fast")
+    (program,) = stages.programs("explore", stages.codes())
+    text = lowered(program)
+    assert re.findall(r"@__cudnn\$fmhaSoftmax(\w*)", text) == ["F8"] * 2
+    assert not re.search(r"stablehlo.convert .*xf8E4M3FN>\) -> tensor<\d+x\d+x\d+xbf16>", text)
+
+
 def asked(text: str) -> set[str]:
     """The precisions that products and convolutions of float32 ask for."""
     lines = [line for line in text.splitlines() if PRODUCT in line or "stablehlo.convolution" in line]
