@@ -42,15 +42,13 @@ def attention_fp8(
     q: Float[Array, "b t n h"], k: Float[Array, "b s n h"], v: Float[Array, "b s n h"]
 ) -> Float[Array, "b t n h"]:
     """`softmax(h ** -0.5 q k^T) v` for each head, operands and result in E4M3. It has no gradient, no mask and no bias."""
+    if target.platform() == "cpu":
+        return twin(q, k, v)
     if not target.attends_in_fp8() or q.shape[-1] % 16 or q.shape[-1] > 128:
-        # devices without it keep BF16's kernels, which round probabilities less: the twin would write all scores
-        return twin(q, k, v) if target.platform() == "cpu" else rounded(attention_forward(*map(_wide, (q, k, v))), E4M3)
+        # the twin would write all scores: BF16's kernel, which rounds probabilities less
+        return rounded(attention_forward(*(x.astype(jnp.bfloat16) for x in (q, k, v))), E4M3)
     q, k, v = (split.split(split.join(x, 2), 2) for x in (q, k, v))
     return split.join(split.split(_cudnn(q, k, v), 2), 2)
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.bfloat16)
 
 
 def _cudnn(q: Array, k: Array, v: Array) -> Array:

@@ -16,7 +16,8 @@ class Leg:
 
     policy: Params  # the base with any of its leaves replaced
     grid: Grid
-    in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})  # its attention, in networks that can
+    # its attention, in networks that can
+    in_fp8: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
