@@ -32,8 +32,9 @@ class Prices:
     def of_iteration(self, config: Config, precision: str, steps: int) -> float:
         """Seconds of an iteration that explores with `steps` steps in `precision`; NaN if that format has no price.
 
-        Not counted: text encoders, what a correction adds, a second network evaluation for classifier-free guidance. The
-        update is that of adapters, and every picture is of the size of the plan's preset, decoded and scored as that does.
+        Not counted: text encoders, what a correction adds, what attention in FP8 saves, a second network evaluation for
+        classifier-free guidance. The update is that of adapters, and every picture is of the size of the plan's preset,
+        decoded and scored as that does.
         """
         rollout, prompts = config.rollout, config.train.prompts
         nan, exact = float("nan"), rollout.explore.exact_steps

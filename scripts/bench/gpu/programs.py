@@ -19,7 +19,7 @@ from solrl_jax.policy.lora import Adapters
 from solrl_jax.policy.state import TrainState
 from solrl_jax.policy.update import update
 from solrl_jax.rollout.generate import Rows, draw_noise, sample_chunk
-from solrl_jax.rollout.stage import Leg, Stage
+from solrl_jax.rollout.stage import Stage
 from solrl_jax.training.experiment import Experiment
 
 
@@ -38,7 +38,7 @@ def sampling(experiment: Experiment, stage: Stage, calls: int) -> Program:
     prompt, seeds = hosts.put((np.zeros(count, np.int32), seeds), sharding.rows(mesh))
     with jax.set_mesh(mesh):
         rows = Rows(prompt, seeds, draw_noise(seeds, stage.shape))
-    legs = tuple(Leg(leg.policy, hosts.put(leg.grid, sharding.replicated(mesh))) for leg in stage.legs)
+    legs = tuple(dataclasses.replace(leg, grid=hosts.put(leg.grid, sharding.replicated(mesh))) for leg in stage.legs)
     arguments = (experiment.backbone, legs, experiment.prompted(prompts).conditions, rows)
     return Program(mesh, sample_chunk, arguments, calls)
 
