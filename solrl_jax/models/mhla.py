@@ -7,9 +7,7 @@ is linear attention. The released DiT code (DAGroup-PKU/MHLA) departs from the p
 
 import dataclasses
 import math
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -17,7 +15,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.layers import DepthwiseConv, param
 from solrl_jax.models.sana import Attention
-from solrl_jax.numerics.linear_attention import exact_in_float32
+from solrl_jax.numerics.linear_attention import Blocks, mixed_attention
 from solrl_jax.numerics.pending import Pending
 
 EPS = 1e-6  # of the kernel, relu(x) + EPS, and of the denominator
@@ -33,16 +31,10 @@ class Mhla:
 
 
 class BlockMixing(Attention):
-    """Linear attention whose sums over keys are mixed among blocks, in float32; b and i are blocks (arXiv 2601.07832, eq. 4).
+    """`numerics.linear_attention.mixed_attention`, and a depthwise convolution of the values, `lepe`, added to it.
 
-        S_b = sum_{j in b} k_j v_j^T      z_b = sum_{j in b} k_j      with relu(x) + 1e-6 for queries and keys
-        o   = q sum_b m_ib S_b / (q . sum_b m_ib z_b + 1e-6)          for a query q of block i
-
-    A depthwise convolution of the values, `lepe`, is added to the outputs. Tokens come and go in raster order.
-
-    layout: blocks down and across, for images of any size: m is about places. In the released variant, the denominator of
-    position p of block i is `sum_b m_ib q_bp . z_b`: it takes the query at the same position of each block. Also, `lepe` begins
-    as the identity there. Here it begins as zero, so that the network begins near the one that it was.
+    layout: blocks down and across, for images of any size: m is about places. `lepe` begins as the identity in the released
+    variant. Here it begins as zero, so that the network begins near the one that it was.
     """
 
     def __init__(
@@ -69,26 +61,11 @@ class BlockMixing(Attention):
 
     def __call__(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """grid: rows and columns of the n tokens."""
-        q, k, v = self.by_head(x, x)
-        batch, n, heads, _ = v.shape
-        (rows, columns), (down, across) = grid, self.layout
-        in_blocks = lambda t: t.reshape(batch, down, rows // down, across, columns // across, heads, -1)
-        local = self.lepe(v.reshape(batch, rows, columns, -1)).reshape(batch, n, -1)
-        kernel, wide = lambda t: jax.nn.relu(t) + EPS, jnp.float32
-        q, k, v = (in_blocks(t) for t in (kernel(q.astype(wide)), *exact_in_float32(kernel(k), v)))
-        # One m for each image: a product of batches, for which XLA moves no axis of the sums, which are as large as the values.
-        # It would join two such products, and copy both. So the small sums are mixed without one.
-        mix, m = self.mix.get_value().astype(wide), self.mhla.blocks
-        flat = lambda t: t.reshape(batch, m, -1)
-        product = lambda t: jnp.einsum("bij,bjf->bif", jnp.broadcast_to(mix, (batch, m, m)), flat(t)).reshape(t.shape)
-        mixed = lambda t: (mix[..., None] * flat(t)[:, None]).sum(2).reshape(t.shape)
-        # y and x: the block's place; r and c: the token's in it
-        states = jnp.einsum("byrxchk,byrxchv->byxhkv", k, v, preferred_element_type=wide)
-        numerator = jnp.einsum("byrxchk,byxhkv->byrxchv", q, product(states))
-        sums, dots = k.sum((2, 4), dtype=wide), partial(jnp.einsum, "byrxchk,byxhk->byxrch", q)
-        denominator = mixed(dots(sums)) if self.mhla.released else dots(mixed(sums))
-        denominator = denominator.transpose(0, 1, 3, 2, 4, 5)[..., None]
-        out = (numerator / (denominator + EPS)).reshape(batch, n, -1).astype(x.dtype)
+        q, k, v = self.projected(x, x)
+        batch, n, width = v.value.shape
+        local = self.lepe(v.value.reshape(batch, *grid, width)).reshape(batch, n, width)
+        blocks = Blocks(self.layout, grid, EPS, EPS)
+        out = mixed_attention(q, k, v, self.heads, blocks, self.mix.get_value(), released=self.mhla.released)
         return self.to_out[0](out + local)
 
 

@@ -3,9 +3,14 @@
 XLA writes each head of queries, keys and values apart, some in float32, and reads them again. Here one kernel (Pallas, in
 Triton) makes a head of a picture: the sums over its keys, and what its queries read of them. A second one is its gradient.
 Elsewhere the twin is plain JAX.
+
+MHLA (arXiv 2601.07832, eq. 4) has such sums for each block of the image, and a block's queries read a mixture of all blocks'.
+It is the same kernel: SANA's has one block.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,35 +22,108 @@ from solrl_jax.numerics import target
 from solrl_jax.numerics.pending import Columns, Pending
 from solrl_jax.numerics.rows import on_rows
 
-EPS = 1e-15  # of the denominator
-TOKENS = 128  # that a block of threads holds at a time
+FEWEST, MOST = 16, 128  # tokens that a group of threads holds at a time
 HEADS = (16, 32, 64)  # features of a head that fit
+IN_A_WARP, WARPS, LARGEST = 2048, 4, 2**14  # numbers of a head's sums: in the registers of a warp, least warps, that fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Equal blocks of an image's tokens, which come in raster order.
+
+    layout: blocks down and across; grid: rows and columns of tokens; eps: what is added to the ReLU of queries and keys; least:
+    what is added to the denominator.
+    """
+
+    layout: tuple[int, int]
+    grid: tuple[int, int]
+    eps: float = 0.0
+    least: float = 1e-15
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.layout)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        return self.grid[0] // self.layout[0], self.grid[1] // self.layout[1]
+
+    def feature(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Of queries or keys, in their dtype."""
+        return jax.nn.relu(x) + jnp.asarray(self.eps, x.dtype)
 
 
 def linear_attention(q: Pending, k: Pending, v: Pending, heads: int) -> Float[Array, "b n d"]:
-    """`relu(q) S / (relu(q) . z + EPS)` with `S = sum relu(k) v^T` and `z = sum relu(k)` of each head; float32 inside.
+    """`relu(q) S / (relu(q) . z + 1e-15)` with `S = sum relu(k) v^T` and `z = sum relu(k)` of each head; float32 inside.
 
     q, k, v: [b, n, d], heads side by side.
     """
+    one, mix = Blocks((1, 1), (1, q.rows)), jnp.ones((1, 1))
+    return attend(q, k, v, heads, one, mix, lambda *values: twin(*values, heads))
+
+
+def mixed_attention(
+    q: Pending, k: Pending, v: Pending, heads: int, blocks: Blocks, mix: Float[Array, "m m"], *, released: bool = False
+) -> Float[Array, "b n d"]:
+    """Linear attention whose sums over keys are mixed among blocks, in float32; b and i are blocks (arXiv 2601.07832, eq. 4).
+
+        S_b = sum_{j in b} k_j v_j^T      z_b = sum_{j in b} k_j      of features of queries and keys
+        o   = q sum_b m_ib S_b / (q . sum_b m_ib z_b + least)         for a query q of block i
+
+    released: the denominator of position p of block i is `sum_b m_ib q_bp . z_b + least`.
+    """
+    plain = functools.partial(mixed_twin, heads=heads, blocks=blocks, mix=mix, released=released)
+    return plain(q.value, k.value, v.value) if released else attend(q, k, v, heads, blocks, mix, plain)
+
+
+def attend(
+    q: Pending, k: Pending, v: Pending, heads: int, blocks: Blocks, mix: Float[Array, "m m"], plain: Callable[..., Array]
+) -> Float[Array, "b n d"]:
+    """By the kernel where it can be, else by `plain` of q, k and v in memory."""
     inputs, dtype, width = (q, k, v), q.dtype, max(x.shape[2] for x in v.parts[0].arrays)
     whole = all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs)
-    if target.platform() != "gpu" or dtype != jnp.bfloat16 or not whole or width // heads not in HEADS:
-        return twin(q.value, k.value, v.value, heads)
+    fits = width // heads in HEADS and filled(blocks.count) * (width // heads) ** 2 <= LARGEST
+    if target.platform() != "gpu" or dtype != jnp.bfloat16 or not whole or not fits:
+        return plain(q.value, k.value, v.value)
     functions, given = [x.parts[0].function for x in inputs], [x.parts[0].arrays for x in inputs]
     places = [[a.start if isinstance(a, Columns) else 0 for a in arrays] for arrays in given]
-    run = functools.partial(in_one_pass, functions, places, (width // heads, width))
+    run = functools.partial(in_one_pass, functions, places, (width // heads, width), blocks)
     arrays = [a.array if isinstance(a, Columns) else a for arrays in given for a in arrays]
-    return with_gradient(run, functions, [len(arrays) for arrays in given])(*arrays)
+    return with_gradient(run, functions, [len(arrays) for arrays in given])(mix.astype(jnp.float32)[None], *arrays)
 
 
 def twin(q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"], heads: int) -> Float[Array, "b n d"]:
-    """What the kernel computes, in plain JAX."""
+    """What the kernel computes for one block, in plain JAX."""
     by_head, wide = lambda x: x.reshape(*x.shape[:2], heads, -1), jnp.float32
     relu_q, (relu_k, v) = by_head(jax.nn.relu(q)).astype(wide), exact_in_float32(by_head(jax.nn.relu(k)), by_head(v))
     state = jnp.einsum("bnhk,bnhv->bhkv", relu_k, v, preferred_element_type=wide)
     numerator = jnp.einsum("bnhk,bhkv->bnhv", relu_q, state)
     denominator = jnp.einsum("bnhk,bhk->bnh", relu_q, relu_k.sum(1, dtype=wide))
-    return (numerator / (denominator[..., None] + EPS)).reshape(q.shape).astype(q.dtype)
+    return (numerator / (denominator[..., None] + Blocks.least)).reshape(q.shape).astype(q.dtype)
+
+
+def mixed_twin(
+    q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"],
+    *, heads: int, blocks: Blocks, mix: Float[Array, "m m"], released: bool = False,
+) -> Float[Array, "b n d"]:  # fmt: skip
+    """What the kernel computes for several blocks, and the released variant, in plain JAX."""
+    batch, wide, m = len(q), jnp.float32, blocks.count
+    ways = [n for pair in zip(blocks.layout, blocks.size, strict=True) for n in pair]
+    of, features = lambda t: t.reshape(batch, *ways, heads, -1), (blocks.feature(t) for t in (q, k))
+    q32, (keys, values) = of(next(features)).astype(wide), exact_in_float32(of(next(features)), of(v))
+    # One m for each image: a product of batches, for which XLA moves no axis of the sums, which are as large as the values.
+    # It would join two such products, and copy both. So the small sums are mixed without one.
+    mix, flat = mix.astype(wide), lambda t: t.reshape(batch, m, -1)
+    product = lambda t: jnp.einsum("bij,bjf->bif", jnp.broadcast_to(mix, (batch, m, m)), flat(t)).reshape(t.shape)
+    mixed = lambda t: (mix[..., None] * flat(t)[:, None]).sum(2).reshape(t.shape)
+    # y and x: the block's place; r and c: the token's in it
+    states = jnp.einsum("byrxchk,byrxchv->byxhkv", keys, values, preferred_element_type=wide)
+    numerator = jnp.einsum("byrxchk,byxhkv->byrxchv", q32, product(states))
+    sums, dots = keys.sum((2, 4), dtype=wide), functools.partial(jnp.einsum, "byrxchk,byxhk->byxrch", q32)
+    denominator = mixed(dots(sums)) if released else dots(mixed(sums))
+    denominator = denominator.transpose(0, 1, 3, 2, 4, 5)[..., None]
+    return (numerator / (denominator + blocks.least)).reshape(v.shape).astype(v.dtype)
 
 
 def exact_in_float32(*factors: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
@@ -59,12 +137,13 @@ def exact_in_float32(*factors: Float[Array, "..."]) -> tuple[Float[Array, "..."]
 def with_gradient(
     run: Callable[..., Any], functions: Sequence[Callable[..., Array]], counts: Sequence[int]
 ) -> Callable[..., Array]:
-    """What `run` makes of `functions` of arrays, `counts` of them each, with its gradient by the second kernel."""
+    """What `run` makes of m [1, m, m] and of `functions` of arrays, `counts` of them; its gradient is the second kernel."""
     forward, backward = on_rows(functools.partial(run, False)), on_rows(functools.partial(run, True))
 
     def pulled(arrays: tuple[Array, ...], g: Array) -> tuple[Array, ...]:
-        left, made = iter(arrays), []
-        for f, count, of_f in zip(functions, counts, backward(*arrays, g), strict=True):
+        of_mix, *of_inputs = backward(*arrays, g)
+        left, made = iter(arrays[1:]), [of_mix.sum((0, 1))[None]]
+        for f, count, of_f in zip(functions, counts, of_inputs, strict=True):
             own = [next(left) for _ in range(count)]
             made += jax.vjp(lambda *own, f=f: f(*own).astype(g.dtype), *own)[1](of_f)
         return tuple(made)
@@ -75,120 +154,194 @@ def with_gradient(
 
 
 def in_one_pass(
-    functions: Sequence[Callable[..., Array]], places: Sequence[Sequence[int]], widths: tuple[int, int], backward: bool,
-    *arrays: Array, interpret: bool = False,
+    functions: Sequence[Callable[..., Array]], places: Sequence[Sequence[int]], widths: tuple[int, int], blocks: Blocks,
+    backward: bool, mix: Array, *arrays: Array, interpret: bool = False,
 ) -> Array | tuple[Array, ...]:  # fmt: skip
-    """The kernels. backward: the last array is the gradient of the result; the gradients of q, k and v are made.
+    """The kernels. backward: the last array is the result's gradient; those of m [b, heads, m, m], q, k and v are made.
 
     functions, places: what makes q, k and v of their arrays, and the column at which each array begins.
-    widths: of a head, and of all heads.
+    widths: of a head, and of all heads. mix: [b or 1, m, m] in float32.
     """
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton as plgpu
 
-    (head, width), batch, tokens = widths, max(len(a) for a in arrays), max(a.shape[1] for a in arrays)
+    (head, width), batch, m = widths, max(len(a) for a in arrays), blocks.count
+    heads, wide = width // head, jnp.float32
     spec = lambda a: pl.BlockSpec((None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, 0, 0))
-    made = [jax.ShapeDtypeStruct((batch, tokens, width), jnp.bfloat16)] * (3 if backward else 1)
-    body = lambda *refs: (_backward if backward else _forward)(_Head(pl, plgpu, functions, places, head, tokens), *refs)
+    like_v = jax.ShapeDtypeStruct((batch, math.prod(blocks.grid), width), jnp.bfloat16)
+    made, specs = [like_v] * (3 if backward else 1), [spec(like_v)] * (3 if backward else 1)
+    if backward:
+        made.insert(0, jax.ShapeDtypeStruct((batch, heads, m, m), wide))
+        specs.insert(0, pl.BlockSpec((None, None, m, m), lambda b, c: (b, c, 0, 0)))
+    body = lambda *refs: (_backward if backward else _forward)(_Head(pl, plgpu, functions, places, head, blocks), *refs)
+    warps = max(WARPS, filled(m) * head**2 // IN_A_WARP)
     out = pl.pallas_call(
-        body, grid=(batch, width // head), in_specs=[*map(spec, arrays)], out_specs=[*map(spec, made)], out_shape=made,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2), interpret=interpret, name="linear_attention",
-    )(*arrays)  # fmt: skip
+        body, grid=(batch, heads), in_specs=[*map(spec, (mix, *arrays))], out_specs=specs, out_shape=made,
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2), interpret=interpret, name="linear_attention",
+    )(mix, *arrays)  # fmt: skip
     return tuple(out) if backward else out[0]
 
 
-class _Head:
-    """Within a kernel: reads and writes `TOKENS` rows of one head."""
+def filled(count: int) -> int:
+    """Triton's arrays have powers of two elements."""
+    return 1 << (count - 1).bit_length()
 
-    def __init__(self, pl: Any, plgpu: Any, functions: Any, places: Any, head: int, tokens: int):
+
+class _Head:
+    """Within a kernel: reads and writes tokens of one head, and mixes its sums.
+
+    A block of an image is read in groups of tokens. Of these, `each` gives the numbers in raster order and which there are.
+    Sums [m, head, head] and [m, head] are filled up with zeros to a power of two.
+    """
+
+    def __init__(self, pl: Any, plgpu: Any, functions: Any, places: Any, head: int, blocks: Blocks):
         self.pl, self.plgpu, self.functions, self.places = pl, plgpu, functions, places
-        self.head, self.tokens, self.start = head, tokens, pl.program_id(1) * head
+        self.head, self.blocks, self.columns = head, blocks, (pl.program_id(1) * head + jnp.arange(head))[None]
+        self.number = jnp.arange(filled(blocks.count))
+        self.group = min(max(filled(math.prod(blocks.size)), FEWEST), MOST)
 
     def groups(self, refs: Sequence[Any]) -> list[Callable[[Any], Array]]:
-        """Functions of a block's number to q, k and v [TOKENS, head]: BF16; rows after the last are zeros."""
+        """Functions of a group's tokens to q, k and v [tokens, head]: BF16; zeros for those that there are not."""
         left = iter(refs)
         groups = [[(next(left), place) for place in of_f] for of_f in self.places]
 
-        def rows(block: Any, f: Any, group: Any) -> Array:
-            value = f(*(self.load(ref, block, place) for ref, place in group)).astype(jnp.bfloat16)
-            return jnp.where(self.inside(block), value, 0.0).astype(jnp.bfloat16)
+        def rows(tokens: Any, f: Any, group: Any) -> Array:
+            value = f(*(self.load(ref, tokens, place) for ref, place in group)).astype(jnp.bfloat16)
+            return jnp.where(tokens[1], value, 0.0).astype(jnp.bfloat16)
 
         return [functools.partial(rows, f=f, group=group) for f, group in zip(self.functions, groups, strict=True)]
 
-    def inside(self, block: Any) -> Array:
-        return (block * TOKENS + jnp.arange(TOKENS) < self.tokens)[:, None]
+    def feature(self, x: Array, tokens: Any) -> Array:
+        """Of queries or keys; zeros for tokens that there are not."""
+        return jnp.where(tokens[1], self.blocks.feature(x), 0.0).astype(x.dtype)
 
-    def load(self, ref: Any, block: Any, place: int = 0) -> Array:
+    def load(self, ref: Any, tokens: Any, place: int = 0) -> Array:
         """Of an array [tokens or 1, width or 1], in float32."""
-        (n, width), pl = ref.shape, self.pl
-        if n == width == 1:
-            return ref[0, 0].astype(jnp.float32)
-        zero = jnp.int32(0)
-        at = (
-            pl.ds(block * TOKENS, TOKENS) if n > 1 else zero,
-            pl.ds(place + self.start, self.head) if width > 1 else zero,
-        )
-        mask = None if n == 1 else self.inside(block) if width > 1 else self.inside(block)[:, 0]
-        values = self.plgpu.load(ref.at[at], mask=mask, other=None if n == 1 else 0).astype(jnp.float32)
-        return values if n > 1 and width > 1 else values[:, None] if n > 1 else values[None]
+        (numbers, inside), zero = tokens, jnp.zeros((1, 1), jnp.int32)
+        n, width = ref.shape
+        at = numbers if n > 1 else zero, place + self.columns if width > 1 else zero
+        masked = {"mask": inside, "other": 0} if n > 1 else {}
+        return self.plgpu.load(ref.at[at], **masked).astype(jnp.float32)
 
-    def store(self, ref: Any, block: Any, value: Array) -> None:
-        at = (self.pl.ds(block * TOKENS, TOKENS), self.pl.ds(self.start, self.head))
-        mask = jnp.broadcast_to(self.inside(block), value.shape)
-        self.plgpu.store(ref.at[at], value.astype(ref.dtype), mask=mask)
+    def store(self, ref: Any, tokens: Any, value: Array) -> None:
+        mask = jnp.broadcast_to(tokens[1], value.shape)
+        self.plgpu.store(ref.at[tokens[0], self.columns], value.astype(ref.dtype), mask=mask)
 
-    def each(self, step: Callable[..., Any], start: Any) -> Any:
-        """`step` of each block of rows."""
-        return jax.lax.fori_loop(0, -(-self.tokens // TOKENS), step, start)
+    def each(self, block: Any, step: Callable[..., Any], start: Any) -> Any:
+        """`step` of each group of a block's tokens."""
+        (rows, columns), (_, across), (_, wide) = self.blocks.size, self.blocks.layout, self.blocks.grid
+        down = jax.lax.div(block, jnp.int32(across))
+        first = down * rows * wide + (block - down * across) * columns
+
+        def one(i: Any, before: Any) -> Any:
+            place = (i * self.group + jnp.arange(self.group))[:, None]
+            row = jax.lax.div(place, jnp.full_like(place, columns))
+            return step((first + row * wide + place - row * columns, place < rows * columns), before)
+
+        return jax.lax.fori_loop(0, -(-rows * columns // self.group), one, start)
+
+    def each_block(self, step: Callable[..., Any], start: Any) -> Any:
+        return jax.lax.fori_loop(0, self.blocks.count, step, start)
+
+    def nothing(self) -> tuple[Array, Array]:
+        """Of one block."""
+        return jnp.zeros((self.head, self.head), jnp.float32), jnp.zeros(self.head, jnp.float32)
+
+    def nothings(self) -> tuple[Array, Array]:
+        """Of all blocks."""
+        return tuple(jnp.zeros((len(self.number), *x.shape), jnp.float32) for x in self.nothing())  # type: ignore[return-value]
 
     def sums(self, k: Any, v: Any) -> tuple[Array, Array]:
-        """S [head, head] and z [head]."""
+        """S [m, head, head] and z [m, head]."""
 
-        def add(block: Any, before: tuple[Array, Array]) -> tuple[Array, Array]:
-            keys = jax.nn.relu(k(block))
-            return before[0] + _over_rows(keys, v(block)), before[1] + keys.astype(jnp.float32).sum(0)
+        def add(tokens: Any, before: tuple[Array, Array]) -> tuple[Array, Array]:
+            keys = self.feature(k(tokens), tokens)
+            return before[0] + _over_rows(keys, v(tokens)), before[1] + keys.astype(jnp.float32).sum(0)
 
-        return self.each(add, (jnp.zeros((self.head, self.head), jnp.float32), jnp.zeros(self.head, jnp.float32)))
+        def of_block(block: Any, before: tuple[Array, Array]) -> Any:
+            made = self.each(block, add, self.nothing())
+            return [jnp.where(self.is_block(block, x), new, x) for new, x in zip(made, before, strict=True)]
+
+        return self.each_block(lambda block, before: tuple(of_block(block, before)), self.nothings())
+
+    def is_block(self, block: Any, x: Array) -> Array:
+        return _first_axis(self.number == block, x)
+
+    def of_block(self, block: Any, sums: tuple[Array, Array]) -> list[Array]:
+        return [jnp.where(self.is_block(block, x), x, 0.0).sum(0) for x in sums]
+
+    def weights(self, mix: Any, block: Any) -> Array:
+        """A row of m."""
+        there = self.number < self.blocks.count
+        return self.plgpu.load(mix.at[block, self.pl.ds(0, len(self.number))], mask=there, other=0)
 
 
 def _forward(head: _Head, *refs: Any) -> None:
-    *inputs, out = refs
+    mix, *inputs, out = refs
     q, k, v = head.groups(inputs)
-    state, total = head.sums(k, v)
+    sums = head.sums(k, v)
 
-    def write(block: Any, _: Any) -> None:
-        queries = jax.nn.relu(q(block))
-        denominator = (queries.astype(jnp.float32) * total).sum(1, keepdims=True)
-        head.store(out, block, _wide_dot(queries, state) / (denominator + EPS))
+    def read(block: Any, _: Any) -> None:
+        state, total = _mixed(head.weights(mix, block), sums)
 
-    head.each(write, None)
+        def write(tokens: Any, _: Any) -> None:
+            queries = head.feature(q(tokens), tokens)
+            denominator = (queries.astype(jnp.float32) * total).sum(1, keepdims=True)
+            head.store(out, tokens, _wide_dot(queries, state) / (denominator + head.blocks.least))
+
+        head.each(block, write, None)
+
+    head.each_block(read, None)
 
 
 def _backward(head: _Head, *refs: Any) -> None:
-    *inputs, gradient, of_q, of_k, of_v = refs
+    mix, *inputs, gradient, of_mix, of_q, of_k, of_v = refs
     q, k, v = head.groups(inputs)
-    state, total = head.sums(k, v)
+    sums = head.sums(k, v)
 
-    def queries(block: Any, before: tuple[Array, Array]) -> tuple[Array, Array]:
-        signed, g = q(block), head.load(gradient, block)
-        x, narrow = jax.nn.relu(signed), g.astype(jnp.bfloat16)
-        x32 = x.astype(jnp.float32)
-        by = 1 / ((x32 * total).sum(1, keepdims=True) + EPS)
-        of_denominator = -(g * _wide_dot(x, state)).sum(1, keepdims=True) * by * by
-        made = _wide_dot(narrow, state.T) * by + of_denominator * total
-        head.store(of_q, block, jnp.where(signed > 0, made, 0.0))
-        of_state = sum(_over_rows(part, narrow) for part in _parts(x32 * by))
-        return before[0] + of_state, before[1] + (x32 * of_denominator).sum(0)
+    def queries(block: Any, before: tuple[Array, Array]) -> tuple[Array, ...]:
+        weights = head.weights(mix, block)
+        state, total = _mixed(weights, sums)
 
-    nothing = jnp.zeros_like(state), jnp.zeros_like(total)
-    of_state, of_total = head.each(queries, nothing)
+        def step(tokens: Any, before: tuple[Array, Array]) -> tuple[Array, Array]:
+            signed, g = q(tokens), head.load(gradient, tokens)
+            x, narrow = head.feature(signed, tokens), g.astype(jnp.bfloat16)
+            x32 = x.astype(jnp.float32)
+            by = 1 / ((x32 * total).sum(1, keepdims=True) + head.blocks.least)
+            of_denominator = -(g * _wide_dot(x, state)).sum(1, keepdims=True) * by * by
+            made = _wide_dot(narrow, state.T) * by + of_denominator * total
+            head.store(of_q, tokens, jnp.where(signed > 0, made, 0.0))
+            of_state = sum(_over_rows(part, narrow) for part in _parts(x32 * by))
+            return before[0] + of_state, before[1] + (x32 * of_denominator).sum(0)
+
+        made = head.each(block, step, head.nothing())
+        of_row = (made[0] * sums[0]).sum(2).sum(1) + (made[1] * sums[1]).sum(1)
+        there = head.number < head.blocks.count
+        head.plgpu.store(of_mix.at[block, head.pl.ds(0, len(there))], of_row, mask=there)
+        return tuple(x + _first_axis(weights, x) * new for x, new in zip(before, made, strict=True))
+
+    of_sums = head.each_block(queries, head.nothings())
 
     def keys(block: Any, _: Any) -> None:
-        signed, values = k(block), v(block)
-        head.store(of_k, block, jnp.where(signed > 0, _wide_dot(values, of_state.T) + of_total, 0.0))
-        head.store(of_v, block, _wide_dot(jax.nn.relu(signed), of_state))
+        of_state, of_total = head.of_block(block, of_sums)
 
-    head.each(keys, None)
+        def write(tokens: Any, _: Any) -> None:
+            signed, values = k(tokens), v(tokens)
+            head.store(of_k, tokens, jnp.where(signed > 0, _wide_dot(values, of_state.T) + of_total, 0.0))
+            head.store(of_v, tokens, _wide_dot(head.feature(signed, tokens), of_state))
+
+        head.each(block, write, None)
+
+    head.each_block(keys, None)
+
+
+def _first_axis(x: Array, like: Array) -> Array:
+    return x.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _mixed(weights: Float[Array, " m"], sums: tuple[Array, Array]) -> list[Array]:
+    """What the queries of a block read: S [head, head] and z [head]."""
+    return [(_first_axis(weights, x) * x).sum(0) for x in sums]
 
 
 def _over_rows(x: Float[Array, "n k"], y: Float[Array, "n v"]) -> Float[Array, "k v"]:

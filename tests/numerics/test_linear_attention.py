@@ -1,4 +1,4 @@
-"""`linear_attention`: the kernels and their twin are one function, and so are their gradients."""
+"""`linear_attention`, of one block and of many: the kernels and their twins are one function, and so are their gradients."""
 
 from functools import partial
 
@@ -8,12 +8,25 @@ import numpy as np
 import pytest
 
 from solrl_jax.numerics import linear_attention as module
-from solrl_jax.numerics.linear_attention import twin
+from solrl_jax.numerics.linear_attention import Blocks, mixed_twin, twin
 from solrl_jax.numerics.pending import Columns, Part, Pending
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import jit
 
 SHAPES = {"small": (2, 5, 2, 16), "of two blocks": (1, 200, 3, 32), "SANA's": (1, 1024, 2, 32)}
+MIXED = {  # rows and columns of tokens, blocks down and across, heads, features of a head
+    "small": ((6, 10), (2, 2), 2, 16),
+    "of twelve": ((9, 8), (3, 4), 1, 32),
+    "of three groups": ((2, 320), (2, 1), 1, 16),
+    "MHLA's": ((32, 32), (4, 4), 2, 32),
+}
+HARD = {
+    "zeros": lambda x: 0 * x,
+    "heavy-tailed": lambda x: x**7,
+    "subnormal": lambda x: x * 2.0**-130,
+    "overflowing": lambda x: x * 2.0**70,
+    "negative": lambda x: -jnp.abs(x),
+}
 scaled = lambda y, row, column, bias: y * row * column + bias  # what a quantised linear leaves to its reader
 
 
@@ -78,6 +91,65 @@ def test_so_is_the_gradient(shape, on_gpu):
         size = np.abs(want).max()
         assert size > 1e-3
         np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2**-8 + 1e-5, atol=1e-5 * size)
+
+
+def mixed(case):
+    """The kernel's function and its twin, of m and of q, k and v; random arguments for them."""
+    grid, layout, heads, head = case
+    blocks = Blocks(layout, grid, 1e-6, 1e-6)
+    m = jnp.asarray(np.random.default_rng(1).uniform(size=(blocks.count, blocks.count)), jnp.float32)
+    arrays = [one[0][..., :-7] for one in operands(2, grid[0] * grid[1], heads, head)]
+    attend = lambda m, *arrays: module.mixed_attention(*map(Pending.of, arrays), heads, blocks, m)
+    return attend, lambda m, *arrays: mixed_twin(*arrays, heads=heads, blocks=blocks, mix=m), (m, *arrays)
+
+
+def in_float32(f, *arrays):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.target, "platform", lambda: "cpu")
+        return jit(f)(*(x.astype(jnp.float32) for x in arrays))
+
+
+@pytest.mark.parametrize("case", MIXED.values(), ids=MIXED)
+def test_mixed_sums_are_their_twin_and_so_are_the_gradients(case, on_gpu):
+    """m's gradient is in float32, of as many products as there are features."""
+    attend, plain, arrays = mixed(case)
+    assert "pallas_call" in str(jax.make_jaxpr(attend)(*arrays))
+    g = 3 * arrays[3]
+    both = lambda f, g: lambda *arrays: (f(*arrays), *jax.vjp(f, *arrays)[1](g))
+    ours, wanted = jit(both(attend, g))(*arrays), in_float32(both(plain, g.astype(jnp.float32)), *arrays)
+    for got, want, dtype in zip(ours, wanted, [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 3], strict=True):
+        assert got.dtype == dtype
+        size = np.abs(want).max()
+        assert size > 1e-2
+        rounding = 2**-8 if dtype == jnp.bfloat16 else 0
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=rounding + 1e-5, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize("hard", HARD.values(), ids=HARD)
+def test_mixed_sums_are_their_twin_where_numbers_are_hard(hard, on_gpu):
+    """To a unit of BF16, in which both round features and results. Where one overflows, so does the other."""
+    attend, plain, (m, *arrays) = mixed(MIXED["small"])
+    q, k, v = (hard(x.astype(jnp.float32)).astype(jnp.bfloat16) for x in arrays)
+    ours = np.asarray(jit(attend)(m, q, k, v), np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.target, "platform", lambda: "cpu")
+        wanted = np.asarray(jit(plain)(m, q, k, v), np.float32)
+    np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(wanted))
+    there = np.isfinite(wanted)
+    np.testing.assert_allclose(ours[there], wanted[there], rtol=2**-7, atol=1e-5 * np.abs(wanted[there]).max(initial=0))
+
+
+def test_equal_weights_are_one_block(on_gpu):
+    """To the rounding of BF16."""
+    _, _, (_, *arrays) = mixed(MIXED["MHLA's"])
+    inputs, blocks = [Pending.of(x) for x in arrays], Blocks((4, 4), (32, 32))
+    one, many = (
+        jit(f)() for f in (
+            lambda: module.linear_attention(*inputs, 2),
+            lambda: module.mixed_attention(*inputs, 2, blocks, jnp.ones((16, 16))),
+        )
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(many, np.float32), np.asarray(one, np.float32), rtol=2**-7, atol=1e-6)
 
 
 def test_queries_that_see_nothing_give_zeros(on_gpu):
