@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.layers import DepthwiseConv, param
 from solrl_jax.models.sana import Attention
-from solrl_jax.numerics.linear_attention import Blocks, mixed_attention
+from solrl_jax.numerics.linear_attention import Blocks, linear_attention
 from solrl_jax.numerics.pending import Pending
 
 EPS = 1e-6  # of the kernel, relu(x) + EPS, and of the denominator
@@ -31,7 +31,7 @@ class Mhla:
 
 
 class BlockMixing(Attention):
-    """`numerics.linear_attention.mixed_attention`, and a depthwise convolution of the values, `lepe`, added to it.
+    """Linear attention whose sums over keys are mixed among blocks. A depthwise convolution of the values, `lepe`, is added.
 
     layout: blocks down and across, for images of any size: m is about places. `lepe` begins as the identity in the released
     variant. Here it begins as zero, so that the network begins near the one that it was.
@@ -64,8 +64,8 @@ class BlockMixing(Attention):
         q, k, v = self.projected(x, x)
         batch, n, width = v.value.shape
         local = self.lepe(v.value.reshape(batch, *grid, width)).reshape(batch, n, width)
-        blocks = Blocks(self.layout, grid, EPS, EPS)
-        out = mixed_attention(q, k, v, self.heads, blocks, self.mix.get_value(), released=self.mhla.released)
+        blocks = Blocks(self.layout, grid, EPS, EPS, self.mhla.released)
+        out = linear_attention(q, k, v, self.heads, blocks, self.mix.get_value())
         return self.to_out[0](out + local)
 
 

@@ -22,23 +22,24 @@ from solrl_jax.numerics import target
 from solrl_jax.numerics.pending import Columns, Pending
 from solrl_jax.numerics.rows import on_rows
 
-FEWEST, MOST = 16, 128  # tokens that a group of threads holds at a time
+FEWEST, MOST = 16, 64  # tokens that a group of threads holds at a time; of 128, the gradient's registers are spilled
 HEADS = (16, 32, 64)  # features of a head that fit
 IN_A_WARP, WARPS, LARGEST = 2048, 4, 2**14  # numbers of a head's sums: in the registers of a warp, least warps, that fit
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Equal blocks of an image's tokens, which come in raster order.
+    """Equal blocks of an image's tokens, which come in raster order, and how their sums are read.
 
     layout: blocks down and across; grid: rows and columns of tokens; eps: what is added to the ReLU of queries and keys; least:
-    what is added to the denominator.
+    what is added to the denominator; released: the variant of MHLA's released code.
     """
 
     layout: tuple[int, int]
     grid: tuple[int, int]
     eps: float = 0.0
     least: float = 1e-15
+    released: bool = False
 
     @property
     def count(self) -> int:
@@ -54,38 +55,23 @@ class Blocks:
         return jax.nn.relu(x) + jnp.asarray(self.eps, x.dtype)
 
 
-def linear_attention(q: Pending, k: Pending, v: Pending, heads: int) -> Float[Array, "b n d"]:
-    """`relu(q) S / (relu(q) . z + 1e-15)` with `S = sum relu(k) v^T` and `z = sum relu(k)` of each head; float32 inside.
-
-    q, k, v: [b, n, d], heads side by side.
-    """
-    one, mix = Blocks((1, 1), (1, q.rows)), jnp.ones((1, 1))
-    return attend(q, k, v, heads, one, mix, lambda *values: twin(*values, heads))
-
-
-def mixed_attention(
-    q: Pending, k: Pending, v: Pending, heads: int, blocks: Blocks, mix: Float[Array, "m m"], *, released: bool = False
+def linear_attention(
+    q: Pending, k: Pending, v: Pending, heads: int, blocks: Blocks | None = None, mix: Float[Array, "m m"] | None = None
 ) -> Float[Array, "b n d"]:
-    """Linear attention whose sums over keys are mixed among blocks, in float32; b and i are blocks (arXiv 2601.07832, eq. 4).
+    """Linear attention of features f(x) = relu(x) + eps; float32 inside. q, k, v: [b, n, d], heads side by side.
 
-        S_b = sum_{j in b} k_j v_j^T      z_b = sum_{j in b} k_j      of features of queries and keys
-        o   = q sum_b m_ib S_b / (q . sum_b m_ib z_b + least)         for a query q of block i
-
-    released: the denominator of position p of block i is `sum_b m_ib q_bp . z_b + least`.
+    Without blocks, for each head: `f(q) S / (f(q) . z + least)` with `S = sum f(k) v^T` and `z = sum f(k)`, and eps is 0. With
+    them, block b has sums S_b and z_b of its own, and a query of block i reads `S = sum_b m_ib S_b` and `z = sum_b m_ib z_b`.
+    The released variant: the denominator of position p of block i is `sum_b m_ib f(q_bp) . z_b + least`.
     """
-    plain = functools.partial(mixed_twin, heads=heads, blocks=blocks, mix=mix, released=released)
-    return plain(q.value, k.value, v.value) if released else attend(q, k, v, heads, blocks, mix, plain)
-
-
-def attend(
-    q: Pending, k: Pending, v: Pending, heads: int, blocks: Blocks, mix: Float[Array, "m m"], plain: Callable[..., Array]
-) -> Float[Array, "b n d"]:
-    """By the kernel where it can be, else by `plain` of q, k and v in memory."""
     inputs, dtype, width = (q, k, v), q.dtype, max(x.shape[2] for x in v.parts[0].arrays)
-    whole = all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs)
+    plain = twin if blocks is None or mix is None else functools.partial(mixed_twin, blocks=blocks, mix=mix)
+    if blocks is None or mix is None:
+        blocks, mix = Blocks((1, 1), (1, q.rows)), jnp.ones((1, 1))
+    whole = all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs) and not blocks.released
     fits = width // heads in HEADS and filled(blocks.count) * (width // heads) ** 2 <= LARGEST
     if target.platform() != "gpu" or dtype != jnp.bfloat16 or not whole or not fits:
-        return plain(q.value, k.value, v.value)
+        return plain(q.value, k.value, v.value, heads)
     functions, given = [x.parts[0].function for x in inputs], [x.parts[0].arrays for x in inputs]
     places = [[a.start if isinstance(a, Columns) else 0 for a in arrays] for arrays in given]
     run = functools.partial(in_one_pass, functions, places, (width // heads, width), blocks)
@@ -105,7 +91,7 @@ def twin(q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b 
 
 def mixed_twin(
     q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"],
-    *, heads: int, blocks: Blocks, mix: Float[Array, "m m"], released: bool = False,
+    heads: int, *, blocks: Blocks, mix: Float[Array, "m m"],
 ) -> Float[Array, "b n d"]:  # fmt: skip
     """What the kernel computes for several blocks, and the released variant, in plain JAX."""
     batch, wide, m = len(q), jnp.float32, blocks.count
@@ -121,7 +107,7 @@ def mixed_twin(
     states = jnp.einsum("byrxchk,byrxchv->byxhkv", keys, values, preferred_element_type=wide)
     numerator = jnp.einsum("byrxchk,byxhkv->byrxchv", q32, product(states))
     sums, dots = keys.sum((2, 4), dtype=wide), functools.partial(jnp.einsum, "byrxchk,byxhk->byxrch", q32)
-    denominator = mixed(dots(sums)) if released else dots(mixed(sums))
+    denominator = mixed(dots(sums)) if blocks.released else dots(mixed(sums))
     denominator = denominator.transpose(0, 1, 3, 2, 4, 5)[..., None]
     return (numerator / (denominator + blocks.least)).reshape(v.shape).astype(v.dtype)
 
@@ -240,35 +226,26 @@ class _Head:
 
         return jax.lax.fori_loop(0, -(-rows * columns // self.group), one, start)
 
-    def each_block(self, step: Callable[..., Any], start: Any) -> Any:
-        return jax.lax.fori_loop(0, self.blocks.count, step, start)
+    def nothing(self, *of: int) -> tuple[Array, Array]:
+        """Sums of one block, or of `of` blocks."""
+        return jnp.zeros((*of, self.head, self.head), jnp.float32), jnp.zeros((*of, self.head), jnp.float32)
 
-    def nothing(self) -> tuple[Array, Array]:
-        """Of one block."""
-        return jnp.zeros((self.head, self.head), jnp.float32), jnp.zeros(self.head, jnp.float32)
-
-    def nothings(self) -> tuple[Array, Array]:
-        """Of all blocks."""
-        return tuple(jnp.zeros((len(self.number), *x.shape), jnp.float32) for x in self.nothing())  # type: ignore[return-value]
-
-    def sums(self, k: Any, v: Any) -> tuple[Array, Array]:
+    def sums(self, k: Any, v: Any) -> tuple[Array, ...]:
         """S [m, head, head] and z [m, head]."""
 
         def add(tokens: Any, before: tuple[Array, Array]) -> tuple[Array, Array]:
             keys = self.feature(k(tokens), tokens)
             return before[0] + _over_rows(keys, v(tokens)), before[1] + keys.astype(jnp.float32).sum(0)
 
-        def of_block(block: Any, before: tuple[Array, Array]) -> Any:
+        def put(block: Any, before: tuple[Array, ...]) -> tuple[Array, ...]:
             made = self.each(block, add, self.nothing())
-            return [jnp.where(self.is_block(block, x), new, x) for new, x in zip(made, before, strict=True)]
+            return tuple(jnp.where(self.at(block, x), new, x) for new, x in zip(made, before, strict=True))
 
-        return self.each_block(lambda block, before: tuple(of_block(block, before)), self.nothings())
+        return jax.lax.fori_loop(0, self.blocks.count, put, self.nothing(len(self.number)))
 
-    def is_block(self, block: Any, x: Array) -> Array:
+    def at(self, block: Any, x: Array) -> Array:
+        """Where the sums of a block are in those of all."""
         return _first_axis(self.number == block, x)
-
-    def of_block(self, block: Any, sums: tuple[Array, Array]) -> list[Array]:
-        return [jnp.where(self.is_block(block, x), x, 0.0).sum(0) for x in sums]
 
     def weights(self, mix: Any, block: Any) -> Array:
         """A row of m."""
@@ -291,7 +268,7 @@ def _forward(head: _Head, *refs: Any) -> None:
 
         head.each(block, write, None)
 
-    head.each_block(read, None)
+    jax.lax.fori_loop(0, head.blocks.count, read, None)
 
 
 def _backward(head: _Head, *refs: Any) -> None:
@@ -299,7 +276,7 @@ def _backward(head: _Head, *refs: Any) -> None:
     q, k, v = head.groups(inputs)
     sums = head.sums(k, v)
 
-    def queries(block: Any, before: tuple[Array, Array]) -> tuple[Array, ...]:
+    def queries(block: Any, before: tuple[Array, ...]) -> tuple[Array, ...]:
         weights = head.weights(mix, block)
         state, total = _mixed(weights, sums)
 
@@ -320,10 +297,10 @@ def _backward(head: _Head, *refs: Any) -> None:
         head.plgpu.store(of_mix.at[block, head.pl.ds(0, len(there))], of_row, mask=there)
         return tuple(x + _first_axis(weights, x) * new for x, new in zip(before, made, strict=True))
 
-    of_sums = head.each_block(queries, head.nothings())
+    of_sums = jax.lax.fori_loop(0, head.blocks.count, queries, head.nothing(len(head.number)))
 
     def keys(block: Any, _: Any) -> None:
-        of_state, of_total = head.of_block(block, of_sums)
+        of_state, of_total = (jnp.where(head.at(block, x), x, 0.0).sum(0) for x in of_sums)
 
         def write(tokens: Any, _: Any) -> None:
             signed, values = k(tokens), v(tokens)
@@ -332,14 +309,14 @@ def _backward(head: _Head, *refs: Any) -> None:
 
         head.each(block, write, None)
 
-    head.each_block(keys, None)
+    jax.lax.fori_loop(0, head.blocks.count, keys, None)
 
 
 def _first_axis(x: Array, like: Array) -> Array:
     return x.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-def _mixed(weights: Float[Array, " m"], sums: tuple[Array, Array]) -> list[Array]:
+def _mixed(weights: Float[Array, " m"], sums: tuple[Array, ...]) -> list[Array]:
     """What the queries of a block read: S [head, head] and z [head]."""
     return [(_first_axis(weights, x) * x).sum(0) for x in sums]
 

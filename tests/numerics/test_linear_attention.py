@@ -17,7 +17,7 @@ SHAPES = {"small": (2, 5, 2, 16), "of two blocks": (1, 200, 3, 32), "SANA's": (1
 MIXED = {  # rows and columns of tokens, blocks down and across, heads, features of a head
     "small": ((6, 10), (2, 2), 2, 16),
     "of twelve": ((9, 8), (3, 4), 1, 32),
-    "of three groups": ((2, 320), (2, 1), 1, 16),
+    "of two groups": ((2, 80), (2, 1), 1, 16),
     "MHLA's": ((32, 32), (4, 4), 2, 32),
 }
 HARD = {
@@ -99,8 +99,8 @@ def mixed(case):
     blocks = Blocks(layout, grid, 1e-6, 1e-6)
     m = jnp.asarray(np.random.default_rng(1).uniform(size=(blocks.count, blocks.count)), jnp.float32)
     arrays = [one[0][..., :-7] for one in operands(2, grid[0] * grid[1], heads, head)]
-    attend = lambda m, *arrays: module.mixed_attention(*map(Pending.of, arrays), heads, blocks, m)
-    return attend, lambda m, *arrays: mixed_twin(*arrays, heads=heads, blocks=blocks, mix=m), (m, *arrays)
+    attend = lambda m, *arrays: module.linear_attention(*map(Pending.of, arrays), heads, blocks, m)
+    return attend, lambda m, *arrays: mixed_twin(*arrays, heads, blocks=blocks, mix=m), (m, *arrays)
 
 
 def in_float32(f, *arrays):
@@ -146,7 +146,7 @@ def test_equal_weights_are_one_block(on_gpu):
     one, many = (
         jit(f)() for f in (
             lambda: module.linear_attention(*inputs, 2),
-            lambda: module.mixed_attention(*inputs, 2, blocks, jnp.ones((16, 16))),
+            lambda: module.linear_attention(*inputs, 2, blocks, jnp.ones((16, 16))),
         )
     )  # fmt: skip
     np.testing.assert_allclose(np.asarray(many, np.float32), np.asarray(one, np.float32), rtol=2**-7, atol=1e-6)
@@ -157,16 +157,21 @@ def test_queries_that_see_nothing_give_zeros(on_gpu):
     assert not jit(lambda x: module.linear_attention(*pending(x, True), 2))(nothing).astype(jnp.float32).any()
 
 
-def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(on_gpu):
-    """As in the update, where groups of rows are mapped. No device is sent the rows of another."""
-    arrays = [one[0] for one in operands(4, 5, 2, 16)]
-    attend = lambda *arrays: module.linear_attention(*pending([(y,) for y in arrays], True), 2)
-    pulled = lambda *arrays: jax.vjp(attend, *arrays)[1](arrays[0][..., :-7])
-    alone, mesh = jit(pulled)(*arrays), sharding.make_mesh(2, 2)
+@pytest.mark.parametrize("blocks", [None, Blocks((1, 5), (1, 5), 1e-6, 1e-6)], ids=["one", "five"])
+def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(blocks, on_gpu):
+    """As in the update, where groups of rows are mapped. No device is sent the rows of another. m is whole on each."""
+    arrays, m = [one[0] for one in operands(4, 5, 2, 16)], jnp.asarray(np.random.default_rng(1).uniform(size=(5, 5)))
+    given = lambda m: () if blocks is None else (blocks, m)
+    attend = lambda m, *arrays: module.linear_attention(*pending([(y,) for y in arrays], True), 2, *given(m))
+    pulled = lambda *arrays: jax.vjp(attend, m, *arrays)[1](arrays[0][..., :-7])
+    (of_m, *alone), mesh = jit(pulled)(*arrays), sharding.make_mesh(2, 2)
+    assert np.abs(of_m).max() > 0.1 or blocks is None
     with jax.set_mesh(mesh):
         placed = jax.device_put([y[:, None] for y in arrays], sharding.rows(mesh))
         program = jit(jax.vmap(pulled, spmd_axis_name=sharding.AXES[:2])).lower(*placed).compile()
         assert "all-gather" not in program.as_text()
-        for ours, theirs in zip(program(*placed), alone, strict=True):
+        of_groups, *results = program(*placed)
+        np.testing.assert_allclose(of_groups.sum(0), of_m, rtol=1e-5, atol=1e-6)
+        for ours, theirs in zip(results, alone, strict=True):
             assert ours.sharding.shard_shape(ours.shape)[0] == 1
             np.testing.assert_array_equal(np.asarray(ours[:, 0], np.float32), np.asarray(theirs, np.float32))
