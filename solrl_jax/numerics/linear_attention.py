@@ -76,7 +76,8 @@ def linear_attention(
     places = [[a.start if isinstance(a, Columns) else 0 for a in arrays] for arrays in given]
     run = functools.partial(in_one_pass, functions, places, (width // heads, width), blocks)
     arrays = [a.array if isinstance(a, Columns) else a for arrays in given for a in arrays]
-    return with_gradient(run, functions, [len(arrays) for arrays in given])(mix.astype(jnp.float32)[None], *arrays)
+    mix = jnp.pad(mix.astype(jnp.float32), (0, filled(blocks.count) - blocks.count))
+    return with_gradient(run, functions, [len(arrays) for arrays in given])(mix[None], *arrays)
 
 
 def twin(q: Float[Array, "b n d"], k: Float[Array, "b n d"], v: Float[Array, "b n d"], heads: int) -> Float[Array, "b n d"]:
@@ -141,30 +142,27 @@ def with_gradient(
 
 def in_one_pass(
     functions: Sequence[Callable[..., Array]], places: Sequence[Sequence[int]], widths: tuple[int, int], blocks: Blocks,
-    backward: bool, mix: Array, *arrays: Array, interpret: bool = False,
+    backward: bool, *arrays: Array, interpret: bool = False,
 ) -> Array | tuple[Array, ...]:  # fmt: skip
     """The kernels. backward: the last array is the result's gradient; those of m [b, heads, m, m], q, k and v are made.
 
-    functions, places: what makes q, k and v of their arrays, and the column at which each array begins.
-    widths: of a head, and of all heads. mix: [b or 1, m, m] in float32.
+    arrays: m [b or 1, m, m] in float32, filled up with zeros to a power of two, and what `functions` make q, k and v of.
+    places: the column at which each of these begins. widths: of a head, and of all heads.
     """
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton as plgpu
 
-    (head, width), batch, m = widths, max(len(a) for a in arrays), blocks.count
-    heads, wide = width // head, jnp.float32
-    spec = lambda a: pl.BlockSpec((None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, 0, 0))
-    like_v = jax.ShapeDtypeStruct((batch, math.prod(blocks.grid), width), jnp.bfloat16)
-    made, specs = [like_v] * (3 if backward else 1), [spec(like_v)] * (3 if backward else 1)
+    (head, width), batch, m = widths, max(len(a) for a in arrays), filled(blocks.count)
+    spec = lambda a: pl.BlockSpec((None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, *(0,) * (a.ndim - 1)))
+    made = [jax.ShapeDtypeStruct((batch, math.prod(blocks.grid), width), jnp.bfloat16)] * (3 if backward else 1)
     if backward:
-        made.insert(0, jax.ShapeDtypeStruct((batch, heads, m, m), wide))
-        specs.insert(0, pl.BlockSpec((None, None, m, m), lambda b, c: (b, c, 0, 0)))
+        made.insert(0, jax.ShapeDtypeStruct((batch, width // head, m, m), jnp.float32))
     body = lambda *refs: (_backward if backward else _forward)(_Head(pl, plgpu, functions, places, head, blocks), *refs)
-    warps = max(WARPS, filled(m) * head**2 // IN_A_WARP)
+    threads = plgpu.CompilerParams(num_warps=max(WARPS, m * head**2 // IN_A_WARP), num_stages=2)
     out = pl.pallas_call(
-        body, grid=(batch, heads), in_specs=[*map(spec, (mix, *arrays))], out_specs=specs, out_shape=made,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2), interpret=interpret, name="linear_attention",
-    )(mix, *arrays)  # fmt: skip
+        body, grid=(batch, width // head), in_specs=[*map(spec, arrays)], out_specs=[*map(spec, made)], out_shape=made,
+        compiler_params=threads, interpret=interpret, name="linear_attention",
+    )(*arrays)  # fmt: skip
     return tuple(out) if backward else out[0]
 
 
@@ -181,8 +179,9 @@ class _Head:
     """
 
     def __init__(self, pl: Any, plgpu: Any, functions: Any, places: Any, head: int, blocks: Blocks):
-        self.pl, self.plgpu, self.functions, self.places = pl, plgpu, functions, places
-        self.head, self.blocks, self.columns = head, blocks, (pl.program_id(1) * head + jnp.arange(head))[None]
+        self.plgpu, self.functions, self.places = plgpu, functions, places
+        self.head, self.blocks, self.program = head, blocks, pl.program_id(1)
+        self.columns = (self.program * head + jnp.arange(head))[None]
         self.number = jnp.arange(filled(blocks.count))
         self.group = min(max(filled(math.prod(blocks.size)), FEWEST), MOST)
 
@@ -247,11 +246,6 @@ class _Head:
         """Where the sums of a block are in those of all."""
         return _first_axis(self.number == block, x)
 
-    def weights(self, mix: Any, block: Any) -> Array:
-        """A row of m."""
-        there = self.number < self.blocks.count
-        return self.plgpu.load(mix.at[block, self.pl.ds(0, len(self.number))], mask=there, other=0)
-
 
 def _forward(head: _Head, *refs: Any) -> None:
     mix, *inputs, out = refs
@@ -259,7 +253,7 @@ def _forward(head: _Head, *refs: Any) -> None:
     sums = head.sums(k, v)
 
     def read(block: Any, _: Any) -> None:
-        state, total = _mixed(head.weights(mix, block), sums)
+        state, total = _mixed(mix[block], sums)
 
         def write(tokens: Any, _: Any) -> None:
             queries = head.feature(q(tokens), tokens)
@@ -277,8 +271,7 @@ def _backward(head: _Head, *refs: Any) -> None:
     sums = head.sums(k, v)
 
     def queries(block: Any, before: tuple[Array, ...]) -> tuple[Array, ...]:
-        weights = head.weights(mix, block)
-        state, total = _mixed(weights, sums)
+        state, total = _mixed(mix[block], sums)
 
         def step(tokens: Any, before: tuple[Array, Array]) -> tuple[Array, Array]:
             signed, g = q(tokens), head.load(gradient, tokens)
@@ -292,10 +285,8 @@ def _backward(head: _Head, *refs: Any) -> None:
             return before[0] + of_state, before[1] + (x32 * of_denominator).sum(0)
 
         made = head.each(block, step, head.nothing())
-        of_row = (made[0] * sums[0]).sum(2).sum(1) + (made[1] * sums[1]).sum(1)
-        there = head.number < head.blocks.count
-        head.plgpu.store(of_mix.at[block, head.pl.ds(0, len(there))], of_row, mask=there)
-        return tuple(x + _first_axis(weights, x) * new for x, new in zip(before, made, strict=True))
+        of_mix[head.program, block] = (made[0] * sums[0]).sum(2).sum(1) + (made[1] * sums[1]).sum(1)
+        return tuple(x + _first_axis(mix[block], x) * new for x, new in zip(before, made, strict=True))
 
     of_sums = jax.lax.fori_loop(0, head.blocks.count, queries, head.nothing(len(head.number)))
 
