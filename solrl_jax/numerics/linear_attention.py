@@ -22,7 +22,7 @@ from solrl_jax.numerics import target
 from solrl_jax.numerics.pending import Columns, Pending
 from solrl_jax.numerics.rows import on_rows
 
-FEWEST, MOST = 16, 64  # tokens that a group of threads holds at a time; of 128, the gradient's registers are spilled
+FEWEST, MOST = 16, 64  # tokens that a group of threads holds at a time; of 128, SANA's gradient spills registers
 HEADS = (16, 32, 64)  # features of a head that fit
 IN_A_WARP, WARPS, LARGEST = 2048, 4, 2**14  # numbers of a head's sums: in the registers of a warp, least warps, that fit
 
