@@ -6,10 +6,12 @@ progress to standard error.
 
 import contextlib
 import importlib
+import io
 import logging
 import os
 import re
 import sys
+import traceback
 from typing import NoReturn
 
 import click
@@ -17,6 +19,7 @@ import click
 from solrl_jax.commands.options import INTERRUPTED, print_json
 from solrl_jax.config.values import ConfigError
 from solrl_jax.storage.errors import InputError, RunError, first_line
+from solrl_jax.storage.files import disk_reason
 
 COMMANDS = {
     "train": "Train a preset; the same command resumes.",
@@ -35,6 +38,7 @@ COMMANDS = {
 }
 
 
+MOST_SHOWN = 10_000  # characters of a message, which may list whatever a file holds
 UNFORESEEN = "this is an error in solrl_jax"
 
 
@@ -65,6 +69,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # nothing forks here, and the library warns as if it did
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the library warns at import that PyTorch is absent
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # says that there is no TPU
+    _open_streams()
     try:
         cli(prog_name="solrl", standalone_mode=False)  # also for `python -m solrl_jax`
         sys.stdout.flush()
@@ -79,6 +84,16 @@ def main() -> None:
         fail(*explained(error))
 
 
+def _open_streams() -> None:
+    """Opens the standard streams that the caller closed (`>&-`), and lets any text be written to the others."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # else the next file that is opened takes its place, and gets what libraries print
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an encoding without ±; a path that is not UTF-8
+
+
 def explained(error: BaseException) -> tuple[str, int]:
     """The line and the exit code for whatever ended a command."""
     match error:
@@ -91,13 +106,19 @@ def explained(error: BaseException) -> tuple[str, int]:
         case KeyboardInterrupt() | click.exceptions.Abort():
             return "interrupted", INTERRUPTED
         case BrokenPipeError():  # `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python fails again as it ends
             return "nobody reads the output any more", 1
         case OSError(filename=str() | bytes() as name):  # a name that is too long, a folder that may not be read
             return f"{os.fsdecode(name)}: {error.strerror}", 2
+        case ValueError() if named := [text for text in sys.argv if "\0" in text]:
+            return f"{named[0]!r}: holds a null character, which no name can", 2
+        case OSError(filename=None):  # `> /dev/full`
+            return f"the output cannot be written: {disk_reason(error)}", 1
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # of the host, of a device
         smaller = "rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks"
         return f"out of memory: {first_line(error)}; a smaller {smaller} needs less", 1
+    if (frames := traceback.extract_tb(error.__traceback__)) and frames[-1].filename.endswith("xla_bridge.py"):
+        asked = os.environ.get("JAX_PLATFORMS")
+        return f"JAX_PLATFORMS={asked!r}: JAX cannot open these devices ({first_line(error)}); see `solrl doctor`", 2
     if os.environ.get("SOLRL_TRACEBACK"):
         raise error
     return f"{type(error).__name__}: {first_line(error)}; {UNFORESEEN}, and SOLRL_TRACEBACK=1 shows where", 1
@@ -106,8 +127,13 @@ def explained(error: BaseException) -> tuple[str, int]:
 def fail(message: str, code: int) -> NoReturn:
     """Ends the process with one line on standard error. Passwords in addresses are left out."""
     message = re.sub(r"://[^/@\s]+@", "://***@", " ".join(message.split("\n")))
-    if "--json" in sys.argv:
-        print_json({"error": message, "exit_code": code})
-    with contextlib.suppress(BrokenPipeError):
+    message = message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]} ..."
+    try:
+        if "--json" in sys.argv:
+            print_json({"error": message, "exit_code": code})
+        sys.stdout.flush()
+    except OSError:  # a closed pipe, a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails again as it ends
+    with contextlib.suppress(OSError):
         click.echo(f"solrl: {message}", err=True)
     sys.exit(code)

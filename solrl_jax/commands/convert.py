@@ -101,9 +101,10 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     for path in (file, *([base] if base else [])):
         if out.resolve() in (path.resolve(), *path.resolve().parents):
             raise InputError(f"--out {out}: is or holds {path}, which is read; name another one")
-    files.refuse_existing("--out", [out], force)
+    files.refuse_existing("--out", [out], force, folders=True)
     if out.is_symlink():
         raise InputError(f"--out {out}: is a link; name what it is to be")
+    files.writable_directory(out.absolute().parent, "--out")
 
 
 def _load(torch: Any, file: Path) -> Any:
@@ -138,7 +139,7 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
         took, value = f"{took}{key}.", value[key]
     if not isinstance(value, Mapping):
         raise InputError(f"{file}: holds one {type(value).__name__}; accepted is a dictionary of tensors")
-    tensors = {k: v.detach() for k, v in value.items() if isinstance(v, torch.Tensor) and isinstance(k, str)}
+    tensors = {k: v.detach() for k, v in value.items() if isinstance(v, torch.Tensor) and _is_name(k)}
     others = {f"{took}{k} ({type(v).__name__})": v for k, v in value.items() if k not in tensors}
     if strange := [shown for shown, v in others.items() if not isinstance(v, HARMLESS)]:
         raise InputError(f"{file}: {len(strange)} entries are no named tensors: {', '.join(strange)}")
@@ -146,6 +147,11 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
     if not tensors:
         raise InputError(f"{file}: holds no tensor{'; there is ' + ', '.join(left) if left else ''}")
     return tensors, took.removesuffix(".") or None, left
+
+
+def _is_name(key: Any) -> bool:
+    """Whether a tensor of a safetensors file can have this name."""
+    return isinstance(key, str) and key != "__metadata__" and key.encode(errors="replace").decode() == key
 
 
 def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
@@ -168,7 +174,7 @@ def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
                 strange.append(f"{name} is {t.layout} on {t.device}")
             else:
                 _spec(t)
-        except SafetensorError:
+        except (SafetensorError, RuntimeError):  # the latter for nested tensors, which have no shape
             strange.append(f"{name} is {t.dtype}")
     if strange:
         raise InputError(f"{file}: {len(strange)} tensor(s) that safetensors cannot hold: {', '.join(strange)}")

@@ -58,7 +58,8 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
         wanted = needs(config)
         summary |= wanted | {"missing": summary["missing"] + wanted["missing"]}
     finish(summary, as_json, table(summary))
-    if summary["missing"]:
+    if missing := summary["missing"]:
+        click.echo(f"solrl: {len(missing)} missing, first {missing[0]}", err=True)
         sys.exit(1)
 
 
@@ -111,6 +112,8 @@ def needs(config: Config) -> dict[str, Any]:
                 raise InputError(f"{field}={path!r}: has {len(found)} distinct prompts; the preset takes {least} at once")
     with noted():
         read_instruction(config)
+    with noted():
+        open_cache(config.model.cache)
     for key, source in _reward_sources(config).items():
         with noted():
             if isinstance(source, Converted):
@@ -125,7 +128,7 @@ def needs(config: Config) -> dict[str, Any]:
             _check_weights(config.model.path)
     if downloads and hub.offline():
         missing += [f"{name}: is not in the hub's cache, and HF_HUB_OFFLINE is set" for name in downloads]
-    return {"preset": config.preset, "weights": weights, "downloads": downloads, "missing": missing}
+    return {"preset": config.preset, "weights": weights, "downloads": downloads, "missing": list(dict.fromkeys(missing))}
 
 
 def sizes(config: Config) -> dict[str, int]:

@@ -17,7 +17,7 @@ from solrl_jax.commands.options import (
 )
 from solrl_jax.config.schema import Config
 from solrl_jax.policy.lora import Adapters
-from solrl_jax.run.directory import configuration, find_checkpoint, load_policy
+from solrl_jax.run.directory import configuration, find_checkpoint, is_run, load_policy
 from solrl_jax.run.pictures import save_before_after
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import refuse_existing
@@ -33,7 +33,7 @@ SHOWN = (8, 4)  # prompts of a gallery, pictures of each
 @click.option("--paired", is_flag=True, help="Compare with the policy of OTHER, another run or model, picture by picture.")
 @click.option("--rewards", metavar="R,R,...", help="Score these beside what is trained on (default: what is watched).")
 @click.option("--gallery", type=click.Path(path_type=Path), help="With --paired: a PNG file for where the two differ most.")
-@click.option("--preset", default="tiny", show_default=True, help="Prompts, reward and sampler for a bare model directory.")
+@click.option("--preset", help="Prompts, reward and sampler for a bare model directory.  [default: tiny]")
 @checkpoint_option
 @trust_option
 @force_option
@@ -49,7 +49,9 @@ def command(target: str, overrides: tuple[str, ...], paired: bool, checkpoint: s
     other, overrides = (overrides[0], overrides[1:]) if paired and overrides else (None, overrides)
     if paired and (other is None or "=" in other):
         raise InputError("--paired: expected two runs or models, e.g. solrl eval runs/a runs/b --paired")
-    gallery, preset = others["gallery"], others["preset"]
+    gallery, preset = others["gallery"], others["preset"] or "tiny"
+    if others["preset"] is not None and is_run(target):
+        raise InputError(f"--preset {preset}: {target} is a run and has its own settings; leave it out")
     if gallery is not None:
         if not paired:
             raise InputError(f"--gallery {gallery}: shows two policies; it needs --paired")

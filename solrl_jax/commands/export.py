@@ -45,7 +45,7 @@ def command(
         transformer_files.check_directory(out)
     else:
         lora_files.check_target(out, form)
-    files.refuse_existing("--out", list(out.iterdir()) if out.is_dir() else [out], which["force"])
+    files.refuse_existing("--out", list(out.iterdir()) if out.is_dir() else [out], which["force"], folders=True)
     chosen = find_checkpoint(run, which["checkpoint"])
     files.writable_directory(out.parent, "--out")
     backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))  # names and places what is trained

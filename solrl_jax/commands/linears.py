@@ -23,15 +23,21 @@ from solrl_jax.training.sensitivity import measure, proposed, table
 @click.option(
     "--sensitivity", type=click.IntRange(1), metavar="PROMPTS", help="Measure what quantising each group does to ranks."
 )
-@click.option("--drop", default=0.02, show_default=True, callback=finite, help="Spearman that the proposed rule may cost.")
+@click.option(
+    "--drop", type=click.FloatRange(0, 2), callback=finite, help="Spearman that the proposed rule may cost.  [default: 0.02]"
+)
 @json_option
-def command(target: str, overrides: tuple[str, ...], errors: bool, sensitivity: int | None, drop: float, as_json: bool) -> None:
+def command(
+    target: str, overrides: tuple[str, ...], errors: bool, sensitivity: int | None, drop: float | None, as_json: bool
+) -> None:
     """List the linears of a model: which are quantised, why others are not, and their bytes. Loads no weights.
 
     \b
     solrl linears tiny rollout.explore.precision=fp8 --errors
     solrl linears tiny prompts.test=embedded:shapes-train --sensitivity 16
     """
+    if drop is not None and sensitivity is None:
+        raise InputError(f"--drop {drop}: is of what --sensitivity proposes; leave it out")
     config, run = configuration(target, overrides, None, trust=True)
     if sensitivity is not None:
         experiment = build(config)
@@ -40,7 +46,7 @@ def command(target: str, overrides: tuple[str, ...], errors: bool, sensitivity: 
         adapters, _ = load_policy(run, config, experiment.backbone)
         with bar(None, "sensitivity") as shown:
             exact, groups = measure(experiment, adapters, sensitivity, lambda stage, rows, done: shown.update(done))
-        skip = proposed(exact, groups, exact - drop)
+        skip = proposed(exact, groups, exact - (0.02 if drop is None else drop))
         found = {"exact": exact, "groups": list(map(dataclasses.asdict, groups)), "skip": skip}
         finish(found, as_json, table(exact, groups, skip))
         return

@@ -43,9 +43,9 @@ def command(
     """
     config, run = configuration(target, overrides, None, trust=others.pop("trust_run"))
     settings = rank.sweep(config, **others)
-    if out is not None:
-        refuse_existing("--out", [out / "rank.json"], force)
-    folder = writable_directory(out or run or Path("runs/rank"), "--out")
+    folder = out or run or Path("runs/rank")
+    refuse_existing("--out", [folder / "rank.json"], force or out is None)
+    writable_directory(folder, "--out")
     experiment = build(config)
     if prompts > len(experiment.test_prompts):
         raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")

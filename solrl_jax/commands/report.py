@@ -21,8 +21,8 @@ def command(runs: tuple[Path, ...], out: Path | None, plan: Path | None, force: 
     page = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
     if page.is_dir():
         raise InputError(f"--out {page}: is a directory; name a file")
-    if out is not None:
-        refuse_existing("--out", [out], force)
+    if out is not None or not report.is_page(page):
+        refuse_existing("--out", [page], force)
     with in_one_line():
         report.write(runs, page, plan=plan)
     finish({"out": str(page), "runs": [str(run) for run in runs]}, as_json, f"open in a browser: {page}")

@@ -14,7 +14,7 @@ import numpy as np
 from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, load_backbone
 from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, force_option, is_number, json_option
-from solrl_jax.conditioning.prompts import load_instruction, load_prompts
+from solrl_jax.conditioning.prompts import load_instruction, load_prompts, plain
 from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision
 from solrl_jax.config.sizes import evaluated_size
@@ -26,6 +26,7 @@ from solrl_jax.flow.released import read_scheduler
 from solrl_jax.numerics.formats import Format, scoring_dtypes
 from solrl_jax.numerics.formats import resolve as resolve_format
 from solrl_jax.numerics.randomness import normal
+from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy.lora import Adapters, attach
 from solrl_jax.policy.lora_files import import_lora
@@ -74,6 +75,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     Raises InputError in one line; if possible before anything is loaded or written.
     """
     prompts = load_prompts(request.prompts, "--prompts", distinct=False)
+    plain(request.negative, "--negative")
     noise = None if request.latents is None else _read_latents(request.latents, len(prompts))
     config = read_run(target) if is_run(target) else None
     if config and request.lora is not None:
@@ -85,6 +87,9 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     files.writable_directory(request.out, "--out")
     pipeline = open_model(config.model.path, **attention_of(config.model)) if config else open_model(target)
     grid, size = _grid(request, config, pipeline, noise)
+    if (takes := 3 * 4 * math.prod(size) * len(prompts)) > (memory := hosts.memory()):  # all pictures, in float32
+        takes_and_has = f"take {takes / 1e9:.3g} GB, and this host has {memory / 1e9:.3g} GB"
+        raise InputError(f"--prompts {request.prompts}: {len(prompts)} pictures of {size[0]} x {size[1]} {takes_and_has}")
     device = device_facts()
     form = resolve_format(request.precision, device)
     computed = "fp32" if form.name == "fp32" else "bf16"
@@ -202,8 +207,9 @@ def _read_latents(path: Path, count: int) -> np.ndarray:
     try:
         if not path.is_file():
             raise OSError("no such regular file")
-        array = np.lib.format.open_memmap(path, mode="r")  # nothing is allocated for what its header claims
-    except (OSError, ValueError) as error:
+        with np.errstate(over="raise"):
+            array = np.lib.format.open_memmap(path, mode="r")  # nothing is allocated for what its header claims
+    except (OSError, ValueError, ArithmeticError) as error:
         raise InputError(f"--latents {path}: not a readable .npy file ({first_line(error)})") from error
     if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:
         wanted = f"float32 [N, C, h, w] with N = {count}, one a prompt"

@@ -24,6 +24,7 @@ from safetensors.numpy import save
 
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import PARTIAL, disk_reason, writing
+from solrl_jax.storage.readers import read_text
 
 Encoding = dict[str, np.ndarray]  # of one prompt
 
@@ -36,11 +37,13 @@ class Cache:
 
     def read(self, key: str) -> Encoding | None:
         """The entry of `key`; None if it is absent or damaged."""
+        if not self.has(key):
+            return None  # absent, or a pipe, which would be waited for
         try:
             with safe_open(self._entry(key), "numpy") as file:
                 encoding, told = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
         except (OSError, SafetensorError, AttributeError):  # the last for a dtype that NumPy lacks
-            return None  # absent, or any bytes at all in its place
+            return None  # any bytes at all
         return encoding if told == {"sha256": _checksum(encoding, key)} else None
 
     def has(self, key: str) -> bool:
@@ -61,8 +64,8 @@ class Cache:
         stat = file.stat()
         identity = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_dev, stat.st_ino]
         known = self.folder / "files" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if re.fullmatch("[0-9a-f]{64}", digest := known.read_text()):
+        with contextlib.suppress(OSError, ValueError):
+            if re.fullmatch("[0-9a-f]{64}", digest := read_text(known)):
                 return digest
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -89,10 +92,11 @@ def open_cache(path: str | None) -> Cache | None:
     """The cache that `model.cache` names: a folder, '' for the user's own, None for none. Raises InputError if it is a file."""
     if path is None:
         return None
-    if path:
-        folder = Path(path).expanduser()
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "solrl_jax" / "prompts"
+    own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "solrl_jax" / "prompts"
+    try:
+        folder = Path(path or own).expanduser()
+    except RuntimeError as error:  # a user without one, as containers have them; or ~NAME
+        raise InputError(f"model.cache={path!r}: there is no such home; name another directory, or null for none") from error
     if folder.exists() and not folder.is_dir():
         raise InputError(f"model.cache={path!r}: is a file; expected a directory, '' for the user's own, or null for none")
     return Cache(folder)

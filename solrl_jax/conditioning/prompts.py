@@ -1,5 +1,6 @@
 """Prompt sets: files with one prompt a line, the order in which a run draws them, and the instruction before each prompt."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.readers import parse_json, read_text
 
 T = TypeVar("T", bound=str)
+CONTROLS = re.compile(r"[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
 MOST_CHARACTERS = 20_000  # of a prompt or an instruction; encoders read some hundred words
 EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "prompt_sets"
@@ -45,7 +47,7 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     # `splitlines` would also split at U+2028 and others, at which editors do not
     lines = _read_text(file, where, "a text file of one prompt a line, or .jsonl").split("\n")
     numbered = [(line.strip(), f"{where}: line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
-    prompts = [_plain(parse(line, at), at) for line, at in numbered]
+    prompts = [plain(parse(line, at), at) for line, at in numbered]
     if not prompts:
         raise InputError(f"{where}: holds no prompt; expected one a line")
     first: dict[str, Prompt] = {}
@@ -55,9 +57,12 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     return list(first.values()) if distinct else prompts
 
 
-def _plain(text: T, where: str) -> T:
-    """The text. Raises InputError unless it is of a length that somebody wrote, and of characters that files can hold."""
-    if len(text) > MOST_CHARACTERS or "\0" in text or text.encode(errors="replace").decode() != text:
+def plain(text: T, where: str) -> T:
+    """The text. Raises InputError unless it is of a length that somebody wrote, and of characters that files can hold.
+
+    Other controls than line ends and tabs are refused: on a terminal, prompts that are shown must not act.
+    """
+    if len(text) > MOST_CHARACTERS or CONTROLS.search(text) or text.encode(errors="replace").decode() != text:
         raise InputError(f"{where}: {shown(str(text[:80]))} is no text of up to {MOST_CHARACTERS} characters")
     return text
 
@@ -97,7 +102,7 @@ def load_instruction(path: str, field: str) -> str:
     text = _read_text(Path(path), f"{field}={path!r}", "a text file that holds the instruction").removesuffix("\n")
     if not text.strip():
         raise InputError(f"{field}={path!r}: holds no instruction")
-    return _plain(text, f"{field}={path!r}")
+    return plain(text, f"{field}={path!r}")
 
 
 def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) -> list[T]:

@@ -98,7 +98,7 @@ def plan(shapes: Mapping[str, Shape], base: SanaConfig) -> Plan:
     checkpoint's own.
     Raises ValueError for another width, and one that lists every tensor that is missing, unexpected or of another shape.
     """
-    if (width := shapes.get("t_block.1.bias", (6 * base.width,))[0] // 6) != base.width:
+    if (width := (shapes.get("t_block.1.bias") or (6 * base.width,))[0] // 6) != base.width:
         raise ValueError(f"has width {width}, but the base has {base.width}")
     ffn = "linear" if any(".inverted_conv.linear." in name for name in shapes) else "conv"
     depth = len({m[1] for name in shapes if (m := re.match(r"blocks\.(\d+)\.", name))})

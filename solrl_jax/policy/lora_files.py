@@ -295,7 +295,8 @@ def _check(file: Path, modules: Mapping[str, Tensors], slots: Mapping[str, _Slot
         ranks.setdefault(rank, module)
         for part, shape in slots[module].torch_shapes(rank).items():
             if pair[part].shape != shape or not rank:
-                problems.append(f"{module}.{part} is {list(pair[part].shape)}, expected {list(shape)}")
+                of_rank = "" if rank else ", of a rank above 0"
+                problems.append(f"{module}.{part} is {list(pair[part].shape)}, expected {list(shape)}{of_rank}")
             elif not np.isfinite(pair[part]).all():
                 problems.append(f"{module}.{part} is not finite")
     if problems:

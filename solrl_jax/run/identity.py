@@ -31,7 +31,7 @@ FREE = (
     "reward.watched", "reward.workers", "reward.timeout", "reward.on_failure",
 )  # fmt: skip
 # what a run writes besides config.yaml, which it writes first
-RECORDS = ("checkpoints", "ledger", "metrics.jsonl", "pictures", "profile", "run.json")
+RECORDS = ("checkpoints", "ledger", "metrics.jsonl", "pictures", "profile", "report.html", "run.json")
 
 
 def refuse_another_run(folder: Path, config: Config) -> None:

@@ -8,6 +8,7 @@ checkpoint, so its record is that of a run that was never interrupted.
 """
 
 import contextlib
+import io
 import json
 import os
 import time
@@ -22,7 +23,7 @@ from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.storage.readers import parse_json, read_bytes, strict
 
 Log = Callable[[int, dict[str, float]], Any]  # writes the values of an iteration
-MOST_BYTES = 2**31  # of a record: 4 kB an iteration
+MOST_BYTES = 2**28  # of a record: 4 kB an iteration
 _JSONL, _TENSORBOARD, _WANDB_ID = "metrics.jsonl", "tensorboard", "wandb-id.txt"
 
 
@@ -37,13 +38,14 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """The rows that can be read, and whether something else is there beside an incomplete last line."""
     try:
-        lines = [line for line in read_bytes(path, MOST_BYTES).split(b"\n") if line.strip()]
+        data = read_bytes(path, MOST_BYTES)
     except FileNotFoundError:
         return [], False
     except (OSError, ValueError):
         return [], True
-    rows, bad = [], []
-    for number, line in enumerate(lines, start=1):
+    rows, bad, at_end = [], 0, False
+    for line in filter(bytes.strip, io.BytesIO(data)):  # line by line: a list of them all would take many times their bytes
+        at_end = False
         try:
             row = parse_json(line)
             known = [value for value in row.values() if value is not None]
@@ -53,8 +55,8 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
                 raise ValueError
             rows.append(row)
         except (ValueError, TypeError, KeyError, AttributeError):
-            bad.append(number)
-    return rows, bad not in ([], [len(lines)])
+            bad, at_end = bad + 1, True
+    return rows, bad > at_end
 
 
 class Metrics:

@@ -75,6 +75,14 @@ def write(folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path 
     atomic_write(out, page)
 
 
+def is_page(path: Path) -> bool:
+    """Whether there is a report at `path`, which may be written over."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return b"<title>solrl report</title>" in stream.read(1000)
+
+
 class Live:
     """The report of a run while it trains, refreshed whenever that keeps within `SHARE` of the time."""
 
@@ -145,9 +153,10 @@ def _plan(path: Path) -> dict[str, Any]:
     """What the page shows of a plan: of each stage the seconds, where they go, and the memory; of one device."""
     try:
         plan = parse_json(read_bytes(path))
+        kinds = ("products", "attention", "memory", "links")
         split = lambda stage, kind: sum(p["calls"] * p["roofline"]["split"][kind] for p in stage["programs"])
         stages = [
-            [s["name"], s["seconds"], *(split(s, kind) for kind in ("products", "attention", "memory", "links")), s["peak"]]
+            [str(s["name"]), *map(float, (s["seconds"], *(split(s, kind) for kind in kinds), s["peak"]))]
             for s in plan["stages"]
         ]
         shown = ("preset", "device", "devices", "hosts", "exploration", "usable", "seconds", "rollout", "naive_scaling", "fits")

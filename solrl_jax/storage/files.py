@@ -118,10 +118,17 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def refuse_existing(option: str, paths: Iterable[Path], force: bool) -> None:
-    """Raises InputError if one of the files that a command is about to write exists, unless the user says so by `--force`."""
-    if not force and (there := [path for path in paths if os.path.lexists(path)]):
+def refuse_existing(option: str, paths: Iterable[Path], force: bool, *, folders: bool = False) -> None:
+    """Raises InputError if one of the files that a command is about to write exists, unless the user says so by `--force`.
+
+    Devices and pipes are never replaced, nor are directories, unless the command writes such (`folders`).
+    """
+    there = [path for path in paths if os.path.lexists(path)]
+    if there and not force:
         raise InputError(f"{option} {there[0]}: exists; name another one, or add --force to replace it")
+    for path in there:
+        if not (path.is_symlink() or path.is_file() or (folders and path.is_dir())):
+            raise InputError(f"{option} {path}: is {'a directory' if path.is_dir() else 'no file'}; name another one")
 
 
 def writable_directory(path: Path, name: str = "the run directory") -> Path:

@@ -22,8 +22,11 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
     """The content of a regular file of at most `most` bytes. Pipes and devices are refused, and are not waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
             raise ValueError("not a regular file")
+        if found.st_size > most:
+            raise ValueError(f"more than {most} bytes")
         with open(descriptor, "rb", closefd=False) as stream:
             data = stream.read(most + 1)
     finally:

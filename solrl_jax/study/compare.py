@@ -49,11 +49,14 @@ def read_course(run: Run, prices: Prices) -> Course:
     if lost := [i for i in at if rows.get(i, {}).get("eval/reward") is None]:
         raise InputError(f"{run.folder}: has no held-out reward after iteration {lost[0]}; remove it, and it is trained again")
     names = [key[5:-15] for key in rows[last] if key.startswith("eval/") and key.endswith("/standard_error")]
-    names = [name for name in names if name not in trained or len(trained) > 1]  # the only one is the reward
+    names = ["reward", *(name for name in names if name != "reward" and (name not in trained or len(trained) > 1))]
     scores = {name: np.array([rows[i].get(f"eval/{name}") for i in at], float) for name in names}
     costs, count, ranks = [0.0], 0, []
     for iteration in range(1, last + 1):
         table = ledger.read(run.folder / "ledger", iteration)
+        if len(table) != run.config.train.prompts * run.config.rollout.candidates:
+            cut = f"its ledger has {len(table)} rows of iteration {iteration}"
+            raise InputError(f"{run.folder}: {cut}; remove it, and it is trained again")
         precision, steps = table["precision"][0].as_py(), table["steps"][0].as_py()
         costs.append(costs[-1] + prices.of_iteration(run.config, precision, steps))
         count += evaluations(run.config, steps)

@@ -95,10 +95,10 @@ def find_prices(name: str) -> Prices:
         return there[name]
     try:
         prices = prices_of(parse_json(read_text(name)))
-        if not min(*prices.network.values(), prices.scored, prices.trained) > 0:
+        if not (min(*prices.network.values(), prices.scored, prices.trained) > 0 and prices.synced >= 0):
             raise ValueError("its seconds must be above 0")
         return prices
     except FileNotFoundError:
         raise InputError(f"--prices {name}: no file, and none of {', '.join(there)}") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(f"--prices {name}: not the JSON of `solrl plan PRESET --json` ({error})") from error

@@ -52,6 +52,8 @@ def _train(run: Run, out: Path, processes: int, started: list[subprocess.Popen[b
     log, share = out / f"{run.name}.log", str(max(1, (os.cpu_count() or 1) // processes))
     # threads of XLA on a CPU; programs are compiled once for all seeds of an arm
     shared = {"JAX_COMPILATION_CACHE_DIR": str(out / "programs"), "NPROC": share, "OMP_NUM_THREADS": share}
+    with writing(log):
+        log.unlink(missing_ok=True)  # also a link or a pipe
     with writing(log), log.open("wb") as lines:
         child = subprocess.Popen(
             (sys.executable, "-m", "solrl_jax", "train", *run.arguments),

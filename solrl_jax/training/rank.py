@@ -74,7 +74,7 @@ def _listed(option: str, text: str | None, own: Any, parse: Callable[[str], Any]
 
 
 def _count(text: str) -> int:
-    if not 1 <= (number := int(text)) <= MOST_STEPS:
+    if not (text.isascii() and text.isdecimal() and 1 <= (number := int(text)) <= MOST_STEPS):  # no "1_0", no other digits
         raise ValueError
     return number
 

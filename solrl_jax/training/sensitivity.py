@@ -13,6 +13,7 @@ from solrl_jax.explore.linears import Linear, report
 from solrl_jax.explore.monitor import Level
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.fidelity import rank_correlations
+from solrl_jax.storage.errors import RunError
 from solrl_jax.training.experiment import Experiment
 from solrl_jax.training.iteration import Progress, roll_out
 
@@ -38,7 +39,8 @@ def group_of(path: str) -> str:
 def measure(experiment: Experiment, adapters: Adapters, prompts: int, progress: Progress) -> tuple[float, list[Sensitivity]]:
     """Mean Spearman correlations over prompts, and first that of exploration with nothing quantised.
 
-    The candidates of the first test prompts, explored in the run's format and steps, against their regeneration.
+    The candidates of the first test prompts, explored in the run's format and steps, against their regeneration. Raises
+    RunError if all rewards tie.
     """
     config, chosen = experiment.config, experiment.test_prompts[:prompts]
     seeds = experiment.seeds("ranking", chosen, config.rollout.candidates, seed=config.eval.seed)
@@ -50,8 +52,12 @@ def measure(experiment: Experiment, adapters: Adapters, prompts: int, progress: 
     def agreement(paths: Sequence[str], precision: str) -> float:
         recipe = dataclasses.replace(experiment, quantized=tuple(paths)).recipe
         correlations = rank_correlations(rewards(recipe.stage(adapters, Level(precision, steps))), true)
-        return float(np.nanmean([spearman for spearman, _ in correlations.per_prompt]))
+        known = [spearman for spearman, _ in correlations.per_prompt if not np.isnan(spearman)]
+        return float(np.mean(known)) if known else np.nan
 
+    exact = agreement((), config.rollout.precision)
+    if np.isnan(exact):
+        raise RunError(f"the rewards of all candidates of {prompts} prompt(s) tie, so nothing ranks them; take more prompts")
     rule = dataclasses.replace(config.model.quantize, skip=(), min_dim=0.0)
     groups: dict[str, list[Linear]] = {}
     for row in report(experiment.backbone.transformer, rule, form):
@@ -66,7 +72,7 @@ def measure(experiment: Experiment, adapters: Adapters, prompts: int, progress: 
         )
         for name, rows in groups.items()
     ]
-    return agreement((), config.rollout.precision), found
+    return exact, found
 
 
 def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[str]:

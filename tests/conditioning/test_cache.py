@@ -74,6 +74,17 @@ def test_a_damaged_entry_is_none_and_is_replaced(case, tmp_path):
     assert bits(cache.read(KEY)) == bits(ENCODING)
 
 
+def test_pipes_in_the_folder_are_not_waited_for(tmp_path):
+    cache, file = Cache(tmp_path / "cache"), tmp_path / "weights"
+    file.write_text("weights")
+    cache.write(KEY, ENCODING)
+    digest = cache.digest(file)
+    for path in files_below(tmp_path / "cache"):
+        path.unlink()
+        os.mkfifo(path)
+    assert (cache.read(KEY), cache.digest(file)) == (None, digest)
+
+
 def test_an_entry_under_the_name_of_another_is_none(tmp_path):
     cache, other = Cache(tmp_path), "ab" + "1" * 62
     cache.write(other, ENCODING)

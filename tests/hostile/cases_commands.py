@@ -18,8 +18,14 @@ PLAN = (
 )
 STAGES = [{"name": name, "seconds": -1} for name in ("explore", "regenerate", "score", "update")]
 PRICES = json.dumps({"preset": "tiny", "stages": STAGES, "exploration": "nvfp4", "device": "mine"})
+SYNC = PRICES.replace("-1", "1").replace("}]", '}, {"name": "sync", "seconds": SYNC}]')
 GOOD = {"{dir}/p": PLAN.replace("ARM", "a")}
 CONVERT = "convert {dir}/a.pt --out {dir}/x.safetensors"
+
+
+def array(shape: str) -> bytes:
+    """The head of a .npy file that claims this shape."""
+    return b"\x93NUMPY\1\0v\0" + f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
 
 
 class Code:
@@ -69,6 +75,12 @@ PICKLES = {  # what a pickle holds, and a part of the line
     "a list": (lambda torch: [torch.zeros(1)], "a.pt"),
     "a complex number": (lambda torch: {"a": 1j}, "a.pt"),
     "a sparse tensor": (lambda torch: {"a": torch.eye(3).to_sparse()}, "a.pt"),
+    "a nested tensor": (
+        lambda torch: {"a": torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.strided)},
+        "cannot hold",
+    ),
+    "a name of a lone surrogate": (lambda torch: {"\ud800": torch.zeros(1)}, "no named tensors"),
+    "a name that a header has": (lambda torch: {"__metadata__": torch.zeros(1)}, "no named tensors"),
     "a tensor without data": (lambda torch: {"a": torch.zeros(3, device="meta")}, "a.pt"),
 }
 
@@ -138,7 +150,25 @@ CASES = [
         files={"{dir}/a.pt": "", "{dir}/x.safetensors": "mine"},
         kept=("{dir}/x.safetensors",),
     ),
+    Case(
+        "export: a pipe is there",
+        "export {run} --out {dir}/x.safetensors --force",
+        "no file",
+        files={"{dir}/x.safetensors": pipe},
+    ),
+    Case("export: a name with a null character", "export {run} --out 'a\0b.safetensors'", "null character"),
+    Case("report: a pipe is there", "report {run} --out {dir}/x --force", "no file", files={"{dir}/x": pipe}),
+    Case(
+        "report: of several, a file is there",
+        "report {run} {run}",
+        "--force",
+        files={"{dir}/report.html": "mine"},
+        kept=("{dir}",),
+    ),
+    Case("report: somebody's is in the run", "report {run}", "--force", files={"{run}/report.html": "mine"}, kept=("{run}",)),
+    Case("rank: a directory is there", "rank {run}", "a directory", files={"{run}/rank.json": folder}),
     # what is converted
+    Case("convert: in /proc", "convert {dir}/a.pt --out /proc/x.safetensors", "cannot be written", files={"{dir}/a.pt": ""}),
     Case("convert: a pipe", "convert {dir}/a.pt --out {dir}/x.safetensors", "no such file", files={"{dir}/a.pt": pipe}),
     Case("convert: a directory", "convert {dir} --out {dir}/x.safetensors", "no such file"),
     Case(
@@ -186,6 +216,13 @@ CASES = [
         files={"{dir}/pictures/me.png": "mine"},
         kept=("{dir}/pictures",),
     ),
+    Case(
+        "train: a foreign report",
+        "train tiny --report run.dir={dir}",
+        "name another directory",
+        files={"{dir}/report.html": "mine"},
+        kept=("{dir}/report.html",),
+    ),
     Case("train: the directory is a file", "train tiny run.dir={dir}/x", "is a file", files={"{dir}/x": "mine"}),
     Case("train: the directory is a pipe", "train tiny run.dir={dir}/x", "is a file", files={"{dir}/x": pipe}),
     Case("train: below a file", "train tiny run.dir={dir}/x/y", "cannot be written", files={"{dir}/x": "mine"}),
@@ -219,14 +256,19 @@ CASES = [
         )
         for name in ("study.md", "study.json", "study.png")
     ),
-    Case(
-        "study: prices below zero",
-        STUDY + " --compare-only --prices {dir}/z",
-        "above 0",
-        files=GOOD | {"{dir}/z": PRICES},
+    *(
+        Case(f"study: {name}", STUDY + " --compare-only --prices {dir}/z", "--prices", files=GOOD | {"{dir}/z": prices})
+        for name, prices in (
+            ("prices below zero", PRICES),
+            ("prices of 400 digits", PRICES.replace("-1", "1" + 400 * "0")),
+            ("a sync below zero", SYNC.replace("SYNC", "-5")),
+            ("a sync of text", SYNC.replace("SYNC", '"x"')),
+        )
     ),
     Case("rank: rank.json is there", "rank tiny --out {dir}", "--force", files={"{dir}/rank.json": "mine"}, kept=("{dir}",)),
     Case("linears: 10^9 prompts", "linears tiny --sensitivity 1000000000", "--sensitivity"),
+    Case("linears: a drop of nothing", "linears tiny --drop 0.1", "--sensitivity"),
+    Case("linears: a drop below zero", "linears tiny --sensitivity 1 --drop -1", "--drop"),
     Case("linears: a drop that is no number", "linears tiny --sensitivity 1 --drop nan", "--drop"),
     Case("report: a name too long", "report {run} --out " + 300 * "x", "File name too long"),
     Case("a reward that ends the process", "train tiny reward=sys:exit run.dir={dir}/run", "SystemExit"),
@@ -263,6 +305,13 @@ CASES = [
     Case("a size of many digits", SAMPLE + " --size " + 5000 * "9" + "x8", "--size", files=P),
     Case("a size in superscript", SAMPLE + " --size ²x²", "--size", files=P),
     Case("a negative size", SAMPLE + " --size -8x8", "--size", files=P),
+    Case(
+        "pictures that no machine holds",
+        SAMPLE + " --size 16384x16384",
+        "--prompts",
+        files={"{dir}/p.txt": 1000 * "a circle\n"},
+    ),
+    Case("a negative prompt of bytes", SAMPLE + " --guidance 3 --negative \udcff", "--negative", files=P),
     Case("no guidance", SAMPLE + " --guidance nan", "--guidance", files=P),
     Case("endless guidance", SAMPLE + " --guidance 1e999", "--guidance", files=P),
     Case("guidance that no float32 holds", SAMPLE + " --guidance 1e39", "--guidance", files=P),
@@ -279,20 +328,18 @@ CASES = [
         files=P
         | {"{dir}/x": b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (1, 4, 4, 4), }" + 41 * b" " + b"\n"},
     ),
-    Case(
-        "latents that claim a terabyte",
-        SAMPLE + " --latents {dir}/x",
-        "not a readable .npy",
-        files=P
-        | {
-            "{dir}/x": b"\x93NUMPY\1\0v\0"
-            + b"{'descr': '<f4', 'fortran_order': False, 'shape': (1, 4, 250000, 250000), }".ljust(117)
-            + b"\n"
-        },
+    *(
+        Case(f"latents of {shape}", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": array(shape)})
+        for shape in ("(1, 4, 250000, 250000)", "(1, -32, 8, 8)", "(1099511627776, 1099511627776, 8, 8)")
     ),
+    Case("eval: a preset for a run", "eval {run} --preset nope", "--preset nope"),
+    Case("doctor: a model that is a pipe", "doctor tiny model.path={dir}/x", "model.path", 1, files={"{dir}/x": pipe}),
+    Case("doctor: a cache that is a file", "doctor tiny model.cache={dir}/x", "model.cache", 1, files={"{dir}/x": "mine"}),
+    Case("encode: a cache in nobody's home", "encode tiny model.cache=~nobody-at-all/x", "model.cache"),
     Case("presets: settings without one", "presets seed=1", "expected --show PRESET"),
     Case("encode: a cache that is a file", "encode tiny model.cache={dir}/x", "is a file", files={"{dir}/x": "mine"}),
     Case("encode: no cache", "encode tiny model.cache=null", "expected a directory"),
     Case("rank: no format", "rank tiny --formats nvfp4,,", "--formats", 2),
+    Case("rank: a number with an underscore", "rank tiny --steps 1_0", "--steps"),
     Case("rank: a number of many digits", "rank tiny --steps " + 5000 * "9", "--steps"),
 ]

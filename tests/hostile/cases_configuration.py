@@ -88,6 +88,7 @@ PROMPTS = {
     "200 MB of zeros": (bytes(200_000_000), "bytes"),
     "a million words": ("red " * 1_000_000, "line 1"),
     "a null character": ("a red \0 circle\n", "line 1"),
+    "what a terminal obeys": ("a \x1b]0;red\x07 circle\n", "line 1"),
 }
 LINES = {
     "no JSON": ("{", "line 1: not JSON"),

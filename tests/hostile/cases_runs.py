@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tests.hostile.harness import Case, Maker, Replaced, folder, link, nothing, pipe
+from tests.hostile.harness import Case, Maker, Replaced, folder, link, nothing, pipe, sparse
 
 TRAIN = "train tiny SMALL train.iterations=2 eval.grid=0 run.dir={run}"
 EXPORT = "export {run} --out {dir}/x.safetensors"
@@ -92,7 +92,7 @@ CASES = [
             "nothing to report",
             files={"{run}/metrics.jsonl": made},
         )
-        for name, made in BAD.items()
+        for name, made in (BAD | {"of 3 GB": sparse(3 * 10**9)}).items()
     ),
     *(
         Case(f"report: a picture is {name}", REPORT, "not a whole picture", files={PICTURE: made})
