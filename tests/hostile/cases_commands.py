@@ -75,10 +75,6 @@ PICKLES = {  # what a pickle holds, and a part of the line
     "a list": (lambda torch: [torch.zeros(1)], "a.pt"),
     "a complex number": (lambda torch: {"a": 1j}, "a.pt"),
     "a sparse tensor": (lambda torch: {"a": torch.eye(3).to_sparse()}, "a.pt"),
-    "a nested tensor": (
-        lambda torch: {"a": torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.strided)},
-        "cannot hold",
-    ),
     "a name of a lone surrogate": (lambda torch: {"\ud800": torch.zeros(1)}, "no named tensors"),
     "a name that a header has": (lambda torch: {"__metadata__": torch.zeros(1)}, "no named tensors"),
     "a tensor without data": (lambda torch: {"a": torch.zeros(3, device="meta")}, "a.pt"),
@@ -96,6 +92,12 @@ CASES = [
         )
         for name, (make, said) in PICKLES.items()
         for archive in (True, False)
+    ),
+    Case(
+        "convert: a nested tensor",
+        CONVERT,
+        "cannot hold",
+        files={"{dir}/a.pt": torch_file(lambda torch: {"a": torch.nested.as_nested_tensor([torch.ones(2)])})},
     ),
     Case(
         "convert: a compressed archive",

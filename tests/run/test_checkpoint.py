@@ -177,6 +177,20 @@ def test_when_nothing_is_good_the_run_stops(root):
     assert "\n" not in str(error.value)
 
 
+def test_what_a_run_beside_removes_while_it_is_looked_for_is_looked_for_again(root, monkeypatch):
+    restore = checkpoint.restore
+
+    def slow(path, *arguments):
+        if path.name == "000002":  # the run saves, and keeps one
+            save(root, 3, make_state(3), {}, keep=1)
+        return restore(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "restore", slow)
+    state, meta, _ = checkpoint.restore_latest(root, abstract(make_state(0)), {})
+    assert_same_bits(state, make_state(3))
+    assert meta["iteration"] == 3
+
+
 def test_a_good_checkpoint_of_another_run_is_refused(root):
     with pytest.raises(InputError, match=r"another run: config \('abc' there, 'xyz' here\), model \(None there"):
         checkpoint.restore_latest(root, abstract(make_state(0)), {"config": "xyz", "model": "sana"})

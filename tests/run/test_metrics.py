@@ -185,6 +185,13 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert os.listdir(path.parent) == ["note.txt"]
 
 
+def test_a_link_that_somebody_planted_is_not_written_through(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / ".partial-mine").symlink_to(tmp_path / "theirs")
+    atomic_write(tmp_path / "mine", "mine")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"theirs": "theirs", "mine": "mine"}
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [(errno.ENOSPC, "disk full"), (errno.EROFS, "read-only file system"), (errno.EACCES, "permission denied")],
