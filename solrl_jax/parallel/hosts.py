@@ -24,7 +24,7 @@ from solrl_jax.parallel import consensus
 from solrl_jax.storage.errors import InputError, RunError
 
 T = TypeVar("T")
-AUTO = "auto"
+AUTO, MOST = "auto", 4096  # processes
 HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead, and the others end
 START = 300  # seconds within which all processes must have joined
 ANSWER = 5  # seconds within which a process that calls must say its number
@@ -42,8 +42,8 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
     given = {"--host": host, "--coordinator": coordinator}
     settings: dict[str, Any] = {}
     if hosts != AUTO:
-        if not hosts.isdecimal() or not int(hosts):
-            raise InputError(f"--hosts {hosts!r}: expected a number of processes from 1, or {AUTO}")
+        if not (hosts.isdecimal() and len(hosts) < 10 and 1 <= int(hosts) <= MOST):
+            raise InputError(f"--hosts {hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}")
         if absent := [name for name, value in given.items() if value is None]:
             raise InputError(f"--hosts {hosts}: needs {' and '.join(absent)} too, or --hosts {AUTO}")
         assert host is not None
@@ -77,7 +77,7 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
     address that cannot be used.
     """
     address, _, port = coordinator.rpartition(":")
-    if not (address and port.isdecimal() and 0 < int(port) < 2**16):
+    if not (address and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
         raise InputError(f"--coordinator {coordinator}: expected HOST:PORT")
     end = time.monotonic() + START
     problem = _call(mine, (address, int(port)), end) if mine else _listen(count, int(port), end)

@@ -298,6 +298,14 @@ CASES = [
     Case("a preset as long as a book", "train " + 5000 * "x", "unknown preset"),
     Case("a host without hosts", "train tiny --host 3", "only with --hosts"),
     Case("hosts that are no number", "train tiny --hosts many", "expected a number"),
+    *(
+        Case(f"hosts: {name}", f"train tiny --host 0 --hosts {count} --coordinator localhost:{port}", said)
+        for name, count, port, said in (
+            ("10^9 of them", 10**9, 1, "expected a number"),
+            ("of many digits", 5000 * "9", 1, "expected a number"),
+            ("a port of many digits", 2, 5000 * "9", "--coordinator"),
+        )
+    ),
     Case("a host beyond the last", "train tiny --hosts 2 --host 2 --coordinator localhost:1", "must be from 0 to 1"),
     Case("a coordinator that is no address", "train tiny --hosts 2 --host 1 --coordinator nowhere", "--coordinator"),
     Case("no iteration", "train tiny --profile -3", "is no iteration"),

@@ -121,7 +121,7 @@ def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (("two",), "--hosts 'two': expected a number of processes from 1, or auto"),
+        (("two",), "--hosts 'two': expected a number of processes from 1 to 4096, or auto"),
         (("2",), "--hosts 2: needs --host and --coordinator too, or --hosts auto"),
         (("2", 2, "localhost:1"), "--host 2: must be from 0 to 1, with --hosts 2"),
         (("2", 0, "localhost"), "--coordinator localhost: expected HOST:PORT"),
