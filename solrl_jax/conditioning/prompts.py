@@ -12,7 +12,7 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.readers import parse_json, read_text
 
 T = TypeVar("T", bound=str)
-CONTROLS = re.compile(r"[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
+CONTROLS = re.compile(r"[\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")
 MOST_CHARACTERS = 20_000  # of a prompt or an instruction; encoders read some hundred words
 EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "prompt_sets"
@@ -60,10 +60,10 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
 def plain(text: T, where: str) -> T:
     """The text. Raises InputError unless it is of a length that somebody wrote, and of characters that files can hold.
 
-    Other controls than line ends and tabs are refused: on a terminal, prompts that are shown must not act.
+    Controls that a terminal obeys are refused: prompts that are shown must not act.
     """
     if len(text) > MOST_CHARACTERS or CONTROLS.search(text) or text.encode(errors="replace").decode() != text:
-        raise InputError(f"{where}: {shown(str(text[:80]))} is no text of up to {MOST_CHARACTERS} characters")
+        raise InputError(f"{where}: {shown(str(text[:80]))} is no text of up to {MOST_CHARACTERS} characters without controls")
     return text
 
 
