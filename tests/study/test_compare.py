@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from solrl_jax.storage.errors import InputError
@@ -102,7 +103,11 @@ def test_a_damaged_run_is_named(tmp_path):
         summary.summarise("hand", plan, runs, PRICES, {})
     (runs[0].folder / "run.json").unlink()
     assert "unknown" in summary.summarise("hand", plan, runs, PRICES, {})[0]["setting"]["evaluation"]
-    (runs[0].folder / "ledger" / "iteration-000002.parquet").write_text("")
+    second = runs[0].folder / "ledger" / "iteration-000002.parquet"
+    pq.write_table(pq.read_table(second).slice(0, 3), second)
+    with pytest.raises(InputError, match=r"sol-0: its ledger has 3 rows of iteration 2"):
+        summary.summarise("hand", plan, runs, PRICES, {})
+    second.write_text("")
     with pytest.raises(InputError, match=r"iteration-000002\.parquet: cannot be read"):
         summary.summarise("hand", plan, runs, PRICES, {})
 
@@ -148,6 +153,15 @@ def test_an_evaluation_that_is_missing_is_named(tmp_path):
     path.write_text("".join(line for line in path.read_text().splitlines(True) if '"iteration": 2,' not in line))
     with pytest.raises(InputError, match=r"sol-0: has no held-out reward after iteration 2"):
         summary.summarise("hand", plan, runs, PRICES, {})
+
+
+def test_a_record_without_standard_errors_has_a_reward(tmp_path):
+    plan, runs, before, _ = made(tmp_path)
+    for run in runs:
+        path = run.folder / "metrics.jsonl"
+        path.write_text(path.read_text().replace("/standard_error", "/other"))
+    after, _ = summary.summarise("hand", plan, runs, PRICES, {})
+    assert after["arms"]["sol"]["scores"] == {"reward": before["arms"]["sol"]["scores"]["reward"]}
 
 
 def test_the_page_and_the_figure_say_what_was_found(tmp_path):
