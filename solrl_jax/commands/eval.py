@@ -20,7 +20,7 @@ from solrl_jax.policy.lora import Adapters
 from solrl_jax.run.directory import configuration, find_checkpoint, is_run, load_policy
 from solrl_jax.run.pictures import save_before_after
 from solrl_jax.storage.errors import InputError
-from solrl_jax.storage.files import refuse_existing
+from solrl_jax.storage.files import refuse_existing, writable_directory
 from solrl_jax.training.evaluate import Differing, Evaluation, PictureGrid, evaluate, paired_difference, setting
 from solrl_jax.training.experiment import Experiment, build
 
@@ -56,6 +56,7 @@ def command(target: str, overrides: tuple[str, ...], paired: bool, checkpoint: s
         if not paired:
             raise InputError(f"--gallery {gallery}: shows two policies; it needs --paired")
         refuse_existing("--gallery", [gallery], others["force"])
+        writable_directory(gallery.absolute().parent, "--gallery")
     config, run = configuration(target, overrides, preset, trust=others["trust_run"])
     config = _scored(config, others["rewards"])
     chosen = find_checkpoint(target, checkpoint)

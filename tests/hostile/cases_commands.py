@@ -342,6 +342,8 @@ CASES = [
         Case(f"latents of {shape}", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": array(shape)})
         for shape in ("(1, 4, 250000, 250000)", "(1, -32, 8, 8)", "(1099511627776, 1099511627776, 8, 8)")
     ),
+    Case("eval: a gallery in a file", "eval {run} {run} --paired --gallery {dir}/x/y", "is a file", files={"{dir}/x": "mine"}),
+    Case("eval: a gallery that is a directory", "eval {run} {run} --paired --gallery {dir} --force", "is a directory"),
     Case("eval: a preset for a run", "eval {run} --preset nope", "--preset nope"),
     Case("doctor: a model that is a pipe", "doctor tiny model.path={dir}/x", "model.path", 1, files={"{dir}/x": pipe}),
     Case("doctor: a cache that is a file", "doctor tiny model.cache={dir}/x", "model.cache", 1, files={"{dir}/x": "mine"}),
