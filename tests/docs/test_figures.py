@@ -121,7 +121,7 @@ def test_what_the_embedded_pipelines_learn():
     runs, page = record("train-tiny")["runs"], DOCS / "embedded.md"
     scores = ("eval/reward", "eval/shapes/strict")
     for first, _, reward, strict in rows(page, "name"):
-        run = runs[f"dc803c2 {first.removeprefix('`tiny-').removesuffix('`')}"]
+        run = runs[f"889fa5c {first.removeprefix('`tiny-').removesuffix('`')}"]
         for cell, name in zip((reward, strict), scores, strict=True):
             values = [run[when][f"{name}{part}"] for when in ("before", "after") for part in ("", "/standard_error")]
             check(numbers(cell), values, first)

@@ -8,6 +8,7 @@ import pytest
 from solrl_jax.explore.levers.correction import Corrected, Probe, correct
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.matmul import dequantize, matmul
+from tests.lowering import cuda_text
 
 ROWS, N_IN, N_OUT, RANK = 96, 64, 48, 8
 QUANTISING = [name for name, form in FORMATS.items() if form.quantize]
@@ -62,7 +63,7 @@ def test_a_row_is_corrected_alone():
 
 def test_the_remainder_is_multiplied_by_xlas_own_block_scaled_product_on_cuda():
     w = correct(FORMATS["nvfp4"].quantize, W, BASIS)
-    text = jax.jit(matmul).trace(X, w).lower(lowering_platforms=("cuda",)).as_text()
+    text = cuda_text(jax.jit(matmul).trace(X, w))
     assert "@__op$block_scaled_dot(" in text
 
 

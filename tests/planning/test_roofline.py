@@ -30,7 +30,7 @@ def test_seconds_are_split_into_what_they_go_into(name, device):
     made = roofline(text(name), TARGETS[device])
     split = made.split()
     by_hand = {kind: sum(made.kernel_seconds(k) for k in made.kernels if k.kind == kind) for kind in split}
-    assert split == by_hand
+    assert split == pytest.approx(by_hand, rel=1e-12)  # sums round otherwise from Python 3.12 on
     assert math.isclose(made.summary()["seconds"], sum(by_hand.values()))
     assert split["links"] == 0
     assert bool(split["attention"]) == ("attend" in name)
