@@ -29,7 +29,7 @@ const server = createServer((request, answer) => {
 await new Promise((done) => server.once("listening", done));
 const address = (name) => `http://127.0.0.1:${server.address().port}/${name}`;
 
-const browser = await puppeteer.launch({ executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium", args: ["--no-sandbox"] });
+const browser = await puppeteer.launch({ executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium", args: ["--no-sandbox"], protocolTimeout: 600000 });
 const pages = [...readdirSync("site").filter((name) => name.endsWith(".html") && name !== "404.html"), ...Object.keys(reports)];
 const settings = [390, 1440].flatMap((width) => ["light", "dark"].map((scheme) => ({ width, scheme })));
 const found = { pages: pages.length, audits: 0, violations: 0, console_errors: 0, wider_than_window: 0 };
@@ -38,7 +38,8 @@ const wrong = [];
 
 for (const name of pages) {
   for (const { width, scheme } of settings) {
-    const page = await browser.newPage();
+    const visit = await browser.createBrowserContext(); // or the colours of one visit would be kept for the next
+    const page = await visit.newPage();
     const errors = [];
     page.on("console", (said) => ["error", "warn"].includes(said.type()) && errors.push(said.text()));
     page.on("pageerror", (error) => errors.push(String(error)));
@@ -68,7 +69,7 @@ for (const name of pages) {
       if (lhr.categories.accessibility.score < LEAST || !quiet) told.push(`Lighthouse: ${lhr.categories.accessibility.score}, console quiet: ${quiet}`);
     }
     [...told, ...errors].forEach((line) => wrong.push(`${name}, ${width} px, ${scheme}: ${line}`));
-    await page.close();
+    await visit.close();
   }
 }
 const versions = { lighthouse: version("lighthouse"), "axe-core": version("axe-core"), browser: await browser.version() };
