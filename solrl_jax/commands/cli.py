@@ -36,8 +36,6 @@ COMMANDS = {
     "presets": "List the presets.",
     "doctor": "What this machine can do, and what a preset lacks here.",
 }
-
-
 MOST_SHOWN = 10_000  # characters of a message, which may list whatever a file holds
 UNFORESEEN = "this is an error in solrl_jax"
 

@@ -15,6 +15,8 @@ from solrl_jax.storage.errors import InputError, in_one_line
 from solrl_jax.training.experiment import build, device_facts
 from solrl_jax.training.sensitivity import measure, proposed, table
 
+DROP = 0.02  # Spearman that a proposed rule may cost
+
 
 @click.command("linears")
 @click.argument("target", metavar="RUN_OR_PRESET")
@@ -24,7 +26,7 @@ from solrl_jax.training.sensitivity import measure, proposed, table
     "--sensitivity", type=click.IntRange(1), metavar="PROMPTS", help="Measure what quantising each group does to ranks."
 )
 @click.option(
-    "--drop", type=click.FloatRange(0, 2), callback=finite, help="Spearman that the proposed rule may cost.  [default: 0.02]"
+    "--drop", type=click.FloatRange(0, 2), callback=finite, help=f"Spearman that the proposed rule may cost.  [default: {DROP}]"
 )
 @json_option
 def command(
@@ -46,7 +48,7 @@ def command(
         adapters, _ = load_policy(run, config, experiment.backbone)
         with bar(None, "sensitivity") as shown:
             exact, groups = measure(experiment, adapters, sensitivity, lambda stage, rows, done: shown.update(done))
-        skip = proposed(exact, groups, exact - (0.02 if drop is None else drop))
+        skip = proposed(exact, groups, exact - (DROP if drop is None else drop))
         found = {"exact": exact, "groups": list(map(dataclasses.asdict, groups)), "skip": skip}
         finish(found, as_json, table(exact, groups, skip))
         return

@@ -62,8 +62,8 @@ class Instruction:
         found = re.search(rf'\b{key}"?[=:]\s*[\[{{]([\d," ]*)[\]}}]', self.attributes)
         return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
-    def called(self, key: str) -> str:
-        """The computation (or the number) that the attribute `key` names; empty if there is none."""
+    def value(self, key: str) -> str:
+        """What stands behind `key=` without quotes, a computation's name or a number; empty if there is none."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
@@ -82,12 +82,12 @@ class Module:
         """
         for step in self.computations[computation or self.entry]:
             if step.opcode == "while":
-                yield from self.executed(step.called("body"), times * (self.turns(step) or 1))
+                yield from self.executed(step.value("body"), times * (self.turns(step) or 1))
             elif step.opcode == "conditional":
                 branches = [list(self.executed(name, times)) for name in _branches(step)]
                 yield from max(branches, key=lambda branch: sum(n * inner.size for inner, n in branch))
             elif step.opcode in ("call", "async-start"):
-                yield from self.executed(step.called("to_apply") or step.called("calls"), times)
+                yield from self.executed(step.value("to_apply") or step.value("calls"), times)
             else:
                 yield step, times
 
@@ -98,7 +98,7 @@ class Module:
         """
         if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
             return int(known[1])
-        test = self.root(loop.called("condition"))
+        test = self.root(loop.value("condition"))
         counts = test.opcode == "compare" and "direction=LT" in test.attributes and test.operands[1].opcode == "constant"
         return int(test.operands[1].literal) if counts else None
 
@@ -177,4 +177,4 @@ def _closing(text: str) -> int:
 
 def _branches(step: Instruction) -> list[str]:
     listed = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
-    return _OPERAND.findall(listed[1]) if listed else [step.called("true_computation"), step.called("false_computation")]
+    return _OPERAND.findall(listed[1]) if listed else [step.value("true_computation"), step.value("false_computation")]

@@ -79,7 +79,7 @@ def unit(kind: str) -> Unit:
 
 
 def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
-    inside = memory.module.computations[step.called("calls")] if step.opcode in FUSIONS else []
+    inside = memory.module.computations[step.value("calls")] if step.opcode in FUSIONS else []
     # a library's function may be fused with the slices that it reads and writes (XLA of JAX 0.11)
     work = next((inner for inner in inside if inner.opcode == "custom-call"), step)
     name, operations, source = work.opcode, (0.0, "bf16"), work.text("op_name")
@@ -107,7 +107,7 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
 def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
     """Of a fusion; the type is that of the largest product."""
     found = [_product(step) for step in steps if step.opcode in ("dot", "convolution")]
-    inner = [step.called("calls") for step in steps if step.opcode == "fusion"]
+    inner = [step.value("calls") for step in steps if step.opcode == "fusion"]
     found += [_inside(module.computations[name], module) for name in inner]
     return sum((count for count, _ in found), 0.0), max(found, default=(0.0, "bf16"))[1]
 
@@ -204,7 +204,7 @@ class _Memory:
         """Of one operand: of a slice what it returns, nothing of what is updated in place."""
         operand = step.operands[position]
         if step.opcode in FUSIONS:
-            return min(operand.size, self._parameter(step.called("calls"), position))
+            return min(operand.size, self._parameter(step.value("calls"), position))
         if position == 0 and step.opcode.removesuffix("-start") in SLICES:
             return min(operand.size, _started(step).size)
         return 0.0 if position == 0 and step.opcode in UPDATES else operand.size
@@ -229,13 +229,13 @@ class _Memory:
         if step.opcode in UPDATES:
             return step.operands[UPDATES[step.opcode]].size
         if step.opcode in FUSIONS:
-            return min(step.size, self._written(self.module.root(step.called("calls"))))
+            return min(step.size, self._written(self.module.root(step.value("calls"))))
         return sum(a.size for i, a in enumerate(step.arrays) if a.space == 0 and not _is_workspace(step, i))
 
     def _written(self, root: Instruction) -> float:
         """By a fusion with this root."""
         if root.opcode == "tuple":
             return sum(map(self._written, root.operands), 0.0)
-        if root.opcode == "get-tuple-element" and _is_workspace(root.operands[0], int(root.called("index"))):
+        if root.opcode == "get-tuple-element" and _is_workspace(root.operands[0], int(root.value("index"))):
             return 0.0
         return self._written(root.operands[0]) if root.opcode == "bitcast" else self._writes(root)

@@ -57,7 +57,7 @@ class Collective:
 def collectives(module: Module, devices: int) -> list[Collective]:
     """The collectives of a program for so many devices; those among groups of one device move nothing, and are left out."""
     accompanied = {step for steps in module.computations.values() for step in _accompanied(steps)}
-    wrapped = {step.called("calls") for step in accompanied if step.opcode == "async-start"}
+    wrapped = {step.value("calls") for step in accompanied if step.opcode == "async-start"}
     accompanied |= {step for name in wrapped for step in module.computations[name]}
     found = []
     for step, times in module.executed():

@@ -62,8 +62,8 @@ def test_a_module_is_read_as_it_is_written():
     assert (steps["twice"].size, steps["y"].size) == (0, 16)  # the first is not in main memory
     assert [step.name for step in steps["start"].operands] == ["zero", "p"]
     assert steps["start"].arrays == (hlo.Array("s32", ()), hlo.Array("f32", (4,)))
-    assert steps["y"].called("calls") == "double"
-    assert steps["y"].called("to_apply") == ""
+    assert steps["y"].value("calls") == "double"
+    assert steps["y"].value("to_apply") == ""
     assert (steps["kernel"].text("custom_call_target"), steps["kernel"].text("op_name")) == ("f$g", "jit(f)/call")
     assert module.root("main").opcode == "conditional"
 
