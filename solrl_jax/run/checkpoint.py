@@ -62,7 +62,7 @@ def whole(root: Path) -> Iterator[Path]:
 def ranked(root: Path) -> list[Path]:
     """Checkpoints of `root` whose meta has an "evaluation", by its "eval/reward", the best first; of equal ones the newest.
 
-    Only the names and sizes of their files are checked.
+    Only the names and sizes of their files are checked, and the contents of small ones.
     """
     rows = {path: meta_of(path).get("evaluation") for path in whole(root)}
     rewards = {path: row.get("eval/reward") for path, row in rows.items() if isinstance(row, dict)}
@@ -73,7 +73,7 @@ def ranked(root: Path) -> list[Path]:
 def verify(path: Path, *, contents: bool = True) -> None:
     """Raises CheckpointError unless `path` holds exactly the files that were saved.
 
-    contents: compare every byte; else only names and sizes, which does not read the arrays.
+    contents: compare every byte; else only names, sizes and small files, which does not read large arrays.
     """
     if (reason := files.damage(path, contents=contents)) is not None:
         raise CheckpointError(f"{path}: {reason}")

@@ -130,8 +130,8 @@ def begin(
 def prune(root: Path, keep: int, best: int = 0) -> None:
     """Removes all checkpoints but the newest `keep` good ones, at least one, and the `best` with the highest "eval/reward".
 
-    The newest good one is read in full. Of the others only names and sizes are checked: to read all of them would take longer
-    than the save. What is damaged is not removed: it may be what is left of the best, or not be this program's.
+    The newest good one is read in full, of the others only small files: to read all of them would take longer than the save.
+    What is damaged is not removed: it may be what is left of the best, or not be this program's.
     """
     good, prized = 0, checkpoint.ranked(root)[:best]
     for path in candidates(root):

@@ -30,7 +30,7 @@ def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy
         return Path(snapshot_download(name, allow_patterns=list(patterns())))
     except Exception as error:  # the hub client raises a dozen unrelated types
         state = " (HF_HUB_OFFLINE is set)" if offline() else ""
-        reason = str(error).strip().splitlines()[0]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(f"{what} cannot be had from the hub{state}: {reason}{remedy}") from error
 
 

@@ -209,6 +209,16 @@ def test_pruning_counts_good_ones_only(root):
     checkpoint.verify(root / "000003")
 
 
+@pytest.mark.parametrize(("word", "other"), [('"evaluation"', '"evaluatiom"'), ("0.9", "0.1"), ('"meta"', '"meat"')])
+def test_the_best_is_not_removed_because_its_meta_is_damaged(word, other, tmp_path):
+    for iteration, reward in ((1, 0.9), (2, 0.5)):
+        save(tmp_path, iteration, make_state(iteration), {"evaluation": {"eval/reward": reward}}, keep=1, best=1)
+    meta = tmp_path / "000001" / "meta.json"
+    meta.write_text(meta.read_text().replace(word, other))
+    save(tmp_path, 3, make_state(3), {"evaluation": {"eval/reward": 0.6}}, keep=1, best=1)
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["000003", "000001"]
+
+
 class Killed(BaseException):
     """The process is dead: nothing that it would still have done happens."""
 
