@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import click
 
 from solrl_jax.commands.options import finish, json_option
-from solrl_jax.storage.errors import RunError
 from solrl_jax.storage.files import only_user, writable_directory
 from solrl_jax.study import page, summary
 from solrl_jax.study.cost import find_prices
@@ -51,6 +51,9 @@ def command(
             failed = train(runs, folder, others["processes"] or os.cpu_count() or 1, lambda line: click.echo(line, err=True))
     study, courses = summary.summarise(name, opened, runs, prices, failed)
     page.write(folder, study, courses, summary.sweeps(opened, runs))
-    finish({"out": str(folder), **study}, as_json, f"{page.markdown(study)}written to {folder}")
+    why = f"{len(failed)} of {len(runs)} runs failed, e.g. {': '.join(next(iter(failed.items())))}" if failed else None
+    told = {"error": why, "exit_code": 1} if failed else {}
+    finish({"out": str(folder), **study, **told}, as_json, f"{page.markdown(study)}written to {folder}")
     if failed:
-        raise RunError(f"{len(failed)} of {len(runs)} runs failed, e.g. {': '.join(next(iter(failed.items())))}")
+        click.echo(f"solrl: {why}", err=True)
+        sys.exit(1)

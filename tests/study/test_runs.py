@@ -42,9 +42,10 @@ def study(folder: Path, *arguments: str) -> tuple[int, list[dict], str]:
 
 
 def test_a_failed_arm_is_reported_and_stops_no_other(folder):
-    code, (found, error), said = study(folder, "--quick", "--processes", "1")
-    assert code == 1
-    assert error["error"].startswith("1 of 2 runs failed, e.g. bad-3: prompts.train='none.txt'")
+    code, (found,), said = study(folder, "--quick", "--processes", "1")
+    assert (code, found["exit_code"]) == (1, 1)
+    assert found["error"].startswith("1 of 2 runs failed, e.g. bad-3: prompts.train='none.txt'")
+    assert said.splitlines()[-1] == f"solrl: {found['error']}"
     assert "1/2 good-3: held-out reward" in said
     assert "2/2 bad-3: prompts.train='none.txt'" in said
     assert found["arms"]["good"]["seeds"] == [3]
