@@ -80,9 +80,8 @@ def matches(pattern: str, path: str, field: str) -> bool:
     try:
         return regex.fullmatch(pattern, path, timeout=0.25) is not None  # seconds; `re` has no limit
     except TimeoutError:
-        raise ConfigError(
-            f"{field}: {pattern!r} tries too many ways to match {path}; write it with fewer repetitions"
-        ) from None
+        why = f"tries too many ways to match {path}; write it with fewer repetitions"
+        raise ConfigError(f"{field}: {pattern!r} {why}") from None
 
 
 def shown(value: Any) -> str:

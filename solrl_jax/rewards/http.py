@@ -46,9 +46,8 @@ def http(
     if answer.is_redirect:
         raise Failure(f"status {answer.status_code} (sends on to {shown(answer.headers['location'])}, which is not followed)")
     if not answer.ok:
-        raise Failure(
-            f"status {answer.status_code} ({first_line(ValueError(text.decode(errors='replace').strip() or answer.reason))})"
-        )
+        why = text.decode(errors="replace").strip() or answer.reason
+        raise Failure(f"status {answer.status_code} ({first_line(ValueError(why))})")
     try:
         scores = parse_json(text)["scores"]
         if any(type(score) not in (int, float, type(None)) for score in scores):

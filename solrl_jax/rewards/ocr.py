@@ -31,9 +31,8 @@ def target(prompt: str, metadata: Metadata) -> str:
         text = quoted[1]
     if not isinstance(text, str) or not _normal(text):
         given = "" if metadata.get("text") is None else f", metadata['text']={shown(text)}"
-        raise ValueError(
-            f"reward 'ocr': prompt {shown(prompt)}{given}: expected the words to draw, in double quotes or as metadata['text']"
-        )
+        expected = "expected the words to draw, in double quotes or as metadata['text']"
+        raise ValueError(f"reward 'ocr': prompt {shown(prompt)}{given}: {expected}")
     return text
 
 

@@ -234,7 +234,8 @@ def _check_options(name: str, signature: inspect.Signature, options: Options, ar
         signature.bind(*arguments, **options)
     except TypeError as error:
         given = ", ".join((*arguments, *(f"{key}={shown(value)}" for key, value in options.items())))
-        raise InputError(f"reward.options.{name}: called as ({given}): {error}; accepted: {signature}") from None
+        why = str(error).replace(" keyword-only", "")  # Python 3.12 and 3.13 differ
+        raise InputError(f"reward.options.{name}: called as ({given}): {why}; accepted: {signature}") from None
 
 
 def _returning(part: HostReward, scores: Sequence[str]) -> HostReward:

@@ -1,6 +1,7 @@
 """Rewards of the user's: functions, entry points, services, their options, and how a configuration names them."""
 
 import http.server
+import inspect
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.presets import from_yaml, override, resolve, to_yaml
 from solrl_jax.config.values import ConfigError
+from solrl_jax.rewards import registry
 from solrl_jax.rewards.host import Failure, scoring, workers
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images
@@ -123,6 +125,15 @@ def test_what_does_not_fit_is_one_line(settings, said):
     with pytest.raises(InputError, match=re.escape(said)) as error:
         opened(**settings)
     assert "\n" not in str(error.value)
+
+
+def test_what_an_option_lacks_is_said_alike_by_every_version_of_python():
+    class Newer(inspect.Signature):
+        def bind(self, *_, **__):
+            raise TypeError("missing a required keyword-only argument: 'how'")  # in Python 3.11 it is "a required argument"
+
+    with pytest.raises(InputError, match=r"missing a required argument: 'how'; accepted: \(\)$"):
+        registry._check_options("mine", Newer(), {}, ())
 
 
 def test_a_module_that_fails_when_it_is_imported_is_one_line(tmp_path, monkeypatch):

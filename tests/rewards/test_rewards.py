@@ -75,6 +75,19 @@ def test_any_score_of_a_reward_may_be_trained_on(pictures):
     np.testing.assert_array_equal(only, 1.0)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "weights", [{"shapes": 1.0}, {"shapes/strict": 1.0}, {"tiny-clip": 1.0}, {"shapes": 1.0, "tiny-clip": 0.1}]
+)
+def test_a_picture_that_is_not_finite_has_no_score(weights, value, pictures):
+    damaged = pictures.copy()
+    damaged[2, 5, 7, 1] = value
+    found, sound = (scores(weights, images, np.arange(4)) for images in (damaged, pictures))
+    for name, values in found.items():
+        assert np.isnan(values[2]), name
+        np.testing.assert_array_equal(np.delete(values, 2), np.delete(sound[name], 2))
+
+
 def test_a_picture_scores_the_same_whatever_its_batch_mates(pictures):
     whole = scores({"shapes": 1.0, "tiny-clip": 1.0}, pictures, np.arange(4))["reward"]
     mixed = scores({"shapes": 1.0, "tiny-clip": 1.0}, pictures[[2, 0, 0, 3]], np.array([2, 0, 0, 3]))["reward"]
