@@ -7,18 +7,20 @@ devices. Two rules follow. A value that decides which program runs next must be 
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from solrl_jax.parallel import consensus
 from solrl_jax.storage.errors import InputError, RunError
@@ -127,6 +129,18 @@ def _call(mine: int, address: tuple[str, int], end: float) -> str:
         except OSError:  # not there yet
             time.sleep(min(0.2, left))
     return f"process 0 not there after {START} seconds"
+
+
+def meet(mesh: Mesh) -> None:
+    """Connects every group of devices that a program may sum over. Later, Gloo gives up on a process that is 30 s behind."""
+    if jax.process_count() == 1:
+        return
+    names = mesh.axis_names
+    ones = put(np.ones(mesh.devices.shape, np.float32), NamedSharding(mesh, PartitionSpec(*names)))
+    for axes in itertools.chain(*(itertools.combinations(names, count) for count in range(1, len(names) + 1))):
+        others = PartitionSpec(*(None if name in axes else name for name in names))
+        total = jax.shard_map(partial(jax.lax.psum, axis_name=axes), mesh=mesh, in_specs=ones.sharding.spec, out_specs=others)
+        jax.block_until_ready(jax.jit(total)(ones))
 
 
 def first() -> bool:

@@ -22,7 +22,7 @@ from solrl_jax.explore.recipe import Recipe
 from solrl_jax.flow.grid import Grid
 from solrl_jax.numerics.formats import Device, resolve, scoring_dtypes
 from solrl_jax.numerics.randomness import candidate_seeds, key, prompt_uid
-from solrl_jax.parallel import sharding
+from solrl_jax.parallel import hosts, sharding
 from solrl_jax.policy.lora import Adapters, Targets, attach, find_targets
 from solrl_jax.policy.remat import open_trained
 from solrl_jax.policy.state import TrainState, abstract_state, init_state, read_start
@@ -153,7 +153,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         if wanted > len(there):
             raise InputError(f"{field}={wanted}: must be at most the {len(there)} distinct prompts of its file")
     instruction = read_instruction(config)
-    mesh = open_mesh(config)
+    hosts.meet(mesh := open_mesh(config))
     reward, evaluated = load_reward(sharding.rows_only(mesh))
     # what cannot be scored is found before the weights are loaded
     for field, scored, prompts, sizes in (
