@@ -28,13 +28,7 @@ from solrl_jax.training.experiment import build
 @force_option
 @json_option
 def command(
-    target: str,
-    overrides: tuple[str, ...],
-    prompts: int,
-    out: Path | None,
-    as_json: bool,
-    force: bool,
-    **others: Any,
+    target: str, overrides: tuple[str, ...], prompts: int, out: Path | None, as_json: bool, force: bool, **others: Any
 ) -> None:
     """Measure how well exploration ranks candidates: whole pools, explored and regenerated in full.
 

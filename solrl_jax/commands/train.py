@@ -25,24 +25,15 @@ from solrl_jax.run.progress import Reporter
 @click.argument("preset")
 @overrides_argument
 @click.option(
-    "--profile",
-    multiple=True,
-    metavar="ITER",
-    callback=iterations,
+    "--profile", multiple=True, metavar="ITER", callback=iterations,
     help="Write a trace of this iteration for TensorBoard and Perfetto; repeat it, or separate several with commas.",
-)
+)  # fmt: skip
 @click.option("--report", "page", is_flag=True, help="Keep RUN/report.html up to date (see `solrl report`).")
 @click.option("--force", is_flag=True, help="Go on with prompts that changed, and with sizes that seem too large for memory.")
 @hosts_options
 @json_option
 def command(
-    preset: str,
-    overrides: tuple[str, ...],
-    profile: tuple[int, ...],
-    page: bool,
-    force: bool,
-    as_json: bool,
-    **hosts: Any,
+    preset: str, overrides: tuple[str, ...], profile: tuple[int, ...], page: bool, force: bool, as_json: bool, **hosts: Any
 ) -> None:
     """Train PRESET (see `solrl presets`). The same command resumes.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import sys
 import numpy as np
 import pytest
 
+from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from solrl_jax.run import checkpoint
+from tests.hostile.cases_models import not_finite
 from tests.hostile.harness import call
 from tests.small import SMALL
 
@@ -63,6 +66,24 @@ def test_prompts_that_changed_are_refused_unless_said(tmp_path):
         extra = ["--force"] if saved(tmp_path / "run") == [1] else []
         assert train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2", *extra).code == 0
     assert saved(tmp_path / "run") == [2, 1]
+
+
+def test_weights_that_are_finite_no_more_end_a_run_and_its_checkpoint_is_kept(tmp_path):
+    shutil.copytree(EMBEDDED_FOLDER / "tiny-sana", tmp_path / "model")
+    settings = [f"model.path={tmp_path / 'model'}", "eval.prompts=1", "run.keep_checkpoints=1"]
+    assert train(tmp_path / "run", *settings, "train.iterations=1").code == 0
+    not_finite(tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
+    ended = train(tmp_path / "run", *settings, "train.iterations=9")
+    assert (ended.code, saved(tmp_path / "run")) == (1, [1])
+    assert "iteration 4: no finite reward in 3 iteration(s) in a row, first in stage 'explore'; " in ended.error
+    assert f"the last finite checkpoint is {tmp_path}/run/checkpoints/000001" in ended.error
+
+
+@pytest.mark.exhaustive
+def test_guidance_that_no_float32_follows_names_the_stage(tmp_path):
+    ended = train(tmp_path, "rollout.guidance=1e38", "train.iterations=1")
+    assert (ended.code, saved(tmp_path)) == (1, [])
+    assert "iteration 1: no finite reward in 1 iteration(s) in a row, first in stage 'explore'; nothing is saved" in ended.error
 
 
 def test_no_secret_of_an_address_is_shown(tmp_path):

@@ -1,12 +1,17 @@
 """Which linears stand a format, measured by ranks on a tiny pipeline, and the rule that follows."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.explore import linears
+from solrl_jax.storage.errors import RunError
 from solrl_jax.training import sensitivity
 from solrl_jax.training.experiment import build, fresh_state
 from solrl_jax.training.sensitivity import Sensitivity, group_of, measure, proposed, table
+from tests.toys import toy_experiment
 
 GROUPS = {"/attn1/", "/ff/"}
 
@@ -45,3 +50,23 @@ def test_each_group_is_measured_alone(monkeypatch):
     assert {group.group for group in groups} == GROUPS
     assert any(group.spearman < 1 for group in groups)
     assert all(-1 <= group.spearman <= 1 for group in groups)
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
+    toy = toy_experiment("rollout.steps=2", "rollout.explore.steps=2", "eval.prompts=2")
+    monkeypatch.setattr(
+        sensitivity,
+        "roll_out",
+        lambda of, stage, prompted, seeds, progress: SimpleNamespace(reward=np.full(seeds[..., 0].size, value)),
+    )
+    with pytest.raises(
+        RunError, match=r"^the rewards of all candidates of 2 prompt\(s\) tie, so nothing ranks them; take more"
+    ):
+        measure(toy, fresh_state(toy).old, 2, lambda *_: None)
+
+
+def test_a_group_whose_rewards_tie_is_not_quantised():
+    groups = [Sensitivity("/ff/", 8, 0.6, 0.98), Sensitivity("/attn/", 8, 0.4, float("nan"))]
+    assert proposed(0.99, groups, 0.5) == ["/attn/"]
+    assert proposed(0.99, groups[::-1], 0.5) == ["/attn/"]
