@@ -109,6 +109,8 @@ def explained(error: BaseException) -> tuple[str, int]:
             return f"{os.fsdecode(name)}: {error.strerror}", 2
         case ValueError() if named := [text for text in sys.argv if "\0" in text]:
             return f"{named[0]!r}: holds a null character, which no name can", 2
+        case FileNotFoundError(filename=None):  # no file was named, so it is the one that relative paths begin with
+            return "the working directory is not there any more", 2
         case OSError(filename=None):  # `> /dev/full`
             return f"the output cannot be written: {disk_reason(error)}", 1
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # of the host, of a device

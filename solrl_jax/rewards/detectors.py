@@ -67,10 +67,7 @@ def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]
     found: list[list[Detection]] = []
     for start in range(0, n, BLOCK):
         rows = np.minimum(np.arange(start, start + BLOCK), n - 1)
-        things = verifier.find(images[rows])
-        colour, shape, size, centre, diameter = (
-            np.asarray(x) for x in (things.colour, things.shape, things.size, things.centre, things.diameter)
-        )
+        colour, shape, size, centre, diameter = map(np.asarray, verifier.find(images[rows]))
         lo, hi = ((centre + sign * diameter[..., None] / 2) * (width / scenes.BASE) for sign in (-1, 1))
         for i in range(min(BLOCK, n - start)):
             objects = []

@@ -144,6 +144,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     try:
         facts = dict(parse_json(read_bytes(path))) if path.exists() else {}
+        facts |= {"packages": dict(facts["packages"])} if "packages" in facts else {}
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path}: cannot be read ({disk_reason(error) or first_line(error)})") from error
     return {key: facts[key] for key in _SHOWN if key in facts}

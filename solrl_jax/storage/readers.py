@@ -28,7 +28,7 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
         if found.st_size > most:
             raise ValueError(f"more than {most} bytes")
         with open(descriptor, "rb", closefd=False) as stream:
-            data = stream.read(most + 1)
+            data = stream.read(most + 1) or b""  # None: a file of the kernel with nothing in it yet
     finally:
         os.close(descriptor)
     if len(data) > most:

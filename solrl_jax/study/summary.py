@@ -49,7 +49,7 @@ def summarise(
 def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
     """How the finished runs were evaluated and where they ran; one line each if they differ in neither."""
     facts = [dict.fromkeys(("evaluation", "devices", "python"), "unknown") | read_facts(run.folder) for run in done]
-    distinct = lambda lines: "; ".join(dict.fromkeys(lines)) or "no run is finished"
+    distinct = lambda lines: "; ".join(dict.fromkeys(map(str, lines))) or "no run is finished"
     network = ", ".join(f"{1e3 * seconds:.3g} ms in {name}" for name, seconds in prices.network.items())
     return {
         "evaluation": distinct(fact["evaluation"] for fact in facts),

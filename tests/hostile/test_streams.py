@@ -53,3 +53,12 @@ def test_devices_that_jax_cannot_open_are_bad_input(monkeypatch):
         f"JAX_PLATFORMS='abacus': JAX cannot open these devices ({caught.value}); see `solrl doctor`",
         2,
     )
+
+
+def test_a_working_directory_that_is_gone_is_bad_input(monkeypatch, tmp_path, capsys):
+    (tmp_path / "a.pt").touch()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert ended(monkeypatch, "convert", str(tmp_path / "a.pt"), "--out", "x.safetensors") == 2
+    assert capsys.readouterr().err == "solrl: the working directory is not there any more\n"

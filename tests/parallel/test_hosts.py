@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,6 +81,39 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     rewards = (table["regenerated_reward"].to_numpy() for table in (kept, alone))
     np.testing.assert_allclose(*rewards, atol=1e-5)
     assert len({row["pool/tests.outside:mean"] for row in metrics.read(tmp_path / "two") if row["iteration"]}) > 1
+
+
+LATE = textwrap.dedent(
+    """
+    import sys, time
+    import jax, numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+    from solrl_jax.parallel import hosts, sharding
+
+    number = int(sys.argv[1])
+    hosts.initialise("2", number, sys.argv[2])
+    mesh = sharding.make_mesh(2, 2, 2)
+    hosts.meet(mesh)
+    time.sleep(35 * number)
+    for axes in (("data", "fsdp", "tensor"), ("data", "fsdp"), "tensor"):
+        x = hosts.put(np.arange(16.0, dtype=np.float32).reshape(8, 2), NamedSharding(mesh, PartitionSpec(axes)))
+        print(float(jax.jit(lambda x: x.sum())(x)))
+    """
+)
+
+
+@pytest.mark.exhaustive
+def test_a_process_may_come_late_to_its_first_program():
+    """Later than the 30 s that Gloo waits for a connection."""
+    address, flags = f"localhost:{free_port()}", os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    start = lambda number: subprocess.Popen(
+        [sys.executable, "-c", LATE, str(number), address],
+        env=os.environ | {"XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    told = [process.communicate(timeout=300)[0].split() for process in [start(0), start(1)]]
+    assert [[line for line in lines if line == "120.0"] for lines in told] == [["120.0"] * 3] * 2
 
 
 def call_roll(numbers: list[int], count: int) -> list[str]:

@@ -67,6 +67,20 @@ def test_what_is_finished_is_not_repeated(folder):
     assert found["missing"] == {"bad-3": "not finished"}
 
 
+@pytest.mark.parametrize(
+    ("written", "code"),
+    [('{"packages": 5}', 2), ('{"packages": "jax"}', 2), ('{"evaluation": [3], "devices": null, "python": {"a": 1}}', 0)],
+)
+def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
+    path = folder / "out" / "good-3" / "run.json"
+    before = path.read_text()
+    path.write_text(written)
+    ended, (found,), said = study(folder, "--quick", "--compare-only")
+    path.write_text(before)
+    assert (ended, said.count("\n")) == (code, min(code, 1)), said
+    assert "run.json: cannot be read" in found.get("error", "run.json: cannot be read")
+
+
 def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
     first = ledger.path_of(folder / "out" / "good-3" / "ledger", 1)
     before = first.stat().st_mtime_ns
