@@ -111,7 +111,7 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     swept = {setting: points for setting, points in sweeps.items() if any(arm in there for _, arm in points)}
     panels = 2 + bool(faithful) + len(swept)
     figure = new_figure(9.0, 0.3 + 3.4 * -(-panels // 2))
-    figure.suptitle(f"held-out reward: {setting}", fontsize=7, x=0.01, ha="left")
+    figure.suptitle(f"held-out reward: {setting}", fontsize=7, x=0.01, ha="left", wrap=True)
     axes = iter(figure.subplots(-(-panels // 2), 2).flat)
     looks = {arm: (COLORS[i % len(COLORS)], _STYLES[i // len(COLORS) % len(_STYLES)]) for i, arm in enumerate(there)}
     for x, label in (("cost", "counted seconds"), ("iterations", "iteration")):

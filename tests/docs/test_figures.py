@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 
 from tests.docs.pages import DOCS, PAGES, ROOT
@@ -235,6 +236,29 @@ def test_the_papers_comparisons():
         check(re.findall(signs, equal.replace("± ", "")), pair["at_equal_cost"]["reward"], names)
         for cell, estimate in zip(speed, pair["speed_up"].values(), strict=True):
             check(numbers(cell), [] if estimate[0] is None else estimate, names)
+
+
+def test_a_pool_under_each_objective():
+    signed = lambda text: re.findall(r"[-+]?\d+(?:\.\d+)?", text.replace("± ", ""))
+    for heading, name, count in (
+        ("objective, four seeds", "study-objectives", 4),
+        ("objective | explored", "study-objectives-quick", 6),
+    ):
+        found, table = record(name), {first.strip("`"): cells for first, *cells in rows(DOCS / "study.md", heading)}
+        pairs = {pair["arm"]: pair for pair in found["compared"]}
+        assert len(table) == count
+        assert table.keys() == pairs.keys() | {"nft"}
+        for arm, pair in pairs.items():
+            rewards = [found["arms"][of]["scores"]["reward"] for of in (arm, f"{arm}-plain")]
+            estimates = [*rewards, pair["final"], [pair["cost_share"]], pair["at_equal_cost"]["reward"]]
+            for cell, estimate in zip(table[arm], estimates, strict=True):
+                check(signed(cell), estimate, (name, arm))
+    runs = record("study-paper")["runs"]
+    after_16 = lambda arm: np.array([run["reward"][4] for key, run in runs.items() if key.startswith(arm)])
+    explored, plain = after_16("sol_rl"), after_16("diffusionnft")
+    cells = next(cells for first, *cells in rows(DOCS / "study.md", "objective, four seeds") if first == "`nft`")
+    for cell, x in zip(cells, (explored, plain, explored - plain), strict=False):
+        check(signed(cell), [x.mean(), x.std(ddof=1) / len(x) ** 0.5], "nft")
 
 
 def test_more_devices():
