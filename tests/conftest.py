@@ -60,11 +60,12 @@ def _forget_programs():
 
 
 QUICK = 1  # configurations of each network that `make test` compares with PyTorch; `make test-all` has the others too
-# What `pytest` without arguments runs, in two processes: a verdict in three minutes on two cores. The other rooms compile whole
-# networks.
+# What `pytest` without arguments runs, in two processes, for a quick verdict. The other rooms compile whole networks.
 QUICK_ROOMS = {"config", "docs", "flow", "numerics", "policy", "rollout", "storage", "tests"}
-# in those rooms: a wheel in a fresh environment, every network's update, the site, the tutorial
-SLOW_FILES = {"test_package.py", "test_remat.py", "test_site.py", "test_tutorial.py"}
+# In those rooms: a wheel in a fresh environment, the site, the tutorial; kernels beside twins, whole updates and rollouts,
+# which compile for more than half of the time that these rooms take.
+SLOW_FILES = {"test_package.py", "test_site.py", "test_tutorial.py", "test_gated_conv.py", "test_linear_attention.py"}
+SLOW_FILES |= {"test_pending.py", "test_remat.py", "test_update.py", "test_whole.py", "test_generate.py"}
 
 
 def _quick(config: pytest.Config) -> bool:
