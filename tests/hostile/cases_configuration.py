@@ -79,7 +79,6 @@ PROMPTS = {
     "a pipe": (pipe, "not a regular file"),
     "a directory": (folder, "cannot be read"),
     "/dev/zero": (link("/dev/zero"), "not a regular file"),
-    "a file of the kernel's": (link("/proc/kmsg"), ""),
     "a link to itself": (link("p.txt"), "cannot be read"),
     "nothing in it": ("", "holds no prompt"),
     "blanks": (" \n\t\n", "holds no prompt"),

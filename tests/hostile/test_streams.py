@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from solrl_jax.commands import cli
+from solrl_jax.storage import readers
 
 
 def ended(monkeypatch, *arguments: str) -> int:
@@ -62,3 +63,15 @@ def test_a_working_directory_that_is_gone_is_bad_input(monkeypatch, tmp_path, ca
     (tmp_path / "gone").rmdir()
     assert ended(monkeypatch, "convert", str(tmp_path / "a.pt"), "--out", "x.safetensors") == 2
     assert capsys.readouterr().err == "solrl: the working directory is not there any more\n"
+
+
+def test_a_file_of_the_kernel_that_has_nothing_yet_is_empty(monkeypatch, tmp_path):
+    """As /proc/kmsg: a regular file by its mode, of which a read that does not wait returns None."""
+
+    class Waiting(io.BytesIO):
+        def read(self, *_):
+            return None
+
+    (tmp_path / "p.txt").touch()
+    monkeypatch.setattr(readers, "open", lambda *_, **__: Waiting(), raising=False)
+    assert readers.read_bytes(tmp_path / "p.txt") == b""
