@@ -131,8 +131,8 @@ def _call(mine: int, address: tuple[str, int], end: float) -> str:
     return f"process 0 not there after {START} seconds"
 
 
-def meet(mesh: Mesh) -> None:
-    """Connects every group of devices that a program may sum over. Later, Gloo gives up on a process that is 30 s behind."""
+def connect(mesh: Mesh) -> None:
+    """Connects every group of devices that a program may sum over. Done later, Gloo waits only 30 s for a slower process."""
     if jax.process_count() == 1:
         return
     names = mesh.axis_names

@@ -153,7 +153,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         if wanted > len(there):
             raise InputError(f"{field}={wanted}: must be at most the {len(there)} distinct prompts of its file")
     instruction = read_instruction(config)
-    hosts.meet(mesh := open_mesh(config))
+    hosts.connect(mesh := open_mesh(config))
     reward, evaluated = load_reward(sharding.rows_only(mesh))
     # what cannot be scored is found before the weights are loaded
     for field, scored, prompts, sizes in (

@@ -28,6 +28,11 @@ def numbers(text: str) -> list[str]:
     return re.findall(r"\d+(?:\.\d+)?", text)
 
 
+def signed(text: str) -> list[str]:
+    """As `numbers`, with the sign of a difference. That of an error, "±", is none."""
+    return re.findall(r"[-+]?\d+(?:\.\d+)?", text.replace("± ", ""))
+
+
 def agrees(printed: str, value: float) -> bool:
     """Whether a printed number is the value, rounded to as many places."""
     places = len(printed.partition(".")[2])
@@ -231,15 +236,13 @@ def test_the_papers_comparisons():
     for names, share, cost, equal, *speed in rows(page, "arm, against"):
         pair = pairs[tuple(re.findall("`(.*?)`", names))]
         assert agrees(cost, pair["cost_share"])
-        signs = r"[-+]?\d+(?:\.\d+)?"
-        check(re.findall(signs, share.replace("± ", "")), [100 * value for value in pair["final_share"]], names)
-        check(re.findall(signs, equal.replace("± ", "")), pair["at_equal_cost"]["reward"], names)
+        check(signed(share), [100 * value for value in pair["final_share"]], names)
+        check(signed(equal), pair["at_equal_cost"]["reward"], names)
         for cell, estimate in zip(speed, pair["speed_up"].values(), strict=True):
             check(numbers(cell), [] if estimate[0] is None else estimate, names)
 
 
 def test_a_pool_under_each_objective():
-    signed = lambda text: re.findall(r"[-+]?\d+(?:\.\d+)?", text.replace("± ", ""))
     for heading, name, count in (
         ("objective, four seeds", "study-objectives", 4),
         ("objective | explored", "study-objectives-quick", 6),
@@ -254,7 +257,8 @@ def test_a_pool_under_each_objective():
             for cell, estimate in zip(table[arm], estimates, strict=True):
                 check(signed(cell), estimate, (name, arm))
     runs = record("study-paper")["runs"]
-    after_16 = lambda arm: np.array([run["reward"][4] for key, run in runs.items() if key.startswith(arm)])
+    of_arm = lambda arm: (run for name, run in runs.items() if name.startswith(arm))
+    after_16 = lambda arm: np.array([run["reward"][run["iterations"].index(16)] for run in of_arm(arm)])
     explored, plain = after_16("sol_rl"), after_16("diffusionnft")
     cells = next(cells for first, *cells in rows(DOCS / "study.md", "objective, four seeds") if first == "`nft`")
     for cell, x in zip(cells, (explored, plain, explored - plain), strict=False):

@@ -68,7 +68,7 @@ def test_prompts_that_changed_are_refused_unless_said(tmp_path):
     assert saved(tmp_path / "run") == [2, 1]
 
 
-def test_weights_that_are_finite_no_more_end_a_run_and_its_checkpoint_is_kept(tmp_path):
+def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     shutil.copytree(EMBEDDED_FOLDER / "tiny-sana", tmp_path / "model")
     settings = [f"model.path={tmp_path / 'model'}", "eval.prompts=1", "run.keep_checkpoints=1"]
     assert train(tmp_path / "run", *settings, "train.iterations=1").code == 0
@@ -80,7 +80,7 @@ def test_weights_that_are_finite_no_more_end_a_run_and_its_checkpoint_is_kept(tm
 
 
 @pytest.mark.exhaustive
-def test_guidance_that_no_float32_follows_names_the_stage(tmp_path):
+def test_guidance_that_overflows_ends_a_run_and_the_stage_is_named(tmp_path):
     ended = train(tmp_path, "rollout.guidance=1e38", "train.iterations=1")
     assert (ended.code, saved(tmp_path)) == (1, [])
     assert "iteration 1: no finite reward in 1 iteration(s) in a row, first in stage 'explore'; nothing is saved" in ended.error

@@ -93,7 +93,7 @@ LATE = textwrap.dedent(
     number = int(sys.argv[1])
     hosts.initialise("2", number, sys.argv[2])
     mesh = sharding.make_mesh(2, 2, 2)
-    hosts.meet(mesh)
+    hosts.connect(mesh)
     time.sleep(35 * number)
     for axes in (("data", "fsdp", "tensor"), ("data", "fsdp"), "tensor"):
         x = hosts.put(np.arange(16.0, dtype=np.float32).reshape(8, 2), NamedSharding(mesh, PartitionSpec(axes)))
