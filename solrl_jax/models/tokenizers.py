@@ -5,12 +5,13 @@ import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from solrl_jax.models.chat_template import render
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_TEXT
 
 
@@ -63,8 +64,10 @@ class NoVocabulary:
     def encode(self, text: str) -> list[int]:
         return [0] * (len(text) // 3)  # English has three letters or more a token
 
-    def apply_chat_template(self, conversation: Sequence[dict[str, str]], **_: Any) -> str:
-        return "".join(turn["content"] for turn in conversation)
+    special_tokens_map: ClassVar[dict[str, str]] = {}
+
+    def get_chat_template(self) -> str:
+        return "{{ messages[0].content }}"
 
     def add_tokens(self, tokens: Sequence[str], **_: Any) -> None:
         """There is no vocabulary to add to."""
@@ -73,27 +76,27 @@ class NoVocabulary:
 def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) -> dict[str, np.ndarray]:
     """Padded and truncated to `length` as the tokenizer in `folder` does it: "ids" int32, "mask" bool (true on tokens).
 
-    Both are [texts, length]. options: more keywords of the tokenizer.
+    Both are [texts, length]. options: more keywords of the tokenizer. Raises InputError for a tokenizer that fails.
     """
-    encoded = load_tokenizer(folder)(
-        list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np", **options
-    )
+    tokenizer, options = load_tokenizer(folder), {"padding": "max_length", "truncation": True, "return_tensors": "np"} | options
+    try:
+        encoded = tokenizer(list(texts), max_length=length, **options)
+    except Exception as error:  # its parts raise `Exception` itself
+        raise InputError(f"{folder}: the tokenizer fails ({type(error).__name__}: {first_line(error)})") from error
     return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
 
 
 def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
     """Each prompt as a user's turn, up to where the answer begins, by the chat template of the tokenizer in `folder`.
 
-    A template is not trusted: transformers renders it in Jinja's sandbox. variables: what the template reads besides.
-    Raises InputError, in one line, for a folder without a template and for a template that fails.
+    variables: what the template reads besides. Raises InputError, in one line, for a folder without a template and for a
+    template that fails or does not end.
     """
     tokenizer = load_tokenizer(folder)
-    options = {"tokenize": False, "add_generation_prompt": True} | variables
     try:
-        return [tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **options) for prompt in prompts]
-    except Exception as error:  # a template can raise any type
-        why = " ".join(str(error).split())
-        raise InputError(f"{folder}: no usable chat template ({type(error).__name__}: {why})") from error
+        return render(tokenizer.get_chat_template(), prompts, tokenizer.special_tokens_map | variables)
+    except ValueError as error:
+        raise InputError(f"{folder}: no usable chat template ({' '.join(str(error).split())})") from error
 
 
 def clip_length(folder: Path, *positions: int) -> int:

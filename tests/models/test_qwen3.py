@@ -205,23 +205,25 @@ def test_tokens_are_those_of_the_released_pipelines(thinking, tmp_path):
     """As `ZImagePipeline` (thinking) and `Flux2KleinPipeline` (not thinking) of diffusers make them."""
     theirs = make_qwen_tokenizer()
     theirs.save_pretrained(tmp_path)
-    turns = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
-    texts = [theirs.apply_chat_template(turn, **options) for turn in turns]
+    texts = [theirs.apply_chat_template(turn, **options) for turn in asked]
     assert texts[0] == "<|im_start|>user\na red circle<|im_end|>\n<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (
         not thinking
     )
-    assert chat(tmp_path, PROMPTS, enable_thinking=thinking) == texts
+    turns = chat(tmp_path, PROMPTS, enable_thinking=thinking)
+    assert turns == texts
     for length in (6, 30, 80):
         expected = theirs(texts, padding="max_length", max_length=length, truncation=True, return_tensors="np")
-        ours = tokenize(tmp_path, chat(tmp_path, PROMPTS, enable_thinking=thinking), length)
+        ours = tokenize(tmp_path, turns, length)
         assert np.array_equal(ours["ids"], expected["input_ids"])
         assert np.array_equal(ours["mask"], expected["attention_mask"].astype(bool))
 
 
 @pytest.mark.parametrize(
     "template", [None, "{{ messages[0].nothing.at.all }}", "{% for %}", "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-                 "{{ raise_exception('no\nsuch turn') }}", "{% for i in range(1000000) %}{% endfor %}"],
+                 "{{ raise_exception('no\nsuch turn') }}", "{% for i in range(1000000) %}{% endfor %}", "{{ 'a' * 200000 }}",
+                 "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 'a' * 4000000000 }}"],
 )  # fmt: skip
 def test_a_template_that_fails_is_one_line(template, tmp_path):
     """Nothing that it names is run: the sandbox refuses."""

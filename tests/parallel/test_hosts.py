@@ -63,7 +63,9 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     second.communicate()
     assert time.monotonic() - died < LIMIT
     assert first.returncode == 1, errors
-    assert errors.strip().rpartition("\n")[2].startswith("solrl: "), errors
+    # Python says that the process which was aborted did not release its semaphores
+    said = [line for line in errors.splitlines() if "resource_tracker" not in line and "leaked semaphore" not in line]
+    assert said[-1].startswith("solrl: "), errors
 
     port = free_port()
     both = [start(tmp_path / "two", host, port) for host in (0, 1)]
