@@ -204,7 +204,7 @@ def test_what_other_pages_say_of_the_plans():
 def test_what_objectives_learn_and_how_an_sde_is_explored():
     found, page = record("objectives-tiny"), DOCS / "objectives.md"
     paired = {first.strip("`"): cells for first, *cells in rows(page, "objective")}
-    for name in ("awm", "flow_grpo", "dpo"):
+    for name in ("awm", "mix_grpo", "dance_grpo", "flow_grpo", "dpo"):
         run = found["paired"][name]
         after, gain, errors, interval = paired[name]
         check(numbers(after), [run["mean"]], name)
