@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,8 @@ from solrl_jax.models.chat_template import render
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_TEXT
+
+MOST_GROWTH = 1000
 
 
 @functools.cache
@@ -44,9 +48,18 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its parsers raise a dozen unrelated types, some in several lines
         raise ValueError(f"{folder}: no readable tokenizer ({type(error).__name__}: {' '.join(str(error).split())})") from error
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is not None and (growth := _growth(json.loads(normalizer.__getstate__()))) > MOST_GROWTH:
+        raise ValueError(f"{folder}: its normalizer makes a text {growth:.0e} times longer; accepted: {MOST_GROWTH}")
     if type(length := tokenizer.model_max_length) not in (int, float) or length < 1:
         raise ValueError(f"{folder / 'tokenizer_config.json'}: model_max_length={length!r}; accepted: a positive integer")
     return tokenizer
+
+
+def _growth(normalizer: Any) -> int:
+    """How many times longer a normalizer may make a text: of one that replaces and prepends, and of those that it calls."""
+    longest = max(len(normalizer.get(name) or "") for name in ("content", "prepend"))
+    return math.prod(map(_growth, normalizer.get("normalizers", ())), start=max(longest, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +99,25 @@ def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) ->
     return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
 
 
+def chat_template(folder: Path) -> str:
+    """The chat template of the tokenizer in `folder`. Raises InputError if it has none."""
+    try:
+        return load_tokenizer(folder).get_chat_template()
+    except ValueError as error:
+        raise InputError(f"{folder}: no usable chat template ({first_line(error)})") from error
+
+
 def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
     """Each prompt as a user's turn, up to where the answer begins, by the chat template of the tokenizer in `folder`.
 
     variables: what the template reads besides. Raises InputError, in one line, for a folder without a template and for a
     template that fails or does not end.
     """
-    tokenizer = load_tokenizer(folder)
+    template, variables = chat_template(folder), load_tokenizer(folder).special_tokens_map | variables
     try:
-        return render(tokenizer.get_chat_template(), prompts, tokenizer.special_tokens_map | variables)
+        return render(template, prompts, variables)
     except ValueError as error:
-        raise InputError(f"{folder}: no usable chat template ({' '.join(str(error).split())})") from error
+        raise InputError(f"{folder}: no usable chat template ({first_line(error)})") from error
 
 
 def clip_length(folder: Path, *positions: int) -> int:

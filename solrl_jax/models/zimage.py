@@ -61,7 +61,8 @@ class ZImageConfig(ReleasedConfig):
         axes = self.axes_dims
         fits = len(axes) == 3 and all(a > 0 and a % 2 == 0 for a in axes) and sum(axes) == self.head
         self.require(fits, "axes_dims", f"three positive even numbers whose sum is dim / n_heads={self.head}")
-        self.require(len(self.axes_lens) == 3 and min(self.axes_lens) > 0, "axes_lens", "three positive integers")
+        enough = len(self.axes_lens) == 3 and min(self.axes_lens) > 0 and self.most_tokens > 0
+        self.require(enough, "axes_lens", f"three positive integers, the first one {MULTIPLE + 2} or more")
 
     @property
     def head(self) -> int:

@@ -19,6 +19,7 @@ JSON = (
     "scheduler/scheduler_config.json",
     "tokenizer/tokenizer_config.json",
 )
+TENFOLD = {"type": "Replace", "pattern": {"Regex": "."}, "content": 10 * "x"}
 CONTENTS = {
     "absent": nothing,
     "empty": b"",
@@ -204,6 +205,26 @@ CASES = [
     *(
         Case(f"tokenizer.json: {name}", LOAD, "tokenizer", files=P | {"{model}/tokenizer/tokenizer.json": made})
         for name, made in CONTENTS.items()
+    ),
+    *(
+        Case(f"tokenizer.json: {name}", LOAD, said, files=P | {"{model}/tokenizer/tokenizer.json": fields})
+        for name, said, fields in (
+            (
+                "text gets 10^9 times longer",
+                "accepted: 1000",
+                {"normalizer": {"type": "Sequence", "normalizers": 9 * [TENFOLD]}},
+            ),
+            (
+                "text gets a million letters longer",
+                "accepted: 1000",
+                {"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}},
+            ),
+            (
+                "no token for an unknown word",
+                "the tokenizer fails",
+                {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}},
+            ),
+        )
     ),
     Case("weights that are not finite", LOAD, "1 of 1 pictures are not finite", 1, files=P | {WEIGHTS: not_finite}, seconds=60),
     Case("an index that is none", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": "[]"}),

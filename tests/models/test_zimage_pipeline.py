@@ -82,7 +82,7 @@ def test_opening_needs_no_weights(copy):
     [
         ("transformer/config", {"in_channels": 8}, "transformer in_channels=8 .* which want 4"),
         ("transformer/config", {"cap_feat_dim": 24}, "transformer cap_feat_dim=24 .* which want 20"),
-        ("transformer/config", {"axes_lens": [20, 32, 32]}, "1 tokens a prompt: this model takes up to 0"),
+        ("transformer/config", {"axes_lens": [20, 32, 32]}, r"axes_lens=\(20, 32, 32\); accepted: .* 34 or more"),
         ("text_encoder/config", {"hidden_size": 24}, "transformer cap_feat_dim=20 .* which want 24"),
         ("text_encoder/config", {"model_type": "qwen2"}, "Qwen3Model: model_type='qwen2'"),
         ("vae/config", {"latent_channels": 8}, "transformer in_channels=4 .* which want 8"),
@@ -108,7 +108,7 @@ def test_a_missing_component_is_refused_by_name(missing, copy):
 
 def test_a_tokenizer_without_a_template_is_refused(copy):
     (copy / "tokenizer" / "chat_template.jinja").unlink()
-    with pytest.raises(InputError, match=r"tokenizer: no usable chat template \(ValueError: .*\)$"):
+    with pytest.raises(InputError, match=r"tokenizer: no usable chat template \(.*chat_template is not set.*\)$"):
         load_backbone(str(copy), "fp32", make_mesh(1, 1))
 
 
