@@ -265,6 +265,25 @@ def test_a_pool_under_each_objective():
         check(signed(cell), [x.mean(), x.std(ddof=1) / len(x) ** 0.5], "nft")
 
 
+def test_a_larger_pool():
+    found, page = record("study-pool"), DOCS / "study.md"
+    table = list(rows(page, "candidates | held-out"))
+    assert [row[0] for row in table] == ["24", "48", "96"]
+    for count, *cells in table:
+        arm = found["arms"][f"n{count}"]
+        assert len(arm["seeds"]) == 4
+        fidelity = [[arm["fidelity"]["spearman"][part][0]] for part in ("first", "last")]
+        scores = [arm["scores"]["reward"], arm["scores"]["shapes/strict"], [arm["cost"]], arm["at_equal_cost"]["reward"]]
+        for cell, estimate in zip(cells, scores + fidelity, strict=True):
+            check(numbers(cell), estimate, count)
+    pairs = {f"{pair['arm'][1:]} over {pair['against'][1:]}": pair for pair in found["compared"]}
+    for first, *cells in rows(page, "pools"):
+        pair = pairs[first]
+        estimates = [pair["final"], [100 * value for value in pair["final_share"]], pair["at_equal_cost"]["reward"]]
+        for cell, estimate in zip(cells, estimates, strict=True):
+            check(signed(cell), estimate, first)
+
+
 def test_more_devices():
     place = lambda row: (row["device"], row["devices"], *sorted(row["mesh"].items()))
     found = {place(row): row for row in record("scaling")["rows"]}
