@@ -16,7 +16,7 @@ from solrl_jax.models.tensor_files import read_json
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_TEXT
 
-MOST_GROWTH = 1000
+MOST_GROWTH = 1000  # times longer that a normalizer may make a text
 
 
 @functools.cache
@@ -50,14 +50,14 @@ def load_tokenizer(folder: Path) -> Any:
         raise ValueError(f"{folder}: no readable tokenizer ({type(error).__name__}: {' '.join(str(error).split())})") from error
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is not None and (growth := _growth(json.loads(normalizer.__getstate__()))) > MOST_GROWTH:
-        raise ValueError(f"{folder}: its normalizer makes a text {growth:.0e} times longer; accepted: {MOST_GROWTH}")
+        raise ValueError(f"{folder}: its normalizer may make a text {growth:.0e} times longer; accepted: {MOST_GROWTH}")
     if type(length := tokenizer.model_max_length) not in (int, float) or length < 1:
         raise ValueError(f"{folder / 'tokenizer_config.json'}: model_max_length={length!r}; accepted: a positive integer")
     return tokenizer
 
 
 def _growth(normalizer: Any) -> int:
-    """How many times longer a normalizer may make a text: of one that replaces and prepends, and of those that it calls."""
+    """How many times longer a normalizer, as in tokenizer.json, may make a text."""
     longest = max(len(normalizer.get(name) or "") for name in ("content", "prepend"))
     return math.prod(map(_growth, normalizer.get("normalizers", ())), start=max(longest, 1))
 
@@ -69,6 +69,7 @@ class NoVocabulary:
     model_max_length: int
     bos_token_id: int = 0
     eos_token_id: int = 0
+    special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def __call__(self, texts: Sequence[str], max_length: int = 1, **_: Any) -> dict[str, np.ndarray]:
         ids = np.zeros((len(texts), max_length), np.int64)
@@ -76,8 +77,6 @@ class NoVocabulary:
 
     def encode(self, text: str) -> list[int]:
         return [0] * (len(text) // 3)  # English has three letters or more a token
-
-    special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def get_chat_template(self) -> str:
         return "{{ messages[0].content }}"
@@ -91,9 +90,11 @@ def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) ->
 
     Both are [texts, length]. options: more keywords of the tokenizer. Raises InputError for a tokenizer that fails.
     """
-    tokenizer, options = load_tokenizer(folder), {"padding": "max_length", "truncation": True, "return_tensors": "np"} | options
+    tokenizer = load_tokenizer(folder)
     try:
-        encoded = tokenizer(list(texts), max_length=length, **options)
+        encoded = tokenizer(
+            list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np", **options
+        )
     except Exception as error:  # its parts raise `Exception` itself
         raise InputError(f"{folder}: the tokenizer fails ({type(error).__name__}: {first_line(error)})") from error
     return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}

@@ -26,6 +26,7 @@ SMALL = 2**20  # bytes of a file whose contents are always compared
 _REASONS = {
     errno.ENOSPC: "disk full",
     errno.EDQUOT: "disk quota used up",
+    errno.EFBIG: "file larger than allowed",
     errno.EROFS: "read-only file system",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",

@@ -226,7 +226,7 @@ def test_tokens_are_those_of_the_released_pipelines(thinking, tmp_path):
                  "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 'a' * 4000000000 }}"],
 )  # fmt: skip
 def test_a_template_that_fails_is_one_line(template, tmp_path):
-    """Nothing that it names is run: the sandbox refuses."""
+    """The sandbox refuses what it names. Bounds of time, memory and length end the last three."""
     tokenizer = make_qwen_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import resource
 import warnings
 
 import jax
@@ -644,6 +645,19 @@ def test_a_file_that_does_not_read_back_as_written_does_not_appear(export, table
     monkeypatch.setattr(lora_files, "save_file", lossy)
     with pytest.raises(RunError, match=r"lora.safetensors: does not read back as it was written"):
         export(tmp_path / "lora.safetensors", adapters, SETTINGS, table)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("export", [export_diffusers, export_peft])
+def test_a_file_that_is_larger_than_the_process_may_write_is_one_line(export, table, adapters, tmp_path):
+    """safetensors raises an error of its own, with the system's words in its text."""
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(RunError, match=r"^file larger than allowed while writing [^\n]*\.safetensors$"):
+            export(tmp_path / "lora.safetensors", adapters, SETTINGS, table)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     assert not list(tmp_path.iterdir())
 
 
