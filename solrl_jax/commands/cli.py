@@ -1,6 +1,6 @@
 """`solrl`: the command line. One file a command, imported when the command is called.
 
-Exit codes: 0; 1: the run failed; 2: bad input; 130: interrupted, by Ctrl-C or SIGTERM. Results go to standard output,
+Exit codes: 0; 1: the run failed; 2: bad input; 130: interrupted, by Ctrl-C, SIGTERM or SIGHUP. Results go to standard output,
 progress to standard error.
 """
 
@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 from typing import NoReturn
@@ -37,6 +38,8 @@ COMMANDS = {
     "doctor": "What this machine can do, and what a preset lacks here.",
 }
 MOST_SHOWN = 10_000  # characters of a message, which may list whatever a file holds
+# of a device; of the host, while it loads a library
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "failed to map segment", "error while initializing the extension")
 UNFORESEEN = "this is an error in solrl_jax"
 
 
@@ -65,8 +68,12 @@ def cli() -> None:
 def main() -> None:
     """The entry point: whatever ends a command is one line on standard error, and with `--json` an object too."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # nothing forks here, and the library warns as if it did
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # the library tells of each time that it asks again
+    os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever the shell asks for
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the library warns at import that PyTorch is absent
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # says that there is no TPU
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup does
+        signal.signal(signal.SIGHUP, _hung_up)
     _open_streams()
     try:
         cli(prog_name="solrl", standalone_mode=False)  # also for `python -m solrl_jax`
@@ -80,6 +87,12 @@ def main() -> None:
         raise
     except (Exception, KeyboardInterrupt) as error:
         fail(*explained(error))
+
+
+def _hung_up(*_: object) -> None:
+    """The terminal was closed: as Ctrl-C, once. The shell and the kernel may both say so; a second Ctrl-C would not save."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGINT)
 
 
 def _open_streams() -> None:
@@ -113,10 +126,13 @@ def explained(error: BaseException) -> tuple[str, int]:
             return "the working directory is not there any more", 2
         case OSError(filename=None):  # `> /dev/full`
             return f"the output cannot be written: {disk_reason(error)}", 1
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):  # of the host, of a device
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY):
         smaller = "rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks"
         return f"out of memory: {first_line(error)}; a smaller {smaller} needs less", 1
-    if (frames := traceback.extract_tb(error.__traceback__)) and frames[-1].filename.endswith("xla_bridge.py"):
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.endswith("jax/_src/config.py"):  # where JAX reads its environment variables
+        return f"a setting of JAX in the environment: {first_line(error)}", 2
+    if frames and frames[-1].filename.endswith("xla_bridge.py"):
         asked = os.environ.get("JAX_PLATFORMS")
         return f"JAX_PLATFORMS={asked!r}: JAX cannot open these devices ({first_line(error)}); see `solrl doctor`", 2
     if os.environ.get("SOLRL_TRACEBACK"):

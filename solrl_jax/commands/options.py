@@ -14,7 +14,7 @@ from solrl_jax.storage.readers import strict
 
 Command = Callable[..., Any]
 
-INTERRUPTED = 130  # the exit code of a command that Ctrl-C or SIGTERM ended
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 

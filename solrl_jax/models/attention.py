@@ -46,10 +46,7 @@ def attention(
 
 
 def attention_forward(
-    q: Float[Array, "b t n h"],
-    k: Float[Array, "b s kv h"],
-    v: Float[Array, "b s kv h"],
-    mask: Mask | None = None,
+    q: Float[Array, "b t n h"], k: Float[Array, "b s kv h"], v: Float[Array, "b s kv h"], mask: Mask | None = None
 ) -> Float[Array, "b t n h"]:
     """`attention` of which no gradient is asked for: cuDNN then takes odd lengths and one mask for all heads."""
     return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)

@@ -6,7 +6,7 @@ language-model head: the result is the last, normalised hidden state of every to
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -107,7 +107,7 @@ class DecoderLayer(nnx.Module):
     def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
         norm = lambda: RMSNorm(c.hidden_size, eps=c.rms_norm_eps, offset=1.0)
         self.self_attn = Attention(c, rngs=rngs)
-        self.mlp = MLP(c, rngs=rngs)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size, jax.nn.gelu, rngs=rngs)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
@@ -136,14 +136,14 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A GELU-gated linear unit (arXiv 2002.05202)."""
+    """A gated linear unit (arXiv 2002.05202). activation: that of the gate."""
 
-    def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
-        self.gate_proj, self.up_proj = (Linear(c.hidden_size, c.intermediate_size, bias=False, rngs=rngs) for _ in range(2))
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False, rngs=rngs)
+    def __init__(self, d: int, hidden: int, activation: Callable[[Array], Array], *, rngs: nnx.Rngs):
+        self.gate_proj, self.up_proj = (Linear(d, hidden, bias=False, rngs=rngs) for _ in range(2))
+        self.down_proj, self.activation = Linear(hidden, d, bias=False, rngs=rngs), activation
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        return self.down_proj(jax.nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 def rotate(x: Float[Array, "b l n h"], theta: float) -> Float[Array, "b l n h"]:

@@ -26,12 +26,6 @@ from solrl_jax.numerics.leaf import PRODUCT, Leaf
 from solrl_jax.numerics.matmul import deferred, matmul, outputs_divided
 from solrl_jax.numerics.pending import Pending, layer_norm
 
-# How the axes of our parameter are ordered in PyTorch's tensor (`models.weights.OUR_AXES`):
-#   "same": as they are;  "linear": our [in, out] is [out, in];
-#   "pointwise": our [in, out] is a 1x1 convolution, [out, in, 1, 1];
-#   "conv": our [kh, kw, in / groups, out] is [out, in / groups, kh, kw].
-LAYOUTS = ("same", "linear", "pointwise", "conv")
-
 # What the forward pass through a stack of blocks keeps for the gradient; the rest is computed again (arXiv 1604.06174).
 #   "none": keeps every intermediate, also the gathered weights under FSDP;  "products": the outputs of linears and of attention
 #   kernels, as far as the gradient reads them;  "blocks": only the input of each block.
@@ -51,7 +45,7 @@ def param(
     start: tuple[Any, ...] | None = None,
     bounds: tuple[float, float] | None = None,
 ) -> nnx.Param:
-    """A parameter that knows how PyTorch stores it. layout: one of `LAYOUTS`.
+    """A parameter that knows how PyTorch stores it. layout: "same", or a key of `models.weights.OUR_AXES`.
 
     start: (function, *arguments) that gives an array to begin with, where files may not have the parameter; it is broadcast.
     bounds: that training keeps the values in. The metadata also says where the parameter lies in a stack of layers: see

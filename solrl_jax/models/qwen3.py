@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -17,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from solrl_jax.models.attention import attention
 from solrl_jax.models.component import Component
 from solrl_jax.models.config_file import ReleasedConfig, unsupported, with_rope_theta
-from solrl_jax.models.gemma2 import rotate
-from solrl_jax.models.layers import Embedding, Linear, RMSNorm, gated, scan_blocks, stack
+from solrl_jax.models.gemma2 import MLP, rotate
+from solrl_jax.models.layers import Embedding, Linear, RMSNorm, scan_blocks, stack
 from solrl_jax.models.weights import find_component
 
 
@@ -113,7 +114,8 @@ class DecoderLayer(nnx.Module):
     """Attention, then MLP: both pre-norm, and added to their input. mask: true where a query may look."""
 
     def __init__(self, c: Qwen3Config, *, rngs: nnx.Rngs):
-        self.self_attn, self.mlp = Attention(c, rngs=rngs), MLP(c, rngs=rngs)
+        self.self_attn = Attention(c, rngs=rngs)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size, jax.nn.silu, rngs=rngs)
         self.input_layernorm, self.post_attention_layernorm = (RMSNorm(c.hidden_size, eps=c.rms_norm_eps) for _ in range(2))
 
     def __call__(self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]) -> Float[Array, "b l d"]:
@@ -138,14 +140,3 @@ class Attention(nnx.Module):
         q, k = self.q_norm(heads(self.q_proj(x))), self.k_norm(heads(self.k_proj(x)))
         out = attention(rotate(q, c.rope_theta), rotate(k, c.rope_theta), heads(self.v_proj(x)), mask)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
-
-
-class MLP(nnx.Module):
-    """A SiLU-gated linear unit (arXiv 2002.05202)."""
-
-    def __init__(self, c: Qwen3Config, *, rngs: nnx.Rngs):
-        self.gate_proj, self.up_proj = (Linear(c.hidden_size, c.intermediate_size, bias=False, rngs=rngs) for _ in range(2))
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))

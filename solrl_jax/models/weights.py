@@ -42,7 +42,8 @@ REDUNDANT = {
 # and a decoder may be saved with or without the model around it that has a head.
 LEFT_OUT = ("text_model.", "model.")
 
-# For each axis of PyTorch's tensor, the axis of our parameter. A "pointwise" tensor has two more axes, of size one.
+# For each axis of PyTorch's tensor, the axis of our parameter. "linear": ours is [in, out]; "pointwise": the same, of a 1x1
+# convolution [out, in, 1, 1]; "conv": ours is [kh, kw, in / groups, out].
 OUR_AXES = {"linear": (1, 0), "pointwise": (1, 0), "conv": (3, 2, 0, 1)}
 
 
@@ -52,7 +53,7 @@ class Entry:
 
     path: tuple[Any, ...]  # in our tree
     names: tuple[str, ...]  # of its tensors
-    layout: str  # one of `models.layers.LAYOUTS`
+    layout: str  # "same", or a key of OUR_AXES
     shape: tuple[int, ...]  # of one tensor, in our order of axes
     stacked: bool
     start: tuple[Any, ...] | None = None  # what it begins with, and its bounds: see `models.layers.param`

@@ -53,9 +53,7 @@ def quantize(w: Matrix) -> FP8Tensor:
     return FP8Tensor(codes[0], scales[0][..., 0])
 
 
-def encode(
-    parts: Sequence[Float[Array, "..."]],
-) -> tuple[list[Float[Array, "..."]], list[Float[Array, "..."]]]:
+def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Float[Array, "..."]], list[Float[Array, "..."]]]:
     """Codes (float8_e4m3fn) of float32 rows [..., k], in parts along k, and the scale [..., 1] of each row.
 
     A row too small for a scale has zero codes.

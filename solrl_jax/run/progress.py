@@ -1,5 +1,6 @@
 """What the terminal shows: one bar over iterations, with the stage, the reward and the time left."""
 
+import contextlib
 import shutil
 import signal
 import sys
@@ -54,7 +55,8 @@ class Reporter:
         if self._stopping:
             raise SystemExit(130)
         self._stopping = True
-        self.line("stopping after the chunk under way (again to stop at once, without saving)")
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            self.line("stopping after the chunk under way (again to stop at once, without saving)")
 
     def start(self, iterations: int, done: int) -> None:
         look = "iteration {n_fmt} of {total_fmt} |{bar:14}| {elapsed}, {remaining} left{postfix}"

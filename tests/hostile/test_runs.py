@@ -130,7 +130,7 @@ def test_a_closed_pipe_loses_nothing(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_has_a_code_of_its_own(number, tmp_path):
     command = [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, "eval.grid=0", f"run.dir={tmp_path}", "--json"]
     with subprocess.Popen(

@@ -1,12 +1,17 @@
 """Standard streams that are closed, full or of another encoding, and devices that are not there."""
 
+import contextlib
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from solrl_jax.commands import cli
+from solrl_jax.run.progress import Reporter
 from solrl_jax.storage import readers
 
 
@@ -54,6 +59,47 @@ def test_devices_that_jax_cannot_open_are_bad_input(monkeypatch):
         f"JAX_PLATFORMS='abacus': JAX cannot open these devices ({caught.value}); see `solrl doctor`",
         2,
     )
+
+
+@pytest.mark.parametrize("said", ["JAX_ENABLE_X64=perhaps", "JAX_NUM_CPU_DEVICES=two"])
+def test_a_setting_of_jax_that_it_does_not_know_is_bad_input(said):
+    name, _, value = said.partition("=")
+    command = [sys.executable, "-m", "solrl_jax", "linears", "tiny"]
+    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("solrl: a setting of JAX in the environment: ")
+    assert name.lower() in done.stderr.lower()
+    assert value in done.stderr
+
+
+def test_libraries_that_find_too_little_memory_are_one_line():
+    said = "libjax_common.so: failed to map segment from shared object"
+    message, code = cli.explained(ImportError(said))
+    assert (message.partition(";")[0], code) == (f"out of memory: {said}", 1)
+    assert cli.UNFORESEEN in cli.explained(ImportError("no such name"))[0]
+
+
+def test_figures_are_drawn_whatever_the_shell_asks_for(monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "abacus")
+    monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
+    cli.main()
+    done = [sys.executable, "-c", "import matplotlib.pyplot"]
+    assert subprocess.run(done, env=os.environ, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["terminal", "nohup"])
+def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
+        cli.main()
+        with Reporter(bars=False) as report:
+            monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115 - as a terminal that is gone
+            os.kill(os.getpid(), signal.SIGHUP)
+            with contextlib.nullcontext() if ignored else pytest.raises(KeyboardInterrupt):
+                report.stage("explore", 4, 1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_working_directory_that_is_gone_is_bad_input(monkeypatch, tmp_path, capsys):
