@@ -85,7 +85,7 @@ def main() -> None:
         if stop.code not in (1, INTERRUPTED):
             fail(f"a function that was called ended the process (SystemExit: {stop.code})", 1)
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # a panic in Rust is no Exception
         fail(*explained(error))
 
 

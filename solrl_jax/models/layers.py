@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -224,11 +225,17 @@ class LayerNorm(nnx.Module):
 
 
 def rms_norm(
-    x: Float[Array, "... d"], scale: Float[Array, "..."], eps: float, width: int | None = None
+    x: Float[Array, "... d"], scale: Float[Array, "..."], eps: float, width: int | None = None, keep: bool = False
 ) -> Float[Array, "... d"]:
-    """`scale x / rms(x)` in float32. width: that of `x` before zeros filled it up."""
+    """`scale x / rms(x)` in float32.
+
+    width: that of `x` before zeros filled it up. keep: sums of squares are written to memory, and kept for the gradient.
+    """
     x32, n = x.astype(jnp.float32), x.shape[-1] if width is None else width
-    return x32 * jax.lax.rsqrt((x32**2).sum(-1, keepdims=True) / n + eps) * scale
+    squares = (x32**2).sum(-1, keepdims=True)
+    if keep:
+        squares = checkpoint_name(jax.lax.optimization_barrier(squares), PRODUCT)
+    return x32 * jax.lax.rsqrt(squares / n + eps) * scale
 
 
 class RMSNorm(nnx.Module):
@@ -255,9 +262,9 @@ class RMSNorm(nnx.Module):
 
     def by_head(self, x: Pending) -> Pending:
         """The same of each head, where heads lie side by side."""
-        f = lambda x, scale: (
-            rms_norm(x.reshape(*x.shape[:-1], -1, scale.shape[-1]), scale, self.eps).astype(x.dtype).reshape(x.shape)
-        )
+        by_head = lambda x, scale: x.reshape(*x.shape[:-1], -1, scale.shape[-1])
+        keep = x.exact and target.platform() == "gpu"  # where XLA reads `x` three times otherwise
+        f = lambda x, scale: rms_norm(by_head(x, scale), scale, self.eps, keep=keep).astype(x.dtype).reshape(x.shape)
         return x.map(f, self.scale.get_value()[None, None])
 
 

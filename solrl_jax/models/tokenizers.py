@@ -48,9 +48,14 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its parsers raise a dozen unrelated types, some in several lines
         raise ValueError(f"{folder}: no readable tokenizer ({type(error).__name__}: {' '.join(str(error).split())})") from error
-    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    if normalizer is not None and (growth := _growth(json.loads(normalizer.__getstate__()))) > MOST_GROWTH:
+    part = lambda name: getattr(getattr(tokenizer, "backend_tokenizer", None), name, None)
+    normalizer, processor = (
+        {} if x is None else json.loads(x.__getstate__()) for x in map(part, ("normalizer", "post_processor"))
+    )
+    if (growth := _growth(normalizer)) > MOST_GROWTH:
         raise ValueError(f"{folder}: its normalizer may make a text {growth:.0e} times longer; accepted: {MOST_GROWTH}")
+    if undefined := _undefined(processor):
+        raise ValueError(f"{folder}: its post_processor uses special tokens that it does not define: {undefined}")
     if type(length := tokenizer.model_max_length) not in (int, float) or length < 1:
         raise ValueError(f"{folder / 'tokenizer_config.json'}: model_max_length={length!r}; accepted: a positive integer")
     return tokenizer
@@ -60,6 +65,13 @@ def _growth(normalizer: Any) -> int:
     """How many times longer a normalizer, as in tokenizer.json, may make a text."""
     longest = max(len(normalizer.get(name) or "") for name in ("content", "prepend"))
     return math.prod(map(_growth, normalizer.get("normalizers", ())), start=max(longest, 1))
+
+
+def _undefined(processor: Any) -> list[str]:
+    """The special tokens that a post-processor, as in tokenizer.json, uses and does not define: the library would panic."""
+    pieces = [piece["SpecialToken"]["id"] for piece in processor.get("single", ()) if "SpecialToken" in piece]
+    inner = [name for x in processor.get("processors", ()) for name in _undefined(x)]
+    return [name for name in pieces if name not in processor["special_tokens"]] + inner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +107,9 @@ def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) ->
         encoded = tokenizer(
             list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np", **options
         )
-    except Exception as error:  # its parts raise `Exception` itself
+    except BaseException as error:  # a panic in Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise InputError(f"{folder}: the tokenizer fails ({type(error).__name__}: {first_line(error)})") from error
     return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
 

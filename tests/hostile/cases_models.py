@@ -220,6 +220,26 @@ CASES = [
                 {"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}},
             ),
             (
+                "special token that is not defined",
+                "special tokens that it does not define: ['[CLS]']",
+                {
+                    "post_processor": {
+                        "type": "Sequence",
+                        "processors": [
+                            {
+                                "type": "TemplateProcessing",
+                                "single": [
+                                    {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+                                    {"Sequence": {"id": "A", "type_id": 0}},
+                                ],
+                                "pair": [],
+                                "special_tokens": {},
+                            }
+                        ],
+                    }
+                },
+            ),
+            (
                 "no token for an unknown word",
                 "the tokenizer fails",
                 {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}},
