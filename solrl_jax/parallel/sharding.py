@@ -24,8 +24,8 @@ ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a 
 # Every stage is compiled with these options, or results would depend on the mesh. By default XLA keeps float32 instead of BF16
 # wherever it fuses so, which differs between programs (gradients by 4 %, measured). On a CPU it also chooses kernels by the
 # shape of a product: with AMX, a product of half of the columns then differs from half of the product. On a GPU, JAX 0.11 would
-# compute a product a second time to write it into a stack of layers (SANA's update: 9.8e16 operations in place of 8.2e16). And a
-# stack that is written whole is not filled with zeros first.
+# compute a product a second time to write it into a stack of layers (SANA's update: 9.8e16 operations in place of 8.2e16). The
+# last option: a stack that is written whole is not filled with zeros first.
 OPTIONS = {
     "xla_allow_excess_precision": False,
     "xla_cpu_enable_platform_dependent_math": False,
