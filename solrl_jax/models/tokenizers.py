@@ -107,9 +107,7 @@ def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) ->
         encoded = tokenizer(
             list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np", **options
         )
-    except BaseException as error:  # a panic in Rust is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
+    except Exception as error:  # its parts raise `Exception` itself
         raise InputError(f"{folder}: the tokenizer fails ({type(error).__name__}: {first_line(error)})") from error
     return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
 

@@ -14,9 +14,11 @@ the others which checkpoint is good.
 import contextlib
 import functools
 import json
+import logging
 import math
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,12 +157,17 @@ def _compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
 def orbax() -> tuple[Any, Any]:
     """orbax and its module of paths, imported at the first call because that is slow.
 
-    Its log is muted: its threads log a stack for each error that they also raise here. So are threads of its library in C++,
-    which go on after a failure and find their event loop closed.
+    Its log is muted, and what asyncio logs of its tasks: both show a stack for each error that is also raised here. So are
+    threads of its library in C++, which go on after a failure and find their event loop closed.
     """
-    from absl import logging
+    import absl.logging
 
-    logging.get_absl_logger().addFilter(lambda record: "orbax" not in Path(record.pathname).parts)
+    def of_others(record: logging.LogRecord) -> bool:
+        frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
+        return all("orbax" not in Path(name).parts for name in (record.pathname, *(frame.filename for frame in frames)))
+
+    for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
+        logger.addFilter(of_others)
     show = sys.unraisablehook
     sys.unraisablehook = lambda told: None if "Event loop is closed" in str(told.exc_value) else show(told)
     import orbax.checkpoint

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import logging
 import os
 import random
 import shutil
@@ -357,7 +358,17 @@ def test_a_full_disk_is_one_line_and_takes_nothing(root, monkeypatch, owner, nam
     checkpoint.verify(root / "000002")
 
 
-def test_a_disk_that_is_really_full(tmp_path, capfd):
+def test_what_orbax_leaves_to_asyncio_is_not_told_again(caplog):
+    checkpoint.orbax()
+    for folder, told in (("orbax", 0), ("other", 1)):
+        caplog.clear()
+        with pytest.raises(ValueError, match="full") as caught:
+            exec(compile("raise ValueError('full')", f"/packages/{folder}/writer.py", "exec"))
+        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=caught.value)
+        assert len(caplog.records) == told
+
+
+def test_a_disk_that_is_really_full(tmp_path, capfd, caplog):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("cannot mount a tmpfs here")
@@ -377,6 +388,7 @@ def test_a_disk_that_is_really_full(tmp_path, capfd):
             save(tmp_path, 2, many, {})
         save(tmp_path, 2, small, {})
         assert capfd.readouterr() == ("", "")  # what fails in other threads is told once
+        assert not caplog.records
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
