@@ -38,8 +38,7 @@ COMMANDS = {
     "doctor": "What this machine can do, and what a preset lacks here.",
 }
 MOST_SHOWN = 10_000  # characters of a message, which may list whatever a file holds
-# of a device; of the host, while it loads a library
-NO_MEMORY = ("RESOURCE_EXHAUSTED", "failed to map segment", "error while initializing the extension")
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "failed to map segment")  # of a device; of the host, which loads a library
 UNFORESEEN = "this is an error in solrl_jax"
 
 
@@ -72,7 +71,7 @@ def main() -> None:
     os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever the shell asks for
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the library warns at import that PyTorch is absent
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # says that there is no TPU
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup does
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, _hung_up)
     _open_streams()
     try:
@@ -90,8 +89,8 @@ def main() -> None:
 
 
 def _hung_up(*_: object) -> None:
-    """The terminal was closed: as Ctrl-C, once. The shell and the kernel may both say so; a second Ctrl-C would not save."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Stops as Ctrl-C does, because the terminal was closed."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # shell and kernel may both send it, and a second Ctrl-C would not save
     signal.raise_signal(signal.SIGINT)
 
 
@@ -129,10 +128,10 @@ def explained(error: BaseException) -> tuple[str, int]:
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY):
         smaller = "rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks"
         return f"out of memory: {first_line(error)}; a smaller {smaller} needs less", 1
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename.endswith("jax/_src/config.py"):  # where JAX reads its environment variables
+    raised_in = next((frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))), "")
+    if raised_in.endswith("jax/_src/config.py"):  # where JAX reads its environment variables
         return f"a setting of JAX in the environment: {first_line(error)}", 2
-    if frames and frames[-1].filename.endswith("xla_bridge.py"):
+    if raised_in.endswith("xla_bridge.py"):
         asked = os.environ.get("JAX_PLATFORMS")
         return f"JAX_PLATFORMS={asked!r}: JAX cannot open these devices ({first_line(error)}); see `solrl doctor`", 2
     if os.environ.get("SOLRL_TRACEBACK"):

@@ -107,7 +107,7 @@ class DecoderLayer(nnx.Module):
     def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
         norm = lambda: RMSNorm(c.hidden_size, eps=c.rms_norm_eps, offset=1.0)
         self.self_attn = Attention(c, rngs=rngs)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size, jax.nn.gelu, rngs=rngs)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size, jax.nn.gelu, rngs=rngs)  # in its tanh form
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 

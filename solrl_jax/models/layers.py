@@ -262,9 +262,9 @@ class RMSNorm(nnx.Module):
 
     def by_head(self, x: Pending) -> Pending:
         """The same of each head, where heads lie side by side."""
-        by_head = lambda x, scale: x.reshape(*x.shape[:-1], -1, scale.shape[-1])
-        keep = x.exact and target.platform() == "gpu"  # where XLA reads `x` three times otherwise
-        f = lambda x, scale: rms_norm(by_head(x, scale), scale, self.eps, keep=keep).astype(x.dtype).reshape(x.shape)
+        heads = lambda x, scale: x.reshape(*x.shape[:-1], -1, scale.shape[-1])
+        keep = x.exact and target.platform() == "gpu"  # there it saves a pass over `x` (docs/compiled.md)
+        f = lambda x, scale: rms_norm(heads(x, scale), scale, self.eps, keep=keep).astype(x.dtype).reshape(x.shape)
         return x.map(f, self.scale.get_value()[None, None])
 
 

@@ -48,17 +48,19 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its parsers raise a dozen unrelated types, some in several lines
         raise ValueError(f"{folder}: no readable tokenizer ({type(error).__name__}: {' '.join(str(error).split())})") from error
-    part = lambda name: getattr(getattr(tokenizer, "backend_tokenizer", None), name, None)
-    normalizer, processor = (
-        {} if x is None else json.loads(x.__getstate__()) for x in map(part, ("normalizer", "post_processor"))
-    )
-    if (growth := _growth(normalizer)) > MOST_GROWTH:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if (growth := _growth(_fields(backend, "normalizer"))) > MOST_GROWTH:
         raise ValueError(f"{folder}: its normalizer may make a text {growth:.0e} times longer; accepted: {MOST_GROWTH}")
-    if undefined := _undefined(processor):
+    if undefined := _undefined(_fields(backend, "post_processor")):
         raise ValueError(f"{folder}: its post_processor uses special tokens that it does not define: {undefined}")
     if type(length := tokenizer.model_max_length) not in (int, float) or length < 1:
         raise ValueError(f"{folder / 'tokenizer_config.json'}: model_max_length={length!r}; accepted: a positive integer")
     return tokenizer
+
+
+def _fields(backend: Any, part: str) -> Any:
+    """A part of a tokenizer as tokenizer.json has it; empty if there is none."""
+    return {} if (there := getattr(backend, part, None)) is None else json.loads(there.__getstate__())
 
 
 def _growth(normalizer: Any) -> int:

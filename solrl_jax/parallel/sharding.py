@@ -24,13 +24,12 @@ ROWS = PartitionSpec(AXES[:2])  # the leading axis of anything that has a row a 
 # Every stage is compiled with these options, or results would depend on the mesh. By default XLA keeps float32 instead of BF16
 # wherever it fuses so, which differs between programs (gradients by 4 %, measured). On a CPU it also chooses kernels by the
 # shape of a product: with AMX, a product of half of the columns then differs from half of the product. On a GPU, JAX 0.11 would
-# compute a product a second time to write it into a stack of layers (SANA's update: 9.8e16 operations in place of 8.2e16). The
-# last option: a stack that is written whole is not filled with zeros first.
+# compute a product a second time to write it into a stack of layers (SANA's update: 9.8e16 operations in place of 8.2e16).
 OPTIONS = {
     "xla_allow_excess_precision": False,
     "xla_cpu_enable_platform_dependent_math": False,
     "xla_gpu_enable_dynamic_slice_fusion": False,
-    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,  # of stacks that are written whole: for speed alone
 }
 # float32 is multiplied as float32: by default it would be TF32 on a GPU, and BF16 on a TPU.
 in_float32 = jax.default_matmul_precision("highest")

@@ -19,6 +19,12 @@ JSON = (
     "scheduler/scheduler_config.json",
     "tokenizer/tokenizer_config.json",
 )
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
 TENFOLD = {"type": "Replace", "pattern": {"Regex": "."}, "content": 10 * "x"}
 CONTENTS = {
     "absent": nothing,
@@ -222,22 +228,7 @@ CASES = [
             (
                 "special token that is not defined",
                 "special tokens that it does not define: ['[CLS]']",
-                {
-                    "post_processor": {
-                        "type": "Sequence",
-                        "processors": [
-                            {
-                                "type": "TemplateProcessing",
-                                "single": [
-                                    {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
-                                    {"Sequence": {"id": "A", "type_id": 0}},
-                                ],
-                                "pair": [],
-                                "special_tokens": {},
-                            }
-                        ],
-                    }
-                },
+                {"post_processor": {"type": "Sequence", "processors": [TEMPLATE]}},
             ),
             (
                 "no token for an unknown word",

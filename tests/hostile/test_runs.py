@@ -133,9 +133,11 @@ def test_a_closed_pipe_loses_nothing(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_has_a_code_of_its_own(number, tmp_path):
     command = [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, "eval.grid=0", f"run.dir={tmp_path}", "--json"]
+    before = signal.signal(number, signal.default_int_handler)  # else the run would ignore what nohup ignores here
     with subprocess.Popen(
         [*command, "train.iterations=50"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     ) as process:
+        signal.signal(number, before)
         for line in process.stderr:
             if line.startswith("iteration 2"):
                 break

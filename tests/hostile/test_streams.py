@@ -83,8 +83,8 @@ def test_figures_are_drawn_whatever_the_shell_asks_for(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "abacus")
     monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
     cli.main()
-    done = [sys.executable, "-c", "import matplotlib.pyplot"]
-    assert subprocess.run(done, env=os.environ, check=False).returncode == 0
+    drawing = [sys.executable, "-c", "import matplotlib.pyplot"]
+    assert subprocess.run(drawing, env=os.environ, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["terminal", "nohup"])

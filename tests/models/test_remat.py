@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.ad_checkpoint import saved_residuals
 
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.flux2 import Flux2Config, Flux2Transformer2DModel
-from solrl_jax.models.layers import REMAT
+from solrl_jax.models.layers import REMAT, rms_norm
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 
@@ -59,3 +60,13 @@ def test_gradients_are_the_same_and_take_less_memory(name):
     assert max(np.abs(g).max() for g in gradients["none"]) > 1e-3
     assert memory["blocks"] < memory["products"] < memory["none"], memory
     assert memory["blocks"] < 0.6 * memory["none"], memory
+
+
+def test_sums_of_squares_are_kept_only_where_asked_and_change_no_gradient():
+    x, weight = jnp.asarray(draw(3, 8)), jnp.linspace(0.5, 2.0, 8)
+    norm = lambda keep: jax.checkpoint(
+        lambda x: (rms_norm(x, weight, 1e-6, keep=keep) ** 3).sum(), policy=REMAT["products"], prevent_cse=False
+    )
+    np.testing.assert_allclose(jax.grad(norm(True))(x), jax.grad(norm(False))(x), rtol=TOLERANCE)
+    kept = {keep: [aval.shape for aval, _ in saved_residuals(norm(keep), x)] for keep in (True, False)}
+    assert (kept[True].count((ROWS, 3, 1)), kept[False].count((ROWS, 3, 1))) == (1, 0)
