@@ -1,16 +1,16 @@
 # Two commands: `make demo` trains the embedded pipeline and shows what it learned; `make test` checks everything.
-# `make test-all` takes twice as long: all configurations of every network, whole runs on more meshes and hosts.
+# `make test-all` takes twice as long: all configurations of every network, whole runs on more meshes and hosts, coverage.
 # Both set up a virtual environment of their own in .venv first; a second call re-uses it. For a quick verdict: `.venv/bin/pytest`.
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Not counted for coverage, which takes as long again as to compile: networks against PyTorch, whole runs, and the parts by
-# themselves. What they go through the others do too.
+# In rounds, because a process that compiles all runs out of memory maps inside XLA. A file is one process's, so the longest comes
+# first.
 NETWORKS := tests/models
-# A file is one process's, so the longest comes first.
 WHOLE := tests/run/test_resume.py tests/training tests/commands/test_sample.py tests/parallel \
   $(addprefix tests/,policy flow numerics rollout shapes docs)
 OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
+# three processes, also on two cores: one often waits
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
@@ -26,14 +26,9 @@ test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	# three at a time, also on two cores, for one often waits; in rounds, because a process that compiles all runs out of
-	# memory maps inside XLA
-	$(BIN)/coverage erase
 	$(BIN)/python -m pytest $(QUICKLY) $(NETWORKS)
 	$(BIN)/python -m pytest $(QUICKLY) $(WHOLE)
-	$(BIN)/coverage run -m pytest $(QUICKLY) $(OTHERS)
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report --skip-covered
+	$(BIN)/python -m pytest $(QUICKLY) $(OTHERS)
 
 # The site, in site/index.html: it can be read from disk. Its search works where it is served: python3 -m http.server -d site
 # Pages are in docs/, their order in mkdocs.yml.
@@ -49,10 +44,14 @@ wheel: .venv/bin/python
 	$(BIN)/python -m pip install --quiet 'hatchling>=1.25'
 	$(BIN)/python -m hatchling build --directory dist
 
+# Coverage is measured in the last round, which goes through what the others do; it takes a third longer for it.
 test-all: .venv/installed-test
+	$(BIN)/coverage erase
 	$(BIN)/python -m pytest $(TOGETHER) $(NETWORKS)
 	$(BIN)/python -m pytest $(TOGETHER) $(WHOLE)
-	$(BIN)/python -m pytest $(TOGETHER) $(OTHERS)
+	$(BIN)/coverage run -m pytest $(TOGETHER) $(OTHERS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered
 
 # What the compilers of absent devices make of the programs that train: of an H200 and a B200, and of a TPU v6e (20 minutes). Their
 # wheels must not lie beside those that train, nor beside each other.

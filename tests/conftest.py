@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, set before JAX starts; compiled programs are shared between test processes."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -13,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # the command line is tested in processes of its own: they need not compile what another one has
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+# where an operation was written helps no test, and costs time at every lowering
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # no test, nor a process that it starts, writes encoded prompts where the user's own are
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "home")
 
@@ -52,11 +55,15 @@ _jax_register, jax.tree_util.register_dataclass = jax.tree_util.register_datacla
 install_import_hook("solrl_jax", "tests.checker.check")
 
 
+gc.set_threshold(200_000, 20, 100)  # tracing makes many objects and few cycles: a tenth of the time
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
     """Compiled programs hold memory maps, of which a process has only so many."""
     yield
     jax.clear_caches()
+    gc.collect()
 
 
 QUICK = 1  # configurations of each network that `make test` compares with PyTorch; `make test-all` has the others too

@@ -61,6 +61,7 @@ def follow(part: str, monkeypatch) -> list[list[str]]:
     return done
 
 
+@pytest.mark.exhaustive
 def test_the_first_part_goes_from_nothing_to_a_lora_in_diffusers(folder, monkeypatch, capfd):
     done = follow("tiny", monkeypatch)
     assert [words[1] for words in done if words[0] == "solrl"] == [

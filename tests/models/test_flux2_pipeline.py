@@ -144,8 +144,8 @@ def diffusers_images(reference, latents, steps, guidance, scheduler=None, prompt
 
 CASES = [
     ("distilled", 4, 4.0, (16, 24)),
-    ("distilled", 10, 1.0, (40, 32)),
-    ("base", 4, 4.0, (24, 16)),
+    pytest.param("distilled", 10, 1.0, (40, 32), marks=pytest.mark.exhaustive),
+    pytest.param("base", 4, 4.0, (24, 16), marks=pytest.mark.exhaustive),
     ("base", 10, 1.0, (16, 16)),
 ]
 

@@ -163,7 +163,12 @@ def diffusers_images(reference, latents, steps, guidance, scheduler=None, prompt
     ).images  # fmt: skip
 
 
-CASES = [("dev", 4, 3.5, (16, 24)), ("dev", 10, 1.0, (40, 32)), ("schnell", 4, 3.5, (24, 16)), ("schnell", 10, 1.0, (16, 16))]
+CASES = [
+    ("dev", 4, 3.5, (16, 24)),
+    pytest.param("dev", 10, 1.0, (40, 32), marks=pytest.mark.exhaustive),
+    pytest.param("schnell", 4, 3.5, (24, 16), marks=pytest.mark.exhaustive),
+    ("schnell", 10, 1.0, (16, 16)),
+]
 
 
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)

@@ -190,7 +190,12 @@ def diffusers_images(reference, latents, steps, guidance, prompts, scheduler, ma
     ).images  # fmt: skip
 
 
-CASES = [("large", 4, 1.0, (16, 24)), ("large", 10, 4.5, (24, 16)), ("no-t5", 4, 4.5, (32, 16)), ("no-t5", 10, 1.0, (16, 16))]
+CASES = [
+    pytest.param("large", 4, 1.0, (16, 24), marks=pytest.mark.exhaustive),
+    ("large", 10, 4.5, (24, 16)),
+    pytest.param("no-t5", 4, 4.5, (32, 16), marks=pytest.mark.exhaustive),
+    ("no-t5", 10, 1.0, (16, 16)),
+]
 
 
 @pytest.mark.parametrize(("model", "steps", "guidance", "size"), CASES)

@@ -1,6 +1,6 @@
 """Results do not depend on the batch, the chunk or the mesh (docs/method.md, section 2); on eight CPU devices."""
 
-import itertools
+import functools
 
 import chex
 import jax
@@ -23,10 +23,8 @@ MESHES = {
     "data=2 fsdp=2 tensor=2": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
     "fsdp=8": ("mesh.data=1", "mesh.fsdp=8"),
 }
-TRAINED = [
-    "data=2 fsdp=2 tensor=2",
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("data=8", "data=2 fsdp=4", "fsdp=8")),
-]
+ALL_AXES = "data=2 fsdp=2 tensor=2"
+DIVIDED = [ALL_AXES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("data=8", "data=2 fsdp=4", "fsdp=8"))]
 REWARD_TOLERANCE = 1e-5
 ADAPTER_TOLERANCE = 1e-6
 
@@ -36,7 +34,7 @@ def built():
     """Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight."""
     # every lever: two are calibrated on each mesh, one explores in two legs
     extra = ("rollout.explore.correction=8", "rollout.explore.sigmas=first", "rollout.explore.exact_steps=1")
-    return {name: experiments.build(small_config("unused", *extra, *overrides)) for name, overrides in MESHES.items()}
+    return functools.cache(lambda name: experiments.build(small_config("unused", *extra, *MESHES[name])))
 
 
 def explore(experiment, rows):
@@ -52,35 +50,44 @@ def explore(experiment, rows):
 
 
 def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(built):
-    everyone = explore(built["one"], np.arange(24))
+    everyone = explore(built("one"), np.arange(24))
     assert np.ptp(everyone) > 100 * REWARD_TOLERANCE  # candidates differ
-    for name in ("one", "data=2 fsdp=2 tensor=2"):
+    for name in ("one", ALL_AXES):
         for rows in (np.array([17]), np.array([3, 17, 5]), np.arange(24)):
-            np.testing.assert_allclose(explore(built[name], rows), everyone[rows], atol=REWARD_TOLERANCE, err_msg=name)
+            np.testing.assert_allclose(explore(built(name), rows), everyone[rows], atol=REWARD_TOLERANCE, err_msg=name)
 
 
-def test_the_policy_that_explores_is_the_same_to_the_bit_on_any_mesh(built):
+def exploring(experiment):
+    adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
+    return jax.device_get(flatten(experiment.recipe.policy(adapters, "nvfp4")))
+
+
+@pytest.fixture(scope="module")
+def exploring_on_one(built):
+    return exploring(built("one"))
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_the_policy_that_explores_is_the_same_to_the_bit_on_any_mesh(name, built, exploring_on_one):
     """Codes, scales and corrections. A sum in parts rounds differently, and can change a code."""
-    policies = {}
-    for name, experiment in built.items():
-        adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
-        policies[name] = jax.device_get(flatten(experiment.recipe.policy(adapters, "nvfp4")))
-    for name, path in itertools.product(MESHES, built["one"].recipe.quantized):
-        chex.assert_trees_all_equal(policies[name][path], policies["one"][path], custom_message=f"{name} {path}")
+    policy = exploring(built(name))
+    for path in built("one").recipe.quantized:
+        chex.assert_trees_all_equal(policy[path], exploring_on_one[path], custom_message=path)
 
 
-def test_a_preview_is_fitted_the_same_on_any_mesh(built):
-    tables = {name: experiment.recipe.grid(2).table for name, experiment in built.items()}
-    assert np.abs(tables["one"] - built["one"].grid(2).table).max() > 0.01
-    for name in MESHES:
-        np.testing.assert_array_equal(tables[name], tables["one"], err_msg=name)
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_preview_is_fitted_the_same_on_any_mesh(name, built):
+    table, one = (built(mesh).recipe.grid(2).table for mesh in (name, "one"))
+    assert np.abs(one - built("one").grid(2).table).max() > 0.01
+    np.testing.assert_array_equal(table, one)
 
 
 def test_initial_noise_is_the_same_to_the_bit(built):
-    seeds = built["one"].seeds("candidate", ["a red circle"], 24, seed=5, iteration=9)[0]
+    seeds = built("one").seeds("candidate", ["a red circle"], 24, seed=5, iteration=9)[0]
     whole = None
-    for experiment in built.values():
-        with jax.set_mesh(experiment.backbone.mesh):
+    for overrides in MESHES.values():
+        mesh = small_config("unused", *overrides).mesh
+        with jax.set_mesh(make_mesh(mesh.data, mesh.fsdp, mesh.tensor)):
             noise = np.asarray(draw_noise(seeds, (8, 8, 8)))
             alone = np.concatenate([np.asarray(draw_noise(np.repeat(s[None], 8, 0), (8, 8, 8)))[:1] for s in seeds[:3]])
         whole = noise if whole is None else whole
@@ -103,15 +110,15 @@ def two_iterations(experiment):
 
 @pytest.fixture(scope="module")
 def on_one(built):
-    return two_iterations(built["one"])
+    return two_iterations(built("one"))
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", DIVIDED)
 def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(name, built, on_one, capfd):
     """In BF16, exploring in NVFP4."""
     start, one, kept_by_one, scored_by_one = on_one
     capfd.readouterr()
-    _, adapters, kept, scored = two_iterations(built[name])
+    _, adapters, kept, scored = two_iterations(built(name))
     # XLA warns if it replicates an array because it knows no way from one division to another. It must not do so to a gradient.
     # It may to a quantised layer, if a share of it is not of whole blocks. (With a warm cache there are no warnings.)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "full rematerialization" in line]
@@ -124,9 +131,8 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(name
     assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name", ["data=2 fsdp=4", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("data=8", "fsdp=8"))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["data=2 fsdp=4", "data=8", "fsdp=8"])
 def test_training_in_full_ends_with_the_same_parameters_whose_state_is_split_as_the_weights(name):
     """In BF16 with float32 masters: every parameter but one stack, which has an adapter."""
     extra = ("train.parameters=(?!transformer_blocks/attn2/to_q/kernel).*", "optimizer.max_grad_norm=10")
@@ -145,7 +151,7 @@ def test_training_in_full_ends_with_the_same_parameters_whose_state_is_split_as_
 
 
 def test_fsdp_splits_what_is_large_and_nothing_else(built):
-    experiment = built["data=2 fsdp=4"]
+    experiment = built("data=2 fsdp=4")
     kernel = experiment.backbone.transformer["transformer_blocks"]["ff"]["conv_inverted"]["kernel"]
     assert kernel.addressable_shards[0].data.size * 4 == kernel.size
     bias = experiment.backbone.transformer["proj_out"]["bias"]

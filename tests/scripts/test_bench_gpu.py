@@ -94,6 +94,7 @@ def test_products_of_every_quantised_linear(tmp_path):
         assert (row["plan"], row["ratio"], row["share_of_peak"]) == (None, None, None)
 
 
+@pytest.mark.exhaustive
 def test_an_iteration_is_put_together_from_its_programs(tmp_path):
     chunks = ran(task(tmp_path, "steps", "tiny"))
     assert [(name, row["rows"], row["steps"], row["calls"]) for name, row in chunks.items()] == [

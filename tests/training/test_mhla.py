@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from solrl_jax.numerics.matmul import Quantized
 from solrl_jax.policy.lora import flatten
@@ -10,6 +11,7 @@ from solrl_jax.training.iteration import iterate
 from tests.small import small_config
 
 
+@pytest.mark.exhaustive
 def test_an_iteration_trains_what_it_adds_within_its_bounds():
     """At a rate of 0.2, Adam's first step takes every entry of m far enough for some to meet a bound."""
     experiment = build(small_config("unused", "model.attention=mhla", "optimizer.learning_rate=0.2", "eval.grid=0"))

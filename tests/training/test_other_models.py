@@ -102,10 +102,10 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
         return experiments.build(small_config("unused", *of_model, *SHORT, "reward.weights={redness: 1}", *overrides))
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sd3", "flux2-klein-4b")]
+OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sd3", "zimage", "flux2-klein-4b")]
 
 
-@pytest.fixture(scope="module", params=["flux1", "zimage", *OTHERS])
+@pytest.fixture(scope="module", params=["flux1", *OTHERS])
 def trained(request, tmp_path_factory):
     """Name, experiment, the trees that explored, and after each of two iterations: (state, metrics, ledger, traces)."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
