@@ -204,6 +204,7 @@ def test_what_the_base_model_does_not_have_is_refused(folders, tmp_path):
         sample_images(folders["base"][0], tmp_path, ["a dog"], steps=1, guidance=1.0, true_cfg=2.0)
 
 
+@pytest.mark.exhaustive
 def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
     folder, reference = folders["distilled"]
     prompts = [p.strip() for p in PROMPTS[1:]]

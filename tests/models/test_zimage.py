@@ -164,6 +164,7 @@ def test_gradients_of_the_parameters_equal_diffusers():
     assert errors[worst] < 5 * TOLERANCE, worst
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     overrides = dict(dim=256, n_heads=4, n_kv_heads=4, axes_dims=(16, 24, 24), n_layers=4, in_channels=16, cap_feat_dim=128)
     theirs, graphdef, _, params = build(overrides)

@@ -195,6 +195,7 @@ def test_what_zimage_does_not_have_is_refused(folders, tmp_path):
     assert not list((tmp_path / "images").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
     """By the rules of `configs/model/zimage.yaml`."""
     folder, reference = folders["base"]

@@ -41,10 +41,14 @@ def with_optimizer(**changes):
     return dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, **changes))
 
 
+@cache
+def fresh(backbone, config):
+    return init_state(jax.random.key(0), backbone.transformer, Targets(KERNELS), config.lora, config.optimizer, backbone.mesh)
+
+
 def state_of(backbone, config=CONFIG):
     """Adapters that do something, and another old policy: all parts of the loss count."""
-    base = backbone.transformer
-    state = init_state(jax.random.key(0), base, Targets(KERNELS), config.lora, config.optimizer, backbone.mesh)
+    state = jax.tree.map(jnp.copy, fresh(backbone, config))  # an update takes the buffers of its state
     noise = lambda tree, seed: jax.tree.map(
         lambda x: x + 0.3 * np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32), tree
     )

@@ -255,6 +255,7 @@ def test_several_optimizer_steps_an_iteration():
     assert outcome.metrics["old_decay"] == pytest.approx(0.002)
 
 
+@pytest.mark.exhaustive
 def test_another_objective_trains_by_another_loss(toy):
     doubled = lambda velocities, target, policy: jax.tree.map(lambda x: 2 * x, nft(velocities, target, policy))
     _, usual = iterate(toy, fresh_state(toy), 1)
