@@ -56,14 +56,14 @@ test-all: .venv/installed-test
 # What the compilers of absent devices make of the programs that train: of an H200 and a B200, and of a TPU v6e (20 minutes). Their
 # wheels must not lie beside those that train, nor beside each other.
 test-targets: .venv-plan-cuda/installed
-	$(<D)/bin/python -m pytest tests/targets tests/planning/test_topology.py
+	$(<D)/bin/python -m pytest -n 2 --dist loadfile tests/targets tests/planning/test_topology.py
 
 test-targets-tpu: .venv-plan-tpu/installed
 	$(<D)/bin/python -m pytest tests/targets tests/planning/test_topology.py
 
-.venv-plan-%/installed: pyproject.toml
+.venv-plan-%/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --editable '.[plan-$*]' 'beartype>=0.20' 'hypothesis>=6.120' 'pytest>=8.3'
+	$(@D)/bin/python -m pip install --quiet --editable '.[plan-$*]' 'beartype>=0.20' 'hypothesis>=6.120' 'pytest>=8.3' 'pytest-xdist>=3.6'
 	touch $@
 
 .venv/bin/python:

@@ -201,6 +201,7 @@ def test_rank_of_a_run(trained, call, tmp_path):
     assert {"spearman", "kendall", "top_k_match", "top_k_regret", "bottom_k_match", "true_rank_best"} <= rows[0].keys()
 
 
+@pytest.mark.exhaustive
 def test_rank_sweeps_recipes_and_formats(call, tmp_path):
     sweep = ("--explore", "paper,best", "--formats", "nvfp4,bf16", "--steps", "3", "--prompts", "1")
     assert call("rank", "tiny", *SMALL, *sweep, "--out", str(tmp_path))[0] == 0

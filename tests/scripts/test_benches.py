@@ -49,6 +49,7 @@ def test_iterations_of_two_families(bench):
     assert 0 < first["sync_share"] < 1
 
 
+@pytest.mark.exhaustive
 def test_the_peer():
     command = [sys.executable, str(SCRIPTS / "bench_peer_torch.py"), "tiny", "--rows", "1", "--repeat", "1", "--mode", "eager"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
