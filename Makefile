@@ -44,7 +44,7 @@ wheel: .venv/bin/python
 	$(BIN)/python -m pip install --quiet 'hatchling>=1.25'
 	$(BIN)/python -m hatchling build --directory dist
 
-# Coverage is measured in the last round, which goes through what the others do; it takes a third longer for it.
+# Coverage is measured in the last round, which goes through what the others do.
 test-all: .venv/installed-test
 	$(BIN)/coverage erase
 	$(BIN)/python -m pytest $(TOGETHER) $(NETWORKS)
