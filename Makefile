@@ -1,11 +1,11 @@
 # Two commands: `make demo` trains the embedded pipeline and shows what it learned; `make test` checks everything.
-# `make test-all` takes twice as long: all configurations of every network, whole runs on more meshes and hosts, coverage.
+# `make test-all` takes more than twice as long: all configurations of every network, whole runs on more meshes and hosts, coverage.
 # Both set up a virtual environment of their own in .venv first; a second call re-uses it. For a quick verdict: `.venv/bin/pytest`.
 
 PYTHON ?= python3
 BIN := .venv/bin
-# In rounds, because a process that compiles all runs out of memory maps inside XLA. A file is one process's, so the longest comes
-# first.
+# In rounds, because a process that compiles all runs out of memory maps inside XLA. One process takes a whole file, so
+# the longest file comes first.
 NETWORKS := tests/models
 WHOLE := tests/run/test_resume.py tests/training tests/commands/test_sample.py tests/parallel \
   $(addprefix tests/,policy flow numerics rollout shapes docs)

@@ -31,7 +31,10 @@ ADAPTER_TOLERANCE = 1e-6
 
 @pytest.fixture(scope="module")
 def built():
-    """Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight."""
+    """The experiment on a mesh, by its name in `MESHES`. Each is built once.
+
+    Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight.
+    """
     # every lever: two are calibrated on each mesh, one explores in two legs
     extra = ("rollout.explore.correction=8", "rollout.explore.sigmas=first", "rollout.explore.exact_steps=1")
     return functools.cache(lambda name: experiments.build(small_config("unused", *extra, *MESHES[name])))

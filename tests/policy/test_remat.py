@@ -9,6 +9,7 @@ import pytest
 
 from solrl_jax.backbone.locate import open_model
 from solrl_jax.config.presets import resolve
+from solrl_jax.models.layers import REMAT
 from solrl_jax.numerics.matmul import LowRank, dequantize
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy.lora import attach, init_adapters, matching
@@ -62,7 +63,9 @@ def dense_gradient():
     return gradient("none", whole)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.exhaustive), "products", "blocks"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param(name, marks=pytest.mark.exhaustive if name == "none" else []) for name in REMAT]
+)
 def test_the_gradient_of_an_adapted_network_is_that_of_whole_matrices(remat):
     norm = lambda tree: np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in jax.tree.leaves(tree)))
     got, want = gradient(remat), dense_gradient()
