@@ -1,4 +1,4 @@
-"""Writes the prompt sets of the rewards `ocr` and `geneval` into solrl_jax/prompt_sets.
+"""Writes the prompt sets of the rewards `ocr` and `geneval` into solrl_jax/assets/prompt_sets.
 
     python scripts/make_prompt_sets.py
 

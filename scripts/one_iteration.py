@@ -157,7 +157,7 @@ show(
 )
 
 # %% [markdown]
-# Twenty iterations change what the policy draws, also for prompts that it was never trained on:
+# The other iterations change what the policy draws, also for prompts that it was never trained on:
 
 # %%
 for iteration in range(2, config.train.iterations + 1):
