@@ -25,23 +25,15 @@ def interpolate(
     return (1 - sigma) * x0 + sigma * noise
 
 
-def sample(
-    legs: Sequence[tuple[Velocity, Grid]], noise: Float[Array, " b *latent"], seeds: UInt32[Array, "b 2"]
-) -> Float[Array, " b *latent"]:
-    """Follows the flow from `noise` at the first sigma to clean latents at sigma 0, float32 whatever a velocity computes in.
-
-    legs: one after another, each a velocity and the steps that it is followed for. Each leg is a scan of its own.
-    seeds: one a row; read only where a step adds noise.
-    """
-    return trajectory(legs, noise, seeds, 0)[0]
-
-
 def trajectory(
     legs: Sequence[tuple[Velocity, Grid]], noise: Float[Array, " b *latent"], seeds: UInt32[Array, "b 2"], recorded: int
 ) -> tuple[Float[Array, " b *latent"], Float[Array, " b states *latent"] | None]:
-    """As `sample`; and the states before and after each of the first `recorded` stochastic steps, one after another.
+    """Follows the flow from `noise` at the first sigma to clean latents at sigma 0, float32 whatever a velocity computes in.
 
-    The steps follow each other, so there are `recorded` + 1 states. None if `recorded` is 0: then no state is kept.
+    With them, the states before and after each of the first `recorded` stochastic steps, one after another. The steps follow
+    each other, so there are `recorded` + 1 states. None if `recorded` is 0: then no state is kept.
+    legs: one after another, each a velocity and the steps that it is followed for. Each leg is a scan of its own.
+    seeds: one a row; read only where a step adds noise.
     """
 
     def step(velocity, carry, inputs):

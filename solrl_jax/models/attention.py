@@ -35,13 +35,14 @@ def attention(
       mask: None: anywhere. A query that may look nowhere gets the mean of the values, so that padding is finite; of a number of
         keys, at least one.
       scale: `h ** -0.5` unless given.
-      softcap: with a cap c, the logits become `c tanh(logits / c)`, before bias and mask.
-      bias: cuDNN reads it in the dtype of `q`.
+      softcap: with a cap c, the logits become `c tanh(logits / c)`, before the mask.
+      bias: cuDNN reads it in the dtype of `q`. Not with a soft cap: no network has both.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None:
+        assert bias is None
         q, k, v = (split.split(split.join(x, 2), 2) for x in (q, k, v))
-        return _softcapped(q, k, v, _as_matrix(mask, k), scale, softcap, bias)
+        return _softcapped(q, k, v, _as_matrix(mask, k), scale, softcap)
     return _attend(q, k, v, mask, scale, bias, gradient=True)
 
 
@@ -122,14 +123,12 @@ def _cudnn(
     return out[:, :t]
 
 
-def _softcapped(q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float, bias: Array | None) -> Array:
+def _softcapped(q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float) -> Array:
     """The same, written out: no fused kernel has a soft cap."""
     (batch, t, heads, head), (s, kv) = q.shape, k.shape[1:3]
     q = q.reshape(batch, t, kv, heads // kv, head)
     logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = softcap * jnp.tanh(logits / softcap)
-    if bias is not None:
-        logits += jnp.broadcast_to(bias, (batch, heads, t, s)).reshape(logits.shape).astype(jnp.float32)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (batch, heads, t, s)).reshape(logits.shape)
         logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)  # finite: a row of -inf would be NaN

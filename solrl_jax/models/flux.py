@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
-from solrl_jax.models.layers import Linear, depth_to_space, scan_blocks, space_to_depth, stack
-from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, Rotate, SelfAttention, TimeTextEmbedding, gelu
+from solrl_jax.models.layers import Linear, depth_to_space, modulate, scan_blocks, space_to_depth, stack
+from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, Rotate, SelfAttention, TimeTextEmbedding
 from solrl_jax.numerics.pending import Pending
 
 PATCH = 2  # latent pixels that a token stands for, each way
@@ -123,13 +123,8 @@ class FluxSingleBlock(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"], condition: Float[Array, "b d"], rotate: Rotate) -> Float[Array, "b s d"]:
         h, (shift, scale, gate) = self.norm(x, condition)
         h = h.map(modulate, shift, scale)
-        both = Pending.of(self.attn(h, rotate), dtype=h.dtype).beside(self.proj_mlp.pending(h).map(gelu))
+        both = Pending.of(self.attn(h, rotate), dtype=h.dtype).beside(self.proj_mlp.pending(h).map(jax.nn.gelu))
         return x + gate * self.proj_out(both)
-
-
-def modulate(x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """`x (1 + scale) + shift`, rounded at each step, as in the released code."""
-    return x * (1 + scale) + shift
 
 
 def pack(latent: Float[Array, "b h w c"]) -> Float[Array, "b n 4*c"]:

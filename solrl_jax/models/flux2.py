@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.config_file import ReleasedConfig
 from solrl_jax.models.embeddings import TimestepMLP
-from solrl_jax.models.flux import Rotation, modulate, rotate, rotation
-from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm, gated, scan_blocks, stack
+from solrl_jax.models.flux import Rotation, rotate, rotation
+from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm, gated, modulate, scan_blocks, stack
 from solrl_jax.models.mmdit import EPS, AdaLayerNorm, JointAttention, Rotate, attend
 from solrl_jax.numerics.pending import Pending
 

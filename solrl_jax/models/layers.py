@@ -204,6 +204,11 @@ def gated(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Array,
     return jax.nn.silu(gate) * value
 
 
+def modulate(x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """`x (1 + scale) + shift`, rounded at each step, as in the released code of SANA and FLUX."""
+    return x * (1 + scale) + shift
+
+
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last axis (arXiv 1607.06450), float32 inside. affine: with a weight and a bias."""
 

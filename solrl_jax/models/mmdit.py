@@ -145,7 +145,7 @@ class JointBlock(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Linear to four times the width, GELU, linear back.
+    """Linear to four times the width, GELU in its tanh form (arXiv 1606.08415, section 2), linear back.
 
     In PyTorch's list `net`, index 1 is a dropout.
     """
@@ -155,12 +155,7 @@ class FeedForward(nnx.Module):
         self.net = nnx.Dict(layers)
 
     def __call__(self, x: Pending) -> Float[Array, "b s d"]:
-        return self.net["2"](self.net["0"].proj.pending(x).map(gelu))
-
-
-def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """GELU in its tanh form (arXiv 1606.08415, section 2)."""
-    return jax.nn.gelu(x, approximate=True)
+        return self.net["2"](self.net["0"].proj.pending(x).map(jax.nn.gelu))
 
 
 class AdaLayerNorm(nnx.Module):

@@ -7,7 +7,7 @@ holds no parameters: the caller loads these separately, and says where they lie 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,18 +20,9 @@ Tokens = dict[str, np.ndarray]  # prompts for the text encoders; every array has
 TracedTokens = Mapping[str, Array | np.ndarray]  # the same inside jit
 Conditioning = dict[str, Array]  # encoded prompts for the transformer; every array has a leading axis of prompts
 
-
-@runtime_checkable
-class VelocityFn(Protocol):
-    """The velocity `v = noise - x0` at `latent` [b, h, w, c], in the dtype of `latent`.
-
-    params: the transformer's. conditioning: of b prompts. timestep: [b], `1000 sigma`. guidance: a scalar, for networks with
-    embedded guidance.
-    """
-
-    def __call__(
-        self, params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array
-    ) -> Array: ...
+# (the transformer's parameters, latent [b, h, w, c], conditioning of b prompts, timestep [b] = `1000 sigma`, guidance []) ->
+# the velocity `v = noise - x0` at the latent, in its dtype. The guidance is for networks that embed it.
+VelocityFn = Callable[[Params, Array, Conditioning, Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: a static argument of jit

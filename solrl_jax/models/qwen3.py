@@ -64,10 +64,10 @@ def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Comp
     all names begin.
     """
     last = max(states)
-    if not 1 <= last <= config.num_hidden_layers:
-        have = f"num_hidden_layers={config.num_hidden_layers}"
-        raise ValueError(f"{folder / 'config.json'}: {have}; accepted: enough for the hidden states {tuple(states)}")
-    above = [f"layers.{i}." for i in range(last, config.num_hidden_layers)] + ["norm."] * (last < config.num_hidden_layers)
+    if not 1 <= last < config.num_hidden_layers:
+        have, wanted = f"num_hidden_layers={config.num_hidden_layers}", f"more than {max(last, 1)}"
+        raise ValueError(f"{folder / 'config.json'}: {have}; accepted: {wanted}, for the hidden states {tuple(states)}")
+    above = ["norm.", *(f"layers.{i}." for i in range(last, config.num_hidden_layers))]
     unused = ("lm_head.", *above, *(f"model.{name}" for name in above))
     return Component.of(folder, lambda r: Qwen3Model(config, states, rngs=r), partial(find_component, unused=unused))
 
@@ -76,20 +76,15 @@ class Qwen3Model(nnx.Module):
     """The token table and the decoder's layers.
 
     states: the hidden states to return, as transformers counts them: state 0 is the embedded tokens, state `i` what the `i`-th
-    layer makes, and the last one, `num_hidden_layers`, is normalised. Layers above the highest are not built.
-    Raises ValueError for a state that is not there.
+    layer makes, below the last one, which transformers normalises. Layers above the highest are not built.
     """
 
     def __init__(self, config: Qwen3Config, states: Sequence[int], *, rngs: nnx.Rngs):
         c, self.states, self.depth = config, tuple(states), max(states)
-        if min(states) < 0 or not 1 <= self.depth <= c.num_hidden_layers:
-            raise unsupported("Qwen3Model", "states", self.states, f"up to num_hidden_layers={c.num_hidden_layers}")
-        parts: dict[str, Any] = {
-            "embed_tokens": Embedding(c.vocab_size, c.hidden_size, rngs=rngs),
-            "layers": stack(self.depth, lambda r: DecoderLayer(c, rngs=r), rngs),
-            "norm": RMSNorm(c.hidden_size, eps=c.rms_norm_eps) if self.depth == c.num_hidden_layers else None,
-        }
-        self.model = nnx.Dict(parts)
+        self.model = nnx.Dict(
+            embed_tokens=Embedding(c.vocab_size, c.hidden_size, rngs=rngs),
+            layers=stack(self.depth, lambda r: DecoderLayer(c, rngs=r), rngs),
+        )
 
     def __call__(self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]) -> Float[Array, "b l kd"]:
         """The `k` hidden states [b, l, k d] that `states` names, side by side in its order, in the dtype of the token table.
@@ -106,8 +101,7 @@ class Qwen3Model(nnx.Module):
             return x, jnp.where(reached[:, None, None, None], x, carried[1])
 
         _, kept = scan_blocks(self.model.layers, apply, (x, jnp.stack([x] * len(self.states))), reached)
-        normed = lambda x, i: x if self.model.norm is None or self.states[i] < self.depth else self.model.norm(x)
-        return jnp.concatenate([normed(x, i) for i, x in enumerate(kept)], axis=-1)
+        return jnp.concatenate(list(kept), axis=-1)
 
 
 class DecoderLayer(nnx.Module):

@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from solrl_jax.models.attention import attention, attention_forward
-from solrl_jax.models.config_file import ReleasedConfig, unsupported
+from solrl_jax.models.config_file import ReleasedConfig
 from solrl_jax.models.embeddings import PatchProjection, TextProjection, TimestepMLP, sincos_positions, unpatch
-from solrl_jax.models.layers import GLUMBConv, LayerNorm, Linear, RMSNorm, param, scan_blocks, stack
+from solrl_jax.models.layers import GLUMBConv, LayerNorm, Linear, RMSNorm, modulate, param, scan_blocks, stack
 from solrl_jax.numerics.leaf import Quantized
 from solrl_jax.numerics.linear_attention import linear_attention
 from solrl_jax.numerics.pending import Pending
@@ -55,6 +55,7 @@ class SanaConfig(ReleasedConfig):
     def check(self) -> None:
         self.require_one_of("qk_norm", (None, "rms_norm_across_heads"))
         self.require(not self.dropout, "dropout", "0.0")
+        self.require(not self.guidance_embeds, "guidance_embeds", "False")
 
     @property
     def width(self) -> int:
@@ -79,7 +80,7 @@ class SanaTransformer2DModel(nnx.Module):
         c, d = config, config.width
         self.config, self.remat = config, remat
         self.patch_embed = PatchEmbed(c, rngs=rngs)
-        self.time_embed = TimeEmbedding(d, guided=c.guidance_embeds, rngs=rngs)
+        self.time_embed = TimeEmbedding(d, rngs=rngs)
         self.caption_projection = TextProjection(c.caption_channels, d, rngs=rngs)
         self.caption_norm = RMSNorm(d, eps=1e-5)
         self.transformer_blocks = stack(c.num_layers, lambda r: SanaBlock(c, attention or LinearAttention, rngs=r), rngs)
@@ -93,17 +94,15 @@ class SanaTransformer2DModel(nnx.Module):
         text: Float[Array, "b l caption"],
         text_mask: Bool[Array, "b l"],
         timestep: Float[Array, " b"],
-        guidance: Float[Array, " b"] | None = None,
     ) -> Float[Array, "b h w c"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
-        text_mask: true on tokens, false on padding. timestep: `1000 sigma * timestep_scale`. guidance: for a network with
-        `guidance_embeds` only, times `guidance_embeds_scale`.
+        text_mask: true on tokens, false on padding. timestep: `1000 sigma * timestep_scale`.
         """
         (batch, height, width, _), p = latent.shape, self.config.patch_size
         rows, columns = height // p, width // p
         x = self.patch_embed(latent)
-        modulation, embedded = self.time_embed(timestep, guidance, x.dtype)
+        modulation, embedded = self.time_embed(timestep, x.dtype)
         modulation = modulation.reshape(batch, 6, -1)
         text = self.caption_norm(self.caption_projection(text.astype(x.dtype)))
 
@@ -149,11 +148,6 @@ class SanaBlock(nnx.Module):
         return x + gate_ff * self.ff.of(self.norm2.pending(x).map(modulate, shift_ff, scale_ff), grid)
 
 
-def modulate(x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """`x (1 + scale) + shift`, rounded at each step."""
-    return x * (1 + scale) + shift
-
-
 class Attention(nnx.Module):
     """The linears of an attention from `x` to `source`. widths: of `x`, of `source`, and of all heads together.
 
@@ -174,10 +168,6 @@ class Attention(nnx.Module):
             q, k = Pending.of(self.norm_q(q.value)), Pending.of(self.norm_k(k.value))
         return [q, k, v]
 
-    def by_head(self, x: Pending, source: Pending) -> list[Float[Array, "b _ heads h"]]:
-        """Queries, keys and values in memory."""
-        return [t.value.reshape(*t.value.shape[:2], self.heads, -1) for t in self.projected(x, source)]
-
 
 class LinearAttention(Attention):
     """Attention with weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, eq. 1); float32 inside.
@@ -197,7 +187,8 @@ class CrossAttention(Attention):
     def __call__(
         self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
     ) -> Float[Array, "b n d"]:
-        heads = self.by_head(Pending.of(x), Pending.of(text))
+        projected = self.projected(Pending.of(x), Pending.of(text))
+        heads = [y.value.reshape(*y.value.shape[:2], self.heads, -1) for y in projected]
         attend = attention_forward if isinstance(self.to_q.kernel.get_value(), Quantized) else attention
         out = attend(*heads, mask=mask[:, None, None, :])
         return self.to_out[0](out.reshape(*x.shape[:2], -1))
@@ -220,26 +211,12 @@ class PatchEmbed(nnx.Module):
 
 
 class TimeEmbedding(nnx.Module):
-    """The time as six modulation vectors for every block, side by side, and as the embedding that modulates the output.
+    """The time as six modulation vectors for every block, side by side, and as the embedding that modulates the output."""
 
-    guided: both are of the sum of time and guidance scale (SANA-Sprint, arXiv 2503.09641).
-    """
-
-    def __init__(self, d: int, *, guided: bool, rngs: nnx.Rngs):
-        self.guided = guided
-        if guided:
-            self.timestep_embedder, self.guidance_embedder = (TimestepMLP(d, rngs=rngs) for _ in range(2))
-        else:
-            self.emb = nnx.Dict(timestep_embedder=TimestepMLP(d, rngs=rngs))
+    def __init__(self, d: int, *, rngs: nnx.Rngs):
+        self.emb = nnx.Dict(timestep_embedder=TimestepMLP(d, rngs=rngs))
         self.linear = Linear(d, 6 * d, rngs=rngs)
 
-    def __call__(
-        self, timestep: Float[Array, " b"], guidance: Float[Array, " b"] | None, dtype: DTypeLike
-    ) -> tuple[Float[Array, "b d6"], Float[Array, "b d"]]:
-        if not self.guided:
-            embedded = self.emb.timestep_embedder(timestep, dtype)
-        elif guidance is None:
-            raise unsupported("SanaTransformer2DModel", "guidance", None, "a scale, with this config")
-        else:
-            embedded = self.timestep_embedder(timestep, dtype) + self.guidance_embedder(guidance, dtype)
+    def __call__(self, timestep: Float[Array, " b"], dtype: DTypeLike) -> tuple[Float[Array, "b d6"], Float[Array, "b d"]]:
+        embedded = self.emb.timestep_embedder(timestep, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded

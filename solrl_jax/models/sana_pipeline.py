@@ -88,11 +88,7 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
     text = SanaText(encoder, folder / "tokenizer")
 
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
-        embedded = None
-        if config.guidance_embeds:
-            embedded = jnp.broadcast_to(guidance * config.guidance_embeds_scale, timestep.shape)
-        timestep = timestep * config.timestep_scale
-        return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep, embedded)
+        return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep * config.timestep_scale)
 
     return Pipeline(
         kind="SanaPipeline",

@@ -12,13 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from solrl_jax.models.attention import attention
 from solrl_jax.models.config_file import ReleasedConfig, unsupported
 from solrl_jax.models.layers import Embedding, Linear, RMSNorm, param, scan_blocks, stack
-
-ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}  # the `dense_act_fn` of each `feed_forward_proj`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +40,13 @@ class T5Config(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "T5Config":
         config = super().from_dict(fields)
         # transformers would obey the last two fields, which repeat `feed_forward_proj`
-        activation, gated = ACTIVATIONS[config.feed_forward_proj], config.feed_forward_proj.startswith("gated")
-        for name, accepted in (("is_decoder", False), ("dense_act_fn", activation), ("is_gated_act", gated)):
+        for name, accepted in (("is_decoder", False), ("dense_act_fn", "gelu_new"), ("is_gated_act", True)):
             if (value := fields.get(name, accepted)) != accepted:
                 raise unsupported(cls.network, name, value, repr(accepted))
         return config
 
     def check(self) -> None:
-        self.require_one_of("feed_forward_proj", tuple(ACTIVATIONS))
+        self.require_one_of("feed_forward_proj", ("gated-gelu",))
         self.require(self.relative_attention_num_buckets >= 4, "relative_attention_num_buckets", "4 or more")
         exact = self.relative_attention_num_buckets // 4  # distances up to here have a bucket each
         self.require(self.relative_attention_max_distance > exact, "relative_attention_max_distance", f"more than {exact}")
@@ -64,12 +61,9 @@ class T5EncoderModel(nnx.Module):
         self.shared = Embedding(config.vocab_size, config.d_model, rngs=rngs)
         self.encoder = T5Stack(config, rngs=rngs)
 
-    def __call__(self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"] | None = None) -> Float[Array, "b l d"]:
-        """The normalised last hidden states, in the dtype of the token table.
-
-        attention_mask: true on tokens that the others may see; None: all, also padding, as in FLUX and Stable Diffusion 3.
-        """
-        return self.encoder(self.shared(input_ids), attention_mask)
+    def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
+        """The normalised last hidden states, in the dtype of the token table. Padding is seen, as in the released pipelines."""
+        return self.encoder(self.shared(input_ids))
 
 
 class T5Stack(nnx.Module):
@@ -83,12 +77,12 @@ class T5Stack(nnx.Module):
         self.relative_attention_bias = param(table, "block.0.layer.0.SelfAttention.relative_attention_bias.weight")
         self.final_layer_norm = RMSNorm(c.d_model, eps=c.layer_norm_epsilon)
 
-    def __call__(self, x: Float[Array, "b l d"], attention_mask: Bool[Array, "b l"] | None) -> Float[Array, "b l d"]:
+    def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
         """Embedded tokens to normalised last hidden states."""
-        c, mask = self.config, None if attention_mask is None else attention_mask[:, None, None, :]
+        c = self.config
         buckets = relative_buckets(x.shape[1], c.relative_attention_num_buckets, c.relative_attention_max_distance)
         bias = self.relative_attention_bias.get_value()[buckets].transpose(2, 0, 1)[None]
-        return self.final_layer_norm(scan_blocks(self.block, lambda block, x: block(x, bias, mask), x))
+        return self.final_layer_norm(scan_blocks(self.block, lambda block, x: block(x, bias), x))
 
 
 class T5Block(nnx.Module):
@@ -99,11 +93,9 @@ class T5Block(nnx.Module):
         attend = nnx.Dict(SelfAttention=T5Attention(c, rngs=rngs), layer_norm=norm())
         self.layer = nnx.List([attend, nnx.Dict(DenseReluDense=T5FeedForward(c, rngs=rngs), layer_norm=norm())])
 
-    def __call__(
-        self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"], mask: Bool[Array, "b 1 1 l"] | None
-    ) -> Float[Array, "b l d"]:
+    def __call__(self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"]) -> Float[Array, "b l d"]:
         attend, feed_forward = self.layer
-        x = x + attend.SelfAttention(attend.layer_norm(x), bias, mask)
+        x = x + attend.SelfAttention(attend.layer_norm(x), bias)
         return x + feed_forward.DenseReluDense(feed_forward.layer_norm(x))
 
 
@@ -116,30 +108,21 @@ class T5Attention(nnx.Module):
         self.o = Linear(inner, c.d_model, bias=False, rngs=rngs)
         self.heads = c.num_heads
 
-    def __call__(
-        self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"], mask: Bool[Array, "b 1 1 l"] | None
-    ) -> Float[Array, "b l d"]:
+    def __call__(self, x: Float[Array, "b l d"], bias: Float[Array, "1 n l l"]) -> Float[Array, "b l d"]:
         heads = lambda y: y.reshape(*y.shape[:2], self.heads, -1)
-        out = attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)), mask, scale=1.0, bias=bias)
+        out = attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)), scale=1.0, bias=bias)
         return self.o(out.reshape(*x.shape[:2], -1))
 
 
 class T5FeedForward(nnx.Module):
-    """Two linears with ReLU between them; in version 1.1, a GELU-gated linear unit (arXiv 2002.05202)."""
+    """A GELU-gated linear unit (arXiv 2002.05202)."""
 
     def __init__(self, c: T5Config, *, rngs: nnx.Rngs):
-        widen = lambda: Linear(c.d_model, c.d_ff, bias=False, rngs=rngs)
-        self.gated = c.feed_forward_proj == "gated-gelu"
-        if self.gated:
-            self.wi_0, self.wi_1 = widen(), widen()
-        else:
-            self.wi = widen()
+        self.wi_0, self.wi_1 = (Linear(c.d_model, c.d_ff, bias=False, rngs=rngs) for _ in range(2))
         self.wo = Linear(c.d_ff, c.d_model, bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        if self.gated:
-            return self.wo(jax.nn.gelu(self.wi_0(x), approximate=True) * self.wi_1(x))
-        return self.wo(jax.nn.relu(self.wi(x)))
+        return self.wo(jax.nn.gelu(self.wi_0(x)) * self.wi_1(x))  # in its tanh form
 
 
 def relative_buckets(length: int, count: int, max_distance: int) -> Int[np.ndarray, "{length} {length}"]:

@@ -65,34 +65,25 @@ def quantize(w: Matrix) -> QTensor:
     rows = jnp.swapaxes(w, -1, -2).astype(jnp.float32)
     tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (E4M3_MAX * E2M1_MAX)
     rows = jnp.pad(rows, [(0, 0)] * (w.ndim - 2) + [(0, -n_out % TILE), (0, -n_in % FILL)])
-    codes, scales = quantize_blocks(rows, tensor_scale[..., None, None])
-    return QTensor(pack(codes), scales, tensor_scale, n_in, n_out)
+    values, scales = round_blocks(rows, tensor_scale[..., None, None])
+    return QTensor(pack(values.astype(jnp.float4_e2m1fn)), scales, tensor_scale, n_in, n_out)
 
 
 def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Array], list[Array]]:
     """Packed codes and block scales of float32 rows [..., k], in parts along k, and the float32 scale [..., 1] of each row."""
     scale = largest(parts) / (E4M3_MAX * E2M1_MAX)
-    filled = (*parts[:-1], pad_blocks(parts[-1], sum(x.shape[-1] for x in parts)))
-    rounded = [round_blocks(x, scale) for x in filled]
+    missing = -sum(x.shape[-1] for x in parts) % FILL
+    fill = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+    rounded = [round_blocks(x, scale) for x in (*parts[:-1], fill(parts[-1]))]
     return [nibbles(values) for values, _ in rounded], [scales for _, scales in rounded], [scale]
-
-
-def quantize_blocks(
-    x: Float[Array, "*rows k"], scale: Float[Array, "..."]
-) -> tuple[Shaped[Array, "*rows k"], Float[Array, "*rows blocks"]]:
-    """Codes (float4_e2m1fn) and block scales (float8_e4m3fn, one for 16 values) of `x` under a given float32 `scale`.
-
-    `scale` broadcasts against `x` with a last axis of one.
-    """
-    values, scales = round_blocks(x, scale)
-    return values.astype(jnp.float4_e2m1fn), scales
 
 
 def round_blocks(
     x: Float[Array, "*rows k"], scale: Float[Array, "..."]
 ) -> tuple[Float[Array, "*rows k"], Float[Array, "*rows blocks"]]:
-    """Values that the codes will be rounded from, at most 6, and block scales.
+    """Values that the codes (float4_e2m1fn) are rounded from, at most 6, and block scales (float8_e4m3fn, one for 16 values).
 
+    scale: float32; it broadcasts against `x` with a last axis of one.
     The order of operations (reciprocals, not divisions) is that of torchao and Transformer Engine, so that ties round the same
     way. torchao lifts block scales to 2^-6; here the subnormal scales of E4M3 are used, and a block whose scale rounds to zero
     gets zero codes.
@@ -154,9 +145,3 @@ def unpack(packed: UInt8[Array, "... half"]) -> Shaped[Array, "... k"]:
     # The barrier prevents constant folding: XLA (jaxlib 0.10) folds this to wrong codes where the bytes are constants.
     codes = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(packed), jnp.float4_e2m1fn)
     return codes.reshape(*packed.shape[:-1], -1)
-
-
-def pad_blocks(x: Float[Array, "... k"], width: int | None = None) -> Float[Array, "... padded"]:
-    """`x` with zeros after its last axis, so that the row becomes a multiple of `FILL`. width: of the row that `x` ends."""
-    missing = -(x.shape[-1] if width is None else width) % FILL
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from solrl_jax.flow.grid import Grid
-from solrl_jax.flow.sampler import interpolate, sample, trajectory
+from solrl_jax.flow.sampler import interpolate, trajectory
 from solrl_jax.flow.sigmas import make_sigmas
 from solrl_jax.flow.solver import solver_table
 from solrl_jax.numerics.randomness import candidate_seeds, normal
@@ -35,7 +35,7 @@ def grid_of(sigmas, table, times=None):
 
 @partial(jax.jit, static_argnums=0)
 def compiled(velocities, grids, noise, seeds):
-    return sample(list(zip(velocities, grids, strict=True)), noise, seeds)
+    return trajectory(list(zip(velocities, grids, strict=True)), noise, seeds, 0)[0]
 
 
 def run(velocity, solver="euler", steps=6, noise=NOISE, seeds=SEEDS, schedule="linear"):

@@ -19,7 +19,7 @@ BASE = dict(
 )  # fmt: skip
 CASES = {
     "released": {},
-    "qk-norm-guidance": dict(qk_norm="rms_norm_across_heads", guidance_embeds=True, guidance_embeds_scale=0.1),
+    "qk-norm": dict(qk_norm="rms_norm_across_heads"),
     "attention-bias": dict(attention_bias=True, norm_eps=1e-5),
     "patches-and-positions": dict(patch_size=2, interpolation_scale=1.5, num_layers=3),
     "affine-norm": dict(norm_elementwise_affine=True, mlp_ratio=3.0, out_channels=None),
@@ -44,7 +44,7 @@ def config(overrides: dict) -> SanaConfig:
     return SanaConfig.from_dict(BASE | overrides)
 
 
-def inputs(overrides: dict, height: int = 6, width: int = 8, seed: int = 1):
+def inputs(height: int = 6, width: int = 8, seed: int = 1):
     rng = np.random.default_rng(seed)
     mask = np.arange(7)[None] < np.array([[7], [3]])  # prompts of different length
     return dict(
@@ -52,17 +52,14 @@ def inputs(overrides: dict, height: int = 6, width: int = 8, seed: int = 1):
         text=rng.standard_normal((2, 7, BASE["caption_channels"])).astype(np.float32),
         mask=mask,
         timestep=np.array([900.0, 130.0], np.float32),
-        guidance=np.array([0.45, 0.2], np.float32) if overrides.get("guidance_embeds") else None,
     )
 
 
 def run_torch(theirs, x, grad: bool = False):
     latent = torch.from_numpy(x["latent"].transpose(0, 3, 1, 2).copy()).requires_grad_(grad)
-    tensor = lambda name: None if x[name] is None else torch.from_numpy(x[name])
-    out = theirs(
-        latent, tensor("text"), tensor("timestep"), guidance=tensor("guidance"),
-        encoder_attention_mask=tensor("mask").float(), return_dict=False,
-    )[0]  # fmt: skip
+    tensor = lambda name: torch.from_numpy(x[name])
+    mask = tensor("mask").float()
+    out = theirs(latent, tensor("text"), tensor("timestep"), encoder_attention_mask=mask, return_dict=False)[0]
     if grad:
         (
             out * torch.from_numpy(cotangent(out.shape[0], *out.shape[2:], out.shape[1]).transpose(0, 3, 1, 2).copy())
@@ -79,7 +76,7 @@ def cotangent(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_input_gradient_equal_diffusers(case):
     theirs, ours, _, _ = build(CASES[case])
-    x = inputs(CASES[case])
+    x = inputs()
     want, got = run_torch(theirs, x), ours(*x.values())
     assert relative(got, want) < TOLERANCE
     # the case can fail: every input moves the output by many tolerances
@@ -89,8 +86,6 @@ def test_forward_and_input_gradient_equal_diffusers(case):
         "mask": np.roll(x["mask"], 1, axis=0),
         "timestep": x["timestep"] + 5,
     }
-    if x["guidance"] is not None:
-        moved["guidance"] = x["guidance"] * 2
     for name, value in moved.items():
         assert relative(ours(*(x | {name: value}).values()), want) > 20 * TOLERANCE, name
 
@@ -101,20 +96,20 @@ def test_forward_and_input_gradient_equal_diffusers(case):
 def test_another_size_runs_through_the_same_weights():
     theirs, ours, _, _ = build(CASES["patches-and-positions"])
     for height, width in ((8, 8), (4, 10)):
-        x = inputs({}, height, width)
+        x = inputs(height, width)
         assert relative(ours(*x.values()), run_torch(theirs, x)) < TOLERANCE
 
 
 def test_padding_does_not_matter():
     _, ours, _, _ = build({})
-    x = inputs({})
+    x = inputs()
     changed = x["text"].copy()
     changed[1, 3:] = 7.0
     np.testing.assert_array_equal(ours(*x.values()), ours(*(x | {"text": changed}).values()))
 
 
 def test_weights_go_out_as_they_came_in():
-    theirs, _, state, params = build(CASES["qk-norm-guidance"])
+    theirs, _, state, params = build(CASES["qk-norm"])
     back = to_torch(state, params)
     want = theirs.state_dict()
     assert back.keys() == want.keys()
@@ -139,6 +134,7 @@ def test_released_sizes_have_the_released_parameter_counts(layers, heads, cross,
         ({"qk_norm": "l2"}, "qk_norm='l2'; accepted: None, 'rms_norm_across_heads'"),
         ({"num_heads": 3}, r"unknown config field\(s\) \['num_heads'\]"),
         ({"dropout": 0.1}, "dropout=0.1; accepted: 0.0"),
+        ({"guidance_embeds": True}, "guidance_embeds=True; accepted: False"),
     ],
 )
 def test_a_config_this_port_cannot_honour_is_refused(fields, message):
