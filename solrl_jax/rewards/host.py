@@ -32,7 +32,7 @@ from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.values import shown
 from solrl_jax.parallel import hosts
 from solrl_jax.rewards.protocol import Host, HostReward, finite
-from solrl_jax.storage.errors import RunError
+from solrl_jax.storage.errors import RunError, in_words
 
 GRACE = 10.0  # seconds, within which the system has ended a process whose time is up
 ENDED = 99  # exit code of a worker whose function ended it with 0
@@ -114,7 +114,7 @@ class Workers:
             case BrokenProcessPool():
                 return None
             case error:  # metadata that cannot be pickled
-                return _in_words(error)
+                return in_words(error)
 
 
 @functools.cache
@@ -219,10 +219,6 @@ def imported(target: str) -> Any:
     return functools.reduce(getattr, path.split("."), found)
 
 
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-
-
 # what follows runs in a worker
 
 
@@ -272,7 +268,7 @@ def _call(
     except MemoryError:
         return f"out of memory: a worker may take {resource.getrlimit(resource.RLIMIT_DATA)[0] / 1e9:.1f} GB"
     except (Exception, SystemExit) as error:
-        return _in_words(error)
+        return in_words(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     for values in answer.values():
@@ -290,7 +286,7 @@ def checked(returned: Any, count: int) -> Answer:
         what = "" if name == "reward" else f" as {name!r}"
         try:
             array = np.asarray(values)
-            if array.dtype.kind in "OSUcmM":
+            if array.dtype.kind in "OSUcmM" or np.ma.isMaskedArray(values):
                 raise TypeError
             with np.errstate(over="ignore"):
                 answer[str(name)] = array.astype(np.float32)

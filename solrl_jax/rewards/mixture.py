@@ -1,6 +1,6 @@
 """The weighted sum of several rewards, as one reward."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,8 @@ import numpy as np
 from jax import Array
 
 from solrl_jax.conditioning.prompts import Prompt
-from solrl_jax.rewards.protocol import LARGEST, Check, Host, Reward, Scores
-from solrl_jax.storage.errors import first_line
+from solrl_jax.config.values import shown
+from solrl_jax.rewards.protocol import LARGEST, Check, Host, Reward, Scores, calling
 
 
 def add_total(weights: Mapping[str, float], scores: Mapping[str, Array | np.ndarray]) -> dict[str, Any]:
@@ -41,15 +41,28 @@ def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Hos
         images, latents = seen if sees == "both" else (seen, seen)
         for name, part in parts.items():
             assert part.score is not None
-            for key, value in part.score(params[name], part.seen(images, latents), prepared[name]).items():
+            with calling(name):
+                scores = part.score(params[name], part.seen(images, latents), prepared[name])
+                _check_scores(scores, part.others, len(sound))
+            for key, value in scores.items():
                 out[name if key == "reward" else f"{name}/{key}"] = jnp.where(sound, value, jnp.nan)
         return add_total(weights, out)
+
+    def prepare(prompts: Sequence[str]) -> dict[str, Any]:
+        prepared = {}
+        for name, part in parts.items():
+            with calling(name):
+                prepared[name] = part.prepare(prompts)
+                shapes = map(np.shape, jax.tree.leaves(prepared[name]))
+                if wrong := [shape for shape in shapes if shape[:1] != (len(prompts),)]:
+                    raise ValueError(f"prepare returned shape {wrong[0]} for {len(prompts)} prompts; expected a row for each")
+        return prepared
 
     checks = {name: part.check for name, part in parts.items()}
     checks |= {part.name: part.check for part in (host.rewards if host else ())}
     return Reward(
         params={name: part.params for name, part in parts.items()},
-        prepare=lambda prompts: {name: part.prepare(prompts) for name, part in parts.items()},
+        prepare=prepare,
         score=score if parts else None,
         host=host,
         check=_named(checks),
@@ -62,11 +75,18 @@ def _named(checks: Mapping[str, Check]) -> Check:
 
     def check(prompt: Prompt) -> None:
         for name, one in checks.items():
-            try:
+            with calling(name):
                 one(prompt)
-            except Exception as error:  # a check of the user's may raise anything
-                head = f"reward '{name}': "
-                text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
-                raise ValueError(head + text.removeprefix(head)) from error
 
     return check
+
+
+def _check_scores(scores: Any, others: Sequence[str], count: int) -> None:
+    """Raises ValueError in one line unless these are real numbers [count] by name, "reward" and `others` among them."""
+    if not isinstance(scores, Mapping) or not {"reward", *others} <= scores.keys():
+        raise ValueError(f"score returned {shown(scores)}; expected a dict with {', '.join(map(repr, ('reward', *others)))}")
+    for name, value in scores.items():
+        array = jnp.asarray(value)
+        if array.shape != (count,) or jnp.iscomplexobj(array):
+            what = f"{array.dtype} of shape {array.shape} as {name!r} for {count} pictures"
+            raise ValueError(f"score returned {what}; expected real numbers [b], one for each picture")

@@ -1,9 +1,11 @@
 """What a reward is: scores of pictures against their prompts, inside JAX (`Reward`) or outside it (`HostReward`)."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +17,36 @@ from jaxtyping import Array, Bool, Float
 from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.values import shown
 from solrl_jax.parallel import sharding
-from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.errors import InputError, in_words, text
 
 LARGEST = 1e18  # a reward beyond counts as not finite, because float32 does not hold its square
 BATCH = 16  # pictures that a function outside JAX gets at most in one call; its timeout is for one call
 Scores = dict[str, Float[Array, " b"]]  # by name; the reward itself is named "reward"
 Images = Float[np.ndarray, "..."]  # outside JAX: float32 [n, H, W, 3] in [0, 1], which `check_arguments` checks
 Metadata = Mapping[str, Any]  # what a prompt set says about a prompt beside its text
+Sees = Literal["pictures", "latents", "both"]
 Check = Callable[[Prompt], object]  # raises ValueError, in one line, for a prompt that the reward cannot score
 
 
 def accept(prompt: Prompt) -> None:
     """The check of a reward that can score any prompt."""
+
+
+@contextlib.contextmanager
+def calling(name: str, said: str = "{}") -> Iterator[None]:
+    """Calls code of a reward in this process: what it prints goes to standard error, and the working directory stays.
+
+    Whatever it raises becomes an InputError in one line that names the reward. `said` goes around its words.
+    """
+    with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, too, and a panic in Rust
+            head = f"reward '{name}': "
+            words = " ".join(text(error).split()) if isinstance(error, ValueError) else ""
+            raise InputError(head + said.format(words.removeprefix(head) or in_words(error))) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +98,15 @@ class Reward:
     others: tuple[str, ...] = ()
     host: Host | None = None
     check: Check = accept
-    sees: Literal["pictures", "latents", "both"] = "pictures"
+    sees: Sees = "pictures"
+
+    def __post_init__(self) -> None:
+        if self.sees not in get_args(Sees):
+            raise ValueError(f"sees={shown(self.sees)}: expected one of {', '.join(get_args(Sees))}")
+        if not isinstance(self.others, tuple) or not all(isinstance(name, str) for name in self.others):
+            raise ValueError(f"others={shown(self.others)}: expected a tuple of names")
+        if not (callable(self.prepare) and callable(self.check) and (callable(self.score) or self.host is not None)):
+            raise ValueError("prepare, score, check: expected functions")
 
     @property
     def needs_pictures(self) -> bool:

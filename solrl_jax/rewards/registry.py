@@ -26,7 +26,7 @@ from solrl_jax.rewards.clip import clipscore, hpsv2, pickscore, tiny_clip
 from solrl_jax.rewards.host import imported
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.mixture import mixture
-from solrl_jax.rewards.protocol import BATCH, Host, HostReward, Loader, Reward, accept
+from solrl_jax.rewards.protocol import BATCH, Host, HostReward, Loader, Reward, accept, calling
 from solrl_jax.rewards.shapes import shapes_reward
 from solrl_jax.rewards.sources import SOURCES
 from solrl_jax.storage.errors import InputError, first_line, in_one_line
@@ -75,14 +75,14 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
     if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return _host_reward(name, target, options, None)
     _check_options(name, signature, options, ())
-    try:
+    with calling(name):
         reward = function(**options)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"reward '{name}': {type(error).__name__}: {first_line(error)}") from error
-    if not isinstance(reward, Reward):
-        expected = f"a solrl_jax.rewards.protocol.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
-        raise InputError(f"reward '{name}': returned {shown(reward)}: expected {expected}")
-    return InJax(lambda paths: _placed(reward), reward.others)
+        if not isinstance(reward, Reward):
+            expected = f"a solrl_jax.rewards.protocol.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
+            raise ValueError(f"returned {shown(reward)}: expected {expected}")
+        if reward.host is not None:
+            raise ValueError(f"host={shown(reward.host)}: expected None; name a function outside JAX in reward.weights")
+    return InJax(lambda paths: _placed(name, reward), reward.others)
 
 
 def service(url: str, options: Options, timeout: float) -> HostReward:
@@ -185,13 +185,14 @@ def entry_points() -> dict[str, str]:
     return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
-def _placed(reward: Reward) -> Loader:
+def _placed(name: str, reward: Reward) -> Loader:
     """The loader of a reward that has its parameters already."""
 
     def load(mesh: Mesh | None, dtype: DTypeLike) -> Reward:
         if mesh is None:
             return reward
-        params = jax.tree.map(hosts.put, reward.params, sharding.parameter_sharding(mesh, reward.params))
+        with calling(name, "params: {}"):
+            params = jax.tree.map(hosts.put, reward.params, sharding.parameter_sharding(mesh, reward.params))
         return dataclasses.replace(reward, params=params)
 
     return load
@@ -214,12 +215,8 @@ def _import(name: str, target: str) -> tuple[Callable[..., Any], inspect.Signatu
     """The function that `target` names, from the working directory too, and its signature. Raises InputError in one line."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # the processes that score inherit it
-    try:
+    with calling(name, "cannot be imported ({})" + ("; expected module.path:function" if ":" in name else "")):
         found = imported(target)
-    except (Exception, SystemExit) as error:  # an imported module may do anything
-        why = f"{type(error).__name__}: {first_line(error)}"
-        expected = "; expected module.path:function" if ":" in name else ""
-        raise InputError(f"reward '{name}': cannot be imported ({why}){expected}") from error
     if not callable(found):
         raise InputError(f"reward '{name}': {shown(found)} is no function")
     try:

@@ -14,7 +14,25 @@ class InputError(ValueError):
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type when it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(text(error).splitlines()), type(error).__name__)
+
+
+def text(error: BaseException) -> str:
+    """An error's message; "" for an exception of somebody else's that cannot make one."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def in_words(error: BaseException) -> str:
+    """An error's type and message, in one line."""
+    return f"{type(error).__name__}: {' '.join(text(error).split())}".removesuffix(": ")
+
+
+def one_line(text: str) -> str:
+    """The text without what a terminal obeys: an end of line becomes a space, other controls and separators are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text.replace("\n", " "))
 
 
 # what reading raises for content of another form than it expects

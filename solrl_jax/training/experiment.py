@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -155,16 +154,15 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     instruction = read_instruction(config)
     hosts.connect(mesh := open_mesh(config))
     reward, evaluated = load_reward(sharding.rows_only(mesh))
+    pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model)))
     # what cannot be scored is found before the weights are loaded
     for field, scored, prompts, sizes in (
         ("prompts.train", reward, train, trained_sizes(config)),
         ("prompts.test", evaluated, test, (evaluated_size(config),)),
     ):
         check_prompts(scored, prompts, field)
-        prepared = scored.prepare(prompts[:1])
         for size in {*sizes}:
-            _try(scored, prompts[:1], prepared, size)
-    pipeline = open_trained(config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model)))
+            _try(scored, prompts[:1], pipeline, size)
     targets, quantized = linears_of(config, pipeline, device)
     if not force:
         refuse_what_cannot_fit(config, pipeline, targets)
@@ -174,12 +172,13 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     return Experiment(config, backbone, reward, evaluated, targets, quantized, device, train, test, trained_sizes(config)[0])
 
 
-def _try(scored: Reward, prompts: Sequence[Prompt], prepared: Any, size: Size) -> None:
+def _try(scored: Reward, prompts: Sequence[Prompt], pipeline: Pipeline, size: Size) -> None:
     """Raises InputError in one line if pictures of that size cannot be scored. Only rewards outside JAX run for it."""
-    if scored.score is not None and scored.sees == "pictures":
-        picture = jax.ShapeDtypeStruct((1, *size, 3), np.float32)
+    if scored.score is not None:
+        prepared = scored.prepare([*prompts, *prompts])
+        pictures, latents = (jax.ShapeDtypeStruct((2, *s), np.float32) for s in ((*size, 3), pipeline.latent_shape(*size)))
         with in_one_line(f"pictures of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}".format):
-            jax.eval_shape(scored.score, scored.params, picture, prepared)
+            jax.eval_shape(scored.score, scored.params, scored.seen(pictures, latents), prepared)
     if scored.host is not None:
         trial(scored.host, prompts, size)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile import cases_commands, cases_configuration, cases_models, cases_numbers, cases_runs
+from tests.hostile import cases_commands, cases_configuration, cases_models, cases_numbers, cases_rewards, cases_runs
 from tests.hostile.harness import Case, call, fill, prepare
 from tests.small import SMALL
 
@@ -15,6 +15,7 @@ CASES = [
     *cases_configuration.CASES,
     *cases_models.CASES,
     *cases_numbers.CASES,
+    *cases_rewards.CASES,
     *cases_runs.CASES,
 ]
 

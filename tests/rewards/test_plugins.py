@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -139,8 +140,22 @@ def test_what_an_option_lacks_is_said_alike_by_every_version_of_python():
 def test_a_module_that_fails_when_it_is_imported_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "failing_module.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match=r"^reward 'failing_module:f': cannot be imported \(RuntimeError: first line\); "):
+    with pytest.raises(InputError, match=r"cannot be imported \(RuntimeError: first line second line\); "):
         opened({"failing_module:f": 1.0})
+
+
+def test_what_a_reward_inside_jax_prints_is_no_result_and_it_goes_nowhere(tmp_path, monkeypatch, capsys):
+    (tmp_path / "loud_module.py").write_text(
+        "import os\nfrom tests.hostile.inside import loud\nprint('imported')\nos.chdir(os.sep)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    reward = opened({"loud_module:loud": 1.0}).trained
+    reward.check(PROMPTS[0])
+    score_images(reward, reward.params, jnp.asarray(PICTURES), reward.prepare(PROMPTS), jnp.arange(5))
+    said = capsys.readouterr()
+    assert (said.out, said.err.split()) == ("", ["imported", "made", "checked", "prepared", "traced"])
+    assert Path.cwd() == tmp_path
 
 
 # the configuration

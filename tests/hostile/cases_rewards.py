@@ -1,0 +1,37 @@
+"""Rewards of the user's inside JAX: what they raise, return and hold. It is found before weights are loaded."""
+
+from tests.hostile.harness import Case
+
+WRONG = {  # function of tests/hostile/inside.py, its options, a part of the line
+    "raises an assertion": ("raising", "{name: AssertionError}", "AssertionError: no"),
+    "raises an error at run time": ("raising", "{name: RuntimeError}", "RuntimeError: no"),
+    "misspells a name": ("raising", "{name: NameError}", "NameError: no"),
+    "raises what has no words": ("raising", "{name: Mute}", "Mute"),
+    "ends the process as failed": ("raising", "{name: SystemExit}", "SystemExit: 1"),
+    "raises on latents": ("raising", "{name: RuntimeError, sees: latents}", "RuntimeError: no"),
+    "raises as it prepares": ("raising_when_prepared", "{name: RuntimeError}", "RuntimeError: 1"),
+    "ends the process as it prepares": ("raising_when_prepared", "{name: SystemExit}", "SystemExit: 1"),
+    "scores a chunk with one number": ("returning", "{what: one number}", "shape () as 'reward' for 2 pictures"),
+    "scores in a column": ("returning", "{what: a column}", "shape (2, 1) as 'reward' for 2 pictures"),
+    "scores in complex numbers": ("returning", "{what: a complex number}", "expected real numbers [b]"),
+    "returns an array": ("returning", "{what: an array}", "expected a dict with 'reward'"),
+    "returns nothing": ("returning", "{what: nothing}", "returned None; expected a dict with 'reward'"),
+    "lacks a score on latents": ("returning", "{what: another name, sees: latents}", "expected a dict with 'reward'"),
+    "lacks a score on both": ("returning", "{what: another name, sees: both}", "expected a dict with 'reward'"),
+    "lacks the score that it names": ("promising", "{}", "expected a dict with 'reward', 'more'"),
+    "prepares one row for all": ("preparing", "{what: one row}", "returned shape (1,) for 2 prompts"),
+    "prepares a number": ("preparing", "{what: a number}", "returned shape () for 2 prompts"),
+    "prepares objects": ("preparing", "{what: objects}", "returned shape () for 2 prompts"),
+    "has no score": ("having", "{field: score, value: null}", "prepare, score, check: expected functions"),
+    "has parameters that are words": ("having", "{field: params, value: words}", "params: "),
+}
+
+OWN = "tests.hostile.inside"
+CASES = [
+    Case(
+        f"a reward that {name}",
+        f"eval embedded:tiny-sana 'reward={OWN}:{made}' 'reward.options.{OWN}:{made}={options}'",
+        said,
+    )
+    for name, (made, options, said) in WRONG.items()
+]

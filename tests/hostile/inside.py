@@ -1,0 +1,70 @@
+"""Functions that return rewards inside JAX that do not behave. All arguments have defaults, as of such functions."""
+
+import builtins
+import os
+
+import numpy as np
+
+from solrl_jax.rewards.protocol import Reward
+from tests.hostile.outside import Mute
+
+
+def _rows(prompts):
+    return np.zeros(len(prompts), np.float32)
+
+
+def _mean(params, images, rows):
+    return {"reward": images.mean((1, 2, 3))}
+
+
+def _raise(error):
+    raise error
+
+
+def raising(name="", sees="pictures"):
+    error = {"Mute": Mute(), "SystemExit": SystemExit(1)}.get(name) or getattr(builtins, name)("no")
+    return Reward(None, _rows, lambda *_: _raise(error), sees=sees)
+
+
+def raising_when_prepared(name=""):
+    return Reward(None, lambda prompts: _raise(getattr(builtins, name)(1)), _mean)
+
+
+def returning(what="", sees="pictures"):
+    """A reward whose score returns what `what` makes of the mean [b]."""
+    made = {
+        "one number": lambda mean: {"reward": mean.mean()},
+        "a column": lambda mean: {"reward": mean[:, None]},
+        "a complex number": lambda mean: {"reward": mean + 1j},
+        "another name": lambda mean: {"other": mean},
+        "an array": lambda mean: mean,
+        "nothing": lambda mean: None,
+    }[what]
+    mean = lambda params, seen, rows: made((seen[0] if sees == "both" else seen).mean((1, 2, 3)))
+    return Reward(None, _rows, mean, sees=sees)
+
+
+def preparing(what=""):
+    made = {"one row": np.zeros(1), "a number": 3.0, "objects": [object()]}[what]
+    return Reward(None, lambda prompts: made, _mean)
+
+
+def having(field="", value=None):
+    return Reward(**{"params": None, "prepare": _rows, "score": _mean} | {field: value})
+
+
+def promising():
+    return Reward(None, _rows, _mean, others=("more",))
+
+
+def loud():
+    """Prints and goes elsewhere, whenever it is called."""
+
+    def score(params, images, rows):
+        print("traced")
+        os.chdir(os.sep)
+        return _mean(params, images, rows)
+
+    print("made")
+    os.chdir(os.sep)
+    return Reward(None, lambda prompts: print("prepared") or _rows(prompts), score, check=lambda prompt: print("checked"))
