@@ -23,8 +23,8 @@ _BACKGROUND = np.asarray(scenes.BACKGROUND, np.float32) / 255
 _TINTS = np.asarray([scenes.PALETTE[c] for c in scenes.COLOURS], np.float32) / 255 - _BACKGROUND
 
 _KEPT = 8  # the largest components are looked at; a right picture has four at most
-# Rounds of label propagation. Ragged blobs are labelled in two or three, nearly all random percolation clusters in four. A
-# component that needs more rounds stays in pieces, and matches no shape either way.
+# Rounds of label propagation in a picture 32 wide; one more for each doubling. Ragged blobs are labelled in two or three, nearly
+# all random percolation clusters in four. A component that needs more rounds stays in pieces, and matches no shape either way.
 _ROUNDS = 4
 _NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 # Areas are in pixels of a picture 32 wide. The smallest shape, a small triangle, has an area of 18.
@@ -196,7 +196,7 @@ def _label(kind: Int[Array, "h w"]) -> Int[Array, "h w"]:
     """Labels each 4-connected component of equal `kind` by its largest flat index. The background, -1, is labelled too."""
     labels = jnp.arange(kind.size).reshape(kind.shape)
     joined = [kind == _shift(kind, dy, dx, -2) for dy, dx in _NEIGHBOURS]
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS + max(0, math.ceil(math.log2(max(kind.shape) / scenes.BASE)))):
         best = labels
         for (dy, dx), same in zip(_NEIGHBOURS, joined, strict=True):
             best = jnp.maximum(best, jnp.where(same, _shift(best, dy, dx, 0), 0))
@@ -210,13 +210,14 @@ def _label(kind: Int[Array, "h w"]) -> Int[Array, "h w"]:
 
 def _largest(labels: Int[Array, "h w"], covered: Bool[Array, "h w"]) -> tuple[Int[Array, " k"], Int[Array, " k"]]:
     """Areas in pixels and labels of the largest components, the largest first. Area 0: there are no more components."""
-    areas = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(covered.ravel().astype(jnp.int32))
-    # One number holds area and label (in 31 bits, up to 215 x 215 pixels): a few maxima cost less than a general top_k.
-    keys = areas * labels.size + jnp.arange(labels.size)
-    tops = [keys.max()]
-    for _ in range(_KEPT - 1):
-        tops.append(jnp.where(keys < tops[-1], keys, 0).max())
-    return jnp.divmod(jnp.stack(tops), labels.size)
+    left = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(covered.ravel().astype(jnp.int32))
+    index = jnp.arange(labels.size)
+    areas, roots = [], []
+    for _ in range(_KEPT):  # a few maxima cost less than a general top_k
+        areas.append(left.max())
+        roots.append(jnp.where(left == areas[-1], index, 0).max())  # of equal ones the last
+        left = jnp.where(index == roots[-1], -1, left)
+    return jnp.stack(areas), jnp.stack(roots)
 
 
 def _shift(x: Array, dy: int, dx: int, fill: int) -> Array:

@@ -53,6 +53,15 @@ def test_targets_read_the_captions():
         verifier.targets(["a red dog"])
 
 
+def test_a_picture_may_be_large():
+    """Areas times labels pass 32 bits, and a label has far to go."""
+    rng = np.random.default_rng(0)
+    scene = drawing.draw_scene(rng)
+    verdict = verifier.verify(_pictures([scene], rng, 1024), verifier.targets([drawing.caption(scene)]))
+    assert verdict.strict.all()
+    assert verdict.score[0] > 0.98
+
+
 def test_a_picture_need_not_be_a_square():
     """Of 24 x 43 pixels, as large as 32 x 32: the middle rows of scenes that lie within, between columns of background."""
     _, prompts, pictures = rendered()
