@@ -10,65 +10,164 @@ by default that is this machine alone.
 
 import argparse
 import base64
+import contextlib
 import http.server
-import importlib
 import io
 import json
 import os
+import pkgutil
+import socket
 import sys
 import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 from PIL import Image
 
-MOST_BYTES = 2**28  # of a request
-MOST_PIXELS = 2**26  # of all pictures of a request
-SILENCE = 60  # seconds after which an idle connection is closed
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("function", help="module.path:function; the working directory is searched first")
-parser.add_argument("--host", default="127.0.0.1")
-parser.add_argument("--port", type=int, default=8000, help="0: any free port")
-options = parser.parse_args()
-sys.path.insert(0, os.getcwd())
-module, _, name = options.function.partition(":")
-function = getattr(importlib.import_module(module), name)
-one_at_a_time = threading.Lock()
+MOST_REQUESTS = 8  # that are read or wait at once; further ones wait to be accepted
+MOST_BYTES = 2**27  # of a request
+MOST_VALUES = 2**18  # in the JSON of a request: a list of nothing takes 3 bytes in it, and 60 in memory
+MOST_PICTURES, MOST_PIXELS = 2**12, 2**26  # of a request
+SECONDS = 60  # for a request to arrive
+PATIENCE = 600  # seconds that a request waits for the others; then it is answered "503 busy", and a run asks again
 
 
-def opened(pngs: list[str]) -> np.ndarray:
-    """The pictures of a request, float32 [n, H, W, 3] in [0, 1]. Raises ValueError before anything large is unpacked."""
-    pictures = [Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]) for png in pngs]
-    if (pixels := sum(picture.width * picture.height for picture in pictures)) > MOST_PIXELS:
-        raise ValueError(f"pictures of {pixels} pixels; at most {MOST_PIXELS} are accepted")
-    return np.stack([np.asarray(picture.convert("RGB")) for picture in pictures]).astype(np.float32) / 255
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"reward_server: {' '.join(message.split())}\n")
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers in a thread a request, `MOST_REQUESTS` at once."""
+
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], function: Callable[..., Any]) -> None:
+        super().__init__(address, Service)
+        self.function, self.turn, self.room = function, threading.Lock(), threading.Semaphore(MOST_REQUESTS)
+
+    def process_request(self, *request: Any) -> None:
+        self.room.acquire()
+        super().process_request(*request)
+
+    def process_request_thread(self, *request: Any) -> None:
+        try:
+            super().process_request_thread(*request)
+        finally:
+            self.room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # a client that has left
+        print(f"{client_address[0]}: {said(sys.exc_info()[1] or OSError())}", file=sys.stderr)
 
 
 class Service(http.server.BaseHTTPRequestHandler):
     """Scores what a POST request holds: see solrl_jax/rewards/http.py for its form."""
 
-    timeout = SILENCE
+    server: Server
+    timeout = SECONDS
+
+    def setup(self) -> None:
+        super().setup()
+        self.late = threading.Timer(SECONDS, self.stop_reading)  # `timeout` is for each read
+        self.late.daemon = True
+        self.late.start()
+
+    def stop_reading(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RD)
+
+    def finish(self) -> None:
+        self.late.cancel()
+        super().finish()
 
     def do_POST(self) -> None:
+        status, kind, body = 503, "text/plain", "busy"
         try:
             if not 0 <= (length := int(self.headers["Content-Length"])) <= MOST_BYTES:
                 raise ValueError(f"a body of {length} bytes; at most {MOST_BYTES} are accepted")
-            asked = json.loads(self.rfile.read(length))
-            pictures = opened(asked["images"])
-            with one_at_a_time:
-                scores = function(pictures, asked["prompts"], asked["metadata"])
-            numbers = np.asarray(scores["reward"] if isinstance(scores, dict) else scores, float)
-            answer = {"scores": [float(n) if np.isfinite(n) else None for n in numbers]}
-            status, kind, body = 200, "application/json", json.dumps(answer)
-        except Exception as error:
-            status, kind, body = 500, "text/plain", f"{type(error).__name__}: {error}"
+            if len(asked := self.rfile.read(length)) < length:
+                raise ValueError(f"a body of {len(asked)} bytes within {SECONDS} seconds; {length} were announced")
+            if self.server.turn.acquire(timeout=PATIENCE):
+                try:
+                    answer = scored(self.server.function, asked)
+                finally:
+                    self.server.turn.release()
+                status, kind, body = 200, "application/json", json.dumps(answer)
+        except BaseException as error:  # a function may raise anything
+            status, kind, body = 500, "text/plain", said(error)
+        answered = body.encode(errors="backslashreplace")
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body.encode())))
+        self.send_header("Content-Length", str(len(answered)))
         self.end_headers()
-        self.wfile.write(body.encode())
+        self.wfile.write(answered)
 
 
-with http.server.ThreadingHTTPServer((options.host, options.port), Service) as server:
+def said(error: BaseException) -> str:
+    """An error in one line, also one whose message cannot be made."""
+    return " ".join(traceback.format_exception_only(error)[-1].split())
+
+
+def scored(function: Callable[..., Any], body: bytes) -> dict[str, list[float | None]]:
+    """The answer to a request. Raises ValueError before anything large is made of it."""
+    if (values := sum(map(body.count, (b",", b"[", b"{")))) > MOST_VALUES:
+        raise ValueError(f"JSON of about {values} values; at most {MOST_VALUES} are accepted")
+    asked = json.loads(body)
+    images, prompts, metadata = (asked[name] for name in ("images", "prompts", "metadata"))
+    if not 0 < len(images) == len(prompts) == len(metadata):
+        raise ValueError(f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata; expected as many of each")
+    scores = function(opened(images), prompts, metadata)
+    numbers = np.asarray(scores["reward"] if isinstance(scores, Mapping) else scores)
+    if numbers.shape != (len(images),) or numbers.dtype.kind not in "iuf":
+        raise ValueError(f"the function returned {numbers.dtype} of shape {numbers.shape}; expected {len(images)} numbers")
+    return {"scores": [float(n) if np.isfinite(n) else None for n in numbers]}
+
+
+def opened(pngs: list[str]) -> np.ndarray:
+    """The pictures of a request, float32 [n, H, W, 3] in [0, 1]. Raises ValueError before anything large is unpacked."""
+    if len(pngs) > MOST_PICTURES:
+        raise ValueError(f"{len(pngs)} pictures; at most {MOST_PICTURES} are accepted")
+    pictures = [Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]) for png in pngs]
+    if len(sizes := {picture.size for picture in pictures}) > 1:
+        raise ValueError(f"pictures of {len(sizes)} sizes; expected one")
+    width, height = sizes.pop()
+    if (pixels := len(pictures) * width * height) > MOST_PIXELS:
+        raise ValueError(f"pictures of {pixels} pixels; at most {MOST_PIXELS} are accepted")
+    images = np.empty((len(pictures), height, width, 3), np.float32)
+    for image, picture in zip(images, pictures, strict=True):
+        image[:] = np.asarray(picture.convert("RGB"))
+        picture.close()
+    images /= 255
+    return images
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("function", help="module.path:function; the working directory is searched first")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port")
+    options = parser.parse_args()
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = pkgutil.resolve_name(options.function)
+        if not callable(function):
+            raise TypeError("no function")
+    except (Exception, SystemExit) as error:  # an imported module may do anything
+        parser.error(f"{options.function}: expected module.path:function ({said(error)})")
+    try:
+        server = Server((options.host, options.port), function)
+    except (OSError, OverflowError, ValueError) as error:
+        parser.error(f"--host {options.host} --port {options.port}: cannot listen there ({said(error)})")
     print(f"scoring with {options.function} at http://{options.host}:{server.server_port}/", flush=True)
     server.serve_forever()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
+import reward_server
 from PIL import Image
 
 from solrl_jax.conditioning.prompts import Prompt
@@ -110,7 +111,7 @@ def test_an_answer_that_is_none_is_one_line_in_time(case, service):
 @pytest.fixture(scope="module")
 def server():
     """The example server."""
-    command = [sys.executable, ROOT / "scripts" / "reward_server.py", "tests.outside:mean", "--port", "0"]
+    command = [sys.executable, ROOT / "scripts" / "reward_server.py", "tests.hostile.outside:told", "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         yield process.stdout.readline().split(" at ")[1].strip()
         process.terminate()
@@ -120,6 +121,9 @@ def png(width: int, height: int) -> str:
     buffer = io.BytesIO()
     Image.new("RGB", (width, height)).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+PIXEL = png(1, 1)
 
 
 def test_the_server_is_not_held_up_by_idle_connections(server):
@@ -139,6 +143,73 @@ def test_the_server_refuses_pictures_before_it_unpacks_them(pngs, server):
     answer = requests.post(server, json={"images": pngs, "prompts": ["a"], "metadata": [{}]}, timeout=20)
     assert answer.status_code == 500
     assert len(ask(server)) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"[" + 2**19 * b"[]," + b"1]", "JSON of about 1048577 values"),
+        (json.dumps({"images": 5000 * [PIXEL], "prompts": 5000 * ["a"], "metadata": 5000 * [1]}).encode(), "5000 pictures"),
+        (json.dumps({"images": [PIXEL, png(2, 2)], "prompts": 2 * ["a"], "metadata": 2 * [1]}).encode(), "of 2 sizes"),
+        (json.dumps({"images": [PIXEL], "prompts": [], "metadata": [{}]}).encode(), "1 images, 0 prompts, 1 metadata"),
+        (b"[" * 10**5, "RecursionError"),
+    ],
+)
+def test_the_server_says_what_is_wrong_with_a_request(body, said, server):
+    answer = requests.post(server, body, timeout=20)
+    assert (answer.status_code, answer.text.count("\n")) == (500, 0)
+    assert said in answer.text
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("words", "<U1 of shape (1,)"), ("truths", "bool of shape (1,)"), ("complex", "complex128"), ("more", "shape (2,)"),
+     ("exit", "SystemExit: 0"), ("surrogate", r"ValueError: \ud800"), ("mute", "Mute: ")],
+)  # fmt: skip
+def test_the_server_answers_whatever_its_function_does(how, said, server):
+    answer = requests.post(server, json={"images": [PIXEL], "prompts": [how], "metadata": [{}]}, timeout=20)
+    assert answer.status_code == 500
+    assert said in answer.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [("nothing:f", "No module named"), ("os", "no function"), ("sys:exit --port 99999", "--port 99999: cannot listen"),
+     ("sys:exit --host 256.0.0.1", "--host 256.0.0.1 --port 8000: cannot listen"), ("", "required: function")],
+)  # fmt: skip
+def test_the_server_does_not_start_and_says_so_in_one_line(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["reward_server.py", *arguments.split()])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as stop:
+        reward_server.main()
+    error = capsys.readouterr().err
+    assert (stop.value.code, error.count("\n")) == (2, 1)
+    assert said in error
+
+
+def test_a_request_that_trickles_in_or_waits_too_long_is_ended(monkeypatch):
+    for name, seconds in (("SECONDS", 0.3), ("PATIENCE", 0.1)):
+        monkeypatch.setattr(reward_server, name, seconds)
+    asked = json.dumps({"images": [PIXEL], "prompts": ["a"], "metadata": [{}]}).encode()
+    free = threading.Event()
+    with reward_server.Server(("127.0.0.1", 0), lambda images, *_: free.wait() and [1.0]) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with socket.create_connection(("127.0.0.1", server.server_port)) as slow:
+            began = time.monotonic()
+            slow.sendall(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n1")
+            with contextlib.suppress(OSError):
+                while not slow.recv(1000):
+                    slow.sendall(b"1")
+            assert time.monotonic() - began < 5
+        url = f"http://127.0.0.1:{server.server_port}/"
+        first = threading.Thread(target=requests.post, args=(url, asked), daemon=True)
+        first.start()
+        while not server.turn.locked():
+            time.sleep(0.01)
+        assert (answer := requests.post(url, asked, timeout=5)).status_code == 503, answer.text
+        free.set()
+        first.join()
+        server.shutdown()
 
 
 def test_the_server_refuses_a_long_body(server):
