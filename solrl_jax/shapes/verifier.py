@@ -23,8 +23,8 @@ _BACKGROUND = np.asarray(scenes.BACKGROUND, np.float32) / 255
 _TINTS = np.asarray([scenes.PALETTE[c] for c in scenes.COLOURS], np.float32) / 255 - _BACKGROUND
 
 _KEPT = 8  # the largest components are looked at; a right picture has four at most
-# Rounds of label propagation in a picture 32 wide; one more for each doubling. Ragged blobs are labelled in two or three, nearly
-# all random percolation clusters in four. A component that needs more rounds stays in pieces, and matches no shape either way.
+# Rounds of label propagation in a picture 32 wide, and one more for each doubling. Ragged blobs are labelled in two or three,
+# nearly all random percolation clusters in four. A component that needs more stays in pieces, and matches no shape either way.
 _ROUNDS = 4
 _NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 # Areas are in pixels of a picture 32 wide. The smallest shape, a small triangle, has an area of 18.
