@@ -148,6 +148,11 @@ def test_processes_that_do_not_start_are_a_failure(monkeypatch):
         scores([reward("mean")], (1, 22.0))
 
 
+def test_a_masked_score_is_no_number():
+    with pytest.raises(host.Failure, match="no numbers"):
+        host.checked(np.ma.masked_invalid([np.nan, 1]), 2)
+
+
 HOLDER = """
 import sys
 
