@@ -14,6 +14,7 @@ from solrl_jax.storage.readers import parse_json, read_text
 T = TypeVar("T", bound=str)
 CONTROLS = re.compile(r"[\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")
 MOST_CHARACTERS = 20_000  # of a prompt or an instruction; encoders read some hundred words
+MOST_LINES = 2**20  # of a prompt file; in all of a .jsonl file also as many lists and objects, which take the most memory
 EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "prompt_sets"
 
@@ -39,15 +40,18 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
       field: the setting that names the file, for messages.
       distinct: return a prompt that is repeated once.
 
-    Raises InputError if the file is absent, is not text, holds no prompt, or repeats a prompt with other metadata.
+    Raises InputError if the file is absent, is not text, holds no or too many prompts, or repeats one with other metadata.
     """
     where = f"{field}={path!r}"
     file = _embedded(path, where) if path.startswith(EMBEDDED) else Path(path)
-    parse = _parse_json if file.suffix == ".jsonl" else lambda line, where: Prompt(line)
+    json = file.suffix == ".jsonl"
+    parse = _parse_json if json else lambda line, where: Prompt(line)
+    text = _read_text(file, where, "a text file of one prompt a line, or .jsonl")
+    if text.count("\n") > MOST_LINES or (json and text.count("[") + text.count("{") > MOST_LINES):
+        raise InputError(f"{where}: more than {MOST_LINES} lines{', or lists and objects in them' if json else ''}")
     # `splitlines` would also split at U+2028 and others, at which editors do not
-    lines = _read_text(file, where, "a text file of one prompt a line, or .jsonl").split("\n")
-    numbered = [(line.strip(), f"{where}: line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
-    prompts = [plain(parse(line, at), at) for line, at in numbered]
+    numbered = ((f"{where}: line {n}", line.strip()) for n, line in enumerate(text.split("\n"), start=1))
+    prompts = [plain(parse(line, at), at) for at, line in numbered if line]
     if not prompts:
         raise InputError(f"{where}: holds no prompt; expected one a line")
     first: dict[str, Prompt] = {}

@@ -15,6 +15,7 @@ import yaml
 
 MOST_TEXT = 2**26  # bytes of a text file: a vocabulary has 2**25
 MOST_YAML = 2**16  # bytes of a configuration: a run's has 2**12
+MOST_JSON = 2**24  # characters of a JSON value, which may take fifty times as many bytes; the largest index of shards has 2**20
 DEPTH = 32  # levels of lists and mappings in each other
 
 
@@ -47,13 +48,25 @@ def _finite(text: str) -> float:
     return number
 
 
+def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The mapping of these pairs. Raises ValueError for a key that comes twice: which of its values is meant nobody knows."""
+    made: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"the key {str(key)[:80]!r} comes twice")
+        made[key] = value
+    return made
+
+
 def parse_json(text: str | bytes, *, number: Callable[[str], float] = _finite) -> Any:
-    """A JSON value at most `DEPTH` levels deep.
+    """A JSON value at most `DEPTH` levels deep. No key comes twice.
 
     number: makes a number of its text; `float` accepts infinity and NaN, which Python writes though JSON has none.
     """
+    if len(text) > MOST_JSON:
+        raise ValueError(f"more than {MOST_JSON} characters")
     try:
-        value = json.loads(text, parse_constant=number, parse_float=number)
+        value = json.loads(text, parse_constant=number, parse_float=number, object_pairs_hook=_distinct)
     except RecursionError:
         raise ValueError(f"more than {DEPTH} levels deep") from None
     level = [value]
@@ -74,7 +87,10 @@ def strict(value: Any) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """A YAML value of plain data, at most `DEPTH` levels deep. Tags and aliases are refused. Raises yaml.YAMLError too."""
+    """A YAML value of plain data, at most `DEPTH` levels deep. Tags, aliases and a key that comes twice are refused.
+
+    Raises yaml.YAMLError too.
+    """
     if len(text) > MOST_YAML:
         raise ValueError(f"more than {MOST_YAML} characters")
     return yaml.load(text, _PlainLoader)
@@ -95,3 +111,8 @@ class _PlainLoader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        made = super().construct_mapping(node, deep)
+        _distinct([(self.construct_object(key), None) for key, _ in node.value])
+        return made
