@@ -14,7 +14,7 @@ import functools
 import importlib.metadata
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ REWARDS = ("pickscore", "clipscore", "hpsv2", "imagereward")  # the paper's
 ENTRY_POINTS = "solrl_jax.rewards"  # the group under which other packages name rewards
 _OPTIONS = "reward.options"
 _FREE = ("reward.weights", "reward.paths", _OPTIONS)  # the fields whose own keys are free
+_QUOTES = ("'", '"', "|", ">")  # with which text begins that YAML reads otherwise than it is written
 _ADAPTER = pydantic.TypeAdapter(Config)
 
 
@@ -59,9 +60,12 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
 
     A key is dotted (`rollout.kept=12`), its value YAML (`reward.weights={pickscore: 1, clipscore: 1}`); `model=`, `family=`,
     `objective=` and so on choose another file for that part; `reward=` also takes a plug-in's name, to be trained on alone.
+    Text without quotes is taken as it is: a path may hold ` #`, with which a comment begins in YAML.
     """
+    if wrong := [given for given in (preset, *overrides) if not isinstance(given, str)]:
+        raise ConfigError(f"{shown(wrong[0])}: accepted: the name of a preset and overrides 'key=value', all of them text")
     if preset not in preset_names():
-        raise ConfigError(f"unknown preset '{preset}': {_nearest(preset, preset_names())}")
+        raise ConfigError(f"unknown preset {shown(preset)}: {_nearest(preset, preset_names())}")
     settings, chosen, problems = _parse_overrides(overrides)
     own = copy.deepcopy(_read(f"{preset}.yaml")) if (_configs() / f"{preset}.yaml").exists() else {}
     parts = DEFAULTS | (own.pop("compose", None) or _composed()[preset]) | chosen
@@ -91,6 +95,12 @@ def _apply(tree: dict[str, Any], files: Mapping[str, Mapping[str, Any]], parts: 
             raise ConfigError(f"configs/{name}.yaml: condition '{condition}' under 'when' is for a preset, not for a run")
         if parts[part] == choice:
             _merge(tree, extra)
+
+
+def setting(key: str, text: str) -> str:
+    """The override that gives a field this very text, whatever YAML would read in it."""
+    quoted = yaml.safe_dump(text, default_style='"').strip()
+    return f"{key}={quoted}"
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
@@ -225,6 +235,8 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
         except ConfigError as error:
             problems.append(str(error))
             continue
+        if isinstance(value, str) and raw[:1] not in _QUOTES:
+            value = raw
         if key in PARTS and not isinstance(value, Mapping):
             if raw in _choices(key):
                 chosen[key] = raw
@@ -247,7 +259,7 @@ def _build(tree: Any, problems: list[str]) -> Config:
     try:
         config = _ADAPTER.validate_python(tree)
     except pydantic.ValidationError as errors:
-        found += [text for error in errors.errors() if (text := _problem(error))]
+        found += [text for error in errors.errors() if (text := problem(error))]
     if found:
         raise ConfigError("; ".join(dict.fromkeys(found)))
     return config
@@ -271,12 +283,15 @@ _EXPECTED = {
 }
 
 
-def _problem(error: Any) -> str | None:
-    """One of pydantic's errors in our words; None for a mere consequence of another."""
+def problem(error: Any, whole: str = "configuration", unknown: Callable[[str], str] | None = None) -> str | None:
+    """One of pydantic's errors in our words; None for a mere consequence of another.
+
+    whole: what has no name of a field; unknown: what is said of an unknown key.
+    """
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    field = ".".join(map(str, error["loc"])) or "configuration"
+    field = ".".join(map(str, error["loc"])) or whole
     if kind in ("unexpected_keyword_argument", "invalid_key"):
-        return _unknown_key(field)
+        return (unknown or _unknown_key)(field)
     if kind == "missing":
         return f"missing key '{field}'"
     if kind == "too_short" and value:  # items that are wrong are counted as absent
@@ -286,9 +301,9 @@ def _problem(error: Any) -> str | None:
     if kind == "value_error":
         return f"{field}={shown(value)}: {context['error']}"
     if kind == "literal_error":
-        near = difflib.get_close_matches(str(value), re.findall("'(.*?)'", context["expected"]), n=1)
+        near = difflib.get_close_matches(str(value)[:80], re.findall("'(.*?)'", context["expected"]), n=1)
         return f"{field}={shown(value)}: expected {context['expected']}" + (f", did you mean '{near[0]}'?" if near else "")
-    return f"{field}={shown(value)}: {_EXPECTED.get(kind, error['msg']).format(**context)}"
+    return f"{field}={shown(value)}: {_EXPECTED[kind].format(**context) if kind in _EXPECTED else error['msg']}"
 
 
 def _unknown_key(key: str) -> str:
@@ -299,6 +314,6 @@ def _unknown_key(key: str) -> str:
 
 def _nearest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:
     """Proposes the accepted name nearest to `name`; when none is near, lists `listed`, or all that are accepted."""
-    if near := difflib.get_close_matches(name, accepted, n=1):
+    if near := difflib.get_close_matches(name[:80], accepted, n=1):  # longer ones take minutes
         return f"did you mean '{near[0]}'?"
     return f"expected one of {', '.join(accepted if listed is None else listed)}"

@@ -1,15 +1,15 @@
 """The configuration: one frozen dataclass a section. No field has a default here: `configs/` has them all.
 
-A field's type says its range and is checked by `presets.build`; what must hold between fields is checked whenever a section
-is made. Letters: P prompts, N candidates and K kept an iteration. Regexes match a parameter's whole path, e.g.
-`transformer_blocks/attn1/to_q/kernel`. Sources: Sol-RL (arXiv 2604.06916) and DiffusionNFT (arXiv 2509.16117).
+A field's type says its range and is checked by `presets.resolve`; what must hold between fields is checked whenever a section
+is made. Letters (docs/method.md): G prompts an iteration, N candidates and K kept of each. Regexes match a parameter's whole
+path, e.g. `transformer_blocks/attn1/to_q/kernel`. Sources: Sol-RL (arXiv 2604.06916) and DiffusionNFT (arXiv 2509.16117).
 """
 
 import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue
+from pydantic import AfterValidator, Field
 
 from solrl_jax.config.values import (
     MOST_TOKENS,
@@ -18,6 +18,7 @@ from solrl_jax.config.values import (
     Flag,
     Free,
     Integer,
+    Json,
     Many,
     Natural,
     NotNegative,
@@ -59,7 +60,7 @@ def _objective(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize(Section):
-    """Which linears a format that quantises leaves in the training precision; all others it takes (`linears.py`)."""
+    """Which linears a format that quantises leaves in the training precision; all others it takes (`explore/linears.py`)."""
 
     skip: tuple[Text, ...]  # parts of their paths
     min_dim: NotNegative  # those whose larger side is at most this many times the width of the network's blocks
@@ -116,7 +117,8 @@ class Rollout(Section):
     window: Steps | None  # steps in a row that add noise, the others add none; null: all but the last
     window_every: Count  # iterations after which the window moves on by a step; past the end it starts again
     schedule: Literal["linear", "sd3", "flux"]
-    shift: Positive  # of the sigmas; 'flux' takes the pipeline's own, from the resolution, and does not read this
+    # of the sigmas; 'flux' takes the pipeline's own, from the resolution, and does not read this
+    shift: Annotated[Number, Field(ge=1e-3, le=1e3)]
     guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
     true_guidance: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
     chunk: Count  # rows that a device runs at once, at most
@@ -160,11 +162,11 @@ class Reward(Section):
     weights: Annotated[dict[str, Number], Field(min_length=1)] = dataclasses.field(hash=False)
     # where files of released rewards are, by the names of `rewards/sources.py`; those that are not named: the hub, `weights/`
     paths: dict[str, Text] = dataclasses.field(hash=False)
-    options: dict[str, dict[str, JsonValue]] = dataclasses.field(hash=False)  # keywords of plug-ins and of rewards outside JAX
+    options: dict[str, dict[str, Json]] = dataclasses.field(hash=False)  # keywords of plug-ins and of rewards outside JAX
     watched: tuple[Text, ...]  # scored at evaluations, never trained on
     # of rewards outside JAX:
     workers: Annotated[Integer, Field(ge=1, le=2**8)]  # processes that score
-    timeout: Positive  # seconds that a process may take for the pictures it is given at once
+    timeout: Annotated[Positive, Field(le=1e6)]  # seconds that a process may take for the pictures it is given at once
     on_failure: Literal["stop", "skip"]  # skip: pictures whose scoring fails have no score
 
     def __post_init__(self) -> None:
@@ -235,7 +237,7 @@ class Train(Section):
     """The length of a run, the prompt groups of an iteration, and what is trained."""
 
     iterations: Count
-    prompts: Count  # P
+    prompts: Count  # G
     # adapters: those of `lora`; a regex: the parameters that it matches, in full, beside the adapters on others; all: every
     # parameter of the transformer in full, and no adapters
     parameters: Annotated[Regex, Field(min_length=1)]

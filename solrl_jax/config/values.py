@@ -5,7 +5,9 @@ import urllib.parse
 from typing import Annotated, Any
 
 import regex
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, Strict
+
+from solrl_jax.storage.readers import strict
 
 
 class ConfigError(ValueError):
@@ -20,12 +22,24 @@ def _number(value: Any) -> Any:
         return value
 
 
+def _normal(number: float) -> float:
+    if 0 < abs(number) < LEAST_NUMBER:
+        raise ValueError(f"is nearer to 0 than {LEAST_NUMBER:.2g}, the least that float32 holds")
+    return number
+
+
 def _regex(pattern: str) -> str:
     try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+        regex.compile(pattern)  # as `matches` reads it
+    except (regex.error, ValueError, LookupError, OverflowError, RecursionError) as error:
         raise ValueError(f"must be a regular expression ({error})") from None
     return pattern
+
+
+def _finite(value: Any) -> Any:
+    if strict(value) != value:
+        raise ValueError("must be finite, and hold no number that is not")
+    return value
 
 
 def _plain(text: str) -> str:
@@ -45,9 +59,9 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
 
 
-MOST_SIDE, MOST_TOKENS, MOST_PICTURES = 2**14, 2**14, 2**16  # of an image in pixels; of a prompt; of one prompt
+MOST_SIDE, MOST_TOKENS, MOST_PICTURES = 2**14, 2**11, 2**16  # of an image in pixels; of a prompt; of one prompt
 MOST_STEPS = 1000  # of a solver: networks are trained on as many levels of noise
-MOST_NUMBER = 3.4e38  # what float32 holds
+MOST_NUMBER, LEAST_NUMBER = 3.4e38, 2.0**-126  # what float32 holds in full, but for 0
 
 Integer = Annotated[int, Strict(), Field(gt=-(2**31), lt=2**31)]
 Natural = Annotated[Integer, Field(ge=0)]
@@ -58,11 +72,19 @@ Side = Annotated[Integer, Field(ge=1, le=MOST_SIDE)]
 Size = Annotated[tuple[Side, Side], BeforeValidator(_pair)]  # height and width of a picture in pixels
 Sizes = Annotated[tuple[Size, ...], Field(min_length=1), BeforeValidator(_listed)]
 Many = Annotated[Integer, Field(ge=1, le=MOST_PICTURES)]
-Number = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-MOST_NUMBER, le=MOST_NUMBER), BeforeValidator(_number)]
+Number = Annotated[
+    float,
+    Strict(),
+    AllowInfNan(False),
+    Field(ge=-MOST_NUMBER, le=MOST_NUMBER),
+    BeforeValidator(_number),
+    AfterValidator(_normal),
+]
 NotNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
 Flag = Annotated[bool, Strict()]
+Json = Annotated[JsonValue, AfterValidator(_finite)]
 Free = Annotated[str, AfterValidator(_plain)]
 Text = Annotated[Free, Field(min_length=1)]
 Regex = Annotated[str, AfterValidator(_regex)]

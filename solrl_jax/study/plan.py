@@ -2,19 +2,20 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic
 import yaml
 from pydantic import Field
 
-from solrl_jax.config.presets import known_keys, resolve
+from solrl_jax.config.presets import known_keys, problem, resolve, setting
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import ConfigError, Section, Seed, Text, shown
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_YAML, parse_yaml, read_text
 
 _CARRIED = Path(__file__).parents[1] / "configs" / "study"
+MOST_RUNS = 1000  # of a study
 ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=60)]  # a part of a directory's name
 Overrides = tuple[Text, ...]
 Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
@@ -49,7 +50,9 @@ class Plan(Section):
             raise ConfigError(f"compared: {itself[0]!r} with itself")
         for seeds in (self.seeds, self.quick.seeds):
             if len(set(seeds)) < len(seeds):
-                raise ConfigError(f"seeds={list(seeds)}: must differ")
+                raise ConfigError(f"seeds={shown(list(seeds))}: must differ")
+            if (runs := len(self.arms) * len(seeds)) > MOST_RUNS:
+                raise ConfigError(f"seeds: {runs} runs of {len(self.arms)} arms; must be at most {MOST_RUNS}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +90,9 @@ def read_plan(name: str) -> Plan:
     try:
         return pydantic.TypeAdapter(Plan).validate_python(tree)
     except pydantic.ValidationError as errors:
-        raise ConfigError("; ".join(f"{path}: {_problem(error)}" for error in errors.errors())) from None
-
-
-def _problem(error: Any) -> str:
-    field = ".".join(map(str, error["loc"])) or "a plan"
-    match error["type"]:
-        case "value_error":
-            return str(error["ctx"]["error"])
-        case "missing":
-            return f"missing key {field!r}"
-        case "unexpected_keyword_argument":
-            return f"unknown key {field!r}: expected one of {', '.join(f.name for f in dataclasses.fields(Plan))}"
-    return f"{field}={shown(error['input'])}: {error['msg']}"
+        unknown = lambda key: f"unknown key '{key}': expected one of {', '.join(f.name for f in dataclasses.fields(Plan))}"
+        found = (problem(error, "a plan", unknown) for error in errors.errors())
+        raise ConfigError("; ".join(f"{path}: {text}" for text in found if text)) from None
 
 
 def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> list[Run]:
@@ -113,7 +106,7 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
     runs: list[Run] = []
     for seed in plan.quick.seeds if quick else plan.seeds:
         for arm, own in plan.arms.items():
-            arguments = (*plan.overrides, *own, *last, f"seed={seed}", f"run.dir={out / f'{arm}-{seed}'}")
+            arguments = (*plan.overrides, *own, *last, f"seed={seed}", setting("run.dir", str(out / f"{arm}-{seed}")))
             try:
                 runs.append(Run(arm, resolve(plan.preset, arguments), (plan.preset, *arguments)))
             except ConfigError as error:

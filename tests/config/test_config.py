@@ -169,7 +169,6 @@ AT_LEAST_ONE = [
 AT_LEAST_ONE += ["lora.rank", "optimizer.steps_per_iteration", "optimizer.micro_batch", "train.iterations", "train.prompts"]
 AT_LEAST_ONE += ["eval.steps", "eval.prompts", "eval.images_per_prompt", "run.checkpoint_every", "run.keep_checkpoints"]
 POSITIVE = [
-    "rollout.shift",
     "policy.beta",
     "policy.ratio_clip",
     "policy.advantage_clip",
@@ -193,6 +192,7 @@ NOT_NEGATIVE = [
     ("key", "value", "accepted"),
     [(k, 0, "at least 1") for k in AT_LEAST_ONE]
     + [(k, 0, "above 0") for k in POSITIVE]
+    + [("rollout.shift", 0, "at least 0.001")]
     + [(k, -1, "at least 0") for k in NOT_NEGATIVE],
 )
 def test_ranges(key, value, accepted):
@@ -261,8 +261,8 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31 - 1),
-    rate=st.floats(1e-300, MOST_NUMBER),
-    weights=st.dictionaries(WORDS, st.floats(-1e9, 1e9), min_size=1, max_size=3),
+    rate=st.floats(1e-37, MOST_NUMBER),
+    weights=st.dictionaries(WORDS, st.floats(-1e9, 1e9, width=32, allow_subnormal=False), min_size=1, max_size=3),
     path=WORDS,
 )
 @example(seed=0, rate=1e-5, weights={"\U00093329\x85": -0.0}, path="\U00093329\x85")

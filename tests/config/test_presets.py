@@ -185,6 +185,13 @@ def test_overrides_win_in_order_and_are_yaml():
     assert resolve("tiny", ["seed=7", "run.dir="]).run.dir == "runs/tiny-sol_rl-seed7"
 
 
+@pytest.mark.parametrize("text", ["a #b", "a\\nb", "/x y/'z'", "- ?", "&a b"])
+def test_text_without_quotes_is_taken_as_it_is(text):
+    assert resolve("tiny", [f"run.dir=x{text}"]).run.dir == f"x{text}"
+    assert resolve("tiny", [presets.setting("run.dir", text)]).run.dir == text
+    assert resolve("tiny", [f"run.dir='{text.replace(chr(39), 2 * chr(39))}' # of mine"]).run.dir == text
+
+
 def test_weights_are_replaced_whole_or_changed_by_name():
     assert resolve("tiny", ["reward.weights={pickscore: 1, hpsv2: 2}"]).reward.weights == {"pickscore": 1.0, "hpsv2": 2.0}
     assert resolve("tiny", ["reward.weights.tiny-clip=0.5"]).reward.weights == {"shapes": 1.0, "tiny-clip": 0.5}
@@ -266,12 +273,17 @@ def test_a_condition_that_cannot_hold_is_refused(configs):
         resolve("mine")
 
 
+def settings_of(path: Path) -> str:
+    """A file of a part without its conditions."""
+    return path.read_text().partition("\nwhen:")[0] + "\n"
+
+
 @pytest.mark.parametrize("part", ["model/sana", "family/sol_rl", "explore/paper", "reward/hpsv2"])
 def test_the_file_of_any_part_may_have_settings_for_one_choice_of_another(configs, part):
     """They follow the file's own settings; the file of a later part and the preset's own follow them."""
     path = configs / f"{part}.yaml"
     path.write_text(
-        path.read_text() + "seed: 1\nwhen: {model=sana: {seed: 5, lora: {rank: 7}}, family=naive_quant: {seed: 6}}\n"
+        settings_of(path) + "seed: 1\nwhen: {model=sana: {seed: 5, lora: {rank: 7}}, family=naive_quant: {seed: 6}}\n"
     )
     config = resolve("sana_sol_rl_hpsv2")
     assert (config.seed, config.lora.rank) == (5, 7)
@@ -285,7 +297,7 @@ def test_the_file_of_any_part_may_have_settings_for_one_choice_of_another(config
 
 def test_a_condition_in_the_file_of_a_part_that_cannot_hold_is_refused(configs):
     path = configs / "explore" / "paper.yaml"
-    path.write_text(path.read_text() + "when: {sampler=sana: {seed: 5}}\n")
+    path.write_text(settings_of(path) + "when: {sampler=sana: {seed: 5}}\n")
     with pytest.raises(ConfigError, match=r"^configs/explore/paper.yaml: unknown condition 'sampler=sana' under 'when'$"):
         resolve("tiny")
 
@@ -352,7 +364,7 @@ def test_a_recipe_has_settings_for_models_and_families_of_presets_and_of_runs(co
 
 
 def test_a_recipe_with_a_condition_that_a_run_does_not_record_is_for_presets_alone(configs):
-    paper = (configs / "explore" / "paper.yaml").read_text()
+    paper = settings_of(configs / "explore" / "paper.yaml")
     (configs / "explore" / "mine.yaml").write_text(
         f"{paper}when: {{reward=hpsv2: {{rollout: {{explore: {{correction: 4}}}}}}}}\n"
     )
