@@ -1,7 +1,6 @@
 """`solrl study`."""
 
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 import click
 
 from solrl_jax.commands.options import finish, json_option
+from solrl_jax.storage.errors import one_line
 from solrl_jax.storage.files import only_user, writable_directory
 from solrl_jax.study import page, summary
 from solrl_jax.study.cost import find_prices
 from solrl_jax.study.plan import read_plan, runs_of
-from solrl_jax.study.runs import train
+from solrl_jax.study.runs import log_of, train
 
 
 @click.command("study")
@@ -44,16 +44,16 @@ def command(
     runs = runs_of(opened, folder, quick, overrides)
     failed: Mapping[str, str] = {}
     writable_directory(folder, "--out")
-    page.refuse_foreign(folder)
+    page.refuse_foreign(folder, () if compare_only else map(log_of, runs))
     if not compare_only:  # which may be done while a study trains
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the runs under way save
         with only_user(folder):
-            failed = train(runs, folder, others["processes"] or os.cpu_count() or 1, lambda line: click.echo(line, err=True))
+            say = lambda line: click.echo(one_line(line), err=True)
+            failed = train(runs, folder, others["processes"] or os.cpu_count() or 1, say)
     study, courses = summary.summarise(name, opened, runs, prices, failed)
     page.write(folder, study, courses, summary.sweeps(opened, runs))
     why = f"{len(failed)} of {len(runs)} runs failed, e.g. {': '.join(next(iter(failed.items())))}" if failed else None
     told = {"error": why, "exit_code": 1} if failed else {}
     finish({"out": str(folder), **study, **told}, as_json, f"{page.markdown(study)}written to {folder}")
     if failed:
-        click.echo(f"solrl: {why}", err=True)
+        click.echo(f"solrl: {one_line(str(why))}", err=True)
         sys.exit(1)

@@ -7,7 +7,7 @@ Their prices are roofline seconds of a released model's compiled programs (`plan
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,6 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
         seconds["update"] / (kept * config.trained_sigmas),
         seconds.get("sync", 0.0),
     )
-
-
-def merged(plans: Sequence[Mapping[str, Any]]) -> list[Prices]:
-    """Prices of several plans; of the same model and device, formats are put together."""
-    found: dict[str, Prices] = {}
-    for prices in map(prices_of, plans):
-        older = found.get(prices.name, prices)
-        found[prices.name] = dataclasses.replace(older, network={**prices.network, **older.network})
-    return list(found.values())
 
 
 def carried() -> dict[str, Prices]:

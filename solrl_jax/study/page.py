@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,13 @@ def write(folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence
     atomic_write(folder / PAGE, markdown(study))
 
 
-def refuse_foreign(folder: Path) -> None:
-    """Raises InputError if a file that `write` would replace is there, and no study's."""
-    if there := [folder / name for name in (DATA, PAGE, FIGURE) if os.path.lexists(folder / name)]:
+def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
+    """Raises InputError if a file that `write` would replace is there, and no study's.
+
+    logs: files that are replaced too. They are a study's in a folder that one has locked.
+    """
+    replaced = (*(folder / name for name in (DATA, PAGE, FIGURE)), *(() if (folder / ".lock").exists() else logs))
+    if there := [path for path in replaced if os.path.lexists(path)]:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             if parse_json(read_text(folder / DATA))["plan"]["name"]:
                 return

@@ -13,6 +13,11 @@ from solrl_jax.storage.files import writing
 from solrl_jax.study.plan import Run
 
 
+def log_of(run: Run) -> Path:
+    """The file of what a run says."""
+    return run.folder.with_name(f"{run.name}.log")
+
+
 def finished(run: Run) -> bool:
     """Whether its directory holds this very run, trained and evaluated to the end."""
     if not is_run(run.folder) or read_run(run.folder) != run.config:
@@ -49,7 +54,7 @@ def train(runs: Sequence[Run], out: Path, processes: int, say: Callable[[str], N
 
 def _train(run: Run, out: Path, processes: int, started: list[subprocess.Popen[bytes]]) -> str | None:
     """Why the run failed; None if it did not."""
-    log, share = out / f"{run.name}.log", str(max(1, (os.cpu_count() or 1) // processes))
+    log, share = log_of(run), str(max(1, (os.cpu_count() or 1) // processes))
     # threads of XLA on a CPU; programs are compiled once for all seeds of an arm
     shared = {"JAX_COMPILATION_CACHE_DIR": str(out / "programs"), "NPROC": share, "OMP_NUM_THREADS": share}
     with writing(log):
@@ -71,4 +76,5 @@ def _train(run: Run, out: Path, processes: int, started: list[subprocess.Popen[b
 
 def _last(run: Run) -> str:
     rows = [row for row in read(run.folder) if "eval/reward" in row]
-    return f"held-out reward {rows[0]['eval/reward']:.3f} -> {rows[-1]['eval/reward']:.3f}"
+    told = ("not finite" if value is None else f"{value:.3f}" for value in (rows[0]["eval/reward"], rows[-1]["eval/reward"]))
+    return f"held-out reward {' -> '.join(told)}"

@@ -9,7 +9,7 @@ import pytest
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
 from solrl_jax.storage.errors import InputError
-from solrl_jax.study.cost import carried, find_prices, merged, prices_of
+from solrl_jax.study.cost import carried, find_prices, prices_of
 from solrl_jax.study.plan import plan_names, read_plan, runs_of
 
 PLANS = json.loads((Path(__file__).parents[2] / "benchmarks" / "plans.json").read_text())["plans"]
@@ -50,12 +50,13 @@ def test_quick_comes_after_the_arms_and_the_users_own_last(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"arms": {}}, "arms={}: Dictionary should have at least 1 item"),
+        ({"arms": {}}, "arms={}: must not be empty"),
         ({"arms": {"../a": []}}, "arms.../a.[key]='../a': String should match"),
         ({"arms": {"a": "x=1"}}, "arms.a='x=1': "),
         ({"seeds": []}, "seeds=[]: "),
         ({"seeds": [1, 1]}, "seeds=[1, 1]: must differ"),
-        ({"seeds": [-1]}, "seeds.0=-1: "),
+        ({"seeds": [-1]}, "seeds.0=-1: must be at least 0"),
+        ({"seeds": list(range(501))}, "seeds: 1002 runs of 2 arms; must be at most 1000"),
         ({"compared": [["a", "c"]]}, "compared and sweeps: no arm 'c'; there are a, b"),
         ({"sweeps": {"seed": ["d"]}}, "compared and sweeps: no arm 'd'"),
         ({"quick": None}, "missing key 'quick'"),
@@ -67,6 +68,13 @@ def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changed, said):
         read_plan(written(tmp_path, **changed))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["out #1", "x: y", "123", "on", "a 'b' \"c\"", "ä\u2028\n{b}", "null"])
+def test_runs_are_where_they_are_asked_for(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (run,) = runs_of(read_plan(written(tmp_path, arms={"a": []}, compared=[])), Path(name), True, ())
+    assert run.folder == Path(name) / "a-0"
 
 
 def test_a_wrong_arm_is_refused_before_anything_trains(tmp_path):
@@ -93,7 +101,11 @@ def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_the_carried_prices_are_those_of_the_compiled_plans():
-    assert list(carried().values()) == merged(list(PLANS.values()))
+    found = {}  # formats of the same model and device are put together
+    for prices in map(prices_of, PLANS.values()):
+        older = found.get(prices.name, prices)
+        found[prices.name] = dataclasses.replace(older, network={**prices.network, **older.network})
+    assert carried() == found
 
 
 def test_prices_multiply_up_to_the_plan():
