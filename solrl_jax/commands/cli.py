@@ -13,13 +13,13 @@ import re
 import signal
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from solrl_jax.commands.options import INTERRUPTED, print_json
 from solrl_jax.config.values import ConfigError
-from solrl_jax.storage.errors import InputError, RunError, first_line
+from solrl_jax.storage.errors import InputError, RunError, first_line, one_line, text
 from solrl_jax.storage.files import disk_reason
 
 COMMANDS = {
@@ -38,7 +38,10 @@ COMMANDS = {
     "doctor": "What this machine can do, and what a preset lacks here.",
 }
 MOST_SHOWN = 10_000  # characters of a message, which may list whatever a file holds
-NO_MEMORY = ("RESOURCE_EXHAUSTED", "failed to map segment")  # of a device; of the host, which loads a library
+MOST_DEVICES = 9999  # that a host has; a CPU can be told to stand for so many that memory ends
+# settings of JAX that a shell may have for other programs: with them ours cannot be traced
+OTHER_PROGRAMS = ("JAX_ENABLE_X64", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION")
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating", "failed to map segment")  # of a device; of the host
 UNFORESEEN = "this is an error in solrl_jax"
 
 
@@ -52,6 +55,12 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         return importlib.import_module(f"solrl_jax.commands.{cmd_name}").command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # for which click would write an empty line first
+            fail("interrupted", INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -70,11 +79,16 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # the library tells of each time that it asks again
     os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever the shell asks for
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the library warns at import that PyTorch is absent
+    for name in OTHER_PROGRAMS:
+        os.environ.pop(name, None)
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)  # says that there is no TPU
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, _hung_up)
     _open_streams()
     try:
+        if (count := os.environ.get("JAX_NUM_CPU_DEVICES", "")).isdecimal() and len(count) > len(str(MOST_DEVICES)):
+            raise InputError(f"JAX_NUM_CPU_DEVICES={count[:80]}: expected a number of up to {MOST_DEVICES}")
         cli(prog_name="solrl", standalone_mode=False)  # also for `python -m solrl_jax`
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
@@ -125,7 +139,7 @@ def explained(error: BaseException) -> tuple[str, int]:
             return "the working directory is not there any more", 2
         case OSError(filename=None):  # `> /dev/full`
             return f"the output cannot be written: {disk_reason(error)}", 1
-    if isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY):
+    if isinstance(error, MemoryError) or any(sign in text(error) for sign in NO_MEMORY):
         smaller = "rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks"
         return f"out of memory: {first_line(error)}; a smaller {smaller} needs less", 1
     raised_in = next((frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))), "")
@@ -141,8 +155,8 @@ def explained(error: BaseException) -> tuple[str, int]:
 
 def fail(message: str, code: int) -> NoReturn:
     """Ends the process with one line on standard error. Passwords in addresses are left out."""
-    message = re.sub(r"://[^/@\s]+@", "://***@", " ".join(message.split("\n")))
-    message = message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]} ..."
+    message = re.sub(r"://[^/@\s]+@", "://***@", message)
+    message = one_line(message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]} ...")
     try:
         if "--json" in sys.argv:
             print_json({"error": message, "exit_code": code})

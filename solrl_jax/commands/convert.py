@@ -266,7 +266,7 @@ def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
     """Turn a torch pickle (.pth, .pt, .bin, .ckpt) into safetensors, or a native SANA checkpoint into diffusers' layout.
 
     \b
-    solrl convert HPS_v2.1_compressed.pt --out HPS_v2.1.safetensors
+    solrl convert HPS_v2.1_compressed.pt --out weights/HPS_v2.1_compressed.safetensors
     solrl convert SANA_LinearFFN.pth --out sana-linear --base Sana_1600M_1024px_BF16_diffusers
     """
     summary = convert(file, out, base, force=force)

@@ -31,7 +31,7 @@ from solrl_jax.rewards.registry import open_rewards, reward_names
 from solrl_jax.rewards.sources import SOURCES, Converted, Hub, find
 from solrl_jax.run.record import PACKAGES
 from solrl_jax.storage import hub
-from solrl_jax.storage.errors import InputError, in_one_line
+from solrl_jax.storage.errors import InputError, in_one_line, one_line
 from solrl_jax.training.experiment import device_facts, linears_of, open_mesh, read_instruction
 from solrl_jax.training.room import device_memory, refuse_what_cannot_fit
 
@@ -59,7 +59,7 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
         summary |= wanted | {"missing": summary["missing"] + wanted["missing"]}
     finish(summary, as_json, table(summary))
     if missing := summary["missing"]:
-        click.echo(f"solrl: {len(missing)} missing, first {missing[0]}", err=True)
+        click.echo(f"solrl: {len(missing)} missing, first {one_line(missing[0])}", err=True)
         sys.exit(1)
 
 
@@ -229,4 +229,4 @@ def table(summary: dict[str, Any]) -> str:
         rows.append(("weights", f"{parts}; `solrl plan {summary['preset']}` says what training takes beside them"))
     rows += [("download", f"{name}, at the first start") for name in summary.get("downloads", ())]
     rows += [("missing", line) for line in summary["missing"]] or [("missing", "nothing")]
-    return "\n".join(f"{name:10} {text}" for name, text in rows)
+    return "\n".join(f"{name:10} {one_line(text)}" for name, text in rows)

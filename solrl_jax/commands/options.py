@@ -2,17 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import click
 
 from solrl_jax.config.values import MOST_NUMBER
-from solrl_jax.planning.targets import TARGETS
-from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.readers import strict
-
-Command = Callable[..., Any]
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
 
@@ -46,46 +41,6 @@ checkpoint_option = click.option(
 force_option = click.option("--force", is_flag=True, help="Replace what is at --out.")
 trust_option = click.option("--trust-run", is_flag=True, help="Use the functions and services that the run names as rewards.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one line of JSON.")
-
-
-def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """One decorator for several options. The help page lists them in this order."""
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-# for commands that several hosts run together; each option can come from the environment
-hosts_options = together(
-    click.option(
-        "--hosts", metavar="N|auto", envvar="SOLRL_HOSTS",
-        help="Number of processes that train together; auto: read it from SLURM, Open MPI, Kubernetes or a TPU pod.",
-    ),
-    click.option("--host", type=int, envvar="SOLRL_HOST", help="With --hosts N: the number of this process, from 0."),
-    click.option("--coordinator", metavar="HOST:PORT", envvar="SOLRL_COORDINATOR", help="With --hosts N: where the first is."),
-)  # fmt: skip
-
-# devices that a plan is made for
-machine_options = together(
-    click.option("--device", default="h200", show_default=True, type=click.Choice(list(TARGETS)), help="The kind of device."),
-    click.option("--devices", default=1, show_default=True, type=click.IntRange(1, 1024), help="On each host."),
-    click.option("--hosts", default=1, show_default=True, type=click.IntRange(1, 4096)),
-)
-
-
-def join_hosts(hosts: str | None, host: int | None, coordinator: str | None) -> None:
-    """Joins the processes that `hosts_options` name. Raises InputError."""
-    if hosts is None:
-        if host is not None or coordinator is not None:
-            raise InputError("--host and --coordinator: only with --hosts N")
-        return
-    from solrl_jax.parallel.hosts import initialise
-
-    initialise(hosts, host, coordinator)
 
 
 def bar(total: int | None, name: str, unit: str = "img"):

@@ -4,20 +4,24 @@ from pathlib import Path
 
 import click
 
-from solrl_jax.commands.options import bar, finish, json_option, machine_options, overrides_argument
+from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
 from solrl_jax.planning import topology
 from solrl_jax.planning.targets import TARGETS
+from solrl_jax.storage.files import refuse_existing
 
 
 @click.command("plan")
 @click.argument("preset")
 @overrides_argument
-@machine_options
+@click.option("--device", default="h200", show_default=True, type=click.Choice(list(TARGETS)), help="The kind of device.")
+@click.option("--devices", default=1, show_default=True, type=click.IntRange(1, 1024), help="On each host.")
+@click.option("--hosts", default=1, show_default=True, type=click.IntRange(1, 4096))
 @click.option("--hlo", type=click.Path(file_okay=False, path_type=Path), help="A folder for the compiled texts.")
+@click.option("--force", is_flag=True, help="Replace texts that are at --hlo.")
 @json_option
 def command(
-    preset: str, overrides: tuple[str, ...], device: str, devices: int, hosts: int, hlo: Path | None, as_json: bool
+    preset: str, overrides: tuple[str, ...], device: str, hlo: Path | None, force: bool, as_json: bool, **on: int
 ) -> None:
     """What training PRESET takes on devices that need not be here: memory, kernels, messages, least time. Needs no weights.
 
@@ -29,6 +33,7 @@ def command(
     solrl plan flux1_sol_rl_hpsv2 mesh.fsdp=4 --device h200 --devices 8 --hosts 2 --hlo compiled
     """
     config, target = resolve(preset, overrides), TARGETS[device]
+    refuse_existing("--hlo", hlo.glob("*.hlo") if hlo else (), force)
     topology.prepare(target)  # before JAX is imported
     from solrl_jax.planning import plan
 
@@ -38,5 +43,5 @@ def command(
             shown.set_postfix_str(doing)
             shown.update()
 
-        summary = plan.plan(config, plan.Devices(target, devices, hosts), hlo, show)
+        summary = plan.plan(config, plan.Devices(target, on["devices"], on["hosts"]), hlo, show)
     finish(summary, as_json, plan.table(summary))

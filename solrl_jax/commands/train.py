@@ -10,13 +10,12 @@ import click
 from solrl_jax.commands.options import (
     INTERRUPTED,
     finish,
-    hosts_options,
     iterations,
-    join_hosts,
     json_option,
     overrides_argument,
 )
 from solrl_jax.config.presets import resolve
+from solrl_jax.parallel.hosts import initialise
 from solrl_jax.run import loop
 from solrl_jax.run.progress import Reporter
 
@@ -30,7 +29,14 @@ from solrl_jax.run.progress import Reporter
 )  # fmt: skip
 @click.option("--report", "page", is_flag=True, help="Keep RUN/report.html up to date (see `solrl report`).")
 @click.option("--force", is_flag=True, help="Go on with prompts that changed, and with sizes that seem too large for memory.")
-@hosts_options
+@click.option(
+    "--hosts",
+    metavar="N|auto",
+    envvar="SOLRL_HOSTS",
+    help="Number of processes that train together; auto: read it from SLURM, Open MPI, Kubernetes or a TPU pod.",
+)
+@click.option("--host", type=int, envvar="SOLRL_HOST", help="With --hosts N: the number of this process, from 0.")
+@click.option("--coordinator", metavar="HOST:PORT", envvar="SOLRL_COORDINATOR", help="With --hosts N: where the first is.")
 @json_option
 def command(
     preset: str, overrides: tuple[str, ...], profile: tuple[int, ...], page: bool, force: bool, as_json: bool, **hosts: Any
@@ -43,7 +49,7 @@ def command(
     srun solrl train flux1_sol_rl_hpsv2 --hosts auto mesh.fsdp=8 run.dir=/shared/run
     """
     config = resolve(preset, overrides)
-    join_hosts(**hosts)
+    initialise(**hosts)
     with Reporter() as report:
         summary = loop.run(config, report, profile, page, force=force)
     if report.speaks:
@@ -60,14 +66,14 @@ def closing(summary: dict[str, Any], page: bool) -> str:
     return f"gained: {gained(summary['before'], summary['after'])}\nreport: {report}\nnext:   {following}"
 
 
-def gained(before: dict[str, float], after: dict[str, float]) -> str:
+def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
     """The held-out scores before and after in words, with standard errors. A gain below two of them is called none."""
     names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
-    if not {*names} <= before.keys() & after.keys():
+    if any(row.get(name) is None for name in names for row in (before, after)):
         return "unknown, for nothing was evaluated before and after"
     parts = []
     for name in names:
-        errors = [row.get(f"{name}/standard_error", 0.0) for row in (before, after)]
+        errors = [row.get(f"{name}/standard_error") or 0.0 for row in (before, after)]
         change, told = after[name] - before[name], "held-out reward" if name == "eval/reward" else "strict success"
         verdict = "" if abs(change) > 2 * math.hypot(*errors) else ", which may be chance"
         values = [f"{row[name]:.3f} ± {error:.3f}" for row, error in zip((before, after), errors, strict=True)]

@@ -33,17 +33,22 @@ ANSWER = 5  # seconds within which a process that calls must say its number
 END = 15  # seconds that a process waits at its end for the others; then it leaves, and they are told
 
 
-def initialise(hosts: str, host: int | None = None, coordinator: str | None = None) -> None:
+def initialise(hosts: str | None, host: int | None = None, coordinator: str | None = None) -> None:
     """Joins the processes of a run. Call it before anything else asks JAX for devices.
 
-    hosts: the number of processes, or "auto": JAX reads it from SLURM, Open MPI, Kubernetes or a TPU pod. host: the number of
-    this process, from 0. coordinator: HOST:PORT of the first process, a free port that all can reach. If a process dies, or is
-    not heard of for `HEARTBEAT` seconds, JAX ends the others with a message that has its number, and their exit code is 1.
-    Raises InputError, and RunError that names the processes that are not there `START` seconds after this one.
+    hosts: the number of processes; "auto": JAX reads it from SLURM, Open MPI, Kubernetes or a TPU pod; None: there is no other.
+    host: the number of this process, from 0. coordinator: HOST:PORT of the first process, a free port that all can reach. If a
+    process dies, or is not heard of for `HEARTBEAT` seconds, JAX ends the others with a message that has its number, and their
+    exit code is 1. Raises InputError, and RunError that names the processes that are not there `START` seconds after this one.
     """
     given = {"--host": host, "--coordinator": coordinator}
     settings: dict[str, Any] = {}
-    if hosts != AUTO:
+    if hosts in (None, AUTO):
+        if stray := [name for name, value in given.items() if value is not None]:
+            raise InputError(f"{stray[0]}: only with --hosts N")
+        if hosts is None:
+            return
+    else:
         if not (hosts.isdecimal() and len(hosts) < 10 and 1 <= int(hosts) <= MOST):
             raise InputError(f"--hosts {hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}")
         if absent := [name for name, value in given.items() if value is None]:
@@ -53,8 +58,6 @@ def initialise(hosts: str, host: int | None = None, coordinator: str | None = No
             raise InputError(f"--host {host}: must be from 0 to {int(hosts) - 1}, with --hosts {hosts}")
         roll_call(int(hosts), host, str(coordinator))
         settings = {"num_processes": int(hosts), "process_id": host, "coordinator_address": coordinator}
-    elif stray := [name for name, value in given.items() if value is not None]:
-        raise InputError(f"{stray[0]}: only with --hosts N, not with --hosts {AUTO}")
     logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)
     ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
     try:
@@ -79,7 +82,11 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
     address that cannot be used.
     """
     address, _, port = coordinator.rpartition(":")
-    if not (address and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
+    try:
+        address.encode("idna")  # as it is looked up
+    except UnicodeError:  # nothing between two dots, or too much
+        address = ""
+    if not (address and port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
         raise InputError(f"--coordinator {coordinator}: expected HOST:PORT")
     end = time.monotonic() + START
     problem = _call(mine, (address, int(port)), end) if mine else _listen(count, int(port), end)
@@ -119,6 +126,7 @@ def _listen(count: int, port: int, end: float) -> str:
 
 def _call(mine: int, address: tuple[str, int], end: float) -> str:
     """Calls the first process until it is there; returns what it answers."""
+    why = ""
     while (left := end - time.monotonic()) > 0:
         try:
             with socket.create_connection(address, timeout=left) as first:
@@ -126,9 +134,10 @@ def _call(mine: int, address: tuple[str, int], end: float) -> str:
                 first.settimeout(left + ANSWER)
                 if answer := first.recv(1000):
                     return answer.decode().strip()
-        except OSError:  # not there yet
+        except OSError as error:  # not there yet; nor its name, where the cluster gives it one when it starts
+            why = f" ({error.strerror or error})"
             time.sleep(min(0.2, left))
-    return f"process 0 not there after {START} seconds"
+    return f"process 0 not there after {START} seconds{why}"
 
 
 def connect(mesh: Mesh) -> None:

@@ -26,7 +26,7 @@ from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import CUDNN, Target
 from solrl_jax.policy.remat import open_trained
 from solrl_jax.storage import hub
-from solrl_jax.storage.files import writable_directory
+from solrl_jax.storage.files import atomic_write, writable_directory
 from solrl_jax.training.experiment import open_mesh
 
 USABLE = 0.92  # of a device's memory: the rest is the runtime's and the libraries', and lost between buffers
@@ -95,7 +95,7 @@ class Planner:
         """The figures of one compiled program, for one device. hlo: the folder that its text is written to."""
         text = made.as_text()
         if hlo is not None:
-            (hlo / f"{stage}-{program.name}.hlo").write_text(text)
+            atomic_write(hlo / f"{stage}-{program.name}.hlo", text)
         figures = roofline.roofline(text, self.where.target, self.where.count, self.where.hosts).summary()
         memory = self.memory(stage, program, made.memory_analysis())
         return {"name": program.name, "calls": program.calls, "memory": memory, "roofline": figures}

@@ -13,6 +13,7 @@ import jax
 from tqdm import tqdm
 
 from solrl_jax.parallel import hosts
+from solrl_jax.storage.errors import one_line
 
 
 class Stopped(Exception):
@@ -105,7 +106,7 @@ class Reporter:
         """Prints one line, above the bar."""
         if not self.speaks:
             return
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(one_line(text), file=sys.stderr)
         sys.stderr.flush()
 
     def _show(self) -> None:

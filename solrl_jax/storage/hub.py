@@ -15,7 +15,14 @@ CARRIED = Path(__file__).parents[1] / "assets" / "released"
 
 def is_name(path: str) -> bool:
     """Whether `path`, which is not a directory, has the form OWNER/NAME of a repository."""
-    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return "/" in path
 
 
 def snapshot(name: str, patterns: Callable[[], Sequence[str]], what: str, remedy: str = "") -> Path:
@@ -44,7 +51,7 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
 
 def offline() -> bool:
     """Whether the hub is not to be asked."""
-    return bool(os.environ.get("HF_HUB_OFFLINE"))
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as the hub's client reads it
 
 
 def is_carried(path: Path) -> bool:

@@ -12,6 +12,7 @@ from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from solrl_jax.commands import cli, doctor
 from solrl_jax.config.presets import resolve
 from solrl_jax.numerics.formats import Device
+from solrl_jax.storage import hub
 from solrl_jax.storage.errors import InputError
 from solrl_jax.training import room
 
@@ -68,6 +69,12 @@ def test_offline_a_download_is_missing(diagnosed, monkeypatch):
     assert code == 1
     names = ("black-forest-labs/FLUX.1-dev", "openai/clip-vit-large-patch14")
     assert said["missing"] == [f"{name}: is not in the hub's cache, and HF_HUB_OFFLINE is set" for name in names]
+
+
+@pytest.mark.parametrize(("said", "offline"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_offline_is_what_the_hubs_client_takes_for_it(monkeypatch, said, offline):
+    monkeypatch.setenv("HF_HUB_OFFLINE", said)
+    assert hub.offline() == offline
 
 
 def test_weights_that_are_not_whole_are_missing(diagnosed, tmp_path):

@@ -244,6 +244,7 @@ CASES = [
         for name, old, new, said in (
             ("the plan sets a seed", "overrides: [],", "overrides: [seed=x],", "seed=x: a study sets it itself"),
             ("an arm sets where it goes", "{a: []}", "{a: [run.dir=/etc]}", "run.dir=/etc: a study sets it itself"),
+            ("two arms of one name", "{a: []}", "{a: [], a: [seed=1]}", "the key 'a' comes twice"),
             ("an arm against itself", "compared: []", "compared: [[a, a]]", "'a' with itself"),
         )
     ),
@@ -258,10 +259,12 @@ CASES = [
         )
         for name in ("study.md", "study.json", "study.png")
     ),
+    Case("study: a log is there", STUDY, "no study wrote it", files=GOOD | {"{dir}/out/a-0.log": "mine"}, kept=OUT),
     *(
         Case(f"study: {name}", STUDY + " --compare-only --prices {dir}/z", "--prices", files=GOOD | {"{dir}/z": prices})
         for name, prices in (
             ("prices below zero", PRICES),
+            ("prices of a preset of 60 MB", PRICES.replace("tiny", 60_000_000 * "x")),
             ("prices of 400 digits", PRICES.replace("-1", "1" + 400 * "0")),
             ("a sync below zero", SYNC.replace("SYNC", "-5")),
             ("a sync of text", SYNC.replace("SYNC", '"x"')),
@@ -274,7 +277,7 @@ CASES = [
     Case("linears: a drop that is no number", "linears tiny --sensitivity 1 --drop nan", "--drop"),
     Case("report: a name too long", "report {run} --out " + 300 * "x", "File name too long"),
     Case("a reward that ends the process", "train tiny reward=sys:exit run.dir={dir}/run", "SystemExit"),
-    Case("a reward that ends it later", "train tiny reward=tests.hostile.outside:leaving run.dir={dir}/run", "SystemExit", 1),
+    Case("a reward that ends it later", "train tiny reward=tests.hostile.outside:leaving run.dir={dir}/run", "SystemExit: 0"),
     Case("a service at no port", "train tiny reward=http://localhost:99999/ run.dir={dir}/run", "out of range"),
     Case("a service with a space", "train tiny 'reward=http://a b/' run.dir={dir}/run", "http://HOST:PORT/PATH"),
     Case(
@@ -293,6 +296,7 @@ CASES = [
     Case("an unknown command", "trian tiny", "No such command"),
     Case("an unknown option", "train tiny --sed 3", "No such option"),
     Case("an empty preset", "train ''", "unknown preset"),
+    Case("a preset with a carriage return", "train 'ti\rny'", r"unknown preset 'ti\rny'"),
     Case("a preset that is a path", "train ../../etc/passwd", "unknown preset"),
     Case("a preset with a null byte", "linears 'a\0b'", "no run directory and no preset"),
     Case("a preset as long as a book", "train " + 5000 * "x", "unknown preset"),
@@ -307,6 +311,7 @@ CASES = [
         )
     ),
     Case("a host beyond the last", "train tiny --hosts 2 --host 2 --coordinator localhost:1", "must be from 0 to 1"),
+    Case("a coordinator of no name", "train tiny --hosts 2 --host 1 --coordinator a..b:1", "--coordinator a..b:1: expected"),
     Case("a coordinator that is no address", "train tiny --hosts 2 --host 1 --coordinator nowhere", "--coordinator"),
     Case("no iteration", "train tiny --profile -3", "is no iteration"),
     Case("an iteration of many digits", "train tiny --profile " + 5000 * "9", "--profile"),
@@ -345,6 +350,10 @@ CASES = [
     Case("eval: a gallery in a file", "eval {run} {run} --paired --gallery {dir}/x/y", "is a file", files={"{dir}/x": "mine"}),
     Case("eval: a gallery that is a directory", "eval {run} {run} --paired --gallery {dir} --force", "is a directory"),
     Case("eval: a preset for a run", "eval {run} --preset nope", "--preset nope"),
+    Case("eval: a model whose name holds a comment", "eval '{dir}/m #2'", "m #2", files={"{dir}/m #2": folder}),
+    Case("eval: a model whose name is a number", "eval 123", "model_index.json", files={"{dir}/123": folder}),
+    Case("plan: a text is there", "plan tiny --hlo {dir}", "--force", files={"{dir}/a.hlo": "mine"}, kept=("{dir}",)),
+    Case("doctor: a path with a space", "doctor tiny 'model.path=my models/x'", "model.path='my models/x': no such", 1),
     Case("doctor: a model that is a pipe", "doctor tiny model.path={dir}/x", "model.path", 1, files={"{dir}/x": pipe}),
     Case("doctor: a cache that is a file", "doctor tiny model.cache={dir}/x", "model.cache", 1, files={"{dir}/x": "mine"}),
     Case("encode: a cache in nobody's home", "encode tiny model.cache=~nobody-at-all/x", "model.cache"),

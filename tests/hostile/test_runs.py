@@ -80,10 +80,18 @@ def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_guidance_that_overflows_ends_a_run_and_the_stage_is_named(tmp_path):
-    ended = train(tmp_path, "rollout.guidance=1e38", "train.iterations=1")
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("rollout.guidance=1e38", "reward in 1 iteration(s) in a row, first in stage 'explore'"),
+        ("lora.alpha=3e38", "loss in 1 "),
+    ],
+)
+def test_what_overflows_ends_a_run_and_is_named(setting, what, tmp_path):
+    ended = train(tmp_path, setting, "train.iterations=1")
     assert (ended.code, saved(tmp_path)) == (1, [])
-    assert "iteration 1: no finite reward in 1 iteration(s) in a row, first in stage 'explore'; nothing is saved" in ended.error
+    assert f"iteration 1: no finite {what}" in ended.error
+    assert "; nothing is saved" in ended.error
 
 
 def test_no_secret_of_an_address_is_shown(tmp_path):

@@ -61,7 +61,7 @@ def test_devices_that_jax_cannot_open_are_bad_input(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("said", ["JAX_ENABLE_X64=perhaps", "JAX_NUM_CPU_DEVICES=two"])
+@pytest.mark.parametrize("said", ["JAX_DEBUG_NANS=perhaps", "JAX_NUM_CPU_DEVICES=two"])
 def test_a_setting_of_jax_that_it_does_not_know_is_bad_input(said):
     name, _, value = said.partition("=")
     command = [sys.executable, "-m", "solrl_jax", "linears", "tiny"]
@@ -81,8 +81,10 @@ def test_libraries_that_find_too_little_memory_are_one_line():
 
 def test_figures_are_drawn_whatever_the_shell_asks_for(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "abacus")
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
     monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
     cli.main()
+    assert "JAX_ENABLE_X64" not in os.environ
     drawing = [sys.executable, "-c", "import matplotlib.pyplot"]
     assert subprocess.run(drawing, env=os.environ, check=False).returncode == 0
 
@@ -100,6 +102,22 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
                 report.stage("explore", 4, 1)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_sigterm_ends_any_command_as_ctrl_c_does(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("solrl_jax.commands.presets.describe", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        assert ended(monkeypatch, "presets") == cli.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "solrl: interrupted\n"
+
+
+def test_a_million_devices_are_bad_input(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1000000")
+    assert ended(monkeypatch, "presets") == 2
+    assert capsys.readouterr().err == "solrl: JAX_NUM_CPU_DEVICES=1000000: expected a number of up to 9999\n"
 
 
 def test_a_working_directory_that_is_gone_is_bad_input(monkeypatch, tmp_path, capsys):

@@ -162,7 +162,7 @@ def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
         (("2", 2, "localhost:1"), "--host 2: must be from 0 to 1, with --hosts 2"),
         (("2", 0, "localhost"), "--coordinator localhost: expected HOST:PORT"),
         (("2", 0, "localhost:99999"), "--coordinator localhost:99999: expected HOST:PORT"),
-        (("auto", 1), "--host: only with --hosts N, not with --hosts auto"),
+        (("auto", 1), "--host: only with --hosts N"),
     ],
 )
 def test_what_does_not_name_the_hosts_is_refused(given, told):
