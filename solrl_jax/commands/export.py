@@ -46,6 +46,8 @@ def command(
     else:
         lora_files.check_target(out, form)
     files.refuse_existing("--out", list(out.iterdir()) if out.is_dir() else [out], which["force"], folders=True)
+    if out.is_symlink() and out.is_dir():
+        raise InputError(f"--out {out}: is a link; name the directory itself")
     chosen = find_checkpoint(run, which["checkpoint"])
     files.writable_directory(out.parent, "--out")
     backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))  # names and places what is trained

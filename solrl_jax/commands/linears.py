@@ -6,7 +6,7 @@ import click
 
 from solrl_jax.backbone.backbone import DTYPES, load_backbone
 from solrl_jax.backbone.locate import attention_of, open_model
-from solrl_jax.commands.options import bar, finish, finite, json_option, overrides_argument
+from solrl_jax.commands.options import bar, finish, finite, json_option, overrides_argument, trust_option
 from solrl_jax.explore import linears
 from solrl_jax.numerics.formats import resolve
 from solrl_jax.parallel.sharding import make_mesh
@@ -28,9 +28,10 @@ DROP = 0.02  # Spearman that a proposed rule may cost
 @click.option(
     "--drop", type=click.FloatRange(0, 2), callback=finite, help=f"Spearman that the proposed rule may cost.  [default: {DROP}]"
 )
+@trust_option
 @json_option
 def command(
-    target: str, overrides: tuple[str, ...], errors: bool, sensitivity: int | None, drop: float | None, as_json: bool
+    target: str, overrides: tuple[str, ...], sensitivity: int | None, drop: float | None, as_json: bool, **others: bool
 ) -> None:
     """List the linears of a model: which are quantised, why others are not, and their bytes. Loads no weights.
 
@@ -40,7 +41,7 @@ def command(
     """
     if drop is not None and sensitivity is None:
         raise InputError(f"--drop {drop}: is of what --sensitivity proposes; leave it out")
-    config, run = configuration(target, overrides, None, trust=True)
+    config, run = configuration(target, overrides, None, trust=others["trust_run"] or sensitivity is None)  # ranks need rewards
     if sensitivity is not None:
         experiment = build(config)
         if sensitivity > len(experiment.test_prompts):
@@ -58,7 +59,7 @@ def command(
     shapes = pipeline.transformer.shapes(DTYPES[config.rollout.precision])
     with in_one_line():
         rows = linears.report(shapes, config.model.quantize, form, config.rollout.explore)
-    if errors:
+    if others["errors"]:
         backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
         adapters, _ = load_policy(run, config, backbone)
         rows = linears.with_errors(rows, backbone.transformer, adapters, config.lora.alpha / config.lora.rank, form)

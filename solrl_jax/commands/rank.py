@@ -1,5 +1,6 @@
 """`solrl rank`."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.run.directory import configuration, load_policy
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
-from solrl_jax.storage.readers import strict
+from solrl_jax.storage.readers import parse_json, read_bytes, strict
 from solrl_jax.training import rank
 from solrl_jax.training.experiment import build
 
@@ -38,7 +39,8 @@ def command(
     config, run = configuration(target, overrides, None, trust=others.pop("trust_run"))
     settings = rank.sweep(config, **others)
     folder = out or run or Path("runs/rank")
-    refuse_existing("--out", [folder / "rank.json"], force or out is None)
+    if out is not None or not _written(folder / "rank.json"):
+        refuse_existing("--out", [folder / "rank.json"], force)
     writable_directory(folder, "--out")
     experiment = build(config)
     if prompts > len(experiment.test_prompts):
@@ -54,3 +56,10 @@ def command(
     text = "\n".join([rank.table(results, settings), *(f"{name}: {how}" for name, how in formats.items())])
     means = [{name: value for name, value in result.items() if name != "per_prompt"} for result in results]
     finish({"out": str(folder), "formats": formats, "settings": means}, as_json, text)
+
+
+def _written(path: Path) -> bool:
+    """Whether this command wrote the file, so that it may be written over."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return all("per_prompt" in row for row in parse_json(read_bytes(path)))
+    return False

@@ -11,7 +11,6 @@ from solrl_jax.rewards.host import imported
 from solrl_jax.shapes import scenes, verifier
 
 BLOCK = 16  # pictures in each call of the verifier: one number, so it is compiled once
-LARGEST = 215  # pixels a side that the verifier can count: see `verifier._largest`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +46,8 @@ def open_detector(name: str) -> Detect:
     if name == "shapes":
         return detect_shapes
     try:
+        if ":" not in name:  # a module of that name is not imported
+            raise ValueError("it has no ':'")
         detect = imported(name)
         if not callable(detect):
             raise TypeError(f"{name.rpartition(':')[2]} is no function")
@@ -59,11 +60,11 @@ def open_detector(name: str) -> Detect:
 def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]:
     """The objects of the embedded world as the strict verdict sees them: each twice, as "circle" and as "small circle".
 
-    Their confidence is 1. A component without a clear shape is no object. Raises ValueError for pictures of another size.
+    Their confidence is 1. A component without a clear shape is no object. Raises ValueError for pictures that are no squares.
     """
     n, height, width, _ = images.shape
-    if height != width or width > LARGEST:
-        raise ValueError(f"detector 'shapes': pictures {width} x {height}; expected squares of at most {LARGEST} pixels a side")
+    if height != width:
+        raise ValueError(f"detector 'shapes': pictures {width} x {height}; expected squares")
     found: list[list[Detection]] = []
     for start in range(0, n, BLOCK):
         rows = np.minimum(np.arange(start, start + BLOCK), n - 1)

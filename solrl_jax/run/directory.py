@@ -6,15 +6,17 @@ write to a directory.
 
 import dataclasses
 import operator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from solrl_jax.backbone.backbone import Backbone
-from solrl_jax.config.presets import from_yaml, override, preset_names, resolve
-from solrl_jax.config.schema import Config
+from solrl_jax.config.presets import from_yaml, override, preset_names, resolve, setting
+from solrl_jax.config.schema import Config, Reward
 from solrl_jax.config.values import ConfigError
 from solrl_jax.policy.lora import Adapters, find_targets
 from solrl_jax.policy.state import abstract_state, read_start
-from solrl_jax.rewards.registry import REWARDS, reward_name
+from solrl_jax.rewards.registry import REWARDS, reward_names
 from solrl_jax.run import checkpoint
 from solrl_jax.storage.errors import InputError, RunError
 from solrl_jax.storage.files import disk_reason
@@ -28,8 +30,8 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
       target: a run directory, a preset, or a model (a directory or "embedded:NAME").
       overrides: `key=value`. What a run trains cannot be changed.
       preset: the rest of the configuration for a model.
-      trust: whether functions and services that a run directory names as rewards may be used, because the user said so or
-        because the command uses no reward. Whoever wrote the directory chose them.
+      trust: whether functions and services that a run directory names may be used, because the user said so or because the
+        command uses no reward. Whoever wrote the directory chose them.
 
     Raises InputError or ConfigError.
     """
@@ -40,9 +42,9 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
         for name in (*trained, *(f"lora.{field.name}" for field in dataclasses.fields(own.lora))):
             if (value := operator.attrgetter(name)(config)) != operator.attrgetter(name)(own):
                 raise InputError(f"{name}={value}: {target} is a run and has its own adapters; leave it out")
-        named = {*config.reward.weights, *config.reward.watched}
-        said = " ".join(value for value in overrides if value.startswith("reward"))
-        if not trust and (foreign := [name for name in sorted(named) if reward_name(name) not in REWARDS and name not in said]):
+        blank = dataclasses.replace(own, reward=dataclasses.replace(own.reward, weights={"": 1.0}, watched=(), options={}))
+        said = _outside(override(blank, overrides).reward)  # by this command line
+        if not trust and (foreign := sorted(_outside(config.reward) - said)):
             how = "add --trust-run if you trust whoever wrote it, or name the rewards yourself: reward.weights={NAME: 1}"
             raise InputError(f"{target}: scores with {', '.join(foreign)}, which it brings from outside the package; {how}")
         return config, Path(target)
@@ -50,7 +52,18 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
         return resolve(target, overrides), None
     if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):
         raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
-    return resolve(preset, (f"model.path={target}", *overrides)), None
+    return resolve(preset, (setting("model.path", target), *overrides)), None
+
+
+def _outside(reward: Reward) -> set[str]:
+    """What rewards may run or ask outside the package: functions, services, and texts of options that may name such."""
+
+    def texts(value: Any) -> Iterator[str]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        yield from [value] if isinstance(value, str) and ":" in value else []
+        yield from (text for part in parts for text in texts(part))
+
+    return ({*reward_names((*reward.weights, *reward.watched))} - {*REWARDS}) | {*texts(reward.options)}
 
 
 def is_run(path: str | Path) -> bool:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic, writing
+from solrl_jax.storage.readers import MOST_TEXT, read_bytes
 
 _COLUMNS = {
     "iteration": (pa.int32(), "training iteration, from 1"),
@@ -39,7 +40,9 @@ SCHEMA = pa.schema(
     metadata={"description": "every candidate that was explored, one row each"},
 )
 
-_NAME = re.compile(r"iteration-(\d{6,})\.parquet")
+MOST_ROWS = 2**18  # candidates of an iteration whose file is read
+
+_NAME = re.compile(r"iteration-(\d{6}|[1-9]\d{6,})\.parquet")
 
 
 def path_of(root: Path, iteration: int) -> Path:
@@ -50,24 +53,14 @@ def path_of(root: Path, iteration: int) -> Path:
 def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
     """Writes the rows of one iteration, in the order given, and returns the file's path.
 
-    columns: for every name of SCHEMA an array [rows], or one value for all rows; "iteration" may be left out. A nullable column
-    is null where a masked array (numpy.ma) masks it, or where "kept" is false if it is a plain array, or everywhere if it is
-    None. NaN stays NaN.
+    columns: for every other name of SCHEMA an array [rows], or one value for all rows. A nullable column is null where a masked
+    array (numpy.ma) masks it, or everywhere if it is None. NaN stays NaN.
 
-    Raises ValueError for a column that is missing, unknown, of another length, or has values that its type cannot hold exactly;
-    RunError if the disk refuses.
+    Raises KeyError for a column that is missing, ValueError or TypeError for one of another length or type, RunError if the
+    disk refuses.
     """
     columns = {"iteration": iteration, **columns}
-    if np.any(np.asarray(columns["iteration"]) != iteration):
-        raise ValueError(f"columns of another iteration given for iteration {iteration}")
-    if differing := columns.keys() ^ set(SCHEMA.names):
-        raise ValueError(f"ledger columns missing or unknown: {', '.join(sorted(differing))}")
-    lengths = {name: len(values) for name, values in columns.items() if np.ndim(values)}
-    if len(set(lengths.values())) != 1:
-        raise ValueError(f"ledger columns must have one length, got {lengths}")
-    rows = next(iter(lengths.values()))
-    kept = np.broadcast_to(np.asarray(columns["kept"], bool), rows)
-    table = pa.table([_column(field, columns[field.name], rows, kept) for field in SCHEMA], schema=SCHEMA)
+    table = pa.table([_column(field, columns[field.name], len(columns["kept"])) for field in SCHEMA], schema=SCHEMA)
     path = path_of(root, iteration)
     with atomic(path) as partial:
         pq.write_table(table, partial, compression="zstd")
@@ -75,11 +68,19 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
 
 
 def read(root: Path, iteration: int) -> pa.Table:
-    """The rows of one iteration. Raises InputError if its file cannot be read or is no ledger."""
+    """The rows of one iteration. Raises InputError if its file cannot be read, is no ledger, or claims to be a giant one."""
     path = path_of(root, iteration)
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
+        file = pq.ParquetFile(pa.BufferReader(read_bytes(path)))
+        if (rows := file.metadata.num_rows) > MOST_ROWS:
+            raise ValueError(f"{rows} rows; accepted are {MOST_ROWS}")
+        batches, size = [], 0
+        for batch in file.iter_batches(64):  # one text, which the file has once, may be that of all rows
+            batches.append(batch)
+            if (size := size + batch.nbytes) > MOST_TEXT:
+                raise ValueError(f"more than {MOST_TEXT} bytes of text")
+        table = pa.Table.from_batches(batches, file.schema_arrow)
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read ({first_line(error)})") from error
     if not table.schema.equals(SCHEMA):
         raise InputError(f"{path}: its columns are not a ledger's")
@@ -100,20 +101,11 @@ def iterations_in(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def _column(field: pa.Field, values: Any, rows: int, kept: np.ndarray) -> pa.Array:
+def _column(field: pa.Field, values: Any, rows: int) -> pa.Array:
     """`values` [rows], or one value for all rows, as an Arrow array of the field's type."""
-    if values is None and field.nullable:
+    if values is None:
         return pa.nulls(rows, field.type)
-    mask = None
-    if field.nullable:
-        mask = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else ~kept
-        values = np.where(mask, 0, np.ma.getdata(values))  # masked values must not change the file's bytes
-    array = np.broadcast_to(np.asarray(values), rows)
-    if pa.types.is_string(field.type):
-        return pa.array([str(value) for value in array], field.type)
-    dtype = np.dtype(field.type.to_pandas_dtype())
-    with np.errstate(over="ignore", invalid="ignore"):
-        cast = array.astype(dtype)
-    if dtype.kind != "f" and not (cast == array).all():
-        raise ValueError(f"ledger column {field.name} has values that are not {field.type}")
-    return pa.array(cast, field.type, mask=mask)
+    array = values if np.ndim(values) else np.full(rows, values)
+    if not isinstance(array, np.ma.MaskedArray):
+        return pa.array(array, field.type)
+    return pa.array(array.filled(0), field.type, mask=np.ma.getmaskarray(array))  # what is masked must not change the bytes

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from solrl_jax.run.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.run.metrics import Metrics
 from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Reporter, Stopped
-from solrl_jax.run.report import Live
+from solrl_jax.run.report import NAME, Live, is_page
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line
 from solrl_jax.training.evaluate import evaluate, sample_grid
@@ -92,6 +92,8 @@ def run(
         hosts.write(lambda: profiling.refuse(profile, folder, config.train.iterations))
         hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))
         hosts.write(lambda: refuse_another_run(folder, config))
+        if page and not is_page(folder / NAME):
+            hosts.write(lambda: files.refuse_existing("--report", [folder / NAME], force))
         experiment = build(config, force=force)
         state, done = _restore(experiment, folder, report, force)
         # the directory is this run's once all input has been accepted
@@ -128,7 +130,7 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
             this.log(done, _evaluate(this, state.ema, done))
             if done and config.run.keep_best:
                 _save(this, state, done)  # again, with its evaluation
-        blank = 0  # iterations in a row without a finite reward
+        blank = 0  # iterations in a row without a finite reward, or without a finite loss
         while done < config.train.iterations:
             level = hosts.agreed(lambda: _level(this))
             # which `iterate` gives away, for pictures of what it drew
@@ -138,7 +140,8 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
             state, done = after, done + 1
             hosts.write(partial(ledger.write, this.folder / "ledger", done, outcome.ledger))
             row = outcome.metrics
-            blank = blank + 1 if math.isnan(row["kept/reward"]) else 0
+            unlearned = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0  # no loss that is finite
+            blank = blank + 1 if unlearned or math.isnan(row["kept/reward"]) else 0
             try:
                 if _is_due(config, done):
                     row = row | _evaluate(this, state.ema, done)
@@ -161,12 +164,14 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
 
 
 def _refuse_blank(this: _Run, state: TrainState, row: Row, done: int, blank: int) -> None:
-    """Raises Diverged when the run has nothing to learn from any more: adapters that are not finite, or no finite reward.
+    """Raises Diverged when the run learns nothing any more: adapters that are not finite, or no finite reward or loss.
 
     Such iterations are not saved, so the last checkpoint is of before.
     """
     where = "explore" if math.isnan(row["pool/reward"]) else "regenerate"
     what = f"no finite reward in {blank} iteration(s) in a row, first in stage '{where}'"
+    if not math.isnan(row["kept/reward"]):
+        what = f"no finite loss in {blank} iteration(s) in a row"
     if not _is_finite(state):
         what = "the adapters are not finite after the update"
     elif blank < (MOST_BLANK if done < this.config.train.iterations else 1):
@@ -236,14 +241,20 @@ def _level(this: _Run) -> int:
     floor, ladder = this.config.rollout.explore.floor, this.experiment.recipe.levels
     if floor is None:
         return 0
-    reported = [(int(row["fidelity/level"]), row["fidelity/spearman"]) for row in this.metrics.rows if row["iteration"]]
-    history = [(level, float("nan") if value is None else value) for level, value in reported]
+    history = _explored(this.metrics.rows, len(ladder))
     level = level_after(history, floor, len(ladder) - 1)
     if history and level != history[-1][0]:
         values = ", ".join(f"{value:.2f}" for _, value in history[-WINDOW:])
         how = f"{ladder[level].precision}, {ladder[level].steps} steps"
         this.report.line(f"exploring in {how} from now on: Spearman over kept samples was {values}, the floor is {floor:g}")
     return level
+
+
+def _explored(rows: Sequence[Mapping[str, Any]], levels: int) -> list[tuple[int, float]]:
+    """Level and correlation of each iteration of a record. A row that has no level, or none of these, is left out."""
+    known = [row for row in rows if row["iteration"] and row.get("fidelity/level") in range(levels)]
+    correlation = lambda row: math.nan if (value := row.get("fidelity/spearman")) is None else value
+    return [(int(row["fidelity/level"]), correlation(row)) for row in known]
 
 
 def _evaluation(this: _Run, done: int) -> Row:

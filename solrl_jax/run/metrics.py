@@ -23,7 +23,8 @@ from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.storage.readers import parse_json, read_bytes, strict
 
 Log = Callable[[int, dict[str, float]], Any]  # writes the values of an iteration
-MOST_BYTES = 2**28  # of a record: 4 kB an iteration
+MOST_BYTES, MOST_ROWS = 2**26, 2**16  # of a record: 10 000 iterations of 6 kB
+MOST_LINE = 2**16  # bytes of a row
 _JSONL, _TENSORBOARD, _WANDB_ID = "metrics.jsonl", "tensorboard", "wandb-id.txt"
 
 
@@ -38,7 +39,8 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """The rows that can be read, and whether something else is there beside an incomplete last line."""
     try:
-        data = read_bytes(path, MOST_BYTES)
+        if (data := read_bytes(path, MOST_BYTES)).count(b"\n") > MOST_ROWS:
+            raise ValueError
     except FileNotFoundError:
         return [], False
     except (OSError, ValueError):
@@ -47,7 +49,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     for line in filter(bytes.strip, io.BytesIO(data)):  # line by line: a list of them all would take many times their bytes
         at_end = False
         try:
-            row = parse_json(line)
+            row = parse_json(line[:MOST_LINE])  # what is longer is no JSON then
             known = [value for value in row.values() if value is not None]
             if type(row["iteration"]) is not int or not all(
                 type(value) in (int, float) and abs(value) <= MOST_NUMBER for value in known
@@ -62,38 +64,33 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
 class Metrics:
     """The record of one run; a context manager that opens it. Nothing is read or written before."""
 
-    def __init__(
-        self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int | None = None
-    ) -> None:
-        """resume_after: rows of later iterations are dropped when the record is opened; None: all complete rows are kept."""
+    def __init__(self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int) -> None:
+        """resume_after: rows of later iterations are dropped when the record is opened; -1: all are."""
         self._run_dir, self._path = Path(run_dir), Path(run_dir) / _JSONL
         self._tensorboard, self._wandb, self._resume_after = tensorboard, wandb, resume_after
         self._closing = contextlib.ExitStack()
-        self._logs: list[Log] = []  # one an output, the record first; none: closed
+        self._logs: list[Log] = []  # one an output, the record first
         self.rows: list[dict[str, Any]] = []  # the record
         self.set_aside: Path | None = None  # where a damaged record was moved to
 
     def __enter__(self) -> "Metrics":
         """Raises InputError if Weights & Biases is asked for and cannot start, RunError if the disk refuses."""
-        (rows, damaged), purge = _read(self._path), None
+        rows, damaged = _read(self._path)
         if damaged:
             self.set_aside = self._path.with_name(f"metrics-damaged-{time.time_ns()}.jsonl")
             with writing(self.set_aside):
                 os.replace(self._path, self.set_aside)
-        if self._resume_after is not None:
-            purge = self._resume_after + 1
-            rows = [row for row in rows if row["iteration"] < purge]
+        rows = [row for row in rows if row["iteration"] <= self._resume_after]
         with contextlib.ExitStack() as opened:
             logs = [opened.enter_context(_record(self._path, rows))]
             if self._tensorboard:
-                logs.append(opened.enter_context(_tensorboard(self._run_dir / _TENSORBOARD, purge)))
+                logs.append(opened.enter_context(_tensorboard(self._run_dir / _TENSORBOARD, self._resume_after + 1)))
             if self._wandb:
                 logs.append(opened.enter_context(_weights_and_biases(self._run_dir)))
             self._closing, self._logs, self.rows = opened.pop_all(), logs, rows
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._logs = []
         self._closing.close()
 
     def log(self, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
@@ -101,10 +98,6 @@ class Metrics:
 
         Raises RunError if the disk refuses; the record then ends with the previous row.
         """
-        if not self._logs:
-            raise RuntimeError("these metrics are not open")
-        if "iteration" in values:
-            raise ValueError('"iteration" is not a name for a metric')
         numbers = {name: float(value) for name, value in values.items()}
         for log in self._logs:
             log(int(iteration), numbers)
@@ -137,7 +130,7 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
 
 
 @contextlib.contextmanager
-def _tensorboard(folder: Path, purge_step: int | None) -> Iterator[Log]:
+def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
     """Opens a new event file. TensorBoard then hides events of older files from `purge_step` on.
 
     tensorboardX's SummaryWriter writes in a thread. A full disk kills that thread, and the run hangs at the next event. So its
@@ -160,8 +153,7 @@ def _tensorboard(folder: Path, purge_step: int | None) -> Iterator[Log]:
         # The writer names a file by the second, so two starts within one second would share it.
         writer = EventsWriter(str(folder / "events"), f".{len(list(folder.iterdir())):04d}")
         writer.flush()
-        if purge_step is not None:
-            write(purge_step, session_log=SessionLog(status=SessionLog.START))
+        write(purge_step, session_log=SessionLog(status=SessionLog.START))
     try:
         yield log
     finally:

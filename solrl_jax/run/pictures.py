@@ -35,6 +35,7 @@ _GAP = 4  # pixels between images
 # Widths in pixels between which `save_before_after` shows an image: legible, and a file that can be mailed.
 _SMALLEST, _LARGEST = 96, 384
 _CELLS = "Cells"  # the metadata of a PNG file of `save_grid` that has the facts of its images
+_MOST_CELLS = 2**11  # images in a file that is read: two stages of a pool of the largest `eval.grid`
 _FRAME, _MARK = 4, 20  # pixels: the frame of an image of `save_before_after`, the tick or cross in its corner
 
 
@@ -93,7 +94,7 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
             boxes = [(int(x), int(y), int(right), int(bottom)) for x, y, right, bottom in (cell.pop("box") for cell in cells)]
             inside = all(0 <= x < right <= sheet.width and 0 <= y < bottom <= sheet.height for x, y, right, bottom in boxes)
             taken = sum((right - x) * (bottom - y) for x, y, right, bottom in boxes)
-            if sheet.mode != "RGB" or not inside or taken > sheet.width * sheet.height:
+            if sheet.mode != "RGB" or not inside or taken > sheet.width * sheet.height or len(boxes) > _MOST_CELLS:
                 raise ValueError("its images do not fit into it")
             return [(sheet.crop(box), cell) for box, cell in zip(boxes, cells, strict=True)]
     except damaged as error:

@@ -19,18 +19,20 @@ import numpy as np
 
 from solrl_jax.config.presets import preset_names, resolve
 from solrl_jax.config.schema import Config
+from solrl_jax.config.values import MOST_NUMBER, shown
 from solrl_jax.run import ledger, metrics
 from solrl_jax.run.directory import read_run
 from solrl_jax.run.pictures import read_grid
 from solrl_jax.run.report_figures import Line, curves
 from solrl_jax.storage.errors import InputError, RunError, first_line
 from solrl_jax.storage.files import atomic_write, disk_reason
-from solrl_jax.storage.readers import parse_json, read_bytes
+from solrl_jax.storage.readers import MOST_TEXT, parse_json, read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 NAME = "report.html"
+MOST_VALUES = 2**23  # of the record: 800 metrics in 10 000 iterations
 MOST_ROWS = 20_000  # of the ledgers; of longer ones the newest iterations are shown
 MOST_PICTURED = 12  # iterations of a run with pictures, evenly spaced
 MOST_PIXELS = 160  # the longer side of a picture
@@ -109,9 +111,12 @@ def _run(folder: Path, name: str, most_rows: int) -> dict[str, Any]:
     """All that the page shows of a run, as JSON knows it."""
     config = read_run(folder)
     if not (rows := metrics.read(folder)):
-        raise InputError(f"{folder}: nothing to report yet, its metrics.jsonl has no line")
+        raise InputError(f"{folder}: nothing to report yet, its metrics.jsonl has no line that can be read")
     rows = list({row["iteration"]: row for row in rows}.values())
     columns = dict.fromkeys(key for row in rows for key in row)
+    if len(columns) * len(rows) > MOST_VALUES:
+        many = f"{len(columns)} metrics in {len(rows)} iterations"
+        raise InputError(f"{folder}: its metrics.jsonl has {many}; a report has at most {MOST_VALUES} values")
     return {
         "name": name,
         "config": _flat(config),
@@ -155,24 +160,33 @@ def _plan(path: Path) -> dict[str, Any]:
     try:
         plan = parse_json(read_bytes(path))
         kinds = ("products", "attention", "memory", "links")
-        split = lambda stage, kind: sum(p["calls"] * p["roofline"]["split"][kind] for p in stage["programs"])
+        split = lambda stage, kind: sum(_number(p["calls"]) * _number(p["roofline"]["split"][kind]) for p in stage["programs"])
         stages = [
-            [str(s["name"]), *map(float, (s["seconds"], *(split(s, kind) for kind in kinds), s["peak"]))]
+            [str(s["name"]), *map(_number, (s["seconds"], *(split(s, kind) for kind in kinds), s["peak"]))]
             for s in plan["stages"]
         ]
         shown = ("preset", "device", "devices", "hosts", "exploration", "usable", "seconds", "rollout", "naive_scaling", "fits")
-        return {name: plan.get(name) for name in shown} | {"stages": stages}
+        numbers = {name: _number(plan[name]) for name in ("usable", "seconds")}
+        return {name: plan.get(name) for name in shown} | numbers | {"stages": stages}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(f"{path}: not the JSON of `solrl plan PRESET --json` ({disk_reason(error) or error!r})") from error
 
 
+def _number(value: Any) -> float:
+    """A number as a float. Raises ValueError for anything else, and for what no float32 holds."""
+    if type(value) not in (int, float) or not abs(value) <= MOST_NUMBER:
+        raise ValueError(f"{shown(value)} is no number")
+    return float(value)
+
+
 def _ledger(root: Path, most: int) -> dict[str, Any]:
-    """The newest iterations of a ledger, `most` rows if an iteration does not have more, by column."""
-    iterations = ledger.iterations_in(root)
+    """The newest iterations of a ledger, `most` rows and `MOST_TEXT` bytes if an iteration does not have more, by column."""
+    iterations, rows, size = ledger.iterations_in(root), 0, 0
     tables: list[Any] = []
     for iteration in reversed(iterations):
         table = ledger.read(root, iteration)
-        if tables and sum(len(newer) for newer in tables) + len(table) > most:
+        rows, size = rows + len(table), size + table.nbytes
+        if tables and (rows > most or size > MOST_TEXT):
             break
         tables.insert(0, table)
     columns = {name: [value for table in tables for value in _column(table[name])] for name in _LEDGER}
@@ -194,11 +208,15 @@ def _pictures(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The pictures that `kind` names, iteration by iteration, with what is known of each."""
     paths = [path for path in sorted(folder.glob(f"{kind}-*.png")) if path.stem.removeprefix(f"{kind}-").isdecimal()]
     chosen = np.unique(np.linspace(0, len(paths) - 1, MOST_PICTURED).round().astype(int)) if len(paths) > MOST_PICTURED else ...
-    grids = [(int(path.stem.rpartition("-")[2]), read_grid(path)) for path in np.array(paths, object)[chosen]]
-    # an image's size is read first, for `_source` shrinks the image
-    cells = lambda grid: [{**facts, "src": _source(image)} for image, facts in grid]
-    size = lambda image: f"{image.height} x {image.width}"
-    return [{"iteration": i, "size": size(grid[0][0]), "cells": cells(grid)} for i, grid in grids if grid]
+    made = ({"iteration": int(path.stem.rpartition("-")[2]), **_cells(path)} for path in np.array(paths, object)[chosen])
+    return [picture for picture in made if picture["cells"]]
+
+
+def _cells(path: Path) -> dict[str, Any]:
+    """The images of one picture, and the size of each. The picture is let go of when this returns: it may have a gigabyte."""
+    grid = read_grid(path)
+    size = [f"{image.height} x {image.width}" for image, _ in grid[:1]]  # before `_source` shrinks the image
+    return {"size": "".join(size), "cells": [{**facts, "src": _source(image)} for image, facts in grid]}
 
 
 def _source(image: "Image") -> str:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
     partial = path.with_name(PARTIAL + path.name)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)  # also a link that somebody planted: it would be written through
+        _remove(partial)  # also a link that somebody planted: it would be written through
         try:
             yield partial
             sync(partial)
@@ -111,7 +112,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     try:
         with writing(path):
             for left in (partial, replaced):
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
             partial.mkdir(parents=True)
         yield partial
         with writing(path):
@@ -126,11 +127,11 @@ def refuse_existing(option: str, paths: Iterable[Path], force: bool, *, folders:
     Devices and pipes are never replaced, nor are directories, unless the command writes such (`folders`).
     """
     there = [path for path in paths if os.path.lexists(path)]
-    if there and not force:
-        raise InputError(f"{option} {there[0]}: exists; name another one, or add --force to replace it")
     for path in there:
         if not (path.is_symlink() or path.is_file() or (folders and path.is_dir())):
             raise InputError(f"{option} {path}: is {'a directory' if path.is_dir() else 'no file'}; name another one")
+    if there and not force:
+        raise InputError(f"{option} {there[0]}: exists; name another one, or add --force to replace it")
 
 
 def writable_directory(path: Path, name: str = "the run directory") -> Path:
@@ -195,10 +196,12 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
             if names:
                 return f"{word} file {', '.join(sorted(names)[:3])}"
         for name, entry in manifest.items():
-            size = (directory / name).stat().st_size
-            if not isinstance(entry, dict) or entry.get("size") != size:
-                return f"{name} has {size} bytes, not the number that was written"
-            if (contents or size <= SMALL) and entry != _describe(directory / name):
+            found = (directory / name).lstat()
+            if not stat.S_ISREG(found.st_mode):
+                return f"{name} is no regular file"
+            if not isinstance(entry, dict) or entry.get("size") != found.st_size:
+                return f"{name} has {found.st_size} bytes, not the number that was written"
+            if (contents or found.st_size <= SMALL) and entry != _describe(directory / name):
                 return f"{name} was altered"
     except OSError as error:
         return f"{name} cannot be read: {disk_reason(error)}"
@@ -218,14 +221,21 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory. It is first renamed to a hidden name, so that a kill leaves no incomplete directory in sight."""
+    """Removes a directory; of a link to one, the link. It is first renamed to a hidden name: a kill leaves no part in sight."""
     hidden = path.with_name(REMOVING + path.name.removeprefix(REMOVING))
     with writing(path):
         if hidden != path:
-            if hidden.exists():
-                shutil.rmtree(hidden)
+            _remove(hidden)
             os.replace(path, hidden)
-        shutil.rmtree(hidden)
+        _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """Removes what is at `path`, if anything is: a directory with all that is in it, or a file or link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _file_names(path: Path) -> list[str]:

@@ -14,7 +14,8 @@ EXPORT = "export {run} --out {dir}/x.safetensors"
 SAMPLE = "sample {run} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
 REPORT = "report {run} --out {dir}/x.html"
 P = {"{dir}/p.txt": "a red circle\n"}
-META = "{run}/checkpoints/000002/meta.json"
+NEWEST = "{run}/checkpoints/000002"
+META = NEWEST + "/meta.json"
 BAD = {
     "absent": nothing,
     "empty": b"",
@@ -71,6 +72,13 @@ NUMBERS = {
     "an iteration of 400 digits": ROW + '{"iteration": 1' + 400 * "0" + ', "pool/reward": 1}\n' + ROW,
     "numbers at both ends": ROW + '{"iteration": 1, "pool/reward": 1e308}\n{"iteration": 2, "pool/reward": -1e308}\n',
 }
+PLAN = """{"stages": [{"name": "a", "seconds": 1, "peak": 1, "programs": [
+    {"calls": 3000000000, "roofline": {"split": {"products": "x"}}}]}]}"""
+WATCHED = Replaced("watched: []", "watched: ['http://127.0.0.1:9']")
+DETECTOR = Replaced(
+    "    shapes: 1.0\n  paths: {}\n  options: {}",
+    "    geneval: 1.0\n  paths: {}\n  options: {geneval: {detector: 'evil:score'}}",
+)
 LEDGER = "{run}/ledger/iteration-000002.parquet"
 CASES = [
     # what is reported of it
@@ -83,7 +91,7 @@ CASES = [
     *(
         Case(f"report: the ledger is {name}", REPORT, "", files={LEDGER: made})
         for name, made in BAD.items()
-        if name in ("empty", "binary", "deep")
+        if name != "absent"
     ),
     *(
         Case(
@@ -226,7 +234,65 @@ CASES = [
             files={"{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"), "{run}/evil.py": EVIL},
         )
         for name, target in REWARDS.items()
+        for command, call in (
+            ("eval", "eval {run}"),
+            ("rank", "rank {run} --prompts 1"),
+            ("sensitivity", "linears {run} --sensitivity 1"),
+        )
+    ),
+    *(
+        Case(
+            f"{command} of a run that names a detector",
+            call,
+            "scores with evil:score",
+            kept=("{dir}",),
+            files={"{run}/config.yaml": DETECTOR, "{dir}/evil.py": EVIL},
+        )
         for command, call in (("eval", "eval {run}"), ("rank", "rank {run} --prompts 1"))
+    ),
+    Case(
+        "eval of a run whose service is the beginning of another",
+        "eval {run} 'reward.weights={\"http://127.0.0.1:9000/\": 1}'",
+        "scores with http://127.0.0.1:9, ",
+        files={"{run}/config.yaml": WATCHED},
+    ),
+    Case(
+        "eval of a run whose function is named",
+        "eval {run} reward=nowhere:f",
+        "reward 'nowhere:f': cannot be imported",
+        files={"{run}/config.yaml": Replaced("shapes: 1.0", "nowhere:f: 1.0")},
+    ),
+    # what is no regular file, or the user's own
+    *(
+        Case(
+            f"a file of the named checkpoint is {name}",
+            EXPORT + " --checkpoint 2",
+            "x is no regular file",
+            1,
+            files={NEWEST + "/manifest.json": {"x": {"size": 0, "sha256": ""}}, NEWEST + "/x": made},
+        )
+        for name, made in (("a pipe", pipe), ("/dev/zero", link("/dev/zero")), ("a link", link("meta.json")))
+    ),
+    Case(
+        "export: out is a link to a directory",
+        "export {run} --format peft --out {dir}/l",
+        "is a link",
+        files={"{dir}/d": folder, "{dir}/l": link("d")},
+    ),
+    Case("rank: the run has somebody's rank.json", "rank {run}", "--force", files={"{run}/rank.json": "mine"}, kept=("{run}",)),
+    Case(
+        "train: the run has somebody's report",
+        TRAIN + " --report",
+        "--report",
+        files={"{run}/report.html": "mine"},
+        kept=("{run}",),
+    ),
+    Case("report: a plan of texts", REPORT + " --plan {dir}/p", "'x' is no number", files={"{dir}/p": PLAN}),
+    Case(
+        "an option that is not finite",
+        "train tiny 'reward.options={shapes: {a: [1, .inf]}}' run.dir={dir}/r",
+        "reward.options.shapes.a=[1, inf]: must be finite",
+        kept=("{dir}",),
     ),
     *(
         Case(

@@ -38,7 +38,7 @@ def refusal(folder) -> str:
 
 def log(folder, iterations: int) -> None:
     """The record of a run that has done so many iterations."""
-    with metrics.Metrics(folder) as record:
+    with metrics.Metrics(folder, resume_after=-1) as record:
         for iteration in range(iterations + 1):
             record.log(iteration, {"reward": 0.5})
 

@@ -18,11 +18,11 @@ from tensorboardX.event_file_writer import EventsWriter
 from solrl_jax.run import metrics
 from solrl_jax.run.metrics import Metrics
 from solrl_jax.storage.errors import InputError, RunError
-from solrl_jax.storage.files import atomic, atomic_write, only_user, writable_directory
+from solrl_jax.storage.files import atomic, atomic_directory, atomic_write, only_user, remove_directory, writable_directory
 
 
 def report(run_dir, iterations, **options):
-    with Metrics(run_dir, **options) as record:
+    with Metrics(run_dir, **{"resume_after": 99, **options}) as record:
         for iteration in iterations:
             record.log(iteration, {"reward": iteration / 3, "loss": np.float32(0.1)})
             if iteration % 2 == 0:
@@ -30,7 +30,7 @@ def report(run_dir, iterations, **options):
 
 
 def test_a_row_is_on_the_disk_when_log_returns(tmp_path):
-    with Metrics(tmp_path) as record:
+    with Metrics(tmp_path, resume_after=99) as record:
         record.log(4, {"a": 1, "bad": math.nan, "worse": -math.inf, "b": jnp.bfloat16(0.5)})
         line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"iteration": 4, "a": 1.0, "bad": null, "worse": null, "b": 0.5}\n'
@@ -50,12 +50,6 @@ def test_a_resumed_run_leaves_the_same_files(tmp_path, torn):
     assert os.listdir(tmp_path / "resumed") == ["metrics.jsonl"]
 
 
-def test_without_resume_after_rows_are_appended(tmp_path):
-    report(tmp_path, [0])
-    report(tmp_path, [1])
-    assert [row["iteration"] for row in metrics.read(tmp_path)] == [0, 0, 1]
-
-
 BAD_LINES = ("{}", "[1]", "nonsense", '{"iteration": null}', '{"iteration": 1e9}', '{"iteration": 1, "a": [2]}', "[" * 10**5)
 
 
@@ -68,23 +62,25 @@ def test_a_damaged_record_is_set_aside_and_goes_on_with_the_rows_that_can_be_rea
         path.write_text(f'{{"iteration": 0, "a": 0.5}}\n{bad}\n{{"iteration": 1}}\n')
     rows = [] if bad is None else [{"iteration": 0, "a": 0.5}, {"iteration": 1}]
     assert metrics.read(tmp_path) == rows
-    with Metrics(tmp_path) as record:
+    with Metrics(tmp_path, resume_after=99) as record:
         assert record.rows == rows
         assert record.set_aside.is_dir() if bad is None else bad in record.set_aside.read_text()
         record.log(2, {"a": float("nan")})
         assert record.rows == metrics.read(tmp_path) == [*rows, {"iteration": 2, "a": None}]
-    with Metrics(tmp_path) as again:
+    with Metrics(tmp_path, resume_after=99) as again:
         assert again.set_aside is None
 
 
-def test_misuse_is_refused(tmp_path):
-    record = Metrics(tmp_path)
-    with pytest.raises(RuntimeError, match="not open"):
-        record.log(0, {})
-    with record, pytest.raises(ValueError, match="iteration"):
-        record.log(0, {"iteration": 1.0})
-    with pytest.raises(RuntimeError, match="not open"):
-        record.log(0, {})
+LONG = b'{"iteration": 1, "a": [' + 10**6 * b"[]," + b"1]}"
+
+
+@pytest.mark.parametrize(("row", "count"), [(b'{"iteration": 1}', 10**6), (LONG, 1)], ids=["rows", "a row"])
+def test_a_record_that_would_fill_the_memory_is_not_read(row, count, tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_bytes(count * (row + b"\n"))
+    parsed = []
+    monkeypatch.setattr(metrics, "parse_json", lambda line: parsed.append(line) or json.loads(line))
+    assert metrics.read(tmp_path) == []
+    assert len(b"".join(parsed)) <= metrics.MOST_LINE
 
 
 def full(*_args, **_kwargs):
@@ -92,7 +88,7 @@ def full(*_args, **_kwargs):
 
 
 def test_a_full_disk_ends_the_record_with_the_row_before(tmp_path, monkeypatch):
-    with Metrics(tmp_path, tensorboard=True) as record:
+    with Metrics(tmp_path, tensorboard=True, resume_after=99) as record:
         record.log(0, {"a": 0.0})
         before = (tmp_path / "metrics.jsonl").read_bytes()
         write = os.write
@@ -125,13 +121,13 @@ def events(run_dir):
 
 def test_tensorboard_gets_every_row_and_hides_what_is_repeated(tmp_path):
     threads = threading.active_count()
-    with Metrics(tmp_path, tensorboard=True) as record:
+    with Metrics(tmp_path, tensorboard=True, resume_after=99) as record:
         for iteration in range(3):
             record.log(iteration, {"reward/mean": iteration / 2})
         assert [(step, scalars) for step, scalars, _ in events(tmp_path) if scalars][-1] == (2, {"reward/mean": 1.0})
     report(tmp_path, [2], tensorboard=True, resume_after=1)
     assert len(os.listdir(tmp_path / "tensorboard")) == 2
-    later = list(events(tmp_path))[4:]
+    later = list(events(tmp_path))[5:]
     assert [(step, start) for step, _, start in later] == [(0, False), (2, True), (2, False), (2, False)]
     assert threading.active_count() == threads
 
@@ -150,7 +146,7 @@ def test_wandb_is_asked_for_and_explained(tmp_path, monkeypatch):
     fake.init = lambda **options: calls.append(options["id"]) or run
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for iteration in (1, 2):
-        with Metrics(tmp_path, wandb=True) as record:
+        with Metrics(tmp_path, wandb=True, resume_after=99) as record:
             record.log(iteration, {"a": 0.5})
     assert calls[1:3] == [{"iteration": 1, "a": 0.5}, "end"]
     assert calls[0] == calls[3]
@@ -220,6 +216,19 @@ def test_a_run_directory_must_be_a_directory(tmp_path):
     with pytest.raises(RunError, match="while writing"):
         atomic_write(tmp_path / "file" / "below", "x")
     assert writable_directory(tmp_path / "a" / "b").is_dir()
+
+
+def test_of_a_link_to_a_directory_the_link_is_removed(tmp_path):
+    """Whatever the link names, and wherever a kill or somebody else left one."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "a").touch()
+    for name in ("000001", ".removing-000001", ".removing-new", ".partial-new"):
+        (tmp_path / name).symlink_to("theirs")
+    remove_directory(tmp_path / "000001")
+    with atomic_directory(tmp_path / "new") as folder:
+        (folder / "b").touch()
+    assert sorted(os.listdir(tmp_path)) == ["new", "theirs"]
+    assert os.listdir(tmp_path / "theirs") == ["a"]
 
 
 def test_one_process_at_a_time(tmp_path):

@@ -73,4 +73,5 @@ def test_a_gain_within_two_standard_errors_is_not_claimed():
     assert "chance" not in train.gained(row(0.5), row(0.59))
     assert "which may be chance" in train.gained(row(0.5), row(0.58))
     assert "which may be chance" in train.gained(row(0.5), row(0.42))
-    assert train.gained({}, {}) == "unknown, for nothing was evaluated before and after"
+    for before in ({}, {"eval/reward": None}):
+        assert train.gained(before, row(0.5)) == "unknown, for nothing was evaluated before and after"

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import weakref
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def make_run(folder: Path, *, seed: int = 0, iterations: int = 3, overrides: tup
         to_yaml(small_config(folder, f"seed={seed}", "reward.watched=['tiny-clip']", *overrides))
     )
     (folder / "run.json").write_text(json.dumps({"devices": "1 x <cpu>", "packages": {"jax": "1"}, "evaluation": SETTING}))
-    with Metrics(folder) as record:
+    with Metrics(folder, resume_after=-1) as record:
         record.log(0, evaluation(rng))
         for iteration in range(1, iterations + 1):
             row = {"pool/reward": rng.random(), "kept/reward": rng.random(), "fidelity/spearman": rng.random()}
@@ -71,7 +72,8 @@ def candidates(rng, iteration: int) -> dict:
         "prompt": np.repeat(PROMPTS, N), "prompt_uid": np.repeat([1, 2], N), "candidate": np.tile(np.arange(N), 2),
         "seed": rng.integers(2**63, 2**64, 2 * N, np.uint64), "precision": "nvfp4", "steps": 6,
         "proxy_reward": proxy.reshape(-1), "rank": rank.reshape(-1), "kept": kept,
-        "regenerated_reward": rng.random(2 * N, np.float32), "advantage": rng.standard_normal(2 * N),
+        "regenerated_reward": np.ma.masked_array(rng.random(2 * N, np.float32), ~kept),
+        "advantage": np.ma.masked_array(rng.standard_normal(2 * N), ~kept),
         "policy_revision": iteration,
     }  # fmt: skip
 
@@ -191,8 +193,10 @@ def test_runs_lie_over_each_other_under_names_of_their_own(run, tmp_path):
     assert [shown["config"]["rollout.steps"] for shown in data["runs"]] == [3, 4]
 
 
-def test_of_a_long_ledger_the_newest_iterations_are_shown(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(report, "MOST_ROWS", 2 * 2 * N)
+@pytest.mark.parametrize("limit", [{"MOST_ROWS": 2 * 2 * N}, {"MOST_TEXT": 5000}], ids=str)
+def test_of_a_long_ledger_the_newest_iterations_are_shown(limit, run, monkeypatch, tmp_path):
+    for name, most in limit.items():
+        monkeypatch.setattr(report, name, most)
     report.write([run], tmp_path / "page.html")
     (shown,) = Page(tmp_path / "page.html").data["runs"]
     assert (shown["ledger"]["shown"], shown["ledger"]["iterations"]) == (2, [1, 2, 3])
@@ -216,6 +220,12 @@ def damage_columns(folder):
     pq.write_table(pq.read_table(ledger.path_of(folder / "ledger", 2)).drop(["seed"]), ledger.path_of(folder / "ledger", 2))
 
 
+def damage_keys(folder):
+    """So many metrics that a table of them would fill the memory."""
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.writelines(json.dumps({"iteration": 4 + i} | {f"{i}-{j}": 0 for j in range(100)}) + "\n" for i in range(300))
+
+
 def damage_picture(folder):
     path = folder / "pictures" / "iteration-000003.png"
     path.write_bytes(path.read_bytes()[:-200])
@@ -234,6 +244,7 @@ DAMAGES = {
     damage_record: "nothing to report yet",
     damage_ledger: "iteration-000002.parquet: cannot be read",
     damage_columns: "iteration-000002.parquet: its columns",
+    damage_keys: "a report has at most",
     damage_picture: "iteration-000003.png: not a whole picture",
     damage_facts: "run.json: cannot be read",
     damage_all: "not a run directory",
@@ -252,6 +263,20 @@ def test_a_damaged_run_is_one_line(tmp_path, damage, words):
     assert not (tmp_path / "page.html").exists()
 
 
+def test_pictures_are_in_memory_one_by_one(run, monkeypatch, tmp_path):
+    seen = []
+
+    def read(path):
+        assert all(image() is None for image in seen)
+        grid = pictures.read_grid(path)
+        seen.extend(weakref.ref(image) for image, _ in grid)
+        return grid
+
+    monkeypatch.setattr(report, "read_grid", read)
+    report.write([run], tmp_path / "page.html")
+    assert len(seen) == 16
+
+
 def test_the_plan_is_of_the_device(run, tmp_path):
     plan = json.loads((run / "plan.json").read_text())
     shown = Page(run / report.NAME).data["plan"]
@@ -260,7 +285,8 @@ def test_the_plan_is_of_the_device(run, tmp_path):
         assert (seconds, peak) == (stage["seconds"], stage["peak"])
         assert sum(split) == pytest.approx(seconds, rel=1e-12)
     (tmp_path / "no-plan.json").write_text('{"stages": 1}')
-    for name in ("no-plan.json", "none.json"):
+    (tmp_path / "texts.json").write_text(json.dumps(plan | {"seconds": "5"}))
+    for name in ("no-plan.json", "none.json", "texts.json"):
         with pytest.raises(InputError, match=f"{name}: not the JSON of `solrl plan PRESET --json`"):
             report.write([run], tmp_path / "page.html", plan=tmp_path / name)
     assert not (tmp_path / "page.html").exists()

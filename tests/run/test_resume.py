@@ -277,6 +277,13 @@ def test_the_best_are_kept_beside_the_newest_and_hold_their_evaluation(stopped):
     assert find_checkpoint(folder, "best") == root / f"{evaluated[0]:06d}"
 
 
+def test_of_a_record_that_somebody_wrote_only_levels_that_there_are_count():
+    rows = [{"iteration": 1}, *({"iteration": 2, "fidelity/level": level} for level in (-5, 99, 0.5, None, 1.0))]
+    ((level, correlation),) = trainer._explored(rows, 2)
+    assert level == 1
+    assert np.isnan(correlation)
+
+
 def test_two_processes_do_not_share_a_directory(tmp_path):
     from solrl_jax.storage.files import only_user
 
