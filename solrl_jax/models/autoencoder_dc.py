@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.config_file import ReleasedConfig
+from solrl_jax.models.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
 from solrl_jax.models.layers import (
     Conv,
     DepthwiseConv,
@@ -70,6 +70,7 @@ class AutoencoderDCConfig(ReleasedConfig):
 
     def check(self) -> None:
         n = len(self.encoder_block_out_channels)
+        self.require(1 <= n <= MOST_STAGES, "encoder_block_out_channels", f"a list of 1 to {MOST_STAGES}, one a stage")
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if isinstance(field.default, tuple) or name.endswith(("_types", "_fns")):
@@ -80,9 +81,11 @@ class AutoencoderDCConfig(ReleasedConfig):
                 )
             match name.removeprefix("encoder_").removeprefix("decoder_"):
                 case "layers_per_block":
-                    self.require(min(value) > 0, name, "one layer or more in every stage")
+                    fits = min(value) > 0 and sum(value) <= MOST_BUILT
+                    self.require(fits, name, f"one layer or more in every stage, up to {MOST_BUILT} together")
                 case "qkv_multiscales":
-                    self.require(all(k % 2 for sizes in value for k in sizes), name, "odd kernel sizes")
+                    fits = all(len(sizes) <= MOST_STAGES and all(k % 2 for k in sizes) for sizes in value)
+                    self.require(fits, name, f"up to {MOST_STAGES} odd kernel sizes in every stage")
                 case "block_out_channels":
                     # Shortcuts average or repeat whole channels, and a shuffle makes a 2 x 2 square of four channels.
                     fits = all(4 * fine % coarse == 0 and coarse % 4 == 0 for fine, coarse in pairwise(value))

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.attention import attention
-from solrl_jax.models.config_file import ReleasedConfig
+from solrl_jax.models.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
 from solrl_jax.models.layers import Conv, Linear, param
 
 NORM_EPS = 1e-6
@@ -54,8 +54,10 @@ class KLConfig(ReleasedConfig):
         for name, accepted in ACCEPTED.items():
             self.require_one_of(name, accepted)
         widths, groups = self.block_out_channels, self.norm_num_groups
-        fits = isinstance(widths, tuple) and widths and all(type(w) is int and w > 0 and w % groups == 0 for w in widths)
-        self.require(bool(fits), "block_out_channels", f"a list of multiples of norm_num_groups={groups}")
+        fits = isinstance(widths, tuple) and 0 < len(widths) <= MOST_STAGES and all(w % groups == 0 for w in widths)
+        self.require(fits, "block_out_channels", f"a list of 1 to {MOST_STAGES} multiples of norm_num_groups={groups}")
+        most = MOST_BUILT // len(widths)
+        self.require(self.layers_per_block <= most, "layers_per_block", f"up to {most}, with {len(widths)} stages")
         for name in ("down_block_types", "up_block_types"):
             value = getattr(self, name)
             fits = isinstance(value, tuple) and len(value) == len(widths)

@@ -9,14 +9,16 @@ from typing import Any, ClassVar, TypeVar, get_args
 from solrl_jax.models.tensor_files import read_json
 
 C = TypeVar("C", bound="ReleasedConfig")
-# What no released network comes near: of any number, of layers and what counts them; and floats that must be above 0.
-MOST, MOST_LAYERS, SMALLEST = 2**24, 256, 1e-30
+# What no released network comes near: of any number, of layers and what counts or lists them, of an autoencoder's stages and of
+# the layers in one half of it, which are built one by one; and floats that must be above 0.
+MOST, MOST_LAYERS, MOST_STAGES, MOST_BUILT, SMALLEST = 2**24, 256, 10, 64, 1e-30
 POSITIVE = ("eps", "ratio", "scaling_factor", "theta")
 
 
 def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueError:
     """The error for a field whose value a port does not support."""
-    return ValueError(f"{network}: {field}={value!r}; accepted: {accepted}")
+    text = repr(value)
+    return ValueError(f"{network}: {field}={text if len(text) <= 80 else text[:77] + '...'}; accepted: {accepted}")
 
 
 def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,6 +67,8 @@ class ReleasedConfig:
         for name, value in given.items():
             if not _fits(value, kinds[name]):
                 raise unsupported(cls.network, name, value, _described(kinds[name]))
+            if isinstance(value, tuple) and len(value) > MOST_LAYERS:
+                raise unsupported(cls.network, name, value, f"{_described(kinds[name])}, up to {MOST_LAYERS} of them")
             most = MOST_LAYERS if "layer" in name else MOST
             least = 1 if type(value) is int else SMALLEST if name.endswith(POSITIVE) else -most
             if not all(least <= number <= most for number in _numbers(value)):

@@ -16,7 +16,7 @@ from solrl_jax.models.mhla import BlockMixing, Mhla, tiling
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import load_tokenizer, tokenize
+from solrl_jax.models.tokenizers import count_tokens, load_tokenizer, tokenize
 from solrl_jax.models.weights import Params
 
 MAX_TOKENS = 300
@@ -41,7 +41,7 @@ class SanaText:
         """
         # The prompt reuses two of the instruction's own tokens: the one that begins every text, and the last one, which may
         # become one token with the prompt's first letters.
-        own = len(load_tokenizer(self.tokenizer).encode(instruction)) - 2
+        own = count_tokens(self.tokenizer, instruction) - 2
         return self._tokens([instruction + clean(p) for p in prompts], max_tokens, max_tokens + own)
 
     def _tokens(self, texts: Sequence[str], kept: int, length: int) -> Tokens:

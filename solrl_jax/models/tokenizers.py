@@ -11,12 +11,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from solrl_jax.models.chat_template import render
+from solrl_jax.models.bounded import render, try_tokenizer
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_TEXT
 
 MOST_GROWTH = 1000  # times longer that a normalizer may make a text
+MOST_LENGTH = 2**12  # tokens of a text: attention takes memory by their square
+UNBOUNDED = ('"Regex"', '"Precompiled"')  # parts of a tokenizer.json that can hang or panic, which depends on the text
+_TRIED: set[tuple[Path, str]] = set()  # by a tokenizer's folder, the texts that it gets through
 
 
 @functools.cache
@@ -28,7 +31,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such tokenizer directory")
-    for path in folder.iterdir():
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if not (path.is_dir() or (path.is_file() and path.stat().st_size <= MOST_TEXT)):
             raise ValueError(f"{path}: not a regular file of at most {MOST_TEXT} bytes")
     config = read_json(folder / "tokenizer_config.json")
@@ -39,6 +42,8 @@ def load_tokenizer(folder: Path) -> Any:
         raise ValueError(f"{folder / 'tokenizer_config.json'}: tokenizer_class={named!r}; accepted: the name of a tokenizer")
     if named == "NoVocabulary":
         return NoVocabulary(config["model_max_length"])
+    if (file := folder / "tokenizer.json").exists():
+        _try(folder, json.dumps(read_json(file)), [""])
     import transformers  # late: takes seconds
 
     # AutoTokenizer refuses a folder that says neither the model nor a class of its own. The generic class needs no model.
@@ -56,6 +61,24 @@ def load_tokenizer(folder: Path) -> Any:
     if type(length := tokenizer.model_max_length) not in (int, float) or length < 1:
         raise ValueError(f"{folder / 'tokenizer_config.json'}: model_max_length={length!r}; accepted: a positive integer")
     return tokenizer
+
+
+def _try(folder: Path, definition: str, texts: Sequence[str]) -> None:
+    """Raises InputError if the tokenizer in `folder` hangs or fails on the texts. definition: it, as tokenizer.json."""
+    new = {(folder, text) for text in texts} - _TRIED
+    if new and any(part in definition for part in UNBOUNDED):
+        try:
+            try_tokenizer(definition, [text for _, text in new])
+        except ValueError as error:
+            raise InputError(f"{folder}: the tokenizer fails ({first_line(error)})") from error
+        _TRIED.update(new)
+
+
+@functools.cache
+def _definition(folder: Path) -> str:
+    """The tokenizer in `folder` as tokenizer.json has it; empty for one that only a plan has."""
+    backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
+    return "" if backend is None else backend.to_str()
 
 
 def _fields(backend: Any, part: str) -> Any:
@@ -104,7 +127,11 @@ def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) ->
 
     Both are [texts, length]. options: more keywords of the tokenizer. Raises InputError for a tokenizer that fails.
     """
+    if length > MOST_LENGTH:
+        what = "the instruction and the longest prompt (max_tokens) together"
+        raise InputError(f"{what} have {length} tokens; accepted: up to {MOST_LENGTH}")
     tokenizer = load_tokenizer(folder)
+    _try(folder, _definition(folder), texts)
     try:
         encoded = tokenizer(
             list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np", **options
@@ -112,6 +139,12 @@ def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) ->
     except Exception as error:  # its parts raise `Exception` itself
         raise InputError(f"{folder}: the tokenizer fails ({type(error).__name__}: {first_line(error)})") from error
     return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
+
+
+def count_tokens(folder: Path, text: str) -> int:
+    """How many tokens the tokenizer in `folder` makes of a text. Raises InputError for a tokenizer that fails."""
+    _try(folder, _definition(folder), [text])
+    return len(load_tokenizer(folder).encode(text))
 
 
 def chat_template(folder: Path) -> str:

@@ -12,11 +12,12 @@ diffusers takes alpha = rank where the header says nothing. A key `MODULE.alpha`
 SANA and SD3 pipelines, and by its FLUX pipeline beside that JSON: we read such keys and do not write them.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +26,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from solrl_jax.backbone.backbone import Entry
+from solrl_jax.backbone.backbone import Entry, read_header
 from solrl_jax.policy.lora import Adapter, Adapters
 from solrl_jax.storage import files
-from solrl_jax.storage.errors import InputError, RunError, first_line
+from solrl_jax.storage.errors import InputError, RunError, first_line, in_one_line
 from solrl_jax.storage.readers import parse_json, read_text
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
@@ -54,6 +55,7 @@ class LoraSettings:
 
 Table = Sequence[Entry]  # all parameters of the network that adapters are on
 Tensors = dict[str, np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]  # of a file's tensors
 
 
 def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
@@ -108,19 +110,27 @@ def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSetti
     A linear of which the file has no layer gets no adapter; where it has only some layers of a stack, the others are zeros in
     both factors, which neither change anything nor learn (an export leaves them out again). Raises InputError, in one line
     that lists every offender, for keys that belong to no linear of the network, shapes that do not fit, values that are not
-    finite, and ranks or alphas that differ between modules.
+    finite, and ranks or alphas that differ between modules. Names and shapes are checked before a tensor is read.
     """
-    file, tensors, config = _read(path)
-    slots = _slots(table)
-    modules, alphas, strange = _by_module(tensors, slots)
-    if strange:
-        raise InputError(f"{file}: {len(strange)} key(s) fit no linear of this network: {', '.join(strange)}")
-    if not modules:
-        raise InputError(f"{file}: holds no adapter (keys that end in .{_A} and .{_B})")
-    rank = _check(file, modules, slots)
-    settings = LoraSettings(rank, _alpha(file, modules.keys(), alphas, config, rank))
+    file, slots = _file(path), _slots(table)
+    with _opened(file) as (shapes, handle):
+        modules, alphas, strange = _by_module(shapes, slots)
+        if strange:
+            raise InputError(f"{file}: {len(strange)} key(s) fit no linear of this network: {', '.join(strange)}")
+        if not modules:
+            raise InputError(f"{file}: holds no adapter (keys that end in .{_A} and .{_B})")
+        rank = _check(file, shapes, modules, slots)
+        stated = {module: float(handle.get_tensor(key).reshape(())) for module, key in alphas.items()}
+        config = _config(file, shapes, handle.metadata() or {})
+        settings = LoraSettings(rank, _alpha(file, modules.keys(), stated, config, rank))
+        read = lambda keys: {part: handle.get_tensor(key).astype(np.float32) for part, key in keys.items()}
+        tensors = {module: read(keys) for module, keys in modules.items()}
+    if endless := [
+        f"{m}.{k} is not finite" for m, pair in tensors.items() for k, t in pair.items() if not np.isfinite(t).all()
+    ]:
+        raise InputError(f"{file}: {'; '.join(endless)}")
     adapters: dict[str, dict[str, np.ndarray]] = {}
-    for module, pair in modules.items():
+    for module, pair in tensors.items():
         slot = slots[module]
         ab = adapters.setdefault(slot.path, {k: np.zeros(s, np.float32) for k, s in slot.shapes(rank).items()})
         for key, part in (("a", _A), ("b", _B)):
@@ -215,7 +225,8 @@ def _save(file: Path, target: Path, modules: Mapping[str, Tensors], prefix: str,
     with np.errstate(over="ignore"):  # what is too large for `dtype` is found below, by name
         tensors = {f"{prefix}{m}.{part}": t.astype(dtype, order="C") for m, pair in modules.items() for part, t in pair.items()}
     save_file(tensors, file, metadata={"format": "pt"} | metadata)
-    read, _ = _open(file)
+    with _opened(file) as (shapes, handle):
+        read = {key: handle.get_tensor(key) for key in shapes}
     if read.keys() != tensors.keys() or any(read[k].tobytes() != t.tobytes() for k, t in tensors.items()):
         raise RunError(f"{target}: does not read back as it was written")
     if endless := sorted(k for k, t in read.items() if not np.isfinite(t).all()):
@@ -226,31 +237,37 @@ def _save(file: Path, target: Path, modules: Mapping[str, Tensors], prefix: str,
         raise InputError(f"{target}: nothing to export: these adapters change nothing (every product B A is zero; untrained?)")
 
 
-def _read(path: Path) -> tuple[Path, Tensors, dict[str, Any] | None]:
-    """The file that `path` means, its tensors, and the fields of its `LoraConfig` where it has one."""
+def _file(path: Path) -> Path:
+    """The file of tensors that `path` means."""
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
         named = [f for f in found if f.name in (PEFT_FILE, DIFFUSERS_FILE)]
         if len(named or found) != 1:
             there = ", ".join(f.name for f in path.iterdir()) or "nothing"
             raise InputError(f"{path}: expected one of {PEFT_FILE}, {DIFFUSERS_FILE}, or one .safetensors file; found {there}")
-        path = (named or found)[0]
-    tensors, metadata = _open(path)
-    if any(key.startswith(_PEFT) for key in tensors) or path.name == PEFT_FILE:
-        return path, tensors, _fields(path.with_name(PEFT_CONFIG), None)
+        return (named or found)[0]
+    if not path.is_file():
+        raise InputError(f"{path}: no such file or directory")
+    return path
+
+
+def _config(file: Path, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """The fields of the file's `LoraConfig` where it has one."""
+    if any(key.startswith(_PEFT) for key in keys) or file.name == PEFT_FILE:
+        return _fields(file.with_name(PEFT_CONFIG), None)
     if _METADATA not in metadata:
-        return path, tensors, None
-    fields = _fields(path, metadata[_METADATA])
-    return path, tensors, {k.removeprefix(_DIFFUSERS): v for k, v in fields.items()}
+        return None
+    return {k.removeprefix(_DIFFUSERS): v for k, v in _fields(file, metadata[_METADATA]).items()}
 
 
-def _open(file: Path) -> tuple[Tensors, dict[str, str]]:
-    """The tensors and the metadata of a safetensors file."""
-    if not file.is_file():
-        raise InputError(f"{file}: no such file or directory")
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
+    """The shapes in a safetensors file, and the file, whose tensors are read when they are asked for."""
+    with in_one_line():
+        shapes = {tensor.name: tensor.shape for tensor in read_header(file)}
     try:
         with safe_open(file, framework="numpy") as handle:
-            return {k: handle.get_tensor(k) for k in handle.keys()}, handle.metadata() or {}  # noqa: SIM118 (not a mapping)
+            yield shapes, handle
     except (SafetensorError, OSError, LookupError, TypeError, AttributeError) as error:  # the last for dtypes that NumPy lacks
         raise InputError(f"{file}: not a readable safetensors file ({first_line(error)})") from error
 
@@ -265,40 +282,39 @@ def _fields(file: Path, text: str | None) -> dict[str, Any]:
         raise InputError(f"{file}: its LoRA configuration is not a JSON object ({first_line(error)})") from error
 
 
-def _by_module(tensors: Tensors, slots: Mapping[str, _Slot]) -> tuple[dict[str, Tensors], dict[str, float], list[str]]:
-    """{module: matrices}, {module: alpha}, and the keys that are of no linear or say one thing twice."""
-    modules: dict[str, Tensors] = {}
-    alphas: dict[str, float] = {}
+def _by_module(shapes: Shapes, slots: Mapping[str, _Slot]) -> tuple[dict[str, dict[str, str]], dict[str, str], list[str]]:
+    """{module: {part: key}}, {module: key of its alpha}, and the keys that are of no linear or say one thing twice."""
+    modules: dict[str, dict[str, str]] = {}
+    alphas: dict[str, str] = {}
     strange = []
-    for key, tensor in sorted(tensors.items()):
+    for key, shape in sorted(shapes.items()):
         match = _KEY.fullmatch(key)
         if match is None or match["module"] not in slots:
             strange.append(key)
-        elif match["part"] == _ALPHA and tensor.size == 1 and match["module"] not in alphas:
-            alphas[match["module"]] = float(tensor.reshape(()))
+        elif match["part"] == _ALPHA and math.prod(shape) == 1 and match["module"] not in alphas:
+            alphas[match["module"]] = key
         elif match["part"] != _ALPHA and match["part"] not in modules.setdefault(match["module"], {}):
-            modules[match["module"]][match["part"]] = tensor.astype(np.float32)
+            modules[match["module"]][match["part"]] = key
         else:
             strange.append(key)
     return modules, alphas, strange
 
 
-def _check(file: Path, modules: Mapping[str, Tensors], slots: Mapping[str, _Slot]) -> int:
+def _check(file: Path, shapes: Shapes, modules: Mapping[str, Mapping[str, str]], slots: Mapping[str, _Slot]) -> int:
     """The rank of all modules; InputError lists what does not fit."""
     ranks: dict[int, str] = {}  # with a module of it
+    most = max(max(slot.n_in, slot.n_out) for slot in slots.values())  # no matrix of the network has a higher one
     problems = []
-    for module, pair in modules.items():
-        if missing := {_A, _B} - pair.keys():
+    for module, keys in modules.items():
+        if missing := {_A, _B} - keys.keys():
             problems.append(f"{module}.{missing.pop()} is missing")
             continue
-        rank = len(pair[_A]) if pair[_A].ndim else 0
+        rank = next(iter(shapes[keys[_A]]), 0)
         ranks.setdefault(rank, module)
         for part, shape in slots[module].torch_shapes(rank).items():
-            if pair[part].shape != shape or not rank:
-                of_rank = "" if rank else ", of a rank above 0"
-                problems.append(f"{module}.{part} is {list(pair[part].shape)}, expected {list(shape)}{of_rank}")
-            elif not np.isfinite(pair[part]).all():
-                problems.append(f"{module}.{part} is not finite")
+            if (there := shapes[keys[part]]) != shape or not 1 <= rank <= most:
+                of_rank = "" if 1 <= rank <= most else f", of a rank from 1 to {most}"
+                problems.append(f"{module}.{part} is {list(there)}, expected {list(shape)}{of_rank}")
     if problems:
         raise InputError(f"{file}: {len(problems)} tensor(s) do not fit the network: {'; '.join(problems)}")
     if len(ranks) > 1:

@@ -10,8 +10,10 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh
 
 from solrl_jax.backbone.backbone import DTYPES, Pipeline, check_attention, check_sizes
+from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import largest_size
+from solrl_jax.parallel import sharding
 from solrl_jax.policy.lora import attach, find_targets
 from solrl_jax.policy.state import abstract_state
 
@@ -42,7 +44,8 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
 
     The forward pass is traced, which takes seconds. Nothing is computed or allocated.
     """
-    rows, dtype = config.optimizer.micro_batch, DTYPES[config.rollout.precision]
+    most = effective_batch(config, sharding.row_groups(mesh))["terms_per_step_per_device"]
+    rows, dtype = min(config.optimizer.micro_batch, most), DTYPES[config.rollout.precision]
     base = pipeline.transformer.shapes(dtype)
     targets = find_targets(pipeline.transformer, config)
     adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
@@ -65,6 +68,7 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
 
 def _conditioning(pipeline: Pipeline, rows: int, config: Config) -> Any:
     """The shapes of encoded prompts. An instruction does not change them."""
-    tokens = pipeline.tokenize([""] * rows, config.model.max_tokens)
+    of_one = pipeline.tokenize([""], config.model.max_tokens)
+    tokens = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in of_one.items()}
     params = {name: part.shapes(DTYPES[config.rollout.precision]) for name, part in pipeline.text_encoders.items()}
     return jax.eval_shape(pipeline.encode_text, params, tokens)

@@ -1,12 +1,17 @@
 """Model directories: JSON files of the wrong form, safetensors that lie, tokenizers that bring code."""
 
+import io
 import json
+import math
+import os
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from solrl_jax.backbone.locate import EMBEDDED_FOLDER
-from tests.hostile.harness import ABSENT, Case, folder, link, nothing, pipe, sparse
+from tests.hostile.harness import ABSENT, Case, Maker, folder, link, nothing, pipe, sparse
 
 OPEN = "linears tiny model.path={model}"
 LOAD = "sample {model} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
@@ -106,6 +111,37 @@ def tensor(dtype: str, shape: list[Any], *offsets: Any) -> dict[str, Any]:
     return {"x": {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}}
 
 
+def of_zeros(start: bytes, size: int) -> Maker:
+    """A file of `size` bytes that begins with `start`. The zeros after it take no room on the disk."""
+
+    def make(path: Path) -> None:
+        path.write_bytes(start)
+        os.truncate(path, size)
+
+    return make
+
+
+def latents(*shape: int) -> Maker:
+    """A .npy file of zeros, float32."""
+    start = io.BytesIO()
+    np.lib.format.write_array_header_1_0(start, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return of_zeros(start.getvalue(), len(start.getvalue()) + 4 * math.prod(shape))
+
+
+def lora(rank: int) -> Maker:
+    """A LoRA of one linear of tiny-sana, zeros."""
+    name, n = "transformer.transformer_blocks.0.attn1.to_q", 128 * rank
+    shapes = {f"{name}.lora_A.weight": [rank, 128], f"{name}.lora_B.weight": [128, rank]}
+    fields = {key: tensor("F32", shape, 4 * n * i, 4 * n * (i + 1))["x"] for i, (key, shape) in enumerate(shapes.items())}
+    return of_zeros(start := header(fields), len(start) + 8 * n)
+
+
+def template_of_4_gb(path: Path) -> None:
+    """A tokenizer's folder of more chat templates, one of them of zeros."""
+    path.mkdir()
+    sparse(2**32)(path / "x.jinja")
+
+
 def not_finite(path: Path) -> None:
     """The weights of tiny-sana's transformer, one array of them NaN."""
     data = bytearray((EMBEDDED_FOLDER / "tiny-sana" / "transformer" / path.name).read_bytes())
@@ -145,6 +181,7 @@ SAFETENSORS = {
     "absent": nothing,
     "/dev/zero": link("/dev/zero"),
     "10 GB of zeros": sparse(10**10),
+    "a tensor of 3.2 GB": of_zeros(large := header(tensor("F32", [800_000_000], 0, 3_200_000_000)), len(large) + 3_200_000_000),
 }
 WEIGHTS = "{model}/transformer/diffusion_pytorch_model.safetensors"
 TOKENIZER = {
@@ -157,6 +194,8 @@ TOKENIZER = {
     "a special token that is a number": {"pad_token": 3},
     "a padding side": {"padding_side": "up"},
 }
+ENDLESS = r"(.|.|.|.|.|.)*\d"
+CHANNELS = ("encoder_block_out_channels", "decoder_block_out_channels")
 LORA = "sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out {dir}/out --lora {dir}/x.safetensors"
 
 CASES = [
@@ -235,7 +274,44 @@ CASES = [
                 "the tokenizer fails",
                 {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}},
             ),
+            (
+                "a table of no entries, for which the library panics",
+                "the tokenizer fails (PanicException",
+                {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}},
+            ),
+            (
+                "a regular expression that backtracks without end",
+                "the tokenizer fails (",
+                {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": ENDLESS}, "behavior": "Isolated", "invert": False}},
+            ),
         )
+    ),
+    *(
+        Case(f"vae/config.json: {name}", OPEN, said, files={"{model}/vae/config.json": fields})
+        for name, said, fields in (
+            ("5000 stages", "up to 256 of them", {"encoder_block_out_channels": 5000 * [64]}),
+            ("100 stages", "a list of 1 to 10", dict.fromkeys(CHANNELS, 100 * [64])),
+            ("no stage", "a list of 1 to 10", {"encoder_block_out_channels": []}),
+            ("many layers", "up to 64 together", {"decoder_layers_per_block": 3 * [256]}),
+            ("many kernels", "odd kernel sizes", {"decoder_qkv_multiscales": 3 * [200 * [5]]}),
+        )
+    ),
+    Case("a chat template of 4 GB", OPEN, "x.jinja", files={"{model}/tokenizer/additional_chat_templates": template_of_4_gb}),
+    Case("a LoRA of rank 4 million", LORA, "rank from 1 to ", files=P | {"{dir}/x.safetensors": lora(4_000_000)}),
+    *(
+        Case(f"latents: {name}", f"{LOAD} --latents {{dir}}/x.npy", said, files=P | {"{dir}/x.npy": latents(*shape)})
+        for name, said, shape in (
+            ("of 3 GB and another model", "have 32 channels", (1, 32, 4000, 4000)),
+            ("of 3 GB", "up to 16384 pixels", (1, 8, 10_000, 10_000)),
+        )
+    ),
+    Case("many tokens", f"{LOAD} --max-tokens 16384", "--max-tokens", files=P),
+    Case("many tokens to train on", "train tiny model.max_tokens=16384 run.dir={dir}/r", "model.max_tokens"),
+    Case(
+        "an instruction of 10,000 tokens",
+        f"{LOAD} --instruction {{dir}}/i.txt",
+        "10023 tokens; accepted: up to 4096",
+        files=P | {"{dir}/i.txt": 5000 * "a b "},
     ),
     Case("weights that are not finite", LOAD, "1 of 1 pictures are not finite", 1, files=P | {WEIGHTS: not_finite}, seconds=60),
     Case("an index that is none", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": "[]"}),

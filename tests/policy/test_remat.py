@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from solrl_jax.backbone.locate import open_model
+from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.presets import resolve
 from solrl_jax.models.layers import REMAT
 from solrl_jax.numerics.matmul import LowRank, dequantize
@@ -88,6 +89,10 @@ def test_what_is_kept_grows_with_the_micro_batch_and_the_base_is_divided_over_fs
     )
     one, two, three = (of(f"optimizer.micro_batch={n}") for n in (1, 2, 3))
     assert two - one == three - two > 0
+    all_terms = effective_batch(CONFIG, 1)[
+        "terms_per_step_per_device"
+    ]  # a micro-batch has no more, whatever it is said to have
+    assert of("optimizer.micro_batch=2147483647") == of(f"optimizer.micro_batch={all_terms}")
     base = 4 * open_flux("blocks").transformer.size
     assert base < one < 1.5 * base
     assert of("optimizer.micro_batch=1") - of("optimizer.micro_batch=1", mesh=make_mesh(1, 2)) == base / 2
