@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from solrl_jax.commands.sample import Request
+from solrl_jax.commands.sample import requested
 from solrl_jax.commands.sample import sample as _sample
 from solrl_jax.config.presets import resolve
+from solrl_jax.config.values import shown
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.leaf import Matrix, Quantized
 from solrl_jax.policy import lora_files, transformer_files
@@ -31,10 +32,16 @@ def load(preset: str, *overrides: str) -> Experiment:
 
 
 def train(preset: str, *overrides: str) -> dict[str, Any]:
-    """`solrl train`: trains in `run.dir`, or goes on there. Returns the run's directory, its scores before and after."""
+    """`solrl train`: trains in `run.dir`, or goes on there. Returns the run's directory, its scores before and after.
+
+    Raises KeyboardInterrupt if it was interrupted, after the last whole iteration is saved.
+    """
     config = resolve(preset, overrides)
     with Reporter(bars=False) as report:
-        return loop.run(config, report)
+        summary = loop.run(config, report)
+    if summary["interrupted"]:
+        raise KeyboardInterrupt(f"{summary['run']}: saved after iteration {summary['iterations']}; the same call goes on")
+    return summary
 
 
 def rank(
@@ -44,7 +51,10 @@ def rank(
 
     formats: explored in, by name; explore: recipes of `configs/explore/`. Empty: the experiment's own.
     """
-    settings = ranking.sweep(experiment.config, explore=",".join(explore) or None, formats=",".join(formats) or None)
+    if prompts not in range(1, (most := len(experiment.test_prompts)) + 1):
+        raise InputError(f"prompts={shown(prompts)}: accepted: 1 to {most}, the number of test prompts")
+    joined = lambda names: ",".join([names] if isinstance(names, str) else names) or None
+    settings = ranking.sweep(experiment.config, explore=joined(explore), formats=joined(formats))
     pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, silent)
     return [ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings]
 
@@ -52,22 +62,25 @@ def rank(
 def sample(target: str | Path, prompts: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
     """`solrl sample`: pictures of a file of prompts, by a diffusers directory or a run's averaged policy.
 
-    options: the fields of `commands.sample.Request`: steps, guidance, seed, size, precision, lora, ...
+    options: the command's, with its defaults: steps, guidance, seed, size=(height, width), precision, lora, ... Raises
+    InputError as the command does, which names the option, its value and what is accepted.
     """
-    settings = {"steps": 10, "guidance": 1.0, "seed": 0, **options}
-    return _sample(str(target), Request(prompts=str(prompts), out=Path(out), **settings))
+    return _sample(str(target), requested(str(target), prompts=str(prompts), out=out, **options))
 
 
 def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
     """Quantises weight matrices to a format of `FORMATS`. `matmul(x, leaf)` multiplies by it, `dequantize(leaf)` undoes it.
 
-    Raises InputError for a format that quantises nothing or that does not exist.
+    Raises InputError for a format that quantises nothing or that does not exist, and for what is no matrix.
     """
     quantizing = [name for name, form in FORMATS.items() if form.quantize is not None]
-    form = FORMATS.get(precision)
+    form = FORMATS.get(str(precision))
     if form is None or form.quantize is None:
         raise InputError(f"precision={precision!r}: accepted are {', '.join(quantizing)}")
-    return form.quantize(jnp.asarray(w))
+    w = jnp.asarray(w)
+    if w.ndim < 2 or w.size == 0 or not jnp.isrealobj(w):
+        raise InputError(f"w: is {w.dtype} {list(w.shape)}; accepted: real matrices [..., in, out] that are not empty")
+    return form.quantize(w)
 
 
 def export_lora(
@@ -75,8 +88,10 @@ def export_lora(
 ) -> None:
     """Writes adapters, e.g. `state.ema`, as a LoRA: a .safetensors file for diffusers, or a directory for PEFT.
 
-    Raises InputError for a path that cannot be written to.
+    Raises InputError for a path that cannot be written to, and for another form.
     """
+    if form not in ("diffusers", "peft"):
+        raise InputError(f"form={shown(form)}: accepted: diffusers, peft")
     lora, table = experiment.config.lora, experiment.backbone.parameter_table()
     export = lora_files.export_peft if form == "peft" else lora_files.export_diffusers
     export(Path(path), adapters, LoraSettings(lora.rank, lora.alpha), table)

@@ -106,23 +106,26 @@ def assert_block_error(
     """In every block of `block` values along `axis`, the largest error is at most `bound` times the largest magnitude.
 
     x: the values before quantisation; quantized: the values that the codes stand for, of the same shape. The default bound is
-    that of NVFP4, for blocks whose scale E4M3 holds as a normal number. The last block may be short.
+    that of NVFP4, for blocks whose scale E4M3 holds as a normal number. The last block may be short. A block with a value that
+    is not finite fails.
     """
-    if x.shape != quantized.shape or x.ndim == 0:
-        raise ValueError(f"assert_block_error: shapes {x.shape} and {quantized.shape}; accepted: equal, one axis or more")
-    x, quantized = (jnp.moveaxis(jnp.asarray(a, jnp.float32), axis, -1) for a in (x, quantized))
+    x, quantized = jnp.asarray(x, jnp.float32), jnp.asarray(quantized, jnp.float32)
+    if x.shape != quantized.shape or x.size == 0 or x.ndim == 0:
+        raise ValueError(f"assert_block_error: shapes {x.shape} and {quantized.shape}; accepted: equal, with axes, not empty")
+    if block < 1:
+        raise ValueError(f"assert_block_error: block={block}; accepted: 1 or more")
+    x, quantized = (jnp.moveaxis(a, axis, -1) for a in (x, quantized))
     fill = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]
     blocks = lambda a: jnp.pad(jnp.abs(a), fill).reshape(*x.shape[:-1], -1, block).max(-1)
     largest, error = blocks(x), blocks(x - quantized)
-    excess = jnp.where(error > 0, error / jnp.where(largest > 0, largest, 1.0), 0.0)
-    worst = jnp.where(largest > 0, excess, jnp.where(error > 0, jnp.inf, 0.0)).max()
+    worst = jnp.where(error == 0, 0.0, error / jnp.where(error == 0, 1.0, largest)).max()  # NaN, which no bound holds, stays
     _check(worst <= bound, "A block errs by {} of its largest magnitude, more than {}", worst, bound)
 
 
 def _pools(proxy: Given, true: Given) -> tuple[Rewards, Rewards]:
     proxy, true = jnp.asarray(proxy, jnp.float32), jnp.asarray(true, jnp.float32)
-    if proxy.ndim != 2 or proxy.shape != true.shape:
-        raise ValueError(f"proxy {proxy.shape}, true {true.shape}; accepted: both [prompts, candidates]")
+    if proxy.ndim != 2 or proxy.shape != true.shape or proxy.size == 0:
+        raise ValueError(f"proxy {proxy.shape}, true {true.shape}; accepted: both [prompts, candidates], at least one of each")
     return proxy, true
 
 

@@ -1,14 +1,19 @@
-"""`import solrl_jax`: the public names, listed once, found lazily."""
+"""`import solrl_jax`: the public names, listed once, found lazily; what they refuse."""
 
+import dataclasses
 import importlib.metadata
 import subprocess
 import sys
+from inspect import unwrap
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import solrl_jax as solrl
+from solrl_jax import api
+from solrl_jax.commands import sample
 
 
 def test_every_public_name_is_there():
@@ -36,6 +41,92 @@ def test_importing_it_is_quick():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_formats_that_do_not_exist_are_named():
-    with pytest.raises(solrl.InputError, match="precision='fp5': accepted are fp8, nvfp4"):
-        solrl.quantize(np.zeros((32, 2), np.float32), "fp5")
+@pytest.fixture(scope="module")
+def experiment():
+    return solrl.load("tiny")
+
+
+BAD = {  # unwrapped where the types are wrong, which these tests check before
+    "a format that does not exist": (
+        lambda _: solrl.quantize(np.zeros((32, 2), np.float32), "fp5"),
+        "precision='fp5': accepted are fp8, nvfp4",
+    ),
+    "a list of formats": (
+        lambda _: unwrap(solrl.quantize)(np.zeros((32, 2), np.float32), ["fp8"]),
+        "precision=.*accepted are fp8",
+    ),
+    "a vector": (lambda _: unwrap(solrl.quantize)(np.zeros(3)), r"w: is float32 \[3\]; accepted: real matrices"),
+    "an empty matrix": (lambda _: solrl.quantize(np.zeros((0, 4))), r"w: is float32 \[0, 4\]; accepted: real matrices"),
+    "another form": (
+        lambda e: unwrap(solrl.export_lora)(e, {}, "x.safetensors", "xyz"),
+        "form='xyz': accepted: diffusers, peft",
+    ),
+    "no prompt": (lambda e: solrl.rank(e, {}, prompts=0), "prompts=0: accepted: 1 to 26"),
+    "more prompts than there are": (lambda e: solrl.rank(e, {}, prompts=27), "prompts=27: accepted: 1 to 26"),
+    "a text for formats": (lambda e: solrl.rank(e, {}, formats="int4"), "--formats int4: expected"),
+}
+OPTIONS = {
+    "lora": ("x.safetensors", "--lora: x.safetensors: no such file"),
+    "latents": ("x.npy", "--latents x.npy: not a readable .npy file"),
+    "precision": ("int4", "precision='int4': 'int4' is not one of"),
+    "chunk": (0, "chunk=0: 0 is not in the range x>=1"),
+    "seed": (2**40, "seed=1099511627776: .* is not in the range 0<=x<=2147483647"),
+    "guidance": (float("nan"), "guidance=nan: nan is not finite"),
+    "steps": (3.5, "steps=3.5: accepted: a whole number"),
+    "max_tokens": (0, "max_tokens=0: 0 is not in the range"),
+    "size": (512, "--size 512: expected HEIGHTxWIDTH"),
+    "tile": ([4], "tile=\\[4\\]: "),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name, experiment):
+    call, message = BAD[name]
+    with pytest.raises(solrl.InputError, match=message):
+        call(experiment)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bad_options_of_sample_are_named_before_anything_is_written(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    value, message = OPTIONS[name]
+    with pytest.raises(solrl.InputError, match=message):
+        solrl.sample("embedded:tiny-sana", "embedded:shapes-test", "out", **{name: value})
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_an_option_that_is_none_is_named():
+    with pytest.raises(TypeError, match="stepz=3 is no option; accepted: prompts, out, steps"):
+        solrl.sample("embedded:tiny-sana", "embedded:shapes-test", "out", stepz=3)
+
+
+@pytest.mark.parametrize("given", [(3,), (None,), ("tiny", 3), ("tiny", {"seed": 1})])
+def test_presets_and_overrides_are_text(given):
+    preset, *overrides = given
+    with pytest.raises(solrl.ConfigError, match="accepted: the name of a preset and overrides"):
+        unwrap(solrl.resolve)(preset, overrides)
+
+
+def test_sample_takes_from_a_run_what_is_not_given(monkeypatch):
+    config = solrl.resolve("tiny", ("eval.steps=3", "rollout.guidance=2.5"))
+    monkeypatch.setattr(sample, "is_run", lambda target: target == "run")
+    monkeypatch.setattr(sample, "read_run", lambda target: config)
+    monkeypatch.setattr(api, "_sample", lambda target, request: vars(request))
+    of = lambda *given, **options: itemgetter("steps", "guidance", "true_cfg")(solrl.sample(*given, "p.txt", "out", **options))
+    assert of("run") == (3, 2.5, 1.0)
+    assert of("run", steps=np.int64(7), guidance=None) == (7, 2.5, 1.0)
+    assert of("model") == (10, 1.0, 1.0)
+
+
+def test_the_options_of_sample_are_those_of_the_command_with_its_defaults():
+    defaults = {p.name: p.default for p in sample.command.params}
+    for field in dataclasses.fields(sample.Request):
+        if field.default not in (dataclasses.MISSING, None, False) and field.name != "true_cfg":
+            assert field.default == defaults[field.name], field.name
+    assert {field.name for field in dataclasses.fields(sample.Request)} == defaults.keys() - {"target", "as_json"}
+
+
+def test_an_interrupted_training_raises(monkeypatch):
+    monkeypatch.setattr(api.loop, "run", lambda config, report: {"interrupted": True, "run": "r", "iterations": 3})
+    with pytest.raises(KeyboardInterrupt, match="r: saved after iteration 3"):
+        solrl.train("tiny")

@@ -156,6 +156,16 @@ def test_they_work_under_jit_with_chexify(pools):
         quantised(w, 0.01)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nothing_holds_of_what_is_not_finite(value):
+    fine, broken = np.ones((1, 32)), np.where(np.arange(32) == 20, value, 1.0)[None]
+    for x, y in ((fine, broken), (broken, fine), (broken, broken)):
+        with pytest.raises(AssertionError, match="block"):
+            assert_block_error(x, y)
+        with pytest.raises(AssertionError, match="largest difference"):
+            assert_selection_range(x, y, kept=2, delta=1.0)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -165,7 +175,11 @@ def test_they_work_under_jit_with_chexify(pools):
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3)), spearman=0.5, match=0.1), "without top_k"),
         (lambda: assert_top_k_regret(np.zeros((2, 3)), np.zeros((2, 3)), top_k=1, within=4, bound=0.1), "within=4"),
         (lambda: assert_selection_range(np.zeros((2, 3)), np.zeros((2, 3)), kept=3, delta=1.0), "kept=3"),
+        (lambda: assert_ranking_preserved(np.zeros((0, 3)), np.zeros((0, 3)), spearman=0.5), "at least one"),
+        (lambda: assert_selection_range(np.zeros((0, 3)), np.zeros((0, 3)), kept=2, delta=1.0), "at least one"),
         (lambda: assert_block_error(np.zeros((2, 3)), np.zeros((3, 2))), "shapes"),
+        (lambda: assert_block_error(np.zeros((0, 3)), np.zeros((0, 3))), "not empty"),
+        (lambda: assert_block_error(np.zeros((2, 3)), np.zeros((2, 3)), block=0), "block=0"),
     ],
 )
 def test_calls_that_make_no_sense_are_refused(call, message):

@@ -43,7 +43,7 @@ from solrl_jax.training.experiment import device_facts, prompt_seeds
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The options of `solrl sample`. None: as the run has it, or the model."""
+    """The options of `solrl sample`. None: as the run has it, or the model. `requested` makes and checks one."""
 
     prompts: str
     out: Path
@@ -64,9 +64,29 @@ class Request:
     force: bool = False  # replace files that are there
 
 
-def of_run(config: Config) -> dict[str, Any]:
-    """The options that a run's evaluation has."""
-    return {"steps": config.eval.steps, "guidance": config.rollout.guidance, "true_cfg": config.rollout.true_guidance}
+def requested(target: str, **given: Any) -> Request:
+    """The request of the options of `solrl sample`, by their names. What is not given or None is the run's, or the default.
+
+    Raises InputError for a value that the command line does not accept either, and TypeError for a name that is none.
+    """
+    own: dict[str, Any] = {"seed": 0, "steps": 10, "guidance": 1.0, "true_cfg": 1.0}
+    if is_run(target):
+        config = read_run(target)
+        own |= {"steps": config.eval.steps, "guidance": config.rollout.guidance, "true_cfg": config.rollout.true_guidance}
+    return Request(**own | {name: _checked(name, value) for name, value in given.items() if value is not None})
+
+
+def _checked(name: str, value: Any) -> Any:
+    parameters = {x.name: x for x in command.params if x.name in Request.__dataclass_fields__}
+    if name not in parameters:
+        raise TypeError(f"sample: {name}={shown(value)} is no option; accepted: {', '.join(map(str, parameters))}")
+    try:
+        accepted = parameters[name].process_value(click.Context(command), value)
+    except (click.BadParameter, TypeError, OverflowError) as error:
+        raise InputError(f"{name}={shown(value)}: {getattr(error, 'message', error)}") from error
+    if isinstance(value, float) and value != accepted:
+        raise InputError(f"{name}={value}: accepted: a whole number")
+    return accepted
 
 
 def sample(target: str, request: Request, progress: Callable[[int], None] = lambda rows: None) -> dict[str, Any]:
@@ -76,7 +96,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     """
     prompts = load_prompts(request.prompts, "--prompts", distinct=False)
     plain(request.negative, "--negative")
-    noise = None if request.latents is None else _read_latents(request.latents, len(prompts))
+    noise = None if request.latents is None else _open_latents(request.latents, len(prompts))
     config = read_run(target) if is_run(target) else None
     if config and request.lora is not None:
         raise InputError(f"--lora {request.lora}: {target} is a run and has its own adapters; name a model directory")
@@ -90,6 +110,8 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     if (takes := 3 * 4 * math.prod(size) * len(prompts)) > (memory := hosts.memory()):  # all pictures, in float32
         takes_and_has = f"take {takes / 1e9:.3g} GB, and this host has {memory / 1e9:.3g} GB"
         raise InputError(f"--prompts {request.prompts}: {len(prompts)} pictures of {size[0]} x {size[1]} {takes_and_has}")
+    if noise is not None:
+        noise = _finite(noise, request.latents)
     device = device_facts()
     form = resolve_format(request.precision, device)
     computed = "fp32" if form.name == "fp32" else "bf16"
@@ -197,13 +219,15 @@ def _size(request: Request, config: Config | None, pipeline: Pipeline, noise: np
             raise ValueError(f"--size {size[0]}x{size[1]}: the given latents are of {of_noise[0]}x{of_noise[1]}")
         size = of_noise
     shape = pipeline.latent_shape(*size)
+    if max(size) > MOST_SIDE:
+        raise ValueError(f"size {size[0]}x{size[1]}: accepted: up to {MOST_SIDE} pixels in either direction")
     if noise is not None and noise.shape[1:] != shape:
         raise ValueError(f"--latents: have {noise.shape[3]} channels; this model's have {shape[2]}")
     return size
 
 
-def _read_latents(path: Path, count: int) -> np.ndarray:
-    """Initial noise [N, C, h, w] from a file, as [N, h, w, C]."""
+def _open_latents(path: Path, count: int) -> np.ndarray:
+    """Initial noise [N, C, h, w] in a file, seen as [N, h, w, C]. No value is read."""
     try:
         if not path.is_file():
             raise OSError("no such regular file")
@@ -214,9 +238,24 @@ def _read_latents(path: Path, count: int) -> np.ndarray:
     if array.ndim != 4 or array.dtype != np.float32 or len(array) != count:
         wanted = f"float32 [N, C, h, w] with N = {count}, one a prompt"
         raise InputError(f"--latents {path}: {array.dtype} {list(array.shape)}; expected {wanted}")
-    if not np.isfinite(array).all():
+    return array.transpose(0, 2, 3, 1)
+
+
+def _finite(noise: np.ndarray, path: Path | None) -> np.ndarray:
+    """The noise, read. Raises InputError for values that are not finite."""
+    if not all(np.isfinite(of_one).all() for of_one in noise):
         raise InputError(f"--latents {path}: has values that are not finite")
-    return np.ascontiguousarray(array.transpose(0, 2, 3, 1))
+    return np.ascontiguousarray(noise)
+
+
+def _height_width(_context: click.Context, _parameter: click.Parameter, value: Any) -> tuple[int, int] | None:
+    """A click callback: height and width of "HxW", or of a pair of integers, in pixels."""
+    if value is None:
+        return None
+    parts = [*map(str, value)] if isinstance(value, list | tuple) else str(value).lower().split("x")
+    if len(parts) != 2 or not all(is_number(p) and 0 < int(p) <= MOST_SIDE for p in parts):
+        raise InputError(f"--size {value!r}: expected HEIGHTxWIDTH in pixels up to {MOST_SIDE}, e.g. 512x768")
+    return int(parts[0]), int(parts[1])
 
 
 def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[str]) -> None:
@@ -241,8 +280,12 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @click.option("--negative", default="", help="Negative prompt (default: empty).")
 @click.option("--instruction", metavar="FILE", help="SANA: text file with the instruction that precedes every prompt.")
 @click.option("--tile", metavar="PIXELS", type=click.IntRange(1), help="Decode in tiles of this side, which takes less memory.")
+@click.option("--chunk", default=16, show_default=True, type=click.IntRange(1), help="Pictures that a device makes at once.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**31 - 1))
-@click.option("--size", metavar="HxW", help="Pixels, e.g. 1024x1024 (default: eval.size of the run, or the model's).")
+@click.option(
+    "--size", metavar="HxW", type=click.UNPROCESSED, callback=_height_width,
+    help="Pixels, e.g. 1024x1024 (default: eval.size of the run, or the model's).",
+)  # fmt: skip
 @click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
 @click.option(
     "--precision", default="bf16", show_default=True, type=click.Choice(get_args(Precision)),
@@ -253,16 +296,8 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @checkpoint_option
 @force_option
 @json_option
-def command(target: str, size: str | None, as_json: bool, **options: Any) -> None:
+def command(target: str, as_json: bool, **options: Any) -> None:
     """Make pictures of prompts with a run's averaged policy, or with a diffusers model directory."""
-    height_width = None
-    if size is not None:
-        parts = size.lower().split("x")
-        if len(parts) != 2 or not all(is_number(p) and 0 < int(p) <= MOST_SIDE for p in parts):
-            raise InputError(f"--size {size!r}: expected HEIGHTxWIDTH in pixels up to {MOST_SIDE}, e.g. 512x768")
-        height_width = (int(parts[0]), int(parts[1]))
-    own = {"steps": 10, "guidance": 1.0, "true_cfg": 1.0} | (of_run(read_run(target)) if is_run(target) else {})
-    options |= {name: value for name, value in own.items() if options[name] is None}
     with bar(None, "sample") as done:
-        summary = sample(target, Request(size=height_width, **options), done.update)
+        summary = sample(target, requested(target, **options), done.update)
     finish(summary, as_json, f"{summary['images']} images in {summary['out']}, {summary['precision']}")
