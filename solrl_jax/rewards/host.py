@@ -32,7 +32,7 @@ from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.values import shown
 from solrl_jax.parallel import hosts
 from solrl_jax.rewards.protocol import Host, HostReward, finite
-from solrl_jax.storage.errors import RunError, in_words
+from solrl_jax.storage.errors import RunError, in_words, one_line
 
 GRACE = 10.0  # seconds, within which the system has ended a process whose time is up
 ENDED = 99  # exit code of a worker whose function ended it with 0
@@ -162,7 +162,7 @@ class Scoring:
             self._gather(chunk)
         for name, text in self._failures.items():
             count = f"{self.failed[name]} of {len(self._prompts)} pictures"
-            tqdm.write(f"skipped {count}, which have no score: {text}", file=sys.stderr)
+            tqdm.write(f"skipped {count}, which have no score: {one_line(text)}", file=sys.stderr)
         return self._scores
 
     def _gather(self, chunk: list[tuple[HostReward, slice, Wait]]) -> None:
