@@ -4,13 +4,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# In rounds, because a process that compiles all runs out of memory maps inside XLA. One process takes a whole file, so
-# the longest file comes first.
+# What `make test-all` runs comes in rounds, because a process that compiles all of it runs out of memory maps inside XLA.
 NETWORKS := tests/models
 WHOLE := tests/run/test_resume.py tests/training tests/commands/test_sample.py tests/parallel \
   $(addprefix tests/,policy flow numerics rollout shapes docs)
 OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
-# three processes, also on two cores: one often waits
+# Three processes, also on two cores: one often waits. One process takes a whole file; tests/conftest.py has the longest first.
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
@@ -26,9 +25,7 @@ test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(QUICKLY) $(NETWORKS)
-	$(BIN)/python -m pytest $(QUICKLY) $(WHOLE)
-	$(BIN)/python -m pytest $(QUICKLY) $(OTHERS)
+	$(BIN)/python -m pytest $(QUICKLY) tests
 
 # The site, in site/index.html: it can be read from disk. Its search works where it is served: python3 -m http.server -d site
 # Pages are in docs/, their order in mkdocs.yml.

@@ -74,6 +74,10 @@ QUICK_ROOMS = {"config", "docs", "flow", "numerics", "policy", "rollout", "stora
 SLOW_FILES = {"test_package.py", "test_site.py", "test_tutorial.py", "test_gated_conv.py", "test_linear_attention.py"}
 SLOW_FILES |= {"test_pending.py", "test_remat.py", "test_update.py", "test_whole.py", "test_generate.py"}
 
+# Files that take longest, to be started first: one that starts late keeps one process busy while the others have ended.
+LONGEST = ("test_resume", "test_table", "test_mesh", "test_examples", "test_sample", "test_host_rewards", "test_remat", "test_train")
+LONGEST += ("test_cli", "test_runs", "test_terms", "test_pending", "test_plan", "test_lowering")
+
 
 def _quick(config: pytest.Config) -> bool:
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr
@@ -99,5 +103,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         indices = getattr(getattr(item, "callspec", None), "indices", {})
         if item.path.parent.name == "models" and max(indices.get(name, 0) for name in ("case", "name")) >= QUICK:
             item.add_marker(pytest.mark.exhaustive)
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     if _quick(config):
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]

@@ -309,7 +309,7 @@ def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_pa
         (f"lora.init={start} lora.targets=[transformer_blocks/attn1/to_q/kernel]", "transformer_blocks/attn2/to_v/kernel"),
     ):
         code, out, error = call(*command, *change.split())
-        assert (code, out, len(error.splitlines())) == (2, "", 1)
+        assert (code, json.loads(out)["exit_code"], len(error.splitlines())) == (2, 2, 1)
         assert said in error
         assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
 

@@ -377,7 +377,7 @@ def test_an_output_path_that_is_a_file_is_left_alone(models, prompt_file, tmp_pa
     assert (tmp_path / "out").read_text() == "mine"
 
 
-@pytest.mark.parametrize("case", ["prompts", "weights"])
+@pytest.mark.parametrize("case", ["prompts", pytest.param("weights", marks=pytest.mark.exhaustive)])
 def test_the_program_itself_ends_with_code_2_and_no_traceback(case, models, prompt_file, tmp_path):
     shutil.copytree(models[0] / "dpm", tmp_path / "model")
     if case == "prompts":

@@ -72,7 +72,11 @@ def by_hand(backbone, config, state, batch, grid):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("flow_grpo", (2, 2)), ("dance_grpo", (1, 1)), pytest.param("flow_grpo", (1, 1), marks=pytest.mark.exhaustive)],
+    [
+        ("flow_grpo", (2, 2)),
+        pytest.param("dance_grpo", (1, 1), marks=pytest.mark.exhaustive),
+        pytest.param("flow_grpo", (1, 1), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_recorded_steps_are_trained_at(name, mesh):
     backbone, config, grid = toy_backbone(*mesh), config_of(name), toy_grid(STEPS, solver="flow_sde")

@@ -94,6 +94,7 @@ def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uni
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_path):
     """Some parameters in full, adapters on others; the directory is what is sampled and what diffusers loads."""
     from diffusers import SanaTransformer2DModel
@@ -126,6 +127,7 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
         assert f"{' '.join(option)}: {tmp_path / 'once'} trains 3 parameter(s) in full" in str(said.exception)
 
 
+@pytest.mark.exhaustive
 def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_saved(tmp_path, monkeypatch):
     on_the_disk, seal = {}, files.seal
 
@@ -149,6 +151,7 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
     assert on_the_disk == {(1, 1): True, (1, 2): True, (2, 1): False, (2, 2): False}
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
     with subprocess.Popen(
         command(tmp_path, "run.checkpoint_every=5"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True

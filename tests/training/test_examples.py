@@ -93,6 +93,7 @@ def test_formats_cost_what_they_should(capsys):
     assert all(0 < float(row[2]) < 0.2 and 0 < float(row[3]) < 0.25 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_sampling_in_two_precisions(tmp_path, capsys):
     load("sample_a_directory").main("embedded:tiny-sana", str(tmp_path / "out"))
     assert "nvfp4" in capsys.readouterr().out
