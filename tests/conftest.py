@@ -75,17 +75,8 @@ SLOW_FILES = {"test_package.py", "test_site.py", "test_tutorial.py", "test_gated
 SLOW_FILES |= {"test_pending.py", "test_remat.py", "test_update.py", "test_whole.py", "test_generate.py"}
 
 # Files that take longest, to be started first: one that starts late keeps one process busy while the others have ended.
-LONGEST = (
-    "test_resume",
-    "test_table",
-    "test_mesh",
-    "test_examples",
-    "test_sample",
-    "test_host_rewards",
-    "test_remat",
-    "test_train",
-)
-LONGEST += ("test_cli", "test_runs", "test_terms", "test_pending", "test_plan", "test_lowering")
+LONGEST = ("test_resume", "test_table", "test_mesh", "test_examples", "test_sample", "test_host_rewards", "test_remat")
+LONGEST += ("test_train", "test_cli", "test_runs", "test_terms", "test_pending", "test_plan", "test_lowering")
 
 
 def _quick(config: pytest.Config) -> bool:
