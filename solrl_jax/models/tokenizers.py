@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from solrl_jax.storage.readers import MOST_TEXT
 
 MOST_GROWTH = 1000  # times longer that a normalizer may make a text
 MOST_LENGTH = 2**12  # tokens of a text: attention takes memory by their square
-UNBOUNDED = ('"Regex"', '"Precompiled"')  # parts of a tokenizer.json that can hang or panic, which depends on the text
+UNBOUNDED = ('"Regex"', '"Precompiled"')  # what can hang or panic, which depends on the text
 _TRIED: set[tuple[Path, str]] = set()  # by a tokenizer's folder, the texts that it gets through
 
 
@@ -43,7 +43,7 @@ def load_tokenizer(folder: Path) -> Any:
     if named == "NoVocabulary":
         return NoVocabulary(config["model_max_length"])
     if (file := folder / "tokenizer.json").exists():
-        _try(folder, json.dumps(read_json(file)), [""])
+        _try(folder, _unbounded(read_json(file)), [""])
     import transformers  # late: takes seconds
 
     # AutoTokenizer refuses a folder that says neither the model nor a class of its own. The generic class needs no model.
@@ -63,10 +63,17 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def _unbounded(fields: Mapping[str, Any]) -> str:
+    """A tokenizer.json of nothing but the parts of another that work on text; empty if none of these can hang or panic."""
+    empty = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}}
+    definition = json.dumps({name: fields.get(name) or None for name in ("normalizer", "pre_tokenizer")} | empty)
+    return definition if any(part in definition for part in UNBOUNDED) else ""
+
+
 def _try(folder: Path, definition: str, texts: Sequence[str]) -> None:
-    """Raises InputError if the tokenizer in `folder` hangs or fails on the texts. definition: it, as tokenizer.json."""
+    """Raises InputError if the tokenizer in `folder` hangs or fails on the texts. definition: of `_unbounded`."""
     new = {(folder, text) for text in texts} - _TRIED
-    if new and any(part in definition for part in UNBOUNDED):
+    if new and definition:
         try:
             try_tokenizer(definition, [text for _, text in new])
         except ValueError as error:
@@ -76,9 +83,9 @@ def _try(folder: Path, definition: str, texts: Sequence[str]) -> None:
 
 @functools.cache
 def _definition(folder: Path) -> str:
-    """The tokenizer in `folder` as tokenizer.json has it; empty for one that only a plan has."""
+    """Of the tokenizer in `folder`, what `_unbounded` returns."""
     backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
-    return "" if backend is None else backend.to_str()
+    return _unbounded({name: _fields(backend, name) for name in ("normalizer", "pre_tokenizer")})
 
 
 def _fields(backend: Any, part: str) -> Any:

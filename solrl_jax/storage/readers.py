@@ -15,7 +15,7 @@ import yaml
 
 MOST_TEXT = 2**26  # bytes of a text file: a vocabulary has 2**25
 MOST_YAML = 2**16  # bytes of a configuration: a run's has 2**12
-MOST_JSON = 2**24  # characters of a JSON value, which may take fifty times as many bytes; the largest index of shards has 2**20
+MOST_NESTED = 2**21  # lists and mappings of a JSON value, which take many times their text: a vocabulary's merges are 2**19
 DEPTH = 32  # levels of lists and mappings in each other
 
 
@@ -63,8 +63,9 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _finite) -
 
     number: makes a number of its text; `float` accepts infinity and NaN, which Python writes though JSON has none.
     """
-    if len(text) > MOST_JSON:
-        raise ValueError(f"more than {MOST_JSON} characters")
+    nested = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+    if nested > MOST_NESTED:
+        raise ValueError(f"more than {MOST_NESTED} lists and objects")
     try:
         value = json.loads(text, parse_constant=number, parse_float=number, object_pairs_hook=_distinct)
     except RecursionError:
