@@ -95,6 +95,7 @@ def test_directions_do_not_depend_on_how_rows_are_grouped(experiment, bases):
     assert all(shared(found[path], bases[path]) > 0.999 for path in bases)
 
 
+@pytest.mark.exhaustive
 def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, bases):
     """Velocities at noised samples of other prompts than those measured: the error of four bits falls by a fifth or more."""
     backbone, adapters, calibration = experiment.backbone, fresh_state(experiment).old, experiment.recipe.calibration

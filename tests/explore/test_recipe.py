@@ -108,6 +108,7 @@ def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
         assert isinstance(params[path], LowRank)
 
 
+@pytest.mark.exhaustive
 def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
     """The more of them, the nearer are latents to the exact policy's; what both policies have is held once."""
     steps = ("rollout.steps=4", "rollout.explore.steps=4", "rollout.chunk=16", "rollout.explore.precision=nvfp4")

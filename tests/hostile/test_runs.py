@@ -68,6 +68,7 @@ def test_prompts_that_changed_are_refused_unless_said(tmp_path):
     assert saved(tmp_path / "run") == [2, 1]
 
 
+@pytest.mark.exhaustive
 def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     shutil.copytree(EMBEDDED_FOLDER / "tiny-sana", tmp_path / "model")
     settings = [f"model.path={tmp_path / 'model'}", "eval.prompts=1", "run.keep_checkpoints=1"]

@@ -233,6 +233,7 @@ def test_what_flux_does_not_have_is_refused(folders, tmp_path):
     assert not list((tmp_path / "images").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
     folder, reference = folders["dev"]
     prompts = [p.strip() for p in PROMPTS[1:]]

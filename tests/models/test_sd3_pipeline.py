@@ -238,6 +238,7 @@ def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
     assert np.abs(nothing - want).max(axis=(1, 2, 3)).min() > 30 * IMAGE_TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path):
     folder, reference = folders["large"]
     prompts = [p.strip() for p in PROMPTS[1:]]

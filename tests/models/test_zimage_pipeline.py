@@ -176,6 +176,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
     reference.scheduler = released
 
 
+@pytest.mark.exhaustive
 def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
     folder, reference = folders["base"]
     latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)

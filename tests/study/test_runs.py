@@ -81,6 +81,7 @@ def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
     assert "run.json: cannot be read" in found.get("error", "run.json: cannot be read")
 
 
+@pytest.mark.exhaustive
 def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
     first = ledger.path_of(folder / "out" / "good-3" / "ledger", 1)
     before = first.stat().st_mtime_ns
@@ -99,6 +100,7 @@ def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
     assert f"after iteration {last}" in log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_one_study_at_a_time(folder):
     import fcntl
 
