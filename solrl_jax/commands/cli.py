@@ -38,7 +38,7 @@ COMMANDS = {
     "doctor": "What this machine can do, and what a preset lacks here.",
 }
 MOST_SHOWN = 10_000  # characters of a message, which may list whatever a file holds
-MOST_DEVICES = 9999  # that a host has; a CPU can be told to stand for so many that memory ends
+MOST_DEVICES = 9999  # of a host; JAX makes as many CPU devices as it is told, until memory ends
 # settings of JAX that a shell may have for other programs: with them ours cannot be traced
 OTHER_PROGRAMS = ("JAX_ENABLE_X64", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION")
 NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory allocating", "failed to map segment")  # of a device; of the host

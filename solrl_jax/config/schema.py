@@ -117,8 +117,7 @@ class Rollout(Section):
     window: Steps | None  # steps in a row that add noise, the others add none; null: all but the last
     window_every: Count  # iterations after which the window moves on by a step; past the end it starts again
     schedule: Literal["linear", "sd3", "flux"]
-    # of the sigmas; 'flux' takes the pipeline's own, from the resolution, and does not read this
-    shift: Annotated[Number, Field(ge=1e-3, le=1e3)]
+    shift: Annotated[Number, Field(ge=1e-3, le=1e3)]  # of the sigmas; not read by 'flux', whose shift is of the resolution
     guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
     true_guidance: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
     chunk: Count  # rows that a device runs at once, at most
@@ -238,8 +237,7 @@ class Train(Section):
 
     iterations: Count
     prompts: Count  # G
-    # adapters: those of `lora`; a regex: the parameters that it matches, in full, beside the adapters on others; all: every
-    # parameter of the transformer in full, and no adapters
+    # adapters: those of `lora`; a regex: what it matches is trained in full, beside adapters on others; all: all in full
     parameters: Annotated[Regex, Field(min_length=1)]
 
 

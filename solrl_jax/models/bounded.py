@@ -1,8 +1,8 @@
-"""What a model's folder brings and can hang on a text runs in a process of its own first, within bounds.
+"""Runs the chat template and tries the tokenizer of a model's folder, in a process with bounds of time and memory.
 
 A chat template is a program. transformers renders it in Jinja's sandbox, which keeps it from files and from Python, not from
-long loops and long strings. A tokenizer has regular expressions, which can backtrack without end, and tables, of which a wrong
-one ends the library in a panic that fills standard error.
+long loops and long strings. A tokenizer's regular expressions can backtrack without end. A wrong table in it makes the library
+panic, which fills standard error.
 """
 
 import contextlib

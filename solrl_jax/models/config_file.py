@@ -9,9 +9,10 @@ from typing import Any, ClassVar, TypeVar, get_args
 from solrl_jax.models.tensor_files import read_json
 
 C = TypeVar("C", bound="ReleasedConfig")
-# What no released network comes near: of any number, of layers and what counts or lists them, of an autoencoder's stages and of
-# the layers in one half of it, which are built one by one; and floats that must be above 0.
-MOST, MOST_LAYERS, MOST_STAGES, MOST_BUILT, SMALLEST = 2**24, 256, 10, 64, 1e-30
+# No released network comes near these bounds.
+MOST, SMALLEST = 2**24, 1e-30  # of any number; of floats that must be above 0
+MOST_LAYERS = 256  # layers, and entries of a list
+MOST_STAGES, MOST_BUILT = 10, 64  # stages of an autoencoder, and layers in one half of it
 POSITIVE = ("eps", "ratio", "scaling_factor", "theta")
 
 

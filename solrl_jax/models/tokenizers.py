@@ -18,7 +18,7 @@ from solrl_jax.storage.readers import MOST_TEXT
 
 MOST_GROWTH = 1000  # times longer that a normalizer may make a text
 MOST_LENGTH = 2**12  # tokens of a text: attention takes memory by their square
-UNBOUNDED = ('"Regex"', '"Precompiled"')  # what can hang or panic, which depends on the text
+UNBOUNDED = ('"Regex"', '"Precompiled"')  # parts that hang or panic on some texts
 _TRIED: set[tuple[Path, str]] = set()  # by a tokenizer's folder, the texts that it gets through
 
 
@@ -64,7 +64,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _unbounded(fields: Mapping[str, Any]) -> str:
-    """A tokenizer.json of nothing but the parts of another that work on text; empty if none of these can hang or panic."""
+    """A tokenizer.json with the normalizer and the pre-tokenizer of `fields` alone; empty if neither can hang or panic."""
     empty = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}}
     definition = json.dumps({name: fields.get(name) or None for name in ("normalizer", "pre_tokenizer")} | empty)
     return definition if any(part in definition for part in UNBOUNDED) else ""

@@ -213,7 +213,7 @@ def _pictures(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def _cells(path: Path) -> dict[str, Any]:
-    """The images of one picture, and the size of each. The picture is let go of when this returns: it may have a gigabyte."""
+    """The images of one picture, and the size of each. The picture, of up to a gigabyte, is freed at the end."""
     grid = read_grid(path)
     size = [f"{image.height} x {image.width}" for image, _ in grid[:1]]  # before `_source` shrinks the image
     return {"size": "".join(size), "cells": [{**facts, "src": _source(image)} for image, facts in grid]}

@@ -49,7 +49,7 @@ def _finite(text: str) -> float:
 
 
 def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The mapping of these pairs. Raises ValueError for a key that comes twice: which of its values is meant nobody knows."""
+    """The mapping of these pairs. Raises ValueError for a key that comes twice, because either value may be meant."""
     made: dict[Any, Any] = {}
     for key, value in pairs:
         if key in made:

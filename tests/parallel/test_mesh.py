@@ -52,11 +52,27 @@ def explore(experiment, rows):
     ).reward
 
 
-def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(built):
-    everyone = explore(built("one"), np.arange(24))
+@pytest.fixture(scope="module")
+def everyone(built):
+    return explore(built("one"), np.arange(24))
+
+
+FURTHER = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("one", [17]),
+        (ALL_AXES, [3, 17, 5]),
+        (ALL_AXES, range(24)),
+        *(FURTHER("one", rows) for rows in ([3, 17, 5], range(24))),
+        FURTHER(ALL_AXES, [17]),
+    ],
+)
+def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(name, rows, built, everyone):
     assert np.ptp(everyone) > 100 * REWARD_TOLERANCE  # candidates differ
-    for name, rows in (("one", np.array([17])), (ALL_AXES, np.array([3, 17, 5])), (ALL_AXES, np.arange(24))):
-        np.testing.assert_allclose(explore(built(name), rows), everyone[rows], atol=REWARD_TOLERANCE, err_msg=name)
+    np.testing.assert_allclose(explore(built(name), np.array(rows)), everyone[np.array(rows)], atol=REWARD_TOLERANCE)
 
 
 def exploring(experiment):
