@@ -15,6 +15,8 @@ QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
 # what a newcomer's terminal shows is ours alone
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Some images set this variable. Then each of the many processes of the tests compiles all that it imports, for three seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo docs notebook wheel test test-all test-targets test-targets-tpu clean
 

@@ -60,6 +60,8 @@ def command(target: str, overrides: tuple[str, ...], paired: bool, checkpoint: s
     config, run = configuration(target, overrides, preset, trust=others["trust_run"])
     config = _scored(config, others["rewards"])
     chosen = find_checkpoint(target, checkpoint)
+    if other is not None:
+        find_checkpoint(other, "latest")
     # of the other one only the policy is used, by the settings and the rewards of the first
     compared = None if other is None else configuration(other, (), preset, trust=True)
     if compared is not None and (path := compared[0].model.path) != config.model.path:

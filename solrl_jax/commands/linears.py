@@ -10,7 +10,7 @@ from solrl_jax.commands.options import bar, finish, finite, json_option, overrid
 from solrl_jax.explore import linears
 from solrl_jax.numerics.formats import resolve
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.run.directory import configuration, load_policy
+from solrl_jax.run.directory import configuration, find_checkpoint, load_policy
 from solrl_jax.storage.errors import InputError, in_one_line
 from solrl_jax.training.experiment import build, device_facts
 from solrl_jax.training.sensitivity import measure, proposed, table
@@ -42,6 +42,8 @@ def command(
     if drop is not None and sensitivity is None:
         raise InputError(f"--drop {drop}: is of what --sensitivity proposes; leave it out")
     config, run = configuration(target, overrides, None, trust=others["trust_run"] or sensitivity is None)  # ranks need rewards
+    if sensitivity is not None or others["errors"]:
+        find_checkpoint(target, "latest")
     if sensitivity is not None:
         experiment = build(config)
         if sensitivity > len(experiment.test_prompts):

@@ -9,7 +9,7 @@ import click
 
 from solrl_jax.commands.options import bar, finish, force_option, json_option, overrides_argument, trust_option
 from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.run.directory import configuration, load_policy
+from solrl_jax.run.directory import configuration, find_checkpoint, load_policy
 from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
 from solrl_jax.storage.readers import parse_json, read_bytes, strict
@@ -42,6 +42,7 @@ def command(
     if out is not None or not _written(folder / "rank.json"):
         refuse_existing("--out", [folder / "rank.json"], force)
     writable_directory(folder, "--out")
+    find_checkpoint(target, "latest")
     experiment = build(config)
     if prompts > len(experiment.test_prompts):
         raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")

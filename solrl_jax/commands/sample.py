@@ -11,7 +11,7 @@ import click
 import jax
 import numpy as np
 
-from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, load_backbone
+from solrl_jax.backbone.backbone import DTYPES, Pipeline, entries, load_backbone
 from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, force_option, is_number, json_option
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts, plain
@@ -116,6 +116,7 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     form = resolve_format(request.precision, device)
     computed = "fp32" if form.name == "fp32" else "bf16"
     quantized = _quantized(config, pipeline, form, computed)
+    adapters, scale = _lora(request.lora, pipeline)
     backbone = load_backbone(pipeline, computed, make_mesh(-1, 1), **mine)
     seeds, shape = _seeds(prompts, request.seed), pipeline.latent_shape(*size)
     if noise is None:
@@ -123,7 +124,9 @@ def sample(target: str, request: Request, progress: Callable[[int], None] = lamb
     max_tokens = request.max_tokens or (config.model.max_tokens if config else pipeline.default_max_tokens)
     prompted = prepare(backbone, None, prompts, max_tokens, request.negative)
     backbone.text_encoders.release()  # there is nothing more to encode
-    adapters, scale = _adapters(Path(target), chosen, request, config, backbone)
+    if config:
+        adapters, _ = load_ema(Path(target), config, backbone, chosen)
+        scale = config.lora.alpha / config.lora.rank
     policy = attach(backbone.transformer, adapters, scale)
     if form.quantize is not None:
         policy = merged(backbone, adapters, scale, quantized, Quantizer(form.quantize))
@@ -189,17 +192,12 @@ def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precisio
         return quantized_paths(pipeline.transformer.shapes(DTYPES[precision]), rules, form)
 
 
-def _adapters(
-    run: Path, chosen: Path | None, request: Request, config: Config | None, backbone: Backbone
-) -> tuple[Adapters, float]:
-    """The adapters of the run or of the LoRA file, if there are any, and their scale alpha / rank."""
-    if config:
-        adapters, _ = load_ema(run, config, backbone, chosen)
-        return adapters, config.lora.alpha / config.lora.rank
-    if request.lora is None:
+def _lora(path: Path | None, pipeline: Pipeline) -> tuple[Adapters, float]:
+    """The adapters of a LoRA file and their scale alpha / rank; none without a file."""
+    if path is None:
         return {}, 1.0
     with in_one_line(lambda said: f"--lora: {said}"):
-        adapters, settings = import_lora(request.lora, backbone.parameter_table())
+        adapters, settings = import_lora(path, entries(pipeline.transformer.state))
     return adapters, settings.scale
 
 

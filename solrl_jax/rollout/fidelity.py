@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
-from scipy import stats
 
 from solrl_jax.rollout.select import rank
 
@@ -22,6 +21,8 @@ class RankCorrelations:
 
 def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
     """Spearman's rho and Kendall's tau-b of proxy and true rewards within each prompt; non-finite pairs are left out."""
+    from scipy import stats  # half a second, which most commands need not wait for
+
     pairs = []
     for x, y in zip(proxy, true, strict=True):
         finite = np.isfinite(x) & np.isfinite(y)

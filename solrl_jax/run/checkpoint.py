@@ -19,9 +19,9 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ ARRAYS, META = "arrays", "meta.json"
 # A checkpoint that is being replaced has this suffix until the new one has its name: at every instant there is a whole one.
 REPLACED = ".replaced"
 _NAME = re.compile(rf"(\d{{6,}})({re.escape(REPLACED)})?")
+T = TypeVar("T")
 
 
 class CheckpointError(Exception):
@@ -110,13 +111,22 @@ def restore_latest(root: Path, abstract_state: Any, expect: dict[str, Any]) -> t
     Returns the state, its meta, and a line for each newer checkpoint that is damaged; None if `root` has no checkpoint. Raises
     RunError if there are checkpoints and all are damaged: to start again would overwrite what is left of them.
     """
+    found = newest(root, lambda path: restore(path, abstract_state, expect))
+    return found and (*found[0], found[1])
+
+
+def newest(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] | None:
+    """What `use` returns for the newest checkpoint of `root` for which it raises no CheckpointError; None if there is none.
+
+    Beside it a line for each newer one. Every process calls this. Raises RunError if there are checkpoints and all are damaged.
+    """
     warnings: list[str] = []
     tried: list[str] = []
     while (names := consensus.first("restore/candidates", lambda: [path.name for path in candidates(root)])) != tried:
         warnings, tried = [], names  # again, if a run beside this one has saved, and removed what was listed
         for name in names:
             try:
-                return *restore(root / name, abstract_state, expect), warnings
+                return use(root / name), warnings
             except CheckpointError as error:
                 warnings.append(f"skipped checkpoint {error}")
     if warnings:

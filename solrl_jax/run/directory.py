@@ -4,9 +4,11 @@ Most commands also take a preset or a model instead: `configuration` and `load_p
 write to a directory.
 """
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +90,15 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
     """The checkpoint that `--checkpoint` names in the run directory `target`; None for the newest good one.
 
     which: "latest", "best" (the highest eval/reward) or an iteration. Raises InputError for anything else, for a target that is
-    no run directory, and for a checkpoint that is not there.
+    no run directory, and for a checkpoint that is not there; RunError for one that is damaged. Names and sizes of its files are
+    checked and the contents of small ones, which takes no time. `load_ema` checks all.
     """
-    if which == "latest":
-        return None
     asked, root = f"--checkpoint {which}", Path(target) / "checkpoints"
+    sound = partial(checkpoint.verify, contents=False)
+    if which == "latest":
+        if is_run(target) and checkpoint.newest(root, sound) is None:
+            raise InputError(f"{target}: has no checkpoint yet")
+        return None
     if which != "best" and not (which.isdecimal() and len(which) < 10):
         raise InputError(f"{asked}: must be best, latest or an iteration")
     if not is_run(target):
@@ -104,6 +110,8 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
     there = {checkpoint.iteration_of(path): path for path in reversed(checkpoint.candidates(root))}
     if int(which) not in there:
         raise InputError(f"{asked}: {root} has {', '.join(map(str, there)) or 'none'}")
+    with _damage_told():
+        sound(there[int(which)])
     return there[int(which)]
 
 
@@ -114,14 +122,21 @@ def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None
     """
     targets = find_targets(backbone.pipeline.transformer, config)
     abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
-    try:
+    with _damage_told():
         root = folder / "checkpoints"
         restored = checkpoint.restore(path, abstract) if path else checkpoint.restore_latest(root, abstract, {})
-    except checkpoint.CheckpointError as error:
-        raise RunError(f"checkpoint {error}") from error
     if restored is None:
         raise InputError(f"{folder}: has no checkpoint yet")
     return restored[0].ema, restored[1]["iteration"]
+
+
+@contextlib.contextmanager
+def _damage_told() -> Iterator[None]:
+    """Raises RunError in place of CheckpointError."""
+    try:
+        yield
+    except checkpoint.CheckpointError as error:
+        raise RunError(f"checkpoint {error}") from error
 
 
 def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:

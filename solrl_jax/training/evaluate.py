@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, UInt32
-from scipy import stats
 
 from solrl_jax.conditioning.prompts import Prompt, draw_prompts
 from solrl_jax.config.sizes import evaluated_size
@@ -62,6 +61,8 @@ def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[
     Pictures are compared one by one. Prompts differ in what can be gained, so the interval is Student's over prompts. A picture
     counts if both scores are finite; NaN for an interval of fewer than two prompts.
     """
+    from scipy import stats  # half a second, which most commands need not wait for
+
     differences = {}
     for name, scores in first.scores.items():
         difference = scores - second.scores[name]
