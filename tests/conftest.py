@@ -4,9 +4,14 @@ import gc
 import os
 from pathlib import Path
 
-# most of the time goes into compiling: less optimisation of the machine code is a fifth of it
+# much of the time goes into compiling: machine code is not optimised, and not made by several threads, which only wait here
 os.environ["XLA_FLAGS"] = " ".join(
-    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1")
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads wait by turning, which takes time from the other processes

@@ -1,7 +1,6 @@
 """AutoencoderDC against diffusers' own, in float32, with random weights; and the shape of the released SANA autoencoder."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from tests import carried
 from tests.parity import from_torch, parameter_count
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 RELEASED = carried.config(carried.SANA, "vae")
 
@@ -101,7 +99,7 @@ def test_encode_and_decode_agree_with_diffusers(name):
     reference = torch_model(config)
     graphdef, params = from_reference(reference, config)
     x, z = inputs(config, size)
-    both = jit(lambda p, x, z: (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z)))
+    both = jax.jit(lambda p, x, z: (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z)))
     encoded, decoded = both(params, x, z)
     with torch.no_grad():
         latents, images = nhwc(reference._encode(nchw(x))), nhwc(reference._decode(nchw(z)))
@@ -117,7 +115,7 @@ def test_gradient_with_respect_to_the_input_agrees_with_diffusers():
     graphdef, params = from_reference(reference, config)
     x, z = inputs(config, size, seed=1)
 
-    @jit
+    @jax.jit
     def gradients(p, x, z):
         model = nnx.merge(graphdef, p)
         return jax.grad(lambda z: (model.decode(z) * x).sum())(z), jax.grad(lambda x: (model.encode(x) * z).sum())(x)
@@ -132,7 +130,7 @@ def test_gradient_with_respect_to_the_input_agrees_with_diffusers():
 def test_bfloat16_stays_bfloat16_and_close():
     config, size = SMALL["few tokens"]
     graphdef, params = from_reference(torch_model(config), config)
-    decode = jit(lambda p, z: nnx.merge(graphdef, p).decode(z))
+    decode = jax.jit(lambda p, z: nnx.merge(graphdef, p).decode(z))
     z = inputs(config, size)[1]
     half = decode(jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params), z.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
@@ -146,14 +144,14 @@ def test_attention_is_linear_only_beyond_as_many_tokens_as_features(tokens, line
     assert ("HIGHEST" in str(jax.make_jaxpr(relu_attention)(q, k, v))) == linear  # only the linear way asks for a precision
     scores = np.einsum("bngd,bmgd->bgnm", np.maximum(q, 0), np.maximum(k, 0))
     wanted = np.einsum("bgnm,bmgd->bngd", scores / (scores.sum(-1, keepdims=True) + 1e-15), v)
-    np.testing.assert_allclose(jit(relu_attention)(q, k, v), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(relu_attention)(q, k, v), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_linear_attention_sums_in_float32():
     # 4096 ones: a sum held in bfloat16 would stop at 256.
     q = k = jnp.ones((1, 4096, 1, 8), jnp.bfloat16)
     v = jnp.broadcast_to(jnp.arange(8, dtype=jnp.bfloat16), q.shape)
-    out = jit(relu_attention)(q, k, v)
+    out = jax.jit(relu_attention)(q, k, v)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(v, np.float32))
 

@@ -20,7 +20,6 @@ from tests import carried
 from tests.parity import from_torch, parameter_count
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 TOLERANCE = 1e-5  # largest difference over largest value
 
 RELEASED = carried.config(carried.FLUX, "vae")  # SD3's differs in the two factors
@@ -121,7 +120,7 @@ def test_encode_and_decode_and_their_gradients_equal_diffusers(name):
     reference = torch_model(config)
     graphdef, params = from_reference(reference, config)
 
-    @jit
+    @jax.jit
     def everything(p, image, latent):
         model = nnx.merge(graphdef, p)
         posterior, back_encode = jax.vjp(model.encode, image)
@@ -148,7 +147,7 @@ def test_the_logarithm_of_the_variance_is_clamped_as_in_diffusers():
         reference.encoder.conv_out.bias[2:] = torch.tensor([25.0, -40.0])
     graphdef, params = from_reference(reference, config)
     image = normal(0, 1, 4, 4, 3)
-    got = jit(lambda p, x: nnx.merge(graphdef, p).encode(x))(params, image)
+    got = jax.jit(lambda p, x: nnx.merge(graphdef, p).encode(x))(params, image)
     want = nhwc(reference.encode(nchw(image)).latent_dist.logvar)
     assert {want.min(), want.max()} == {-30.0, 20.0}
     np.testing.assert_array_equal(got.logvar, want)
@@ -164,7 +163,7 @@ def test_bfloat16_is_as_close_to_float32_as_pytorchs():
         exact = nhwc(reference._encode(nchw(image))), nhwc(reference._decode(nchw(latent)).sample)
         reference.bfloat16()
         theirs = nhwc(reference._encode(nchw(image).bfloat16())), nhwc(reference._decode(nchw(latent).bfloat16()).sample)
-    both = jit(lambda p, x, z: (jnp.concatenate(nnx.merge(graphdef, p).encode(x), -1), nnx.merge(graphdef, p).decode(z)))
+    both = jax.jit(lambda p, x, z: (jnp.concatenate(nnx.merge(graphdef, p).encode(x), -1), nnx.merge(graphdef, p).decode(z)))
     ours = both(*jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (params, image, latent)))
     for got, reference_half, want in zip(ours, theirs, exact, strict=True):
         assert got.dtype == jnp.bfloat16
@@ -274,8 +273,8 @@ def nearest(latent):
 )
 def test_tiles_of_a_pointwise_decoder_make_exactly_the_whole(size, tile, overlap):
     latent = normal(0, 2, *size, 3)
-    tiled = jit(partial(decode_tiled, nearest, tile=tile, overlap=overlap, compression=4))(latent)
-    np.testing.assert_array_equal(tiled, jit(nearest)(latent))
+    tiled = jax.jit(partial(decode_tiled, nearest, tile=tile, overlap=overlap, compression=4))(latent)
+    np.testing.assert_array_equal(tiled, jax.jit(nearest)(latent))
 
 
 def test_neighbours_fade_into_each_other_linearly_and_bilinearly_at_corners():
@@ -283,7 +282,7 @@ def test_neighbours_fade_into_each_other_linearly_and_bilinearly_at_corners():
     paint = lambda latent: jnp.broadcast_to(latent[:, :1, :1], latent.shape).repeat(2, axis=1).repeat(2, axis=2)
     latent = np.zeros((1, 6, 6, 1), np.float32)
     latent[0, 0, 2, 0], latent[0, 2, 0, 0], latent[0, 2, 2, 0] = 1, 2, 3
-    tiled = jit(partial(decode_tiled, paint, tile=4, overlap=2, compression=2))(latent)[0, :, :, 0]
+    tiled = jax.jit(partial(decode_tiled, paint, tile=4, overlap=2, compression=2))(latent)[0, :, :, 0]
     fade = np.clip((np.arange(12) - 3.5) / 4, 0, 1)  # pixels 4 to 7 belong to both
     np.testing.assert_allclose(tiled, fade[None, :] + 2 * fade[:, None], atol=1e-6)
 
@@ -293,8 +292,8 @@ def test_pixels_far_from_the_borders_of_tiles_are_those_of_the_whole():
     decode = lambda z: jax.lax.conv_general_dilated(
         nearest(z), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
     latent = normal(1, 1, 20, 14, 2)
-    tiled = jit(partial(decode_tiled, decode, tile=8, overlap=2, compression=4))(latent)
-    whole = np.asarray(jit(decode)(latent))
+    tiled = jax.jit(partial(decode_tiled, decode, tile=8, overlap=2, compression=4))(latent)
+    whole = np.asarray(jax.jit(decode)(latent))
     assert tiled.shape == whole.shape
     # tiles begin at latent rows 0, 6, 12 and columns 0, 6, and end 8 further on: what two share is blended, the rest is not
     alone = lambda pixels, tiles: [p for p in range(pixels) if not any(0 <= p - 24 * i < 8 for i in range(1, tiles))]
@@ -307,7 +306,7 @@ def test_tiled_decoding_is_close_for_the_real_decoder_when_tiles_share_enough():
     decode, params = decoder(small((16, 16), norm_num_groups=2))
     latent = normal(0, 1, 32, 32, 16)
 
-    @jit
+    @jax.jit
     def run(p, latent):
         tiled = lambda tile, overlap: decode_tiled(partial(decode, p), latent, tile, overlap, 2)
         return decode(p, latent), tiled(16, 0), tiled(24, 16)
@@ -321,7 +320,7 @@ def test_tiled_decoding_is_close_for_the_real_decoder_when_tiles_share_enough():
 def test_tiled_decoding_needs_the_memory_of_one_tile():
     decode, params = decoder(small((8, 16, 16), mid_block_add_attention=False))
     latent = jax.ShapeDtypeStruct((1, 64, 64, 16), jnp.float32)
-    temporary = lambda f: jit(f).lower(params, latent).compile().memory_analysis().temp_size_in_bytes
+    temporary = lambda f: jax.jit(f).lower(params, latent).compile().memory_analysis().temp_size_in_bytes
     tiled = temporary(lambda p, z: decode_tiled(partial(decode, p), z, 16, 4, 4))
     assert tiled < temporary(decode) / 4
 

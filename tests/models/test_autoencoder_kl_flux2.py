@@ -89,7 +89,7 @@ def test_encode_and_decode_and_their_gradients_equal_diffusers(name):
     small_size, large_size = ([f(n, c.compression) for n in s] for f, s in ((int.__floordiv__, pixels), (int.__mul__, size)))
     weights = normal(3, 2, *small_size, c.channels), normal(4, 2, *large_size, 3)
 
-    @jit
+    @jax.jit
     def everything(p, image, latent):
         model = nnx.merge(graphdef, p)
         posterior, back_encode = jax.vjp(model.encode, image)

@@ -1,7 +1,7 @@
 """`models.flux2` against diffusers' `Flux2Transformer2DModel`."""
 
 import copy
-from functools import partial, reduce
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,6 @@ CASES = {
     "other frequencies, one block of each": (dict(num_layers=1, num_single_layers=1, rope_theta=50), (6, 2, 30)),
 }  # fmt: skip
 TOLERANCE = 1e-5  # largest difference over largest value
-compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles in a fifth of the time
 
 RELEASED = carried.config(carried.FLUX2_4B, "transformer")
 LARGER = carried.config(carried.FLUX2_9B, "transformer")
@@ -95,7 +94,7 @@ def runner(graphdef):
         out, pull = jax.vjp(forward, x["latent"])
         return out, *pull(cotangent)
 
-    return compiled(run)
+    return jax.jit(run)
 
 
 def weighting(overrides: dict, sizes: tuple[int, int, int]) -> np.ndarray:
@@ -135,7 +134,7 @@ def test_gradients_of_the_parameters_equal_diffusers():
     theirs, graphdef, state, params = build(overrides, seed=3)
     x, cotangent = inputs(overrides, sizes), weighting(overrides, sizes)
     run_torch(theirs, x, cotangent)
-    ours = compiled(jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum()))(params, x)
+    ours = jax.jit(jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum()))(params, x)
     ours = to_torch(state, ours)
     errors = {name: relative(ours[name], p.grad.numpy()) for name, p in theirs.named_parameters()}
     worst = max(errors, key=errors.__getitem__)
@@ -156,7 +155,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     exact, half = run_torch(theirs, x)[0], run_torch(theirs.bfloat16(), x, dtype=torch.bfloat16)[0]
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params)
     x["latent"] = jnp.asarray(x["latent"], jnp.bfloat16)
-    ours = compiled(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
+    ours = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
     assert ours.dtype == jnp.bfloat16
     distance = lambda out: float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
     print(f"distance to float32: ours {distance(ours):.5f}, PyTorch's {distance(half):.5f}")
@@ -178,7 +177,7 @@ def test_adapters_are_leaves():
         a, b = draw(*layers, n_in, 2), draw(*layers, 2, n_out)
         one["kernel"] = LowRank(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), 0.5)
         other["kernel"] = base + 0.5 * a @ b
-    run = compiled(lambda params, x: nnx.merge(graphdef, params)(**x))
+    run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))
     want = np.asarray(run(merged, x))
     assert relative(run(apart, x), want) < TOLERANCE
     assert relative(run(params, x), want) > 1000 * TOLERANCE

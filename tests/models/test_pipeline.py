@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, WORDS, save_pipel
 TOLERANCE = 1e-5
 PROMPTS = ["", "Star", " one  happy CAT \t", "two " * 30, "an astronaut on a horse"]
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +117,7 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
     np.testing.assert_array_equal(tokens["ids"], asked[0])
     np.testing.assert_array_equal(tokens["mask"], mask)
 
-    got = jit(pipeline.encode_text)({"text_encoder": pipeline.text_encoders["text_encoder"].load(jnp.float32)}, tokens)
+    got = jax.jit(pipeline.encode_text)({"text_encoder": pipeline.text_encoders["text_encoder"].load(jnp.float32)}, tokens)
     np.testing.assert_array_equal(got["mask"], mask)
     difference = np.abs(np.asarray(got["text"]) - text)[mask].max() / np.abs(text[mask]).max()
     print(f"conditioning, {max_tokens} tokens: {difference:.1e}")
@@ -135,7 +133,7 @@ def test_velocity_equals_that_of_diffusers(opened):
     latent = rng.standard_normal((len(PROMPTS), 4, 6, CHANNELS)).astype(np.float32)
     time = np.array([1000, 731, 500, 33, 1], np.float32)
     text, mask, _, _ = diffusers_prompts(reference, PROMPTS, 6)
-    run = jit(pipeline.velocity)
+    run = jax.jit(pipeline.velocity)
     got = run(pipeline.transformer.load(jnp.float32), latent, {"text": text, "mask": mask}, time, np.float32(4.5))
     with torch.no_grad():
         want = reference.transformer(
@@ -150,7 +148,7 @@ def test_velocity_equals_that_of_diffusers(opened):
 def test_decoding_equals_diffusers_autoencoder_and_postprocessing(opened):
     pipeline, reference, _ = opened
     latent = 2 * np.random.default_rng(1).standard_normal((2, 6, 8, CHANNELS)).astype(np.float32)
-    got = np.asarray(jit(pipeline.decode)(pipeline.vae.load(jnp.float32), latent))
+    got = np.asarray(jax.jit(pipeline.decode)(pipeline.vae.load(jnp.float32), latent))
     with torch.no_grad():
         scaled = torch.from_numpy(latent).permute(0, 3, 1, 2) / reference.vae.config.scaling_factor
         want = reference.image_processor.postprocess(reference.vae.decode(scaled, return_dict=False)[0], output_type="np")

@@ -1,7 +1,6 @@
 """`SD3Transformer2DModel` against diffusers, in float32, to 1e-5; and in BF16, as close to float32 as diffusers comes."""
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ CASES = {  # overrides, and the size of the latent
 }  # fmt: skip
 TOLERANCE = 1e-5  # largest difference over largest value
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is most of the time spent here
 
 LARGE = carried.config(carried.SD3, "transformer")
 MEDIUM = dict(
@@ -101,7 +99,7 @@ def check(case: str, by_params: bool = False):
     cotangent = weighting(*want.shape)
     want_gradient = run_torch(theirs, x, cotangent)
 
-    @jit
+    @jax.jit
     def run(params, latent, text, pooled, timestep):
         velocity = lambda latent, params=params: nnx.merge(graphdef, params)(latent, text, pooled, timestep)
         out, back = jax.vjp(velocity, *((latent, params) if by_params else (latent,)))
@@ -146,7 +144,7 @@ def test_another_size_runs_through_the_same_weights():
     graphdef, _, params = port(theirs, {})
     for height, width in ((18, 18), (2, 4)):
         x = inputs({}, height, width)
-        got = jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
+        got = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
         assert relative(got, run_torch(theirs, x)) < TOLERANCE
 
 
@@ -163,7 +161,7 @@ def test_bfloat16_is_as_close_to_float32_as_diffusers(dual):
         num_attention_heads=4, attention_head_dim=64, caption_projection_dim=256, joint_attention_dim=128,
         pooled_projection_dim=64, in_channels=16, out_channels=16, num_layers=4, dual_attention_layers=dual,
     )  # fmt: skip
-    run = jit(lambda graphdef, params, x: nnx.merge(graphdef, params)(**x), static_argnums=0)
+    run = jax.jit(lambda graphdef, params, x: nnx.merge(graphdef, params)(**x), static_argnums=0)
     distance = lambda got, want: float(np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want))
     mine, yours = [], []
     for seed in range(3):
@@ -186,7 +184,7 @@ def test_runs_of_equal_layers_share_one_released_list():
     theirs, x = reference_model(overrides), inputs(overrides, *size)
     graphdef, state, params = port(theirs, overrides)
     assert set(params["transformer_blocks"]) == {"0-1", "2-2", "3-9", "10-10", "11-11"}
-    got = jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
+    got = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
     assert relative(got, run_torch(theirs, x)) < TOLERANCE
     back, want = to_torch(state, params), theirs.state_dict()
     assert back.keys() == want.keys()

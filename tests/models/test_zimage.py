@@ -1,7 +1,7 @@
 """`models.zimage` against diffusers' `ZImageTransformer2DModel`."""
 
 import copy
-from functools import partial, reduce
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ CASES = {
     "as many positions as are stored": (dict(axes_lens=(66, 5, 3)), (10, 6), (64, 40), 64),
 }  # fmt: skip
 TOLERANCE = 1e-5  # largest difference over largest value
-compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles in a fifth of the time
 
 # `transformer/config.json` of Tongyi-MAI/Z-Image
 RELEASED = carried.config(carried.ZIMAGE, "transformer")
@@ -91,7 +90,7 @@ def runner(graphdef):
         out, pull = jax.vjp(forward, x["latent"])
         return out, *pull(cotangent)
 
-    return compiled(run)
+    return jax.jit(run)
 
 
 def weighting(x: dict) -> np.ndarray:
@@ -132,17 +131,17 @@ def test_each_number_matters():
     shapes = CASES["texts of one multiple and of several"][1:]
     _, graphdef, _, params = build({})
     x = inputs({}, *shapes)
-    want = compiled(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
+    want = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
     for changes in ({"norm_eps": 1e-3}, {"rope_theta": 270.0}, {"t_scale": 1001.0}, {"axes_dims": (6, 4, 6)}):
         other, _ = abstract(BASE | changes)
-        got = compiled(lambda params, x, graph: nnx.merge(graph, params)(**x), static_argnums=2)(params, x, other)
+        got = jax.jit(lambda params, x, graph: nnx.merge(graph, params)(**x), static_argnums=2)(params, x, other)
         assert relative(got, want) > 100 * TOLERANCE, changes
 
 
 def test_a_row_does_not_depend_on_the_others_nor_on_the_filling():
     _, graphdef, _, params = build({})
     x = inputs({}, (6, 10), (7, 33, 64), 64)
-    run = compiled(lambda params, x: nnx.merge(graphdef, params)(**x))
+    run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))
     together = np.asarray(run(params, x))
     for row, length in enumerate((7, 33, 64)):
         alone = {name: value[row : row + 1] for name, value in x.items()}
@@ -156,7 +155,7 @@ def test_gradients_of_the_parameters_equal_diffusers():
     x = inputs(overrides, *shapes)
     cotangent = weighting(x)
     run_torch(theirs, x, cotangent)
-    ours = compiled(jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum()))(params, x)
+    ours = jax.jit(jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum()))(params, x)
     ours = to_torch(state, ours)
     errors = {name: relative(ours[name], p.grad.numpy()) for name, p in theirs.named_parameters()}
     worst = max(errors, key=errors.__getitem__)
@@ -174,7 +173,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     exact, half = run_torch(theirs, x)[0], run_torch(theirs.bfloat16(), x, dtype=torch.bfloat16)[0]
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params)
     x["latent"] = jnp.asarray(x["latent"], jnp.bfloat16)
-    ours = compiled(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
+    ours = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
     assert ours.dtype == jnp.bfloat16
     distance = lambda out: float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
     print(f"distance to float32: ours {distance(ours):.5f}, PyTorch's {distance(half):.5f}")
@@ -196,7 +195,7 @@ def test_adapters_are_leaves():
         a, b = draw(*layers, n_in, 2), draw(*layers, 2, n_out)
         one["kernel"] = LowRank(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), 0.5)
         other["kernel"] = base + 0.5 * a @ b
-    run = compiled(lambda params, x: nnx.merge(graphdef, params)(**x))
+    run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))
     want = np.asarray(run(merged, x))
     assert relative(run(apart, x), want) < TOLERANCE
     assert relative(run(params, x), want) > 1000 * TOLERANCE
