@@ -219,6 +219,18 @@ def test_an_objective_has_a_file_of_settings_and_a_file_of_code():
     grpo = resolve("sd3_sol_rl_hpsv2", ["objective=flow_grpo"])
     assert (grpo.rollout.solver, grpo.rollout.eta, grpo.policy.decay_type) == ("flow_sde", 0.7, 0)
     assert (grpo.policy.kl_weight, grpo.policy.ratio_clip, grpo.trained_sigmas) == (0.01, 1e-4, 9)
+    # the limit of SD3's gradients is of its recipe for nft
+    clip = lambda name: resolve("sd3_sol_rl_hpsv2", [f"objective={name}"]).optimizer.max_grad_norm
+    assert [clip(name) for name in ("nft", "flow_grpo", "mix_grpo", "dance_grpo", "awm")] == [0.002, 1.0, 1.0, 1.0, 1.0]
+    assert resolve("tiny", ["objective=awm"]).policy.ema_decay == 0.99
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_recipe_for_ocr_leaves_other_objectives_their_settings(name):
+    plain, ocr = (resolve("sana_sol_rl_hpsv2", [f"objective={name}", f"reward={reward}"]) for reward in ("hpsv2", "ocr"))
+    assert ocr.optimizer.steps_per_iteration == 2
+    settings = (ocr.policy.beta, ocr.policy.decay_type)
+    assert settings == ((0.1, 2) if name == "nft" else (plain.policy.beta, plain.policy.decay_type))
 
 
 # --- files and text ---
