@@ -240,6 +240,7 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
         if key in PARTS and not isinstance(value, Mapping):
             if raw in _choices(key):
                 chosen[key] = raw
+                settings = [(field, value) for field, value in settings if (key, field) != ("reward", "reward.weights")]
             elif key == "reward" and (":" in raw or raw in importlib.metadata.entry_points(group=ENTRY_POINTS).names):
                 settings.append(("reward.weights", {raw: 1.0}))
             else:
