@@ -1,5 +1,6 @@
 """Where a pipeline is found: a directory, a name of the hub, or a pipeline that is shipped with the package."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def find_model(path: str) -> Path:
             raise InputError(f"model.path={path!r}: no such embedded pipeline; there are {shipped}")
         return folder
     if Path(path).is_dir():
+        if not os.path.lexists(Path(path) / "model_index.json"):
+            raise InputError(f"model.path={path!r}: has no model_index.json; expected the directory of a diffusers pipeline")
         return Path(path)
     if hub.is_name(path):
         return hub.snapshot(path, lambda: _listed(path), f"model.path={path!r}:")

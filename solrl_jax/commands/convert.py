@@ -94,7 +94,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     if file.suffix == ".safetensors":
         raise InputError(f"{file}: is a safetensors file already")
     if base is not None:
-        with in_one_line():
+        with in_one_line(lambda said: f"--base {base}: {said}"):
             kind = read_json(base / INDEX).get("_class_name")
         if kind != "SanaPipeline":
             raise InputError(f"--base {base}: {INDEX} has _class_name={kind!r}; accepted: 'SanaPipeline'")

@@ -202,7 +202,8 @@ def _hub_cache() -> Path:
 def _folder(path: Path) -> dict[str, Any]:
     """A folder that need not be there yet, and the bytes that are free where it is or would be."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
-    return {"folder": str(path), "free": shutil.disk_usage(there).free, "writable": os.access(there, os.W_OK)}
+    writable = there.is_dir() and os.access(there, os.W_OK)
+    return {"folder": str(path), "free": shutil.disk_usage(there).free, "writable": writable}
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from solrl_jax.commands.options import (
     overrides_argument,
     trust_option,
 )
+from solrl_jax.config.presets import preset_names
 from solrl_jax.config.schema import Config
 from solrl_jax.policy.lora import Adapters
 from solrl_jax.run.directory import configuration, find_checkpoint, is_run, load_policy
@@ -50,8 +51,8 @@ def command(target: str, overrides: tuple[str, ...], paired: bool, checkpoint: s
     if paired and (other is None or "=" in other):
         raise InputError("--paired: expected two runs or models, e.g. solrl eval runs/a runs/b --paired")
     gallery, preset = others["gallery"], others["preset"] or "tiny"
-    if others["preset"] is not None and is_run(target):
-        raise InputError(f"--preset {preset}: {target} is a run and has its own settings; leave it out")
+    if others["preset"] is not None and (is_run(target) or target in preset_names()):
+        raise InputError(f"--preset {preset}: {target} is a run or a preset and has its own settings; leave it out")
     if gallery is not None:
         if not paired:
             raise InputError(f"--gallery {gallery}: shows two policies; it needs --paired")

@@ -12,7 +12,7 @@ from solrl_jax.numerics.formats import resolve
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.run.directory import configuration, find_checkpoint, load_policy
 from solrl_jax.storage.errors import InputError, in_one_line
-from solrl_jax.training.experiment import build, device_facts
+from solrl_jax.training.experiment import build, device_facts, load_prompt_sets
 from solrl_jax.training.sensitivity import measure, proposed, table
 
 DROP = 0.02  # Spearman that a proposed rule may cost
@@ -39,15 +39,17 @@ def command(
     solrl linears tiny rollout.explore.precision=fp8 --errors
     solrl linears tiny prompts.test=embedded:shapes-train --sensitivity 16
     """
+    if others["errors"] and sensitivity is not None:
+        raise InputError("--errors: is another measurement than --sensitivity; ask for one of them")
     if drop is not None and sensitivity is None:
         raise InputError(f"--drop {drop}: is of what --sensitivity proposes; leave it out")
     config, run = configuration(target, overrides, None, trust=others["trust_run"] or sensitivity is None)  # ranks need rewards
+    if sensitivity is not None and sensitivity > (there := len(load_prompt_sets(config)[1])):
+        raise InputError(f"--sensitivity {sensitivity}: there are {there} test prompts")
     if sensitivity is not None or others["errors"]:
         find_checkpoint(target, "latest")
     if sensitivity is not None:
         experiment = build(config)
-        if sensitivity > len(experiment.test_prompts):
-            raise InputError(f"--sensitivity {sensitivity}: there are {len(experiment.test_prompts)} test prompts")
         adapters, _ = load_policy(run, config, experiment.backbone)
         with bar(None, "sensitivity") as shown:
             exact, groups = measure(experiment, adapters, sensitivity, lambda stage, rows, done: shown.update(done))

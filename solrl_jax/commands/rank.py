@@ -14,7 +14,7 @@ from solrl_jax.storage.errors import InputError
 from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
 from solrl_jax.storage.readers import parse_json, read_bytes, strict
 from solrl_jax.training import rank
-from solrl_jax.training.experiment import build
+from solrl_jax.training.experiment import build, load_prompt_sets
 
 
 @click.command("rank")
@@ -38,14 +38,14 @@ def command(
     """
     config, run = configuration(target, overrides, None, trust=others.pop("trust_run"))
     settings = rank.sweep(config, **others)
+    if prompts > (there := len(load_prompt_sets(config)[1])):
+        raise InputError(f"--prompts {prompts}: there are {there} test prompts")
     folder = out or run or Path("runs/rank")
     if out is not None or not _written(folder / "rank.json"):
         refuse_existing("--out", [folder / "rank.json"], force)
     writable_directory(folder, "--out")
     find_checkpoint(target, "latest")
     experiment = build(config)
-    if prompts > len(experiment.test_prompts):
-        raise InputError(f"--prompts {prompts}: there are {len(experiment.test_prompts)} test prompts")
     adapters, _ = load_policy(run, config, experiment.backbone)
     total = (1 + len(settings)) * prompts * config.rollout.candidates
     with bar(total, "rank") as shown:

@@ -7,7 +7,7 @@ import click
 from solrl_jax.commands.options import finish, force_option, json_option
 from solrl_jax.run import report
 from solrl_jax.storage.errors import InputError, in_one_line
-from solrl_jax.storage.files import refuse_existing
+from solrl_jax.storage.files import refuse_existing, writable_directory
 
 
 @click.command("report")
@@ -23,6 +23,8 @@ def command(runs: tuple[Path, ...], out: Path | None, plan: Path | None, force: 
         raise InputError(f"--out {page}: is a directory; name a file")
     if out is not None or not report.is_page(page):
         refuse_existing("--out", [page], force)
+    if out is not None:
+        writable_directory(page.absolute().parent, "--out")
     with in_one_line():
         report.write(runs, page, plan=plan)
     finish({"out": str(page), "runs": [str(run) for run in runs]}, as_json, f"open in a browser: {page}")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from solrl_jax.commands.options import finish, json_option
-from solrl_jax.storage.errors import one_line
+from solrl_jax.storage.errors import InputError, one_line
 from solrl_jax.storage.files import only_user, writable_directory
 from solrl_jax.study import page, summary
 from solrl_jax.study.cost import find_prices
@@ -38,6 +38,8 @@ def command(
     solrl study objectives --quick
     solrl study paper --prices sana-b200 --compare-only
     """
+    if compare_only and others["processes"] is not None:
+        raise InputError(f"--processes {others['processes']}: --compare-only starts none; leave it out")
     opened, prices = read_plan(plan), find_prices(others["prices"])
     name = Path(plan).stem + ("-quick" if quick else "")
     folder = out or Path("runs") / f"study-{name}"

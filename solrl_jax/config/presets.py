@@ -225,6 +225,7 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
     settings: list[tuple[str, Any]] = []
     chosen: dict[str, str] = {}
     problems: list[str] = []
+    plugged = None  # the last reward of a plug-in
     for text in overrides:
         key, equals, raw = (piece.strip() for piece in text.partition("="))
         if not (key and equals):
@@ -240,8 +241,9 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
         if key in PARTS and not isinstance(value, Mapping):
             if raw in _choices(key):
                 chosen[key] = raw
+                settings = settings if key != "reward" else [given for given in settings if given is not plugged]
             elif key == "reward" and (":" in raw or raw in importlib.metadata.entry_points(group=ENTRY_POINTS).names):
-                settings.append(("reward.weights", {raw: 1.0}))
+                settings.append(plugged := ("reward.weights", {raw: 1.0}))
             else:
                 problems.append(f"unknown {key} '{raw}': {_nearest(raw, _choices(key))}")
         elif key == "preset":

@@ -49,7 +49,7 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
         if hosts is None:
             return
     else:
-        if not (hosts.isdecimal() and len(hosts) < 10 and 1 <= int(hosts) <= MOST):
+        if not (hosts.isascii() and hosts.isdecimal() and len(hosts) < 10 and 1 <= int(hosts) <= MOST):
             raise InputError(f"--hosts {hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}")
         if absent := [name for name, value in given.items() if value is None]:
             raise InputError(f"--hosts {hosts}: needs {' and '.join(absent)} too, or --hosts {AUTO}")

@@ -35,7 +35,7 @@ from solrl_jax.run import checkpoint, ledger, pictures, profiling, record
 from solrl_jax.run.checkpoint_writer import Saver
 from solrl_jax.run.hacking import hacking_alarms
 from solrl_jax.run.identity import claim, fingerprint, refuse_another_run
-from solrl_jax.run.metrics import Metrics
+from solrl_jax.run.metrics import Metrics, import_wandb
 from solrl_jax.run.metrics import read as read_metrics
 from solrl_jax.run.progress import Reporter, Stopped
 from solrl_jax.run.report import NAME, Live, is_page
@@ -88,6 +88,8 @@ def run(
     prompts that changed since the last start, and with sizes that cannot fit into memory.
     """
     folder = Path(config.run.dir)
+    if config.run.wandb:
+        import_wandb()  # before anything is loaded
     with contextlib.ExitStack() as stack:
         hosts.write(lambda: profiling.refuse(profile, folder, config.train.iterations))
         hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))

@@ -61,6 +61,15 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     return rows, bad > at_end
 
 
+def import_wandb() -> Any:
+    """The client of Weights & Biases. Raises InputError if it is not installed."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise InputError("run.wandb: Weights & Biases is not installed: pip install 'solrl_jax[wandb]'") from error
+    return wandb
+
+
 class Metrics:
     """The record of one run; a context manager that opens it. Nothing is read or written before."""
 
@@ -164,10 +173,7 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
 @contextlib.contextmanager
 def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
     """Starts Weights & Biases, or continues the run that `run_dir` started before. Raises InputError if that fails."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise InputError("Weights & Biases is not installed: pip install 'solrl_jax[wandb]'") from error
+    wandb = import_wandb()
     identity = run_dir / _WANDB_ID
     if not identity.exists():
         atomic_write(identity, uuid.uuid4().hex[:12])

@@ -128,7 +128,8 @@ def refuse_existing(option: str, paths: Iterable[Path], force: bool, *, folders:
     """
     there = [path for path in paths if os.path.lexists(path)]
     for path in there:
-        if not (path.is_symlink() or path.is_file() or (folders and path.is_dir())):
+        # a link to a device, such as /dev/stdout, is one
+        if not (path.is_file() or (path.is_symlink() and not (force and path.exists())) or (folders and path.is_dir())):
             raise InputError(f"{option} {path}: is {'a directory' if path.is_dir() else 'no file'}; name another one")
     if there and not force:
         raise InputError(f"{option} {there[0]}: exists; name another one, or add --force to replace it")

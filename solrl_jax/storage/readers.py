@@ -6,6 +6,7 @@ What cannot be read raises OSError or ValueError, in one line that does not name
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 MOST_TEXT = 2**26  # bytes of a text file: a vocabulary has 2**25
 MOST_YAML = 2**16  # bytes of a configuration: a run's has 2**12
 MOST_NESTED = 2**21  # lists and mappings of a JSON value, which take many times their text: a vocabulary's merges are 2**19
+_BASE_8_OR_60 = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d\d?)+(\.[\d_]*)?)")  # 010 and 1:30 are 8 and 90 in YAML 1.1: text here
 DEPTH = 32  # levels of lists and mappings in each other
 
 
@@ -101,6 +103,11 @@ class _PlainLoader(yaml.SafeLoader):
     """A SafeLoader that refuses what can grow while it is read, or is more than plain data."""
 
     depth = 0
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is yaml.ScalarNode and implicit[0] and _BASE_8_OR_60.fullmatch(value):
+            return "tag:yaml.org,2002:str"
+        return super().resolve(kind, value, implicit)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()

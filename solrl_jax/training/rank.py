@@ -58,6 +58,10 @@ def sweep(config: Config, *, explore: str | None = None, formats: str | None = N
     for recipe in _listed("--explore", explore, "", str, "recipes"):
         own = (override(config, (f"explore={recipe}",)) if recipe else config).rollout.explore
         accepted = _listed("--formats", formats, format_name(own.precision), format_name, ", ".join((*FORMATS, AUTO)))
+        for number in filter(None, numbers):
+            if not own.exact_steps < number <= config.rollout.steps:  # else it would not be what its name says
+                bounds = f"from {own.exact_steps + 1} to rollout.steps={config.rollout.steps}"
+                raise InputError(f"--steps {number}: expected {bounds}, by rollout.explore.exact_steps={own.exact_steps}")
         found += [Setting(recipe, form, number or own.steps) for form, number in itertools.product(accepted, numbers)]
     return found
 
@@ -65,8 +69,11 @@ def sweep(config: Config, *, explore: str | None = None, formats: str | None = N
 def _listed(option: str, text: str | None, own: Any, parse: Callable[[str], Any], expected: str) -> list[Any]:
     if text is None:
         return [own]
+    parts = [part.strip() for part in text.split(",")]
     try:
-        return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+        if not all(parts):
+            raise ValueError
+        return list(dict.fromkeys(map(parse, parts)))
     except InputError:  # it says more
         raise
     except (ValueError, KeyError):

@@ -292,6 +292,68 @@ CASES = [
     Case("json: bad input", "train tiny seed=x --json", '"error": "seed=\'x\''),
     Case("json: an unknown option", "train tiny --jsom --json", '"exit_code": 2'),
     Case("json: no run", "export {dir} --out {dir}/x.safetensors --json", '"error": '),
+    # options that contradict each other, or come twice, and paths that are empty
+    Case("no command", "", "expected a command: train"),
+    Case("linears: two measurements", "linears tiny --errors --sensitivity 1", "--errors: "),
+    Case("linears: more prompts than there are", "linears tiny --sensitivity 100000", "there are 26 test prompts"),
+    Case("rank: more prompts than there are", "rank tiny --prompts 100000", "there are 26 test prompts", kept=("{dir}",)),
+    Case("eval: a preset of a preset", "eval tiny --preset sana_sol_rl_hpsv2", "--preset sana_sol_rl_hpsv2: tiny is"),
+    Case("study: processes that start nothing", STUDY + " --compare-only --processes 2", "--processes 2", files=GOOD),
+    *(
+        Case(
+            f"{command}: {option} twice",
+            f"{call} {option} {first} {option} {second}",
+            f"{option} {second}: the option",
+            files=P,
+        )
+        for command, call, option, first, second in (
+            ("sample", SAMPLE, "--seed", 1, 2),
+            ("rank", "rank tiny", "--out", "{dir}/a", "{dir}/b"),
+            ("plan", "plan tiny", "--device", "h200", "b200"),
+            ("train", "train tiny --host 0 --coordinator localhost:1", "--hosts", 1, 2),
+        )
+    ),
+    *(
+        Case(f"an empty path: {call}", call, f"{name} '': expected a path", files=P | GOOD, kept=("{dir}",))
+        for call, name in (
+            ("sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out ''", "--out"),
+            ("study {dir}/p --compare-only --out=", "--out"),
+            ("rank tiny --out ''", "--out"),
+            ("plan tiny --hlo ''", "--hlo"),
+            ("report {run} ''", "runs"),
+            ("report {run} --plan ''", "--plan"),
+            ("eval {run} {run} --paired --gallery ''", "--gallery"),
+            (SAMPLE + " --lora ''", "--lora"),
+            ("convert {dir}/p.txt --base '' --out {dir}/x", "--base"),
+        )
+    ),
+    *(
+        Case(f"rank: {name}", f"rank tiny {given}", said)
+        for name, given, said in (
+            ("an empty recipe", "--explore ''", "--explore : expected"),
+            ("a recipe of no name", "--explore paper,", "--explore paper,: expected"),
+            ("no step of the format", "--explore best --steps 1", "--steps 1: expected from 2 to rollout.steps=10"),
+            ("more steps than the schedule has", "--steps 11", "--steps 11: expected from 1 to rollout.steps=10"),
+        )
+    ),
+    *(
+        Case(
+            f"{command}: a link to a device is there",
+            f"{call} --force",
+            "is no file",
+            files={"{dir}/x.safetensors": link("/dev/null")},
+        )
+        for command, call in (
+            ("export", "export {run} --out {dir}/x.safetensors"),
+            ("report", "report {run} --out {dir}/x.safetensors"),
+        )
+    ),
+    Case("report: in /proc", "report {run} --out /proc/self/x.html", "--out /proc/self cannot be written"),
+    Case("a checkpoint in other digits", "export {run} --out {dir}/x.safetensors --checkpoint ٢", "must be best, latest or"),
+    Case("hosts in other digits", "train tiny --hosts ٢ --host 0 --coordinator localhost:1", "--hosts '٢': expected"),
+    Case("convert: a base that is no pipeline", CONVERT + " --base {dir}", "--base {dir}: ", files={"{dir}/a.pt": ""}),
+    Case("encode: a directory of no model", "encode tiny model.path={dir}", "model.path='{dir}': has no model_index.json"),
+    Case("train: Weights & Biases is not there", "train tiny run.wandb=true run.dir={dir}/r", "run.wandb: ", kept=("{dir}",)),
     # commands and options
     Case("an unknown command", "trian tiny", "No such command"),
     Case("an unknown option", "train tiny --sed 3", "No such option"),

@@ -15,6 +15,9 @@ VALUES = {  # name: (what is given, a part of the line)
     "a number of 5000 digits": ("seed=" + 5000 * "9", "seed="),
     "a hexadecimal number of 5000 digits": ("seed=0x" + 5000 * "f", "seed="),
     "a number in base 60": ("seed=1" + 5000 * ":10", "seed="),
+    "a number that YAML reads in base 8": ("seed=010", "seed='010': expected an integer"),
+    "a number that YAML reads in base 60": ("train.iterations=1:30", "train.iterations='1:30': expected an integer"),
+    "a fraction that YAML reads in base 60": ("policy.beta=1:30.5", "policy.beta='1:30.5': expected a number"),
     "a date that is none": ("seed=2024-13-77", "seed="),
     "a negative number": ("seed=-1", "seed=-1"),
     "not a number": ("policy.beta=.nan", "finite"),
@@ -145,6 +148,7 @@ def quoted(text: str) -> str:
 
 
 CASES = [
+    Case("the last of two rewards", "doctor tiny reward=nowhere:f reward=shapes", "nothing", 0),
     *(
         Case(f"a setting: {name}", f"train tiny run.dir={{dir}}/run {quoted(given)}", said, seconds=30)
         for name, (given, said) in VALUES.items()
