@@ -13,7 +13,6 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -57,12 +56,6 @@ class Commands(click.Group):
             return None
         return importlib.import_module(f"solrl_jax.commands.{cmd_name}").command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        name, command, rest = super().resolve_command(ctx, args)
-        if command is not None and not ctx.resilient_parsing:
-            _refuse_doubtful(*command.make_parser(click.Context(command, ctx)).parse_args(list(rest))[::2])
-        return name, command, rest
-
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -72,16 +65,6 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
-
-
-def _refuse_doubtful(values: Mapping[str, Any], given: Sequence[click.Parameter]) -> None:
-    """Raises InputError for an option that comes twice, of which click takes the last, and for a path that is empty."""
-    for parameter in given:
-        name, value = max(parameter.opts, key=len), values[str(parameter.name)]
-        if isinstance(parameter, click.Option) and given.count(parameter) > 1 and not (parameter.multiple or parameter.is_flag):
-            raise InputError(f"{name} {value}: the option is given twice; expected one value")
-        if isinstance(parameter.type, click.Path) and "" in (value if isinstance(value, tuple) else (value,)):
-            raise InputError(f"{name} '': expected a path, and an empty one would be the working directory")
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -108,6 +91,8 @@ def main() -> None:
             raise InputError(f"JAX_NUM_CPU_DEVICES={count[:80]}: expected a number of up to {MOST_DEVICES}")
         cli(prog_name="solrl", standalone_mode=False)  # also for `python -m solrl_jax`
         sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
     except SystemExit as stop:  # of a command; or of a function of the user's, which must not end as success
         if stop.code not in (1, INTERRUPTED):
             fail(f"a function that was called ended the process (SystemExit: {stop.code})", 1)
@@ -135,8 +120,6 @@ def _open_streams() -> None:
 def explained(error: BaseException) -> tuple[str, int]:
     """The line and the exit code for whatever ended a command."""
     match error:
-        case click.exceptions.NoArgsIsHelpError():
-            return f"expected a command: {', '.join(COMMANDS)}; see `solrl --help`", 2
         case click.ClickException():
             return error.format_message(), error.exit_code
         case ConfigError() | InputError():

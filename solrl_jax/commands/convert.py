@@ -22,7 +22,7 @@ import click
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from solrl_jax.backbone.locate import pipeline_files
-from solrl_jax.commands.options import finish, force_option, json_option
+from solrl_jax.commands.options import PATH, finish, force_option, json_option
 from solrl_jax.models import sana_native
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.models.sana import SanaConfig
@@ -255,11 +255,9 @@ def _spec(t: Any) -> TensorSpec:
 
 
 @click.command("convert")
-@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output file, .safetensors; for SANA, a directory.")
-@click.option(
-    "--base", type=click.Path(path_type=Path), help="For SANA: a pipeline's directory, whose other components are added."
-)
+@click.argument("file", metavar="FILE", type=PATH)
+@click.option("--out", required=True, type=PATH, help="Output file, .safetensors; for SANA, a directory.")
+@click.option("--base", type=PATH, help="For SANA: a pipeline's directory, whose other components are added.")
 @force_option
 @json_option
 def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool) -> None:

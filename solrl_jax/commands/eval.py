@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from solrl_jax.commands.options import (
+    PATH,
     bar,
     checkpoint_option,
     finish,
@@ -33,7 +34,7 @@ SHOWN = (8, 4)  # prompts of a gallery, pictures of each
 @overrides_argument
 @click.option("--paired", is_flag=True, help="Compare with the policy of OTHER, another run or model, picture by picture.")
 @click.option("--rewards", metavar="R,R,...", help="Score these beside what is trained on (default: what is watched).")
-@click.option("--gallery", type=click.Path(path_type=Path), help="With --paired: a PNG file for where the two differ most.")
+@click.option("--gallery", type=PATH, help="With --paired: a PNG file for where the two differ most.")
 @click.option("--preset", help="Prompts, reward and sampler for a bare model directory.  [default: tiny]")
 @checkpoint_option
 @trust_option

@@ -7,7 +7,7 @@ import click
 
 from solrl_jax.backbone.backbone import DTYPES, load_backbone
 from solrl_jax.backbone.locate import attention_of, open_model
-from solrl_jax.commands.options import checkpoint_option, finish, force_option, json_option
+from solrl_jax.commands.options import PATH, checkpoint_option, finish, force_option, json_option
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files, transformer_files
 from solrl_jax.policy.lora import find_targets
@@ -18,7 +18,7 @@ from solrl_jax.storage.errors import InputError, in_one_line
 
 @click.command("export")
 @click.argument("run", metavar="RUN")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output: a .safetensors file; else a directory.")
+@click.option("--out", required=True, type=PATH, help="Output: a .safetensors file; else a directory.")
 @click.option("--format", "form", default="diffusers", show_default=True, type=click.Choice(["diffusers", "peft"]))
 @click.option("--dtype", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
 @click.option("--fold-alpha", is_flag=True, help="diffusers: multiply B by alpha / rank, for programs that ignore alpha.")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +13,16 @@ from solrl_jax.storage.readers import strict
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+class _Path(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("expected a path; an empty one would be the working directory", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(path_type=Path)
 
 
 def finite(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from solrl_jax.commands.options import bar, finish, json_option, overrides_argument
+from solrl_jax.commands.options import PATH, bar, finish, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
 from solrl_jax.planning import topology
 from solrl_jax.planning.targets import TARGETS
@@ -17,7 +17,7 @@ from solrl_jax.storage.files import refuse_existing
 @click.option("--device", default="h200", show_default=True, type=click.Choice(list(TARGETS)), help="The kind of device.")
 @click.option("--devices", default=1, show_default=True, type=click.IntRange(1, 1024), help="On each host.")
 @click.option("--hosts", default=1, show_default=True, type=click.IntRange(1, 4096))
-@click.option("--hlo", type=click.Path(file_okay=False, path_type=Path), help="A folder for the compiled texts.")
+@click.option("--hlo", type=PATH, help="A folder for the compiled texts.")
 @click.option("--force", is_flag=True, help="Replace texts that are at --hlo.")
 @json_option
 def command(

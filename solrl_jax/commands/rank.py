@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from solrl_jax.commands.options import bar, finish, force_option, json_option, overrides_argument, trust_option
+from solrl_jax.commands.options import PATH, bar, finish, force_option, json_option, overrides_argument, trust_option
 from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.run.directory import configuration, find_checkpoint, load_policy
 from solrl_jax.storage.errors import InputError
@@ -24,7 +24,7 @@ from solrl_jax.training.experiment import build, load_prompt_sets
 @click.option("--explore", metavar="paper,best", help="Recipes of configs/explore/ (default: the run's own).")
 @click.option("--formats", metavar="F,F,...", help="Formats to explore in (default: the recipe's).")
 @click.option("--steps", metavar="S,S,...", help="Numbers of steps to explore with (default: the recipe's).")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for rank.json (default: the run or runs/rank).")
+@click.option("--out", type=PATH, help="Folder for rank.json (default: the run or runs/rank).")
 @trust_option
 @force_option
 @json_option

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import click
 
-from solrl_jax.commands.options import finish, force_option, json_option
+from solrl_jax.commands.options import PATH, finish, force_option, json_option
 from solrl_jax.run import report
 from solrl_jax.storage.errors import InputError, in_one_line
 from solrl_jax.storage.files import refuse_existing, writable_directory
 
 
 @click.command("report")
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Output file.  [default: RUN/report.html; of several report.html]")
-@click.option("--plan", type=click.Path(path_type=Path), help="The JSON of `solrl plan PRESET --json`, to be shown too.")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.option("--out", type=PATH, help="Output file.  [default: RUN/report.html; of several report.html]")
+@click.option("--plan", type=PATH, help="The JSON of `solrl plan PRESET --json`, to be shown too.")
 @force_option
 @json_option
 def command(runs: tuple[Path, ...], out: Path | None, plan: Path | None, force: bool, as_json: bool) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from solrl_jax.backbone.backbone import DTYPES, Pipeline, entries, load_backbone
 from solrl_jax.backbone.locate import attention_of, open_model
-from solrl_jax.commands.options import bar, checkpoint_option, finish, finite, force_option, is_number, json_option
+from solrl_jax.commands.options import PATH, bar, checkpoint_option, finish, finite, force_option, is_number, json_option
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts, plain
 from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision
@@ -268,7 +268,7 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @click.command("sample")
 @click.argument("target", metavar="RUN_OR_MODEL_DIR")
 @click.option("--prompts", required=True, help="Text file with one prompt per line, or embedded:NAME.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory for the PNGs and arrays.")
+@click.option("--out", required=True, type=PATH, help="Directory for the PNGs and arrays.")
 @click.option("--steps", type=click.IntRange(1, MOST_STEPS), help="(default: the run's, of its evaluation, or 10)")
 @click.option("--guidance", type=click.FloatRange(0.0), callback=finite, help="1: no guidance (default: the run's, or 1).")
 @click.option(
@@ -284,12 +284,12 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
     "--size", metavar="HxW", type=click.UNPROCESSED, callback=_height_width,
     help="Pixels, e.g. 1024x1024 (default: eval.size of the run, or the model's).",
 )  # fmt: skip
-@click.option("--latents", type=click.Path(path_type=Path), help="Initial noise: .npy, float32 [N, C, h, w].")
+@click.option("--latents", type=PATH, help="Initial noise: .npy, float32 [N, C, h, w].")
 @click.option(
     "--precision", default="bf16", show_default=True, type=click.Choice(get_args(Precision)),
     help="Format of all steps, without the levers of a run's exploration.",
 )  # fmt: skip
-@click.option("--lora", type=click.Path(path_type=Path), help="For a model directory: a LoRA of diffusers or PEFT.")
+@click.option("--lora", type=PATH, help="For a model directory: a LoRA of diffusers or PEFT.")
 @click.option("--max-tokens", type=click.IntRange(1, MOST_TOKENS), help="Longest prompt (default: the run's or the model's).")
 @checkpoint_option
 @force_option

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from solrl_jax.commands.options import finish, json_option
+from solrl_jax.commands.options import PATH, finish, json_option
 from solrl_jax.storage.errors import InputError, one_line
 from solrl_jax.storage.files import only_user, writable_directory
 from solrl_jax.study import page, summary
@@ -21,7 +21,7 @@ from solrl_jax.study.runs import log_of, train
 @click.argument("plan", metavar="PLAN")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--quick", is_flag=True, help="The plan's small size.")
-@click.option("--out", type=click.Path(path_type=Path), help="Output folder.  [default: runs/study-PLAN]")
+@click.option("--out", type=PATH, help="Output folder.  [default: runs/study-PLAN]")
 @click.option("--processes", type=click.IntRange(1, 64), help="Runs at once.  [default: one a core; on a GPU or TPU say 1]")
 @click.option("--prices", default="flux1-b200", show_default=True, metavar="MODEL-DEVICE|FILE", help="What counted work costs.")
 @click.option("--compare-only", is_flag=True, help="Train nothing: compare the runs that are finished.")
