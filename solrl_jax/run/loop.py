@@ -136,20 +136,20 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
             # which `iterate` gives away, for pictures of what it drew
             old = jax.tree.map(jnp.copy, state.old) if config.eval.grid and _is_due(config, done + 1) else None
             with profiling.traced(this.folder, done + 1, this.profile):
-                after, outcome = iterate(this.experiment, state, done + 1, level, report.stage)
-            state, done = after, done + 1
+                state, outcome = iterate(this.experiment, state, done + 1, level, report.stage)
+                done += 1  # also if its trace cannot be written
             row = outcome.metrics
             unlearned = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0  # no loss that is finite
             blank = blank + 1 if unlearned or math.isnan(row["kept/spread"]) else 0
             try:
                 hosts.write(partial(ledger.write, this.folder / "ledger", done, outcome.ledger))
+                _refuse_blank(this, state, row, done, blank)  # first: what stops the rest has the state saved
                 if _is_due(config, done):
                     row = row | _evaluate(this, state.ema, done)
                 if old is not None:
                     record.draw_pools(this.experiment, this.folder, old, level, outcome.ledger, done)
             finally:  # an evaluation that does not end is made up for by the next start
                 this.log(done, row)
-            _refuse_blank(this, state, row, done, blank)
             if _is_saved(config, done) and not blank:
                 _save(this, state, done)
                 if config.run.checkpoint_every == 1:
@@ -197,8 +197,6 @@ def _save_last(this: _Run, stop: Stopped) -> None:
         pass  # its last good state is saved
     elif not stop.done:
         report.line(f"{what} before the end of the first iteration: nothing to save")
-    elif not lost and not _is_finite(stop.state):
-        report.line(f"{what}: the adapters are not finite after iteration {stop.done}, which is not saved")
     elif lost:
         report.line(f"{what} within the update: the same command goes on from the last checkpoint")
     else:

@@ -1,6 +1,7 @@
 """Runs that have nothing to learn from any more, prompts that change, interruptions: no failure ends as success."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -76,7 +77,7 @@ def test_prompts_that_changed_are_refused_unless_said(tmp_path):
 def test_a_run_that_never_has_enough_finite_rewards_to_train_on_fails(tmp_path):
     """All candidates are to be kept, and some of each prompt have no score."""
     reward = "tests.hostile.inside:bright"
-    settings = [f"reward={reward}", f"reward.options.{reward}.least=0.86", "rollout.kept=8", "train.iterations=2"]
+    settings = [f"reward={reward}", f"reward.options.{reward}.least=0.89", "rollout.kept=8", "train.iterations=2"]
     ended = train(tmp_path, *settings)
     rows = metrics.read(tmp_path)
     assert (ended.code, saved(tmp_path)) == (1, [])
@@ -85,19 +86,16 @@ def test_a_run_that_never_has_enough_finite_rewards_to_train_on_fails(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stop", [KeyboardInterrupt(), RunError("no score")])
-def test_adapters_that_are_not_finite_are_not_saved_whatever_stops_the_run(stop, tmp_path, monkeypatch):
-    """The evaluation after the update is what is stopped."""
-
+def test_adapters_that_are_not_finite_are_not_saved_because_their_evaluation_fails(tmp_path, monkeypatch):
     def stopped(this, ema, done):
-        raise stop
+        raise RunError("no score")
 
     assert train(tmp_path, "train.iterations=1", "run.keep_checkpoints=1").code == 0
     monkeypatch.setattr(loop, "_evaluate", stopped)
     monkeypatch.setattr(loop, "iterate", lambda *given: _not_finite(*iterate(*given)))
     ended = train(tmp_path, "train.iterations=2", "run.keep_checkpoints=1")
-    assert (ended.code, saved(tmp_path)) == (130 if isinstance(stop, KeyboardInterrupt) else 1, [1])
-    assert "ed: the adapters are not finite after iteration 2, which is not saved" in ended.error
+    assert (ended.code, saved(tmp_path)) == (1, [1])
+    assert "iteration 2: the adapters are not finite after the update; the last finite checkpoint is" in ended.error
 
 
 def _not_finite(state, outcome):
@@ -105,11 +103,26 @@ def _not_finite(state, outcome):
 
 
 @pytest.mark.exhaustive
-def test_the_record_has_an_iteration_whose_ledger_could_not_be_written(tmp_path):
-    (tmp_path / "ledger").touch()
+def test_the_record_has_an_iteration_whose_ledger_could_not_be_written(tmp_path, monkeypatch):
+    def full(root, iteration, columns):
+        raise RunError("disk full")
+
+    monkeypatch.setattr(loop.ledger, "write", full)
     ended = train(tmp_path, "train.iterations=1")
     assert (ended.code, saved(tmp_path)) == (1, [1])
     assert [row["iteration"] for row in metrics.read(tmp_path) if "fidelity/spearman" in row] == [1]
+
+
+@pytest.mark.exhaustive
+def test_a_trace_that_cannot_be_written_costs_no_iteration(tmp_path, monkeypatch):
+    def full(stop=jax.profiler.stop_trace) -> None:
+        stop()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", full)
+    ended = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1")
+    assert (ended.code, saved(tmp_path)) == (1, [1])
+    assert "solrl: disk full while writing" in ended.error
 
 
 @pytest.mark.exhaustive
