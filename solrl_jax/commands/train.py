@@ -28,7 +28,7 @@ from solrl_jax.run.progress import Reporter
     help="Write a trace of this iteration for TensorBoard and Perfetto; repeat it, or separate several with commas.",
 )  # fmt: skip
 @click.option("--report", "page", is_flag=True, help="Keep RUN/report.html up to date (see `solrl report`).")
-@click.option("--force", is_flag=True, help="Go on with prompts that changed, and with sizes that seem too large for memory.")
+@click.option("--force", is_flag=True, help="Go on with texts that changed, and with sizes that seem too large for memory.")
 @click.option(
     "--hosts",
     metavar="N|auto",

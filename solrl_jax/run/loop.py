@@ -12,8 +12,6 @@ run.dir/report.html             all of this as one page, if asked for
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -24,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from solrl_jax.conditioning.prompts import Prompt, draw_prompts
+from solrl_jax.conditioning.prompts import draw_prompts
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import trained_sizes
 from solrl_jax.explore.monitor import WINDOW, level_after
@@ -105,6 +103,8 @@ def run(
         hosts.write(lambda: stack.enter_context(metrics))
         if metrics.set_aside is not None:
             report.line(f"metrics.jsonl was damaged: kept as {metrics.set_aside}, and goes on with the rows that can be read")
+        elif hosts.first() and (lost := done - len({row["iteration"] for row in metrics.rows} & {*range(1, done + 1)})):
+            report.line(f"metrics.jsonl lacks {lost} of {done} iterations, and goes on without them")
         saver = stack.enter_context(Saver(folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best))
         hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
         this = _Run(experiment, folder, metrics, saver, report, profile, Live(folder) if page else None)
@@ -138,20 +138,20 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
             # which `iterate` gives away, for pictures of what it drew
             old = jax.tree.map(jnp.copy, state.old) if config.eval.grid and _is_due(config, done + 1) else None
             with profiling.traced(this.folder, done + 1, this.profile):
-                after, outcome = iterate(this.experiment, state, done + 1, level, report.stage)
-            state, done = after, done + 1
-            hosts.write(partial(ledger.write, this.folder / "ledger", done, outcome.ledger))
+                state, outcome = iterate(this.experiment, state, done + 1, level, report.stage)
+                done += 1  # also if its trace cannot be written
             row = outcome.metrics
             unlearned = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0  # no loss that is finite
-            blank = blank + 1 if unlearned or math.isnan(row["kept/reward"]) else 0
+            blank = blank + 1 if unlearned or math.isnan(row["kept/spread"]) else 0
             try:
+                hosts.write(partial(ledger.write, this.folder / "ledger", done, outcome.ledger))
+                _refuse_blank(this, state, row, done, blank)  # first: what stops the rest has the state saved
                 if _is_due(config, done):
                     row = row | _evaluate(this, state.ema, done)
                 if old is not None:
                     record.draw_pools(this.experiment, this.folder, old, level, outcome.ledger, done)
             finally:  # an evaluation that does not end is made up for by the next start
                 this.log(done, row)
-            _refuse_blank(this, state, row, done, blank)
             if _is_saved(config, done) and not blank:
                 _save(this, state, done)
                 if config.run.checkpoint_every == 1:
@@ -173,6 +173,8 @@ def _refuse_blank(this: _Run, state: TrainState, row: Row, done: int, blank: int
     where = "explore" if math.isnan(row["pool/reward"]) else "regenerate"
     what = f"no finite reward in {blank} iteration(s) in a row, first in stage '{where}'"
     if not math.isnan(row["kept/reward"]):
+        what = f"no prompt with rollout.kept={this.config.rollout.kept} finite rewards in {blank} iteration(s) in a row"
+    if not math.isnan(row["kept/spread"]):
         what = f"no finite loss in {blank} iteration(s) in a row"
     if not _is_finite(state):
         what = "the adapters are not finite after the update"
@@ -253,10 +255,10 @@ def _level(this: _Run) -> int:
 
 
 def _explored(rows: Sequence[Mapping[str, Any]], levels: int) -> list[tuple[int, float]]:
-    """Level and correlation of each iteration of a record. A row that has no level, or none of these, is left out."""
-    known = [row for row in rows if row["iteration"] and row.get("fidelity/level") in range(levels)]
+    """Level and correlation of each iteration of a record, once, in order. A row without a level of these is left out."""
+    known = {row["iteration"]: row for row in rows if row["iteration"] > 0 and row.get("fidelity/level") in range(levels)}
     correlation = lambda row: math.nan if (value := row.get("fidelity/spearman")) is None else value
-    return [(int(row["fidelity/level"]), correlation(row)) for row in known]
+    return [(int(row["fidelity/level"]), correlation(row)) for _, row in sorted(known.items())]
 
 
 def _evaluation(this: _Run, done: int) -> Row:
@@ -303,25 +305,24 @@ def _evaluate(this: _Run, ema: Adapters, done: int) -> Row:
 
 
 def _restore(experiment: Experiment, folder: Path, report: Reporter, force: bool) -> tuple[TrainState, int]:
-    """The state to go on from, and how many iterations it has behind it. force: also if the training prompts have changed."""
+    """The state to go on from, and how many iterations it has behind it. force: also if texts have changed."""
     expected = {"fingerprint": fingerprint(experiment.config, experiment.recipe.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)
     if restored is None:
         return fresh_state(experiment), 0
     state, meta, warnings = restored
-    if not force and meta.get("prompts", known := _hash_of(experiment.train_prompts)) != known:
+    config, known = experiment.config, experiment.texts
+    read = {
+        "prompts": f"prompts.train={config.prompts.train!r}: its prompts have",
+        "instruction": f"model.instruction={config.model.instruction!r}: its text has",
+    }
+    if differing := [said for name, said in read.items() if meta.get(name, known[name]) != known[name] and not force]:
         remedy = "put the file back, or add --force to go on with it"
-        changed = f"its prompts have changed since iteration {meta['iteration']}"
-        raise InputError(f"prompts.train={experiment.config.prompts.train!r}: {changed}; {remedy}")
+        raise InputError(f"{differing[0]} changed since iteration {meta['iteration']}; {remedy}")
     for warning in warnings:
         report.line(warning)
     report.line(f"resuming after iteration {meta['iteration']}")
     return state, meta["iteration"]
-
-
-def _hash_of(prompts: Sequence[Prompt]) -> str:
-    """A hash of the prompts and of what is known about them, in order."""
-    return hashlib.sha256(json.dumps([(str(p), dict(p.metadata)) for p in prompts]).encode()).hexdigest()[:16]
 
 
 def _save(this: _Run, state: TrainState, done: int) -> None:
@@ -331,8 +332,7 @@ def _save(this: _Run, state: TrainState, done: int) -> None:
     """
     config, named = this.config, fingerprint(this.config, this.experiment.recipe.format.name)
     meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.prompts}
-    meta["prompts"] = _hash_of(this.experiment.train_prompts)
-    this.saver.save(done, state, meta | {"evaluation": _evaluation(this, done) or None})
+    this.saver.save(done, state, meta | this.experiment.texts | {"evaluation": _evaluation(this, done) or None})
 
 
 def _finish(this: _Run, state: TrainState) -> None:

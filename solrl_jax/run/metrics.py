@@ -20,7 +20,7 @@ from typing import Any, SupportsFloat
 from solrl_jax.config.values import MOST_NUMBER
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.files import atomic_write, writing
-from solrl_jax.storage.readers import parse_json, read_bytes, strict
+from solrl_jax.storage.readers import parse_json, read_bytes, read_text, strict
 
 Log = Callable[[int, dict[str, float]], Any]  # writes the values of an iteration
 MOST_BYTES, MOST_ROWS = 2**26, 2**16  # of a record: 10 000 iterations of 6 kB
@@ -178,7 +178,7 @@ def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
     if not identity.exists():
         atomic_write(identity, uuid.uuid4().hex[:12])
     try:
-        run = wandb.init(project="solrl_jax", name=run_dir.name, id=identity.read_text(), dir=str(run_dir), resume="allow")
+        run = wandb.init(project="solrl_jax", name=run_dir.name, id=read_text(identity), dir=str(run_dir), resume="allow")
     except Exception as error:
         raise InputError(f"Weights & Biases did not start: {first_line(error)}") from error
     # The service's own step can only grow, so it would drop the iterations that a resumed run repeats.

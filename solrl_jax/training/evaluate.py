@@ -36,8 +36,8 @@ def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = _silen
     samples = _sample(experiment, adapters, *_held_out(experiment, config.prompts, config.images_per_prompt), progress)
     scores = {name: s.reshape(config.prompts, -1) for name, s in samples.scores.items()}
     finite = {name: s[np.isfinite(s)] for name, s in scores.items()}
-    means = {name: float(s.mean()) if s.size else float("nan") for name, s in finite.items()}
-    errors = {name: float(s.std() / np.sqrt(s.size)) if s.size else float("nan") for name, s in finite.items()}
+    means = {name: float(s.mean(dtype=float)) if s.size else float("nan") for name, s in finite.items()}
+    errors = {name: float(s.std(dtype=float) / np.sqrt(s.size)) if s.size else float("nan") for name, s in finite.items()}
     return Evaluation(means, errors, scores, samples.failed)
 
 

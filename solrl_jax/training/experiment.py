@@ -1,6 +1,8 @@
 """`Experiment`: a configuration made real. What training, evaluation and ranking share, checked and loaded once."""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 
@@ -74,6 +76,12 @@ class Experiment:
         cycle, place = divmod(iteration - 1, len(sizes))
         order = jax.random.permutation(jax.random.fold_in(key(self.config.seed, "sizes"), cycle), len(sizes))
         return self.at(sizes[int(order[place])])
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """Hashes of texts that files hold: the prompts in order, with what is known about them, and the instruction."""
+        said = {"prompts": [(str(p), dict(p.metadata)) for p in self.train_prompts], "instruction": self.backbone.instruction}
+        return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in said.items()}
 
     def policy(self, adapters: Adapters) -> Params:
         """The policy of `adapters` in the training precision: the base with the adapters beside it."""

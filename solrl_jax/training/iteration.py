@@ -20,7 +20,7 @@ from solrl_jax.explore.monitor import Level
 from solrl_jax.flow.grid import Grid
 from solrl_jax.numerics.randomness import prompt_uid, seed_numbers
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.policy.advantage import advantages, optimality
+from solrl_jax.policy.advantage import TIE, advantages, optimality
 from solrl_jax.policy.objective import Objective
 from solrl_jax.policy.state import TrainState
 from solrl_jax.policy.update import PolicyBatch, update
@@ -146,7 +146,7 @@ def policy_batch(
     """The kept samples as the update takes them, on every device. A reward that is not finite has weight 0.
 
     Of pairs, each best row is followed by its worst one, which has the best one's seed, so it is noised in the same way. A pair
-    of equal rewards has weight 0.
+    of equal rewards, but for rounding (`TIE`), has weight 0.
     """
     place = lambda x: hosts.put(x, sharding.replicated(experiment.backbone.mesh))
     policy, flat = experiment.config.policy, rewards.reshape(-1)
@@ -154,7 +154,7 @@ def policy_batch(
     if policy.trains_on == "pairs":
         best, worst = best_and_worst(rewards)
         rows, seeds = np.stack([best, worst], 1).reshape(-1), seeds[best].repeat(2, 0)
-        counts = (flat[best] > flat[worst]).repeat(2)
+        counts = (flat[best] - flat[worst] > TIE * np.maximum(abs(flat[best]), abs(flat[worst]))).repeat(2)
     return PolicyBatch(
         latents=place(samples.latents[rows]),
         optimality=place(optimality(jnp.asarray(advantage), policy.advantage_clip).reshape(-1)[rows]),
@@ -180,7 +180,7 @@ def summarise(
     experiment: Experiment, selection: Selection, rewards: Float[np.ndarray, "p k"], kept: Samples, pool: Samples
 ) -> dict[str, float]:
     """Rewards of the pool and of what is trained on, how well the proxy ranked the latter, and how large the pictures are."""
-    mean = lambda x: float(np.mean(x[np.isfinite(x)])) if np.isfinite(x).any() else float("nan")
+    mean = lambda x: float(np.mean(x[np.isfinite(x)], dtype=float)) if np.isfinite(x).any() else float("nan")
     proxy = selection.proxy
     correlations = rank_correlations(np.take_along_axis(proxy, selection.chosen, axis=1), rewards)
     return {

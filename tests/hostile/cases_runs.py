@@ -159,6 +159,14 @@ CASES = [
         files={"{run}/metrics.jsonl": '{"iteration": {"a": [1]}}\n{"iteration": 1, "eval/reward": [3]}\n'},
         seconds=60,
     ),
+    Case(
+        "metrics.jsonl lacks its iterations",
+        TRAIN,
+        "metrics.jsonl lacks 2 of 2 iterations, and goes on without them",
+        0,
+        files={"{run}/metrics.jsonl": ROW},
+        seconds=60,
+    ),
     *(
         Case(f"a stray file in {name}", TRAIN, "gained: ", 0, files={f"{{run}}/{name}/stray": "x"}, seconds=60)
         for name in ("ledger", "checkpoints", "pictures")

@@ -42,6 +42,17 @@ def returning(what="", sees="pictures"):
     return Reward(None, _rows, lambda params, seen, rows: made(seen.mean((1, 2, 3))), sees=sees)
 
 
+def bright(least=0.0):
+    """The mean; no score for pictures darker than `least`."""
+    return Reward(None, _rows, lambda params, images, rows: {"reward": _where_at_least(images.mean((1, 2, 3)), least)})
+
+
+def _where_at_least(mean, least):
+    import jax.numpy as jnp
+
+    return jnp.where(mean >= least, mean, jnp.nan)
+
+
 def preparing(what=""):
     made = {"one row": np.zeros(1), "objects": [object()]}[what]
     return Reward(None, lambda prompts: made, _mean)

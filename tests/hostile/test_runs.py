@@ -1,5 +1,7 @@
 """Runs that have nothing to learn from any more, prompts that change, interruptions: no failure ends as success."""
 
+import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -7,11 +9,14 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from solrl_jax.backbone.locate import EMBEDDED_FOLDER
-from solrl_jax.run import checkpoint
+from solrl_jax.run import checkpoint, loop, metrics
+from solrl_jax.storage.errors import RunError
+from solrl_jax.training.iteration import iterate
 from tests.hostile.cases_models import not_finite
 from tests.hostile.harness import call
 from tests.small import SMALL
@@ -66,6 +71,71 @@ def test_prompts_that_changed_are_refused_unless_said(tmp_path):
         extra = ["--force"] if saved(tmp_path / "run") == [1] else []
         assert train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2", *extra).code == 0
     assert saved(tmp_path / "run") == [2, 1]
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_never_has_enough_finite_rewards_to_train_on_fails(tmp_path):
+    """All candidates are to be kept, and some of each prompt have no score."""
+    reward = "tests.hostile.inside:bright"
+    settings = [f"reward={reward}", f"reward.options.{reward}.least=0.89", "rollout.kept=8", "train.iterations=2"]
+    ended = train(tmp_path, *settings)
+    rows = metrics.read(tmp_path)
+    assert (ended.code, saved(tmp_path)) == (1, [])
+    assert all(row["pool/reward"] is not None and row["kept/spread"] is None for row in rows[1:])
+    assert "iteration 2: no prompt with rollout.kept=8 finite rewards in 2 iteration(s) in a row; nothing" in ended.error
+
+
+@pytest.mark.exhaustive
+def test_adapters_that_are_not_finite_are_not_saved_because_their_evaluation_fails(tmp_path, monkeypatch):
+    def stopped(this, ema, done):
+        raise RunError("no score")
+
+    assert train(tmp_path, "train.iterations=1", "run.keep_checkpoints=1").code == 0
+    monkeypatch.setattr(loop, "_evaluate", stopped)
+    monkeypatch.setattr(loop, "iterate", lambda *given: _not_finite(*iterate(*given)))
+    ended = train(tmp_path, "train.iterations=2", "run.keep_checkpoints=1")
+    assert (ended.code, saved(tmp_path)) == (1, [1])
+    assert "iteration 2: the adapters are not finite after the update; the last finite checkpoint is" in ended.error
+
+
+def _not_finite(state, outcome):
+    return dataclasses.replace(state, adapters=jax.tree.map(lambda x: x * np.nan, state.adapters)), outcome
+
+
+@pytest.mark.exhaustive
+def test_the_record_has_an_iteration_whose_ledger_could_not_be_written(tmp_path, monkeypatch):
+    def full(root, iteration, columns):
+        raise RunError("disk full")
+
+    monkeypatch.setattr(loop.ledger, "write", full)
+    ended = train(tmp_path, "train.iterations=1")
+    assert (ended.code, saved(tmp_path)) == (1, [1])
+    assert [row["iteration"] for row in metrics.read(tmp_path) if "fidelity/spearman" in row] == [1]
+
+
+@pytest.mark.exhaustive
+def test_a_trace_that_cannot_be_written_costs_no_iteration(tmp_path, monkeypatch):
+    def full(stop=jax.profiler.stop_trace) -> None:
+        stop()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", full)
+    ended = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1")
+    assert (ended.code, saved(tmp_path)) == (1, [1])
+    assert "solrl: disk full while writing" in ended.error
+
+
+@pytest.mark.exhaustive
+def test_an_instruction_that_changed_is_refused_unless_said(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("Paint it.")
+    settings = [f"model.instruction={text}", "model.max_tokens=24"]
+    assert train(tmp_path / "run", *settings, "train.iterations=1").code == 0
+    text.write_text("Draw it.")
+    ended = train(tmp_path / "run", *settings, "train.iterations=2")
+    assert (ended.code, saved(tmp_path / "run")) == (2, [1])
+    assert f"solrl: model.instruction='{text}': its text has changed since iteration 1; " in ended.error
+    assert train(tmp_path / "run", *settings, "train.iterations=2", "--force").code == 0
 
 
 @pytest.mark.exhaustive

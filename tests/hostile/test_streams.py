@@ -114,6 +114,33 @@ def test_sigterm_ends_any_command_as_ctrl_c_does(monkeypatch, capsys):
     assert capsys.readouterr().err == "solrl: interrupted\n"
 
 
+@pytest.mark.parametrize(("number", "module"), [(signal.SIGTERM, "pydantic"), (signal.SIGINT, "numpy"), (signal.SIGHUP, "jax")])
+def test_an_interruption_waits_for_an_import(number, module):
+    """Signals come at the import, and again as Python ends. NumPy, broken off, would show a stack and raise ImportError."""
+    code = f"""
+import atexit, os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {module!r} and name not in sys.modules:
+            os.kill(os.getpid(), {int(number)})
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, {int(number)})
+
+late = Late()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["solrl", "linears", "tiny"]
+from solrl_jax.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "solrl: interrupted\n")
+
+
 def test_a_million_devices_are_bad_input(monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1000000")
     assert ended(monkeypatch, "presets") == 2

@@ -151,9 +151,15 @@ def test_wandb_is_asked_for_and_explained(tmp_path, monkeypatch):
     assert calls[1:3] == [{"iteration": 1, "a": 0.5}, "end"]
     assert calls[0] == calls[3]
 
+    (tmp_path / "wandb-id.txt").unlink()
+    os.mkfifo(tmp_path / "wandb-id.txt")
+    with pytest.raises(InputError, match=r"did not start: not a regular file$"):  # and is not waited for
+        report(tmp_path, [], wandb=True)
+
     def refuse(**_):
         raise RuntimeError("no key\nsecond line")
 
+    (tmp_path / "wandb-id.txt").unlink()
     fake.init = refuse
     with pytest.raises(InputError, match=r"did not start: no key$"):
         report(tmp_path, [], wandb=True)

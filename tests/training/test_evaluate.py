@@ -70,6 +70,13 @@ def test_pictures_without_a_score_are_left_out_of_means(toy):
     assert np.isnan(empty.errors["reward"])
 
 
+def test_scores_whose_squares_float32_cannot_hold_have_an_error(toy, recwarn):
+    vast = Reward(None, lambda prompts: np.zeros(len(prompts)), lambda p, images, _: {"reward": 3e38 * images.mean((1, 2, 3))})
+    result = evaluate(dataclasses.replace(toy, evaluated=vast), fresh_state(toy).ema)
+    assert np.isfinite([result.means["reward"], result.errors["reward"]]).all()
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
+
+
 def test_the_picture_has_four_of_each_prompt_and_says_which_are_right(toy):
     there = dataclasses.replace(toy, evaluated=judge())
     grid = sample_grid(there, fresh_state(toy).ema)

@@ -143,6 +143,16 @@ def test_a_pair_without_a_better_one_does_not_count(spied):
     assert not np.asarray(batches[0].weight).any()
 
 
+def test_a_pair_that_differs_by_rounding_does_not_count(spied):
+    """Devices may round otherwise, and that must not decide which of two samples is preferred."""
+    batches, _ = spied
+    toy = toy_experiment(*settings("dpo", "sol_rl"))
+    flat = dataclasses.replace(toy.reward, score=lambda params, images, _: {"reward": 1 + 1e-6 * images.mean((1, 2, 3))})
+    _, outcome = iterate(dataclasses.replace(toy, reward=flat), fresh_state(toy), 1)
+    assert outcome.metrics["kept/spread"] > 0
+    assert not np.asarray(batches[0].weight).any()
+
+
 def test_an_evaluation_follows_the_ode():
     sde, ode = toy_experiment(*settings("flow_grpo", "sol_rl")), toy_experiment()
     scores = [evaluate(toy, fresh_state(toy).ema).scores["reward"] for toy in (sde, ode)]
