@@ -17,16 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
-from solrl_jax.models.layers import (
-    Conv,
-    DepthwiseConv,
-    GLUMBConv,
-    Linear,
-    RMSNorm,
-    depth_to_space,
-    param,
-    space_to_depth,
-)
+from solrl_jax.models.layers import Conv, DepthwiseConv, GLUMBConv, Linear, RMSNorm, depth_to_space, param, space_to_depth
 from solrl_jax.numerics import target
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu": jax.nn.relu}

@@ -54,13 +54,12 @@ class KLConfig(ReleasedConfig):
         for name, accepted in ACCEPTED.items():
             self.require_one_of(name, accepted)
         widths, groups = self.block_out_channels, self.norm_num_groups
-        fits = isinstance(widths, tuple) and 0 < len(widths) <= MOST_STAGES and all(w % groups == 0 for w in widths)
+        fits = 0 < len(widths) <= MOST_STAGES and all(w % groups == 0 for w in widths)
         self.require(fits, "block_out_channels", f"a list of 1 to {MOST_STAGES} multiples of norm_num_groups={groups}")
         most = MOST_BUILT // len(widths)
         self.require(self.layers_per_block <= most, "layers_per_block", f"up to {most}, with {len(widths)} stages")
         for name in ("down_block_types", "up_block_types"):
-            value = getattr(self, name)
-            fits = isinstance(value, tuple) and len(value) == len(widths)
+            fits = len(getattr(self, name)) == len(widths)
             self.require(fits, name, f"a list of {len(widths)}, one for each of block_out_channels")
 
     @property
@@ -84,12 +83,6 @@ class AutoencoderKLConfig(KLConfig):
     shift_factor: float | None = None  # None: zero
     latents_mean: None = None
     latents_std: None = None
-
-    def check(self) -> None:
-        number = lambda value: type(value) in (int, float)
-        self.require(number(self.scaling_factor) and self.scaling_factor > 0, "scaling_factor", "a positive number")
-        self.require(self.shift_factor is None or number(self.shift_factor), "shift_factor", "a number or None")
-        super().check()
 
     def unscale(self, latent: Float[Array, "..."]) -> Float[Array, "..."]:
         """From the diffusion model's latents to those that `AutoencoderKL.decode` takes."""

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.config_file import ReleasedConfig, unsupported
+from solrl_jax.models.config_file import TransformerConfig, unsupported
 from solrl_jax.models.layers import Linear, depth_to_space, modulate, scan_blocks, space_to_depth, stack
 from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, Rotate, SelfAttention, TimeTextEmbedding
 from solrl_jax.numerics.pending import Pending
@@ -27,7 +27,7 @@ Rotation: TypeAlias = tuple[np.ndarray, np.ndarray]  # cosines and sines [positi
 
 
 @dataclasses.dataclass(frozen=True)
-class FluxConfig(ReleasedConfig):
+class FluxConfig(TransformerConfig):
     """The fields of a released `transformer/config.json`."""
 
     network = "FluxTransformer2DModel"
@@ -51,14 +51,6 @@ class FluxConfig(ReleasedConfig):
         axes, head = self.axes_dims_rope, self.attention_head_dim
         fits = len(axes) == 3 and all(type(a) is int and a > 0 and a % 2 == 0 for a in axes) and sum(axes) == head
         self.require(fits, "axes_dims_rope", f"three positive even numbers whose sum is attention_head_dim={head}")
-
-    @property
-    def width(self) -> int:
-        return self.num_attention_heads * self.attention_head_dim
-
-    @property
-    def features_out(self) -> int:
-        return self.in_channels if self.out_channels is None else self.out_channels
 
 
 class FluxTransformer2DModel(nnx.Module):

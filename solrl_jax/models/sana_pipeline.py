@@ -75,7 +75,7 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
         folder,
         ("transformer in_channels", config.in_channels, vae_config.latent_channels),
         # a network with twice the channels would predict a variance beside the velocity
-        ("transformer out_channels", config.out_channels or config.in_channels, config.in_channels),
+        ("transformer out_channels", config.features_out, config.in_channels),
         ("transformer caption_channels", config.caption_channels, text_config.hidden_size),
         ("transformer cross_attention_dim", config.cross_attention_dim, config.width),
     )

@@ -91,7 +91,7 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
     check_fit(
         folder,
         ("transformer in_channels", config.in_channels, vae_config.latent_channels),
-        ("transformer out_channels", config.out_channels or config.in_channels, config.in_channels),
+        ("transformer out_channels", config.features_out, config.in_channels),
     )
     text = open_text(folder, config.joint_attention_dim, config.pooled_projection_dim)
     transformer = Component.of(folder / "transformer", lambda r: SD3Transformer2DModel(config, remat=remat, rngs=r))

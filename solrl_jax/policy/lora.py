@@ -40,7 +40,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
     A parameter that is trained in full has no adapter. What files may not have, because a configuration adds it to a network,
     is always trained in full.
     """
-    params, chosen, field = transformer.shapes("float32"), config.train.parameters, "train.parameters"
+    params, chosen, field = transformer.abstract("float32"), config.train.parameters, "train.parameters"
     if chosen == "all":
         return Targets((), tuple(sorted(flatten(params))))
     whole = {path for path in flatten(params) if chosen != "adapters" and matches(chosen, path, field)}

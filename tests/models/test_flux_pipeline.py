@@ -253,7 +253,7 @@ def test_blocks_of_text_encoders_are_gathered_a_layer_at_a_time(monkeypatch, tmp
     """What `Component.gathered` gathers whole is everything but the stacks, wherever they lie."""
     save_flux_pipeline(tmp_path)
     t5 = open_pipeline(tmp_path).text_encoders["text_encoder_2"]
-    params, whole = t5.shapes(jnp.float32), []
+    params, whole = t5.abstract(jnp.float32), []
     monkeypatch.setattr("solrl_jax.models.component.gather", lambda tree: whole.append(tree) or tree)
     assert t5.gathered(params) == params
     ids = lambda tree: {id(leaf) for leaf in jax.tree.leaves(tree)}
