@@ -15,7 +15,7 @@ from pretrain.networks import to_torch
 from solrl_jax.models.autoencoder_kl_flux2 import COUNTER, AutoencoderKLFlux2, AutoencoderKLFlux2Config, open_autoencoder
 from solrl_jax.models.weights import entries
 from tests import carried
-from tests.models.test_autoencoder_kl import TOLERANCE, error, jit, nchw, nhwc, normal
+from tests.models.test_autoencoder_kl import TOLERANCE, error, nchw, nhwc, normal
 from tests.parity import from_torch, parameter_count
 
 RELEASED = carried.config(carried.FLUX2_4B, "vae")
@@ -125,7 +125,7 @@ def test_files_of_diffusers_load(tmp_path):
     reference.save_pretrained(tmp_path)
     component = open_autoencoder(tmp_path, AutoencoderKLFlux2Config.read(tmp_path))
     latent = normal(0, 1, 3, 2, 16)
-    got = jit(lambda p, z: component(p).decode(z))(component.load(jnp.float32), latent)
+    got = jax.jit(lambda p, z: component(p).decode(z))(component.load(jnp.float32), latent)
     assert error(got, nhwc(their_decode(reference, nchw(latent)))) < TOLERANCE
 
 
