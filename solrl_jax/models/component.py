@@ -58,7 +58,6 @@ class Component:
 
     @property
     def size(self) -> int:
-        """The number of parameters."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property

@@ -96,7 +96,7 @@ class ReleasedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig(ReleasedConfig):
-    """The fields that the transformers of diffusers' pipelines have. Each network has its own defaults."""
+    """The fields of a released `transformer/config.json`: those that all have. Each network adds its own, and the defaults."""
 
     in_channels: int
     out_channels: int | None

@@ -27,8 +27,6 @@ ACCEPTED = {"patch_size": (1,), "timestep_guidance_channels": (256,), "eps": (EP
 
 @dataclasses.dataclass(frozen=True)
 class Flux2Config(TransformerConfig):
-    """The fields of a released `transformer/config.json`."""
-
     network = "Flux2Transformer2DModel"
 
     patch_size: int = 1

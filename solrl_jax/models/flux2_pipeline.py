@@ -51,10 +51,7 @@ def empirical_mu(steps: int, tokens: int) -> float:
 
 
 def open_flux2(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`, `-9B`, `-base-4B` or `-base-9B`.
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
-    """
+    """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`, `-9B`, `-base-4B` or `-base-9B`."""
     config, vae_config = Flux2Config.read(folder / "transformer"), AutoencoderKLFlux2Config.read(folder / "vae")
     text_config = Qwen3Config.read(folder / "text_encoder")
     check_fit(

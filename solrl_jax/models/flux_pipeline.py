@@ -44,10 +44,7 @@ class FluxText:
 
 
 def open_flux(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `black-forest-labs/FLUX.1-dev` (or `-schnell`).
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
-    """
+    """Opens a directory in the layout of `black-forest-labs/FLUX.1-dev` (or `-schnell`)."""
     config, vae_config = FluxConfig.read(folder / "transformer"), AutoencoderKLConfig.read(folder / "vae")
     clip_config, t5_config = CLIPTextConfig.read(folder / "text_encoder"), T5Config.read(folder / "text_encoder_2")
     check_fit(

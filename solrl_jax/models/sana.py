@@ -26,8 +26,6 @@ from solrl_jax.numerics.pending import Pending
 
 @dataclasses.dataclass(frozen=True)
 class SanaConfig(TransformerConfig):
-    """The fields of a released `transformer/config.json`."""
-
     network = "SanaTransformer2DModel"
 
     in_channels: int = 32

@@ -67,7 +67,6 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
     """Opens a directory in the layout of `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`.
 
     mhla: what replaces the attention among image tokens, begun for images of `size`, height and width; None: nothing does.
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
     """
     config, vae_config = SanaConfig.read(folder / "transformer"), AutoencoderDCConfig.read(folder / "vae")
     text_config = Gemma2Config.read(folder / "text_encoder")

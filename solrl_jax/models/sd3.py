@@ -21,8 +21,6 @@ from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, TimeTextEmbedding, 
 
 @dataclasses.dataclass(frozen=True)
 class SD3Config(TransformerConfig):
-    """The fields of a released `transformer/config.json`."""
-
     network = "SD3Transformer2DModel"
 
     sample_size: int = 128

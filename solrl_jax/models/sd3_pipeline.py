@@ -82,10 +82,7 @@ def open_text(folder: Path, width: int, pooled: int) -> SD3Text:
 
 
 def open_sd3(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`.
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
-    """
+    """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`."""
     config = SD3Config.read(folder / "transformer")
     vae_config = AutoencoderKLConfig.read(folder / "vae")
     check_fit(

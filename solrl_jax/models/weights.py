@@ -61,7 +61,6 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The path as one string."""
         return "/".join(map(str, self.path))
 
     @property

@@ -47,10 +47,7 @@ class ZImageText:
 
 
 def open_zimage(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `Tongyi-MAI/Z-Image` (or `-Turbo`).
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
-    """
+    """Opens a directory in the layout of `Tongyi-MAI/Z-Image` (or `-Turbo`)."""
     config, vae_config = ZImageConfig.read(folder / "transformer"), AutoencoderKLConfig.read(folder / "vae")
     text_config = Qwen3Config.read(folder / "text_encoder")
     check_fit(

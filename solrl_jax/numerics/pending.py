@@ -42,7 +42,6 @@ class Columns:
         return self.array[..., self.start : self.stop]
 
     def cut(self, start: int, stop: int) -> "Columns":
-        """Some of these columns."""
         return Columns(self.array, self.start + start, self.start + stop)
 
 

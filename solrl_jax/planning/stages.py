@@ -39,7 +39,6 @@ class Program:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
         return self.function.__name__
 
 

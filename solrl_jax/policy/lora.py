@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from solrl_jax.backbone.backbone import Component, Entry, entries
+from solrl_jax.backbone.backbone import Component, Entry, Params, entries
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import matches
 from solrl_jax.numerics.matmul import LowRank, Quantized
 
-Params = dict[Any, Any]
 Adapter = dict[str, Array]  # {"a": ..., "b": ...}
 Adapters = Mapping[str, Adapter | Array]
 
