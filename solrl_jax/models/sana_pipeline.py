@@ -17,7 +17,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedToke
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.models.tokenizers import count_tokens, load_tokenizer, tokenize
-from solrl_jax.models.weights import Params
+from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 300
 
@@ -94,7 +94,7 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
         folder=folder,
         transformer=transformer,
         text_encoders={"text_encoder": encoder},
-        vae=Component.of(folder / "vae", lambda r: AutoencoderDC(vae_config, rngs=r)),
+        vae=Component.of(folder / "vae", lambda r: AutoencoderDC(vae_config, rngs=r), find_decoder),
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         tokenize=text.tokenize,

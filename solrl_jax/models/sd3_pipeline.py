@@ -16,7 +16,7 @@ from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.t5 import T5Config, T5EncoderModel
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize
-from solrl_jax.models.weights import Params
+from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 256  # of T5
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
@@ -102,7 +102,7 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
         folder=folder,
         transformer=transformer,
         text_encoders=text.encoders,
-        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r)),
+        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r), find_decoder),
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         tokenize=text.tokenize,

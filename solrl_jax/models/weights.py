@@ -125,6 +125,11 @@ def find_component(source: Path, state: nnx.State, unused: tuple[str, ...] = ())
     return table, find_tensors(files, wanted, str(source), ignored)
 
 
+def find_decoder(source: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
+    """As `find_component`, of an autoencoder that only decodes: the encoder in its files, and a counter, are passed over."""
+    return find_component(source, state, ("encoder.", "quant_conv.", "bn.num_batches_tracked"))
+
+
 def _as_spelt(table: list[Entry], files: Sequence[Path]) -> list[Entry]:
     """The table with the names in the files: without what they leave out (`LEFT_OUT`)."""
     for prefix in LEFT_OUT:
