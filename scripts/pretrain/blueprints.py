@@ -12,11 +12,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pretrain.encoders import AutoencoderDC, AutoencoderKL
 from pretrain.networks import Part
 from pretrain.recipe import MAX_TOKENS, SHORT
 from pretrain.words import CLIP_END, VOCAB_SIZE, clip_tokenizer, gemma_tokenizer, t5_tokenizer
-from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig
-from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
+from solrl_jax.models.autoencoder_dc import AutoencoderDCConfig
+from solrl_jax.models.autoencoder_kl import AutoencoderKLConfig
 from solrl_jax.models.clip import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model

@@ -60,7 +60,7 @@ def command(
     device = device_facts()
     form = resolve(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path, **attention_of(config.model))
-    shapes = pipeline.transformer.shapes(DTYPES[config.rollout.precision])
+    shapes = pipeline.transformer.abstract(DTYPES[config.rollout.precision])
     with in_one_line():
         rows = linears.report(shapes, config.model.quantize, form, config.rollout.explore)
     if others["errors"]:

@@ -189,7 +189,7 @@ def _quantized(config: Config | None, pipeline: Pipeline, form: Format, precisio
     kind = lambda preset: parse_json(read_text(CARRIED / preset.model.path / "model_index.json"))["_class_name"]
     rules = (config or next(preset for preset in presets if kind(preset) == pipeline.kind)).model.quantize
     with in_one_line():
-        return quantized_paths(pipeline.transformer.shapes(DTYPES[precision]), rules, form)
+        return quantized_paths(pipeline.transformer.abstract(DTYPES[precision]), rules, form)
 
 
 def _lora(path: Path | None, pipeline: Pipeline) -> tuple[Adapters, float]:

@@ -7,13 +7,7 @@ from typing import Any
 
 import click
 
-from solrl_jax.commands.options import (
-    INTERRUPTED,
-    finish,
-    iterations,
-    json_option,
-    overrides_argument,
-)
+from solrl_jax.commands.options import INTERRUPTED, finish, iterations, json_option, overrides_argument
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel.hosts import initialise
 from solrl_jax.run import loop

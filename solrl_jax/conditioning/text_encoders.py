@@ -68,7 +68,7 @@ class TextEncoders:
 
     def encode(self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None) -> tuple[Encoding, int]:
         """Encodings on the host, a row for each of one or more prompts, and how many were not in the cache."""
-        tokens = self._tokenize(prompts, max_tokens, instruction)
+        tokens = self.tokenize(prompts, max_tokens, instruction)
         rows: list[Encoding | None] = [None] * len(prompts)
         if self.cache is not None:
             keys = self._keys(tokens)
@@ -91,7 +91,7 @@ class TextEncoders:
         """
         if self.cache is None:
             return 0
-        keys = self._keys(self._tokenize(prompts, max_tokens, instruction))
+        keys = self._keys(self.tokenize(prompts, max_tokens, instruction))
         absent = hosts.anywhere([not self.cache.has(key) for key in keys])
         missing = [prompt for prompt, is_absent in zip(prompts, absent, strict=True) if is_absent]
         for start in range(0, len(missing), self.chunk):
@@ -100,7 +100,8 @@ class TextEncoders:
         self.release()
         return len(missing)
 
-    def _tokenize(self, prompts: Sequence[str], max_tokens: int, instruction: str | None) -> Tokens:
+    def tokenize(self, prompts: Sequence[str], max_tokens: int, instruction: str | None) -> Tokens:
+        """What is encoded of prompts, with the instruction before each."""
         if instruction is None:
             return self.pipeline.tokenize(prompts, max_tokens)
         assert self.pipeline.instruct is not None  # see `check_instruction`

@@ -62,7 +62,6 @@ class Grid:
 
     @property
     def steps(self) -> int:
-        """The number of solver steps."""
         return len(self.sigmas)
 
     def on(self, sigmas: Sigmas, table: Table) -> "Grid":

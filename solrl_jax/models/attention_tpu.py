@@ -5,18 +5,13 @@ are multiples of 128. Positions that fill them up are told from tokens as masked
 """
 
 import functools
-import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.numerics import target
-from solrl_jax.parallel.sharding import AXES
+from solrl_jax.numerics.rows import on_rows
 
 TILE = 128  # positions; a length is filled up to a multiple of it
 LARGEST = 512  # positions of a block that lies in a TPU's vector memory
@@ -59,9 +54,9 @@ def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
     """The kernel with its gradient. The gradient makes the forward pass again: the kernel keeps its statistics to itself."""
     # Mosaic takes no BF16 at a precision above the default
     at = jax.default_matmul_precision("highest" if arrays[0].dtype == jnp.float32 else "default")
-    forward = _on_rows(at(functools.partial(_kernel, scale)))
+    forward = on_rows(at(functools.partial(_kernel, scale)), by_heads=True)
     gradient = lambda q, k, v, masked, g: jax.vjp(lambda q, k, v: _kernel(scale, q, k, v, masked), q, k, v)[1](g)
-    backward = _on_rows(at(gradient))
+    backward = on_rows(at(gradient), by_heads=True)
     attend = jax.custom_vjp(lambda *a: forward(*a))
     attend.defvjp(lambda *a: (forward(*a), a), lambda a, g: (*backward(*a, g), None))
     return attend(*arrays)
@@ -77,27 +72,3 @@ def _kernel(scale: float, q: Array, k: Array, v: Array, masked: Int[Array, "b s"
     dq = {"block_q_dq": t, "block_k_major_dq": s, "block_k_dq": s}
     segments = SegmentIds(jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), masked)
     return flash_attention(q, k, v, segment_ids=segments, sm_scale=scale, block_sizes=BlockSizes(**forward, **dkv, **dq))
-
-
-def _on_rows(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` on each device's rows and heads. An axis that `jax.vmap` maps is a part of the rows."""
-
-    @custom_vmap
-    def mapped(*arrays: Array) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty:
-            return f(*arrays)
-        even = lambda axis, names: names if arrays[0].shape[axis] % math.prod(mesh.shape[name] for name in names) == 0 else None
-        rows, heads = even(0, AXES[:2]), even(1, AXES[2:])
-        specs = tuple(PartitionSpec(rows, *(heads,) * (x.ndim == 4)) for x in arrays)
-        out = jax.tree.map(lambda _: PartitionSpec(rows, heads), jax.eval_shape(f, *arrays))
-        return jax.shard_map(f, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
-
-    @mapped.def_vmap
-    def fold(size: int, is_mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
-        every = [x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in zip(arrays, is_mapped, strict=True)]
-        out = mapped(*(x.reshape(-1, *x.shape[2:]) for x in every))
-        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return mapped

@@ -1,9 +1,10 @@
 """DC-AE, SANA's autoencoder (arXiv 2410.10733; in SANA: arXiv 2410.10629, section 2.1): diffusers' `AutoencoderDC` in Flax NNX.
 
-A sequence of stages, each at half the resolution of the one before. Six stages turn 32 x 32 pixels into one latent vector.
+A sequence of stages, each at twice the resolution of the one before. Six stages turn one latent vector into 32 x 32 pixels.
 Fine stages hold residual convolutions. Coarse stages hold linear attention and a gated convolution (EfficientViT, arXiv
-2205.14756). Every change of resolution has a shortcut without parameters: it moves pixels into channels (or back), and averages
-(or repeats) channels to the wanted width. So the convolution beside it learns only a difference; this makes it trainable.
+2205.14756). Every change of resolution has a shortcut without parameters: it repeats channels to the wanted width, and moves
+them into pixels. So the convolution beside it learns only a difference; this makes it trainable. Training makes latents and
+never reads a picture: the encoder is not here (`scripts/pretrain/encoders.py` has it).
 """
 
 import dataclasses
@@ -17,16 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
-from solrl_jax.models.layers import (
-    Conv,
-    DepthwiseConv,
-    GLUMBConv,
-    Linear,
-    RMSNorm,
-    depth_to_space,
-    param,
-    space_to_depth,
-)
+from solrl_jax.models.layers import Conv, DepthwiseConv, GLUMBConv, Linear, RMSNorm, depth_to_space, param
 from solrl_jax.numerics import target
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu": jax.nn.relu}
@@ -98,18 +90,6 @@ class AutoencoderDCConfig(ReleasedConfig):
     def spatial_compression(self) -> int:
         """Pixels that a latent stands for, each way."""
         return 2 ** (len(self.encoder_block_out_channels) - 1)
-
-
-class DownBlock(nnx.Module):
-    """Half the resolution: a strided convolution, or (unshuffle) a convolution and `space_to_depth`."""
-
-    def __init__(self, n_in: int, n_out: int, *, unshuffle: bool, rngs: nnx.Rngs):
-        self.conv = Conv(n_in, n_out // 4 if unshuffle else n_out, 3, stride=1 if unshuffle else 2, rngs=rngs)
-        self.unshuffle = unshuffle
-
-    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h/2 w/2 n_out"]:
-        y = space_to_depth(self.conv(x)) if self.unshuffle else self.conv(x)
-        return y + space_to_depth(x).reshape(*y.shape, -1).mean(-1)
 
 
 class UpBlock(nnx.Module):
@@ -225,27 +205,6 @@ def make_stages(config: AutoencoderDCConfig, side: str, activations: Sequence[st
     return [[make(*block) for _ in range(depth)] for depth, *block in stages]
 
 
-class Encoder(nnx.Module):
-    """Stages from fine to coarse. Each ends with the step down to the next."""
-
-    def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
-        widths, unshuffle = config.encoder_block_out_channels, config.downsample_block_type == "pixel_unshuffle"
-        stages = make_stages(config, "encoder", ("silu",) * len(widths), rngs)
-        for stage, fine, coarse in zip(stages, widths, widths[1:], strict=False):
-            stage.append(DownBlock(fine, coarse, unshuffle=unshuffle, rngs=rngs))
-        self.conv_in = Conv(config.in_channels, widths[0], 3, rngs=rngs)
-        self.down_blocks = nnx.List([nnx.List(stage) for stage in stages])
-        self.conv_out = Conv(widths[-1], config.latent_channels, 3, rngs=rngs)
-        self.shortcut = config.encoder_out_shortcut
-
-    def __call__(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
-        x = self.conv_in(x)
-        for block in chain.from_iterable(self.down_blocks):
-            x = block(x)
-        y = self.conv_out(x)
-        return y + x.reshape(*y.shape, -1).mean(-1) if self.shortcut else y
-
-
 class Decoder(nnx.Module):
     """Stages from coarse to fine, but listed finest first. Each begins with the step up from the coarser one."""
 
@@ -269,17 +228,11 @@ class Decoder(nnx.Module):
 
 
 class AutoencoderDC(nnx.Module):
-    """Images in [-1, 1] to latents and back. `config.scaling_factor` is not applied."""
+    """Latents to images in [-1, 1]. `config.scaling_factor` is not applied."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
-        self.encoder, self.decoder = Encoder(config, rngs=rngs), Decoder(config, rngs=rngs)
+        self.decoder = Decoder(config, rngs=rngs)
         self.config = config
-
-    def encode(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
-        """h = H / `config.spatial_compression`. Raises ValueError for a size that is no multiple of it."""
-        if any(size % self.config.spatial_compression for size in x.shape[1:3]):
-            raise ValueError(f"an image of {x.shape[1:3]} pixels: need multiples of {self.config.spatial_compression}")
-        return self.encoder(x)
 
     def decode(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
         """H = h * `config.spatial_compression`. Not clipped to [-1, 1]."""

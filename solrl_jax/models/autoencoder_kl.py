@@ -1,12 +1,12 @@
 """The KL autoencoder of latent diffusion (arXiv 2112.10752, section 3.1): `AutoencoderKL` of diffusers in Flax NNX.
 
-FLUX.1 and Stable Diffusion 3 use it with 16 latent channels. With 4, and a 1x1 convolution on either side of the latent, it is
-the autoencoder of Stable Diffusion 1. Residual convolutions at ever coarser resolution, attention over all pixels at the
-coarsest, and back. The encoder's result for each latent is a normal distribution.
+FLUX.1 and Stable Diffusion 3 use it with 16 latent channels. With 4, and a 1x1 convolution before the decoder, it is the
+autoencoder of Stable Diffusion 1. Attention over all pixels at the coarsest resolution, residual convolutions at ever finer
+ones. Training makes latents and never reads a picture: the encoder is not here (`scripts/pretrain/encoders.py` has it).
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from solrl_jax.models.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
 from solrl_jax.models.layers import Conv, Linear, param
 
 NORM_EPS = 1e-6
-LOGVAR_RANGE = (-30.0, 20.0)  # clamped to it, as in the released code, so that exp(logvar) is finite
 ACCEPTED: dict[str, tuple[Any, ...]] = {  # values of these fields; of block types, the values of every stage
     "act_fn": ("silu",),
     "down_block_types": ("DownEncoderBlock2D",),
@@ -54,13 +53,12 @@ class KLConfig(ReleasedConfig):
         for name, accepted in ACCEPTED.items():
             self.require_one_of(name, accepted)
         widths, groups = self.block_out_channels, self.norm_num_groups
-        fits = isinstance(widths, tuple) and 0 < len(widths) <= MOST_STAGES and all(w % groups == 0 for w in widths)
+        fits = 0 < len(widths) <= MOST_STAGES and all(w % groups == 0 for w in widths)
         self.require(fits, "block_out_channels", f"a list of 1 to {MOST_STAGES} multiples of norm_num_groups={groups}")
         most = MOST_BUILT // len(widths)
         self.require(self.layers_per_block <= most, "layers_per_block", f"up to {most}, with {len(widths)} stages")
         for name in ("down_block_types", "up_block_types"):
-            value = getattr(self, name)
-            fits = isinstance(value, tuple) and len(value) == len(widths)
+            fits = len(getattr(self, name)) == len(widths)
             self.require(fits, name, f"a list of {len(widths)}, one for each of block_out_channels")
 
     @property
@@ -85,73 +83,23 @@ class AutoencoderKLConfig(KLConfig):
     latents_mean: None = None
     latents_std: None = None
 
-    def check(self) -> None:
-        number = lambda value: type(value) in (int, float)
-        self.require(number(self.scaling_factor) and self.scaling_factor > 0, "scaling_factor", "a positive number")
-        self.require(self.shift_factor is None or number(self.shift_factor), "shift_factor", "a number or None")
-        super().check()
-
     def unscale(self, latent: Float[Array, "..."]) -> Float[Array, "..."]:
         """From the diffusion model's latents to those that `AutoencoderKL.decode` takes."""
         return latent / self.scaling_factor + (self.shift_factor or 0.0)
 
 
-class DiagonalGaussian(NamedTuple):
-    """The distribution of a latent, `mean + exp(logvar / 2) * noise`, with independent numbers."""
-
-    mean: Float[Array, "b h w c"]
-    logvar: Float[Array, "b h w c"]
-
-
 class AutoencoderKL(nnx.Module):
-    """Images in [-1, 1] to latents and back. The config's scale and shift are not applied."""
+    """Latents to images in [-1, 1]. The config's scale and shift are not applied."""
 
     def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
         c, latent = config, config.latent_channels
-        self.encoder, self.decoder = Encoder(c, rngs=rngs), Decoder(c.of_decoder, rngs=rngs)
-        pointwise = lambda n: Linear(n, n, layout="pointwise", rngs=rngs)
-        self.quant_conv = pointwise(2 * latent) if c.use_quant_conv else None
-        self.post_quant_conv = pointwise(latent) if c.use_post_quant_conv else None
+        self.decoder = Decoder(c.of_decoder, rngs=rngs)
+        self.post_quant_conv = Linear(latent, latent, layout="pointwise", rngs=rngs) if c.use_post_quant_conv else None
         self.config = config
-
-    def encode(self, image: Float[Array, "b H W colours"]) -> DiagonalGaussian:
-        """h = floor(H / `config.spatial_compression`), w likewise. Pixels beyond that reach the latents at the border in part.
-
-        Raises ValueError for an image smaller than one latent.
-        """
-        least = self.config.spatial_compression
-        if min(image.shape[1:3]) < least:
-            raise ValueError(f"an image of {image.shape[1:3]} pixels: need {least} or more in both directions")
-        y = self.encoder(image)
-        if self.quant_conv is not None:
-            y = self.quant_conv(y)
-        mean, logvar = jnp.split(y, 2, axis=-1)
-        return DiagonalGaussian(mean, jnp.clip(logvar, *LOGVAR_RANGE))
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
         """H = h * `config.spatial_compression`. Not clipped to [-1, 1]."""
         return self.decoder(latent if self.post_quant_conv is None else self.post_quant_conv(latent))
-
-
-class Encoder(nnx.Module):
-    """Stages from fine to coarse; each but the last ends with the step down. It makes means and log-variances, side by side."""
-
-    def __init__(self, c: KLConfig, *, rngs: nnx.Rngs):
-        widths = c.block_out_channels
-        self.conv_in = Conv(c.in_channels, widths[0], 3, rngs=rngs)
-        self.down_blocks = nnx.List([
-            Stage(pair, c.layers_per_block, c, step="down" if i < len(widths) - 1 else None, rngs=rngs)
-            for i, pair in enumerate(zip((widths[0], *widths), widths, strict=False))
-        ])  # fmt: skip
-        self.mid_block = UNetMidBlock2D(widths[-1], c, rngs=rngs)
-        self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
-        self.conv_out = Conv(widths[-1], 2 * c.latent_channels, 3, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "b H W colours"]) -> Float[Array, "b h w c2"]:
-        x = self.conv_in(x)
-        for block in self.down_blocks:
-            x = block(x)
-        return self.conv_out(norm_silu(self.conv_norm_out, self.mid_block(x)))
 
 
 class Decoder(nnx.Module):
@@ -162,7 +110,7 @@ class Decoder(nnx.Module):
         self.conv_in = Conv(c.latent_channels, widths[0], 3, rngs=rngs)
         self.mid_block = UNetMidBlock2D(widths[0], c, rngs=rngs)
         self.up_blocks = nnx.List([
-            Stage(pair, c.layers_per_block + 1, c, step="up" if i < len(widths) - 1 else None, rngs=rngs)
+            Stage(pair, c.layers_per_block + 1, c, up=i < len(widths) - 1, rngs=rngs)
             for i, pair in enumerate(zip((widths[0], *widths), widths, strict=False))
         ])  # fmt: skip
         self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
@@ -176,17 +124,16 @@ class Decoder(nnx.Module):
 
 
 class Stage(nnx.Module):
-    """`layers` residual blocks, then half (step "down") or twice ("up") the resolution, or the same (None)."""
+    """`layers` residual blocks. up: then twice the resolution."""
 
-    def __init__(self, widths: tuple[int, int], layers: int, c: KLConfig, *, step: str | None, rngs: nnx.Rngs):
+    def __init__(self, widths: tuple[int, int], layers: int, c: KLConfig, *, up: bool, rngs: nnx.Rngs):
         n_in, n_out = widths
         inputs = (n_in, *[n_out] * (layers - 1))
         self.resnets = nnx.List([ResnetBlock2D(n, n_out, c.norm_num_groups, rngs=rngs) for n in inputs])
-        self.downsamplers = nnx.List([Downsample2D(n_out, rngs=rngs)] if step == "down" else [])
-        self.upsamplers = nnx.List([Upsample2D(n_out, rngs=rngs)] if step == "up" else [])
+        self.upsamplers = nnx.List([Upsample2D(n_out, rngs=rngs)] if up else [])
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
-        for layer in (*self.resnets, *self.downsamplers, *self.upsamplers):
+        for layer in (*self.resnets, *self.upsamplers):
             x = layer(x)
         return x
 
@@ -232,17 +179,6 @@ class Attention(nnx.Module):
         y = self.group_norm(x)
         q, k, v = (to(y).reshape(x.shape[0], -1, 1, x.shape[-1]) for to in (self.to_q, self.to_k, self.to_v))
         return x + self.to_out[0](attention(q, k, v).reshape(x.shape))
-
-
-class Downsample2D(nnx.Module):
-    """Half the resolution, rounded down: a convolution of stride 2, padded on the right and at the bottom only."""
-
-    def __init__(self, channels: int, *, rngs: nnx.Rngs):
-        self.conv = Conv(channels, channels, 3, stride=2, rngs=rngs)
-        self.conv.padding = 0  # instead of its symmetric one
-
-    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 c"]:
-        return self.conv(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))
 
 
 class Upsample2D(nnx.Module):

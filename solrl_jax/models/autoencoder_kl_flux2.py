@@ -5,21 +5,15 @@ channels, and each channel is normalised by its mean and variance over the train
 """
 
 import dataclasses
-from functools import partial
-from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from solrl_jax.models.autoencoder_kl import AutoencoderKL, DiagonalGaussian, KLConfig
-from solrl_jax.models.component import Component
-from solrl_jax.models.layers import depth_to_space, param, space_to_depth
-from solrl_jax.models.weights import find_component
+from solrl_jax.models.autoencoder_kl import AutoencoderKL, KLConfig
+from solrl_jax.models.layers import depth_to_space, param
 
 PATCH = 2  # latents of the network inside that one outside stands for, each way
-COUNTER = "bn.num_batches_tracked"  # of training, in the files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,29 +58,15 @@ class AutoencoderKLFlux2Config(KLConfig):
         return self.spatial_compression * PATCH
 
 
-def open_autoencoder(folder: Path, config: AutoencoderKLFlux2Config) -> Component:
-    """The network in a released folder."""
-    find = partial(find_component, unused=(COUNTER,))
-    return Component.of(folder, lambda r: AutoencoderKLFlux2(config, rngs=r), find)
-
-
 class AutoencoderKLFlux2(AutoencoderKL):
-    """Images in [-1, 1] to the diffusion model's latents and back: normalised, and two by two in one."""
+    """The diffusion model's latents, which are normalised, and two by two in one, to images in [-1, 1]."""
 
     def __init__(self, config: AutoencoderKLFlux2Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.bn = BatchStatistics(config.channels, config.batch_norm_eps)
-        self.compression = config.compression
-
-    def encode(self, image: Float[Array, "b H W 3"]) -> DiagonalGaussian:
-        """h = H / `compression`, w likewise. Raises ValueError for sides that are no multiple of that."""
-        if any(side % self.compression for side in image.shape[1:3]):
-            raise ValueError(f"an image of {image.shape[1:3]} pixels: need multiples of {self.compression}")
-        mean, logvar = map(space_to_depth, super().encode(image))
-        return DiagonalGaussian(self.bn.normalise(mean), logvar - 2 * jnp.log(self.bn.deviation(logvar.dtype)))
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """H = h * `compression`. Not clipped to [-1, 1]."""
+        """H = h * `config.compression`. Not clipped to [-1, 1]."""
         return super().decode(depth_to_space(self.bn.restore(latent)))
 
 
@@ -98,12 +78,7 @@ class BatchStatistics(nnx.Module):
         self.variance = param(jnp.ones(channels), "running_var")
         self.eps = eps
 
-    def deviation(self, dtype: DTypeLike) -> Float[Array, " c"]:
-        return jnp.sqrt(self.variance.get_value() + self.eps).astype(dtype)
-
-    def normalise(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        return (latent - self.mean.get_value().astype(latent.dtype)) / self.deviation(latent.dtype)
-
     def restore(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """The inverse of `normalise`."""
-        return latent * self.deviation(latent.dtype) + self.mean.get_value().astype(latent.dtype)
+        """Channels with their own means and variances, of normalised ones."""
+        deviation = jnp.sqrt(self.variance.get_value() + self.eps).astype(latent.dtype)
+        return latent * deviation + self.mean.get_value().astype(latent.dtype)

@@ -50,19 +50,14 @@ class Component:
         """
         return load_tensors(*self.find(self.source, self.state), dtype, place)
 
-    def abstract(self, dtype: DTypeLike, place: Placement | None) -> Params:
-        """What `load` would return, as a tree of ShapeDtypeStruct with shardings."""
+    def abstract(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
+        """What `load` would return, as a tree of ShapeDtypeStruct with shardings, if there is a `place`."""
         where = lambda e: None if place is None else place(e.path, e.full_shape)
         shape = lambda e: jax.ShapeDtypeStruct(e.full_shape, dtype, sharding=where(e))
         return unflatten_dict({e.path: shape(e) for e in entries(self.state)})
 
-    def shapes(self, dtype: DTypeLike) -> Params:
-        """The parameters' shapes as a tree of ShapeDtypeStruct."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), nnx.to_pure_dict(self.state))
-
     @property
     def size(self) -> int:
-        """The number of parameters."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property

@@ -94,6 +94,24 @@ class ReleasedConfig:
         self.require(all(v in accepted for v in values), field, ", ".join(map(repr, accepted)))
 
 
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig(ReleasedConfig):
+    """The fields of a released `transformer/config.json`: those that all have. Each network adds its own, and the defaults."""
+
+    in_channels: int
+    out_channels: int | None
+    attention_head_dim: int
+    num_attention_heads: int
+
+    @property
+    def width(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def features_out(self) -> int:
+        return self.in_channels if self.out_channels is None else self.out_channels
+
+
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 

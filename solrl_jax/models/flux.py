@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.config_file import ReleasedConfig, unsupported
+from solrl_jax.models.config_file import TransformerConfig, unsupported
 from solrl_jax.models.layers import Linear, depth_to_space, modulate, scan_blocks, space_to_depth, stack
 from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, Rotate, SelfAttention, TimeTextEmbedding
 from solrl_jax.numerics.pending import Pending
@@ -27,9 +27,7 @@ Rotation: TypeAlias = tuple[np.ndarray, np.ndarray]  # cosines and sines [positi
 
 
 @dataclasses.dataclass(frozen=True)
-class FluxConfig(ReleasedConfig):
-    """The fields of a released `transformer/config.json`."""
-
+class FluxConfig(TransformerConfig):
     network = "FluxTransformer2DModel"
 
     patch_size: int = 1
@@ -51,14 +49,6 @@ class FluxConfig(ReleasedConfig):
         axes, head = self.axes_dims_rope, self.attention_head_dim
         fits = len(axes) == 3 and all(type(a) is int and a > 0 and a % 2 == 0 for a in axes) and sum(axes) == head
         self.require(fits, "axes_dims_rope", f"three positive even numbers whose sum is attention_head_dim={head}")
-
-    @property
-    def width(self) -> int:
-        return self.num_attention_heads * self.attention_head_dim
-
-    @property
-    def features_out(self) -> int:
-        return self.in_channels if self.out_channels is None else self.out_channels
 
 
 class FluxTransformer2DModel(nnx.Module):
@@ -102,12 +92,14 @@ class FluxTransformer2DModel(nnx.Module):
         condition = jax.nn.silu(self.time_text_embed(timestep, pooled.astype(jnp.float32), guidance)).astype(dtype)
         turn = partial(rotate, rotation=rotary(length, rows, columns, self.config.axes_dims_rope))
 
-        streams = self.context_embedder(text.astype(dtype)), self.x_embedder(pack(latent))
+        # an image token for each 2 x 2 pixels, row by row
+        text, squares = self.context_embedder(text.astype(dtype)), space_to_depth(latent)
+        streams = text, self.x_embedder(squares.reshape(len(latent), -1, squares.shape[-1]))
         apply = lambda block, streams: block(*streams, condition, turn)
         x = jnp.concatenate(scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat), axis=1)
         x = scan_blocks(self.single_transformer_blocks, lambda block, x: block(x, condition, turn), x, remat=self.remat)
         normed, (scale, shift) = self.norm_out(x[:, length:], condition)
-        return unpack(self.proj_out(normed.map(modulate, shift, scale)), rows, columns)
+        return depth_to_space(self.proj_out(normed.map(modulate, shift, scale)).reshape(len(latent), rows, columns, -1))
 
 
 class FluxSingleBlock(nnx.Module):
@@ -125,17 +117,6 @@ class FluxSingleBlock(nnx.Module):
         h = h.map(modulate, shift, scale)
         both = Pending.of(self.attn(h, rotate), dtype=h.dtype).beside(self.proj_mlp.pending(h).map(jax.nn.gelu))
         return x + gate * self.proj_out(both)
-
-
-def pack(latent: Float[Array, "b h w c"]) -> Float[Array, "b n 4*c"]:
-    """One token for each 2 x 2 pixels, row by row. A token's features are ordered (channel, row, column)."""
-    squares = space_to_depth(latent)
-    return squares.reshape(len(latent), -1, squares.shape[-1])
-
-
-def unpack(tokens: Float[Array, "b n f"], rows: int, columns: int) -> Float[Array, "b h w f/4"]:
-    """The inverse of `pack`."""
-    return depth_to_space(tokens.reshape(len(tokens), rows, columns, -1))
 
 
 def rotary(length: int, rows: int, columns: int, axes: tuple[int, ...]) -> Rotation:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.config_file import ReleasedConfig
+from solrl_jax.models.config_file import TransformerConfig
 from solrl_jax.models.embeddings import TimestepMLP
 from solrl_jax.models.flux import Rotation, rotate, rotation
 from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm, gated, modulate, scan_blocks, stack
@@ -26,9 +26,7 @@ ACCEPTED = {"patch_size": (1,), "timestep_guidance_channels": (256,), "eps": (EP
 
 
 @dataclasses.dataclass(frozen=True)
-class Flux2Config(ReleasedConfig):
-    """The fields of a released `transformer/config.json`."""
-
+class Flux2Config(TransformerConfig):
     network = "Flux2Transformer2DModel"
 
     patch_size: int = 1
@@ -55,17 +53,9 @@ class Flux2Config(ReleasedConfig):
         self.require(self.hidden > 0, "mlp_ratio", "a number that gives the MLP a width of 1 or more")
 
     @property
-    def width(self) -> int:
-        return self.num_attention_heads * self.attention_head_dim
-
-    @property
     def hidden(self) -> int:
         """The width of the MLPs after their gate."""
         return int(self.width * self.mlp_ratio)
-
-    @property
-    def features_out(self) -> int:
-        return self.in_channels if self.out_channels is None else self.out_channels
 
 
 class Flux2Transformer2DModel(nnx.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxtyping import Array
 
-from solrl_jax.models.autoencoder_kl_flux2 import AutoencoderKLFlux2Config, open_autoencoder
+from solrl_jax.models.autoencoder_kl_flux2 import AutoencoderKLFlux2, AutoencoderKLFlux2Config
 from solrl_jax.models.component import Component
 from solrl_jax.models.config_file import unsupported
 from solrl_jax.models.flux2 import Flux2Config, Flux2Transformer2DModel
@@ -14,7 +14,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedToke
 from solrl_jax.models.qwen3 import Qwen3Config, open_qwen3
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.models.tokenizers import chat, load_tokenizer, tokenize
-from solrl_jax.models.weights import Params
+from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 512
 STATES = (9, 18, 27)  # of the encoder, side by side as the text
@@ -51,10 +51,7 @@ def empirical_mu(steps: int, tokens: int) -> float:
 
 
 def open_flux2(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`, `-9B`, `-base-4B` or `-base-9B`.
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
-    """
+    """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`, `-9B`, `-base-4B` or `-base-9B`."""
     config, vae_config = Flux2Config.read(folder / "transformer"), AutoencoderKLFlux2Config.read(folder / "vae")
     text_config = Qwen3Config.read(folder / "text_encoder")
     check_fit(
@@ -77,7 +74,7 @@ def open_flux2(folder: Path, remat: str) -> Pipeline:
         folder=folder,
         transformer=transformer,
         text_encoders={"text_encoder": text.encoder},
-        vae=open_autoencoder(folder / "vae", vae_config),
+        vae=Component.of(folder / "vae", lambda r: AutoencoderKLFlux2(vae_config, rngs=r), find_decoder),
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         tokenize=text.tokenize,

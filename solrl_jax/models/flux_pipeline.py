@@ -15,7 +15,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedToke
 from solrl_jax.models.t5 import T5Config, T5EncoderModel
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize
-from solrl_jax.models.weights import Params
+from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 512  # of T5
 SAMPLE_SIZE = 128  # side of the latents that the model was made for; its config does not say
@@ -44,10 +44,7 @@ class FluxText:
 
 
 def open_flux(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `black-forest-labs/FLUX.1-dev` (or `-schnell`).
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
-    """
+    """Opens a directory in the layout of `black-forest-labs/FLUX.1-dev` (or `-schnell`)."""
     config, vae_config = FluxConfig.read(folder / "transformer"), AutoencoderKLConfig.read(folder / "vae")
     clip_config, t5_config = CLIPTextConfig.read(folder / "text_encoder"), T5Config.read(folder / "text_encoder_2")
     check_fit(
@@ -74,7 +71,7 @@ def open_flux(folder: Path, remat: str) -> Pipeline:
         folder=folder,
         transformer=transformer,
         text_encoders={"text_encoder": text.clip, "text_encoder_2": text.t5},
-        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r)),
+        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r), find_decoder),
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         tokenize=text.tokenize,

@@ -65,7 +65,6 @@ class Gemma2Config(ReleasedConfig):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each layer."""
         return self.layer_types or tuple(FULL if i % 2 else SLIDING for i in range(self.num_hidden_layers))
 
 

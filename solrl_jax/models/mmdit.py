@@ -42,9 +42,9 @@ def attend(head: int, *streams: list[Pending]) -> Float[Array, "b s d"]:
 class Projections(nnx.Module):
     """Queries, keys and values of one sequence. normed: queries and keys are normalised, each head on its own."""
 
-    def __init__(self, d: int, head: int, *, normed: bool, bias: bool = True, rngs: nnx.Rngs):
+    def __init__(self, d: int, head: int, *, normed: bool, bias: bool = True, eps: float = EPS, rngs: nnx.Rngs):
         self.to_q, self.to_k, self.to_v = (Linear(d, d, bias=bias, rngs=rngs) for _ in range(3))
-        self.norm_q, self.norm_k = (RMSNorm(head, eps=EPS) if normed else None for _ in range(2))
+        self.norm_q, self.norm_k = (RMSNorm(head, eps=eps) if normed else None for _ in range(2))
         self.head = head
 
     def heads(self, x: Pending, rotate: Rotate, position: int = 0) -> list[Pending]:

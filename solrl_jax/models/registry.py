@@ -1,4 +1,7 @@
-"""The pipelines that are ported, by their class in diffusers. To add one: a file with its `open_...`, and a line here."""
+"""The pipelines that are ported, by their class in diffusers. To add one: a file with its `open_...`, and a line here.
+
+Those raise FileNotFoundError or ValueError for what is missing, not supported or made for other components.
+"""
 
 import dataclasses
 from pathlib import Path

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from solrl_jax.models.attention import attention, attention_forward
-from solrl_jax.models.config_file import ReleasedConfig
+from solrl_jax.models.config_file import TransformerConfig
 from solrl_jax.models.embeddings import PatchProjection, TextProjection, TimestepMLP, sincos_positions, unpatch
 from solrl_jax.models.layers import GLUMBConv, LayerNorm, Linear, RMSNorm, modulate, param, scan_blocks, stack
 from solrl_jax.numerics.leaf import Quantized
@@ -25,9 +25,7 @@ from solrl_jax.numerics.pending import Pending
 
 
 @dataclasses.dataclass(frozen=True)
-class SanaConfig(ReleasedConfig):
-    """The fields of a released `transformer/config.json`."""
-
+class SanaConfig(TransformerConfig):
     network = "SanaTransformer2DModel"
 
     in_channels: int = 32
@@ -57,10 +55,6 @@ class SanaConfig(ReleasedConfig):
         self.require(not self.dropout, "dropout", "0.0")
         self.require(not self.guidance_embeds, "guidance_embeds", "False")
 
-    @property
-    def width(self) -> int:
-        return self.num_attention_heads * self.attention_head_dim
-
 
 class SanaTransformer2DModel(nnx.Module):
     """The velocity network.
@@ -70,12 +64,7 @@ class SanaTransformer2DModel(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: SanaConfig,
-        *,
-        remat: str = "none",
-        attention: Callable[..., nnx.Module] | None = None,
-        rngs: nnx.Rngs,
+        self, config: SanaConfig, *, remat: str = "none", attention: Callable[..., nnx.Module] | None = None, rngs: nnx.Rngs
     ):
         c, d = config, config.width
         self.config, self.remat = config, remat
@@ -86,7 +75,7 @@ class SanaTransformer2DModel(nnx.Module):
         self.transformer_blocks = stack(c.num_layers, lambda r: SanaBlock(c, attention or LinearAttention, rngs=r), rngs)
         self.scale_shift_table = param(jax.random.normal(rngs.params(), (2, d)) / math.sqrt(d), "scale_shift_table")
         self.norm_out = LayerNorm(d, eps=1e-6, affine=False)
-        self.proj_out = Linear(d, c.patch_size**2 * (c.out_channels or c.in_channels), rngs=rngs)
+        self.proj_out = Linear(d, c.patch_size**2 * c.features_out, rngs=rngs)
 
     def __call__(
         self,

@@ -105,10 +105,7 @@ def plan(shapes: Mapping[str, Shape], base: SanaConfig) -> Plan:
     normed = any(re.fullmatch(r"blocks\.\d+\.(cross_)?attn\.[qk]_norm\.weight", name) for name in shapes)
     hidden = shapes.get("blocks.0.mlp.depth_conv.conv.weight", (2 * int(base.mlp_ratio * base.width),))[0] // 2
     config = dataclasses.replace(
-        base,
-        num_layers=depth,
-        mlp_ratio=mlp_ratio(hidden, base.width),
-        qk_norm="rms_norm_across_heads" if normed else None,
+        base, num_layers=depth, mlp_ratio=mlp_ratio(hidden, base.width), qk_norm="rms_norm_across_heads" if normed else None
     )
     table = _table(depth, ffn, normed)
     network = nnx.eval_shape(lambda: SanaTransformer2DModel(config, rngs=nnx.Rngs(0)))

@@ -17,7 +17,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedToke
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.models.tokenizers import count_tokens, load_tokenizer, tokenize
-from solrl_jax.models.weights import Params
+from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 300
 
@@ -67,7 +67,6 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
     """Opens a directory in the layout of `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`.
 
     mhla: what replaces the attention among image tokens, begun for images of `size`, height and width; None: nothing does.
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
     """
     config, vae_config = SanaConfig.read(folder / "transformer"), AutoencoderDCConfig.read(folder / "vae")
     text_config = Gemma2Config.read(folder / "text_encoder")
@@ -75,7 +74,7 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
         folder,
         ("transformer in_channels", config.in_channels, vae_config.latent_channels),
         # a network with twice the channels would predict a variance beside the velocity
-        ("transformer out_channels", config.out_channels or config.in_channels, config.in_channels),
+        ("transformer out_channels", config.features_out, config.in_channels),
         ("transformer caption_channels", config.caption_channels, text_config.hidden_size),
         ("transformer cross_attention_dim", config.cross_attention_dim, config.width),
     )
@@ -95,7 +94,7 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
         folder=folder,
         transformer=transformer,
         text_encoders={"text_encoder": encoder},
-        vae=Component.of(folder / "vae", lambda r: AutoencoderDC(vae_config, rngs=r)),
+        vae=Component.of(folder / "vae", lambda r: AutoencoderDC(vae_config, rngs=r), find_decoder),
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         tokenize=text.tokenize,

@@ -13,16 +13,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.config_file import ReleasedConfig
+from solrl_jax.models.config_file import TransformerConfig
 from solrl_jax.models.embeddings import PatchProjection, sincos_positions, unpatch
 from solrl_jax.models.layers import Linear, param, scan_blocks, stack
 from solrl_jax.models.mmdit import AdaLayerNorm, JointBlock, TimeTextEmbedding, silu
 
 
 @dataclasses.dataclass(frozen=True)
-class SD3Config(ReleasedConfig):
-    """The fields of a released `transformer/config.json`."""
-
+class SD3Config(TransformerConfig):
     network = "SD3Transformer2DModel"
 
     sample_size: int = 128
@@ -40,18 +38,11 @@ class SD3Config(ReleasedConfig):
     qk_norm: str | None = None
 
     def check(self) -> None:
-        dual = self.dual_attention_layers
-        fits = isinstance(dual, tuple) and all(type(i) is int for i in dual)
-        self.require(fits, "dual_attention_layers", "a list of integers")
         self.require_one_of("qk_norm", (None, "rms_norm"))
         # both streams have the network's width
         accepted = f"num_attention_heads * attention_head_dim = {self.width}"
         self.require(self.caption_projection_dim == self.width, "caption_projection_dim", accepted)
         self.require(self.width % 4 == 0, "attention_head_dim", "a number that makes the width a multiple of 4")
-
-    @property
-    def width(self) -> int:
-        return self.num_attention_heads * self.attention_head_dim
 
 
 class SD3Transformer2DModel(nnx.Module):
@@ -69,7 +60,7 @@ class SD3Transformer2DModel(nnx.Module):
         self.context_embedder = Linear(c.joint_attention_dim, d, rngs=rngs)
         self.transformer_blocks = nnx.Dict(_runs(c, rngs))
         self.norm_out = AdaLayerNorm(d, 2, rngs=rngs)
-        self.proj_out = Linear(d, c.patch_size**2 * (c.out_channels or c.in_channels), rngs=rngs)
+        self.proj_out = Linear(d, c.patch_size**2 * c.features_out, rngs=rngs)
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.t5 import T5Config, T5EncoderModel
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize
-from solrl_jax.models.weights import Params
+from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 256  # of T5
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
@@ -82,16 +82,13 @@ def open_text(folder: Path, width: int, pooled: int) -> SD3Text:
 
 
 def open_sd3(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`.
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
-    """
+    """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`."""
     config = SD3Config.read(folder / "transformer")
     vae_config = AutoencoderKLConfig.read(folder / "vae")
     check_fit(
         folder,
         ("transformer in_channels", config.in_channels, vae_config.latent_channels),
-        ("transformer out_channels", config.out_channels or config.in_channels, config.in_channels),
+        ("transformer out_channels", config.features_out, config.in_channels),
     )
     text = open_text(folder, config.joint_attention_dim, config.pooled_projection_dim)
     transformer = Component.of(folder / "transformer", lambda r: SD3Transformer2DModel(config, remat=remat, rngs=r))
@@ -105,7 +102,7 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
         folder=folder,
         transformer=transformer,
         text_encoders=text.encoders,
-        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r)),
+        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r), find_decoder),
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         tokenize=text.tokenize,

@@ -61,7 +61,6 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The path as one string."""
         return "/".join(map(str, self.path))
 
     @property
@@ -124,6 +123,11 @@ def find_component(source: Path, state: nnx.State, unused: tuple[str, ...] = ())
     wanted = {name: e.torch_shape for e in table if not begun(e) for name in e.names}
     ignored = lambda name: REDUNDANT.get(name) in wanted or name.startswith(unused)
     return table, find_tensors(files, wanted, str(source), ignored)
+
+
+def find_decoder(source: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
+    """As `find_component`, of an autoencoder that only decodes: the encoder in its files, and a counter, are passed over."""
+    return find_component(source, state, ("encoder.", "quant_conv.", "bn.num_batches_tracked"))
 
 
 def _as_spelt(table: list[Entry], files: Sequence[Path]) -> list[Entry]:

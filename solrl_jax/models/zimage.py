@@ -19,6 +19,7 @@ from solrl_jax.models.config_file import ReleasedConfig
 from solrl_jax.models.embeddings import patches, sinusoid, unpatch
 from solrl_jax.models.flux import turn
 from solrl_jax.models.layers import LayerNorm, Linear, RMSNorm, gated, param, scan_blocks, stack
+from solrl_jax.models.mmdit import Projections
 from solrl_jax.numerics.pending import Pending, written
 
 Rotation: TypeAlias = tuple[Array, Array]  # cosines and sines [b, s, head / 2], float32
@@ -172,19 +173,15 @@ class Block(nnx.Module):
         return x + jnp.tanh(gate_ff) * self.ffn_norm2(self.feed_forward(h))
 
 
-class Attention(nnx.Module):
+class Attention(Projections):
     """Softmax attention with rotary positions. `qk_norm`: each head of queries and keys is normalised on its own."""
 
     def __init__(self, c: ZImageConfig, *, rngs: nnx.Rngs):
-        self.to_q, self.to_k, self.to_v = (Linear(c.dim, c.dim, bias=False, rngs=rngs) for _ in range(3))
+        super().__init__(c.dim, c.head, normed=c.qk_norm, bias=False, eps=HEAD_EPS, rngs=rngs)
         self.to_out = nnx.List([Linear(c.dim, c.dim, bias=False, rngs=rngs)])
-        self.norm_q, self.norm_k = (RMSNorm(c.head, eps=HEAD_EPS) if c.qk_norm else None for _ in range(2))
-        self.head = c.head
 
     def __call__(self, x: Pending, rotation: Rotation, seen: Int[Array, " b"] | None) -> Float[Array, "b s d"]:
-        normed = lambda y, norm: y if norm is None else norm.by_head(y)
-        q, k = (normed(self.to_q.pending(x), self.norm_q), normed(self.to_k.pending(x), self.norm_k))
-        q, k, v = (written([y], self.head) for y in (q.map(turn, *rotation), k.map(turn, *rotation), self.to_v.pending(x)))
+        q, k, v = (written([y], self.head) for y in self.heads(x, lambda y, _: y.map(turn, *rotation)))
         attend = attention if x.exact else attention_forward
         return self.to_out[0](attend(q, k, v, seen).reshape(*q.shape[:2], -1))
 

@@ -15,7 +15,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedToke
 from solrl_jax.models.qwen3 import Qwen3Config, open_qwen3
 from solrl_jax.models.tensor_files import read_json
 from solrl_jax.models.tokenizers import chat, chat_template, tokenize
-from solrl_jax.models.weights import Params
+from solrl_jax.models.weights import Params, find_decoder
 from solrl_jax.models.zimage import PATCH, ZImageConfig, ZImageTransformer2DModel
 from solrl_jax.storage.errors import InputError
 
@@ -47,10 +47,7 @@ class ZImageText:
 
 
 def open_zimage(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `Tongyi-MAI/Z-Image` (or `-Turbo`).
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or made for other components.
-    """
+    """Opens a directory in the layout of `Tongyi-MAI/Z-Image` (or `-Turbo`)."""
     config, vae_config = ZImageConfig.read(folder / "transformer"), AutoencoderKLConfig.read(folder / "vae")
     text_config = Qwen3Config.read(folder / "text_encoder")
     check_fit(
@@ -72,7 +69,7 @@ def open_zimage(folder: Path, remat: str) -> Pipeline:
         folder=folder,
         transformer=transformer,
         text_encoders={"text_encoder": encoder},
-        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r)),
+        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r), find_decoder),
         scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
         velocity=velocity,
         tokenize=text.tokenize,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.numerics import target
 from solrl_jax.numerics.pending import Columns, Pending
-from solrl_jax.numerics.rows import on_rows
+from solrl_jax.numerics.rows import on_rows, power_of_two
 
 CHANNELS = 32  # of a block of threads
 FEWEST, WIDEST = 16, 32  # pixels of a row, filled up to a power of two; wider pictures come in twos, too few for a GPU
@@ -134,7 +134,7 @@ def in_one_pass(
     backward = pictures[-1].shape[-1] == channels // 2
     made = channels if backward else channels // 2
     spec = lambda a: pl.BlockSpec((None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, *(0,) * (a.ndim - 1)))
-    arrays, filled = (kernel[:, :, :, 0], bias, *pictures), 1 << (max(width, FEWEST) - 1).bit_length()
+    arrays, filled = (kernel[:, :, :, 0], bias, *pictures), power_of_two(width, FEWEST)
     out = jax.ShapeDtypeStruct((batch, height, width, made), dtype)
     return pl.pallas_call(
         functools.partial(_body, pl, plgpu, filled, function, backward), grid=(batch, channels // 2 // CHANNELS),

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.numerics import target
 from solrl_jax.numerics.pending import Columns, Pending
-from solrl_jax.numerics.rows import on_rows
+from solrl_jax.numerics.rows import on_rows, power_of_two
 
 FEWEST, MOST = 16, 64  # tokens that a group of threads holds at a time; of 128, SANA's gradient spills registers
 HEADS = (16, 32, 64)  # features of a head that fit
@@ -69,14 +69,14 @@ def linear_attention(
     if blocks is None or mix is None:
         blocks, mix = Blocks((1, 1), (1, q.rows)), jnp.ones((1, 1))
     whole = all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs) and not blocks.released
-    fits = width // heads in HEADS and filled(blocks.count) * (width // heads) ** 2 <= LARGEST
+    fits = width // heads in HEADS and power_of_two(blocks.count) * (width // heads) ** 2 <= LARGEST
     if target.platform() != "gpu" or dtype != jnp.bfloat16 or not whole or not fits:
         return plain(q.value, k.value, v.value, heads)
     functions, given = [x.parts[0].function for x in inputs], [x.parts[0].arrays for x in inputs]
     places = [[a.start if isinstance(a, Columns) else 0 for a in arrays] for arrays in given]
     run = functools.partial(in_one_pass, functions, places, (width // heads, width), blocks)
     arrays = [a.array if isinstance(a, Columns) else a for arrays in given for a in arrays]
-    mix = jnp.pad(mix.astype(jnp.float32), (0, filled(blocks.count) - blocks.count))
+    mix = jnp.pad(mix.astype(jnp.float32), (0, power_of_two(blocks.count) - blocks.count))
     return with_gradient(run, functions, [len(arrays) for arrays in given])(mix[None], *arrays)
 
 
@@ -152,7 +152,7 @@ def in_one_pass(
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton as plgpu
 
-    (head, width), batch, m = widths, max(len(a) for a in arrays), filled(blocks.count)
+    (head, width), batch, m = widths, max(len(a) for a in arrays), power_of_two(blocks.count)
     spec = lambda a: pl.BlockSpec((None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, *(0,) * (a.ndim - 1)))
     made = [jax.ShapeDtypeStruct((batch, math.prod(blocks.grid), width), jnp.bfloat16)] * (3 if backward else 1)
     if backward:
@@ -166,11 +166,6 @@ def in_one_pass(
     return tuple(out) if backward else out[0]
 
 
-def filled(count: int) -> int:
-    """Triton's arrays have powers of two elements."""
-    return 1 << (count - 1).bit_length()
-
-
 class _Head:
     """Within a kernel: reads and writes tokens of one head, and mixes its sums.
 
@@ -182,8 +177,8 @@ class _Head:
         self.plgpu, self.functions, self.places = plgpu, functions, places
         self.head, self.blocks, self.program = head, blocks, pl.program_id(1)
         self.columns = (self.program * head + jnp.arange(head))[None]
-        self.number = jnp.arange(filled(blocks.count))
-        self.group = min(max(filled(math.prod(blocks.size)), FEWEST), MOST)
+        self.number = jnp.arange(power_of_two(blocks.count))
+        self.group = min(power_of_two(math.prod(blocks.size), FEWEST), MOST)
 
     def groups(self, refs: Sequence[Any]) -> list[Callable[[Any], Array]]:
         """Functions of a group's tokens to q, k and v [tokens, head]: BF16; zeros for those that there are not."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from solrl_jax.numerics import target
-from solrl_jax.numerics.rows import on_rows
+from solrl_jax.numerics.rows import on_rows, power_of_two
 
 # Of rows [..., n], one array for each part, to outputs. Each output is a list of arrays that lie side by side, a part each.
 Encode = Callable[[Sequence[Float[Array, "..."]]], tuple[list[Array], ...]]
@@ -42,7 +42,6 @@ class Columns:
         return self.array[..., self.start : self.stop]
 
     def cut(self, start: int, stop: int) -> "Columns":
-        """Some of these columns."""
         return Columns(self.array, self.start + start, self.start + stop)
 
 
@@ -233,7 +232,7 @@ def kernel(encode: Encode, stretches: Sequence[Sequence[Part]], *, interpret: bo
         for parts, start, end in zip(stretches, [0, *ends], ends, strict=False)
         for part in parts for i, x in enumerate(_arrays([[part]]))
     ]  # fmt: skip
-    largest_row = max(sum(_filled(x.shape[-1]) for x in of_stretch) for of_stretch in shapes)
+    largest_row = max(sum(power_of_two(x.shape[-1], SMALLEST) for x in of_stretch) for of_stretch in shapes)
     threads = plgpu.CompilerParams(num_warps=min(max(largest_row // IN_A_WARP, FEWEST), MOST), num_stages=1)
     call = pl.pallas_call(
         body, grid=(outs[0].shape[0], ends[-1]), in_specs=ins, out_specs=[spec(x, 0, ends[-1], 0) for x in outs],
@@ -247,13 +246,14 @@ def _row(
     """Within the kernel: makes a row of the parts from references to its inputs, and writes it."""
     from jax.experimental.pallas import triton as plgpu
 
-    sizes = [_filled(width) for width in (*widths[:-1], widths[-1] + -sum(widths) % SMALLEST)]  # formats fill up whole rows
+    ends = (*widths[:-1], widths[-1] + -sum(widths) % SMALLEST)  # formats fill up whole rows
+    sizes = [power_of_two(width, SMALLEST) for width in ends]
 
     def load(ref: Any, array: Any, width: int, size: int) -> Array:
         start, stop = (array.start, array.stop) if isinstance(array, Columns) else (0, ref.shape[0])
         if (n := stop - start) == 1:
             return ref[start].astype(jnp.float32)
-        at = jnp.arange(size if n == width else 1 << (n - 1).bit_length())
+        at = jnp.arange(size if n == width else power_of_two(n))
         return plgpu.load(ref.at[start + at], mask=at < n, other=0.0).astype(jnp.float32)
 
     values = []
@@ -267,8 +267,3 @@ def _row(
             end = ref.shape[0] if piece is made[-1] else start + width * piece.shape[-1] // size
             plgpu.store(ref.at[at], piece, mask=at < end)
             start = end
-
-
-def _filled(width: int) -> int:
-    """Triton's arrays have powers of two elements."""
-    return 1 << (max(width, SMALLEST) - 1).bit_length()

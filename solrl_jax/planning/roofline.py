@@ -34,10 +34,7 @@ class Roofline:
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Of all runs of a kernel."""
-        return max(
-            self.peak_seconds(kernel),
-            kernel.times * kernel.moved / self.target.peaks.memory,
-        )
+        return max(self.peak_seconds(kernel), kernel.times * kernel.moved / self.target.peaks.memory)
 
     def link_seconds(self, collective: Collective) -> float:
         """Of all runs of a collective."""
@@ -112,13 +109,7 @@ class Roofline:
 def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roofline:
     """Of the text of a program compiled for `hosts` hosts with `on_host` devices each."""
     module = parse(text)
-    return Roofline(
-        target,
-        on_host,
-        kernels(module),
-        collectives(module, on_host * hosts),
-        module.unknown_loops(),
-    )
+    return Roofline(target, on_host, kernels(module), collectives(module, on_host * hosts), module.unknown_loops())
 
 
 def table(summary: dict[str, Any]) -> str:

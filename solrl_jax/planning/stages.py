@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from solrl_jax.conditioning.text_encoders import ENCODED_ROWS, encode_chunk
+from solrl_jax.conditioning.text_encoders import encode_chunk
 from solrl_jax.config.sizes import evaluated_size
 from solrl_jax.explore.lever import shaped_quantizer
 from solrl_jax.explore.sync import Quantizer, quantize_policy
@@ -39,7 +39,6 @@ class Program:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
         return self.function.__name__
 
 
@@ -118,15 +117,11 @@ class Stages:
 
     def _encode(self) -> Program:
         backbone, model = self.experiment.backbone, self.experiment.config.model
-        mesh, pipeline = self.rows_mesh, backbone.pipeline
-        texts = [""] * (ENCODED_ROWS * mesh.size)
-        if backbone.instruction is None or pipeline.instruct is None:
-            tokens = pipeline.tokenize(texts, model.max_tokens)
-        else:
-            tokens = pipeline.instruct(texts, model.max_tokens, backbone.instruction)
+        mesh, encoders = self.rows_mesh, backbone.text_encoders
+        tokens = encoders.tokenize([""] * encoders.chunk, model.max_tokens, backbone.instruction)
         placed = abstract(tokens, mesh, sharding.rows(mesh))
-        calls = -(-self.experiment.config.train.prompts // (ENCODED_ROWS * mesh.size)) + 1  # and the empty prompt
-        return Program(mesh, encode_chunk, (backbone.text_encoders, self.encoders, placed), calls)
+        calls = -(-self.experiment.config.train.prompts // encoders.chunk) + 1  # and the empty prompt
+        return Program(mesh, encode_chunk, (encoders, self.encoders, placed), calls)
 
     def _sync(self) -> tuple[Any, ...]:
         experiment, recipe = self.experiment, self.experiment.recipe

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from solrl_jax.backbone.backbone import Component, Entry, entries
+from solrl_jax.backbone.backbone import Component, Entry, Params, entries
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import matches
 from solrl_jax.numerics.matmul import LowRank, Quantized
 
-Params = dict[Any, Any]
 Adapter = dict[str, Array]  # {"a": ..., "b": ...}
 Adapters = Mapping[str, Adapter | Array]
 
@@ -40,7 +39,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
     A parameter that is trained in full has no adapter. What files may not have, because a configuration adds it to a network,
     is always trained in full.
     """
-    params, chosen, field = transformer.shapes("float32"), config.train.parameters, "train.parameters"
+    params, chosen, field = transformer.abstract("float32"), config.train.parameters, "train.parameters"
     if chosen == "all":
         return Targets((), tuple(sorted(flatten(params))))
     whole = {path for path in flatten(params) if chosen != "adapters" and matches(chosen, path, field)}

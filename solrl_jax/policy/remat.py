@@ -46,7 +46,7 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
     """
     most = effective_batch(config, sharding.row_groups(mesh))["terms_per_step_per_device"]
     rows, dtype = min(config.optimizer.micro_batch, most), DTYPES[config.rollout.precision]
-    base = pipeline.transformer.shapes(dtype)
+    base = pipeline.transformer.abstract(dtype)
     targets = find_targets(pipeline.transformer, config)
     adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
     latents = jax.ShapeDtypeStruct((rows, *pipeline.latent_shape(*largest_size(config))), dtype)
@@ -70,5 +70,5 @@ def _conditioning(pipeline: Pipeline, rows: int, config: Config) -> Any:
     """The shapes of encoded prompts. An instruction does not change them."""
     of_one = pipeline.tokenize([""], config.model.max_tokens)
     tokens = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in of_one.items()}
-    params = {name: part.shapes(DTYPES[config.rollout.precision]) for name, part in pipeline.text_encoders.items()}
+    params = {name: part.abstract(DTYPES[config.rollout.precision]) for name, part in pipeline.text_encoders.items()}
     return jax.eval_shape(pipeline.encode_text, params, tokens)

@@ -69,7 +69,6 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Its run directory."""
         return Path(self.config.run.dir)
 
 

@@ -82,6 +82,14 @@ class PictureGrid:
     images: Float[np.ndarray, "p m h w 3"]
     right: np.ndarray | None  # [p, m] bool, by the first reward that has a score "strict"; None: no reward has one
 
+    @classmethod
+    def of(cls, prompts: Sequence[str], samples: Samples) -> "PictureGrid":
+        """As many samples of each prompt, in their order, which were kept with their pictures."""
+        assert samples.images is not None
+        strict = next((scores for name, scores in samples.scores.items() if name.endswith("/strict")), None)
+        images = samples.images.reshape(len(prompts), -1, *samples.images.shape[1:])
+        return cls(prompts, images, None if strict is None else strict.reshape(len(prompts), -1) > 0.5)
+
     @property
     def marks(self) -> list[bool | None]:
         """`right`, image by image; None where there is no verdict."""
@@ -154,20 +162,13 @@ def pool_pictures(
 
     def draw(stage: Stage) -> PictureGrid:
         samples = generate(experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True)
-        assert samples.images is not None
-        images = samples.images.reshape(count, each, *samples.images.shape[1:])
-        return PictureGrid(prompts[:count], images, _right(samples, count))
+        return PictureGrid.of(prompts[:count], samples)
 
     start = rollout.window_start(iteration)
     stages = {"explored": draw(recipe.stage(old, level, start))}
     if rollout.regenerate:
         stages["regenerated"] = draw(experiment.stage("regenerate", old, rollout.steps, start))
     return PoolPictures(prompts[:count], candidates, stages)
-
-
-def _right(samples: Samples, prompts: int) -> np.ndarray | None:
-    strict = next((scores for name, scores in samples.scores.items() if name.endswith("/strict")), None)
-    return None if strict is None else strict.reshape(prompts, -1) > 0.5
 
 
 def _held_out(experiment: Experiment, prompts: int, pictures: int) -> tuple[Sequence[Prompt], UInt32[np.ndarray, "p m 2"]]:
@@ -179,10 +180,7 @@ def _held_out(experiment: Experiment, prompts: int, pictures: int) -> tuple[Sequ
 def _pictures(
     experiment: Experiment, adapters: Adapters, prompts: Sequence[Prompt], seeds: UInt32[np.ndarray, "p m 2"]
 ) -> PictureGrid:
-    samples = _sample(experiment, adapters, prompts, seeds, keep_images=True)
-    assert samples.images is not None
-    images = samples.images.reshape(*seeds.shape[:2], *samples.images.shape[1:])
-    return PictureGrid(prompts, images, _right(samples, len(prompts)))
+    return PictureGrid.of(prompts, _sample(experiment, adapters, prompts, seeds, keep_images=True))
 
 
 def _sample(

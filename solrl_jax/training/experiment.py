@@ -204,7 +204,7 @@ def linears_of(config: Config, pipeline: Pipeline, device: Device) -> tuple[Targ
     if config.policy.trains_on == "transitions" and getattr(rollout, field) != 1:
         why = f"policy.objective={config.policy.objective}, whose steps are the trained policy's own"
         raise InputError(f"rollout.{field}={getattr(rollout, field)}: must be 1 with {why}")
-    shapes = pipeline.transformer.shapes(DTYPES[rollout.precision])
+    shapes = pipeline.transformer.abstract(DTYPES[rollout.precision])
     form = resolve(rollout.explore.precision, device)
     with in_one_line():
         return find_targets(pipeline.transformer, config), quantized_paths(shapes, model.quantize, form)

@@ -59,7 +59,6 @@ class Selection:
 
     @property
     def kept_seeds(self) -> UInt32[np.ndarray, "p k 2"]:
-        """The seeds of the kept candidates."""
         return np.take_along_axis(self.seeds, self.chosen[..., None], axis=1)
 
 

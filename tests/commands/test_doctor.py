@@ -60,7 +60,7 @@ def test_all_that_a_released_preset_lacks_is_told_at_once(diagnosed):
     expected = ("prompts.train=", "prompts.test=", "model.instruction=", "reward 'hpsv2'")
     assert [line.startswith(begin) for line, begin in zip(said["missing"], expected, strict=True)] == [True] * 4
     assert said["weights"]["transformer"] == 2 * 11_901_408_320  # FLUX.1-dev's parameters in BF16
-    assert said["weights"]["vae"] == 4 * 83_819_683  # which decodes in float32
+    assert said["weights"]["vae"] == 4 * 49_545_475  # of its decoder, which decodes in float32
 
 
 def test_offline_a_download_is_missing(diagnosed, monkeypatch):

@@ -187,7 +187,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     monkeypatch.setattr("solrl_jax.models.component.Component.load", load)
     call = lambda *arguments: CliRunner().invoke(cli.cli, ["linears", "tiny", *arguments], catch_exceptions=False).output
     summary = json.loads(call("--json", "rollout.explore.precision=fp8", "rollout.explore.correction=16"))
-    of = open_model("embedded:tiny-sana").transformer.shapes(jnp.bfloat16), rules("sana"), FORMATS["fp8"]
+    of = open_model("embedded:tiny-sana").transformer.abstract(jnp.bfloat16), rules("sana"), FORMATS["fp8"]
     explore = resolve("tiny", ["rollout.explore.correction=16", "rollout.explore.exact_steps=1"]).rollout.explore
     rows = report(*of, explore)
     for row, without in zip(rows, report(*of), strict=True):  # two factors of rank 16 a matrix, in BF16
@@ -205,7 +205,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
 
 def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
     """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantised whatever the rank."""
-    params = open_model("embedded:tiny-flux").transformer.shapes(jnp.bfloat16)
+    params = open_model("embedded:tiny-flux").transformer.abstract(jnp.bfloat16)
     of = params, resolve("tiny", ["model=tiny-flux"]).model.quantize, FORMATS["nvfp4"]
     plain = {row.path: row for row in report(*of)}
     for rank, counted in ((0, 0), (12, 12), (127, 127), (128, 128), (500, 128)):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from diffusers import AutoencoderDC as TorchAutoencoderDC
 from flax import nnx
+from pretrain.encoders import AutoencoderDC
 
-from solrl_jax.models.autoencoder_dc import AutoencoderDC, AutoencoderDCConfig, relu_attention
+from solrl_jax.models.autoencoder_dc import AutoencoderDCConfig, relu_attention
 from solrl_jax.models.layers import depth_to_space, space_to_depth
 from solrl_jax.models.weights import entries
 from tests import carried

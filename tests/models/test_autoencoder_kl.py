@@ -10,9 +10,10 @@ import pytest
 import torch
 from diffusers import AutoencoderKL as TorchAutoencoderKL
 from flax import nnx
+from pretrain.encoders import AutoencoderKL
 from pretrain.networks import to_torch
 
-from solrl_jax.models.autoencoder_kl import AutoencoderKL, AutoencoderKLConfig
+from solrl_jax.models.autoencoder_kl import AutoencoderKLConfig
 from solrl_jax.models.layers import Conv, conv_of_squares
 from solrl_jax.models.tiling import decode_tiled
 from solrl_jax.models.weights import entries

@@ -14,7 +14,8 @@ from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel, pack, rotary, unpack
+from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel, rotary
+from solrl_jax.models.layers import depth_to_space, space_to_depth
 from solrl_jax.models.weights import entries
 from solrl_jax.numerics.matmul import LowRank
 from tests import carried
@@ -213,9 +214,9 @@ def test_rotation_at_the_released_size():
 def test_packing_is_the_pipelines():
     latent = np.random.default_rng(0).standard_normal((2, 6, 10, 3)).astype(np.float32)
     theirs = FluxPipeline._pack_latents(torch.from_numpy(latent.transpose(0, 3, 1, 2).copy()), 2, 3, 6, 10)
-    packed = pack(jnp.asarray(latent))
+    packed = space_to_depth(jnp.asarray(latent)).reshape(len(latent), -1, 4 * latent.shape[-1])
     np.testing.assert_array_equal(packed, theirs.numpy())
-    np.testing.assert_array_equal(unpack(packed, 3, 5), latent)
+    np.testing.assert_array_equal(depth_to_space(packed.reshape(len(latent), 3, 5, -1)), latent)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantised():
     new = tuple(f"transformer_blocks/attn1/{name}" for name in ("lepe/kernel", "mix"))
     targets = find_targets(pipeline.transformer, config)
     assert targets == Targets(find_targets(open_model("embedded:tiny-sana").transformer, config).adapted, new)
-    params = pipeline.transformer.shapes(jnp.bfloat16)
+    params = pipeline.transformer.abstract(jnp.bfloat16)
     assert not set(new) & why_kept(params, dataclasses.replace(config.model.quantize, skip=(), min_dim=0.0)).keys()
     trained = {path: jnp.asarray([-1.0, 0.5, 2.0]) for path in new}
     trained |= {"x/kernel": {"a": jnp.asarray(-1.0), "b": jnp.asarray(2.0)}}

@@ -269,7 +269,7 @@ def test_stacked_leaves_on_eight_devices_compute_what_they_do_on_one():
 def network():
     """A small SANA without arrays: the pipeline, the shapes of its parameters, the paths that are quantised, its inputs."""
     pipeline, shape = open_model("embedded:tiny-sana"), lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
-    params = pipeline.transformer.shapes(jnp.bfloat16)
+    params = pipeline.transformer.abstract(jnp.bfloat16)
     paths = quantized_paths(params, preset("tiny").model.quantize, FORMATS["nvfp4"])
     conditioning = {"text": shape(2, 24, 64), "mask": shape(2, 24, dtype=bool)}
     inputs = (shape(2, *pipeline.latent_shape(32, 32)), conditioning, shape(2, dtype=jnp.float32), shape(dtype=jnp.float32))

@@ -36,7 +36,7 @@ def cpus(monkeypatch):
 # --- parts ---
 
 
-T5, CLIP_L, CLIP_G, GEMMA, KL, DC = 4_762_310_656, 123_060_480, 694_659_840, 2_614_341_888, 83_819_683, 312_250_275
+T5, CLIP_L, CLIP_G, GEMMA, KL, DC = 4_762_310_656, 123_060_480, 694_659_840, 2_614_341_888, 49_545_475, 159_223_171
 CLIP_L_PROJECTED = CLIP_L + 768**2
 # in 16 bits: the linears of the layers of a reward's network, text and pictures
 VIT_H, VIT_L = 12 * (24 * 1024**2 + 32 * 1280**2), 12 * (12 * 768**2 + 24 * 1024**2)

@@ -51,7 +51,7 @@ def gradient(remat, policy_of=lambda policy: policy):
 
 
 def encoder_arguments(pipeline):
-    params = {name: part.shapes(jnp.float32) for name, part in pipeline.text_encoders.items()}
+    params = {name: part.abstract(jnp.float32) for name, part in pipeline.text_encoders.items()}
     return params, pipeline.tokenize([""] * ROWS, CONFIG.model.max_tokens)
 
 

@@ -40,7 +40,7 @@ def targets_of(transformer, parameters):
 
 
 def test_what_is_trained_is_what_the_configuration_names(transformer):
-    every, lora = flatten(transformer.shapes("float32")), targets_of(transformer, "adapters")
+    every, lora = flatten(transformer.abstract("float32")), targets_of(transformer, "adapters")
     assert lora.whole == ()
     assert len(lora.adapted) == 8
     assert targets_of(transformer, "all") == Targets((), tuple(sorted(every)))

@@ -47,7 +47,7 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
     settings = config(planned.model)
     transformer = open_configurations(settings.model.path).transformer
     form = FORMATS["nvfp4"]  # which linears are quantised depends on the model's rule, not on the format
-    linears = report(transformer.shapes(jnp.bfloat16), settings.model.quantize, form)
+    linears = report(transformer.abstract(jnp.bfloat16), settings.model.quantize, form)
     count = sum(linear.layers for linear in linears if not linear.kept) * settings.rollout.explore.steps
     products = {
         f"{stage}: {row['name']}": row["roofline"]["native"].get(PRODUCT[planned.device], 0)

@@ -45,7 +45,7 @@ def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
     """How many linears of each shape [in, out] are quantised, and how many image tokens a picture has."""
     pipeline = open_configurations(config.model.path)
     shapes = Counter[tuple[int, int]]()
-    for linear in report(pipeline.transformer.shapes(jnp.bfloat16), config.model.quantize, FORMATS["nvfp4"]):
+    for linear in report(pipeline.transformer.abstract(jnp.bfloat16), config.model.quantize, FORMATS["nvfp4"]):
         if not linear.kept:
             shapes[linear.n_in, linear.n_out] += linear.layers
     return shapes, pipeline.image_tokens(config.model.height, config.model.width)

@@ -1,13 +1,9 @@
 """MixGRPO (arXiv 2507.21802): Flow-GRPO's loss on a window of stochastic steps; the others follow the ODE.
 
-The window is the rollout's (`rollout.window`, `rollout.window_every`); only its steps are recorded and trained.
+The window is the rollout's (`rollout.window`, `rollout.window_every`); only its steps are recorded and trained. The paper has
+no KL: `configs/objective/mix_grpo.yaml` gives it no weight.
 """
 
-from solrl_jax.config.schema import Policy as PolicyConfig
-from solrl_jax.policy.objective import PerRow, Target, Velocities
-from solrl_jax.policy.objectives.flow_grpo import flow_grpo
+from solrl_jax.policy.objectives.flow_grpo import flow_grpo as mix_grpo
 
-
-def mix_grpo(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
-    """As `flow_grpo`; the paper has no KL."""
-    return flow_grpo(velocities, target, policy)
+__all__ = ["mix_grpo"]

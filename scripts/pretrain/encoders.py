@@ -1,0 +1,141 @@
+"""The autoencoders with their encoders, which the package does without: from images in [-1, 1] to latents, as in diffusers.
+
+Networks, parameters and files are those of `AutoencoderDC` and `AutoencoderKL` of diffusers.
+"""
+
+from itertools import chain
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from solrl_jax.models import autoencoder_dc, autoencoder_kl
+from solrl_jax.models.autoencoder_dc import AutoencoderDCConfig, make_stages
+from solrl_jax.models.autoencoder_kl import GroupNorm, KLConfig, ResnetBlock2D, UNetMidBlock2D, norm_silu
+from solrl_jax.models.layers import Conv, Linear, space_to_depth
+
+LOGVAR_RANGE = (-30.0, 20.0)  # clamped to it, as in the released code, so that exp(logvar) is finite
+
+
+class AutoencoderDC(autoencoder_dc.AutoencoderDC):
+    """Images in [-1, 1] to latents and back. `config.scaling_factor` is not applied."""
+
+    def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
+        self.encoder = DCEncoder(config, rngs=rngs)
+        super().__init__(config, rngs=rngs)
+
+    def encode(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
+        """h = H / `config.spatial_compression`. Raises ValueError for a size that is no multiple of it."""
+        if any(size % self.config.spatial_compression for size in x.shape[1:3]):
+            raise ValueError(f"an image of {x.shape[1:3]} pixels: need multiples of {self.config.spatial_compression}")
+        return self.encoder(x)
+
+
+class DCEncoder(nnx.Module):
+    """Stages from fine to coarse. Each ends with the step down to the next."""
+
+    def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
+        widths, unshuffle = config.encoder_block_out_channels, config.downsample_block_type == "pixel_unshuffle"
+        stages = make_stages(config, "encoder", ("silu",) * len(widths), rngs)
+        for stage, fine, coarse in zip(stages, widths, widths[1:], strict=False):
+            stage.append(DownBlock(fine, coarse, unshuffle=unshuffle, rngs=rngs))
+        self.conv_in = Conv(config.in_channels, widths[0], 3, rngs=rngs)
+        self.down_blocks = nnx.List([nnx.List(stage) for stage in stages])
+        self.conv_out = Conv(widths[-1], config.latent_channels, 3, rngs=rngs)
+        self.shortcut = config.encoder_out_shortcut
+
+    def __call__(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
+        x = self.conv_in(x)
+        for block in chain.from_iterable(self.down_blocks):
+            x = block(x)
+        y = self.conv_out(x)
+        return y + x.reshape(*y.shape, -1).mean(-1) if self.shortcut else y
+
+
+class DownBlock(nnx.Module):
+    """Half the resolution: a strided convolution, or (unshuffle) a convolution and `space_to_depth`."""
+
+    def __init__(self, n_in: int, n_out: int, *, unshuffle: bool, rngs: nnx.Rngs):
+        self.conv = Conv(n_in, n_out // 4 if unshuffle else n_out, 3, stride=1 if unshuffle else 2, rngs=rngs)
+        self.unshuffle = unshuffle
+
+    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h/2 w/2 n_out"]:
+        y = space_to_depth(self.conv(x)) if self.unshuffle else self.conv(x)
+        return y + space_to_depth(x).reshape(*y.shape, -1).mean(-1)
+
+
+class DiagonalGaussian(NamedTuple):
+    """The distribution of a latent, `mean + exp(logvar / 2) * noise`, with independent numbers."""
+
+    mean: Float[Array, "b h w c"]
+    logvar: Float[Array, "b h w c"]
+
+
+class AutoencoderKL(autoencoder_kl.AutoencoderKL):
+    """Images in [-1, 1] to latents and back. The config's scale and shift are not applied."""
+
+    def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
+        self.encoder = KLEncoder(config, rngs=rngs)
+        super().__init__(config, rngs=rngs)
+        width = 2 * config.latent_channels
+        self.quant_conv = Linear(width, width, layout="pointwise", rngs=rngs) if config.use_quant_conv else None
+
+    def encode(self, image: Float[Array, "b H W colours"]) -> DiagonalGaussian:
+        """h = floor(H / `config.spatial_compression`), w likewise. Pixels beyond that reach the latents at the border in part.
+
+        Raises ValueError for an image smaller than one latent.
+        """
+        least = self.config.spatial_compression
+        if min(image.shape[1:3]) < least:
+            raise ValueError(f"an image of {image.shape[1:3]} pixels: need {least} or more in both directions")
+        y = self.encoder(image)
+        mean, logvar = jnp.split(y if self.quant_conv is None else self.quant_conv(y), 2, axis=-1)
+        return DiagonalGaussian(mean, jnp.clip(logvar, *LOGVAR_RANGE))
+
+
+class KLEncoder(nnx.Module):
+    """Stages from fine to coarse; each but the last ends with the step down. It makes means and log-variances, side by side."""
+
+    def __init__(self, c: KLConfig, *, rngs: nnx.Rngs):
+        widths = c.block_out_channels
+        self.conv_in = Conv(c.in_channels, widths[0], 3, rngs=rngs)
+        self.down_blocks = nnx.List([
+            DownStage(pair, c, down=i < len(widths) - 1, rngs=rngs)
+            for i, pair in enumerate(zip((widths[0], *widths), widths, strict=False))
+        ])  # fmt: skip
+        self.mid_block = UNetMidBlock2D(widths[-1], c, rngs=rngs)
+        self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
+        self.conv_out = Conv(widths[-1], 2 * c.latent_channels, 3, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b H W colours"]) -> Float[Array, "b h w c2"]:
+        x = self.conv_in(x)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(norm_silu(self.conv_norm_out, self.mid_block(x)))
+
+
+class DownStage(nnx.Module):
+    """Residual blocks. down: then half the resolution."""
+
+    def __init__(self, widths: tuple[int, int], c: KLConfig, *, down: bool, rngs: nnx.Rngs):
+        n_in, n_out = widths
+        inputs = (n_in, *[n_out] * (c.layers_per_block - 1))
+        self.resnets = nnx.List([ResnetBlock2D(n, n_out, c.norm_num_groups, rngs=rngs) for n in inputs])
+        self.downsamplers = nnx.List([Downsample2D(n_out, rngs=rngs)] if down else [])
+
+    def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
+        for layer in (*self.resnets, *self.downsamplers):
+            x = layer(x)
+        return x
+
+
+class Downsample2D(nnx.Module):
+    """Half the resolution, rounded down: a convolution of stride 2, padded on the right and at the bottom only."""
+
+    def __init__(self, channels: int, *, rngs: nnx.Rngs):
+        self.conv = Conv(channels, channels, 3, stride=2, rngs=rngs)
+        self.conv.padding = 0  # instead of its symmetric one
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 c"]:
+        return self.conv(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))
