@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from solrl_jax.__main__ import STOPPING
+from solrl_jax.commands import signals
 from solrl_jax.commands.options import INTERRUPTED, print_json
 from solrl_jax.config.values import ConfigError
 from solrl_jax.storage.errors import InputError, RunError, first_line, one_line, text
@@ -55,11 +55,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # else an import that is broken off shows a stack
-        try:
+        with signals.blocked():
             return importlib.import_module(f"solrl_jax.commands.{cmd_name}").command
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -92,7 +89,7 @@ def main() -> None:
         signal.signal(signal.SIGHUP, _hung_up)
     _open_streams()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # see `__main__`
+        signals.unblock()  # see `__main__`
         if (count := os.environ.get("JAX_NUM_CPU_DEVICES", "")).isdecimal() and len(count) > len(str(MOST_DEVICES)):
             raise InputError(f"JAX_NUM_CPU_DEVICES={count[:80]}: expected a number of up to {MOST_DEVICES}")
         cli(prog_name="solrl", standalone_mode=False)  # also for `python -m solrl_jax`
