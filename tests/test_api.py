@@ -8,6 +8,7 @@ from inspect import unwrap
 from operator import itemgetter
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -68,7 +69,7 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
 WRONG = {  # of functions on arrays
     "words for a matrix": (lambda: unwrap(solrl.quantize)("abc"), "w: 'abc'; accepted: real matrices"),
     "an input that is too narrow": (
-        lambda: unwrap(solrl.matmul)(np.ones((2, 60), np.float32), solrl.quantize(np.ones((64, 2), np.float32))),
+        lambda: unwrap(solrl.matmul)(jnp.ones((2, 60)), solrl.quantize(np.ones((64, 2), np.float32))),
         "x: has 60 columns; accepted: 64",
     ),
     "whole numbers to multiply": (
