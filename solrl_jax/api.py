@@ -77,7 +77,10 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
     form = FORMATS.get(str(precision))
     if form is None or form.quantize is None:
         raise InputError(f"precision={precision!r}: accepted are {', '.join(quantizing)}")
-    w = jnp.asarray(w)
+    try:
+        w = jnp.asarray(w)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"w: {shown(w)}; accepted: real matrices [..., in, out] that are not empty") from error
     if w.ndim < 2 or w.size == 0 or not jnp.isrealobj(w):
         raise InputError(f"w: is {w.dtype} {list(w.shape)}; accepted: real matrices [..., in, out] that are not empty")
     return form.quantize(w)

@@ -8,6 +8,7 @@ from inspect import unwrap
 from operator import itemgetter
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -65,6 +66,38 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
     "more prompts than there are": (lambda e: solrl.rank(e, {}, prompts=27), "prompts=27: accepted: 1 to 26"),
     "a text for formats": (lambda e: solrl.rank(e, {}, formats="int4"), "--formats int4: expected"),
 }
+WRONG = {  # of functions on arrays
+    "words for a matrix": (lambda: unwrap(solrl.quantize)("abc"), "w: 'abc'; accepted: real matrices"),
+    "an input that is too narrow": (
+        lambda: unwrap(solrl.matmul)(jnp.ones((2, 60)), solrl.quantize(np.ones((64, 2), np.float32))),
+        "x: has 60 columns; accepted: 64",
+    ),
+    "whole numbers to multiply": (
+        lambda: unwrap(solrl.matmul)(np.ones((2, 64), int), solrl.quantize(np.ones((64, 2), np.float32))),
+        "x: is int64; accepted: floating-point",
+    ),
+    "none to select": (lambda: solrl.select(np.ones((2, 4), np.float32), 0, "best"), "kept=0; accepted: .* from 1 to 4"),
+    "half of an odd number": (lambda: solrl.select(np.ones((2, 4), np.float32), 3, "best_worst"), "kept=3; .* even"),
+    "a clip below 0": (
+        lambda: solrl.advantages(np.ones((2, 4), np.float32), clip=-1.0, global_std=True, mode="all"),
+        "clip=-1.0; accepted: .* clip above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arrays_are_named(name):
+    call, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(("iteration", "level"), [(0, 0), (1.5, 0), (1, 9), (1, -1)])
+def test_an_iteration_that_cannot_be_is_named_before_the_state_is_donated(iteration, level, experiment):
+    with pytest.raises(solrl.InputError, match=f"iteration={iteration}, level={level}: accepted: iterations from 1"):
+        unwrap(solrl.iterate)(experiment, None, iteration, level)
+
+
 OPTIONS = {
     "lora": ("x.safetensors", "--lora: x.safetensors: no such file"),
     "latents": ("x.npy", "--latents x.npy: not a readable .npy file"),

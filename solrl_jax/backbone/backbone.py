@@ -21,6 +21,7 @@ from solrl_jax.models.attention_fp8 import in_fp8 as in_fp8
 from solrl_jax.models.component import Component as Component
 from solrl_jax.models.pipeline import Conditioning as Conditioning
 from solrl_jax.models.pipeline import Pipeline as Pipeline
+from solrl_jax.models.tensor_files import STORED_DTYPES as STORED_DTYPES
 from solrl_jax.models.tensor_files import read_header as read_header
 from solrl_jax.models.weights import Entry as Entry
 from solrl_jax.models.weights import Params as Params

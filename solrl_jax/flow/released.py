@@ -13,12 +13,13 @@ from jaxtyping import Float
 from solrl_jax.flow.sigmas import Mu, flux, sd3, shift_sigmas
 from solrl_jax.flow.solver import Table, solver_table
 
+SMALLEST_SHIFT = 1e-6  # float64 divides by 1 + (shift - 1)
 # settings whose values must be these, by scheduler; what is absent from a file has the first value
 EULER = {
     "num_train_timesteps": (1000,), "invert_sigmas": (False,), "shift_terminal": (None, 0), "use_karras_sigmas": (False,),
     "use_exponential_sigmas": (False,), "use_beta_sigmas": (False,), "time_shift_type": ("exponential",),
     "stochastic_sampling": (False,), "base_shift": (0.5,), "max_shift": (1.15,), "base_image_seq_len": (256,),
-    "max_image_seq_len": (4096,),
+    "max_image_seq_len": (4096,), "prediction_type": ("flow_prediction",),
 }  # fmt: skip
 DPM = {
     "num_train_timesteps": (1000,), "use_flow_sigmas": (True,), "prediction_type": ("flow_prediction",),
@@ -69,8 +70,8 @@ def read_scheduler(
 def _positive(kind: str, config: dict[str, Any], name: str) -> float:
     """A number above 0, 1 if it is absent."""
     value = config.get(name, 1.0)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{kind}: {name}={value!r}; accepted: a number above 0")
+    if type(value) not in (int, float) or not SMALLEST_SHIFT <= value < math.inf:
+        raise ValueError(f"{kind}: {name}={value!r}; accepted: a number above 0, {SMALLEST_SHIFT} or more")
     return value
 
 
@@ -79,5 +80,5 @@ def _accept(kind: str, config: dict[str, Any], settings: dict[str, tuple]) -> No
         if name in config and config[name] not in accepted:
             raise ValueError(f"{kind}: {name}={config[name]!r}; accepted: {', '.join(map(repr, accepted))}")
     for name in ("use_flow_sigmas", "prediction_type"):  # their defaults are another family's
-        if name in settings and name not in config:
+        if settings is DPM and name not in config:
             raise ValueError(f"{kind}: {name} is not set; accepted: {settings[name][0]!r}")

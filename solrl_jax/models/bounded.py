@@ -36,6 +36,11 @@ def try_tokenizer(definition: str, texts: Sequence[str]) -> None:
     _ask("tokenize", definition, texts, {})
 
 
+def open_tokenizer(file: str) -> None:
+    """Raises ValueError in one line if the library cannot read a tokenizer.json, or panics."""
+    _ask("open", file, [], {})
+
+
 def _ask(job: str, program: str, texts: Sequence[str], variables: Mapping[str, Any]) -> Any:
     asked = json.dumps({"job": job, "program": program, "texts": list(texts), "variables": dict(variables)})
     process = [sys.executable, "-P", __file__]
@@ -81,10 +86,16 @@ def _tokenize(definition: str, texts: list[str], _variables: dict[str, Any]) -> 
         tokenizer.encode(text)
 
 
+def _open(file: str, _texts: list[str], _variables: dict[str, Any]) -> None:
+    from tokenizers import Tokenizer
+
+    Tokenizer.from_file(file)
+
+
 def _answer(job: str, program: str, texts: list[str], variables: dict[str, Any]) -> Any:
     """What a job returns; text: what went wrong."""
     try:
-        return {"render": _render, "tokenize": _tokenize}[job](program, texts, variables)
+        return {"render": _render, "tokenize": _tokenize, "open": _open}[job](program, texts, variables)
     except BaseException as error:  # a template can raise any type, and a panic in Rust is no Exception
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -62,6 +62,8 @@ class ReleasedConfig:
         kinds = {field.name: field.type for field in dataclasses.fields(cls)}
         if (kind := fields.get("model_type", cls.model_type)) != cls.model_type:
             raise unsupported(cls.network, "model_type", kind, repr(cls.model_type))
+        if not cls.model_type and (kind := fields.get("_class_name", cls.network)) != cls.network:
+            raise unsupported(cls.network, "_class_name", kind, repr(cls.network))
         if not cls.model_type and (unknown := sorted(name for name in fields if name[0] != "_" and name not in kinds)):
             raise ValueError(f"{cls.network}: unknown config field(s) {unknown}; known are {sorted(kinds)}")
         given = {name: _frozen(value) for name, value in fields.items() if name in kinds}

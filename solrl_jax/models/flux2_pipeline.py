@@ -13,7 +13,7 @@ from solrl_jax.models.flux2 import Flux2Config, Flux2Transformer2DModel
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.qwen3 import Qwen3Config, open_qwen3
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import chat, load_tokenizer, tokenize
+from solrl_jax.models.tokenizers import chat, check_vocabulary, load_tokenizer, tokenize
 from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 512
@@ -65,6 +65,7 @@ def open_flux2(folder: Path, remat: str) -> Pipeline:
         raise unsupported(str(folder / "model_index.json"), "is_distilled", distilled, "True, False")
     transformer = Component.of(folder / "transformer", lambda r: Flux2Transformer2DModel(config, remat=remat, rngs=r))
     text = Flux2Text(open_qwen3(folder / "text_encoder", text_config, STATES), folder / "tokenizer")
+    check_vocabulary(text.tokenizer, text_config.vocab_size)
 
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
         return transformer(params)(latent, conditioning["text"], timestep)

@@ -14,7 +14,7 @@ from solrl_jax.models.flux import PATCH, FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.t5 import T5Config, T5EncoderModel
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize
+from solrl_jax.models.tokenizers import check_vocabulary, clip_length, load_tokenizer, tokenize
 from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 512  # of T5
@@ -54,6 +54,8 @@ def open_flux(folder: Path, remat: str) -> Pipeline:
         ("transformer joint_attention_dim", config.joint_attention_dim, t5_config.d_model),
         ("transformer pooled_projection_dim", config.pooled_projection_dim, clip_config.hidden_size),
     )
+    check_vocabulary(folder / "tokenizer", clip_config.vocab_size)
+    check_vocabulary(folder / "tokenizer_2", t5_config.vocab_size)
     transformer = Component.of(folder / "transformer", lambda r: FluxTransformer2DModel(config, remat=remat, rngs=r))
     text = FluxText(
         folder,

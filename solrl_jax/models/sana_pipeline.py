@@ -16,7 +16,7 @@ from solrl_jax.models.mhla import BlockMixing, Mhla, tiling
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import count_tokens, load_tokenizer, tokenize
+from solrl_jax.models.tokenizers import check_vocabulary, count_tokens, load_tokenizer, tokenize
 from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 300
@@ -85,6 +85,7 @@ def open_sana(folder: Path, remat: str, mhla: Mhla | None = None, size: tuple[in
     transformer = Component.of(folder / "transformer", network)
     encoder = Component.of(folder / "text_encoder", lambda r: Gemma2Model(text_config, rngs=r))
     text = SanaText(encoder, folder / "tokenizer")
+    check_vocabulary(text.tokenizer, text_config.vocab_size)
 
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
         return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep * config.timestep_scale)

@@ -15,7 +15,7 @@ from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedToke
 from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.t5 import T5Config, T5EncoderModel
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import clip_length, load_tokenizer, tokenize
+from solrl_jax.models.tokenizers import check_vocabulary, clip_length, tokenize
 from solrl_jax.models.weights import Params, find_decoder
 
 MAX_TOKENS = 256  # of T5
@@ -75,8 +75,9 @@ def open_text(folder: Path, width: int, pooled: int) -> SD3Text:
         config = T5Config.read(folder / T5)
         check_fit(folder, ("transformer joint_attention_dim", width, config.d_model))
         encoders[T5] = Component.of(folder / T5, lambda r: T5EncoderModel(config, rngs=r))
-    for part in encoders:
-        load_tokenizer(folder / TOKENIZERS[part])  # raises now if it is not there
+        check_vocabulary(folder / TOKENIZERS[T5], config.vocab_size)
+    for part in CLIPS:
+        check_vocabulary(folder / TOKENIZERS[part], configs[part].vocab_size)  # raises now if there is no tokenizer
     positions = [config.max_position_embeddings for config in configs.values()]
     return SD3Text(folder, encoders, clip_length(folder / TOKENIZERS[CLIPS[0]], *positions), width)
 

@@ -5,20 +5,21 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from solrl_jax.models.bounded import render, try_tokenizer
+from solrl_jax.models.bounded import open_tokenizer, render, try_tokenizer
 from solrl_jax.models.tensor_files import read_json
+from solrl_jax.storage import hub
 from solrl_jax.storage.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_TEXT
 
 MOST_GROWTH = 1000  # times longer that a normalizer may make a text
 MOST_LENGTH = 2**12  # tokens of a text: attention takes memory by their square
-UNBOUNDED = ('"Regex"', '"Precompiled"')  # parts that hang or panic on some texts
+UNBOUNDED = ('"Regex"', '"Precompiled"', '"FixedLength"')  # parts that hang or panic on some texts
 _TRIED: set[tuple[Path, str]] = set()  # by a tokenizer's folder, the texts that it gets through
 
 
@@ -44,6 +45,7 @@ def load_tokenizer(folder: Path) -> Any:
         return NoVocabulary(config["model_max_length"])
     if (file := folder / "tokenizer.json").exists():
         _try(folder, _unbounded(read_json(file)), [""])
+        _bounded(folder, open_tokenizer, str(file))
     import transformers  # late: takes seconds
 
     # AutoTokenizer refuses a folder that says neither the model nor a class of its own. The generic class needs no model.
@@ -54,7 +56,8 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # its parsers raise a dozen unrelated types, some in several lines
         raise ValueError(f"{folder}: no readable tokenizer ({type(error).__name__}: {' '.join(str(error).split())})") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if (growth := _growth(_fields(backend, "normalizer"))) > MOST_GROWTH:
+    growth = math.prod(_growth(_fields(backend, part)) for part in ("normalizer", "pre_tokenizer"))
+    if growth > MOST_GROWTH:
         raise ValueError(f"{folder}: its normalizer may make a text {growth:.0e} times longer; accepted: {MOST_GROWTH}")
     if undefined := _undefined(_fields(backend, "post_processor")):
         raise ValueError(f"{folder}: its post_processor uses special tokens that it does not define: {undefined}")
@@ -74,11 +77,15 @@ def _try(folder: Path, definition: str, texts: Sequence[str]) -> None:
     """Raises InputError if the tokenizer in `folder` hangs or fails on the texts. definition: of `_unbounded`."""
     new = {(folder, text) for text in texts} - _TRIED
     if new and definition:
-        try:
-            try_tokenizer(definition, [text for _, text in new])
-        except ValueError as error:
-            raise InputError(f"{folder}: the tokenizer fails ({first_line(error)})") from error
+        _bounded(folder, try_tokenizer, definition, [text for _, text in new])
         _TRIED.update(new)
+
+
+def _bounded(folder: Path, job: Callable[..., None], *arguments: Any) -> None:
+    try:
+        job(*arguments)
+    except ValueError as error:
+        raise InputError(f"{folder}: the tokenizer fails ({first_line(error)})") from error
 
 
 @functools.cache
@@ -93,10 +100,12 @@ def _fields(backend: Any, part: str) -> Any:
     return {} if (there := getattr(backend, part, None)) is None else json.loads(there.__getstate__())
 
 
-def _growth(normalizer: Any) -> int:
-    """How many times longer a normalizer, as in tokenizer.json, may make a text."""
-    longest = max(len(normalizer.get(name) or "") for name in ("content", "prepend"))
-    return math.prod(map(_growth, normalizer.get("normalizers", ())), start=max(longest, 1))
+def _growth(step: Any) -> int:
+    """How many times longer a normalizer or a pre-tokenizer, as in tokenizer.json, may make a text."""
+    longest = max(len(step.get(name) or "") for name in ("content", "prepend"))
+    longest += step.get("pattern") == {"String": ""}  # which puts the content before every letter
+    inner = (*step.get("normalizers", ()), *step.get("pretokenizers", ()))
+    return math.prod(map(_growth, inner), start=max(longest, 2 if step.get("type") == "ByteLevel" else 1))
 
 
 def _undefined(processor: Any) -> list[str]:
@@ -119,6 +128,12 @@ class NoVocabulary:
         ids = np.zeros((len(texts), max_length), np.int64)
         return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
 
+    def num_special_tokens_to_add(self) -> int:
+        return 0
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
     def encode(self, text: str) -> list[int]:
         return [0] * (len(text) // 3)  # English has three letters or more a token
 
@@ -138,11 +153,16 @@ def tokenize(folder: Path, texts: Sequence[str], length: int, **options: Any) ->
         what = "the instruction and the longest prompt (max_tokens) together"
         raise InputError(f"{what} have {length} tokens; accepted: up to {MOST_LENGTH}")
     tokenizer = load_tokenizer(folder)
+    if isinstance(tokenizer, NoVocabulary) and not hub.is_carried(folder):
+        raise InputError(f"{folder}: a tokenizer without a vocabulary (NoVocabulary) is for plans alone")
+    if (own := tokenizer.num_special_tokens_to_add()) > length:
+        raise InputError(f"{folder}: its post_processor adds {own} tokens to a text of up to {length}")
     _try(folder, _definition(folder), texts)
     try:
         encoded = tokenizer(
-            list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np", **options
-        )
+            list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="np",
+            return_attention_mask=True, **options,
+        )  # fmt: skip
     except Exception as error:  # its parts raise `Exception` itself
         raise InputError(f"{folder}: the tokenizer fails ({type(error).__name__}: {first_line(error)})") from error
     return {"ids": encoded["input_ids"].astype("int32"), "mask": encoded["attention_mask"].astype(bool)}
@@ -173,6 +193,12 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
         return render(template, prompts, variables)
     except ValueError as error:
         raise InputError(f"{folder}: no usable chat template ({first_line(error)})") from error
+
+
+def check_vocabulary(folder: Path, size: int) -> None:
+    """Raises ValueError if the tokenizer in `folder` has tokens beyond the `size` that its encoder's table has."""
+    if (largest := max(load_tokenizer(folder).get_vocab().values(), default=0)) >= size:
+        raise ValueError(f"{folder}: has a token {largest}; accepted: below {size}, its encoder's vocab_size")
 
 
 def clip_length(folder: Path, *positions: int) -> int:

@@ -256,7 +256,8 @@ def _read(tensor: Stored, layout: str, targets: list[tuple[Index, np.ndarray]]) 
     for start, rows_read in tensor.rows(first, last):
         stop = start + len(rows_read)
         # cast first, then reorder: several times faster than one assignment that does both
-        block = rows_read.astype(targets[0][1].dtype, copy=False)
+        with np.errstate(over="ignore"):  # infinite weights make pictures that are not finite, which is said
+            block = rows_read.astype(targets[0][1].dtype, copy=False)
         for (rows, *columns), view in views:
             low, high = max(start, rows.start), min(stop, rows.stop)
             if low < high:

@@ -14,7 +14,7 @@ from solrl_jax.models.component import Component
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_fit
 from solrl_jax.models.qwen3 import Qwen3Config, open_qwen3
 from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.tokenizers import chat, chat_template, tokenize
+from solrl_jax.models.tokenizers import chat, chat_template, check_vocabulary, tokenize
 from solrl_jax.models.weights import Params, find_decoder
 from solrl_jax.models.zimage import PATCH, ZImageConfig, ZImageTransformer2DModel
 from solrl_jax.storage.errors import InputError
@@ -59,6 +59,7 @@ def open_zimage(folder: Path, remat: str) -> Pipeline:
     encoder = open_qwen3(folder / "text_encoder", text_config, (text_config.num_hidden_layers - 1,))
     text = ZImageText(encoder, folder / "tokenizer", config.most_tokens)
     chat_template(text.tokenizer)  # raises now if there is none
+    check_vocabulary(text.tokenizer, text_config.vocab_size)
 
     def velocity(params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array) -> Array:
         return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep)

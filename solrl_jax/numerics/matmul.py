@@ -20,6 +20,8 @@ Weight: TypeAlias = Float[Array, "... n_in n_out"] | Leaf
 
 def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     """`x @ w` in the dtype of `x`."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):  # the product would be rounded to whole numbers
+        raise ValueError(f"x: is {x.dtype}; accepted: floating-point numbers")
     # rows flattened: XLA then sees a plain matrix product forwards and backwards, three times faster on CPU
     rows = x.reshape(-1, x.shape[-1])
     return checkpoint_name(split.join(product(rows, w)), PRODUCT).reshape(*x.shape[:-1], -1)

@@ -45,6 +45,11 @@ class QTensor(Coded):
     n_in: int = dataclasses.field(metadata={"static": True})
     n_out: int = dataclasses.field(metadata={"static": True})
 
+    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        if x.shape[-1] != self.n_in:  # a narrower one would be filled up, as the codes are
+            raise ValueError(f"x: has {x.shape[-1]} columns; accepted: {self.n_in}, the rows of the weight")
+        return super().multiply(x)
+
     def product(self, x: Pending) -> Pending:
         """`x @ w` with both operands in NVFP4, accumulated in float32; float32 scales are applied where the result is read."""
         codes, scales, row_scale = x.encoded(encode)

@@ -34,6 +34,8 @@ def advantages(rewards: Float[Array | np.ndarray, "p k"], *, clip: float, global
     """
     if mode not in MODES:
         raise ValueError(f"advantage mode {mode!r}: accepted are {', '.join(MODES)}")
+    if rewards.ndim != 2 or not clip > 0:
+        raise ValueError(f"rewards {list(rewards.shape)}, clip={clip}; accepted: [prompts, kept], clip above 0")
     finite = jnp.abs(rewards) <= LARGEST
     r = jnp.where(finite, rewards, 0.0)
     mean_over = lambda x, axis: x.sum(axis, keepdims=True) / jnp.maximum(finite.sum(axis, keepdims=True), 1)

@@ -26,7 +26,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from solrl_jax.backbone.backbone import Entry, read_header
+from solrl_jax.backbone.backbone import STORED_DTYPES, Entry, read_header
 from solrl_jax.policy.lora import Adapter, Adapters
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line, in_one_line
@@ -36,6 +36,7 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _DIFFUSERS, _PEFT = "transformer.", "base_model.model."  # before a module's name
 _METADATA = "lora_adapter_metadata"
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # starts for which PEFT changes the base's weights, too
 _A, _B, _ALPHA = "lora_A.weight", "lora_B.weight", "alpha"
 _KEY = re.compile(r"(?:transformer\.|base_model\.model\.)?(?P<module>.+)\.(?P<part>lora_[AB]\.weight|alpha)")
 
@@ -124,7 +125,8 @@ def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSetti
         config = _config(file, shapes, handle.metadata() or {})
         settings = LoraSettings(rank, _alpha(file, modules.keys(), stated, config, rank))
         read = lambda keys: {part: handle.get_tensor(key).astype(np.float32) for part, key in keys.items()}
-        tensors = {module: read(keys) for module, keys in modules.items()}
+        with np.errstate(over="ignore"):  # what float32 does not hold is found below, by name
+            tensors = {module: read(keys) for module, keys in modules.items()}
     if endless := [
         f"{m}.{k} is not finite" for m, pair in tensors.items() for k, t in pair.items() if not np.isfinite(t).all()
     ]:
@@ -264,7 +266,10 @@ def _config(file: Path, keys: Iterable[str], metadata: Mapping[str, str]) -> dic
 def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
     """The shapes in a safetensors file, and the file, whose tensors are read when they are asked for."""
     with in_one_line():
-        shapes = {tensor.name: tensor.shape for tensor in read_header(file)}
+        tensors = read_header(file)
+    if strange := [f"{tensor.name} is {tensor.dtype}" for tensor in tensors if tensor.dtype not in STORED_DTYPES]:
+        raise InputError(f"{file}: {', '.join(strange)}; accepted: {', '.join(STORED_DTYPES)}")
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
     try:
         with safe_open(file, framework="numpy") as handle:
             yield shapes, handle
@@ -333,12 +338,16 @@ def _alpha(
     else:
         if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
             raise InputError(f"{file}: accepted is plain LoRA, not peft_type={config.get('peft_type')!r} or DoRA")
+        if str(start := config.get("init_lora_weights")).startswith(CHANGES_BASE):
+            raise InputError(f"{file}: init_lora_weights={start!r}: was trained on another base than the model's weights")
         if config.get("r") != rank and not config.get("rank_pattern"):
             raise InputError(f"{file}: its configuration has r={config.get('r')!r}, its tensors are of rank {rank}")
         # rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(rank)
         factor = math.sqrt(rank) if config.get("use_rslora") else 1.0
-        for value in (config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()):
-            if not isinstance(value, int | float):
+        if not isinstance(pattern := config.get("alpha_pattern") or {}, Mapping):
+            raise InputError(f"{file}: its configuration has alpha_pattern={pattern!r}; accepted is a mapping")
+        for value in (config.get("lora_alpha"), *pattern.values()):
+            if type(value) not in (int, float) or abs(value) > 1e30:
                 raise InputError(f"{file}: its configuration has lora_alpha={value!r}; accepted is a number")
             stated.add(factor * value)
     if len(stated) > 1 or not all(0 < x < math.inf for x in stated):

@@ -33,7 +33,10 @@ def select(
     the kept/2 best and a draw from the others. A non-finite reward is never selected. A prompt with fewer than `kept` finite
     rewards is not usable, and its indices are padding. Raises ValueError for another mode.
     """
-    n = rewards.shape[1]
+    n = rewards.shape[-1]
+    if rewards.ndim != 2 or kept not in range(1, n + 1) or (kept % 2 and mode in ("best_worst", "best_random")):
+        what = f"rewards {list(rewards.shape)}, kept={kept}"
+        raise ValueError(f"{what}; accepted: [prompts, candidates], kept from 1 to {n}, even for two halves")
     finite = np.isfinite(rewards)
     usable = finite.sum(1) >= kept
     places = rank(rewards)

@@ -28,6 +28,7 @@ from solrl_jax.rollout.fidelity import rank_correlations
 from solrl_jax.rollout.generate import Prompted, Rows, Samples, generate
 from solrl_jax.rollout.select import best_and_worst, rank, select
 from solrl_jax.rollout.stage import Stage
+from solrl_jax.storage.errors import InputError
 from solrl_jax.training.clock import Clock
 from solrl_jax.training.experiment import Experiment
 
@@ -80,6 +81,9 @@ def iterate(
       objective: in place of the function that `policy.objective` names; it is given what that one is given. One function object
         for all iterations, or the update is compiled anew.
     """
+    levels = len(experiment.recipe.levels)
+    if iteration not in range(1, 2**31) or level not in range(levels):
+        raise InputError(f"iteration={iteration}, level={level}: accepted: iterations from 1, levels from 0 to {levels - 1}")
     experiment = experiment.during(iteration)
     config, rollout, recipe, clock = experiment.config, experiment.config.rollout, experiment.recipe, Clock()
     start, recorded = rollout.window_start(iteration), config.recorded_steps

@@ -48,6 +48,7 @@ def backbones(folder):
 
 def test_a_model_is_an_embedded_one_or_a_directory(tmp_path):
     assert find_model("embedded:tiny-sana") == EMBEDDED_FOLDER / "tiny-sana"
+    (tmp_path / "model_index.json").touch()
     assert find_model(str(tmp_path)) == tmp_path
 
 

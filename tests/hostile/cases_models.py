@@ -31,6 +31,9 @@ TEMPLATE = {
     "special_tokens": {},
 }
 TENFOLD = {"type": "Replace", "pattern": {"Regex": "."}, "content": 10 * "x"}
+DOUBLE = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+CLS = {"id": "[CLS]", "ids": [1], "tokens": ["[CLS]"]}
 CONTENTS = {
     "absent": nothing,
     "empty": b"",
@@ -128,12 +131,15 @@ def latents(*shape: int) -> Maker:
     return of_zeros(start.getvalue(), len(start.getvalue()) + 4 * math.prod(shape))
 
 
-def lora(rank: int) -> Maker:
-    """A LoRA of one linear of tiny-sana, zeros."""
-    name, n = "transformer.transformer_blocks.0.attn1.to_q", 128 * rank
+def lora(rank: int, dtype: str = "F32", **configuration: Any) -> Maker:
+    """A LoRA of one linear of tiny-sana, zeros. configuration: fields of its `LoraConfig`."""
+    name, n = "transformer.transformer_blocks.0.attn1.to_q", 128 * rank * (1 if dtype == "I8" else 4)
     shapes = {f"{name}.lora_A.weight": [rank, 128], f"{name}.lora_B.weight": [128, rank]}
-    fields = {key: tensor("F32", shape, 4 * n * i, 4 * n * (i + 1))["x"] for i, (key, shape) in enumerate(shapes.items())}
-    return of_zeros(start := header(fields), len(start) + 8 * n)
+    fields = {key: tensor(dtype, shape, n * i, n * (i + 1))["x"] for i, (key, shape) in enumerate(shapes.items())}
+    if configuration:
+        named = {f"transformer.{key}": value for key, value in ({"r": rank, "lora_alpha": rank} | configuration).items()}
+        fields["__metadata__"] = {"lora_adapter_metadata": json.dumps(named)}
+    return of_zeros(start := header(fields), len(start) + 2 * n)
 
 
 def template_of_4_gb(path: Path) -> None:
@@ -193,6 +199,7 @@ TOKENIZER = {
     "added tokens of numbers": {"added_tokens_decoder": {"a": 3}},
     "a special token that is a number": {"pad_token": 3},
     "a padding side": {"padding_side": "up"},
+    "no vocabulary": {"tokenizer_class": "NoVocabulary"},
 }
 ENDLESS = r"(.|.|.|.|.|.)*\d"
 CHANNELS = ("encoder_block_out_channels", "decoder_block_out_channels")
@@ -280,6 +287,41 @@ CASES = [
                 {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}},
             ),
             (
+                "tokens that its encoder does not know",
+                "accepted: below 32",
+                {"model": {"type": "WordLevel", "vocab": {"a": 32, "<unk>": 3}, "unk_token": "<unk>"}},
+            ),
+            (
+                "text gets 2^30 times longer, two letters a letter",
+                "accepted: 1000",
+                {
+                    "normalizer": {
+                        "type": "Sequence",
+                        "normalizers": 30 * [DOUBLE],
+                    }
+                },
+            ),
+            (
+                "text gets 2^30 times longer, two bytes a byte",
+                "accepted: 1000",
+                {"pre_tokenizer": {"type": "Sequence", "pretokenizers": 30 * [BYTES]}},
+            ),
+            (
+                "more special tokens than a text may have",
+                "adds 5000 tokens to a text of up to 24",
+                {"post_processor": TEMPLATE | {"single": 5000 * [TEMPLATE["single"][0]], "special_tokens": {"[CLS]": CLS}}},
+            ),
+            (
+                "merges for which the library panics",
+                "the tokenizer fails (PanicException",
+                {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}},
+            ),
+            (
+                "pieces of no letter, for which the library panics",
+                "the tokenizer fails (PanicException",
+                {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+            ),
+            (
                 "a regular expression that backtracks without end",
                 "the tokenizer fails (",
                 {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": ENDLESS}, "behavior": "Isolated", "invert": False}},
@@ -314,6 +356,29 @@ CASES = [
         files=P | {"{dir}/i.txt": 5000 * "a b "},
     ),
     Case("weights that are not finite", LOAD, "1 of 1 pictures are not finite", 1, files=P | {WEIGHTS: not_finite}, seconds=60),
+    *(
+        Case(f"{file}: of {name}", OPEN, "_class_name", files={f"{{model}}/{file}": {"_class_name": name}})
+        for file, name in (("transformer/config.json", "FluxTransformer2DModel"), ("vae/config.json", "AutoencoderKL"))
+    ),
+    *(
+        Case(
+            f"a scheduler: {field} is {value}",
+            LOAD,
+            field,
+            files=P | {"{model}/scheduler/scheduler_config.json": {field: value}},
+        )
+        for field, value in (("shift", 1e-300), ("prediction_type", "epsilon"))
+    ),
+    Case("a LoRA of integers", LORA, "lora_A.weight is I8", files=P | {"{dir}/x.safetensors": lora(4, "I8")}),
+    *(
+        Case(f"a LoRA: {field} is {name}", LORA, field, files=P | {"{dir}/x.safetensors": lora(4, **{field: value})})
+        for field, name, value in (
+            ("lora_alpha", "10^400", 10**400),
+            ("lora_alpha", "a truth", True),
+            ("alpha_pattern", "a number", 3),
+            ("init_lora_weights", "one that changes the base", "pissa_niter_4"),
+        )
+    ),
     Case("an index that is none", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": "[]"}),
     Case(
         "an index of numbers", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": 3}}'}

@@ -9,7 +9,7 @@ import torch
 from solrl_jax.policy.objective import Target, Velocities
 from solrl_jax.policy.objectives.nft import nft_loss
 
-TOLERANCE = 2e-6  # largest difference over largest value; float32 against float64
+TOLERANCE = 3e-6  # largest difference over largest value; float32, whose products and sums round apart, against float64
 ROWS, SHAPE = 5, (4, 4, 3)
 CLIP = 5.0
 CASES = {
