@@ -81,9 +81,7 @@ def iterate(
       objective: in place of the function that `policy.objective` names; it is given what that one is given. One function object
         for all iterations, or the update is compiled anew.
     """
-    levels = len(experiment.recipe.levels)
-    if iteration not in range(1, 2**31) or level not in range(levels):
-        raise InputError(f"iteration={iteration}, level={level}: accepted: iterations from 1, levels from 0 to {levels - 1}")
+    _check(experiment, iteration, level)
     experiment = experiment.during(iteration)
     config, rollout, recipe, clock = experiment.config, experiment.config.rollout, experiment.recipe, Clock()
     start, recorded = rollout.window_start(iteration), config.recorded_steps
@@ -126,6 +124,13 @@ def iterate(
     metrics = trained | summarise(experiment, selection, rewards, kept, pool) | {"fidelity/level": float(level)}
     metrics |= clock.report(pool, kept if rollout.regenerate else None)
     return state, Outcome(metrics, ledger_columns(experiment, selection, recipe.levels[level], rewards, advantage, iteration))
+
+
+def _check(experiment: Experiment, iteration: int, level: int) -> None:
+    """Raises InputError for an iteration or a level that there is none of."""
+    levels = len(experiment.recipe.levels)
+    if iteration not in range(1, 2**31) or level not in range(levels):
+        raise InputError(f"iteration={iteration}, level={level}: accepted: iterations from 1, levels from 0 to {levels - 1}")
 
 
 def roll_out(
