@@ -70,8 +70,10 @@ class Experiment:
         """The same with pictures of the size of an iteration, counted from 1.
 
         Every cycle of iterations goes through all sizes, in a new order, as the run's seed has it: nothing that recurs falls
-        on one size alone. A resumed run needs no cursor.
+        on one size alone. A resumed run needs no cursor. Raises InputError for an iteration below 1.
         """
+        if not 1 <= iteration < 2**31:
+            raise InputError(f"iteration={iteration}: accepted: 1 to {2**31 - 1}")
         sizes = trained_sizes(self.config)
         cycle, place = divmod(iteration - 1, len(sizes))
         order = jax.random.permutation(jax.random.fold_in(key(self.config.seed, "sizes"), cycle), len(sizes))

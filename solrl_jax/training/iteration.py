@@ -28,7 +28,6 @@ from solrl_jax.rollout.fidelity import rank_correlations
 from solrl_jax.rollout.generate import Prompted, Rows, Samples, generate
 from solrl_jax.rollout.select import best_and_worst, rank, select
 from solrl_jax.rollout.stage import Stage
-from solrl_jax.storage.errors import InputError
 from solrl_jax.training.clock import Clock
 from solrl_jax.training.experiment import Experiment
 
@@ -81,7 +80,6 @@ def iterate(
       objective: in place of the function that `policy.objective` names; it is given what that one is given. One function object
         for all iterations, or the update is compiled anew.
     """
-    _check(experiment, iteration, level)
     experiment = experiment.during(iteration)
     config, rollout, recipe, clock = experiment.config, experiment.config.rollout, experiment.recipe, Clock()
     start, recorded = rollout.window_start(iteration), config.recorded_steps
@@ -124,13 +122,6 @@ def iterate(
     metrics = trained | summarise(experiment, selection, rewards, kept, pool) | {"fidelity/level": float(level)}
     metrics |= clock.report(pool, kept if rollout.regenerate else None)
     return state, Outcome(metrics, ledger_columns(experiment, selection, recipe.levels[level], rewards, advantage, iteration))
-
-
-def _check(experiment: Experiment, iteration: int, level: int) -> None:
-    """Raises InputError for an iteration or a level that there is none of."""
-    levels = len(experiment.recipe.levels)
-    if iteration not in range(1, 2**31) or level not in range(levels):
-        raise InputError(f"iteration={iteration}, level={level}: accepted: iterations from 1, levels from 0 to {levels - 1}")
 
 
 def roll_out(
