@@ -56,12 +56,11 @@ def sweep(config: Config, *, explore: str | None = None, formats: str | None = N
     numbers = _listed("--steps", steps, None, _count, "integers of at least 1")
     found = []
     for recipe in _listed("--explore", explore, "", str, "recipes"):
-        own = (override(config, (f"explore={recipe}",)) if recipe else config).rollout.explore
+        chosen = override(config, (f"explore={recipe}",)) if recipe else config
+        own = chosen.rollout.explore
         accepted = _listed("--formats", formats, format_name(own.precision), format_name, ", ".join((*FORMATS, AUTO)))
         for number in filter(None, numbers):
-            if not own.exact_steps < number <= config.rollout.steps:  # else it would not be what its name says
-                bounds = f"from {own.exact_steps + 1} to rollout.steps={config.rollout.steps}"
-                raise InputError(f"--steps {number}: expected {bounds}, by rollout.explore.exact_steps={own.exact_steps}")
+            override(chosen, (f"rollout.explore.steps={number}",))  # raises what a run would be told
         found += [Setting(recipe, form, number or own.steps) for form, number in itertools.product(accepted, numbers)]
     return found
 

@@ -250,7 +250,7 @@ WEIGHTS = Path("transformer/diffusion_pytorch_model.safetensors")
 SCHEDULER = Path("scheduler/scheduler_config.json")
 BROKEN_MODELS = {  # what is done to a copy of the directory, what the line has to say
     "no such directory": (shutil.rmtree, "no such directory"),
-    "no index": (lambda m: (m / "model_index.json").unlink(), "model_index.json: no such file"),
+    "no index": (lambda m: (m / "model_index.json").unlink(), "has no model_index.json"),
     "index is no object": (lambda m: (m / "model_index.json").write_text("[]"), "model_index.json"),
     "index is no JSON": (lambda m: (m / "model_index.json").write_text("{"), "model_index.json: not JSON"),
     "unknown pipeline": (

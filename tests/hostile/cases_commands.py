@@ -318,8 +318,8 @@ CASES = [
         for name, given, said in (
             ("an empty recipe", "--explore ''", "--explore : expected"),
             ("a recipe of no name", "--explore paper,", "--explore paper,: expected"),
-            ("no step of the format", "--explore best --steps 1", "--steps 1: expected from 2 to rollout.steps=10"),
-            ("more steps than the schedule has", "--steps 11", "--steps 11: expected from 1 to rollout.steps=10"),
+            ("no step of the format", "--explore best --steps 1", "exact_steps=1: must be less than rollout.explore.steps=1"),
+            ("more steps than the schedule has", "--steps 11", "rollout.explore.steps=11: must be at most rollout.steps=10"),
         )
     ),
     *(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from tests.hostile.harness import call
 
-QUICK, THOROUGH = 12, 150  # examples of each kind of file
+QUICK, THOROUGH = 8, 150  # examples of each kind of file
 MODEL = EMBEDDED_FOLDER / "tiny-sana"
 ODD: Any = st.one_of(
     st.none(), st.booleans(), st.integers(-(10**20), 10**20), st.floats(), st.text(max_size=5), st.just([]), st.just({}),

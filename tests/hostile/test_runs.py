@@ -39,7 +39,7 @@ def test_a_run_whose_adapters_are_not_finite_fails_and_saves_nothing(tmp_path):
     assert "solrl: iteration 1: the adapters are not finite after the update; nothing is saved" in ended.error
 
 
-@pytest.mark.parametrize(("iterations", "least"), [(5, 3), (2, 2)])
+@pytest.mark.parametrize(("iterations", "least"), [(5, 3), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
 def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_end(iterations, least, tmp_path):
     ended = train(tmp_path, f"reward={NAN}", f"train.iterations={iterations}")
     assert (ended.code, saved(tmp_path)) == (1, [])

@@ -23,8 +23,7 @@ from tests.lowering import cuda_text
 PRESETS = (
     "sana_sol_rl_pickscore",
     "flux1_sol_rl_hpsv2",
-    "sd3_sol_rl_pickscore",
-    *(pytest.param(f"{name}_sol_rl_hpsv2", marks=pytest.mark.exhaustive) for name in ("flux2-klein-4b", "zimage")),
+    *(pytest.param(f"{name}_sol_rl_hpsv2", marks=pytest.mark.exhaustive) for name in ("sd3", "flux2-klein-4b", "zimage")),
 )
 CUSTOM, PRODUCT = "@__op$block_scaled_dot(", "stablehlo.dot_general"
 

@@ -4,6 +4,6 @@ The window is the rollout's (`rollout.window`, `rollout.window_every`); only its
 no KL: `configs/objective/mix_grpo.yaml` gives it no weight.
 """
 
-from solrl_jax.policy.objectives.flow_grpo import flow_grpo as mix_grpo
+from solrl_jax.policy.objectives.flow_grpo import flow_grpo
 
-__all__ = ["mix_grpo"]
+mix_grpo = flow_grpo
