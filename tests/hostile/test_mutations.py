@@ -134,6 +134,13 @@ def test_the_configuration_of_a_run(count, run):
     mutate()
 
 
+def reads_as(content: bytes, original: bytes) -> bool:
+    """Whether two texts are the same JSON."""
+    with contextlib.suppress(ValueError):
+        return json.loads(content) == json.loads(original)
+    return False
+
+
 @BOTH
 @pytest.mark.parametrize("file", ["meta.json", "manifest.json", "arrays/manifest.ocdbt", "arrays/_METADATA"])
 def test_checkpoints_of_a_run(file, count, run):
@@ -146,7 +153,8 @@ def test_checkpoints_of_a_run(file, count, run):
             (mine / "checkpoints" / "000002" / file).write_bytes(content)
             ended = call(["export", str(mine), "--out", str(mine / "x.safetensors"), "--json"], 60)
             assert ended.problem(60) is None, ended.problem(60)
-            if content != original:
+            # nothing vouches for the manifest's own bytes: one with other spaces says the same
+            if content != original and not (file == "manifest.json" and ended.code == 0 and reads_as(content, original)):
                 assert json.loads(ended.out)["iteration"] == 1  # the one before
 
     mutate()
