@@ -14,7 +14,7 @@ from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.numerics.leaf import Matrix, Quantized
 from solrl_jax.policy import lora_files, transformer_files
 from solrl_jax.policy.lora import Adapters
-from solrl_jax.policy.lora_files import LoraSettings
+from solrl_jax.policy.lora_settings import LoraSettings
 from solrl_jax.run import loop
 from solrl_jax.run.progress import Reporter
 from solrl_jax.storage.errors import InputError

@@ -11,7 +11,7 @@ from tests.test_imports import PACKAGE, ROOF, ROOMS
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 60  # of a function, from `def` to its last line, docstring included
 MOST_ARGUMENTS = 7  # `self` and `cls` not counted
-MOST_OF_ALL = 22_039
+MOST_OF_ALL = 22_066
 FILES = [path for folder in ("solrl_jax", "scripts", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

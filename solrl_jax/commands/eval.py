@@ -63,7 +63,7 @@ def command(target: str, overrides: tuple[str, ...], paired: bool, checkpoint: s
     config = _scored(config, others["rewards"])
     chosen = find_checkpoint(target, checkpoint)
     if other is not None:
-        find_checkpoint(other, "latest")
+        find_checkpoint(other, "latest")  # raises before weights are loaded
     # of the other one only the policy is used, by the settings and the rewards of the first
     compared = None if other is None else configuration(other, (), preset, trust=True)
     if compared is not None and (path := compared[0].model.path) != config.model.path:

@@ -11,6 +11,7 @@ from solrl_jax.commands.options import PATH, checkpoint_option, finish, force_op
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files, transformer_files
 from solrl_jax.policy.lora import find_targets
+from solrl_jax.policy.lora_settings import LoraSettings
 from solrl_jax.run.directory import find_checkpoint, load_ema, read_run
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, in_one_line
@@ -53,7 +54,7 @@ def command(
     backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))  # names and places what is trained
     adapters, iteration = load_ema(Path(run), config, backbone, chosen)
     rank, alpha = config.lora.rank, config.lora.alpha
-    settings, table = lora_files.LoraSettings(rank, alpha), backbone.parameter_table()
+    settings, table = LoraSettings(rank, alpha), backbone.parameter_table()
     if whole:
         transformer_files.export_transformer(out, backbone, adapters, settings, dtype=DTYPES[dtype])
     elif form == "peft":

@@ -47,7 +47,7 @@ def command(
     if sensitivity is not None and sensitivity > (there := len(load_prompt_sets(config)[1])):
         raise InputError(f"--sensitivity {sensitivity}: there are {there} test prompts")
     if sensitivity is not None or others["errors"]:
-        find_checkpoint(target, "latest")
+        find_checkpoint(target, "latest")  # raises before weights are loaded
     if sensitivity is not None:
         experiment = build(config)
         adapters, _ = load_policy(run, config, experiment.backbone)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from solrl_jax.config.values import MOST_NUMBER
-from solrl_jax.storage.readers import strict
+from solrl_jax.storage.readers import is_number, strict
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
 
@@ -30,11 +30,6 @@ def finite(_context: click.Context, _parameter: click.Parameter, value: float | 
     if value is not None and not abs(value) <= MOST_NUMBER:
         raise click.BadParameter(f"{value} is not finite in float32")
     return value
-
-
-def is_number(text: str) -> bool:
-    """Whether a text is a whole number of up to nine digits."""
-    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def iterations(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def command(
     if out is not None or not _written(folder / "rank.json"):
         refuse_existing("--out", [folder / "rank.json"], force)
     writable_directory(folder, "--out")
-    find_checkpoint(target, "latest")
+    find_checkpoint(target, "latest")  # raises before weights are loaded
     experiment = build(config)
     adapters, _ = load_policy(run, config, experiment.backbone)
     total = (1 + len(settings)) * prompts * config.rollout.candidates

@@ -13,7 +13,7 @@ import numpy as np
 
 from solrl_jax.backbone.backbone import DTYPES, Pipeline, entries, load_backbone
 from solrl_jax.backbone.locate import attention_of, open_model
-from solrl_jax.commands.options import PATH, bar, checkpoint_option, finish, finite, force_option, is_number, json_option
+from solrl_jax.commands.options import PATH, bar, checkpoint_option, finish, finite, force_option, json_option
 from solrl_jax.conditioning.prompts import load_instruction, load_prompts, plain
 from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision
@@ -37,7 +37,7 @@ from solrl_jax.run.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line, in_one_line
 from solrl_jax.storage.hub import CARRIED
-from solrl_jax.storage.readers import parse_json, read_text
+from solrl_jax.storage.readers import is_number, parse_json, read_text
 from solrl_jax.training.experiment import device_facts, prompt_seeds
 
 

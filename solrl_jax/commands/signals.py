@@ -1,4 +1,4 @@
-"""The signals that stop a command, kept waiting while an import that one would break off runs: it would show a stack."""
+"""The signals that stop a command. They wait while modules are imported: a signal would break that off with a stack."""
 
 import contextlib
 import signal
@@ -8,17 +8,18 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
-    """Keeps signals waiting until `unblock`."""
+    """From here on, signals wait for `unblock`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
 def unblock() -> None:
-    """Lets those that wait arrive."""
+    """Signals that wait arrive now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
+    """A context in which signals wait."""
     block()
     try:
         yield
@@ -27,6 +28,6 @@ def blocked() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """For when all is done: Python takes handlers away before it ends."""
+    """Nothing is left to stop. Python removes handlers before it ends, and a signal would change the exit code then."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -225,7 +225,7 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
     settings: list[tuple[str, Any]] = []
     chosen: dict[str, str] = {}
     problems: list[str] = []
-    plugged = None  # the last reward of a plug-in
+    plugged = None  # the reward of a plug-in, if the last one that was named is one
     for text in overrides:
         key, equals, raw = (piece.strip() for piece in text.partition("="))
         if not (key and equals):
@@ -240,10 +240,9 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
             value = raw
         if key in PARTS and not isinstance(value, Mapping):
             if raw in _choices(key):
-                chosen[key] = raw
-                settings = settings if key != "reward" else [given for given in settings if given is not plugged]
+                chosen[key], plugged = raw, None if key == "reward" else plugged
             elif key == "reward" and (":" in raw or raw in importlib.metadata.entry_points(group=ENTRY_POINTS).names):
-                settings.append(plugged := ("reward.weights", {raw: 1.0}))
+                plugged = raw
             else:
                 problems.append(f"unknown {key} '{raw}': {_nearest(raw, _choices(key))}")
         elif key == "preset":
@@ -252,6 +251,8 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
             settings.append((key, value))
         else:
             problems.append(_unknown_key(key))
+    if plugged is not None:  # first: weights that are given win, as over a file of a reward
+        settings.insert(0, ("reward.weights", {plugged: 1.0}))
     return settings, chosen, problems
 
 

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from solrl_jax.parallel import consensus
 from solrl_jax.storage.errors import InputError, RunError
+from solrl_jax.storage.readers import is_number
 
 T = TypeVar("T")
 AUTO, MOST = "auto", 4096  # processes
@@ -49,7 +50,7 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
         if hosts is None:
             return
     else:
-        if not (hosts.isascii() and hosts.isdecimal() and len(hosts) < 10 and 1 <= int(hosts) <= MOST):
+        if not (is_number(hosts) and 1 <= int(hosts) <= MOST):
             raise InputError(f"--hosts {hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}")
         if absent := [name for name, value in given.items() if value is None]:
             raise InputError(f"--hosts {hosts}: needs {' and '.join(absent)} too, or --hosts {AUTO}")
@@ -86,7 +87,7 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
         address.encode("idna")  # as it is looked up
     except UnicodeError:  # nothing between two dots, or too much
         address = ""
-    if not (address and port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
+    if not (address and is_number(port) and 0 < int(port) < 2**16):
         raise InputError(f"--coordinator {coordinator}: expected HOST:PORT")
     end = time.monotonic() + START
     problem = _call(mine, (address, int(port)), end) if mine else _listen(count, int(port), end)

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,35 +26,18 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from solrl_jax.backbone.backbone import STORED_DTYPES, Entry, read_header
+from solrl_jax.backbone.backbone import STORED_DTYPES, read_header
+from solrl_jax.policy import lora_settings
 from solrl_jax.policy.lora import Adapter, Adapters
+from solrl_jax.policy.lora_settings import PEFT_CONFIG, PEFT_FILE, LoraSettings, Table
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError, RunError, first_line, in_one_line
-from solrl_jax.storage.readers import parse_json, read_text
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
-PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_DIFFUSERS, _PEFT = "transformer.", "base_model.model."  # before a module's name
-_METADATA = "lora_adapter_metadata"
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # starts for which PEFT changes the base's weights, too
 _A, _B, _ALPHA = "lora_A.weight", "lora_B.weight", "alpha"
 _KEY = re.compile(r"(?:transformer\.|base_model\.model\.)?(?P<module>.+)\.(?P<part>lora_[AB]\.weight|alpha)")
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraSettings:
-    """What a file says beside its matrices."""
-
-    rank: int
-    alpha: float
-
-    @property
-    def scale(self) -> float:
-        """What the product of the factors is multiplied by."""
-        return self.alpha / self.rank
-
-
-Table = Sequence[Entry]  # all parameters of the network that adapters are on
 Tensors = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]  # of a file's tensors
 
@@ -84,9 +67,10 @@ def export_diffusers(
         lora = {p: {"a": ab["a"], "b": settings.scale * ab["b"]} for p, ab in lora.items()}
         settings = LoraSettings(settings.rank, float(settings.rank))
     modules = _to_modules(lora, settings, table)
-    metadata = {f"{_DIFFUSERS}{k}": v for k, v in _peft_config(modules, settings, table).items()}
+    prefix, config = lora_settings.DIFFUSERS, lora_settings.peft_config(modules, settings, table)
+    said = json.dumps({f"{prefix}{k}": v for k, v in config.items()}, indent=2, sort_keys=True)
     with files.atomic(path) as partial:
-        _save(partial, path, modules, _DIFFUSERS, dtype, {_METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
+        _save(partial, path, modules, prefix, dtype, {lora_settings.METADATA: said})
 
 
 def export_peft(folder: Path, adapters: Adapters, settings: LoraSettings, table: Table, *, dtype: Any = jnp.float32) -> None:
@@ -98,10 +82,10 @@ def export_peft(folder: Path, adapters: Adapters, settings: LoraSettings, table:
     check_target(folder, "peft")
     lora = _of_lora(adapters)
     modules = _to_modules(lora, settings, table)
-    config = _peft_config(modules, settings, table) | {"inference_mode": True}
+    config = lora_settings.peft_config(modules, settings, table) | {"inference_mode": True}
     with files.atomic_directory(folder) as filled:
         with files.atomic(filled / PEFT_FILE) as partial:
-            _save(partial, folder, modules, _PEFT, dtype, {})
+            _save(partial, folder, modules, lora_settings.PEFT, dtype, {})
         files.atomic_write(filled / PEFT_CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -122,8 +106,8 @@ def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSetti
             raise InputError(f"{file}: holds no adapter (keys that end in .{_A} and .{_B})")
         rank = _check(file, shapes, modules, slots)
         stated = {module: float(handle.get_tensor(key).reshape(())) for module, key in alphas.items()}
-        config = _config(file, shapes, handle.metadata() or {})
-        settings = LoraSettings(rank, _alpha(file, modules.keys(), stated, config, rank))
+        config = lora_settings.read_config(file, shapes, handle.metadata() or {})
+        settings = LoraSettings(rank, lora_settings.read_alpha(file, modules.keys(), stated, config, rank))
         read = lambda keys: {part: handle.get_tensor(key).astype(np.float32) for part, key in keys.items()}
         with np.errstate(over="ignore"):  # what float32 does not hold is found below, by name
             tensors = {module: read(keys) for module, keys in modules.items()}
@@ -197,28 +181,6 @@ def _to_modules(adapters: Mapping[str, Adapter], settings: LoraSettings, table: 
     return out
 
 
-def _peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) -> dict[str, Any]:
-    """The fields of PEFT's `LoraConfig`."""
-    targets = sorted(modules)
-    others = {name.rpartition(".")[0] for e in table for name in e.names} - set(targets)
-    # PEFT takes a name in a list for the end of a longer one too (the last linear `proj_out` for each block's), and a string
-    # for a regular expression of whole names
-    ambiguous = any(m.endswith(tuple(f".{t}" for t in targets)) for m in others)
-    return {
-        "peft_type": "LORA",
-        "r": settings.rank,
-        "lora_alpha": int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,
-        "target_modules": "|".join(map(re.escape, targets)) if ambiguous else targets,
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "use_dora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "task_type": None,
-    }
-
-
 def _save(file: Path, target: Path, modules: Mapping[str, Tensors], prefix: str, dtype: Any, metadata: dict[str, str]) -> None:
     """Writes the tensors, then reads them back. They must be as given and finite, and change something.
 
@@ -253,15 +215,6 @@ def _file(path: Path) -> Path:
     return path
 
 
-def _config(file: Path, keys: Iterable[str], metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    """The fields of the file's `LoraConfig` where it has one."""
-    if any(key.startswith(_PEFT) for key in keys) or file.name == PEFT_FILE:
-        return _fields(file.with_name(PEFT_CONFIG), None)
-    if _METADATA not in metadata:
-        return None
-    return {k.removeprefix(_DIFFUSERS): v for k, v in _fields(file, metadata[_METADATA]).items()}
-
-
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
     """The shapes in a safetensors file, and the file, whose tensors are read when they are asked for."""
@@ -275,16 +228,6 @@ def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
             yield shapes, handle
     except (SafetensorError, OSError, LookupError, TypeError, AttributeError) as error:  # the last for dtypes that NumPy lacks
         raise InputError(f"{file}: not a readable safetensors file ({first_line(error)})") from error
-
-
-def _fields(file: Path, text: str | None) -> dict[str, Any]:
-    """The JSON object `text`, which stands in `file`; all of `file` if None."""
-    if text is None and not file.is_file():
-        raise InputError(f"{file}: no such file; an adapter of PEFT has its alpha there")
-    try:
-        return dict(parse_json(read_text(file) if text is None else text))
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{file}: its LoRA configuration is not a JSON object ({first_line(error)})") from error
 
 
 def _by_module(shapes: Shapes, slots: Mapping[str, _Slot]) -> tuple[dict[str, dict[str, str]], dict[str, str], list[str]]:
@@ -326,30 +269,3 @@ def _check(file: Path, shapes: Shapes, modules: Mapping[str, Mapping[str, str]],
         listed = ", ".join(f"{r} ({ranks[r]})" for r in sorted(ranks))
         raise InputError(f"{file}: modules of different ranks, {listed}; accepted is one rank for all")
     return next(iter(ranks))
-
-
-def _alpha(
-    file: Path, modules: Iterable[str], alphas: Mapping[str, float], config: Mapping[str, Any] | None, rank: int
-) -> float:
-    """The one alpha of all modules: of the configuration and keys `MODULE.alpha`, or the rank where neither says."""
-    stated = set(alphas.values())
-    if config is None:
-        stated |= {float(rank)} if set(modules) - alphas.keys() else set()
-    else:
-        if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
-            raise InputError(f"{file}: accepted is plain LoRA, not peft_type={config.get('peft_type')!r} or DoRA")
-        if str(start := config.get("init_lora_weights")).startswith(CHANGES_BASE):
-            raise InputError(f"{file}: init_lora_weights={start!r}: was trained on another base than the model's weights")
-        if config.get("r") != rank and not config.get("rank_pattern"):
-            raise InputError(f"{file}: its configuration has r={config.get('r')!r}, its tensors are of rank {rank}")
-        # rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(rank)
-        factor = math.sqrt(rank) if config.get("use_rslora") else 1.0
-        if not isinstance(pattern := config.get("alpha_pattern") or {}, Mapping):
-            raise InputError(f"{file}: its configuration has alpha_pattern={pattern!r}; accepted is a mapping")
-        for value in (config.get("lora_alpha"), *pattern.values()):
-            if type(value) not in (int, float) or abs(value) > 1e30:
-                raise InputError(f"{file}: its configuration has lora_alpha={value!r}; accepted is a number")
-            stated.add(factor * value)
-    if len(stated) > 1 or not all(0 < x < math.inf for x in stated):
-        raise InputError(f"{file}: modules of alpha {', '.join(map(str, sorted(stated)))}; accepted is one, above 0, for all")
-    return stated.pop()

@@ -16,7 +16,8 @@ from solrl_jax.backbone.backbone import Params
 from solrl_jax.config.schema import Lora, Optimizer
 from solrl_jax.parallel import sharding
 from solrl_jax.policy.lora import Adapter, Adapters, Targets, flatten, init_adapters
-from solrl_jax.policy.lora_files import Table, import_lora
+from solrl_jax.policy.lora_files import import_lora
+from solrl_jax.policy.lora_settings import Table
 from solrl_jax.storage.errors import InputError
 
 

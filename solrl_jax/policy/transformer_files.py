@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 
 from solrl_jax.backbone.backbone import Backbone, to_torch_order
 from solrl_jax.policy.lora import Adapters, flatten
-from solrl_jax.policy.lora_files import DIFFUSERS_FILE, LoraSettings, export_diffusers
+from solrl_jax.policy.lora_files import DIFFUSERS_FILE, export_diffusers
+from solrl_jax.policy.lora_settings import LoraSettings
 from solrl_jax.storage import files
 from solrl_jax.storage.errors import InputError
 

@@ -22,7 +22,7 @@ from solrl_jax.rewards.registry import REWARDS, reward_names
 from solrl_jax.run import checkpoint
 from solrl_jax.storage.errors import InputError, RunError
 from solrl_jax.storage.files import disk_reason
-from solrl_jax.storage.readers import read_text
+from solrl_jax.storage.readers import is_number, read_text
 
 
 def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *, trust: bool) -> tuple[Config, Path | None]:
@@ -99,7 +99,7 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
         if is_run(target) and checkpoint.newest(root, sound) is None:
             raise InputError(f"{target}: has no checkpoint yet")
         return None
-    if which != "best" and not (which.isascii() and which.isdecimal() and len(which) < 10):
+    if which != "best" and not (is_number(which)):
         raise InputError(f"{asked}: must be best, latest or an iteration")
     if not is_run(target):
         raise InputError(f"{asked}: {target} is no run directory; only runs have checkpoints")

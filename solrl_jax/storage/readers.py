@@ -99,6 +99,11 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, _PlainLoader)
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is a whole number of up to nine digits: no "1_0", no digits of other scripts."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
 class _PlainLoader(yaml.SafeLoader):
     """A SafeLoader that refuses what can grow while it is read, or is more than plain data."""
 

@@ -17,6 +17,7 @@ from solrl_jax.policy.lora import Adapters
 from solrl_jax.rollout.fidelity import mean_true_rank, overlap, rank_correlations, regret
 from solrl_jax.rollout.stage import Stage
 from solrl_jax.storage.errors import InputError
+from solrl_jax.storage.readers import is_number
 from solrl_jax.training.experiment import Experiment, device_facts, linears_of
 from solrl_jax.training.iteration import Progress, roll_out
 
@@ -80,7 +81,7 @@ def _listed(option: str, text: str | None, own: Any, parse: Callable[[str], Any]
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 1 <= (number := int(text)) <= MOST_STEPS):  # no "1_0", no other digits
+    if not (is_number(text) and 1 <= (number := int(text)) <= MOST_STEPS):
         raise ValueError
     return number
 

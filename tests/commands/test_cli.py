@@ -17,7 +17,8 @@ from solrl_jax.backbone.backbone import load_backbone
 from solrl_jax.commands import cli
 from solrl_jax.config.presets import released_models
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.policy.lora_files import LoraSettings, import_lora
+from solrl_jax.policy.lora_files import import_lora
+from solrl_jax.policy.lora_settings import LoraSettings
 from solrl_jax.run import metrics
 from solrl_jax.run.directory import load_ema, read_run
 from tests.small import SMALL

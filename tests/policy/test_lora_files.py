@@ -40,7 +40,8 @@ from solrl_jax.models.weights import entries
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy import lora_files
 from solrl_jax.policy.lora import Targets, attach, flatten, replace
-from solrl_jax.policy.lora_files import LoraSettings, export_diffusers, export_peft, import_lora
+from solrl_jax.policy.lora_files import export_diffusers, export_peft, import_lora
+from solrl_jax.policy.lora_settings import LoraSettings
 from solrl_jax.policy.state import init_state, read_start
 from solrl_jax.rollout.generate import Rows, generate, prepare
 from solrl_jax.rollout.stage import Leg, Stage

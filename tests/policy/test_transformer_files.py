@@ -13,7 +13,8 @@ from pretrain.networks import to_torch
 from solrl_jax.backbone.backbone import load_backbone
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.policy.lora import flatten, init_adapters, replace
-from solrl_jax.policy.lora_files import LoraSettings, export_diffusers, import_lora
+from solrl_jax.policy.lora_files import export_diffusers, import_lora
+from solrl_jax.policy.lora_settings import LoraSettings
 from solrl_jax.policy.transformer_files import divide, export_transformer
 from solrl_jax.storage.errors import InputError
 
