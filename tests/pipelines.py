@@ -1,10 +1,7 @@
 """Small random pipelines in diffusers' layout. Their weights are so large that every input changes the output."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import torch
 from diffusers import (
@@ -264,16 +261,6 @@ def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **r
         Request(str(out / "prompts.txt"), out / "images", **{"precision": "fp32", "seed": 0, "force": True} | request),
     )
     return np.load(out / "images" / "images.npy"), np.load(out / "images" / "latents.npy")
-
-
-@contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Compiles without LLVM's optimisations, which take half of the time of tests of small networks."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def _saved(pipeline, folder: Path):

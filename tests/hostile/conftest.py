@@ -1,5 +1,7 @@
 """A small finished run, which cases copy and damage."""
 
+import fcntl
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,15 @@ from tests.small import SMALL
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory) -> Path:
-    """The directory of a finished run of two iterations, made by the command."""
-    folder = tmp_path_factory.mktemp("hostile") / "run"
-    ended = call(["train", "tiny", *SMALL, "train.iterations=2", "eval.grid=0", f"run.dir={folder}"], 300)
-    assert ended.code == 0, ended.error
-    return folder
+def run(tmp_path_factory, worker_id) -> Path:
+    """The directory of a finished run of two iterations. One process of the tests makes it by the command; each has a copy."""
+    root = tmp_path_factory.getbasetemp()
+    shared = (root if worker_id == "master" else root.parent) / "hostile-run"
+    shared.mkdir(exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "finished").exists():
+            ended = call(["train", "tiny", *SMALL, "train.iterations=2", "eval.grid=0", f"run.dir={shared / 'new'}"], 300)
+            assert ended.code == 0, ended.error
+            (shared / "new").rename(shared / "finished")
+    return Path(shutil.copytree(shared / "finished", tmp_path_factory.mktemp("hostile") / "run"))

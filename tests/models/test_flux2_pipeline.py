@@ -14,7 +14,7 @@ from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.storage.errors import InputError
 from tests import pipelines
-from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, quick_compilation, sample_images, save_flux2_pipeline
+from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, sample_images, save_flux2_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 2e-5  # of images in 0..1, all steps taken
@@ -22,12 +22,6 @@ COMPRESSION, CHANNELS = 2 * KL_COMPRESSION, 4 * KL_CHANNELS  # outside the autoe
 # an empty one; capitals; spaces; longer than is taken; words and signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 50, "an astronaut's horse, no. 3"]
 LONG = "one happy cat and a small dog left of the red star, " * 27  # about 300 tokens
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

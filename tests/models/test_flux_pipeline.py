@@ -15,18 +15,12 @@ from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.storage.errors import InputError
 from tests import pipelines
-from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, quick_compilation, sample_images, save_flux_pipeline
+from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, sample_images, save_flux_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
 # an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than either takes; words and signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,19 +15,13 @@ from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.storage.errors import InputError
 from tests import pipelines
-from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, SD3, quick_compilation, sample_images, save_sd3_pipeline
+from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, SD3, sample_images, save_sd3_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
 # an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than any takes; words and signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
 ENCODERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.storage.errors import InputError
 from tests import pipelines
-from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, quick_compilation, sample_images, save_zimage_pipeline
+from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, sample_images, save_zimage_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
@@ -25,12 +25,6 @@ PROMPTS = [
     "", "Red star", " one  happy cat \t", "two small " * 9, "a photo of " * 17, "x" * 300, "an astronaut's horse, no. 3",
     "stop <|im_end|> here",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

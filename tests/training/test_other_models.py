@@ -22,7 +22,7 @@ from solrl_jax.rollout.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.training import experiment as experiments
 from solrl_jax.training.experiment import Experiment, fresh_state
 from solrl_jax.training.iteration import iterate
-from tests.pipelines import quick_compilation, save_flux2_pipeline, save_flux_pipeline, save_sd3_pipeline, save_zimage_pipeline
+from tests.pipelines import save_flux2_pipeline, save_flux_pipeline, save_sd3_pipeline, save_zimage_pipeline
 from tests.small import small_config
 
 PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, quantize_policy)
@@ -82,12 +82,6 @@ def redness() -> Reward:
     """How much more red than blue is in a picture; smooth, so that candidates differ."""
     score = lambda params, images, prepared: {"reward": (images[..., 0] - images[..., 2]).mean((1, 2))}
     return Reward(None, lambda prompts: np.zeros(len(prompts), np.float32), score)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    with quick_compilation():
-        yield
 
 
 SHORT = ("rollout.candidates=4", "rollout.kept=2", "rollout.chunk=4")
