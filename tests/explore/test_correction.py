@@ -146,6 +146,7 @@ def test_the_policy_that_explores_is_corrected_and_the_one_that_trains_is_not(ex
         assert 0.01 < error < 0.12, path
 
 
+@pytest.mark.exhaustive
 def test_more_turns_would_find_little_more(experiment, bases, monkeypatch):
     """The directions found share nine tenths and more with those that twice the turns find, and one turn's share less."""
     monkeypatch.setattr(correction, "PASSES", 2 * PASSES)

@@ -82,6 +82,7 @@ def test_a_preview_of_all_steps_is_the_full_schedule(name):
     np.testing.assert_array_equal(fitted_table(predict, START[None], full, table, first_sigmas(full, 10)), table)
 
 
+@pytest.mark.exhaustive
 def test_a_preview_is_fitted_to_what_the_base_does_and_the_same_in_every_run(experiment):
     """On prompts and seeds that it was not fitted on, it ends nearer to all ten steps than the solver on its sigmas does."""
     recipe, full, backbone = experiment.recipe, experiment.grid(10), experiment.backbone

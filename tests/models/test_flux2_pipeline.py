@@ -141,7 +141,7 @@ CASES = [
     ("distilled", 4, 4.0, (16, 24)),
     pytest.param("distilled", 10, 1.0, (40, 32), marks=pytest.mark.exhaustive),
     pytest.param("base", 4, 4.0, (24, 16), marks=pytest.mark.exhaustive),
-    ("base", 10, 1.0, (16, 16)),
+    pytest.param("base", 10, 1.0, (16, 16), marks=pytest.mark.exhaustive),
 ]
 
 

@@ -135,7 +135,7 @@ def diffusers_images(reference, latents, steps, guidance, scheduler=None, prompt
 CASES = [
     ("base", 4, 4.0, (16, 24)),
     pytest.param("base", 10, 0.0, (40, 32), marks=pytest.mark.exhaustive),
-    ("turbo", 8, 0.0, (24, 64)),
+    pytest.param("turbo", 8, 0.0, (24, 64), marks=pytest.mark.exhaustive),
     pytest.param("turbo", 3, 1.5, (16, 16), marks=pytest.mark.exhaustive),
 ]
 

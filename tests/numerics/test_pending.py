@@ -90,7 +90,7 @@ def both(encoder, form):
     return run(twin), run(partial(kernel, interpret=True))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("form", "n"), CASES)
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_the_kernel_is_its_twin_bit_for_bit(encoder, form, n, dtype):
