@@ -67,6 +67,7 @@ gc.set_threshold(200_000, 20, 100)  # tracing makes many objects and few cycles:
 # Rooms and files. What runs its programs often has them optimised a little; the others are compiled without.
 OFTEN = {"commands", "hostile", "run", "study", "training"}
 OFTEN |= {"test_correction.py", "test_host_rewards.py", "test_preview.py", "test_verifier.py"}
+OFTEN |= {"targets", "test_topology.py"}  # for GPUs and TPUs, and never run
 # Compiled by XLA's older emitters, in half of the time. They make wrong code of numbers of four bits: the others do without.
 OLDER = {"backbone", "flow", "models", "policy", "rewards", "rollout", "test_gated_conv.py", "test_linear_attention.py"}
 NEWER = {"test_host_rewards.py", "test_whole.py"}
