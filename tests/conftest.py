@@ -64,16 +64,18 @@ install_import_hook("solrl_jax", "tests.checker.check")
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects and few cycles: a tenth of the time
 
 
-# Rooms and files. What runs its programs often has them optimised a little; the others are compiled without.
-OFTEN = {"commands", "hostile", "run", "study", "training"}
-OFTEN |= {"test_correction.py", "test_host_rewards.py", "test_preview.py", "test_verifier.py"}
-OFTEN |= {"targets", "test_topology.py"}  # for GPUs and TPUs, and never run
-# Compiled by XLA's older emitters, in half of the time. They make wrong code of numbers of four bits: the others do without.
+# How programs are compiled in this process, by the room or the file of a test. Processes that tests start do not know of it.
+# OPTIMISED as XLA_FLAGS says, because these tests run a program often, or compile it for a device that is not here; others not.
+OPTIMISED = {"commands", "hostile", "run", "study", "training", "targets", "test_topology.py"}
+OPTIMISED |= {"test_correction.py", "test_host_rewards.py", "test_verifier.py"}
+# By XLA's older emitters, in half of the time. They make wrong code of float4: rooms that compute NVFP4 are not listed, and
+# files that do are WITH_FLOAT4.
 OLDER = {"backbone", "flow", "models", "policy", "rewards", "rollout", "test_gated_conv.py", "test_linear_attention.py"}
-NEWER = {"test_host_rewards.py", "test_whole.py"}
+WITH_FLOAT4 = {"test_host_rewards.py", "test_whole.py"}
 
 
 def _compile_options(*args: Any, **options: Any) -> Any:
+    """`jax._src.compiler.get_compile_options`, with the older emitters where `_older` says so."""
     made = _jax_compile_options(*args, **options)
     if _older:
         made.env_option_overrides = [*made.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
@@ -86,11 +88,11 @@ _jax_compile_options, compiler.get_compile_options = compiler.get_compile_option
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs(request: pytest.FixtureRequest):
-    """Compiled programs hold memory maps, of which a process has only so many: those of a file are forgotten with it."""
+    """Sets how a file's programs are compiled, and forgets them: they hold memory maps, of which a process has only so many."""
     global _older
     names = {request.path.name, request.path.parent.name}
-    _older = not OLDER.isdisjoint(names) and NEWER.isdisjoint(names)
-    jax.config.update("jax_disable_most_optimizations", OFTEN.isdisjoint(names))
+    _older = not OLDER.isdisjoint(names) and WITH_FLOAT4.isdisjoint(names)
+    jax.config.update("jax_disable_most_optimizations", OPTIMISED.isdisjoint(names))
     yield
     jax.clear_caches()
     gc.collect()

@@ -99,7 +99,7 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
         if is_run(target) and checkpoint.newest(root, sound) is None:
             raise InputError(f"{target}: has no checkpoint yet")
         return None
-    if which != "best" and not (is_number(which)):
+    if which != "best" and not is_number(which):
         raise InputError(f"{asked}: must be best, latest or an iteration")
     if not is_run(target):
         raise InputError(f"{asked}: {target} is no run directory; only runs have checkpoints")

@@ -225,13 +225,13 @@ def test_tokens_are_those_of_the_released_pipelines(thinking, tmp_path):
         assert np.array_equal(ours["mask"], expected["attention_mask"].astype(bool))
 
 
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"  # five seconds, then it is ended
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"  # is ended after five seconds
 
 
 @pytest.mark.parametrize(
     "template", [None, "{{ messages[0].nothing.at.all }}", "{% for %}", "{{ ''.__class__.__mro__[1].__subclasses__() }}",
                  "{{ raise_exception('no\nsuch turn') }}", "{% for i in range(1000000) %}{% endfor %}", "{{ 'a' * 200000 }}",
-                 "{{ 'a' * 4000000000 }}", pytest.param(LOOPS, marks=pytest.mark.exhaustive)],
+                 LOOPS, "{{ 'a' * 4000000000 }}"],
 )  # fmt: skip
 def test_a_template_that_fails_is_one_line(template, tmp_path):
     """The sandbox refuses what it names. Bounds of time, memory and length end the last three."""
