@@ -8,10 +8,19 @@ import sys
 import jax.numpy as jnp
 
 import solrl_jax as solrl
-from solrl_jax.policy.objective import PerRow, PolicyConfig, Target, Velocities, matching_error, row_mean
+from solrl_jax.rl.objective import (
+    PerRow,
+    PolicyConfig,
+    Target,
+    Velocities,
+    matching_error,
+    row_mean,
+)
 
 
-def good_half(velocities: Velocities, target: Target, policy: PolicyConfig) -> tuple[PerRow, dict[str, PerRow]]:
+def good_half(
+    velocities: Velocities, target: Target, policy: PolicyConfig
+) -> tuple[PerRow, dict[str, PerRow]]:
     """Flow matching on samples whose advantage is positive, held near the base by the KL weight. One loss a row."""
     error = matching_error(velocities.trained, target)
     kl = row_mean((velocities.trained - velocities.reference) ** 2)
@@ -24,7 +33,9 @@ def main(*overrides: str) -> None:
     state = solrl.fresh_state(experiment)
     for i in range(1, experiment.config.train.iterations + 1):
         state, outcome = solrl.iterate(experiment, state, i, objective=good_half)
-        print(f"{i:3}: kept {outcome.metrics['kept/reward']:.3f}, loss {outcome.metrics['loss']:.4f}")
+        print(
+            f"{i:3}: kept {outcome.metrics['kept/reward']:.3f}, loss {outcome.metrics['loss']:.4f}"
+        )
     print(f"held-out reward: {solrl.evaluate(experiment, state.ema).means['reward']:.3f}")
 
 

@@ -15,7 +15,9 @@ import numpy as np
 import solrl_jax as solrl
 
 
-def redness(images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> np.ndarray:
+def redness(
+    images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> np.ndarray:
     """How red the pictures are. images: float32 [n, height, width, 3] in [0, 1]. Returns [n], higher is better."""
     red, green, blue = np.moveaxis(images, -1, 0)
     return (red - (green + blue) / 2).mean(axis=(1, 2))
@@ -24,7 +26,9 @@ def redness(images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mappi
 def main(*overrides: str) -> None:
     weights = 'reward.weights={"own_reward:redness": 1}'
     summary = solrl.train("tiny", weights, "run.dir=runs/own-reward", *overrides)
-    print(f"reward: {summary['before']['eval/reward']:.3f} before, {summary['after']['eval/reward']:.3f} after")
+    print(
+        f"reward: {summary['before']['eval/reward']:.3f} before, {summary['after']['eval/reward']:.3f} after"
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ def main() -> None:
     w = jax.random.normal(weight_key, (1024, 512))  # [inputs, outputs]
     x = jax.random.normal(input_key, (64, 1024), jnp.bfloat16)
     exact = x.astype(jnp.float32) @ w
-    relative = lambda error, of: float(jnp.linalg.norm(error) / jnp.linalg.norm(of))
+
+    def relative(error, of):
+        return float(jnp.linalg.norm(error) / jnp.linalg.norm(of))
+
     print(f"{'format':<10}{'bits a weight':>14}{'weight error':>14}{'product error':>15}")
     for name, form in solrl.FORMATS.items():
         if form.quantize is None:
@@ -22,7 +25,9 @@ def main() -> None:
         leaf = solrl.quantize(w, name)
         weight_error = relative(solrl.dequantize(leaf) - w, w)
         product = jax.jit(solrl.matmul)(x, leaf)  # activations are quantised too, one scale a row
-        print(f"{name:<10}{8 * leaf.nbytes / w.size:>14.2f}{weight_error:>14.4f}{relative(product - exact, exact):>15.4f}")
+        print(
+            f"{name:<10}{8 * leaf.nbytes / w.size:>14.2f}{weight_error:>14.4f}{relative(product - exact, exact):>15.4f}"
+        )
 
 
 if __name__ == "__main__":

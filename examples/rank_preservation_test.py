@@ -7,11 +7,15 @@ import numpy as np
 
 import solrl_jax as solrl
 
-PROMPTS, CANDIDATES, KEPT = 2, 16, 8
+PROMPTS = 2
+CANDIDATES = 16
+KEPT = 8
 
 
 def test_exploration_finds_both_ends() -> None:
-    experiment = solrl.load("tiny", f"rollout.candidates={CANDIDATES}", f"rollout.kept={KEPT}", "rollout.chunk=32")
+    experiment = solrl.load(
+        "tiny", f"rollout.candidates={CANDIDATES}", f"rollout.kept={KEPT}", "rollout.chunk=32"
+    )
     state = solrl.fresh_state(experiment)
     (figures,) = solrl.rank(experiment, state.ema, prompts=PROMPTS)
     # the proxy's best KEPT / 2 lie well above the middle of the true order, and its worst well below

@@ -15,9 +15,13 @@ def main(*overrides: str) -> None:
     for i in range(1, experiment.config.train.iterations + 1):
         state, outcome = solrl.iterate(experiment, state, i)
         row = outcome.metrics
-        print(f"{i:3}: pool {row['pool/reward']:.3f}, kept {row['kept/reward']:.3f}, rank {row['fidelity/spearman']:.2f}")
+        print(
+            f"{i:3}: pool {row['pool/reward']:.3f}, kept {row['kept/reward']:.3f}, rank {row['fidelity/spearman']:.2f}"
+        )
     after = solrl.evaluate(experiment, state.ema)
-    print(f"held-out reward: {before.means['reward']:.3f} before, {after.means['reward']:.3f} after")
+    print(
+        f"held-out reward: {before.means['reward']:.3f} before, {after.means['reward']:.3f} after"
+    )
     solrl.export_lora(experiment, state.ema, "tiny-lora.safetensors")
 
 

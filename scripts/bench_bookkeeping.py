@@ -18,9 +18,9 @@ from pathlib import Path
 from bench.timing import finish, parser
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.run import loop
-from solrl_jax.run.progress import Reporter
-from solrl_jax.training.iteration import Outcome
+from solrl_jax.rl.iteration import Outcome
+from solrl_jax.runs import trainer
+from solrl_jax.runs.progress import Reporter
 
 SETTINGS = ("eval.every=0", "eval.grid=0", "rollout.explore.floor=0.01")
 
@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--iterations", type=int, default=10_000)
     options.add_argument("--window", type=int, default=100)
     args = options.parse_args(arguments)
-    iterate, begun, real = loop.iterate, list[float](), list[Outcome]()
+    iterate = trainer.iterate
+    begun = list[float]()
+    real = list[Outcome]()
 
     def again(experiment, state, *rest):
         if not real:
@@ -39,18 +41,27 @@ def main(arguments: list[str] | None = None) -> None:
         begun.append(time.perf_counter())
         return state, real[0]
 
-    loop.iterate = again
+    trainer.iterate = again
     with tempfile.TemporaryDirectory() as folder, Reporter(bars=False) as report:
         run = f"{folder}/run"
-        length = (f"train.iterations={args.iterations}", f"run.checkpoint_every={args.iterations}", f"run.dir={run}")
+        length = (
+            f"train.iterations={args.iterations}",
+            f"run.checkpoint_every={args.iterations}",
+            f"run.dir={run}",
+        )
         config = resolve(args.preset, (*SETTINGS, *length, *args.overrides))
         with contextlib.redirect_stderr(io.StringIO()):
-            loop.run(config, report, page=True)
-        sizes = {name: (Path(run) / name).stat().st_size for name in ("metrics.jsonl", "report.html")}
+            trainer.run(config, report, page=True)
+        sizes = {
+            name: (Path(run) / name).stat().st_size for name in ("metrics.jsonl", "report.html")
+        }
         sizes["ledger"] = sum(path.stat().st_size for path in (Path(run) / "ledger").iterdir())
     took = [1e3 * (after - before) for before, after in itertools.pairwise(begun)]
     iteration = 1e3 * (real[0].metrics["seconds"] - real[0].metrics["seconds/compile"])
-    median = {"first": statistics.median(took[: args.window]), "last": statistics.median(took[-args.window :])}
+    median = {
+        "first": statistics.median(took[: args.window]),
+        "last": statistics.median(took[-args.window :]),
+    }
     result = {
         "preset": args.preset,
         "overrides": args.overrides,

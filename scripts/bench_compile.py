@@ -21,20 +21,29 @@ from bench.timing import finish
 from flax import nnx
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.models.attention import attention
-from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
-from solrl_jax.models.layers import LayerNorm, Linear, scan_blocks, stack
-from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
-from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
-from solrl_jax.policy.lora import attach, init_adapters, matching
+from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
+from solrl_jax.models.layers.attention import attention
+from solrl_jax.models.layers.core import LayerNorm, Linear, scan_blocks, stack
+from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
+from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
 
 LIMIT = 10.0  # seconds, for either program
 BF16 = jnp.bfloat16
 REMAT = "blocks"  # as the recipes train
-shaped = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
+
+
+def shaped(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 TIME = shaped(1, dtype=jnp.float32)
 LARGE = SD3Config(
-    num_layers=38, num_attention_heads=38, caption_projection_dim=2432, pos_embed_max_size=192, qk_norm="rms_norm"
+    num_layers=38,
+    num_attention_heads=38,
+    caption_projection_dim=2432,
+    pos_embed_max_size=192,
+    qk_norm="rms_norm",
 )
 # preset of the model -> network, batch of inputs at the recipe's resolution, blocks, width, image and text tokens
 MODELS = {
@@ -59,20 +68,30 @@ class PlainBlock(nnx.Module):
     def __init__(self, d: int, head: int, *, rngs: nnx.Rngs):
         self.norm1, self.norm2 = (LayerNorm(d, eps=1e-6, affine=False) for _ in range(2))
         self.to_q, self.to_k, self.to_v, self.to_out = (Linear(d, d, rngs=rngs) for _ in range(4))
-        self.up, self.down = Linear(d, 4 * d, rngs=rngs), Linear(4 * d, d, rngs=rngs)
+        self.up = Linear(d, 4 * d, rngs=rngs)
+        self.down = Linear(4 * d, d, rngs=rngs)
         self.head = head
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = self.norm1(x)
-        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head)
-        x = x + self.to_out(attention(heads(self.to_q(h)), heads(self.to_k(h)), heads(self.to_v(h))).reshape(x.shape))
+
+        def heads(y):
+            return y.reshape(*y.shape[:2], -1, self.head)
+
+        x = x + self.to_out(
+            attention(heads(self.to_q(h)), heads(self.to_k(h)), heads(self.to_v(h))).reshape(
+                x.shape
+            )
+        )
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
 
 def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, dict]:
     """A network's graph and its parameters as shapes in BF16."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    return graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, BF16), nnx.to_pure_dict(state))
+    return graphdef, jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, BF16), nnx.to_pure_dict(state)
+    )
 
 
 def seconds_to_compile(function: Callable, *arguments: Any) -> dict[str, float]:
@@ -82,7 +101,11 @@ def seconds_to_compile(function: Callable, *arguments: Any) -> dict[str, float]:
     traced = time.perf_counter()
     lowered.compile()
     done = time.perf_counter()
-    return {"trace": round(traced - started, 2), "compile": round(done - traced, 2), "total": round(done - started, 2)}
+    return {
+        "trace": round(traced - started, 2),
+        "compile": round(done - traced, 2),
+        "total": round(done - started, 2),
+    }
 
 
 def measure(name: str) -> dict[str, dict[str, float]]:
@@ -91,17 +114,27 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     graphdef, params = abstract(make)
     lora = resolve(f"{name}_sol_rl_pickscore").lora
     targets = matching(params, lora.targets, "lora.targets")
-    adapters = jax.eval_shape(lambda key: init_adapters(key, params, targets, lora.rank), jax.random.key(0))
+    adapters = jax.eval_shape(
+        lambda key: init_adapters(key, params, targets, lora.rank), jax.random.key(0)
+    )
 
     def velocity(params, *inputs):
         return nnx.merge(graphdef, params)(*inputs)
 
     def loss(adapters, params, *inputs):
-        return (velocity(attach(params, adapters, lora.alpha / lora.rank), *inputs).astype(jnp.float32) ** 2).mean()
+        return (
+            velocity(attach(params, adapters, lora.alpha / lora.rank), *inputs).astype(jnp.float32)
+            ** 2
+        ).mean()
 
     head = next(h for h in (128, 64, 32) if width % h == 0)
-    plain_graph, plain = abstract(lambda r: stack(blocks, lambda r: PlainBlock(width, head, rngs=r), r))
-    plain_forward = lambda p, x: scan_blocks(nnx.merge(plain_graph, p), lambda block, x: block(x), x)
+    plain_graph, plain = abstract(
+        lambda r: stack(blocks, lambda r: PlainBlock(width, head, rngs=r), r)
+    )
+
+    def plain_forward(p, x):
+        return scan_blocks(nnx.merge(plain_graph, p), lambda block, x: block(x), x)
+
     result = {
         "forward": seconds_to_compile(velocity, params, *inputs),
         "lora_gradient": seconds_to_compile(jax.grad(loss), adapters, params, *inputs),
@@ -109,17 +142,26 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     }
     for program in ("forward", "lora_gradient"):
         result[program]["share_of_limit"] = round(result[program]["total"] / LIMIT, 3)
-        result[program]["times_plain_blocks"] = round(result[program]["total"] / result["plain_blocks"]["total"], 1)
+        result[program]["times_plain_blocks"] = round(
+            result[program]["total"] / result["plain_blocks"]["total"], 1
+        )
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[*MODELS], action="append", help="may be repeated (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=[*MODELS], action="append", help="may be repeated (default: all)"
+    )
     parser.add_argument("--out", type=Path, help="where the JSON goes, beside standard output")
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
-    finish({"limit_seconds": LIMIT, "models": {name: measure(name) for name in args.model or MODELS}}, args.out)
+    finish(
+        {"limit_seconds": LIMIT, "models": {name: measure(name) for name in args.model or MODELS}},
+        args.out,
+    )
 
 
 if __name__ == "__main__":

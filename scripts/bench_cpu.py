@@ -25,16 +25,16 @@ import jax
 import jax.numpy as jnp
 from bench.timing import PACKAGES, best_matmul_rate, finish, operations, parser, rate
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
+from solrl_jax.models.locate import EMBEDDED_FOLDER
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Program, Stages
 from solrl_jax.planning.topology import tracing
-from solrl_jax.rollout.generate import Rows, generate
-from solrl_jax.training.experiment import build, device_facts, fresh_state, open_mesh
-from solrl_jax.training.iteration import iterate
+from solrl_jax.rl.experiment import build, device_facts, fresh_state, open_mesh
+from solrl_jax.rl.generate import Rows, generate
+from solrl_jax.rl.iteration import iterate
 
 MODELS = ("tiny-sana", "tiny-flux", "tiny-sd3")
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
@@ -43,19 +43,27 @@ THREADS = 2  # of PyTorch
 
 def stages(config: Config, repeat: int, best: float) -> dict[str, Any]:
     """Seconds and operations of each stage of an iteration."""
-    counts, experiment = counted(config), build(config)
-    state, rows = fresh_state(experiment), []
+    counts = counted(config)
+    experiment = build(config)
+    state = fresh_state(experiment)
+    rows = []
     for iteration in range(1, repeat + 2):
         state, outcome = iterate(experiment, state, iteration)
         rows.append(outcome.metrics)
     took = {name: statistics.median(row[f"seconds/{name}"] for row in rows[1:]) for name in counts}
-    return {name: {"seconds": round(took[name], 4)} | rate(counts[name], took[name], best) for name in counts}
+    return {
+        name: {"seconds": round(took[name], 4)} | rate(counts[name], took[name], best)
+        for name in counts
+    }
 
 
 def counted(config: Config) -> dict[str, int]:
     """Operations of the products of each stage of an iteration. Scoring is a part of the two rollouts."""
-    shapes = of_shapes(config, open_configurations(config.model.path), device_facts(), open_mesh(config))
-    planned, counts = Stages(shapes), Counter[str]()
+    shapes = of_shapes(
+        config, open_configurations(config.model.path), device_facts(), open_mesh(config)
+    )
+    planned = Stages(shapes)
+    counts = Counter[str]()
     codes = planned.codes()
 
     def count(program: Program) -> int:
@@ -64,9 +72,13 @@ def counted(config: Config) -> dict[str, int]:
 
     for stage in ("encode", "sync", "explore", "regenerate", "update"):
         if planned.has(stage):
-            counts[stage] = sum(count(program) * program.calls for program in planned.programs(stage, codes))
+            counts[stage] = sum(
+                count(program) * program.calls for program in planned.programs(stage, codes)
+            )
     scored = sum(map(count, planned.programs("score", codes)))
-    for stage, chunks in zip(("explore", "regenerate"), planned.chunks(planned.rows_mesh.size), strict=True):
+    for stage, chunks in zip(
+        ("explore", "regenerate"), planned.chunks(planned.rows_mesh.size), strict=True
+    ):
         counts[stage] += scored * chunks
     return dict(counts)
 
@@ -87,13 +99,32 @@ def sampling(model: str, args: argparse.Namespace) -> dict[str, Any]:
     for precision in PRECISIONS:
         experiment = build(resolve("tiny", (f"model={model}", f"rollout.precision={precision}")))
         prompts = experiment.train_prompts[: args.pictures]
-        prompted, rows = experiment.prompted(prompts), Rows.of(experiment.seeds("candidate", prompts, 1))
+        prompted = experiment.prompted(prompts)
+        rows = Rows.of(experiment.seeds("candidate", prompts, 1))
         stage = experiment.stage("sample", fresh_state(experiment).ema, args.steps)
-        make = lambda: generate(experiment.backbone, stage, prompted, rows, keep_images=True)  # noqa: B023
+
+        def make():
+            return generate(experiment.backbone, stage, prompted, rows, keep_images=True)
+
         ours[precision] = seconds(make, args.repeat)
-    command = [sys.executable, __file__, "tiny", "--peer", model, "--pictures", str(args.pictures), "--steps", str(args.steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "tiny",
+        "--peer",
+        model,
+        "--pictures",
+        str(args.pictures),
+        "--steps",
+        str(args.steps),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
-    done = subprocess.run([*command, "--repeat", str(args.repeat)], stdout=subprocess.PIPE, check=True, env=environment)
+    done = subprocess.run(
+        [*command, "--repeat", str(args.repeat)],
+        stdout=subprocess.PIPE,
+        check=True,
+        env=environment,
+    )
     theirs = json.loads(done.stdout)
     return {
         "seconds": ours,
@@ -111,23 +142,37 @@ def peer(model: str, args: argparse.Namespace) -> dict[str, float]:
     torch.set_num_threads(THREADS)
     config = resolve("tiny", (f"model={model}",))
     size = {"height": config.model.height, "width": config.model.width, "output_type": "pt"}
-    texts, took = ["a red circle above a blue square"] * args.pictures, {}
+    texts = ["a red circle above a blue square"] * args.pictures
+    took = {}
     for precision, dtype in PRECISIONS.items():
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(EMBEDDED_FOLDER / model, torch_dtype=getattr(torch, dtype))
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(
+            EMBEDDED_FOLDER / model, torch_dtype=getattr(torch, dtype)
+        )
         pipeline.set_progress_bar_config(disable=True)
-        encode = lambda **more: pipeline.encode_prompt(texts, max_sequence_length=config.model.max_tokens, **more)  # noqa: B023
+
+        def encode(**more):
+            return pipeline.encode_prompt(
+                texts, max_sequence_length=config.model.max_tokens, **more
+            )
+
         with torch.inference_mode():
             if model == "tiny-sana":
                 embeds, mask, *_ = encode(do_classifier_free_guidance=False)
-                given = {"prompt_embeds": embeds, "prompt_attention_mask": mask, "use_resolution_binning": False}
+                given = {
+                    "prompt_embeds": embeds,
+                    "prompt_attention_mask": mask,
+                    "use_resolution_binning": False,
+                }
             elif model == "tiny-flux":
                 embeds, pooled, _ = encode(prompt_2=None)
                 given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
             else:
-                embeds, _, pooled, _ = encode(prompt_2=None, prompt_3=None, do_classifier_free_guidance=False)
+                embeds, _, pooled, _ = encode(
+                    prompt_2=None, prompt_3=None, do_classifier_free_guidance=False
+                )
                 given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
             guided = {"guidance_scale": config.rollout.guidance, "num_inference_steps": args.steps}
-            took[precision] = seconds(lambda: pipeline(**given, **guided, **size), args.repeat)  # noqa: B023
+            took[precision] = seconds(lambda: pipeline(**given, **guided, **size), args.repeat)
     return took
 
 
@@ -141,13 +186,18 @@ def main(arguments: list[str] | None = None) -> None:
     if args.peer:
         print(json.dumps(peer(args.peer, args)))
         return
-    rates = {"bf16": best_matmul_rate(args.repeat), "fp32": best_matmul_rate(args.repeat, jnp.float32)}
+    rates = {
+        "bf16": best_matmul_rate(args.repeat),
+        "fp32": best_matmul_rate(args.repeat, jnp.float32),
+    }
     result = {
         "preset": args.preset,
         "overrides": args.overrides,
         "load": os.getloadavg()[0],
         "best_matmul_tflops": {name: round(value / 1e12, 4) for name, value in rates.items()},
-        "stages": stages(resolve(args.preset, tuple(args.overrides)), args.repeat, max(rates.values())),
+        "stages": stages(
+            resolve(args.preset, tuple(args.overrides)), args.repeat, max(rates.values())
+        ),
         "pictures": args.pictures,
         "steps": args.steps,
         "sampling": {model: sampling(model, args) for model in args.models.split(",")},

@@ -33,19 +33,36 @@ from bench.gpu.record import Record, Task
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
 from solrl_jax.storage.files import writable_directory
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the models' presets, as `solrl train` takes them")
-    made.add_argument("--minutes", type=float, default=9.0, help="after these all is over (default: 9)")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="of the models' presets, as `solrl train` takes them",
+    )
+    made.add_argument(
+        "--minutes", type=float, default=9.0, help="after these all is over (default: 9)"
+    )
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the records go")
-    made.add_argument("--models", default="sana,flux1,sd3", help=f"with commas, of {', '.join(schedule.PRESETS)}")
-    made.add_argument("--steps", default=",".join(schedule.ALL + schedule.EACH), help="with commas (default: all)")
-    made.add_argument("--formats", default="", help="with commas (default: those that the device has natively)")
-    made.add_argument("--repeat", type=int, default=3, help="times are medians of this many calls (default: 3)")
+    made.add_argument(
+        "--models", default="sana,flux1,sd3", help=f"with commas, of {', '.join(schedule.PRESETS)}"
+    )
+    made.add_argument(
+        "--steps", default=",".join(schedule.ALL + schedule.EACH), help="with commas (default: all)"
+    )
+    made.add_argument(
+        "--formats", default="", help="with commas (default: those that the device has natively)"
+    )
+    made.add_argument(
+        "--repeat", type=int, default=3, help="times are medians of this many calls (default: 3)"
+    )
     args = made.parse_args(arguments)
     try:
         todo = asked(args)
@@ -53,7 +70,10 @@ def main(arguments: list[str] | None = None) -> None:
         made.error(str(error))
 
     def after(record: Record) -> None:
-        print(f"{record.name}: {record.state}, {record.seconds:.1f} s {record.reason}".rstrip(), flush=True)
+        print(
+            f"{record.name}: {record.state}, {record.seconds:.1f} s {record.reason}".rstrip(),
+            flush=True,
+        )
         summary.write(todo, args.out)
 
     schedule.run(todo, 60 * args.minutes, after)
@@ -62,8 +82,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def asked(args: argparse.Namespace) -> list[Task]:
     """The steps of a command line. Raises InputError or ConfigError for what cannot be, before anything runs."""
-    listed = lambda text: tuple(part.strip() for part in text.split(",") if part.strip())
-    models, steps, formats = listed(args.models), listed(args.steps), listed(args.formats)
+
+    def listed(text):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+
+    models = listed(args.models)
+    steps = listed(args.steps)
+    formats = listed(args.formats)
     for option, given, known in (
         ("--models", models, tuple(schedule.PRESETS)),
         ("--steps", steps, schedule.ALL + schedule.EACH),

@@ -16,8 +16,8 @@ from bench.timing import finish, parser
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
-from solrl_jax.training.experiment import fresh_state
-from solrl_jax.training.iteration import iterate
+from solrl_jax.rl.experiment import fresh_state
+from solrl_jax.rl.iteration import iterate
 
 
 def measure(config: Config, repeat: int) -> dict[str, Any]:
@@ -29,11 +29,17 @@ def measure(config: Config, repeat: int) -> dict[str, Any]:
         state, outcome = iterate(experiment, state, iteration)
         measured.append(outcome.metrics)
     names = [name for name in measured[0] if name == "seconds" or name.startswith("seconds/")]
-    medians = {name: statistics.median(row[name] for row in measured[1:]) for name in names if name != "seconds/compile"}
+    medians = {
+        name: statistics.median(row[name] for row in measured[1:])
+        for name in names
+        if name != "seconds/compile"
+    }
     return {
         "exploration": experiment.recipe.format.describe(experiment.device),
         "seconds": medians["seconds"],
-        "stages": {name.removeprefix("seconds/"): value for name, value in medians.items() if "/" in name},
+        "stages": {
+            name.removeprefix("seconds/"): value for name, value in medians.items() if "/" in name
+        },
         "sync_share": round(medians["seconds/sync"] / medians["seconds"], 5),
         "compile_seconds": [round(row["seconds/compile"], 2) for row in measured],
     }
@@ -41,11 +47,17 @@ def measure(config: Config, repeat: int) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--families", default="sol_rl,naive_scaling", help="with commas; others are compared with the first")
+    options.add_argument(
+        "--families",
+        default="sol_rl,naive_scaling",
+        help="with commas; others are compared with the first",
+    )
     args = options.parse_args(arguments)
     families = {}
     for name in args.families.split(","):
-        families[name] = measure(resolve(args.preset, (f"family={name}", *args.overrides)), args.repeat)
+        families[name] = measure(
+            resolve(args.preset, (f"family={name}", *args.overrides)), args.repeat
+        )
     first = next(iter(families))
     for result in families.values():
         result[f"times_{first}"] = round(result["seconds"] / families[first]["seconds"], 3)

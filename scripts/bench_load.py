@@ -30,8 +30,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from safetensors import safe_open
 
-from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
-from solrl_jax.models.weights import Entry, entries, find_component, load_tensors
+from solrl_jax.models.loading.weights import Entry, entries, find_component, load_tensors
+from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 
 # the released configuration without the number of layers
@@ -44,12 +44,30 @@ GB = 10**9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="at least this much (default: 8)")
-    parser.add_argument("--shard-gigabytes", type=float, default=2.0, help="at most this much a shard (default: 2)")
-    parser.add_argument("--fsdp", type=int, default=1, help="devices that split the parameters (default: 1)")
-    parser.add_argument("--folder", type=Path, default=None, help="where the checkpoint is written (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=None, help="a JSON file for the result, which is printed as well")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, default=8.0, help="at least this much (default: 8)"
+    )
+    parser.add_argument(
+        "--shard-gigabytes", type=float, default=2.0, help="at most this much a shard (default: 2)"
+    )
+    parser.add_argument(
+        "--fsdp", type=int, default=1, help="devices that split the parameters (default: 1)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="where the checkpoint is written (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="a JSON file for the result, which is printed as well",
+    )
     args = parser.parse_args()
     state, layers = network(args.gigabytes * GB)
     folder = Path(tempfile.mkdtemp(prefix="bench-load-", dir=args.folder))
@@ -62,10 +80,15 @@ def main() -> None:
         "architecture": "SD3Transformer2DModel", "layers": layers, "parameters": count(state), "dtype": "BF16",
         "bytes": sum(sizes), "shards": len(sizes), "largest_shard_bytes": max(sizes),
     }  # fmt: skip
-    bar, peak = max(sizes) + GB, result["host_bytes_peak"]
+    bar = max(sizes) + GB
+    peak = result["host_bytes_peak"]
     verdict = {"bar_bytes": bar, "peak_over_bar": round(peak / bar, 3), "within_bar": peak < bar}
     result |= {"bytes_per_second": round(sum(sizes) / result["seconds"])} | verdict
-    finish({"checkpoint": checkpoint, "load": result}, args.out, ("jax", "jaxlib", "numpy", "safetensors"))
+    finish(
+        {"checkpoint": checkpoint, "load": result},
+        args.out,
+        ("jax", "jaxlib", "numpy", "safetensors"),
+    )
 
 
 def network(size: float) -> tuple[nnx.State, int]:
@@ -75,7 +98,8 @@ def network(size: float) -> tuple[nnx.State, int]:
         config = SD3Config.from_dict(LARGE | {"num_layers": layers})
         return nnx.split(nnx.eval_shape(lambda: SD3Transformer2DModel(config, rngs=nnx.Rngs(0))))[1]
 
-    two, three = 2 * count(state(2)), 2 * count(state(3))
+    two = 2 * count(state(2))
+    three = 2 * count(state(3))
     layers = max(2, 2 - int((two - size) // (three - two)))
     return state(layers), layers
 
@@ -102,15 +126,19 @@ def write(folder: Path, table: list[Entry], shard: int) -> list[int]:
         file = f"diffusion_pytorch_model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         place |= dict.fromkeys(names, file)
         write_shard(folder / file, {name: shapes[name] for name in names})
-    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": place})
+    )
     return [file.stat().st_size for file in sorted(folder.glob("*.safetensors"))]
 
 
 def write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """A safetensors file of BF16 tensors, written a block at a time."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, shape in shapes.items():
-        start, end = end, end + 2 * int(np.prod(shape))
+        start = end
+        end = end + 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -121,7 +149,9 @@ def write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
                 file.write(block.data)
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from the disk, not from memory
+        os.posix_fadvise(
+            file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+        )  # so that it is read from the disk, not from memory
 
 
 def noise(name: str, count: int, block: int = 2**20) -> Iterator[np.ndarray]:
@@ -142,9 +172,13 @@ def measure(folder: Path, state: nnx.State, fsdp: int) -> dict:
             memory.begun += 2 * math.prod(shape)
             return parameter_sharding(mesh, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
-        began, computed = time.perf_counter(), time.process_time()
-        params = jax.block_until_ready(load_tensors(*find_component(folder, state), jnp.dtype(jnp.bfloat16), place))
-        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - computed
+        began = time.perf_counter()
+        computed = time.process_time()
+        params = jax.block_until_ready(
+            load_tensors(*find_component(folder, state), jnp.dtype(jnp.bfloat16), place)
+        )
+        seconds = time.perf_counter() - began
+        cpu_seconds = time.process_time() - computed
     check(folder, state, params)
     return {
         "fsdp": fsdp,
@@ -168,7 +202,9 @@ class HostMemory:
     """
 
     def __init__(self, seconds: float = 0.005):
-        self.seconds, self.samples, self.begun = seconds, 0, 0
+        self.seconds = seconds
+        self.samples = 0
+        self.begun = 0
         self.peak = self.peak_unfinished = self.peak_resident = 0
         self.on_host = jax.default_backend() == "cpu"
 
@@ -185,7 +221,8 @@ class HostMemory:
 
     def _run(self):
         while not self._stop.wait(self.seconds):
-            begun, listed = self.begun, self._listed()
+            begun = self.begun
+            listed = self._listed()
             resident = self._resident()
             listed = min(listed, self._listed())
             self.samples += 1
@@ -206,7 +243,11 @@ class HostMemory:
 
 def check(folder: Path, state: nnx.State, params: dict) -> None:
     """Raises ValueError that names a tensor which differs from its file."""
-    files = {name: file for file in folder.glob("*.safetensors") for name in safe_open(file, "numpy").keys()}  # noqa: SIM118
+    files = {
+        name: file
+        for file in folder.glob("*.safetensors")
+        for name in safe_open(file, "numpy").keys()
+    }  # noqa: SIM118
     for e in entries(state):
         leaf = params
         for key in e.path:
@@ -215,7 +256,11 @@ def check(folder: Path, state: nnx.State, params: dict) -> None:
             with safe_open(files[name], "numpy") as file:
                 stored = file.get_tensor(name)
             value = np.asarray(leaf[i] if e.stacked else leaf)
-            ours = {"linear": lambda v: v.T, "conv": lambda v: v.transpose(3, 2, 0, 1), "same": lambda v: v}[e.layout](value)
+            ours = {
+                "linear": lambda v: v.T,
+                "conv": lambda v: v.transpose(3, 2, 0, 1),
+                "same": lambda v: v,
+            }[e.layout](value)
             if not np.array_equal(ours.view(np.uint16), stored.view(np.uint16)):
                 raise ValueError(f"{name}: loaded otherwise than stored")
 

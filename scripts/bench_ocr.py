@@ -20,7 +20,7 @@ from bench.report import cores, finish
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 
-from solrl_jax.conditioning.prompts import EMBEDDED_FOLDER
+from solrl_jax.data.prompts import EMBEDDED_FOLDER
 from solrl_jax.rewards.ocr import ocr, target
 
 BAR = 100  # pictures a minute
@@ -28,10 +28,17 @@ PIECE = 5  # pictures handed over at once
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=100, help="pictures to score (default: 100)")
     parser.add_argument("--size", type=int, default=512, help="pixels a side (default: 512)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="processes that score (default: one a core)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count(),
+        help="processes that score (default: one a core)",
+    )
     parser.add_argument("--out", type=Path, help="where the JSON goes, beside standard output")
     args = parser.parse_args()
     prompts = (EMBEDDED_FOLDER / "ocr-train.txt").read_text().splitlines()[: args.images]
@@ -41,8 +48,17 @@ def main() -> None:
         runs = {name: measure(pool, images, prompts) for name in ("fresh", "warm")}
     slowest = min(run["images_per_minute"] for run in runs.values())
     packages = ("rapidocr", "onnxruntime", "opencv-python-headless", "numpy")
-    setting = {"load_average": load, "images": len(images), "size": args.size, "processes": args.processes}
-    verdict = {"bar_images_per_minute": BAR, "times_bar": round(slowest / BAR, 2), "within_bar": slowest >= BAR}
+    setting = {
+        "load_average": load,
+        "images": len(images),
+        "size": args.size,
+        "processes": args.processes,
+    }
+    verdict = {
+        "bar_images_per_minute": BAR,
+        "times_bar": round(slowest / BAR, 2),
+        "within_bar": slowest >= BAR,
+    }
     finish(setting | {"threads_per_process": 1} | runs | verdict, args.out, cores(), packages)
 
 
@@ -59,7 +75,9 @@ def draw(prompt: str, size: int, seed: int) -> np.ndarray:
     ink = tuple(int(c) for c in rng.integers(0, 90, 3))
     font = ImageFont.load_default(float(rng.uniform(0.06, 0.1)) * size)
     x, y = (float(middle) for middle in rng.uniform(0.4, 0.6, 2) * size)
-    ImageDraw.Draw(picture).text((x, y), target(prompt, {}).replace(" ", "\n"), ink, font, anchor="mm", align="center")
+    ImageDraw.Draw(picture).text(
+        (x, y), target(prompt, {}).replace(" ", "\n"), ink, font, anchor="mm", align="center"
+    )
     return np.asarray(picture, np.float32) / 255
 
 

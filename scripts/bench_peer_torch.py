@@ -22,7 +22,7 @@ from bench.random_weights import encoding_shapes
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment, open_configurations
-from solrl_jax.training.experiment import device_facts
+from solrl_jax.rl.experiment import device_facts
 
 MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 
@@ -37,36 +37,69 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
     return stored, encodings, pipeline.latent_shape(*there.size)
 
 
-def inputs(stored: dict, encodings: dict, latent: tuple[int, int, int], rows: int, device: str) -> dict[str, torch.Tensor]:
+def inputs(
+    stored: dict, encodings: dict, latent: tuple[int, int, int], rows: int, device: str
+) -> dict[str, torch.Tensor]:
     """The arguments of a call of the network."""
-    draw = lambda *shape: torch.randn(rows, *shape, dtype=torch.bfloat16, device=device)
+
+    def draw(*shape):
+        return torch.randn(rows, *shape, dtype=torch.bfloat16, device=device)
+
     (height, width, channels), time = latent, torch.full((rows,), 500.0, device=device)
     text = {"encoder_hidden_states": draw(*encodings["text"])}
     if stored["_class_name"] == "FluxTransformer2DModel":  # packed: a token is 2 x 2 latents
         tokens = height // 2 * (width // 2)
-        ids = {"img_ids": torch.zeros(tokens, 3, device=device), "txt_ids": torch.zeros(encodings["text"][0], 3, device=device)}
-        guidance = {"guidance": torch.ones(rows, device=device)} if stored["guidance_embeds"] else {}
+        ids = {
+            "img_ids": torch.zeros(tokens, 3, device=device),
+            "txt_ids": torch.zeros(encodings["text"][0], 3, device=device),
+        }
+        guidance = (
+            {"guidance": torch.ones(rows, device=device)} if stored["guidance_embeds"] else {}
+        )
         pooled = {"pooled_projections": draw(*encodings["pooled"])}
-        return {"hidden_states": draw(tokens, 4 * channels), "timestep": time / 1000} | ids | guidance | pooled | text
+        return (
+            {"hidden_states": draw(tokens, 4 * channels), "timestep": time / 1000}
+            | ids
+            | guidance
+            | pooled
+            | text
+        )
     images = {"hidden_states": draw(channels, height, width), "timestep": time} | text
     if "pooled" in encodings:
         return images | {"pooled_projections": draw(*encodings["pooled"])}
-    return images | {"encoder_attention_mask": torch.ones(rows, *encodings["mask"], dtype=torch.bool, device=device)}
+    return images | {
+        "encoder_attention_mask": torch.ones(
+            rows, *encodings["mask"], dtype=torch.bool, device=device
+        )
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("preset")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--rows", type=int, default=4, help="pictures at once (default: 4)")
-    parser.add_argument("--repeat", type=int, default=5, help="the time is the median of this many calls (default: 5)")
-    parser.add_argument("--mode", choices=MODES, default="max-autotune-no-cudagraphs", help="of torch.compile")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=5,
+        help="the time is the median of this many calls (default: 5)",
+    )
+    parser.add_argument(
+        "--mode", choices=MODES, default="max-autotune-no-cudagraphs", help="of torch.compile"
+    )
     args = parser.parse_args()
     stored, encodings, latent = shapes_of(args.preset, args.overrides)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        network = getattr(diffusers, stored["_class_name"]).from_config(stored).to(torch.bfloat16).eval()
-    run = network if args.mode == "eager" else torch.compile(network, mode=args.mode, fullgraph=True)
+        network = (
+            getattr(diffusers, stored["_class_name"]).from_config(stored).to(torch.bfloat16).eval()
+        )
+    run = (
+        network if args.mode == "eager" else torch.compile(network, mode=args.mode, fullgraph=True)
+    )
     given = inputs(stored, encodings, latent, args.rows, device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
@@ -78,7 +111,16 @@ def main() -> None:
             wait()
             times.append(time.perf_counter() - began)
     versions = {"torch": torch.__version__, "diffusers": diffusers.__version__}
-    print(json.dumps({"versions": versions, "mode": args.mode, "rows": args.rows, "seconds": statistics.median(times[2:])}))
+    print(
+        json.dumps(
+            {
+                "versions": versions,
+                "mode": args.mode,
+                "rows": args.rows,
+                "seconds": statistics.median(times[2:]),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

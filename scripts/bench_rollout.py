@@ -26,23 +26,25 @@ import jax.numpy as jnp
 from bench.random_weights import random_experiment
 from bench.timing import best_matmul_rate, finish, operations, parser, rate, seconds
 
-from solrl_jax.backbone.backbone import Params
 from solrl_jax.config.presets import resolve
-from solrl_jax.explore.monitor import Level
-from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.numerics.formats import resolve as resolve_format
+from solrl_jax.models.backbone import Params
 from solrl_jax.parallel import sharding
-from solrl_jax.policy.state import TrainState
-from solrl_jax.rollout.stage import Stage
-from solrl_jax.training.experiment import Experiment, fresh_state
-from solrl_jax.training.iteration import roll_out
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.quant.formats import resolve as resolve_format
+from solrl_jax.rl.experiment import Experiment, fresh_state
+from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.iteration import roll_out
+from solrl_jax.rl.sampler import Stage
+from solrl_jax.rl.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
     """What all measurements share."""
 
-    experiment: Experiment  # its format quantises; the formats that are measured are named beside it
+    experiment: (
+        Experiment  # its format quantises; the formats that are measured are named beside it
+    )
     state: TrainState
     rows: int  # pictures of a step
     repeat: int
@@ -50,15 +52,21 @@ class Bench:
 
     def step(self, params: Params) -> dict[str, float]:
         """One evaluation of the network. params: the policy, in any format."""
-        backbone, shape = self.experiment.backbone, self._full("step").shape
+        backbone = self.experiment.backbone
+        shape = self._full("step").shape
         conditioning = backbone.encode([""] * self.rows, self.experiment.config.model.max_tokens)
         latents = jax.random.normal(jax.random.key(0), (self.rows, *shape))
-        velocity = lambda params, x, conditioning: backbone.velocity(params, x, conditioning, jnp.float32(500), jnp.float32(1))
+
+        def velocity(params, x, conditioning):
+            return backbone.velocity(params, x, conditioning, jnp.float32(500), jnp.float32(1))
+
         program = sharding.jit(velocity)
         with jax.set_mesh(backbone.mesh):
             elapsed = seconds(lambda: program(params, latents, conditioning), self.repeat)
             count = operations(velocity, params, latents, conditioning)
-        return {"seconds": elapsed, "pictures_per_second": round(self.rows / elapsed, 4)} | rate(count, elapsed, self.best)
+        return {"seconds": elapsed, "pictures_per_second": round(self.rows / elapsed, 4)} | rate(
+            count, elapsed, self.best
+        )
 
     def pool(self) -> float:
         """Seconds for all candidates of one prompt with all steps, in the training precision."""
@@ -67,7 +75,9 @@ class Bench:
     def rollout(self, precision: str) -> dict[str, float]:
         """Seconds for exploring all candidates of one prompt in `precision`, and for regenerating those that are kept."""
         rollout = self.experiment.config.rollout
-        exploring = self.experiment.recipe.stage(self.state.old, Level(precision, rollout.explore.steps))
+        exploring = self.experiment.recipe.stage(
+            self.state.old, Level(precision, rollout.explore.steps)
+        )
         explore = self._rolled_out(exploring, rollout.candidates)
         regenerate = self._rolled_out(self._full("regenerate"), rollout.kept)
         return {"explore": explore, "regenerate": regenerate, "seconds": explore + regenerate}
@@ -76,7 +86,8 @@ class Bench:
         """A format's results. plain: seconds of a step of the base in BF16; whole: of the pool in BF16."""
         recipe = self.experiment.recipe
         sync = seconds(lambda: recipe.policy(self.state.old, name), self.repeat)
-        step, rollout = self.step(recipe.policy(self.state.old, name)), self.rollout(name)
+        step = self.step(recipe.policy(self.state.old, name))
+        rollout = self.rollout(name)
         return {
             "means": FORMATS[name].describe(self.experiment.device),
             "sync_seconds": sync,
@@ -88,7 +99,8 @@ class Bench:
         return self.experiment.stage(name, self.state.old, self.experiment.config.rollout.steps)
 
     def _rolled_out(self, stage: Stage, candidates: int) -> float:
-        experiment, prompts = self.experiment, self.experiment.train_prompts[:1]
+        experiment = self.experiment
+        prompts = self.experiment.train_prompts[:1]
         prompted = experiment.prompted(prompts, experiment.reward)
         seeds = experiment.seeds("candidate", prompts, candidates, iteration=1)
         return seconds(lambda: roll_out(experiment, stage, prompted, seeds).latents, self.repeat)
@@ -97,26 +109,39 @@ class Bench:
 def run_peer(arguments: list[str]) -> dict[str, Any]:
     """The peer's report on the same shapes."""
     script = Path(__file__).with_name("bench_peer_torch.py")
-    done = subprocess.run([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--rows", type=int, help="pictures of a step (default: rollout.chunk)")
-    options.add_argument("--formats", default="auto,fp8,nvfp4", help="with commas; bf16 is always measured")
-    options.add_argument("--peer", action="store_true", help="measure diffusers with torch.compile too")
+    options.add_argument(
+        "--formats", default="auto,fp8,nvfp4", help="with commas; bf16 is always measured"
+    )
+    options.add_argument(
+        "--peer", action="store_true", help="measure diffusers with torch.compile too"
+    )
     args = options.parse_args(arguments)
     # a format that quantises: the experiment then knows which linears are quantised
     config = resolve(args.preset, (*args.overrides, "rollout.explore.precision=nvfp4"))
     rows = args.rows or config.rollout.chunk
     peer = None
     if args.peer:  # before JAX takes the device's memory
-        peer = run_peer([args.preset, *args.overrides, "--rows", str(rows), "--repeat", str(args.repeat)])
+        peer = run_peer(
+            [args.preset, *args.overrides, "--rows", str(rows), "--repeat", str(args.repeat)]
+        )
     experiment = random_experiment(config)
-    bench = Bench(experiment, fresh_state(experiment), rows, args.repeat, best_matmul_rate(args.repeat))
-    plain, whole = bench.step(experiment.backbone.transformer), bench.pool()
-    named = [resolve_format(name, experiment.device).name for name in ("bf16", *args.formats.split(","))]
+    bench = Bench(
+        experiment, fresh_state(experiment), rows, args.repeat, best_matmul_rate(args.repeat)
+    )
+    plain = bench.step(experiment.backbone.transformer)
+    whole = bench.pool()
+    named = [
+        resolve_format(name, experiment.device).name for name in ("bf16", *args.formats.split(","))
+    ]
     result = {
         "preset": args.preset,
         "overrides": args.overrides,
@@ -126,7 +151,9 @@ def main(arguments: list[str] | None = None) -> None:
         "best_matmul_tflops": round(bench.best / 1e12, 4),
         "plain_step": plain,
         "naive_scaling_seconds": whole,
-        "formats": {name: bench.format(name, plain["seconds"], whole) for name in dict.fromkeys(named)},
+        "formats": {
+            name: bench.format(name, plain["seconds"], whole) for name in dict.fromkeys(named)
+        },
     }
     if peer is not None:
         result |= {"peer": peer, "times_peer": round(peer["seconds"] / plain["seconds"], 3)}

@@ -40,13 +40,15 @@ DELAY = 0.05  # seconds into the stage
 
 def child(stage: str, arguments: list[str]) -> None:
     """Runs `solrl` with `arguments`. If a stage is named, the process kills itself in that stage of the second iteration."""
-    from solrl_jax.commands import cli
-    from solrl_jax.run import checkpoint_writer
-    from solrl_jax.run.progress import Reporter
-    from solrl_jax.training.clock import Clock
+    from solrl_jax.cli import main
+    from solrl_jax.rl.clock import Clock
+    from solrl_jax.runs import checkpoint_writer
+    from solrl_jax.runs.progress import Reporter
 
     begun = {"iterations": 0}
-    die = lambda: threading.Timer(DELAY, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def die():
+        return threading.Timer(DELAY, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def in_stage(name: str) -> None:
         begun["iterations"] += name == "encode"
@@ -64,10 +66,14 @@ def child(stage: str, arguments: list[str]) -> None:
         setattr(owner, method, wrapped)
 
     before(Clock, "start", lambda clock, name: name)
-    before(Reporter, "stage", lambda report, name, rows, done: name if name == "evaluate" and not done else "")
+    before(
+        Reporter,
+        "stage",
+        lambda report, name, rows, done: name if name == "evaluate" and not done else "",
+    )
     before(checkpoint_writer, "begin", lambda *args: "save")
     sys.argv = ["solrl", *arguments]
-    cli.main()
+    main.main()
 
 
 class Processes:
@@ -78,17 +84,30 @@ class Processes:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        compiled = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"), "JAX_PLATFORMS": "cpu"}
+        compiled = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+            "JAX_PLATFORMS": "cpu",
+        }
         flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // hosts}"}
         self.logs = [folder.with_name(f"{folder.name}-{host}.log") for host in range(hosts)]
         self.processes = []
         for host, log in enumerate(self.logs):
-            named = ["--hosts", str(hosts), "--host", str(host), "--coordinator", f"localhost:{port}"] if hosts > 1 else []
+            named = (
+                ["--hosts", str(hosts), "--host", str(host), "--coordinator", f"localhost:{port}"]
+                if hosts > 1
+                else []
+            )
             command = ["train", "tiny", *SETTINGS, *mesh, f"run.dir={folder}", *named]
             with log.open("w") as out:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, __file__, "--child", stage if host == dying else "", *command],
+                        [
+                            sys.executable,
+                            __file__,
+                            "--child",
+                            stage if host == dying else "",
+                            *command,
+                        ],
                         env=os.environ | compiled | flags,
                         stdout=out,
                         stderr=out,
@@ -101,7 +120,10 @@ class Processes:
 
 def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
     """The distance of two states divided by the norm of the second."""
-    norm = lambda arrays: float(np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in arrays)))
+
+    def norm(arrays):
+        return float(np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in arrays)))
+
     return norm([ours[key] - theirs[key] for key in theirs]) / norm(theirs.values())
 
 
@@ -118,14 +140,18 @@ class Kill:
     stage: str
     killed: int  # the process
     other_ended_after_seconds: float
-    apart: float  # the distance of the restarted run's state from that of the run that nobody killed
+    apart: (
+        float  # the distance of the restarted run's state from that of the run that nobody killed
+    )
 
 
 def compare_hosts(folder: Path) -> list[str]:
     """Runs one process and two, undisturbed; returns the problems."""
     for name, hosts in (("one", 1), ("two", 2)):
         if any(statuses := Processes(folder / name, hosts).wait()):
-            sys.exit(f"the run {name} ended with {statuses}: {(folder / f'{name}-0.log').read_text()[-500:]}")
+            sys.exit(
+                f"the run {name} ended with {statuses}: {(folder / f'{name}-0.log').read_text()[-500:]}"
+            )
     distance = apart(state_of(folder / "two", ITERATIONS), state_of(folder / "one", ITERATIONS))
     print(f"one process and two: {distance:.1e} apart", flush=True)
     if distance <= TOLERANCE and kept(folder / "two") == kept(folder / "one"):
@@ -135,7 +161,8 @@ def compare_hosts(folder: Path) -> list[str]:
 
 def kill_in(stage: str, dying: int, folder: Path) -> tuple[Kill | None, list[str]]:
     """Kills process `dying` in `stage` of the second iteration, starts both again, and compares; returns the problems too."""
-    problems, run = [], folder / stage
+    problems = []
+    run = folder / stage
     start = Processes(run, 2, dying, stage)
     status = start.processes[dying].wait()
     died = time.monotonic()
@@ -147,22 +174,37 @@ def kill_in(stage: str, dying: int, folder: Path) -> tuple[Kill | None, list[str
         problems.append(f"{stage}: the other process ended after {seconds:.0f} s")
     again = Processes(run, 2)
     if any(statuses := again.wait()):
-        return None, [*problems, f"{stage}: the second start ended with {statuses}: {again.logs[0].read_text()[-300:]}"]
+        return None, [
+            *problems,
+            f"{stage}: the second start ended with {statuses}: {again.logs[0].read_text()[-300:]}",
+        ]
     distance = apart(state_of(run, ITERATIONS), state_of(folder / "two", ITERATIONS))
     if distance > TOLERANCE or kept(run) != kept(folder / "two"):
-        problems.append(f"{stage}: ends {distance:.1e} from the run that nobody killed, or keeps others")
-    print(f"{stage}: process {dying} killed, other ended {seconds:.0f} s later; restarted: {distance:.1e} apart", flush=True)
+        problems.append(
+            f"{stage}: ends {distance:.1e} from the run that nobody killed, or keeps others"
+        )
+    print(
+        f"{stage}: process {dying} killed, other ended {seconds:.0f} s later; restarted: {distance:.1e} apart",
+        flush=True,
+    )
     return Kill(stage, dying, round(seconds, 1), distance), problems
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default=",".join(STAGES), help="in which a process is killed, with commas")
-    parser.add_argument("--folder", type=Path, help="where the runs are kept (default: they are deleted)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stages", default=",".join(STAGES), help="in which a process is killed, with commas"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs are kept (default: they are deleted)"
+    )
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="hosts-"))
     folder.mkdir(parents=True, exist_ok=True)
-    began, kills = time.monotonic(), []
+    began = time.monotonic()
+    kills = []
     problems = compare_hosts(folder)
     for number, stage in enumerate(arguments.stages.split(",")):
         kill, found = kill_in(stage, number % 2, folder)
@@ -170,7 +212,15 @@ def main() -> None:
         kills += [dataclasses.asdict(kill)] if kill else []
     if arguments.folder is None:
         shutil.rmtree(folder)
-    print(json.dumps({"kills": kills, "minutes": round((time.monotonic() - began) / 60, 1), "problems": problems}))
+    print(
+        json.dumps(
+            {
+                "kills": kills,
+                "minutes": round((time.monotonic() - began) / 60, 1),
+                "problems": problems,
+            }
+        )
+    )
     sys.exit(bool(problems))
 
 

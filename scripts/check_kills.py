@@ -41,8 +41,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.run import checkpoint, checkpoint_writer, metrics
-from solrl_jax.training.experiment import build, state_shapes
+from solrl_jax.rl.experiment import build, state_shapes
+from solrl_jax.runs import checkpoint, checkpoint_writer, metrics
 
 SMALL = (
     "train.prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.chunk=2", "rollout.steps=3",
@@ -58,8 +58,19 @@ class Process:
     """A start of the run: its messages with their times, and the last iteration that it reported."""
 
     def __init__(self, folder: Path, iterations: int) -> None:
-        command = [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, f"train.iterations={iterations}"]
-        compiled = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"), "JAX_PLATFORMS": "cpu"}
+        command = [
+            sys.executable,
+            "-m",
+            "solrl_jax",
+            "train",
+            "tiny",
+            *SMALL,
+            f"train.iterations={iterations}",
+        ]
+        compiled = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+            "JAX_PLATFORMS": "cpu",
+        }
         self._began = time.monotonic()
         self._process = subprocess.Popen(
             [*command, f"run.dir={folder}"],
@@ -97,7 +108,9 @@ class Process:
     def wait_for(self, count: int) -> None:
         """Waits until `count` iterations are finished, or the process has ended."""
         with self._spoke:
-            self._spoke.wait_for(lambda: len(self.finished()) >= count or not self._reader.is_alive())
+            self._spoke.wait_for(
+                lambda: len(self.finished()) >= count or not self._reader.is_alive()
+            )
 
     def end(self, number: int | None = None) -> int:
         """Sends a signal, if one is given, and waits; returns the exit status, negative for a signal."""
@@ -126,12 +139,18 @@ def state_of(folder: Path, iterations: int) -> dict[str, np.ndarray]:
     """The arrays of the last checkpoint, by key path."""
     state, meta = checkpoint.restore(checkpoint.candidates(folder / "checkpoints")[0], shapes())
     assert meta["iteration"] == iterations
-    return {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(key): np.asarray(leaf)
+        for key, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
 
 
 def record(folder: Path) -> list[dict]:
     """The metrics without times."""
-    return [{name: value for name, value in row.items() if "second" not in name} for row in metrics.read(folder)]
+    return [
+        {name: value for name, value in row.items() if "second" not in name}
+        for row in metrics.read(folder)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,14 +165,18 @@ class Timing:
 class Kills:
     """What the kills did so far."""
 
-    lost: list[int] = dataclasses.field(default_factory=list)  # finished iterations that each kill lost
+    lost: list[int] = dataclasses.field(
+        default_factory=list
+    )  # finished iterations that each kill lost
     saves_under_way: int = 0  # kills while a checkpoint was written
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
 def run_whole(folder: Path, iterations: int) -> Timing:
     """Runs `folder`/whole without interruption."""
-    for _ in range(2):  # the second time its programs are compiled, as they are in the starts after a kill
+    for _ in range(
+        2
+    ):  # the second time its programs are compiled, as they are in the starts after a kill
         shutil.rmtree(folder / "whole", ignore_errors=True)
         whole = Process(folder / "whole", iterations)
         if (status := whole.end()) != 0:
@@ -161,14 +184,18 @@ def run_whole(folder: Path, iterations: int) -> Timing:
     finished = whole.finished()
     timing = Timing(finished[0], (finished[-1] - finished[0]) / (len(finished) - 1))
     print(
-        f"uninterrupted: {iterations} iterations, first after {timing.start:.1f} s, then {timing.each:.2f} s each", flush=True
+        f"uninterrupted: {iterations} iterations, first after {timing.start:.1f} s, then {timing.each:.2f} s each",
+        flush=True,
     )
     return timing
 
 
-def kill_often(folder: Path, iterations: int, count: int, timing: Timing, rng: random.Random) -> Kills:
+def kill_often(
+    folder: Path, iterations: int, count: int, timing: Timing, rng: random.Random
+) -> Kills:
     """Starts `folder`/killed and kills it, `count` times."""
-    kills, resumed = Kills(), 0
+    kills = Kills()
+    resumed = 0
     for number in range(1, count + 1):
         run = Process(folder / "killed", iterations)
         if rng.random() < IN_START:
@@ -180,13 +207,21 @@ def kill_often(folder: Path, iterations: int, count: int, timing: Timing, rng: r
         if (status := run.end(signal.SIGKILL)) != -signal.SIGKILL:
             kills.problems.append(f"kill {number} came too late: the run had ended with {status}")
             break
-        saving_now = sorted(path.name for path in (folder / "killed").glob(f"checkpoints/{checkpoint_writer.SAVING}*"))
-        left, reached = newest(folder / "killed"), max(run.iteration, resumed)
-        lost, resumed = reached - left, left
+        saving_now = sorted(
+            path.name
+            for path in (folder / "killed").glob(f"checkpoints/{checkpoint_writer.SAVING}*")
+        )
+        left = newest(folder / "killed")
+        reached = max(run.iteration, resumed)
+        lost = reached - left
+        resumed = left
         kills.lost.append(lost)
         kills.saves_under_way += bool(saving_now)
         beside = f", while {', '.join(saving_now)} was written" if saving_now else ""
-        print(f"kill {number:2d} after {when:5.1f} s, in iteration {reached + 1}{beside}: goes on after {left}", flush=True)
+        print(
+            f"kill {number:2d} after {when:5.1f} s, in iteration {reached + 1}{beside}: goes on after {left}",
+            flush=True,
+        )
         if lost > 0:
             kills.problems.append(f"kill {number} lost {lost} finished iterations")
         bad = [line for _, line in run.lines if "skipped checkpoint" in line or "Traceback" in line]
@@ -197,7 +232,8 @@ def kill_often(folder: Path, iterations: int, count: int, timing: Timing, rng: r
 def differences(run: Path, whole: Path, iterations: int) -> tuple[list[str], list[str]]:
     """Lets a run come to its end, and compares it with the uninterrupted one. Returns its messages and the problems."""
     last = Process(run, iterations)
-    status, said = last.end(), [line for _, line in last.lines]
+    status = last.end()
+    said = [line for _, line in last.lines]
     if status != 0:
         return said, [f"the last start ended with {status}: {said[-1:]}"]
     ours, theirs = (state_of(folder, iterations) for folder in (run, whole))
@@ -214,7 +250,9 @@ def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> 
 
     Each time the state is restored as a start does it. One time in ten the run is started, too.
     """
-    whole, run, problems = folder / "whole", folder / "flipped", []
+    whole = folder / "whole"
+    run = folder / "flipped"
+    problems = []
     for number in range(1, count + 1):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(whole, run)
@@ -222,27 +260,44 @@ def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> 
         files = sorted(path for path in last.rglob("*") if path.is_file() and path.stat().st_size)
         file = files[(number - 1) % len(files)]
         data = bytearray(file.read_bytes())
-        at, bit = rng.randrange(len(data)), rng.randrange(8)
+        at = rng.randrange(len(data))
+        bit = rng.randrange(8)
         data[at] ^= 1 << bit
         file.write_bytes(data)
         restored = checkpoint.restore_latest(run / "checkpoints", shapes(), {})
         assert restored is not None
         (state, meta, said), good = restored, checkpoint.restore(before, shapes())[0]
-        found = [] if meta["iteration"] == iterations - 1 else [f"goes on after {meta['iteration']}"]
-        same = jax.tree.map(lambda ours, theirs: np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), state, good)
+        found = (
+            [] if meta["iteration"] == iterations - 1 else [f"goes on after {meta['iteration']}"]
+        )
+        same = jax.tree.map(
+            lambda ours, theirs: np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(),
+            state,
+            good,
+        )
         found += [] if all(jax.tree.leaves(same)) else ["another state"]
         if number % 10 == 1:
             said, more = differences(run, whole, iterations)
-            found += more + ([] if f"resuming after iteration {iterations - 1}" in said else [f"said {said[:3]}"])
+            found += more + (
+                [] if f"resuming after iteration {iterations - 1}" in said else [f"said {said[:3]}"]
+            )
         skipped = [line for line in said if line.startswith(f"skipped checkpoint {last}: ")]
-        problems += [f"flip {number}, {file.relative_to(last)}: {what}" for what in found + ["said nothing"][len(skipped) :]]
-        print(f"flip {number:2d}, bit {bit} of byte {at} of {file.relative_to(last)}: {skipped}", flush=True)
+        problems += [
+            f"flip {number}, {file.relative_to(last)}: {what}"
+            for what in found + ["said nothing"][len(skipped) :]
+        ]
+        print(
+            f"flip {number:2d}, bit {bit} of byte {at} of {file.relative_to(last)}: {skipped}",
+            flush=True,
+        )
     return problems
 
 
 def fill_disks(folder: Path, iterations: int, count: int) -> list[str]:
     """Runs on `count` file systems that are too small, then makes room. Returns the problems."""
-    whole, disk, problems = folder / "whole", folder / "disk", []
+    whole = folder / "whole"
+    disk = folder / "disk"
+    problems = []
     needed = sum(path.stat().st_blocks * 512 for path in whole.rglob("*"))
     disk.mkdir(exist_ok=True)
     for number in range(1, count + 1):
@@ -250,12 +305,17 @@ def fill_disks(folder: Path, iterations: int, count: int) -> list[str]:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", disk], check=True)
         try:
             full = Process(disk / "run", iterations)
-            status, said = full.end(), [line for _, line in full.lines]
+            status = full.end()
+            said = [line for _, line in full.lines]
             refusals = [line for line in said if line.startswith("solrl: ")]
             found = [] if status == 1 else [f"ended with {status}"]
             named = re.search(r"the last (?:finite )?checkpoint is (\S+)", " ".join(refusals))
             last = newest(disk / "run")
-            if len(refusals) != 1 or "disk full" not in refusals[0] or any("Traceback" in line for line in said):
+            if (
+                len(refusals) != 1
+                or "disk full" not in refusals[0]
+                or any("Traceback" in line for line in said)
+            ):
                 found.append(f"said {said[-4:]}")
             if last and not (named and int(Path(named[1]).name) == last):
                 found.append(f"the last checkpoint is {last}, and it said {refusals}")
@@ -264,26 +324,39 @@ def fill_disks(folder: Path, iterations: int, count: int) -> list[str]:
         finally:
             subprocess.run(["umount", disk], check=True)
         problems += [f"disk {number}: {problem}" for problem in found]
-        print(f"disk {number:2d} of {room} bytes, last checkpoint {last}: {refusals or said[-3:]}", flush=True)
+        print(
+            f"disk {number:2d} of {room} bytes, last checkpoint {last}: {refusals or said[-3:]}",
+            flush=True,
+        )
     return problems
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--flips", type=int, default=40)
     parser.add_argument("--disks", type=int, default=12)
-    parser.add_argument("--iterations", type=int, help="of the run (default: two for each kill, and two more)")
+    parser.add_argument(
+        "--iterations", type=int, help="of the run (default: two for each kill, and two more)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where both runs are kept (default: they are deleted)")
+    parser.add_argument(
+        "--folder", type=Path, help="where both runs are kept (default: they are deleted)"
+    )
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kills-"))
     folder.mkdir(parents=True, exist_ok=True)
-    iterations, began = arguments.iterations or 2 * arguments.kills + 2, time.monotonic()
+    iterations = arguments.iterations or 2 * arguments.kills + 2
+    began = time.monotonic()
     timing = run_whole(folder, iterations)
-    rng, whole = random.Random(arguments.seed), folder / "whole"
+    rng = random.Random(arguments.seed)
+    whole = folder / "whole"
     kills = kill_often(folder, iterations, arguments.kills, timing, rng)
-    problems = kills.problems + (differences(folder / "killed", whole, iterations)[1] if arguments.kills else [])
+    problems = kills.problems + (
+        differences(folder / "killed", whole, iterations)[1] if arguments.kills else []
+    )
     problems += flip_bits(folder, iterations, arguments.flips, rng)
     disks = arguments.disks if os.geteuid() == 0 else 0
     problems += fill_disks(folder, iterations, disks)

@@ -11,12 +11,15 @@ import numpy as np
 from PIL import Image
 
 import solrl_jax as solrl
-from solrl_jax.conditioning.prompts import draw_prompts
-from solrl_jax.rollout.generate import Rows, generate
+from solrl_jax.data.prompts import draw_prompts
+from solrl_jax.rl.generate import Rows, generate
 
 OUT = Path(__file__).parents[1] / "docs" / "loop.svg"
 FOLLOWED = 2  # of the prompts of the first iteration
-WIDE, SIDE, GAP = 8, 32, 4  # pictures in a row of the pool; pixels of a picture and between two
+# pictures in a row of the pool; pixels of a picture and between two
+WIDE = 8
+SIDE = 32
+GAP = 4
 
 STYLE = """
 .loop { --ink: #1f2933; --soft: #52606d; --best: #0f766e; --worst: #b42318; --line: #9aa5b1; --panel: #f5f7fa; }
@@ -44,18 +47,22 @@ STYLE = """
 def pictures() -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     """A prompt; its candidates as explored [n, h, w, 3]; those that are kept, best first [k]; these as regenerated."""
     experiment = solrl.load("tiny")
-    state, config = solrl.fresh_state(experiment), experiment.config
+    state = solrl.fresh_state(experiment)
+    config = experiment.config
     prompts = draw_prompts(experiment.train_prompts, config.seed, 0, config.train.prompts)
     seeds = experiment.seeds("candidate", prompts, config.rollout.candidates, iteration=1)[FOLLOWED]
     prompted = experiment.prompted(prompts, experiment.reward)
 
     def made(stage, chosen):
         rows = Rows(np.full(len(chosen), FOLLOWED), seeds[chosen])
-        return generate(experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True)
+        return generate(
+            experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True
+        )
 
     recipe = experiment.recipe
     explored = made(recipe.stage(state.old, recipe.levels[0]), np.arange(len(seeds)))
-    order, half = np.argsort(-explored.reward, kind="stable"), config.rollout.kept // 2
+    order = np.argsort(-explored.reward, kind="stable")
+    half = config.rollout.kept // 2
     kept = np.concatenate([order[:half], order[-half:]])
     again = made(experiment.stage("regenerate", state.old, config.rollout.steps), kept)
     assert explored.images is not None
@@ -68,7 +75,8 @@ def sheet(images: np.ndarray, wide: int) -> str:
     high = -(-len(images) // wide)
     pixels = np.zeros((high * (SIDE + GAP), wide * (SIDE + GAP), 4), np.uint8)
     for i, image in enumerate(images):
-        y, x = (SIDE + GAP) * (i // wide), (SIDE + GAP) * (i % wide)
+        y = (SIDE + GAP) * (i // wide)
+        x = (SIDE + GAP) * (i % wide)
         pixels[y : y + SIDE, x : x + SIDE, :3] = np.round(image * 255)
         pixels[y : y + SIDE, x : x + SIDE, 3] = 255
     data = io.BytesIO()
@@ -113,25 +121,37 @@ def svg() -> str:
     prompt, explored, kept, again = pictures()
     half = len(kept) // 2
     parts = [text(20, 40, "A prompt", "head")]
-    parts += [text(20, 150 + 26 * i, line, "say") for i, line in enumerate(wrapped(f"“{prompt}”", 16))]
+    parts += [
+        text(20, 150 + 26 * i, line, "say") for i, line in enumerate(wrapped(f"“{prompt}”", 16))
+    ]
     # explore
-    left, top, scale = 225, 62, 1.1
+    left = 225
+    top = 62
+    scale = 1.1
     step = (SIDE + GAP) * scale
     parts += [panel(left, top, WIDE * step + 24, 6 * step + 22)]
-    parts += [text(left, 40, f"1  Explore {len(explored)} seeds in FP4", "head"), placed(explored, WIDE, left, top, scale)]
+    parts += [
+        text(left, 40, f"1  Explore {len(explored)} seeds in FP4", "head"),
+        placed(explored, WIDE, left, top, scale),
+    ]
     for place, candidate in enumerate(kept):
-        x, y = left + step * (candidate % WIDE), top + step * (candidate // WIDE)
+        x = left + step * (candidate % WIDE)
+        y = top + step * (candidate // WIDE)
         parts.append(frame("best" if place < half else "worst", x, y, scale))
     parts += [text(left, 336, "6 steps: quick and rough, good enough to rank")]
     parts += [arrow(left + WIDE * step + 18, 180, 52)]
     # regenerate
-    left, scale = 640, 1.5
+    left = 640
+    scale = 1.5
     step = (SIDE + GAP) * scale
     parts += [panel(left, top, half * step + 24, 241)]
     parts += [text(left, 40, f"2  Remake the {half} best, {half} worst", "head")]
     for row, (kind, words) in enumerate((("best", "best"), ("worst", "worst"))):
         y = 96 + row * 108
-        parts += [text(left, y - 10, words), placed(again[row * half : (row + 1) * half], half, left, y, scale)]
+        parts += [
+            text(left, y - 10, words),
+            placed(again[row * half : (row + 1) * half], half, left, y, scale),
+        ]
         parts += [frame(kind, left + step * i, y, scale) for i in range(half)]
     parts += [text(left, 336, "BF16, 10 steps: only these are trained on")]
     parts += [arrow(left + half * step + 14, 180, 44)]
@@ -147,13 +167,25 @@ def svg() -> str:
         parts += [text(left + 32, y, first), text(left + 32, y + 20, second)]
     parts.append('<path class="way" d="M1108 306 v62 q0 14 -14 14 h-700 q-14 0 -14 -14 v-12"/>')
     parts.append('<path class="point" d="M380 346 l-8 13 h16 z"/>')
-    parts += [text(744, 408, "4  The new policy is merged, quantised again, and explores for the next prompts", "", "middle")]
+    parts += [
+        text(
+            744,
+            408,
+            "4  The new policy is merged, quantised again, and explores for the next prompts",
+            "",
+            "middle",
+        )
+    ]
     said = (
         f"The loop: {len(explored)} candidates of a prompt are explored in four bits, the {half} best and the {half} worst are"
         " made again in BF16, the policy learns from these and explores again."
     )
     body = "\n".join(parts)
-    head = '<svg class="loop" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1200 424" role="img" aria-label="' + said + '">'
+    head = (
+        '<svg class="loop" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1200 424" role="img" aria-label="'
+        + said
+        + '">'
+    )
     return f"{head}\n<style>{STYLE}</style>\n{body}\n</svg>\n"
 
 

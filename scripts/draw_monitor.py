@@ -19,9 +19,19 @@ def main() -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for name, run in record["runs"].items():
         iterations = range(1, len(run["spearman"]) + 1)
-        above.plot(iterations, run["spearman"], "o-", ms=3, lw=1, color=COLOURS[name], label=f"{name} the floor")
+        above.plot(
+            iterations,
+            run["spearman"],
+            "o-",
+            ms=3,
+            lw=1,
+            color=COLOURS[name],
+            label=f"{name} the floor",
+        )
         below.step(iterations, run["level"], where="mid", color=COLOURS[name])
-    above.axhline(record["floor"], color="#555555", lw=1, ls="--", label=f"floor {record['floor']:g}")
+    above.axhline(
+        record["floor"], color="#555555", lw=1, ls="--", label=f"floor {record['floor']:g}"
+    )
     above.set_ylabel("Spearman, kept samples")
     above.legend(loc="lower right", fontsize=8)
     below.set_yticks(range(len(record["levels"])), record["levels"], fontsize=7)

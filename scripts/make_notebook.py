@@ -40,7 +40,9 @@ def unrun(source: str) -> nbformat.NotebookNode:
 
 def run(notebook: nbformat.NotebookNode) -> None:
     """Executes all cells in place. What is written to standard error is left out: times and warnings of this machine."""
-    NotebookClient(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    NotebookClient(
+        notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+    ).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
@@ -52,14 +54,19 @@ def run(notebook: nbformat.NotebookNode) -> None:
 def page(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:
     """The notebook in Markdown, and its pictures by file name. Each picture is described by the heading that it is under."""
     text, resources = MarkdownExporter().from_notebook_node(notebook)
-    made = sorted(resources["outputs"], key=lambda file: [int(number) for number in re.findall(r"\d+", file)])
+    made = sorted(
+        resources["outputs"], key=lambda file: [int(number) for number in re.findall(r"\d+", file)]
+    )
     renamed = {file: f"{name}-{i}.png" for i, file in enumerate(made)}
     found = {renamed[file]: resources["outputs"][file] for file in made}
-    heading, lines = "", []
+    heading = ""
+    lines = []
     for line in text.splitlines():
         heading = line.lstrip("# ") if line.startswith("#") else heading
         shown = re.fullmatch(r"!\[\w*\]\((.+)\)", line.strip())
-        lines.append(f"![pictures of the step: {heading}]({renamed[shown[1]]})" if shown else line.rstrip())
+        lines.append(
+            f"![pictures of the step: {heading}]({renamed[shown[1]]})" if shown else line.rstrip()
+        )
     return "\n".join(lines).strip() + "\n", found
 
 

@@ -15,12 +15,15 @@ from pathlib import Path
 import numpy as np
 from pretrain import drawing
 
-from solrl_jax.shapes import scenes
+from solrl_jax.data.shapes import scenes
 from solrl_jax.storage.files import atomic_write
 
 FOLDER = Path(__file__).parents[1] / "solrl_jax" / "assets" / "prompt_sets"
 COUNTS = {"train": 360, "test": 48}  # of ocr
-SHAPES = {"train": 256, "test": 26}  # of geneval-shapes: as many as of the embedded world's other sets
+SHAPES = {
+    "train": 256,
+    "test": 26,
+}  # of geneval-shapes: as many as of the embedded world's other sets
 
 PLACES = (
     "a wooden sign beside a mountain trail that says {}",
@@ -49,16 +52,101 @@ PLACES = (
     "a vintage postcard with {} across a picture of a lake",
 )
 FIRST = (
-    *("Amber", "Arctic", "Bright", "Broken", "Cedar", "Copper", "Distant", "Early", "Ember", "Frozen", "Gentle", "Golden"),
-    *("Hidden", "Hollow", "Honest", "Indigo", "Ivory", "Last", "Little", "Lucky", "Marble", "Midnight", "Misty", "North"),
-    *("Old", "Orchard", "Paper", "Quiet", "Rapid", "Silver", "Slow", "Summer", "Velvet", "Wandering", "Wild", "Winter"),
+    *(
+        "Amber",
+        "Arctic",
+        "Bright",
+        "Broken",
+        "Cedar",
+        "Copper",
+        "Distant",
+        "Early",
+        "Ember",
+        "Frozen",
+        "Gentle",
+        "Golden",
+    ),
+    *(
+        "Hidden",
+        "Hollow",
+        "Honest",
+        "Indigo",
+        "Ivory",
+        "Last",
+        "Little",
+        "Lucky",
+        "Marble",
+        "Midnight",
+        "Misty",
+        "North",
+    ),
+    *(
+        "Old",
+        "Orchard",
+        "Paper",
+        "Quiet",
+        "Rapid",
+        "Silver",
+        "Slow",
+        "Summer",
+        "Velvet",
+        "Wandering",
+        "Wild",
+        "Winter",
+    ),
 )
 SECOND = (
-    *("Anchor", "Bakery", "Bridge", "Canyon", "Comet", "Corner", "Engine", "Falcon", "Ferry", "Forest", "Garden", "Gate"),
-    *("Harbour", "Hotel", "Island", "Journey", "Kettle", "Lantern", "Library", "Market", "Meadow", "Mirror", "Museum", "Ocean"),
-    *("Parade", "Piano", "Planet", "River", "Rocket", "School", "Shadow", "Signal", "Studio", "Theatre", "Valley", "Window"),
+    *(
+        "Anchor",
+        "Bakery",
+        "Bridge",
+        "Canyon",
+        "Comet",
+        "Corner",
+        "Engine",
+        "Falcon",
+        "Ferry",
+        "Forest",
+        "Garden",
+        "Gate",
+    ),
+    *(
+        "Harbour",
+        "Hotel",
+        "Island",
+        "Journey",
+        "Kettle",
+        "Lantern",
+        "Library",
+        "Market",
+        "Meadow",
+        "Mirror",
+        "Museum",
+        "Ocean",
+    ),
+    *(
+        "Parade",
+        "Piano",
+        "Planet",
+        "River",
+        "Rocket",
+        "School",
+        "Shadow",
+        "Signal",
+        "Studio",
+        "Theatre",
+        "Valley",
+        "Window",
+    ),
 )
-PHRASES = ("{second}", "{first}", "{first} {second}", "The {first} {second}", "{second} No {number}", "Open until {number}")
+PHRASES = (
+    "{second}",
+    "{first}",
+    "{first} {second}",
+    "The {first} {second}",
+    "{second} No {number}",
+    "Open until {number}",
+)
 
 
 def ocr_prompts() -> dict[str, list[str]]:
@@ -68,7 +156,11 @@ def ocr_prompts() -> dict[str, list[str]]:
     used = set()
     for name, count in COUNTS.items():
         while len(prompts[name]) < count:
-            parts = {"first": rng.choice(FIRST), "second": rng.choice(SECOND), "number": rng.randint(2, 99)}
+            parts = {
+                "first": rng.choice(FIRST),
+                "second": rng.choice(SECOND),
+                "number": rng.randint(2, 99),
+            }
             words = rng.choice(PHRASES).format(**parts)
             if words.lower() not in used:
                 used.add(words.lower())
@@ -85,10 +177,17 @@ def geneval_shapes() -> dict[str, list[dict]]:
     for name, count in SHAPES.items():
         held_out = name == "test"
         drawn = [
-            scenes.parse(text) for text in drawing.draw_prompts(np.random.default_rng((0, 5, held_out)), 12 * count, held_out)
+            scenes.parse(text)
+            for text in drawing.draw_prompts(
+                np.random.default_rng((0, 5, held_out)), 12 * count, held_out
+            )
         ]
         alone = [scene for scene in drawn if len(scene.groups) == 1]
-        pairs = [scene for scene in drawn if len(scene.groups) == 2 and {g.count for g in scene.groups} == {1}]
+        pairs = [
+            scene
+            for scene in drawn
+            if len(scene.groups) == 2 and {g.count for g in scene.groups} == {1}
+        ]
         pairs = [scene for scene in pairs if scene.groups[0].shape != scene.groups[1].shape]
         singles = min(len(alone), 4 * count // 7)
         chosen = {*alone[:singles], *pairs[: count - singles]}
@@ -100,22 +199,34 @@ def geneval_shapes() -> dict[str, list[dict]]:
 def line(scene: scenes.Scene) -> dict:
     """The caption of a scene and what GenEval would say of it: a group is a class, with its size if the caption tells one."""
     clauses = [
-        {"class": " ".join(filter(None, (group.size, group.shape))), "count": group.count, "color": group.colour}
+        {
+            "class": " ".join(filter(None, (group.size, group.shape))),
+            "count": group.count,
+            "color": group.colour,
+        }
         for group in reversed(scene.groups)
     ]
     tag = "colors" if scene.groups[0].count == 1 else "counting"
     if scene.relation:
         tag = "position"
-        clauses[1]["position"] = [scene.relation, 0]  # the first group lies so to the second, which GenEval names first
+        clauses[1]["position"] = [
+            scene.relation,
+            0,
+        ]  # the first group lies so to the second, which GenEval names first
     return {"prompt": drawing.caption(scene), "tag": tag, "include": clauses}
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for name, prompts in ocr_prompts().items():
         atomic_write(FOLDER / f"ocr-{name}.txt", "".join(f"{prompt}\n" for prompt in prompts))
     for name, lines in geneval_shapes().items():
-        atomic_write(FOLDER / f"geneval-shapes-{name}.jsonl", "".join(json.dumps(one) + "\n" for one in lines))
+        atomic_write(
+            FOLDER / f"geneval-shapes-{name}.jsonl",
+            "".join(json.dumps(one) + "\n" for one in lines),
+        )
 
 
 if __name__ == "__main__":

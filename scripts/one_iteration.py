@@ -10,14 +10,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import solrl_jax as solrl
-from solrl_jax.conditioning.prompts import draw_prompts
-from solrl_jax.rollout.generate import Rows, generate
-from solrl_jax.training.evaluate import sample_grid
+from solrl_jax.data.prompts import draw_prompts
+from solrl_jax.rl.generate import Rows, generate
+from solrl_jax.runs.evaluate import sample_grid
 
 experiment = solrl.load("tiny")
 start = solrl.fresh_state(experiment)  # adapters that change nothing yet
-config, rollout = experiment.config, experiment.config.rollout
-print(f"{config.train.prompts} prompts an iteration, {rollout.candidates} candidates each, {rollout.kept} of them kept")
+config = experiment.config
+rollout = experiment.config.rollout
+print(
+    f"{config.train.prompts} prompts an iteration, {rollout.candidates} candidates each, {rollout.kept} of them kept"
+)
 
 # %% [markdown]
 # ## Prompts and seeds
@@ -49,8 +52,11 @@ def pictures(stage, candidates):
 
 def show(rows, titles, labels=(), framed=frozenset(), size=0.85):
     """Rows of pictures, with a title each. framed: positions that get a frame."""
-    high, wide = len(rows), len(rows[0])
-    figure, axes = plt.subplots(high, wide, figsize=(wide * size, high * (size + 0.22)), squeeze=False)
+    high = len(rows)
+    wide = len(rows[0])
+    figure, axes = plt.subplots(
+        high, wide, figsize=(wide * size, high * (size + 0.22)), squeeze=False
+    )
     for (r, c), axis in np.ndenumerate(axes):
         axis.imshow(rows[r][c], interpolation="nearest")
         axis.set_title(titles[r][c], fontsize=7, pad=2)
@@ -82,8 +88,14 @@ kept = np.concatenate([order[:half], order[-half:]])
 print(prompts[FOLLOWED])
 WIDE = 12
 grid = [order[i : i + WIDE] for i in range(0, len(order), WIDE)]
-frames = {(r, c) for r, row in enumerate(grid) for c, candidate in enumerate(row) if candidate in kept}
-show([[explored[i] for i in row] for row in grid], [[f"{proxy[i]:.2f}" for i in row] for row in grid], framed=frames)
+frames = {
+    (r, c) for r, row in enumerate(grid) for c, candidate in enumerate(row) if candidate in kept
+}
+show(
+    [[explored[i] for i in row] for row in grid],
+    [[f"{proxy[i]:.2f}" for i in row] for row in grid],
+    framed=frames,
+)
 
 # %% [markdown]
 # ## Regenerate in BF16
@@ -109,7 +121,8 @@ show(
 # %%
 _, all_true = pictures(regenerating, everyone)
 true_rank = np.argsort(np.argsort(-all_true, kind="stable"), kind="stable") + 1
-best, worst = kept[:half], kept[half:]
+best = kept[:half]
+worst = kept[half:]
 figure, axis = plt.subplots(figsize=(4.6, 3.6))
 for chosen, colour, label in (
     (np.setdiff1d(everyone, kept), "#9aa5b1", "left out"),
@@ -123,7 +136,9 @@ figure.tight_layout()
 plt.show()
 perfect = (half + 1) / 2
 print(f"mean true rank of the best six:  {true_rank[best].mean():.1f}  (perfect: {perfect})")
-print(f"mean true rank of the worst six: {true_rank[worst].mean():.1f} (perfect: {rollout.candidates + 1 - perfect})")
+print(
+    f"mean true rank of the worst six: {true_rank[worst].mean():.1f} (perfect: {rollout.candidates + 1 - perfect})"
+)
 
 # %% [markdown]
 # ## Advantages
@@ -133,10 +148,14 @@ print(f"mean true rank of the worst six: {true_rank[worst].mean():.1f} (perfect:
 # are divided by the deviation over all prompts of the iteration; here by that of the prompt we follow.)
 
 # %%
-advantage = np.asarray(solrl.advantages(true[None], clip=config.policy.advantage_clip, global_std=True, mode="all"))
+advantage = np.asarray(
+    solrl.advantages(true[None], clip=config.policy.advantage_clip, global_std=True, mode="all")
+)
 probability = np.asarray(solrl.optimality(advantage, config.policy.advantage_clip))[0]
 for candidate, reward, q in zip(kept, true, probability, strict=True):
-    print(f"candidate {candidate:2}: proxy {proxy[candidate]:.2f}, regenerated {reward:.2f}, imitate with {q:.2f}")
+    print(
+        f"candidate {candidate:2}: proxy {proxy[candidate]:.2f}, regenerated {reward:.2f}, imitate with {q:.2f}"
+    )
 
 # %% [markdown]
 # ## Update
@@ -147,8 +166,16 @@ for candidate, reward, q in zip(kept, true, probability, strict=True):
 # %%
 before, reward_before = pictures(regenerating, kept[:6])
 state, outcome = solrl.iterate(experiment, solrl.fresh_state(experiment), 1)
-print({name: round(value, 4) for name, value in outcome.metrics.items() if name in ("loss", "pool/reward", "kept/reward")})
-after, reward_after = pictures(experiment.stage("regenerate", state.adapters, rollout.steps), kept[:6])
+print(
+    {
+        name: round(value, 4)
+        for name, value in outcome.metrics.items()
+        if name in ("loss", "pool/reward", "kept/reward")
+    }
+)
+after, reward_after = pictures(
+    experiment.stage("regenerate", state.adapters, rollout.steps), kept[:6]
+)
 show(
     [list(before), list(after), list(np.clip(0.5 + 10 * (after - before), 0, 1))],
     [[f"{r:.2f}" for r in reward_before], [f"{r:.2f}" for r in reward_after], [""] * 6],
@@ -162,12 +189,21 @@ show(
 # %%
 for iteration in range(2, config.train.iterations + 1):
     state, outcome = solrl.iterate(experiment, state, iteration)
-first, last = sample_grid(experiment, start.ema), sample_grid(experiment, state.ema)
+first = sample_grid(experiment, start.ema)
+last = sample_grid(experiment, state.ema)
 for grid, when in ((first, "before"), (last, f"after {iteration}")):
-    print(f"right, by the verifier: {grid.right.sum()} of {grid.right.size} held-out pictures {when}")
-for prompt, *pair in zip(first.prompts, first.images, last.images, first.right, last.right, strict=True):
+    print(
+        f"right, by the verifier: {grid.right.sum()} of {grid.right.size} held-out pictures {when}"
+    )
+for prompt, *pair in zip(
+    first.prompts, first.images, last.images, first.right, last.right, strict=True
+):
     print(prompt)
-    show(pair[:2], [["right" if mark else "wrong" for mark in marks] for marks in pair[2:]], ("before", f"after {iteration}"))
+    show(
+        pair[:2],
+        [["right" if mark else "wrong" for mark in marks] for marks in pair[2:]],
+        ("before", f"after {iteration}"),
+    )
 
 # %% [markdown]
 # Four prompts are few. `solrl train tiny` measures all 260 held-out pictures, with standard errors, and its report shows them.

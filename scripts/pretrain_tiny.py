@@ -32,13 +32,21 @@ ASSETS = Path(__file__).parents[1] / "solrl_jax" / "assets"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pipeline", choices=["all", "tiny-clip", *RECIPES], default="all")
-    parser.add_argument("--work", type=Path, default=Path("runs/pretrain"), help="where states are kept")
-    parser.add_argument("--out", type=Path, default=ASSETS, help="where `pipelines` and `prompt_sets` go")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/pretrain"), help="where states are kept"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ASSETS, help="where `pipelines` and `prompt_sets` go"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pictures", type=int, default=60_000, help="how many to train on")
-    parser.add_argument("--stop", type=int, help="leave every training at this step (default: at its end)")
+    parser.add_argument(
+        "--stop", type=int, help="leave every training at this step (default: at its end)"
+    )
     args = parser.parse_args(arguments)
     args.work.mkdir(parents=True, exist_ok=True)
     settings = Settings(args.work, args.out / "pipelines", args.seed, args.stop)

@@ -28,8 +28,12 @@ from PIL import Image
 
 MOST_REQUESTS = 8  # that are read or wait at once; further ones wait to be accepted
 MOST_BYTES = 2**27  # of a request
-MOST_VALUES = 2**18  # in the JSON of a request: a list of nothing takes 3 bytes in it, and 60 in memory
-MOST_PICTURES, MOST_PIXELS = 2**12, 2**26  # of a request
+MOST_VALUES = (
+    2**18
+)  # in the JSON of a request: a list of nothing takes 3 bytes in it, and 60 in memory
+# of a request
+MOST_PICTURES = 2**12
+MOST_PIXELS = 2**26
 SECONDS = 60  # for a request to arrive
 PATIENCE = 600  # seconds that a request waits for the others; then it is answered "503 busy", and a run asks again
 
@@ -48,7 +52,9 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], function: Callable[..., Any]) -> None:
         super().__init__(address, Service)
-        self.function, self.turn, self.room = function, threading.Lock(), threading.Semaphore(MOST_REQUESTS)
+        self.function = function
+        self.turn = threading.Lock()
+        self.room = threading.Semaphore(MOST_REQUESTS)
 
     def process_request(self, *request: Any) -> None:
         self.room.acquire()
@@ -85,20 +91,28 @@ class Service(http.server.BaseHTTPRequestHandler):
         super().finish()
 
     def do_POST(self) -> None:
-        status, kind, body = 503, "text/plain", "busy"
+        status = 503
+        kind = "text/plain"
+        body = "busy"
         try:
             if not 0 <= (length := int(self.headers["Content-Length"])) <= MOST_BYTES:
                 raise ValueError(f"a body of {length} bytes; at most {MOST_BYTES} are accepted")
             if len(asked := self.rfile.read(length)) < length:
-                raise ValueError(f"a body of {len(asked)} bytes within {SECONDS} seconds; {length} were announced")
+                raise ValueError(
+                    f"a body of {len(asked)} bytes within {SECONDS} seconds; {length} were announced"
+                )
             if self.server.turn.acquire(timeout=PATIENCE):
                 try:
                     answer = scored(self.server.function, asked)
                 finally:
                     self.server.turn.release()
-                status, kind, body = 200, "application/json", json.dumps(answer)
+                status = 200
+                kind = "application/json"
+                body = json.dumps(answer)
         except BaseException as error:  # a function may raise anything
-            status, kind, body = 500, "text/plain", said(error)
+            status = 500
+            kind = "text/plain"
+            body = said(error)
         answered = body.encode(errors="backslashreplace")
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -119,11 +133,15 @@ def scored(function: Callable[..., Any], body: bytes) -> dict[str, list[float | 
     asked = json.loads(body)
     images, prompts, metadata = (asked[name] for name in ("images", "prompts", "metadata"))
     if not 0 < len(images) == len(prompts) == len(metadata):
-        raise ValueError(f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata; expected as many of each")
+        raise ValueError(
+            f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata; expected as many of each"
+        )
     scores = function(opened(images), prompts, metadata)
     numbers = np.asarray(scores["reward"] if isinstance(scores, Mapping) else scores)
     if numbers.shape != (len(images),) or numbers.dtype.kind not in "iuf":
-        raise ValueError(f"the function returned {numbers.dtype} of shape {numbers.shape}; expected {len(images)} numbers")
+        raise ValueError(
+            f"the function returned {numbers.dtype} of shape {numbers.shape}; expected {len(images)} numbers"
+        )
     return {"scores": [float(n) if np.isfinite(n) else None for n in numbers]}
 
 
@@ -147,7 +165,9 @@ def opened(pngs: list[str]) -> np.ndarray:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("function", help="module.path:function; the working directory is searched first")
+    parser.add_argument(
+        "function", help="module.path:function; the working directory is searched first"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any free port")
     options = parser.parse_args()
@@ -161,8 +181,13 @@ def main() -> None:
     try:
         server = Server((options.host, options.port), function)
     except (OSError, OverflowError, ValueError) as error:
-        parser.error(f"--host {options.host} --port {options.port}: cannot listen there ({said(error)})")
-    print(f"scoring with {options.function} at http://{options.host}:{server.server_port}/", flush=True)
+        parser.error(
+            f"--host {options.host} --port {options.port}: cannot listen there ({said(error)})"
+        )
+    print(
+        f"scoring with {options.function} at http://{options.host}:{server.server_port}/",
+        flush=True,
+    )
     server.serve_forever()
 
 

@@ -21,7 +21,9 @@ STYLES = {"explore": "o-", "regenerate": "s--", "update": "^:"}  # marker and li
 STAGES = ("sync", "explore", "regenerate", "update")
 
 
-def compiled(device: str, hosts: int, count: int, overrides: list[str], stages: list[str]) -> dict[str, Any]:
+def compiled(
+    device: str, hosts: int, count: int, overrides: list[str], stages: list[str]
+) -> dict[str, Any]:
     """A row of the record: one device's figures of an iteration, by stage."""
     from solrl_jax.config.presets import resolve
     from solrl_jax.planning import topology
@@ -31,7 +33,9 @@ def compiled(device: str, hosts: int, count: int, overrides: list[str], stages: 
     topology.prepare(target)  # before JAX is imported
     from solrl_jax.planning import plan
 
-    planner = plan.Planner(resolve(PRESET[0], (*PRESET[1:], *overrides)), plan.Devices(target, count, hosts))
+    planner = plan.Planner(
+        resolve(PRESET[0], (*PRESET[1:], *overrides)), plan.Devices(target, count, hosts)
+    )
     rows = {}
     for stage in filter(planner.stages.has, stages):
         (program,) = planner.stages.programs(stage, planner.codes)
@@ -40,13 +44,24 @@ def compiled(device: str, hosts: int, count: int, overrides: list[str], stages: 
             planner.place(made)
         rows[stage] = summary(planner.measure(stage, program, made))
     mesh = {axis: size for axis, size in planner.stages.mesh.shape.items() if size > 1}
-    return {"device": device, "hosts": hosts, "devices": count * hosts, "mesh": mesh, "stages": rows}
+    return {
+        "device": device,
+        "hosts": hosts,
+        "devices": count * hosts,
+        "mesh": mesh,
+        "stages": rows,
+    }
 
 
 def summary(figures: dict[str, Any]) -> dict[str, Any]:
     """Of one program, all of its calls in an iteration: seconds, bytes sent and waited for, memory of the largest moment."""
-    calls, roofline, memory = figures["calls"], figures["roofline"], figures["memory"]
-    total = lambda figure: calls * sum(map(figure, roofline["collectives"]))
+    calls = figures["calls"]
+    roofline = figures["roofline"]
+    memory = figures["memory"]
+
+    def total(figure):
+        return calls * sum(map(figure, roofline["collectives"]))
+
     return {
         "calls": calls,
         "seconds": calls * roofline["seconds"],
@@ -65,10 +80,15 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
 def add(row: dict[str, Any]) -> None:
     """Puts a row into the record, in place of an older one; stages that it lacks stay as they were."""
     record = json.loads(RECORD.read_text())
-    same = lambda other: all(other[key] == row[key] for key in ("device", "hosts", "devices", "mesh"))
+
+    def same(other):
+        return all(other[key] == row[key] for key in ("device", "hosts", "devices", "mesh"))
+
     older: dict[str, Any] = next((other for other in record["rows"] if same(other)), {"stages": {}})
     row["stages"] = {
-        name: (older["stages"] | row["stages"])[name] for name in STAGES if name in older["stages"] | row["stages"]
+        name: (older["stages"] | row["stages"])[name]
+        for name in STAGES
+        if name in older["stages"] | row["stages"]
     }
     rows = [other for other in record["rows"] if not same(other)] + [row]
     record["rows"] = sorted(rows, key=lambda r: (r["device"], r["devices"], str(r["mesh"])))
@@ -77,7 +97,9 @@ def add(row: dict[str, Any]) -> None:
 
 def main() -> None:
     """See above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("device", nargs="?")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--hosts", type=int, default=1)
@@ -88,7 +110,11 @@ def main() -> None:
     if given.draw:
         draw()
     else:
-        add(compiled(given.device, given.hosts, given.devices, given.overrides, given.stages.split(",")))
+        add(
+            compiled(
+                given.device, given.hosts, given.devices, given.overrides, given.stages.split(",")
+            )
+        )
 
 
 def draw() -> None:
@@ -100,18 +126,40 @@ def draw() -> None:
 
     figure = plt.figure(figsize=(11, 3.9), layout="constrained")
     panels = figure.subplots(1, 3)
-    rows = [row for row in json.loads(RECORD.read_text())["rows"] if "code" not in row]  # those of older code are left out
+    rows = [
+        row for row in json.loads(RECORD.read_text())["rows"] if "code" not in row
+    ]  # those of older code are left out
     alone = {row["device"]: row["stages"] for row in rows if row["devices"] == 1}
     for row in rows:
         row["plain"] = row["mesh"].get("fsdp", 1) == row["devices"] // row["hosts"]
     for (device, colour), (stage, style) in itertools.product(COLOURS.items(), STYLES.items()):
-        for plain, settings in ((True, {"ls": style[1:], "label": f"{device}, {stage}"}), (False, {"ls": "", "mfc": "none"})):
-            of = [row for row in rows if row["device"] == device and row["plain"] == plain and stage in row["stages"]]
+        for plain, settings in (
+            (True, {"ls": style[1:], "label": f"{device}, {stage}"}),
+            (False, {"ls": "", "mfc": "none"}),
+        ):
+            of = [
+                row
+                for row in rows
+                if row["device"] == device and row["plain"] == plain and stage in row["stages"]
+            ]
             if of and device in alone:
-                values = [share(alone[device][stage], row["stages"][stage], row["devices"]) for row in of]
+                values = [
+                    share(alone[device][stage], row["stages"][stage], row["devices"]) for row in of
+                ]
                 for axes, points in zip(panels, zip(*values, strict=True), strict=True):
-                    axes.plot([row["devices"] for row in of], points, style[0], color=colour, ms=5, **settings)
-    titles = "speed, % of one device's for each", "links busy, % of the time", "peak memory of a device, GB"
+                    axes.plot(
+                        [row["devices"] for row in of],
+                        points,
+                        style[0],
+                        color=colour,
+                        ms=5,
+                        **settings,
+                    )
+    titles = (
+        "speed, % of one device's for each",
+        "links busy, % of the time",
+        "peak memory of a device, GB",
+    )
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, fontsize=10)
         axes.set_xscale("log", base=2)

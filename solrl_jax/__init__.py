@@ -27,41 +27,55 @@ if TYPE_CHECKING:
     from solrl_jax.config.presets import resolve as resolve
     from solrl_jax.config.schema import Config as Config
     from solrl_jax.config.values import ConfigError as ConfigError
-    from solrl_jax.numerics.formats import FORMATS as FORMATS
-    from solrl_jax.numerics.matmul import dequantize as dequantize
-    from solrl_jax.numerics.matmul import matmul as matmul
-    from solrl_jax.policy.advantage import advantages as advantages
-    from solrl_jax.policy.advantage import optimality as optimality
-    from solrl_jax.policy.objectives.nft import nft_loss as nft_loss
+    from solrl_jax.errors import InputError as InputError
+    from solrl_jax.errors import RunError as RunError
+    from solrl_jax.quant.formats import FORMATS as FORMATS
+    from solrl_jax.quant.matmul import dequantize as dequantize
+    from solrl_jax.quant.matmul import matmul as matmul
     from solrl_jax.rewards.protocol import Reward as Reward
-    from solrl_jax.rollout.select import select as select
-    from solrl_jax.storage.errors import InputError as InputError
-    from solrl_jax.storage.errors import RunError as RunError
+    from solrl_jax.rl.advantages import advantages as advantages
+    from solrl_jax.rl.advantages import optimality as optimality
+    from solrl_jax.rl.experiment import Experiment as Experiment
+    from solrl_jax.rl.experiment import fresh_state as fresh_state
+    from solrl_jax.rl.iteration import iterate as iterate
+    from solrl_jax.rl.objectives.nft import nft_loss as nft_loss
+    from solrl_jax.rl.select import select as select
+    from solrl_jax.runs.evaluate import evaluate as evaluate
     from solrl_jax.testing import assert_block_error as assert_block_error
     from solrl_jax.testing import assert_ranking_preserved as assert_ranking_preserved
     from solrl_jax.testing import assert_selection_range as assert_selection_range
     from solrl_jax.testing import assert_top_k_regret as assert_top_k_regret
-    from solrl_jax.training.evaluate import evaluate as evaluate
-    from solrl_jax.training.experiment import Experiment as Experiment
-    from solrl_jax.training.experiment import fresh_state as fresh_state
-    from solrl_jax.training.iteration import iterate as iterate
 
 _WHERE = {
-    "api": ("export_lora", "export_transformer", "import_lora", "load", "quantize", "rank", "sample", "train"),
+    "api": (
+        "export_lora",
+        "export_transformer",
+        "import_lora",
+        "load",
+        "quantize",
+        "rank",
+        "sample",
+        "train",
+    ),
     "config.presets": ("preset_names", "resolve"),
     "config.schema": ("Config",),
     "config.values": ("ConfigError",),
-    "numerics.formats": ("FORMATS",),
-    "numerics.matmul": ("dequantize", "matmul"),
-    "policy.advantage": ("advantages", "optimality"),
-    "policy.objectives.nft": ("nft_loss",),
+    "quant.formats": ("FORMATS",),
+    "quant.matmul": ("dequantize", "matmul"),
+    "rl.advantages": ("advantages", "optimality"),
+    "rl.objectives.nft": ("nft_loss",),
     "rewards.protocol": ("Reward",),
-    "rollout.select": ("select",),
-    "storage.errors": ("InputError", "RunError"),
-    "testing": ("assert_block_error", "assert_ranking_preserved", "assert_selection_range", "assert_top_k_regret"),
-    "training.evaluate": ("evaluate",),
-    "training.experiment": ("Experiment", "fresh_state"),
-    "training.iteration": ("iterate",),
+    "rl.select": ("select",),
+    "errors": ("InputError", "RunError"),
+    "testing": (
+        "assert_block_error",
+        "assert_ranking_preserved",
+        "assert_selection_range",
+        "assert_top_k_regret",
+    ),
+    "runs.evaluate": ("evaluate",),
+    "rl.experiment": ("Experiment", "fresh_state"),
+    "rl.iteration": ("iterate",),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [*sorted(_MODULES), "__version__"]
@@ -71,7 +85,9 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.metadata.version("solrl_jax")
     if name not in _MODULES:
-        raise AttributeError(f"module 'solrl_jax' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'solrl_jax' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(f"solrl_jax.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

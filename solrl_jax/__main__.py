@@ -1,15 +1,15 @@
 """`python -m solrl_jax` is `solrl`."""
 
-from solrl_jax.commands import signals
+from solrl_jax.cli import signals
 
 
 def main() -> None:
-    """`solrl`. Signals wait for the handlers that `cli.main` sets."""
+    """`solrl`. Signals wait for the handlers that `main.main` sets."""
     signals.block()
-    from solrl_jax.commands import cli
+    from solrl_jax.cli import main
 
     try:
-        cli.main()
+        main.main()
     finally:
         signals.ignore()
 

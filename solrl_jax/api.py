@@ -6,21 +6,21 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from solrl_jax.commands.sample import requested
-from solrl_jax.commands.sample import sample as _sample
+from solrl_jax.cli.sample import requested
+from solrl_jax.cli.sample import sample as _sample
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import shown
-from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.numerics.leaf import Matrix, Quantized
-from solrl_jax.policy import lora_files, transformer_files
-from solrl_jax.policy.lora import Adapters
-from solrl_jax.policy.lora_settings import LoraSettings
-from solrl_jax.run import loop
-from solrl_jax.run.progress import Reporter
-from solrl_jax.storage.errors import InputError
-from solrl_jax.training import rank as ranking
-from solrl_jax.training.experiment import Experiment, build
-from solrl_jax.training.iteration import silent
+from solrl_jax.errors import InputError
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.quant.leaf import Matrix, Quantized
+from solrl_jax.rl import rank as ranking
+from solrl_jax.rl.experiment import Experiment, build
+from solrl_jax.rl.iteration import silent
+from solrl_jax.rl.trainable import lora_files, transformer_files
+from solrl_jax.rl.trainable.lora_settings import LoraSettings
+from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.runs import trainer
+from solrl_jax.runs.progress import Reporter
 
 
 def load(preset: str, *overrides: str) -> Experiment:
@@ -38,28 +38,43 @@ def train(preset: str, *overrides: str) -> dict[str, Any]:
     """
     config = resolve(preset, overrides)
     with Reporter(bars=False) as report:
-        summary = loop.run(config, report)
+        summary = trainer.run(config, report)
     if summary["interrupted"]:
-        raise KeyboardInterrupt(f"{summary['run']}: saved after iteration {summary['iterations']}; the same call goes on")
+        raise KeyboardInterrupt(
+            f"{summary['run']}: saved after iteration {summary['iterations']}; the same call goes on"
+        )
     return summary
 
 
 def rank(
-    experiment: Experiment, adapters: Adapters, prompts: int = 8, formats: Sequence[str] = (), explore: Sequence[str] = ()
+    experiment: Experiment,
+    adapters: Adapters,
+    prompts: int = 8,
+    formats: Sequence[str] = (),
+    explore: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """`solrl rank`: how well exploration ranks the candidates of the first test prompts. One row of figures a setting.
 
     formats: explored in, by name; explore: recipes of `configs/explore/`. Empty: the experiment's own.
     """
     if prompts not in range(1, (most := len(experiment.test_prompts)) + 1):
-        raise InputError(f"prompts={shown(prompts)}: accepted: 1 to {most}, the number of test prompts")
-    joined = lambda names: ",".join([names] if isinstance(names, str) else names) or None
+        raise InputError(
+            f"prompts={shown(prompts)}: accepted: 1 to {most}, the number of test prompts"
+        )
+
+    def joined(names):
+        return ",".join([names] if isinstance(names, str) else names) or None
+
     settings = ranking.sweep(experiment.config, explore=joined(explore), formats=joined(formats))
     pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, silent)
-    return [ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings]
+    return [
+        ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings
+    ]
 
 
-def sample(target: str | Path, prompts: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
+def sample(
+    target: str | Path, prompts: str | Path, out: str | Path, **options: Any
+) -> dict[str, Any]:
     """`solrl sample`: pictures of a file of prompts, by a diffusers directory or a run's averaged policy.
 
     options: the command's, with its defaults: steps, guidance, seed, size=(height, width), precision, lora, ... Raises
@@ -80,14 +95,21 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
     try:
         w = jnp.asarray(w)
     except (TypeError, ValueError) as error:
-        raise InputError(f"w: {shown(w)}; accepted: real matrices [..., in, out] that are not empty") from error
+        raise InputError(
+            f"w: {shown(w)}; accepted: real matrices [..., in, out] that are not empty"
+        ) from error
     if w.ndim < 2 or w.size == 0 or not jnp.isrealobj(w):
-        raise InputError(f"w: is {w.dtype} {list(w.shape)}; accepted: real matrices [..., in, out] that are not empty")
+        raise InputError(
+            f"w: is {w.dtype} {list(w.shape)}; accepted: real matrices [..., in, out] that are not empty"
+        )
     return form.quantize(w)
 
 
 def export_lora(
-    experiment: Experiment, adapters: Adapters, path: str | Path, form: Literal["diffusers", "peft"] = "diffusers"
+    experiment: Experiment,
+    adapters: Adapters,
+    path: str | Path,
+    form: Literal["diffusers", "peft"] = "diffusers",
 ) -> None:
     """Writes adapters, e.g. `state.ema`, as a LoRA: a .safetensors file for diffusers, or a directory for PEFT.
 
@@ -95,7 +117,8 @@ def export_lora(
     """
     if form not in ("diffusers", "peft"):
         raise InputError(f"form={shown(form)}: accepted: diffusers, peft")
-    lora, table = experiment.config.lora, experiment.backbone.parameter_table()
+    lora = experiment.config.lora
+    table = experiment.backbone.parameter_table()
     export = lora_files.export_peft if form == "peft" else lora_files.export_diffusers
     export(Path(path), adapters, LoraSettings(lora.rank, lora.alpha), table)
 

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
-from solrl_jax.rollout.fidelity import overlap, rank_correlations, regret
+from solrl_jax.rl.fidelity import overlap, rank_correlations, regret
 
-Given: TypeAlias = Num[Array | np.ndarray, "..."]  # shapes are checked by the functions, which say what they accept
+Given: TypeAlias = Num[
+    Array | np.ndarray, "..."
+]  # shapes are checked by the functions, which say what they accept
 Bound: TypeAlias = float | int | np.floating | Float[Array, ""]
 Rewards: TypeAlias = Float[Array, "p n"]  # p prompts, n candidates each
 
@@ -54,9 +56,13 @@ def assert_ranking_preserved(
     proxy, true = _pools(proxy, true)
     if top_k is None and not (match is within is None):
         given = f"match={match}, within={within}"
-        raise ValueError(f"assert_ranking_preserved: {given} without top_k; accepted: top_k, at least 1, beside them")
+        raise ValueError(
+            f"assert_ranking_preserved: {given} without top_k; accepted: top_k, at least 1, beside them"
+        )
     if spearman is None and kendall is None and top_k is None:
-        raise ValueError("assert_ranking_preserved: nothing is asked for; accepted: spearman, kendall, top_k")
+        raise ValueError(
+            "assert_ranking_preserved: nothing is asked for; accepted: spearman, kendall, top_k"
+        )
     if spearman is not None:
         rho = _mean(lambda x, y: rank_correlations(x, y).spearman, proxy, true)
         _check(rho >= spearman, "Spearman {} is below {}", rho, spearman)
@@ -64,15 +70,18 @@ def assert_ranking_preserved(
         tau = _mean(lambda x, y: rank_correlations(x, y).kendall, proxy, true)
         _check(tau >= kendall, "Kendall {} is below {}", tau, kendall)
     if top_k is not None:
-        match, count = 1.0 if match is None else match, _within(top_k, within, proxy)
+        match = 1.0 if match is None else match
+        count = _within(top_k, within, proxy)
         found = _mean(lambda x, y: overlap(x, y, top_k, count), proxy, true)
         _check(found >= match, "Top-k match {} is below {}", found, match)
 
 
-def assert_top_k_regret(proxy: Given, true: Given, *, top_k: int, within: int | None = None, bound: Bound) -> None:
+def assert_top_k_regret(
+    proxy: Given, true: Given, *, top_k: int, within: int | None = None, bound: Bound
+) -> None:
     """The best `top_k` among the proxy's `within` best are nearly as good as the best `top_k` of all candidates.
 
-    Their mean true reward is lower by at most the share `bound` of the true range (`solrl_jax.rollout.fidelity.regret`), in the
+    Their mean true reward is lower by at most the share `bound` of the true range (`solrl_jax.rl.fidelity.regret`), in the
     mean over prompts. Unlike a match, this allows to miss a candidate if others are as good. within: `top_k` by default.
 
     Raises AssertionError, and ValueError for shapes or numbers that make no sense.
@@ -91,13 +100,27 @@ def assert_selection_range(proxy: Given, true: Given, *, kept: int, delta: Bound
     """
     proxy, true = _pools(proxy, true)
     if not 2 <= kept <= proxy.shape[1] or kept % 2:
-        raise ValueError(f"assert_selection_range: kept={kept}; accepted: even, 2 to {proxy.shape[1]}")
+        raise ValueError(
+            f"assert_selection_range: kept={kept}; accepted: even, 2 to {proxy.shape[1]}"
+        )
     error = jnp.abs(proxy - true).max()
-    _check(error <= delta, "The largest difference of proxy and true reward {} is above {}", error, delta)
+    _check(
+        error <= delta,
+        "The largest difference of proxy and true reward {} is above {}",
+        error,
+        delta,
+    )
     order = jnp.argsort(-proxy, axis=1)
     ends = jnp.concatenate([order[:, : kept // 2], order[:, -kept // 2 :]], axis=1)
-    missing = (jnp.ptp(true, axis=1) - jnp.ptp(jnp.take_along_axis(true, ends, axis=1), axis=1)).max()
-    _check(missing <= 4 * delta, "The selected range is short of the pool's by {}, more than {}", missing, 4 * delta)
+    missing = (
+        jnp.ptp(true, axis=1) - jnp.ptp(jnp.take_along_axis(true, ends, axis=1), axis=1)
+    ).max()
+    _check(
+        missing <= 4 * delta,
+        "The selected range is short of the pool's by {}, more than {}",
+        missing,
+        4 * delta,
+    )
 
 
 def assert_block_error(
@@ -109,23 +132,37 @@ def assert_block_error(
     that of NVFP4, for blocks whose scale E4M3 holds as a normal number. The last block may be short. A block with a value that
     is not finite fails.
     """
-    x, quantized = jnp.asarray(x, jnp.float32), jnp.asarray(quantized, jnp.float32)
+    x = jnp.asarray(x, jnp.float32)
+    quantized = jnp.asarray(quantized, jnp.float32)
     if x.shape != quantized.shape or x.size == 0 or x.ndim == 0:
-        raise ValueError(f"assert_block_error: shapes {x.shape} and {quantized.shape}; accepted: equal, with axes, not empty")
+        raise ValueError(
+            f"assert_block_error: shapes {x.shape} and {quantized.shape}; accepted: equal, with axes, not empty"
+        )
     if block < 1:
         raise ValueError(f"assert_block_error: block={block}; accepted: 1 or more")
     x, quantized = (jnp.moveaxis(a, axis, -1) for a in (x, quantized))
     fill = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)]
-    blocks = lambda a: jnp.pad(jnp.abs(a), fill).reshape(*x.shape[:-1], -1, block).max(-1)
-    largest, error = blocks(x), blocks(x - quantized)
-    worst = jnp.where(error == 0, 0.0, error / jnp.where(error == 0, 1.0, largest)).max()  # NaN, which no bound holds, stays
-    _check(worst <= bound, "A block errs by {} of its largest magnitude, more than {}", worst, bound)
+
+    def blocks(a):
+        return jnp.pad(jnp.abs(a), fill).reshape(*x.shape[:-1], -1, block).max(-1)
+
+    largest = blocks(x)
+    error = blocks(x - quantized)
+    worst = jnp.where(
+        error == 0, 0.0, error / jnp.where(error == 0, 1.0, largest)
+    ).max()  # NaN, which no bound holds, stays
+    _check(
+        worst <= bound, "A block errs by {} of its largest magnitude, more than {}", worst, bound
+    )
 
 
 def _pools(proxy: Given, true: Given) -> tuple[Rewards, Rewards]:
-    proxy, true = jnp.asarray(proxy, jnp.float32), jnp.asarray(true, jnp.float32)
+    proxy = jnp.asarray(proxy, jnp.float32)
+    true = jnp.asarray(true, jnp.float32)
     if proxy.ndim != 2 or proxy.shape != true.shape or proxy.size == 0:
-        raise ValueError(f"proxy {proxy.shape}, true {true.shape}; accepted: both [prompts, candidates], at least one of each")
+        raise ValueError(
+            f"proxy {proxy.shape}, true {true.shape}; accepted: both [prompts, candidates], at least one of each"
+        )
     return proxy, true
 
 
@@ -133,19 +170,25 @@ def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
     """How many of the proxy's best count, checked."""
     within = top_k if within is None else within
     if not 1 <= top_k <= within <= proxy.shape[1]:
-        raise ValueError(f"top_k={top_k}, within={within}; accepted: 1 <= top_k <= within <= {proxy.shape[1]}")
+        raise ValueError(
+            f"top_k={top_k}, within={within}; accepted: 1 <= top_k <= within <= {proxy.shape[1]}"
+        )
     return within
 
 
-def _mean(figure: Callable[[np.ndarray, np.ndarray], Any], proxy: Rewards, true: Rewards) -> Float[Array, ""]:
-    """The mean of a figure of `rollout.fidelity` over the prompts that have one, else NaN. Computed on the host."""
+def _mean(
+    figure: Callable[[np.ndarray, np.ndarray], Any], proxy: Rewards, true: Rewards
+) -> Float[Array, ""]:
+    """The mean of a figure of `rl.fidelity` over the prompts that have one, else NaN. Computed on the host."""
 
     def on_host(*pools: Array) -> np.float32:
         values = np.atleast_1d(figure(*map(np.asarray, pools)))
         values = values[np.isfinite(values)]
         return np.float32(values.mean() if len(values) else np.nan)
 
-    return jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.float32), proxy, true, vmap_method="sequential")
+    return jax.pure_callback(
+        on_host, jax.ShapeDtypeStruct((), jnp.float32), proxy, true, vmap_method="sequential"
+    )
 
 
 def _check(holds: Any, message: str, *values: Bound) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 from solrl_jax.storage.hub import CARRIED
 
-FLUX, SD3 = "black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-large"
-FLUX2_4B, FLUX2_9B = "black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-klein-9B"
+FLUX = "black-forest-labs/FLUX.1-dev"
+SD3 = "stabilityai/stable-diffusion-3.5-large"
+FLUX2_4B = "black-forest-labs/FLUX.2-klein-4B"
+FLUX2_9B = "black-forest-labs/FLUX.2-klein-9B"
 SANA = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
 ZIMAGE = "Tongyi-MAI/Z-Image"
 

@@ -22,13 +22,18 @@ def told(images, prompts, metadata):
 def told_or_mean(images, prompts, metadata):
     if "refused" in prompts:
         raise ValueError("no such prompt")
-    return [float("nan") if m["n"] == 3 else x + m["n"] for x, m in zip(mean(images, prompts, metadata), metadata, strict=True)]
+    return [
+        float("nan") if m["n"] == 3 else x + m["n"]
+        for x, m in zip(mean(images, prompts, metadata), metadata, strict=True)
+    ]
 
 
 def where(images, prompts, metadata):
     """1 in a process that does not use accelerators. Prints a line, too."""
     print("here", flush=True)
-    return [float(os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ["CUDA_VISIBLE_DEVICES"])] * len(images)
+    return [
+        float(os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ["CUDA_VISIBLE_DEVICES"])
+    ] * len(images)
 
 
 def pid(images, prompts, metadata):
@@ -56,7 +61,9 @@ def failing(images, prompts, metadata, *, how, prompt="", file="", once=False):
         case "hang":
             time.sleep(60)
         case "exit":
-            time.sleep(0.5)  # by then the run knows which worker has this call; otherwise it would repeat the call
+            time.sleep(
+                0.5
+            )  # by then the run knows which worker has this call; otherwise it would repeat the call
             os._exit(3)
         case "leave":
             raise SystemExit(3)
@@ -80,7 +87,9 @@ def waiting(images, prompts, metadata, *, file):
 def in_jax(scale=1.0):
     from solrl_jax.rewards.protocol import Reward  # imported here, because workers do not need it
 
-    score = lambda params, images, prepared: {"reward": params * images.mean((1, 2, 3))}
+    def score(params, images, prepared):
+        return {"reward": params * images.mean((1, 2, 3))}
+
     return Reward(np.float32(scale), lambda prompts: np.zeros(len(prompts), np.float32), score)
 
 
@@ -103,7 +112,12 @@ def checked_in_jax():
         if "red" in prompt:
             raise KeyError("red")
 
-    return Reward((), lambda prompts: np.zeros(len(prompts), np.float32), lambda params, images, _: {}, check=check)
+    return Reward(
+        (),
+        lambda prompts: np.zeros(len(prompts), np.float32),
+        lambda params, images, _: {},
+        check=check,
+    )
 
 
 def not_a_reward():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from solrl_jax.models.weights import Params, entries
+from solrl_jax.models.loading.weights import Params, entries
 
 OUR_ORDER = {
     "same": lambda t: t,
@@ -22,7 +22,9 @@ OUR_ORDER = {
 def from_torch(state: nnx.State, tensors: Mapping[str, np.ndarray]) -> Params:
     """A nested dict for `nnx.merge(graphdef, params)`. The tensors must be exactly those of the network."""
     table = entries(state)
-    assert {name: e.torch_shape for e in table for name in e.names} == {name: t.shape for name, t in tensors.items()}
+    assert {name: e.torch_shape for e in table for name in e.names} == {
+        name: t.shape for name, t in tensors.items()
+    }
     params: Params = {}
     for e in table:
         *path, last = e.path

@@ -41,10 +41,12 @@ from transformers import (
     T5Tokenizer,
 )
 
-from solrl_jax.commands.sample import Request, sample
+from solrl_jax.cli.sample import Request, sample
 
 MAX_TOKENS = 10  # the tokenizer's own limit
-COMPRESSION, CHANNELS = 4, 8  # SANA: pixels per latent in each direction, channels
+# SANA: pixels per latent in each direction, channels
+COMPRESSION = 4
+CHANNELS = 8
 
 WORDS = [
     "a", "an", "and", "above", "below", "left", "right", "of", "the", "one", "two", "three", "red", "green", "blue", "yellow",
@@ -83,7 +85,12 @@ CLIP_L = {  # released files have an end of text of 2, which means the highest t
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 12,
     "max_position_embeddings": CLIP_TOKENS, "hidden_act": "quick_gelu", "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
 }  # fmt: skip
-CLIP_G = CLIP_L | {"hidden_size": 24, "num_hidden_layers": 3, "projection_dim": 20, "hidden_act": "gelu"}
+CLIP_G = CLIP_L | {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "projection_dim": 20,
+    "hidden_act": "gelu",
+}
 T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 3, "feed_forward_proj": "gated-gelu"}
 FLUX = {
     "in_channels": 4 * KL_CHANNELS, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
@@ -134,7 +141,9 @@ ZIMAGE = {
 def dpm(**changes) -> DPMSolverMultistepScheduler:
     """The scheduler that SANA is released with."""
     released = {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
-    return DPMSolverMultistepScheduler(**released | {"algorithm_type": "dpmsolver++", "solver_order": 2} | changes)
+    return DPMSolverMultistepScheduler(
+        **released | {"algorithm_type": "dpmsolver++", "solver_order": 2} | changes
+    )
 
 
 def euler(**changes) -> FlowMatchEulerDiscreteScheduler:
@@ -143,7 +152,10 @@ def euler(**changes) -> FlowMatchEulerDiscreteScheduler:
 
 def dynamic(**changes) -> FlowMatchEulerDiscreteScheduler:
     """The scheduler that FLUX.1-dev is released with."""
-    return euler(**{"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15} | changes)
+    return euler(
+        **{"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}
+        | changes
+    )
 
 
 def save_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> SanaPipeline:
@@ -159,14 +171,21 @@ def save_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) ->
     }
     for name, network in networks.items():
         network.eval().requires_grad_(False)
-        {"transformer": _strengthen_transformer, "text_encoder": _strengthen_text, "vae": _strengthen_vae}[name](network)
-    return _saved(SanaPipeline(tokenizer=make_tokenizer(), scheduler=scheduler or dpm(), **networks), folder)
+        {
+            "transformer": _strengthen_transformer,
+            "text_encoder": _strengthen_text,
+            "vae": _strengthen_vae,
+        }[name](network)
+    return _saved(
+        SanaPipeline(tokenizer=make_tokenizer(), scheduler=scheduler or dpm(), **networks), folder
+    )
 
 
 def save_flux_pipeline(folder: Path, scheduler=None, seed: int = 0, **transformer) -> FluxPipeline:
     """The same for FLUX.1-dev."""
     torch.manual_seed(seed)
-    tokenizer, tokenizer_2 = make_clip_tokenizer(), make_t5_tokenizer()
+    tokenizer = make_clip_tokenizer()
+    tokenizer_2 = make_t5_tokenizer()
     network = FluxTransformer2DModel(**FLUX | transformer)
     pipeline = FluxPipeline(
         scheduler=scheduler or dynamic(),
@@ -213,7 +232,11 @@ def save_sd3_pipeline(
 ) -> StableDiffusion3Pipeline:
     """The same for Stable Diffusion 3.5 Large. with_t5: with the third text encoder."""
     torch.manual_seed(seed)
-    tokenizers = make_clip_tokenizer(), make_clip_tokenizer(second=True), make_t5_tokenizer() if with_t5 else None
+    tokenizers = (
+        make_clip_tokenizer(),
+        make_clip_tokenizer(second=True),
+        make_t5_tokenizer() if with_t5 else None,
+    )
     network = _strong(SD3Transformer2DModel(**SD3 | transformer), _strengthen_transformer)
     network.pos_embed.pos_embed.normal_()  # the stored table is used, not the formula
     return _saved(
@@ -225,17 +248,22 @@ def save_sd3_pipeline(
             tokenizer=tokenizers[0],
             text_encoder_2=_clip(CLIPTextModelWithProjection, CLIP_G, tokenizers[1]),
             tokenizer_2=tokenizers[1],
-            text_encoder_3=_t5(network.config.joint_attention_dim, tokenizers[2]) if with_t5 else None,
+            text_encoder_3=_t5(network.config.joint_attention_dim, tokenizers[2])
+            if with_t5
+            else None,
             tokenizer_3=tokenizers[2],
         ),
         folder,
     )
 
 
-def save_zimage_pipeline(folder: Path, scheduler=None, seed: int = 0, encoder=Qwen3Model, **transformer) -> ZImagePipeline:
+def save_zimage_pipeline(
+    folder: Path, scheduler=None, seed: int = 0, encoder=Qwen3Model, **transformer
+) -> ZImagePipeline:
     """The same for Z-Image. encoder: the class of the text encoder, Qwen3Model or Qwen3ForCausalLM."""
     torch.manual_seed(seed)
-    tokenizer, network = make_qwen_tokenizer(), ZImageTransformer2DModel(**ZIMAGE | transformer)
+    tokenizer = make_qwen_tokenizer()
+    network = ZImageTransformer2DModel(**ZIMAGE | transformer)
     qwen = Qwen3Config(**QWEN3, vocab_size=len(tokenizer), hidden_size=network.config.cap_feat_dim)
     return _saved(
         ZImagePipeline(
@@ -249,8 +277,10 @@ def save_zimage_pipeline(folder: Path, scheduler=None, seed: int = 0, encoder=Qw
     )
 
 
-def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **request) -> tuple[np.ndarray, np.ndarray]:
-    """Images [n, H, W, 3] by `commands.sample`, by default in float32, and the noise that it reports."""
+def sample_images(
+    folder: Path, out: Path, prompts: list[str], latents=None, **request
+) -> tuple[np.ndarray, np.ndarray]:
+    """Images [n, H, W, 3] by `cli.sample`, by default in float32, and the noise that it reports."""
     out.mkdir(exist_ok=True)
     (out / "prompts.txt").write_text("\n".join(prompts) + "\n")
     if latents is not None:
@@ -258,7 +288,11 @@ def sample_images(folder: Path, out: Path, prompts: list[str], latents=None, **r
         request["latents"] = out / "noise.npy"
     sample(
         str(folder),
-        Request(str(out / "prompts.txt"), out / "images", **{"precision": "fp32", "seed": 0, "force": True} | request),
+        Request(
+            str(out / "prompts.txt"),
+            out / "images",
+            **{"precision": "fp32", "seed": 0, "force": True} | request,
+        ),
     )
     return np.load(out / "images" / "images.npy"), np.load(out / "images" / "latents.npy")
 
@@ -279,7 +313,9 @@ def _clip(kind, fields: dict, tokenizer: CLIPTokenizer) -> torch.nn.Module:
 
 
 def _t5(width: int, tokenizer: T5Tokenizer) -> T5EncoderModel:
-    return _strong(T5EncoderModel(T5Config(**T5, d_model=width, vocab_size=len(tokenizer))), _strengthen_t5)
+    return _strong(
+        T5EncoderModel(T5Config(**T5, d_model=width, vocab_size=len(tokenizer))), _strengthen_t5
+    )
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -287,7 +323,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"▁{w}" for w in WORDS)]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
         padding_side="right", model_max_length=MAX_TOKENS)  # fmt: skip
@@ -296,12 +334,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_clip_tokenizer(second: bool = False) -> CLIPTokenizer:
     """About one token per word, in lower case. SD3's two tokenizers differ in the order of tokens and in the padding."""
     letters = [c for c in map(chr, range(33, 127)) if not c.isupper()]
-    merges = [(word[:i], word[i] + "</w>" * (i == len(word) - 1)) for word in WORDS for i in range(1, len(word))]
+    merges = [
+        (word[:i], word[i] + "</w>" * (i == len(word) - 1))
+        for word in WORDS
+        for i in range(1, len(word))
+    ]
     pieces = [*letters, *(f"{c}</w>" for c in letters), *map("".join, merges)]
     pieces = sorted(set(pieces), reverse=second)
     vocabulary = {piece: i for i, piece in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
     pad = "!" if second else "<|endoftext|>"
-    return CLIPTokenizer(vocabulary, list(dict.fromkeys(merges)), pad_token=pad, model_max_length=CLIP_TOKENS)
+    return CLIPTokenizer(
+        vocabulary, list(dict.fromkeys(merges)), pad_token=pad, model_max_length=CLIP_TOKENS
+    )
 
 
 def make_t5_tokenizer() -> T5Tokenizer:
@@ -331,7 +375,10 @@ def _strengthen_transformer(network: torch.nn.Module) -> None:
 
 def _strengthen_text(network: torch.nn.Module) -> None:
     for name, p in network.named_parameters():
-        p.copy_(torch.randn_like(p) * (0.5 if p.ndim == 1 else 1.0 if "embed" in name else 1.5 * p.shape[1] ** -0.5))
+        p.copy_(
+            torch.randn_like(p)
+            * (0.5 if p.ndim == 1 else 1.0 if "embed" in name else 1.5 * p.shape[1] ** -0.5)
+        )
 
 
 def _strengthen_clip(network: torch.nn.Module) -> None:

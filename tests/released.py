@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from solrl_jax.models.blip import DEVIATION, MEAN, ImageRewardConfig
-from solrl_jax.models.clip import CLIPConfig
+from solrl_jax.models.vision.blip import DEVIATION, MEAN, ImageRewardConfig
+from solrl_jax.models.vision.clip import CLIPConfig
 
 POSITIONS = 77
-PIXELS = 112  # side of the pictures that the networks are given: half of the released size, for speed
+PIXELS = (
+    112  # side of the pictures that the networks are given: half of the released size, for speed
+)
 # longer than the scorers read, not ASCII, empty; changed by clean-up and by lower case
 PROMPTS = (
     "a red circle above two small blue squares",
@@ -28,23 +30,38 @@ PROMPTS = (
     "Ein Mädchen mit Äpfeln, 猫 and naïve café — “curly” ‘quotes’",
     "  An ASTRONAUT's   horse &amp; a cat\n",
 )
-PERCEIVED = (np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711]))
+PERCEIVED = (
+    np.array([0.48145466, 0.4578275, 0.40821073]),
+    np.array([0.26862954, 0.26130258, 0.27577711]),
+)
 
 TEXT = {
     "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "eos_token_id": 2,
     "max_position_embeddings": POSITIONS,
 }  # fmt: skip
-VISION = {"hidden_size": 40, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
+VISION = {
+    "hidden_size": 40,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
 GELU = {"hidden_act": "gelu"}
 SEEING = VISION | {"image_size": PIXELS}
-HPS = CLIPConfig.from_dict({"projection_dim": 24, "text_config": TEXT | GELU, "vision_config": SEEING | GELU})
+HPS = CLIPConfig.from_dict(
+    {"projection_dim": 24, "text_config": TEXT | GELU, "vision_config": SEEING | GELU}
+)
 
 
 def pictures(height: int, width: int, count: int = len(PROMPTS), seed: int = 0) -> np.ndarray:
     """Smooth pictures with edges, [count, height, width, 3] in [0, 1]; floats, not all of them whole levels."""
     rng = np.random.default_rng((seed, height, width))
-    y, x = np.linspace(0, 1, height)[:, None, None], np.linspace(0, 1, width)[None, :, None]
-    waves = [np.sin(rng.uniform(2, 12, 3) * y + rng.uniform(2, 12, 3) * x + rng.uniform(0, 6, 3)) for _ in range(count)]
+    y = np.linspace(0, 1, height)[:, None, None]
+    x = np.linspace(0, 1, width)[None, :, None]
+    waves = [
+        np.sin(rng.uniform(2, 12, 3) * y + rng.uniform(2, 12, 3) * x + rng.uniform(0, 6, 3))
+        for _ in range(count)
+    ]
     images = 0.5 + 0.5 * np.stack(waves)
     images[:, height // 3 : height // 2, width // 4 :] = rng.random((count, 1, 1, 3))
     return images.astype(np.float32)
@@ -60,7 +77,11 @@ def strengthen(model: torch.nn.Module, seed: int) -> torch.nn.Module:
         elif p.ndim > 1:
             value = 1.5 * noise / p[0].numel() ** 0.5
         else:
-            value = (1.0 if ("norm" in name.lower() or "ln_" in name) and name.endswith("weight") else 0.0) + 0.3 * noise
+            value = (
+                1.0
+                if ("norm" in name.lower() or "ln_" in name) and name.endswith("weight")
+                else 0.0
+            ) + 0.3 * noise
         p.copy_(value.half().float())
     return model
 
@@ -72,10 +93,20 @@ def save_clip_tokenizer(folder: Path) -> transformers.CLIPTokenizer:
     """A tokenizer like CLIP's: an alphabet of bytes and a few merges."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [
-        (word[:i], word[i] + "</w>" * (i == len(word) - 1)) for word in ("red", "small", "very") for i in range(1, len(word))
+        (word[:i], word[i] + "</w>" * (i == len(word) - 1))
+        for word in ("red", "small", "very")
+        for i in range(1, len(word))
     ]
-    pieces = [*letters, *(f"{c}</w>" for c in letters), *map("".join, merges), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = transformers.CLIPTokenizer({piece: i for i, piece in enumerate(pieces)}, merges, model_max_length=POSITIONS)
+    pieces = [
+        *letters,
+        *(f"{c}</w>" for c in letters),
+        *map("".join, merges),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
+    tokenizer = transformers.CLIPTokenizer(
+        {piece: i for i, piece in enumerate(pieces)}, merges, model_max_length=POSITIONS
+    )
     tokenizer.save_pretrained(folder)
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text(json.dumps({"model_type": "clip"}))
@@ -89,7 +120,9 @@ def save_openai_tokenizer(folder: Path) -> None:
         "<|startoftext|>": 49406,
         "<|endoftext|>": 49407,
     }
-    transformers.CLIPTokenizer(vocabulary, list(theirs.bpe_ranks), model_max_length=POSITIONS).save_pretrained(folder)
+    transformers.CLIPTokenizer(
+        vocabulary, list(theirs.bpe_ranks), model_max_length=POSITIONS
+    ).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "clip"}))
 
 
@@ -108,7 +141,9 @@ def save_bert_tokenizer(folder: Path) -> transformers.BertTokenizer:
         "red",
         "small",
     ]
-    transformers.BertTokenizer({word: i for i, word in enumerate(words)}, do_lower_case=True).save_pretrained(folder)
+    transformers.BertTokenizer(
+        {word: i for i, word in enumerate(words)}, do_lower_case=True
+    ).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
     return transformers.BertTokenizer.from_pretrained(folder)
 
@@ -116,7 +151,9 @@ def save_bert_tokenizer(folder: Path) -> transformers.BertTokenizer:
 # --- CLIP as transformers has it: CLIPScore, PickScore, the aesthetic predictor ---
 
 
-def save_clip(folder: Path, act: str, seed: int) -> tuple[transformers.CLIPModel, transformers.CLIPTokenizer]:
+def save_clip(
+    folder: Path, act: str, seed: int
+) -> tuple[transformers.CLIPModel, transformers.CLIPTokenizer]:
     tokenizer = save_clip_tokenizer(folder)
     (folder / "config.json").unlink()
     config = transformers.CLIPConfig(
@@ -133,7 +170,9 @@ def save_clip(folder: Path, act: str, seed: int) -> tuple[transformers.CLIPModel
 @torch.no_grad()
 def clip_logits(model, tokenizer, pixels: torch.Tensor) -> np.ndarray:
     """`logits_per_image` of each picture and its prompt."""
-    tokens = tokenizer(list(PROMPTS), padding=True, max_length=POSITIONS, truncation=True, return_tensors="pt")
+    tokens = tokenizer(
+        list(PROMPTS), padding=True, max_length=POSITIONS, truncation=True, return_tensors="pt"
+    )
     return model(**tokens, pixel_values=pixels).logits_per_image.diagonal().double().numpy()
 
 
@@ -147,7 +186,9 @@ def normalised(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def as_pil(images: np.ndarray) -> list[Image.Image]:
-    return [Image.fromarray(np.round(255 * image).clip(0, 255).astype(np.uint8)) for image in images]
+    return [
+        Image.fromarray(np.round(255 * image).clip(0, 255).astype(np.uint8)) for image in images
+    ]
 
 
 def shorter_edge(height: int, width: int) -> tuple[int, int]:
@@ -160,7 +201,8 @@ def clipscore_pixels(images: np.ndarray) -> torch.Tensor:
     resized = torch.nn.functional.interpolate(
         as_tensor(images), (height, width), mode="bilinear", align_corners=False, antialias=True
     )
-    top, left = round((height - PIXELS) / 2), round((width - PIXELS) / 2)
+    top = round((height - PIXELS) / 2)
+    left = round((width - PIXELS) / 2)
     return normalised(resized[:, :, top : top + PIXELS, left : left + PIXELS])
 
 
@@ -222,16 +264,24 @@ def hps_scores(model: torch.nn.Module, images: np.ndarray) -> np.ndarray:
     resized = torch.nn.functional.interpolate(
         as_tensor(images), (height, width), mode="bicubic", align_corners=False, antialias=True
     )
-    top, left = (PIXELS - height) // 2, (PIXELS - width) // 2
-    padded = torch.nn.functional.pad(resized, (left, PIXELS - width - left, top, PIXELS - height - top))
+    top = (PIXELS - height) // 2
+    left = (PIXELS - width) // 2
+    padded = torch.nn.functional.pad(
+        resized, (left, PIXELS - width - left, top, PIXELS - height - top)
+    )
     image = model.encode_image(normalised(padded), normalize=True)
-    text = model.encode_text(open_clip().tokenizer.SimpleTokenizer(context_length=POSITIONS)(list(PROMPTS)), normalize=True)
+    text = model.encode_text(
+        open_clip().tokenizer.SimpleTokenizer(context_length=POSITIONS)(list(PROMPTS)),
+        normalize=True,
+    )
     return (image * text).sum(-1).double().numpy()
 
 
 # --- ImageReward: BLIP ---
 
-WIDTH, EYES = 24, 32  # of the text and of the vision transformer
+# of the text and of the vision transformer
+WIDTH = 24
+EYES = 32
 
 
 def make_head(features: int, seed: int) -> torch.nn.Sequential:
@@ -239,10 +289,14 @@ def make_head(features: int, seed: int) -> torch.nn.Sequential:
     linears = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     dropouts = [torch.nn.Dropout() for _ in range(3)]
     a, b, c, d, e = linears
-    return strengthen(torch.nn.Sequential(a, dropouts[0], b, dropouts[1], c, dropouts[2], d, e), seed)
+    return strengthen(
+        torch.nn.Sequential(a, dropouts[0], b, dropouts[1], c, dropouts[2], d, e), seed
+    )
 
 
-def save_image_reward(file: Path, vocabulary: int, seed: int) -> tuple[ImageRewardConfig, tuple[torch.nn.Module, ...]]:
+def save_image_reward(
+    file: Path, vocabulary: int, seed: int
+) -> tuple[ImageRewardConfig, tuple[torch.nn.Module, ...]]:
     """transformers' encoders under the names of the released file, with the other tensors of that file."""
     config = ImageRewardConfig(
         vision_width=EYES, vision_layers=3, vision_heads=4, text_width=WIDTH, text_layers=2, text_heads=3, text_mlp=4 * WIDTH,
@@ -262,11 +316,17 @@ def save_image_reward(file: Path, vocabulary: int, seed: int) -> tuple[ImageRewa
     )  # fmt: skip
     strengthen(vision, seed), strengthen(text, seed + 1)
     head = make_head(WIDTH, seed + 2)
-    tensors = {f"blip.visual_encoder.{_blip_name(name)}": t for name, t in vision.state_dict().items()}
+    tensors = {
+        f"blip.visual_encoder.{_blip_name(name)}": t for name, t in vision.state_dict().items()
+    }
     tensors |= {f"blip.text_encoder.{name}": t for name, t in text.state_dict().items()}
     tensors |= {f"mlp.layers.{name}": t for name, t in head.state_dict().items()}
     tensors |= {"blip.text_encoder.embeddings.position_ids": torch.arange(50)[None]}
-    tensors |= {f"blip.{x}_proj.{name}": torch.ones(3) for x in ("vision", "text") for name in ("weight", "bias")}
+    tensors |= {
+        f"blip.{x}_proj.{name}": torch.ones(3)
+        for x in ("vision", "text")
+        for name in ("weight", "bias")
+    }
     save_file({name: t.clone().contiguous() for name, t in tensors.items()}, file)
     return config, (vision, text, head)
 
@@ -289,16 +349,26 @@ def _blip_name(name: str) -> str:
 
 
 @torch.no_grad()
-def image_reward_scores(networks: tuple[torch.nn.Module, ...], tokenizer, images: np.ndarray) -> np.ndarray:
+def image_reward_scores(
+    networks: tuple[torch.nn.Module, ...], tokenizer, images: np.ndarray
+) -> np.ndarray:
     vision, text, head = networks
     height, width = shorter_edge(*images.shape[1:3])
     bicubic = Image.Resampling.BICUBIC
-    resized = np.stack([p.resize((width, images.shape[1]), bicubic).resize((width, height), bicubic) for p in as_pil(images)])
-    top, left = round((height - PIXELS) / 2), round((width - PIXELS) / 2)
+    resized = np.stack(
+        [
+            p.resize((width, images.shape[1]), bicubic).resize((width, height), bicubic)
+            for p in as_pil(images)
+        ]
+    )
+    top = round((height - PIXELS) / 2)
+    left = round((width - PIXELS) / 2)
     cropped = resized[:, top : top + PIXELS, left : left + PIXELS].astype(np.float32) / 255
     seen = vision(pixel_values=normalised(as_tensor(cropped))).last_hidden_state
     tokenizer.add_tokens(["[DEC]", "[ENC]"], special_tokens=True)
-    tokens = tokenizer(list(PROMPTS), padding="max_length", truncation=True, max_length=35, return_tensors="pt")
+    tokens = tokenizer(
+        list(PROMPTS), padding="max_length", truncation=True, max_length=35, return_tensors="pt"
+    )
     out = text(
         input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, encoder_hidden_states=seen,
         encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long), is_decoder=False,

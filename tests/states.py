@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from solrl_jax.run import checkpoint_writer
+from solrl_jax.runs import checkpoint_writer
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,10 @@ def make_state(number: int) -> Policy:
 
     key = jax.random.key(number)
     weights = {
-        "a/b": {"kernel": jax.random.normal(key, (16, 8)), "c.d": jax.random.normal(key, (8,), jnp.bfloat16)},
+        "a/b": {
+            "kernel": jax.random.normal(key, (16, 8)),
+            "c.d": jax.random.normal(key, (8,), jnp.bfloat16),
+        },
         "codes": jax.random.bits(key, (8, 2), jnp.uint8),
         "scales": jax.random.normal(key, (8,)).astype(jnp.float8_e4m3fn),
         "nan": jnp.array([jnp.nan, -0.0, jnp.inf, number]),
@@ -47,11 +50,15 @@ def save(root: Path, iteration: int, state: Any, meta: Mapping[str, Any], **opti
 
 
 def flat(state) -> dict[str, jax.Array]:
-    return {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
 
 
 def abstract(state, sharding=None):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state
+    )
 
 
 def assert_same_bits(a, b):
@@ -66,7 +73,9 @@ def shardings(state, mesh: Mesh):
 
     def place(leaf) -> NamedSharding:
         axes = ("data", "fsdp")[-leaf.ndim :] if 0 < leaf.ndim <= 2 else ()
-        fits = all(n and n % mesh.shape[axis] == 0 for n, axis in zip(leaf.shape, axes, strict=True))
+        fits = all(
+            n and n % mesh.shape[axis] == 0 for n, axis in zip(leaf.shape, axes, strict=True)
+        )
         return NamedSharding(mesh, PartitionSpec(*axes) if fits else PartitionSpec())
 
     return jax.tree.map(place, state)
@@ -74,19 +83,28 @@ def shardings(state, mesh: Mesh):
 
 def placed(state, mesh: Mesh):
     """`state`, which every process holds, as arrays that all processes share."""
-    spread = lambda leaf, where: jax.make_array_from_callback(leaf.shape, where, lambda index: np.asarray(leaf)[index])
+
+    def spread(leaf, where):
+        return jax.make_array_from_callback(
+            leaf.shape, where, lambda index: np.asarray(leaf)[index]
+        )
+
     return jax.tree.map(spread, state, shardings(state, mesh))
 
 
 def abstract_on(state, mesh: Mesh):
     return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), state, shardings(state, mesh)
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        state,
+        shardings(state, mesh),
     )
 
 
 def assert_holds(state, expected) -> None:
     """This process's shards of `state` have the bits of `expected`."""
     assert jax.tree.structure(state) == jax.tree.structure(expected)
-    for (key, leaf), whole in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True):
+    for (key, leaf), whole in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True
+    ):
         for shard in leaf.addressable_shards:
             assert np.asarray(shard.data).tobytes() == np.asarray(whole)[shard.index].tobytes(), key

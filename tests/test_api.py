@@ -14,7 +14,7 @@ import pytest
 
 import solrl_jax as solrl
 from solrl_jax import api
-from solrl_jax.commands import sample
+from solrl_jax.cli import sample
 
 
 def test_every_public_name_is_there():
@@ -28,7 +28,11 @@ def test_every_public_name_is_there():
 
 def test_type_checkers_see_the_same_names():
     source = Path(solrl.__file__).read_text()
-    typed = {line.split(" as ")[1] for line in source.splitlines() if line.startswith("    from solrl_jax.")}
+    typed = {
+        line.split(" as ")[1]
+        for line in source.splitlines()
+        if line.startswith("    from solrl_jax.")
+    }
     assert typed | {"__version__"} == set(solrl.__all__)
 
 
@@ -56,30 +60,54 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
         lambda _: unwrap(solrl.quantize)(np.zeros((32, 2), np.float32), ["fp8"]),
         "precision=.*accepted are fp8",
     ),
-    "a vector": (lambda _: unwrap(solrl.quantize)(np.zeros(3)), r"w: is float32 \[3\]; accepted: real matrices"),
-    "an empty matrix": (lambda _: solrl.quantize(np.zeros((0, 4))), r"w: is float32 \[0, 4\]; accepted: real matrices"),
+    "a vector": (
+        lambda _: unwrap(solrl.quantize)(np.zeros(3)),
+        r"w: is float32 \[3\]; accepted: real matrices",
+    ),
+    "an empty matrix": (
+        lambda _: solrl.quantize(np.zeros((0, 4))),
+        r"w: is float32 \[0, 4\]; accepted: real matrices",
+    ),
     "another form": (
         lambda e: unwrap(solrl.export_lora)(e, {}, "x.safetensors", "xyz"),
         "form='xyz': accepted: diffusers, peft",
     ),
     "no prompt": (lambda e: solrl.rank(e, {}, prompts=0), "prompts=0: accepted: 1 to 26"),
-    "more prompts than there are": (lambda e: solrl.rank(e, {}, prompts=27), "prompts=27: accepted: 1 to 26"),
+    "more prompts than there are": (
+        lambda e: solrl.rank(e, {}, prompts=27),
+        "prompts=27: accepted: 1 to 26",
+    ),
     "a text for formats": (lambda e: solrl.rank(e, {}, formats="int4"), "--formats int4: expected"),
 }
 WRONG = {  # of functions on arrays
-    "words for a matrix": (lambda: unwrap(solrl.quantize)("abc"), "w: 'abc'; accepted: real matrices"),
+    "words for a matrix": (
+        lambda: unwrap(solrl.quantize)("abc"),
+        "w: 'abc'; accepted: real matrices",
+    ),
     "an input that is too narrow": (
-        lambda: unwrap(solrl.matmul)(jnp.ones((2, 60)), solrl.quantize(np.ones((64, 2), np.float32))),
+        lambda: unwrap(solrl.matmul)(
+            jnp.ones((2, 60)), solrl.quantize(np.ones((64, 2), np.float32))
+        ),
         "x: has 60 columns; accepted: 64",
     ),
     "whole numbers to multiply": (
-        lambda: unwrap(solrl.matmul)(np.ones((2, 64), int), solrl.quantize(np.ones((64, 2), np.float32))),
+        lambda: unwrap(solrl.matmul)(
+            np.ones((2, 64), int), solrl.quantize(np.ones((64, 2), np.float32))
+        ),
         "x: is int64; accepted: floating-point",
     ),
-    "none to select": (lambda: solrl.select(np.ones((2, 4), np.float32), 0, "best"), "kept=0; accepted: .* from 1 to 4"),
-    "half of an odd number": (lambda: solrl.select(np.ones((2, 4), np.float32), 3, "best_worst"), "kept=3; .* even"),
+    "none to select": (
+        lambda: solrl.select(np.ones((2, 4), np.float32), 0, "best"),
+        "kept=0; accepted: .* from 1 to 4",
+    ),
+    "half of an odd number": (
+        lambda: solrl.select(np.ones((2, 4), np.float32), 3, "best_worst"),
+        "kept=3; .* even",
+    ),
     "a clip below 0": (
-        lambda: solrl.advantages(np.ones((2, 4), np.float32), clip=-1.0, global_std=True, mode="all"),
+        lambda: solrl.advantages(
+            np.ones((2, 4), np.float32), clip=-1.0, global_std=True, mode="all"
+        ),
         "clip=-1.0; accepted: .* clip above 0",
     ),
 }
@@ -145,7 +173,12 @@ def test_sample_takes_from_a_run_what_is_not_given(monkeypatch):
     monkeypatch.setattr(sample, "is_run", lambda target: target == "run")
     monkeypatch.setattr(sample, "read_run", lambda target: config)
     monkeypatch.setattr(api, "_sample", lambda target, request: vars(request))
-    of = lambda *given, **options: itemgetter("steps", "guidance", "true_cfg")(solrl.sample(*given, "p.txt", "out", **options))
+
+    def of(*given, **options):
+        return itemgetter("steps", "guidance", "true_cfg")(
+            solrl.sample(*given, "p.txt", "out", **options)
+        )
+
     assert of("run") == (3, 2.5, 1.0)
     assert of("run", steps=np.int64(7), guidance=None) == (7, 2.5, 1.0)
     assert of("model") == (10, 1.0, 1.0)
@@ -156,10 +189,15 @@ def test_the_options_of_sample_are_those_of_the_command_with_its_defaults():
     for field in dataclasses.fields(sample.Request):
         if field.default not in (dataclasses.MISSING, None, False) and field.name != "true_cfg":
             assert field.default == defaults[field.name], field.name
-    assert {field.name for field in dataclasses.fields(sample.Request)} == defaults.keys() - {"target", "as_json"}
+    assert {field.name for field in dataclasses.fields(sample.Request)} == defaults.keys() - {
+        "target",
+        "as_json",
+    }
 
 
 def test_an_interrupted_training_raises(monkeypatch):
-    monkeypatch.setattr(api.loop, "run", lambda config, report: {"interrupted": True, "run": "r", "iterations": 3})
+    monkeypatch.setattr(
+        api.loop, "run", lambda config, report: {"interrupted": True, "run": "r", "iterations": 3}
+    )
     with pytest.raises(KeyboardInterrupt, match="r: saved after iteration 3"):
         solrl.train("tiny")

@@ -15,17 +15,25 @@ ROOMS = (
     "numerics", "storage", "parallel", "models", "config", "conditioning", "backbone", "flow", "shapes", "rewards", "rollout",
     "policy", "explore", "training", "run", "planning", "study", "commands",
 )  # fmt: skip
-ROOF = {"__init__", "__main__", "api", "testing"}  # files above all rooms: what users import or start
+ROOF = {
+    "__init__",
+    "__main__",
+    "api",
+    "testing",
+}  # files above all rooms: what users import or start
 FORBIDDEN = {"torch", "diffusers", "torchao", "torchvision", "tensorflow"}
 # reads pickles, once and on request: it imports PyTorch when it is called
-LATE = {"solrl_jax.commands.convert": {"torch"}}
+LATE = {"solrl_jax.cli.convert": {"torch"}}
 # the other rooms see a network only through `Pipeline` and `Backbone`
 MODEL_USERS = {"backbone", "conditioning", "rewards"}
 
 
 def modules() -> dict[str, Path]:
     """Every file of the package by its dotted name; a folder's `__init__.py` has the name of the folder."""
-    dotted = lambda path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+    def dotted(path):
+        return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
     return {dotted(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -49,14 +57,18 @@ def imports(path: Path, late: bool = True) -> set[str]:
 def room(module: str) -> int:
     """The number of a file's room; one more than the last for files above all rooms."""
     name = module.split(".")[1] if "." in module else "__init__"
-    assert name in ROOMS or name in ROOF, f"{module} is in no room: give it one in ROOMS and in ARCHITECTURE.md"
+    assert name in ROOMS or name in ROOF, (
+        f"{module} is in no room: give it one in ROOMS and in ARCHITECTURE.md"
+    )
     return ROOMS.index(name) if name in ROOMS else len(ROOMS)
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_rooms_import_downwards_only(module):
     for name in imports(MODULES[module]):
-        assert name.split(".")[0] not in FORBIDDEN - LATE.get(module, set()), f"{module} imports {name}"
+        assert name.split(".")[0] not in FORBIDDEN - LATE.get(module, set()), (
+            f"{module} imports {name}"
+        )
         if name in MODULES:
             assert room(name) <= room(module), f"{module} imports {name}, whose room is above"
 
@@ -74,7 +86,9 @@ def test_few_rooms_open_models():
     for module, path in MODULES.items():
         opens = {name for name in imports(path) if name.startswith("solrl_jax.models.")}
         user = module.split(".")[1:2]
-        assert not opens or user in (["models"], *([name] for name in MODEL_USERS)) or module in LATE, (module, opens)
+        assert (
+            not opens or user in (["models"], *([name] for name in MODEL_USERS)) or module in LATE
+        ), (module, opens)
 
 
 def test_what_may_be_imported_late_is_not_imported_at_once():
@@ -86,8 +100,14 @@ def test_what_may_be_imported_late_is_not_imported_at_once():
 @pytest.mark.parametrize("arguments", [["-c", "import solrl_jax"], ["-m", "solrl_jax", "--help"]])
 def test_neither_the_package_nor_the_help_page_imports_jax(arguments):
     """JAX takes seconds to import, transformers more."""
-    done = subprocess.run([sys.executable, "-X", "importtime", *arguments], check=True, capture_output=True, text=True)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments], check=True, capture_output=True, text=True
+    )
+    imported = {
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "solrl_jax" in imported
     assert not imported & {"jax", "flax", "optax", "transformers", "orbax"}
 

@@ -28,7 +28,12 @@ def names_of(body: list[ast.stmt]) -> set[str]:
 
 def test_what_is_looked_for_is_found():
     assert len(MENTIONS) > 40
-    assert names_of(ast.parse("X = 1\nclass A:\n  def f(self): ...\ndef g(): ...").body) == {"X", "A", "A.f", "g"}
+    assert names_of(ast.parse("X = 1\nclass A:\n  def f(self): ...\ndef g(): ...").body) == {
+        "X",
+        "A",
+        "A.f",
+        "g",
+    }
 
 
 @pytest.mark.parametrize(("path", "name"), MENTIONS)
@@ -47,7 +52,9 @@ def test_sections_that_docstrings_cite_exist():
     assert set(range(8)) == SECTIONS
     cited = set()
     for file in [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.yaml"), *(ROOT / "tests").rglob("*.py")]:
-        for numbers in re.findall(r"method\.md`?,\s+sections? ((?:\d+(?:, | and )?)+)", file.read_text()):
+        for numbers in re.findall(
+            r"method\.md`?,\s+sections? ((?:\d+(?:, | and )?)+)", file.read_text()
+        ):
             cited |= {int(number) for number in re.findall(r"\d+", numbers)}
     assert cited
     assert cited <= SECTIONS

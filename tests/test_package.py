@@ -18,7 +18,9 @@ from tests.small import SMALL
 
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-MOST_BYTES, MOST_LINES = 20_000_000, 40  # of the wheel; of a version in the changelog
+# of the wheel; of a version in the changelog
+MOST_BYTES = 20_000_000
+MOST_LINES = 40
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 # A user's own program, in a directory that has a `models` and a `configs` of its own.
@@ -26,7 +28,7 @@ PROGRAM = """
 import json, sys
 import models
 import solrl_jax
-from solrl_jax.commands.cli import main
+from solrl_jax.cli.main import main
 
 main()
 ours = sorted({module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "solrl_jax"})
@@ -35,7 +37,9 @@ print(json.dumps({"models": models.MINE, "ours": ours}))
 
 
 def call(*command: str | Path, **options) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, **options)
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False, **options
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -43,13 +47,34 @@ def call(*command: str | Path, **options) -> str:
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory) -> tuple[Path, Path]:
     """The sdist, and the wheel that is built from it, as for a user whom pip finds no wheel for."""
-    folder, environment = tmp_path_factory.mktemp("archives"), os.environ.copy()
+    folder = tmp_path_factory.mktemp("archives")
+    environment = os.environ.copy()
     if importlib.util.find_spec("hatchling") is None:
         call(*PIP, "install", "--quiet", "--target", folder / "hatchling", "hatchling>=1.25")
         environment["PYTHONPATH"] = str(folder / "hatchling")
-    call(sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", folder, cwd=ROOT, env=environment)
+    call(
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "sdist",
+        "--directory",
+        folder,
+        cwd=ROOT,
+        env=environment,
+    )
     (sdist,) = folder.glob("*.tar.gz")
-    call(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sdist, env=environment)
+    call(
+        *PIP,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        folder,
+        sdist,
+        env=environment,
+    )
     (wheel,) = folder.glob("*.whl")
     return sdist, wheel
 
@@ -57,7 +82,11 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def packed() -> set[str]:
     """The files of the package in this checkout, by path."""
-    files = (path for path in (ROOT / "solrl_jax").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = (
+        path
+        for path in (ROOT / "solrl_jax").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
@@ -74,7 +103,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives, packed):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"solrl_jax", f"solrl_jax-{VERSION}.dist-info"}
     assert {name for name in names if name.startswith("solrl_jax/")} == packed
-    for name in ("py.typed", "configs/base.yaml", "configs/model/flux1.yaml", "models/flux.py", "assets/pipelines/tiny-sana"):
+    for name in (
+        "py.typed",
+        "configs/base.yaml",
+        "configs/model/flux1.yaml",
+        "models/flux/transformer.py",
+        "assets/pipelines/tiny-sana",
+    ):
         assert any(packed_name.startswith(f"solrl_jax/{name}") for packed_name in names), name
 
 
@@ -115,8 +150,11 @@ def test_the_sdist_holds_the_package_once_with_its_documents_and_tests(archives,
     assert not tops & {"models", "configs"}
 
 
-def test_the_installed_package_trains_beside_models_and_configs_of_the_users_own(archives, tmp_path):
-    installed, mine = tmp_path / "installed", tmp_path / "mine"
+def test_the_installed_package_trains_beside_models_and_configs_of_the_users_own(
+    archives, tmp_path
+):
+    installed = tmp_path / "installed"
+    mine = tmp_path / "mine"
     call(*PIP, "install", "--quiet", "--no-deps", "--target", installed, archives[1])
     (mine / "models").mkdir(parents=True)
     (mine / "models" / "__init__.py").write_text("MINE = 'the user\\'s own'\n")
@@ -126,8 +164,16 @@ def test_the_installed_package_trains_beside_models_and_configs_of_the_users_own
     (mine / "program.py").write_text(PROGRAM)
     # before the checkout, which is installed in this environment
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    settings = (*SMALL, "train.iterations=2", "eval.grid=0", f"run.dir={tmp_path / 'run'}", "--json")
-    said = call(sys.executable, "program.py", "train", "tiny", *settings, cwd=mine, env=environment).splitlines()
+    settings = (
+        *SMALL,
+        "train.iterations=2",
+        "eval.grid=0",
+        f"run.dir={tmp_path / 'run'}",
+        "--json",
+    )
+    said = call(
+        sys.executable, "program.py", "train", "tiny", *settings, cwd=mine, env=environment
+    ).splitlines()
     summary, imported = map(json.loads, said[-2:])
     assert summary["iterations"] == 2
     assert imported["models"] == "the user's own"

@@ -12,7 +12,11 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = 60  # of a function, from `def` to its last line, docstring included
 MOST_ARGUMENTS = 7  # `self` and `cls` not counted
 MOST_OF_ALL = 22_066
-FILES = [path for folder in ("solrl_jax", "scripts", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+FILES = [
+    path
+    for folder in ("solrl_jax", "scripts", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -35,8 +39,14 @@ def name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_a_function_fits_on_a_screen(path):
-    length = lambda function: function.end_lineno - function.lineno + 1
-    long = {function.name: length(function) for function in functions(path) if length(function) > MOST_LINES}
+    def length(function):
+        return function.end_lineno - function.lineno + 1
+
+    long = {
+        function.name: length(function)
+        for function in functions(path)
+        if length(function) > MOST_LINES
+    }
     assert not long, f"at most {MOST_LINES} lines"
 
 

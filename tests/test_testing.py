@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.numerics.matmul import dequantize
-from solrl_jax.numerics.nvfp4 import quantize
-from solrl_jax.rollout.fidelity import overlap, rank_correlations, regret
-from solrl_jax.rollout.select import select
+from solrl_jax.quant.matmul import dequantize
+from solrl_jax.quant.nvfp4 import quantize
+from solrl_jax.rl.fidelity import overlap, rank_correlations, regret
+from solrl_jax.rl.select import select
 from solrl_jax.testing import (
     NVFP4_BLOCK_ERROR,
     assert_block_error,
@@ -103,12 +103,15 @@ def test_selection_range(pools):
     with pytest.raises(AssertionError, match="largest difference"):
         assert_selection_range(proxy, true, kept=2, delta=delta - HAIR)
     with pytest.raises(AssertionError, match="largest difference"):
-        assert_selection_range(*pools, kept=2, delta=10.0)  # a reward that is not finite counts as a large difference
+        assert_selection_range(
+            *pools, kept=2, delta=10.0
+        )  # a reward that is not finite counts as a large difference
 
 
 def test_selection_range_is_of_what_is_selected():
     """It selects as the loop does. The bound by hand, where the extremes by proxy are not the true ones."""
-    true, proxy = np.array([[0.0, 1.0, 2.0, 3.0]]), np.array([[0.9, 0.0, 3.1, 3.0]])
+    true = np.array([[0.0, 1.0, 2.0, 3.0]])
+    proxy = np.array([[0.9, 0.0, 3.1, 3.0]])
     index, _ = select(proxy, 2, "best_worst")
     assert index.tolist() == [[1, 2]]  # they span 1 of 3
     assert_selection_range(proxy, true, kept=2, delta=1.1 + 1e-6)
@@ -117,7 +120,9 @@ def test_selection_range_is_of_what_is_selected():
 
 
 def test_block_error_of_nvfp4_and_of_something_worse():
-    w = jax.random.normal(jax.random.key(0), (200, 48)) * jnp.exp(2 * jax.random.normal(jax.random.key(1), (200, 1)))
+    w = jax.random.normal(jax.random.key(0), (200, 48)) * jnp.exp(
+        2 * jax.random.normal(jax.random.key(1), (200, 1))
+    )
     back = dequantize(quantize(w))
     assert_block_error(w, back, axis=0)
     with pytest.raises(AssertionError, match=r"A block errs by 0\.\d+ of its largest"):
@@ -158,7 +163,8 @@ def test_they_work_under_jit_with_chexify(pools):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nothing_holds_of_what_is_not_finite(value):
-    fine, broken = np.ones((1, 32)), np.where(np.arange(32) == 20, value, 1.0)[None]
+    fine = np.ones((1, 32))
+    broken = np.where(np.arange(32) == 20, value, 1.0)[None]
     for x, y in ((fine, broken), (broken, fine), (broken, broken)):
         with pytest.raises(AssertionError, match="block"):
             assert_block_error(x, y)
@@ -170,13 +176,35 @@ def test_nothing_holds_of_what_is_not_finite(value):
     ("call", "message"),
     [
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3))), "nothing is asked"),
-        (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((3, 2)), spearman=0.5), "accepted: both"),
+        (
+            lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((3, 2)), spearman=0.5),
+            "accepted: both",
+        ),
         (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3)), top_k=4), "top_k=4"),
-        (lambda: assert_ranking_preserved(np.zeros((2, 3)), np.zeros((2, 3)), spearman=0.5, match=0.1), "without top_k"),
-        (lambda: assert_top_k_regret(np.zeros((2, 3)), np.zeros((2, 3)), top_k=1, within=4, bound=0.1), "within=4"),
-        (lambda: assert_selection_range(np.zeros((2, 3)), np.zeros((2, 3)), kept=3, delta=1.0), "kept=3"),
-        (lambda: assert_ranking_preserved(np.zeros((0, 3)), np.zeros((0, 3)), spearman=0.5), "at least one"),
-        (lambda: assert_selection_range(np.zeros((0, 3)), np.zeros((0, 3)), kept=2, delta=1.0), "at least one"),
+        (
+            lambda: assert_ranking_preserved(
+                np.zeros((2, 3)), np.zeros((2, 3)), spearman=0.5, match=0.1
+            ),
+            "without top_k",
+        ),
+        (
+            lambda: assert_top_k_regret(
+                np.zeros((2, 3)), np.zeros((2, 3)), top_k=1, within=4, bound=0.1
+            ),
+            "within=4",
+        ),
+        (
+            lambda: assert_selection_range(np.zeros((2, 3)), np.zeros((2, 3)), kept=3, delta=1.0),
+            "kept=3",
+        ),
+        (
+            lambda: assert_ranking_preserved(np.zeros((0, 3)), np.zeros((0, 3)), spearman=0.5),
+            "at least one",
+        ),
+        (
+            lambda: assert_selection_range(np.zeros((0, 3)), np.zeros((0, 3)), kept=2, delta=1.0),
+            "at least one",
+        ),
         (lambda: assert_block_error(np.zeros((2, 3)), np.zeros((3, 2))), "shapes"),
         (lambda: assert_block_error(np.zeros((0, 3)), np.zeros((0, 3))), "not empty"),
         (lambda: assert_block_error(np.zeros((2, 3)), np.zeros((2, 3)), block=0), "block=0"),

@@ -7,24 +7,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from solrl_jax.backbone.backbone import Backbone, Pipeline
-from solrl_jax.backbone.decoder import Decoder
-from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.sizes import trained_sizes
-from solrl_jax.flow.grid import Grid
-from solrl_jax.flow.sigmas import make_sigmas
-from solrl_jax.flow.solver import STOCHASTIC, solver_table
-from solrl_jax.numerics.matmul import matmul
-from solrl_jax.numerics.randomness import candidate_seeds, prompt_uid
+from solrl_jax.data.prompts import Prompt
+from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.seeds import candidate_seeds, prompt_uid
+from solrl_jax.diffusion.sigmas import make_sigmas
+from solrl_jax.diffusion.solver import STOCHASTIC, solver_table
+from solrl_jax.models.backbone import Backbone, Pipeline
+from solrl_jax.models.decoder import Decoder
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.policy.lora import Targets
+from solrl_jax.quant.matmul import matmul
 from solrl_jax.rewards.protocol import Reward
-from solrl_jax.rollout.stage import Leg, Stage
-from solrl_jax.training.experiment import Experiment, device_facts
+from solrl_jax.rl.experiment import Experiment, device_facts
+from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.trainable.trainable import Targets
 from tests.small import small_config
 
-SHAPE, HIDDEN = (4, 4, 16), 32  # of a latent; between the linears
+# of a latent; between the linears
+SHAPE = (4, 4, 16)
+HIDDEN = 32
 KERNELS = ("block/kernel", "out/kernel")
 
 
@@ -46,11 +48,16 @@ class ToyBackbone(Backbone):
     def velocity(self, params, latent, conditioning, time, guidance):
         time = jnp.broadcast_to(time, latent.shape[:1])[:, None, None, None] / 1000
         text = conditioning["text"][:, None, None, :]
-        hidden = jnp.tanh(matmul(latent.astype(self.dtype), params["block"]["kernel"]) + (text + time).astype(self.dtype))
+        hidden = jnp.tanh(
+            matmul(latent.astype(self.dtype), params["block"]["kernel"])
+            + (text + time).astype(self.dtype)
+        )
         return guidance.astype(self.dtype) * matmul(hidden, params["out"]["kernel"])
 
     def encode(self, prompts, max_tokens, *, negative=False):
-        draw = lambda prompt: np.random.default_rng(prompt_uid(prompt)).standard_normal(HIDDEN)
+        def draw(prompt):
+            return np.random.default_rng(prompt_uid(prompt)).standard_normal(HIDDEN)
+
         text = np.stack([draw(prompt) for prompt in prompts]).astype(np.float32)
         return hosts.put({"text": text}, sharding.replicated(self.mesh))
 
@@ -58,7 +65,11 @@ class ToyBackbone(Backbone):
         return []
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["pipeline", "dtype", "tile"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params"],
+    meta_fields=["pipeline", "dtype", "tile"],
+)
 @dataclasses.dataclass(frozen=True)
 class ToyDecoder(Decoder):
     """Pictures of twice the size."""
@@ -70,19 +81,26 @@ class ToyDecoder(Decoder):
 def toy_backbone(*mesh: int, dtype: str = "float32", seed: int = 0) -> ToyBackbone:
     """mesh: sizes of the axes data, fsdp and tensor; one device if none is given."""
     rng = np.random.default_rng(seed)
-    weight = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[0] ** 0.5, dtype)
+
+    def weight(*shape):
+        return jnp.asarray(rng.standard_normal(shape) / shape[0] ** 0.5, dtype)
+
     params = {
         "block": {"kernel": weight(SHAPE[-1], HIDDEN)},
         "out": {"kernel": weight(HIDDEN, SHAPE[-1])},
     }
     mesh_ = make_mesh(*(mesh or (1, 1)))
-    others = {field.name: None for field in dataclasses.fields(Pipeline)} | {"embedded_guidance": False}
+    others = {field.name: None for field in dataclasses.fields(Pipeline)} | {
+        "embedded_guidance": False
+    }
     pipeline = ToyPipeline(**others)
     decoder = ToyDecoder(jnp.float32(0.7), pipeline, jnp.dtype("float32"))
     return ToyBackbone(pipeline, mesh_, jnp.dtype(dtype), params, None, decoder)
 
 
-def toy_grid(steps: int = 3, *, guidance: float = 1.0, scale: float = 1.0, solver: str = "euler") -> Grid:
+def toy_grid(
+    steps: int = 3, *, guidance: float = 1.0, scale: float = 1.0, solver: str = "euler"
+) -> Grid:
     sigmas = make_sigmas("linear", steps, 1.0, 256)
     table = solver_table(solver, sigmas, 1.0 if solver in STOCHASTIC else 0.0)
     return Grid.from_sigmas(sigmas, table, guidance=guidance, scale=scale, guided=scale != 1.0)
@@ -100,7 +118,9 @@ def toy_stage(backbone: Backbone, chunk: int, *legs: Leg) -> Stage:
 
 def toy_seeds(prompts, candidates: int) -> np.ndarray:
     uids = np.array([prompt_uid(prompt) for prompt in prompts], np.uint32)
-    return np.asarray(candidate_seeds(np.int32(0), "candidate", np.int32(1), uids, np.arange(candidates)))
+    return np.asarray(
+        candidate_seeds(np.int32(0), "candidate", np.int32(1), uids, np.arange(candidates))
+    )
 
 
 def toy_reward() -> Reward:
@@ -110,13 +130,33 @@ def toy_reward() -> Reward:
         mean = images.mean((1, 2, 3))
         return {"reward": params - jnp.abs(mean - wanted), "mean": mean}
 
-    prepare = lambda prompts: np.array([prompt_uid(prompt) / 2**32 for prompt in prompts], np.float32)
+    def prepare(prompts):
+        return np.array([prompt_uid(prompt) / 2**32 for prompt in prompts], np.float32)
+
     return Reward(jnp.float32(1.0), prepare, score, ("mean",))
 
 
 def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experiment:
     """All parts of a run on the smallest settings of `tiny` (`tests.small`) with other overrides."""
-    config = small_config("unused", "lora.targets=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides)
-    backbone, reward, size = toy_backbone(*mesh), toy_reward(), trained_sizes(config)[0]
-    train, test = ([Prompt(f"{name} {i}") for i in range(count)] for name, count in (("to train on", 20), ("to test on", 6)))
-    return Experiment(config, backbone, reward, reward, Targets(KERNELS), KERNELS, device_facts(), train, test, size)
+    config = small_config(
+        "unused", "lora.targets=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides
+    )
+    backbone = toy_backbone(*mesh)
+    reward = toy_reward()
+    size = trained_sizes(config)[0]
+    train, test = (
+        [Prompt(f"{name} {i}") for i in range(count)]
+        for name, count in (("to train on", 20), ("to test on", 6))
+    )
+    return Experiment(
+        config,
+        backbone,
+        reward,
+        reward,
+        Targets(KERNELS),
+        KERNELS,
+        device_facts(),
+        train,
+        test,
+        size,
+    )

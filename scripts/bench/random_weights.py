@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
+from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Stages
-from solrl_jax.training.experiment import Experiment, device_facts, open_mesh
+from solrl_jax.rl.experiment import Experiment, device_facts, open_mesh
 
 SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no time depends on it
 
@@ -25,10 +25,14 @@ SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no tim
 def random_experiment(config: Config) -> Experiment:
     """The experiment of `config` on this machine's devices, with the rewards that are scored in JAX. Raises InputError."""
     shapes = shapes_of_experiment(config)
-    decoder = dataclasses.replace(shapes.backbone.decoder, params=fill(shapes.backbone.decoder.params))
+    decoder = dataclasses.replace(
+        shapes.backbone.decoder, params=fill(shapes.backbone.decoder.params)
+    )
     reward = dataclasses.replace(shapes.reward, params=fill(shapes.reward.params))
     backbone = dataclasses.replace(shapes.backbone, decoder=decoder)
-    return with_weights(dataclasses.replace(shapes, backbone=backbone, reward=reward, evaluated=reward))
+    return with_weights(
+        dataclasses.replace(shapes, backbone=backbone, reward=reward, evaluated=reward)
+    )
 
 
 def shapes_of_experiment(config: Config) -> Experiment:
@@ -60,15 +64,22 @@ class RandomEncodings(TextEncoders):
         super().__init__(encoders.pipeline, encoders.mesh, encoders.dtype, cache=None)
         self._one = one
 
-    def encode(self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None) -> tuple[Any, int]:
+    def encode(
+        self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
+    ) -> tuple[Any, int]:
         """max_tokens: the configuration's."""
-        rows = [jax.tree.map(partial(self._row, zlib.crc32(prompt.encode())), self._one) for prompt in prompts]
+        rows = [
+            jax.tree.map(partial(self._row, zlib.crc32(prompt.encode())), self._one)
+            for prompt in prompts
+        ]
         return jax.tree.map(lambda *parts: np.concatenate(parts), *rows), len(prompts)
 
     def _row(self, seed: int, like: jax.ShapeDtypeStruct) -> np.ndarray:
         if like.dtype == bool:
             return np.ones(like.shape, bool)
-        return (SIZE * np.random.default_rng(seed).standard_normal(like.shape, np.float32)).astype(like.dtype)
+        return (SIZE * np.random.default_rng(seed).standard_normal(like.shape, np.float32)).astype(
+            like.dtype
+        )
 
 
 def fill(tree: Any) -> Any:
@@ -90,7 +101,11 @@ def fill(tree: Any) -> Any:
 def _drawing(kind: tuple[tuple[int, ...], Any, Any]) -> Any:
     """A compiled function from a key to an array of a shape, a type and a sharding."""
     shape, dtype, where = kind
-    return jax.jit(partial(_draw, shape, dtype), out_shardings=where).lower(jax.random.key(0)).compile()
+    return (
+        jax.jit(partial(_draw, shape, dtype), out_shardings=where)
+        .lower(jax.random.key(0))
+        .compile()
+    )
 
 
 def _draw(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
@@ -99,4 +114,7 @@ def _draw(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
     if len(shape) < 3:
         return (SIZE * jax.random.normal(key, shape)).astype(dtype)
     # a layer at a time, because random bits take four bytes an element
-    return jax.lax.map(lambda k: (SIZE * jax.random.normal(k, shape[1:])).astype(dtype), jax.random.split(key, shape[0]))
+    return jax.lax.map(
+        lambda k: (SIZE * jax.random.normal(k, shape[1:])).astype(dtype),
+        jax.random.split(key, shape[0]),
+    )

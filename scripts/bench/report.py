@@ -17,7 +17,9 @@ def cores() -> str:
     return f"{os.cpu_count()} CPU cores"
 
 
-def finish(result: Mapping[str, Any], out: Path | None, device: str, packages: Sequence[str]) -> None:
+def finish(
+    result: Mapping[str, Any], out: Path | None, device: str, packages: Sequence[str]
+) -> None:
     """Prints `result` as JSON, with date, device and the versions of `packages`, and writes it to `out` if given."""
     versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
     facts = {"date": datetime.date.today().isoformat(), "device": device, "versions": versions}

@@ -18,7 +18,7 @@ from pretrain.blueprints import DC, KL
 from pretrain.data import picture_batches, to_signed
 from pretrain.recipe import Settings
 from pretrain.training import train
-from solrl_jax.models.weights import Params
+from solrl_jax.models.loading.weights import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,8 @@ def kl_latents(settings: Settings, images: np.ndarray) -> Latents:
     batches = picture_batches(images, settings.seed, 5)
     vae = train("kl", KL.initialise(settings.seed + 3), loss, batches, recipe.KL, settings)
     values = _encode_all(settings, "kl", lambda x: KL(vae).encode(x).mean, images)
-    scale, shift = _rounded(1 / values.std()), _rounded(values.mean())
+    scale = _rounded(1 / values.std())
+    shift = _rounded(values.mean())
     unit = (values - np.float32(shift)) * np.float32(scale)
     return Latents(vae, unit, {"scaling_factor": scale, "shift_factor": shift})
 
@@ -75,15 +76,20 @@ def _picture_loss(decoded: jax.Array, image: jax.Array) -> jax.Array:
     return jnp.abs(error).mean() + 2 * (error**2).mean()
 
 
-def _encode_all(settings: Settings, name: str, encode: Callable[[jax.Array], jax.Array], images: np.ndarray) -> np.ndarray:
+def _encode_all(
+    settings: Settings, name: str, encode: Callable[[jax.Array], jax.Array], images: np.ndarray
+) -> np.ndarray:
     """Latents of all pictures [n, 8, 8, 8], unscaled. They are kept in a file until the autoencoder `name` is trained again."""
-    path, state = settings.work / f"{name}-latents.npy", settings.work / f"{name}.safetensors"
+    path = settings.work / f"{name}-latents.npy"
+    state = settings.work / f"{name}.safetensors"
     if path.exists() and state.exists() and path.stat().st_mtime > state.stat().st_mtime:
         latents = np.load(path)
         if len(latents) == len(images):
             return latents
     chunks = np.split(images, range(500, len(images), 500))
     compiled = jax.jit(encode)
-    latents = np.concatenate([np.asarray(compiled(to_signed(chunk))) for chunk in tqdm(chunks, desc=f"{name} latents")])
+    latents = np.concatenate(
+        [np.asarray(compiled(to_signed(chunk))) for chunk in tqdm(chunks, desc=f"{name} latents")]
+    )
     np.save(path, latents)
     return latents

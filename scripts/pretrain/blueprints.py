@@ -16,15 +16,21 @@ from pretrain.encoders import AutoencoderDC, AutoencoderKL
 from pretrain.networks import Part
 from pretrain.recipe import MAX_TOKENS, SHORT
 from pretrain.words import CLIP_END, VOCAB_SIZE, clip_tokenizer, gemma_tokenizer, t5_tokenizer
-from solrl_jax.models.autoencoder_dc import AutoencoderDCConfig
-from solrl_jax.models.autoencoder_kl import AutoencoderKLConfig
-from solrl_jax.models.clip import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
-from solrl_jax.models.gemma2 import Gemma2Config, Gemma2Model
-from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
-from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
-from solrl_jax.models.t5 import T5Config, T5EncoderModel
-from solrl_jax.models.weights import Params
+from solrl_jax.models.autoencoders.dc import AutoencoderDCConfig
+from solrl_jax.models.autoencoders.kl import AutoencoderKLConfig
+from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
+from solrl_jax.models.text_encoders.gemma2 import Gemma2Config, Gemma2Model
+from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel
+from solrl_jax.models.vision.clip import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+)
 
 LATENT_CHANNELS = 8
 
@@ -59,7 +65,10 @@ class Blueprint:
         index |= {name: ["transformers", "PreTrainedTokenizerFast"] for name in self.tokenizers}
         index["scheduler"] = ["diffusers", self.scheduler["_class_name"]]
         absent = {name: [None, None] for name in self.absent}
-        _write_json(folder / "model_index.json", {"_class_name": self.kind} | dict(sorted((index | absent).items())))
+        _write_json(
+            folder / "model_index.json",
+            {"_class_name": self.kind} | dict(sorted((index | absent).items())),
+        )
 
     def save(self, folder: Path, params: Mapping[str, Params]) -> None:
         """Writes the directory. params: by folder; they are stored in BF16, as the released pipelines are."""
@@ -108,7 +117,12 @@ KL = Part("diffusers", AutoencoderKL, AutoencoderKLConfig, {
     "norm_num_groups": 8, "sample_size": 32, "scaling_factor": 1.0, "shift_factor": 0.0, "force_upcast": True,
     "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": True, "act_fn": "silu",
 })  # fmt: skip
-TOWER = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "hidden_act": "quick_gelu"}
+TOWER = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "hidden_act": "quick_gelu",
+}
 CLIP = Part("transformers", CLIPModel, CLIPConfig, {
     "model_type": "clip", "projection_dim": 64,
     "text_config": TOWER | {
@@ -118,7 +132,11 @@ CLIP = Part("transformers", CLIPModel, CLIPConfig, {
     "vision_config": TOWER | {"num_hidden_layers": 3, "image_size": 32, "patch_size": 4, "num_channels": 3},
 })  # fmt: skip
 # schedules are not shifted: shifts are for resolutions far above 32 pixels
-EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+EULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": 1.0,
+}
 ABSENT = ("feature_extractor", "image_encoder")
 
 BLUEPRINTS = {

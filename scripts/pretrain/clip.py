@@ -11,7 +11,7 @@ from pretrain.data import near_miss
 from pretrain.recipe import MAX_TOKENS, Settings
 from pretrain.training import train
 from pretrain.words import clip_tokenizer
-from solrl_jax.models.weights import Params
+from solrl_jax.models.loading.weights import Params
 
 BATCH = 128
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073])  # OpenAI's, of the channels
@@ -31,21 +31,31 @@ def train_clip(settings: Settings, images: np.ndarray, captions: list[str]) -> N
         pixels = ((images[rows] / 255 - MEAN) / STD).astype(np.float32)
         return pixels, tokens["input_ids"], tokens["attention_mask"]
 
-    trained = train("clip", CLIP.initialise(settings.seed + 2), _loss, batches, recipe.CLIP, settings)
+    trained = train(
+        "clip", CLIP.initialise(settings.seed + 2), _loss, batches, recipe.CLIP, settings
+    )
     CLIP.save(settings.out / "tiny-clip", trained, np.float32)
     tokenizer.save_pretrained(settings.out / "tiny-clip")
 
 
-def _loss(params: Params, batch: tuple[jax.Array, jax.Array, jax.Array], key: jax.Array) -> jax.Array:
+def _loss(
+    params: Params, batch: tuple[jax.Array, jax.Array, jax.Array], key: jax.Array
+) -> jax.Array:
     """CLIP's contrastive loss (arXiv 2103.00020); near misses are further texts that a picture must not match.
 
     batch: pixels [b, 32, 32, 3], token ids and attention mask [2b, t], near misses in the second half.
     """
     pixels, ids, mask = batch
     clip = CLIP(params)
-    pixels = pixels + 0.03 * jax.random.normal(key, pixels.shape)  # generated pictures are never quite clean
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    image, text = unit(clip.encode_image(pixels)), unit(clip.encode_text(ids, mask))
+    pixels = pixels + 0.03 * jax.random.normal(
+        key, pixels.shape
+    )  # generated pictures are never quite clean
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    image = unit(clip.encode_image(pixels))
+    text = unit(clip.encode_text(ids, mask))
     temperature = jnp.exp(jnp.minimum(clip.logit_scale.get_value(), jnp.log(100.0)))
     logits = temperature * image @ text.T  # [b, 2b]
     labels = jnp.arange(len(pixels))

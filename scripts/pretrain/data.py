@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from pretrain import drawing
 from pretrain.recipe import Curriculum
-from solrl_jax.shapes import scenes
+from solrl_jax.data.shapes import scenes
 
 SIDE = 32  # pixels
 BATCH = 64
@@ -40,7 +40,9 @@ def write_prompt_sets(seed: int, folder: Path) -> None:
     """Writes `shapes-train`, captions that pre-training has seen, and `shapes-test`, held-out ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count, held_out in (("shapes-train", 256, False), ("shapes-test", 26, True)):
-        drawn = drawing.draw_prompts(np.random.default_rng((seed, 4, held_out)), 10 * count, held_out)
+        drawn = drawing.draw_prompts(
+            np.random.default_rng((seed, 4, held_out)), 10 * count, held_out
+        )
         drawn = [prompt for prompt in drawn if _is_asked(prompt)]
         alone = [prompt for prompt in drawn if len(scenes.parse(prompt).groups) == 1]
         pairs = [prompt for prompt in drawn if prompt not in alone]
@@ -56,7 +58,9 @@ def to_signed(images: np.ndarray) -> np.ndarray:
 
 def picture_batches(images: np.ndarray, seed: int, stream: int) -> Callable[[int], np.ndarray]:
     """A function from the step to a batch of pictures [b, 32, 32, 3], float32."""
-    return lambda step: to_signed(images[np.random.default_rng((seed, stream, step)).integers(len(images), size=BATCH)])
+    return lambda step: to_signed(
+        images[np.random.default_rng((seed, stream, step)).integers(len(images), size=BATCH)]
+    )
 
 
 def caption_batches(
@@ -68,13 +72,16 @@ def caption_batches(
     """
     asked = np.array([row for row, caption in enumerate(captions) if _is_asked(caption)])
     paired = np.array([len(scenes.parse(captions[row]).groups) == 2 for row in asked])
-    singles, pairs = asked[~paired], asked[paired]
+    singles = asked[~paired]
+    pairs = asked[paired]
 
     def draw(step: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng((seed, curriculum.stream, step))
         rows = rng.integers(len(captions), size=BATCH)
         if step >= curriculum.balance:
-            rows = np.where(rng.random(BATCH) < 0.5, pairs[rows % len(pairs)], singles[rows % len(singles)])
+            rows = np.where(
+                rng.random(BATCH) < 0.5, pairs[rows % len(pairs)], singles[rows % len(singles)]
+            )
         elif step >= curriculum.focus:
             rows = asked[rows % len(asked)]
         prompts = np.where(rng.random(BATCH) < 0.1, 0, rows + 1)

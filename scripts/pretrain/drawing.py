@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from solrl_jax.shapes.scenes import (
+from solrl_jax.data.shapes.scenes import (
     BACKGROUND,
     BASE,
     COLOURS,
@@ -79,10 +79,14 @@ def draw_prompts(rng: np.random.Generator, n: int, held_out: bool) -> list[str]:
         text = caption(draw_scene(rng))
         if _held_out(text) == held_out:
             drawn[text] = None
-    raise ValueError(f"cannot draw {n} distinct captions with held_out={held_out}: got {len(drawn)}")
+    raise ValueError(
+        f"cannot draw {n} distinct captions with held_out={held_out}: got {len(drawn)}"
+    )
 
 
-def render(scene: Scene, rng: np.random.Generator, size: int = BASE) -> UInt8[np.ndarray, "size size 3"]:
+def render(
+    scene: Scene, rng: np.random.Generator, size: int = BASE
+) -> UInt8[np.ndarray, "size size 3"]:
     """Draws the scene as RGB bytes: anti-aliased objects on a plain background, separate and fully inside the picture.
 
     Along the axis of their relation, the bounding boxes of two groups do not overlap, and the groups' distance is greater than
@@ -92,25 +96,40 @@ def render(scene: Scene, rng: np.random.Generator, size: int = BASE) -> UInt8[np
     diameters = [scale * _draw_diameter(scene, group, rng) for group in scene.groups]
     picture = np.empty((size, size, 3), np.float32)
     picture[:] = BACKGROUND
-    for group, diameter, corners in zip(scene.groups, diameters, _layout(scene, diameters, size, rng), strict=True):
+    for group, diameter, corners in zip(
+        scene.groups, diameters, _layout(scene, diameters, size, rng), strict=True
+    ):
         tint = np.asarray(PALETTE[group.colour], np.float32)
         for x, y in corners:
             mask = _mask(group.shape, diameter, float(x % 1), float(y % 1))[..., None]
-            left, top = int(x), int(y)
+            left = int(x)
+            top = int(y)
             window = picture[top : top + mask.shape[0], left : left + mask.shape[1]]
-            cut = mask[: window.shape[0], : window.shape[1]]  # past the edge of the picture a mask is empty
+            cut = mask[
+                : window.shape[0], : window.shape[1]
+            ]  # past the edge of the picture a mask is empty
             window += cut * (tint - window)
     return np.rint(picture).astype(np.uint8)
 
 
 def _group_words(group: Group) -> str:
     size = [] if group.size is None else [group.size]
-    return " ".join([COUNTS[group.count - 1], *size, group.colour, group.shape + ("s" if group.count > 1 else "")])
+    return " ".join(
+        [
+            COUNTS[group.count - 1],
+            *size,
+            group.colour,
+            group.shape + ("s" if group.count > 1 else ""),
+        ]
+    )
 
 
 def _draw_group(rng: np.random.Generator, most: int) -> Group:
-    count, size = int(rng.integers(1, most + 1)), (None, *SIZES)[rng.integers(3)]
-    return Group(count, size, COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))])
+    count = int(rng.integers(1, most + 1))
+    size = (None, *SIZES)[rng.integers(3)]
+    return Group(
+        count, size, COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))]
+    )
 
 
 def _held_out(normal: str) -> bool:
@@ -119,17 +138,28 @@ def _held_out(normal: str) -> bool:
 
 
 def _draw_diameter(scene: Scene, group: Group, rng: np.random.Generator) -> float:
-    crowded = len(scene.groups) == 2 and group.count == 3  # three large shapes would leave no room for the other group
+    crowded = (
+        len(scene.groups) == 2 and group.count == 3
+    )  # three large shapes would leave no room for the other group
     size = group.size or ("small" if crowded else SIZES[rng.integers(2)])
     return DIAMETERS[size][rng.integers(len(DIAMETERS[size]))]
 
 
-def _layout(scene: Scene, diameters: list[float], size: int, rng: np.random.Generator) -> list[Float[np.ndarray, "_ 2"]]:
+def _layout(
+    scene: Scene, diameters: list[float], size: int, rng: np.random.Generator
+) -> list[Float[np.ndarray, "_ 2"]]:
     """The top left corners (x, y) of each group's objects, in pixels, on the quarter-pixel grid."""
     scale = size / BASE
     for _ in range(ROUNDS):
         if scene.relation is None:
-            found = _place(scene.groups[0].count, diameters[0], np.zeros(2), np.full(2, float(size)), scale * GAP, rng)
+            found = _place(
+                scene.groups[0].count,
+                diameters[0],
+                np.zeros(2),
+                np.full(2, float(size)),
+                scale * GAP,
+                rng,
+            )
             if len(found):
                 return [found[0]]
             continue
@@ -138,11 +168,18 @@ def _layout(scene: Scene, diameters: list[float], size: int, rng: np.random.Gene
         # A line across the axis divides the picture. Each group is placed on its own side of the line.
         near, far = (diameters[i] for i in order)
         line = np.floor((near + rng.random() * (size - scale * GAP - far - near)) * GRID) / GRID
-        low, high = np.zeros((2, 2)), np.full((2, 2), float(size))  # [side of the line, (x, y)]
+        # [side of the line, (x, y)]
+        low = np.zeros((2, 2))
+        high = np.full((2, 2), float(size))
         high[0, axis], low[1, axis] = line, line + scale * GAP
-        sides = [_place(scene.groups[i].count, diameters[i], low[j], high[j], scale * GAP, rng) for j, i in enumerate(order)]
+        sides = [
+            _place(scene.groups[i].count, diameters[i], low[j], high[j], scale * GAP, rng)
+            for j, i in enumerate(order)
+        ]
         pairs = min(map(len, sides))
-        middles = [side[:pairs].mean(1) + diameters[i] / 2 for i, side in zip(order, sides, strict=True)]
+        middles = [
+            side[:pairs].mean(1) + diameters[i] / 2 for i, side in zip(order, sides, strict=True)
+        ]
         apart = np.abs(middles[1] - middles[0])
         good = np.flatnonzero(apart[:, axis] >= apart[:, 1 - axis] + scale * LEAD)
         if len(good):
@@ -164,7 +201,9 @@ def _place(
     Returns the top left corners of the boxes, in the layouts whose boxes are at least `gap` apart.
     """
     low = np.ceil(low * GRID) / GRID
-    corners = np.floor((low + rng.random((CANDIDATES, count, 2)) * (high - diameter - low)) * GRID) / GRID
+    corners = (
+        np.floor((low + rng.random((CANDIDATES, count, 2)) * (high - diameter - low)) * GRID) / GRID
+    )
     i, j = np.triu_indices(count, 1)
     return corners[(np.abs(corners[:, i] - corners[:, j]).max(-1) >= diameter + gap).all(-1)]
 
@@ -177,7 +216,9 @@ def _mask(shape: str, diameter: float, dx: float, dy: float) -> Float[np.ndarray
     """
     side = int(np.ceil(diameter)) + 1
     ticks = (np.arange(side * SUPERSAMPLE) + 0.5) / SUPERSAMPLE
-    u, v = np.meshgrid((ticks - dx) / diameter, (ticks - dy) / diameter)  # the bounding box is the unit square
+    u, v = np.meshgrid(
+        (ticks - dx) / diameter, (ticks - dy) / diameter
+    )  # the bounding box is the unit square
     if shape == "circle":
         inside = (u - 0.5) ** 2 + (v - 0.5) ** 2 <= 0.25
     elif shape == "square":

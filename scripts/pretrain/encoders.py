@@ -10,15 +10,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models import autoencoder_dc, autoencoder_kl
-from solrl_jax.models.autoencoder_dc import AutoencoderDCConfig, make_stages
-from solrl_jax.models.autoencoder_kl import GroupNorm, KLConfig, ResnetBlock2D, UNetMidBlock2D, norm_silu
-from solrl_jax.models.layers import Conv, Linear, space_to_depth
+from solrl_jax.models.autoencoders import dc, kl
+from solrl_jax.models.autoencoders.dc import AutoencoderDCConfig, make_stages
+from solrl_jax.models.autoencoders.kl import (
+    GroupNorm,
+    KLConfig,
+    ResnetBlock2D,
+    UNetMidBlock2D,
+    norm_silu,
+)
+from solrl_jax.models.layers.core import Conv, Linear, space_to_depth
 
-LOGVAR_RANGE = (-30.0, 20.0)  # clamped to it, as in the released code, so that exp(logvar) is finite
+LOGVAR_RANGE = (
+    -30.0,
+    20.0,
+)  # clamped to it, as in the released code, so that exp(logvar) is finite
 
 
-class AutoencoderDC(autoencoder_dc.AutoencoderDC):
+class AutoencoderDC(dc.AutoencoderDC):
     """Images in [-1, 1] to latents and back. `config.scaling_factor` is not applied."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
@@ -28,7 +37,9 @@ class AutoencoderDC(autoencoder_dc.AutoencoderDC):
     def encode(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
         """h = H / `config.spatial_compression`. Raises ValueError for a size that is no multiple of it."""
         if any(size % self.config.spatial_compression for size in x.shape[1:3]):
-            raise ValueError(f"an image of {x.shape[1:3]} pixels: need multiples of {self.config.spatial_compression}")
+            raise ValueError(
+                f"an image of {x.shape[1:3]} pixels: need multiples of {self.config.spatial_compression}"
+            )
         return self.encoder(x)
 
 
@@ -36,7 +47,8 @@ class DCEncoder(nnx.Module):
     """Stages from fine to coarse. Each ends with the step down to the next."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
-        widths, unshuffle = config.encoder_block_out_channels, config.downsample_block_type == "pixel_unshuffle"
+        widths = config.encoder_block_out_channels
+        unshuffle = config.downsample_block_type == "pixel_unshuffle"
         stages = make_stages(config, "encoder", ("silu",) * len(widths), rngs)
         for stage, fine, coarse in zip(stages, widths, widths[1:], strict=False):
             stage.append(DownBlock(fine, coarse, unshuffle=unshuffle, rngs=rngs))
@@ -57,7 +69,9 @@ class DownBlock(nnx.Module):
     """Half the resolution: a strided convolution, or (unshuffle) a convolution and `space_to_depth`."""
 
     def __init__(self, n_in: int, n_out: int, *, unshuffle: bool, rngs: nnx.Rngs):
-        self.conv = Conv(n_in, n_out // 4 if unshuffle else n_out, 3, stride=1 if unshuffle else 2, rngs=rngs)
+        self.conv = Conv(
+            n_in, n_out // 4 if unshuffle else n_out, 3, stride=1 if unshuffle else 2, rngs=rngs
+        )
         self.unshuffle = unshuffle
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h/2 w/2 n_out"]:
@@ -72,14 +86,16 @@ class DiagonalGaussian(NamedTuple):
     logvar: Float[Array, "b h w c"]
 
 
-class AutoencoderKL(autoencoder_kl.AutoencoderKL):
+class AutoencoderKL(kl.AutoencoderKL):
     """Images in [-1, 1] to latents and back. The config's scale and shift are not applied."""
 
     def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
         self.encoder = KLEncoder(config, rngs=rngs)
         super().__init__(config, rngs=rngs)
         width = 2 * config.latent_channels
-        self.quant_conv = Linear(width, width, layout="pointwise", rngs=rngs) if config.use_quant_conv else None
+        self.quant_conv = (
+            Linear(width, width, layout="pointwise", rngs=rngs) if config.use_quant_conv else None
+        )
 
     def encode(self, image: Float[Array, "b H W colours"]) -> DiagonalGaussian:
         """h = floor(H / `config.spatial_compression`), w likewise. Pixels beyond that reach the latents at the border in part.
@@ -88,7 +104,9 @@ class AutoencoderKL(autoencoder_kl.AutoencoderKL):
         """
         least = self.config.spatial_compression
         if min(image.shape[1:3]) < least:
-            raise ValueError(f"an image of {image.shape[1:3]} pixels: need {least} or more in both directions")
+            raise ValueError(
+                f"an image of {image.shape[1:3]} pixels: need {least} or more in both directions"
+            )
         y = self.encoder(image)
         mean, logvar = jnp.split(y if self.quant_conv is None else self.quant_conv(y), 2, axis=-1)
         return DiagonalGaussian(mean, jnp.clip(logvar, *LOGVAR_RANGE))
@@ -121,7 +139,9 @@ class DownStage(nnx.Module):
     def __init__(self, widths: tuple[int, int], c: KLConfig, *, down: bool, rngs: nnx.Rngs):
         n_in, n_out = widths
         inputs = (n_in, *[n_out] * (c.layers_per_block - 1))
-        self.resnets = nnx.List([ResnetBlock2D(n, n_out, c.norm_num_groups, rngs=rngs) for n in inputs])
+        self.resnets = nnx.List(
+            [ResnetBlock2D(n, n_out, c.norm_num_groups, rngs=rngs) for n in inputs]
+        )
         self.downsamplers = nnx.List([Downsample2D(n_out, rngs=rngs)] if down else [])
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:

@@ -13,30 +13,41 @@ from pretrain.blueprints import BLUEPRINTS, Blueprint
 from pretrain.data import BATCH, caption_batches
 from pretrain.recipe import RECIPES, Settings
 from pretrain.training import train
-from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.models.loading.pipeline import Pipeline
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.registry import open_pipeline
-from solrl_jax.models.weights import Params
 
 PLAIN = 1.0  # the guidance scale that a network is told until it learns what the scale means
 SCALES = 1.0, 4.0  # the guidance scales that are distilled; 1 is no guidance
 TEACHING = 3.0  # the guidance scale that a teacher is told
 
-Velocity = Callable[[Params, jax.Array, Any, jax.Array, jax.Array], jax.Array]  # transformer, x, text, sigma [b], guidance [b]
+Velocity = Callable[
+    [Params, jax.Array, Any, jax.Array, jax.Array], jax.Array
+]  # transformer, x, text, sigma [b], guidance [b]
 
 
 def train_pipeline(settings: Settings, name: str, latents: Latents, captions: list[str]) -> None:
     """Trains the pipeline `name` on latents [n, 8, 8, 8] and their captions, and writes it to `settings.out`."""
-    recipe, blueprint = RECIPES[name], BLUEPRINTS[name].with_vae(latents.config)
+    recipe = RECIPES[name]
+    blueprint = BLUEPRINTS[name].with_vae(latents.config)
     blueprint.write(settings.work / name)
     pipeline = open_pipeline(settings.work / name)
     prompts = ["", *captions]
     tokens = pipeline.tokenize(prompts, recipe.max_tokens)
-    teacher = Teacher(open_pipeline(settings.out / recipe.teacher), prompts, recipe.max_tokens) if recipe.teacher else None
+    teacher = (
+        Teacher(open_pipeline(settings.out / recipe.teacher), prompts, recipe.max_tokens)
+        if recipe.teacher
+        else None
+    )
     draw = caption_batches(captions, recipe.curriculum, settings.seed)
     params, positions = _initialise(blueprint, settings.seed)
 
-    def velocity(transformer: Params, x: jax.Array, text: Any, sigma: jax.Array, guidance: jax.Array) -> jax.Array:
-        return pipeline.velocity(_with_positions(transformer, positions), x, text, 1000 * sigma, guidance)
+    def velocity(
+        transformer: Params, x: jax.Array, text: Any, sigma: jax.Array, guidance: jax.Array
+    ) -> jax.Array:
+        return pipeline.velocity(
+            _with_positions(transformer, positions), x, text, 1000 * sigma, guidance
+        )
 
     def loss(params: Params, batch: tuple[jax.Array, Any, Any], key: jax.Array) -> jax.Array:
         x0, tokens, lesson = batch
@@ -44,7 +55,9 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
         if lesson is not None and teacher is not None:
             target = teacher.velocity(lesson, x, sigma)
         text = pipeline.encode_text(params["text"], tokens)
-        return ((velocity(params["transformer"], x, text, sigma, jnp.float32(PLAIN)) - target) ** 2).mean()
+        return (
+            (velocity(params["transformer"], x, text, sigma, jnp.float32(PLAIN)) - target) ** 2
+        ).mean()
 
     def batches(step: int) -> tuple[np.ndarray, Any, Any]:
         rows, asked = draw(step)
@@ -63,9 +76,17 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
             return x0, encode(asked), empty, before
 
         trained["transformer"] = train(
-            f"{name}-guided", before, guidance_loss(velocity), guided_batches, recipe.distillation, settings
+            f"{name}-guided",
+            before,
+            guidance_loss(velocity),
+            guided_batches,
+            recipe.distillation,
+            settings,
         )
-    networks = {"transformer": _with_positions(trained["transformer"], positions), "vae": latents.vae} | trained["text"]
+    networks = {
+        "transformer": _with_positions(trained["transformer"], positions),
+        "vae": latents.vae,
+    } | trained["text"]
     blueprint.save(settings.out / name, networks)
 
 
@@ -86,7 +107,9 @@ def noised(x0: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     return (1 - at) * x0 + at * noise, sigma, noise - x0
 
 
-def guidance_loss(velocity: Velocity) -> Callable[[Params, tuple[jax.Array, Any, Any, Params], jax.Array], jax.Array]:
+def guidance_loss(
+    velocity: Velocity,
+) -> Callable[[Params, tuple[jax.Array, Any, Any, Params], jax.Array], jax.Array]:
     """The loss of guidance distillation (arXiv 2210.03142), as FLUX.1-dev's.
 
     Told a scale in `SCALES`, the network learns to say in one evaluation what it said `before` in two, told `PLAIN`:
@@ -97,7 +120,9 @@ def guidance_loss(velocity: Velocity) -> Callable[[Params, tuple[jax.Array, Any,
         their prompts, that of b empty prompts, the transformer's parameters before.
     """
 
-    def loss(params: Params, batch: tuple[jax.Array, Any, Any, Params], key: jax.Array) -> jax.Array:
+    def loss(
+        params: Params, batch: tuple[jax.Array, Any, Any, Params], key: jax.Array
+    ) -> jax.Array:
         x0, text, empty, before = batch
         noise_key, scale_key = jax.random.split(key)
         x, sigma, _ = noised(x0, noise_key)
@@ -120,13 +145,17 @@ class Teacher:
     def __init__(self, pipeline: Pipeline, prompts: list[str], max_tokens: int):
         self._pipeline = pipeline
         self._tokens = pipeline.tokenize(prompts, max_tokens)
-        self._text = {name: part.load(jnp.dtype(jnp.float32)) for name, part in pipeline.text_encoders.items()}
+        self._text = {
+            name: part.load(jnp.dtype(jnp.float32)) for name, part in pipeline.text_encoders.items()
+        }
         self._transformer = pipeline.transformer.load(jnp.dtype(jnp.float32))
         self._encode = jax.jit(pipeline.encode_text)
 
     def lesson(self, rows: np.ndarray) -> tuple[Params, Any]:
         """The transformer's parameters, and the conditioning of the prompts at indices `rows` [b], for `velocity`."""
-        return self._transformer, self._encode(self._text, {part: ids[rows] for part, ids in self._tokens.items()})
+        return self._transformer, self._encode(
+            self._text, {part: ids[rows] for part, ids in self._tokens.items()}
+        )
 
     def velocity(self, lesson: tuple[Params, Any], x: jax.Array, sigma: jax.Array) -> jax.Array:
         """The velocity [b, h, w, c] at latents x [b, h, w, c] and noise levels sigma [b]."""
@@ -136,7 +165,8 @@ class Teacher:
 
 def _initialise(blueprint: Blueprint, seed: int) -> tuple[Params, Params]:
     """What is trained (`transformer`, and `text` by folder), and SD3's table of positions, which is not trained."""
-    transformer, positions = blueprint.parts["transformer"].initialise(seed), {}
+    transformer = blueprint.parts["transformer"].initialise(seed)
+    positions = {}
     if "pos_embed" in transformer:  # SD3 alone stores its table
         rest = dict(transformer["pos_embed"])
         positions = {"pos_embed": rest.pop("pos_embed")}

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from solrl_jax.models.weights import Params, entries, to_torch_order
+from solrl_jax.models.loading.weights import Params, entries, to_torch_order
 from solrl_jax.storage.files import atomic, atomic_write
 
 
@@ -43,7 +43,11 @@ class Part:
 
     def save(self, folder: Path, params: Params, dtype: Any) -> None:
         """Writes config.json and the weights in `dtype`."""
-        file = "diffusion_pytorch_model.safetensors" if self.library == "diffusers" else "model.safetensors"
+        file = (
+            "diffusion_pytorch_model.safetensors"
+            if self.library == "diffusers"
+            else "model.safetensors"
+        )
         save_component(folder, file, self.stored_config, to_torch(self._graph[1], params), dtype)
 
     def _make(self, rngs: nnx.Rngs) -> nnx.Module:
@@ -60,7 +64,8 @@ def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
 
     state: of the network that `params` belong to.
     """
-    flat, out = flatten_dict(params), {}
+    flat = flatten_dict(params)
+    out = {}
     for e in entries(state):
         value = np.asarray(flat[e.path])
         for name, tensor in zip(e.names, value if e.stacked else value[None], strict=True):
@@ -69,7 +74,9 @@ def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
     return out
 
 
-def save_component(folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: DTypeLike) -> None:
+def save_component(
+    folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: DTypeLike
+) -> None:
     """Writes `config.json`, and the tensors in `dtype`. Each file appears complete or not at all."""
     stored = {name: np.asarray(tensor).astype(dtype) for name, tensor in tensors.items()}
     with atomic(folder / filename) as partial:

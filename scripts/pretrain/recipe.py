@@ -29,7 +29,9 @@ class Schedule:
     rate: float
     steps: int
     stop: int | None = None  # the step at which the first leg is left before its end
-    more: tuple[int, ...] = ()  # lengths of further legs, each of which falls from half of `rate` to a tenth of it
+    more: tuple[
+        int, ...
+    ] = ()  # lengths of further legs, each of which falls from half of `rate` to a tenth of it
 
     @property
     def last(self) -> int:
@@ -37,10 +39,14 @@ class Schedule:
         return (self.steps if self.stop is None else self.stop) + sum(self.more)
 
     def learning_rate(self) -> optax.Schedule:
-        schedule = optax.warmup_cosine_decay_schedule(0.0, self.rate, 100, self.steps, self.rate / 20)
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, self.rate, 100, self.steps, self.rate / 20
+        )
         start = self.last - sum(self.more)
         for leg in self.more:
-            schedule = optax.join_schedules([schedule, optax.cosine_decay_schedule(self.rate / 2, leg, 0.2)], [start])
+            schedule = optax.join_schedules(
+                [schedule, optax.cosine_decay_schedule(self.rate / 2, leg, 0.2)], [start]
+            )
             start += leg
         return schedule
 
@@ -69,7 +75,9 @@ class Recipe:
     teacher: str | None = (
         None  # the embedded pipeline whose velocity under guidance is the target, instead of the pictures' own
     )
-    distillation: Schedule | None = None  # of guidance, by which the network learns what its guidance scale means
+    distillation: Schedule | None = (
+        None  # of guidance, by which the network learns what its guidance scale means
+    )
 
 
 VAE = Schedule(2e-3, 900)

@@ -38,26 +38,42 @@ def train(
     Returns:
         The average of the parameters over the steps, by exponential decay.
     """
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule.learning_rate(), b2=0.99, weight_decay=1e-3))
-    params = jax.tree.map(lambda x: jnp.array(np.asarray(x)), params)  # not weakly typed, which would compile a step twice
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule.learning_rate(), b2=0.99, weight_decay=1e-3),
+    )
+    params = jax.tree.map(
+        lambda x: jnp.array(np.asarray(x)), params
+    )  # not weakly typed, which would compile a step twice
     # a copy, because a donated buffer may appear once only
-    state = {"params": params, "average": jax.tree.map(jnp.copy, params), "opt": optimizer.init(params), "step": jnp.int32(0)}
+    state = {
+        "params": params,
+        "average": jax.tree.map(jnp.copy, params),
+        "opt": optimizer.init(params),
+        "step": jnp.int32(0),
+    }
     path = settings.work / f"{name}.safetensors"
     if path.exists():
         state = _load(path, state)
     step = jax.jit(partial(_step, loss, optimizer), donate_argnums=0)
     last = schedule.last if settings.stop is None else min(schedule.last, settings.stop)
-    smooth, started = None, time.time()
+    smooth = None
+    started = time.time()
     for i in tqdm(range(int(state["step"]), last), desc=name, mininterval=30):
         state, value = step(state, batches(i))
         smooth = float(value) if smooth is None else 0.98 * smooth + 0.02 * float(value)
         if (i + 1) % 100 == 0 or i + 1 == last:
             _save(path, state)
-            print(f"{name} step {i + 1}/{last} loss {smooth:.4f} {time.time() - started:.0f} s", flush=True)
+            print(
+                f"{name} step {i + 1}/{last} loss {smooth:.4f} {time.time() - started:.0f} s",
+                flush=True,
+            )
     return state["average"]
 
 
-def _step(loss: Callable, optimizer: optax.GradientTransformation, state: State, batch: Any) -> tuple[State, jax.Array]:
+def _step(
+    loss: Callable, optimizer: optax.GradientTransformation, state: State, batch: Any
+) -> tuple[State, jax.Array]:
     key = jax.random.fold_in(jax.random.key(0), state["step"])
     value, gradient = jax.value_and_grad(loss)(state["params"], batch, key)
     update, opt = optimizer.update(gradient, state["opt"], state["params"])
@@ -70,7 +86,9 @@ def _step(loss: Callable, optimizer: optax.GradientTransformation, state: State,
 def _save(path: Path, state: State) -> None:
     """Writes every leaf under its index in the flattened tree. The file appears by rename."""
     partial_path = path.with_suffix(".partial")
-    save_file({str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}, partial_path)
+    save_file(
+        {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}, partial_path
+    )
     partial_path.replace(path)
 
 

@@ -17,7 +17,12 @@ def gemma_tokenizer() -> PreTrainedTokenizerFast:
 
 def clip_tokenizer(length: int = SHORT) -> PreTrainedTokenizerFast:
     """Like CLIP's: beginning and end of text have the two highest ids. CLIP pools at the end of text, which sees all of it."""
-    return _tokenizer(["<pad>", "<unk>", *drawing.VOCABULARY, "<bos>", "<eos>"], "<bos> $A <eos>", ("<bos>", "<eos>"), length)
+    return _tokenizer(
+        ["<pad>", "<unk>", *drawing.VOCABULARY, "<bos>", "<eos>"],
+        "<bos> $A <eos>",
+        ("<bos>", "<eos>"),
+        length,
+    )
 
 
 CLIP_END = 2 + len(drawing.VOCABULARY) + 1  # the id of the end of text in `clip_tokenizer`
@@ -25,10 +30,14 @@ CLIP_END = 2 + len(drawing.VOCABULARY) + 1  # the id of the end of text in `clip
 
 def t5_tokenizer() -> PreTrainedTokenizerFast:
     """Like T5's: an end but no beginning; padding is 0, the end 1, an unknown word 2."""
-    return _tokenizer(["<pad>", "<eos>", "<unk>", *drawing.VOCABULARY], "$A <eos>", ("<eos>",), SHORT)
+    return _tokenizer(
+        ["<pad>", "<eos>", "<unk>", *drawing.VOCABULARY], "$A <eos>", ("<eos>",), SHORT
+    )
 
 
-def _tokenizer(words: list[str], template: str, added: tuple[str, ...], length: int) -> PreTrainedTokenizerFast:
+def _tokenizer(
+    words: list[str], template: str, added: tuple[str, ...], length: int
+) -> PreTrainedTokenizerFast:
     """added: the special tokens that `template` adds to a text."""
     assert len(words) <= VOCAB_SIZE
     ids = {word: i for i, word in enumerate(words)}
@@ -38,5 +47,11 @@ def _tokenizer(words: list[str], template: str, added: tuple[str, ...], length: 
     tokenizer.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[(token, ids[token]) for token in added]
     )
-    special = {f"{token[1:-1]}_token": token for token in ("<pad>", "<bos>", "<eos>", "<unk>") if token in ids}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", model_max_length=length, **special)
+    special = {
+        f"{token[1:-1]}_token": token
+        for token in ("<pad>", "<bos>", "<eos>", "<unk>")
+        if token in ids
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, padding_side="right", model_max_length=length, **special
+    )

@@ -5,7 +5,8 @@ from solrl_jax.config.schema import Config
 
 def effective_batch(config: Config, devices: int) -> dict[str, int]:
     """What one iteration's update consists of, in all and on each of `devices` devices. A term is a sample at one sigma."""
-    terms, steps = config.train.prompts * config.rollout.kept * config.trained_sigmas, config.optimizer.steps_per_iteration
+    terms = config.train.prompts * config.rollout.kept * config.trained_sigmas
+    steps = config.optimizer.steps_per_iteration
     return {
         "terms": terms,
         "optimizer_steps": steps,

@@ -27,7 +27,9 @@ def migrate(tree: Any) -> Any:
     for section, added in ADDED.items():
         if isinstance(tree.get(section), dict):
             tree[section] = {**added, **tree[section]}
-    explore = tree.get("rollout", {}).get("explore", {}) if isinstance(tree.get("rollout"), dict) else {}
+    explore = (
+        tree.get("rollout", {}).get("explore", {}) if isinstance(tree.get("rollout"), dict) else {}
+    )
     if isinstance(explore, dict):
         for field in ("vae", "audit_every"):
             explore.pop(field, None)

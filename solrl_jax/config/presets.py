@@ -26,14 +26,25 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.values import ConfigError, Section, shown
 from solrl_jax.storage.readers import parse_yaml
 
-PARTS = ("model", "family", "explore", "objective", "reward")  # in the order in which they are merged
+PARTS = (
+    "model",
+    "family",
+    "explore",
+    "objective",
+    "reward",
+)  # in the order in which they are merged
 DEFAULTS = {"explore": "paper", "objective": "nft"}  # of a preset that does not name the part
 FAMILIES = ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl")
 REWARDS = ("pickscore", "clipscore", "hpsv2", "imagereward")  # the paper's
 ENTRY_POINTS = "solrl_jax.rewards"  # the group under which other packages name rewards
 _OPTIONS = "reward.options"
 _FREE = ("reward.weights", "reward.paths", _OPTIONS)  # the fields whose own keys are free
-_QUOTES = ("'", '"', "|", ">")  # with which text begins that YAML reads otherwise than it is written
+_QUOTES = (
+    "'",
+    '"',
+    "|",
+    ">",
+)  # with which text begins that YAML reads otherwise than it is written
 _ADAPTER = pydantic.TypeAdapter(Config)
 
 
@@ -52,7 +63,10 @@ def released_models() -> list[str]:
 def _composed() -> dict[str, dict[str, str]]:
     """The parts of each preset that has no file."""
     of = itertools.product(released_models(), FAMILIES, REWARDS)
-    return {"_".join(parts): dict(zip(("model", "family", "reward"), parts, strict=True)) for parts in of}
+    return {
+        "_".join(parts): dict(zip(("model", "family", "reward"), parts, strict=True))
+        for parts in of
+    }
 
 
 def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
@@ -63,7 +77,9 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     Text without quotes is taken as it is: a path may hold ` #`, with which a comment begins in YAML.
     """
     if wrong := [given for given in (preset, *overrides) if not isinstance(given, str)]:
-        raise ConfigError(f"{shown(wrong[0])}: accepted: the name of a preset and overrides 'key=value', all of them text")
+        raise ConfigError(
+            f"{shown(wrong[0])}: accepted: the name of a preset and overrides 'key=value', all of them text"
+        )
     if preset not in preset_names():
         raise ConfigError(f"unknown preset {shown(preset)}: {_nearest(preset, preset_names())}")
     settings, chosen, problems = _parse_overrides(overrides)
@@ -80,19 +96,25 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
 
 
-def _apply(tree: dict[str, Any], files: Mapping[str, Mapping[str, Any]], parts: Mapping[str, str]) -> None:
+def _apply(
+    tree: dict[str, Any], files: Mapping[str, Mapping[str, Any]], parts: Mapping[str, str]
+) -> None:
     """Merges files, by name, then those of their `when` whose condition (`family=sol_rl` and the like) is what was chosen.
 
     Raises ConfigError for a condition that cannot be told.
     """
     for file in files.values():
         _merge(tree, {key: value for key, value in file.items() if key != "when"})
-    for name, condition, extra in ((name, *when) for name, file in files.items() for when in file.get("when", {}).items()):
+    for name, condition, extra in (
+        (name, *when) for name, file in files.items() for when in file.get("when", {}).items()
+    ):
         part, _, choice = condition.partition("=")
         if part not in PARTS or choice not in _choices(part):
             raise ConfigError(f"configs/{name}.yaml: unknown condition '{condition}' under 'when'")
         if part not in parts:
-            raise ConfigError(f"configs/{name}.yaml: condition '{condition}' under 'when' is for a preset, not for a run")
+            raise ConfigError(
+                f"configs/{name}.yaml: condition '{condition}' under 'when' is for a preset, not for a run"
+            )
         if parts[part] == choice:
             _merge(tree, extra)
 
@@ -109,7 +131,11 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     Of the parts, `explore=` can still be chosen.
     """
     settings, chosen, problems = _parse_overrides(overrides)
-    problems += [f"{p}={name}: can be chosen for a preset, not for a run" for p, name in chosen.items() if p != "explore"]
+    problems += [
+        f"{p}={name}: can be chosen for a preset, not for a run"
+        for p, name in chosen.items()
+        if p != "explore"
+    ]
     tree = yaml.safe_load(to_yaml(config))
     if recipe := chosen.get("explore"):
         parts = {"model": config.model.name, "family": config.family, "explore": recipe}
@@ -125,7 +151,8 @@ def describe() -> list[dict[str, str]]:
 
 
 def _described(config: Config) -> dict[str, str]:
-    rollout, explore = config.rollout, config.rollout.explore
+    rollout = config.rollout
+    explore = config.rollout.explore
     return {
         "preset": config.preset,
         "model": config.model.name,
@@ -133,7 +160,9 @@ def _described(config: Config) -> dict[str, str]:
         "reward": "+".join(config.reward.weights),
         "candidates": f"{rollout.kept}-in-{rollout.candidates}",
         "explore": f"{explore.precision}, {explore.steps} steps",
-        "train on": f"{rollout.precision}, {rollout.steps} steps" if rollout.regenerate else "the explored samples",
+        "train on": f"{rollout.precision}, {rollout.steps} steps"
+        if rollout.regenerate
+        else "the explored samples",
     }
 
 
@@ -178,7 +207,11 @@ def _parse(text: str, what: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{what}: not YAML (line {line}: {error.problem})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist, an endless number
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: a date that does not exist, an endless number
         raise ConfigError(f"{what}: not YAML ({' '.join(str(error).split())})") from None
 
 
@@ -190,7 +223,11 @@ def _merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> No
     """Writes `new` over `tree`: sections key by key, a field whole, also when its value is a list or a mapping."""
     for key, value in new.items():
         name = f"{prefix}{key}"
-        if name in _section_keys() and isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+        if (
+            name in _section_keys()
+            and isinstance(value, Mapping)
+            and isinstance(tree.get(key), dict)
+        ):
             _merge(tree[key], value, f"{name}.")
         else:
             tree[key] = copy.deepcopy(value)
@@ -200,7 +237,9 @@ def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = _path(key, value)
     for name in parents:
         tree = tree.setdefault(name, {})
-        if not isinstance(tree, dict):  # an earlier override put something else in the section's place: `_build` says so
+        if not isinstance(
+            tree, dict
+        ):  # an earlier override put something else in the section's place: `_build` says so
             return
     _merge(tree, {last: value}, "".join(f"{name}." for name in parents))
 
@@ -217,10 +256,19 @@ def _path(key: str, value: Any) -> list[str]:
         return key.split(".")
     own = key.removeprefix(f"{field}.")
     reward, dot, option = own.rpartition(".")
-    return [*field.split("."), *((reward, option) if field == _OPTIONS and dot and not isinstance(value, dict) else (own,))]
+    return [
+        *field.split("."),
+        *(
+            (reward, option)
+            if field == _OPTIONS and dot and not isinstance(value, dict)
+            else (own,)
+        ),
+    ]
 
 
-def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, str], list[str]]:
+def _parse_overrides(
+    overrides: Sequence[str],
+) -> tuple[list[tuple[str, Any]], dict[str, str], list[str]]:
     """(fields to set, in order; files chosen for parts; problems)."""
     settings: list[tuple[str, Any]] = []
     chosen: dict[str, str] = {}
@@ -229,7 +277,9 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
     for text in overrides:
         key, equals, raw = (piece.strip() for piece in text.partition("="))
         if not (key and equals):
-            problems.append(f"override {shown(text)}: expected key=value, e.g. train.iterations=100")
+            problems.append(
+                f"override {shown(text)}: expected key=value, e.g. train.iterations=100"
+            )
             continue
         try:
             value = _parse(raw, f"override {shown(text)}") if raw else ""
@@ -241,7 +291,9 @@ def _parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], d
         if key in PARTS and not isinstance(value, Mapping):
             if raw in _choices(key):
                 chosen[key], plugged = raw, None if key == "reward" else plugged
-            elif key == "reward" and (":" in raw or raw in importlib.metadata.entry_points(group=ENTRY_POINTS).names):
+            elif key == "reward" and (
+                ":" in raw or raw in importlib.metadata.entry_points(group=ENTRY_POINTS).names
+            ):
                 plugged = raw
             else:
                 problems.append(f"unknown {key} '{raw}': {_nearest(raw, _choices(key))}")
@@ -286,12 +338,16 @@ _EXPECTED = {
 }
 
 
-def problem(error: Any, whole: str = "configuration", unknown: Callable[[str], str] | None = None) -> str | None:
+def problem(
+    error: Any, whole: str = "configuration", unknown: Callable[[str], str] | None = None
+) -> str | None:
     """One of pydantic's errors in our words; None for a mere consequence of another.
 
     whole: what has no name of a field; unknown: what is said of an unknown key.
     """
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
     field = ".".join(map(str, error["loc"])) or whole
     if kind in ("unexpected_keyword_argument", "invalid_key"):
         return (unknown or _unknown_key)(field)
@@ -304,8 +360,12 @@ def problem(error: Any, whole: str = "configuration", unknown: Callable[[str], s
     if kind == "value_error":
         return f"{field}={shown(value)}: {context['error']}"
     if kind == "literal_error":
-        near = difflib.get_close_matches(str(value)[:80], re.findall("'(.*?)'", context["expected"]), n=1)
-        return f"{field}={shown(value)}: expected {context['expected']}" + (f", did you mean '{near[0]}'?" if near else "")
+        near = difflib.get_close_matches(
+            str(value)[:80], re.findall("'(.*?)'", context["expected"]), n=1
+        )
+        return f"{field}={shown(value)}: expected {context['expected']}" + (
+            f", did you mean '{near[0]}'?" if near else ""
+        )
     return f"{field}={shown(value)}: {_EXPECTED[kind].format(**context) if kind in _EXPECTED else error['msg']}"
 
 

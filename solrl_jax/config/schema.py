@@ -36,7 +36,7 @@ from solrl_jax.config.values import (
     holds_secret,
 )
 
-# `policy/objectives/`, and what each trains on: clean samples, pairs of a prompt's best and worst, recorded steps of an SDE
+# `rl/objectives/`, and what each trains on: clean samples, pairs of a prompt's best and worst, recorded steps of an SDE
 OBJECTIVES = {
     "nft": "samples",
     "awm": "samples",
@@ -47,7 +47,7 @@ OBJECTIVES = {
 }
 
 
-# of exploration: the formats of `numerics/formats.py`; auto: the fastest of them that the device runs natively
+# of exploration: the formats of `quant/formats.py`; auto: the fastest of them that the device runs natively
 Precision = Literal["auto", "nvfp4", "fp8", "bf16", "fp32"]
 PreviewSigmas = Literal["own", "first"]
 
@@ -60,11 +60,13 @@ def _objective(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize(Section):
-    """Which linears a format that quantises leaves in the training precision; all others it takes (`explore/linears.py`)."""
+    """Which linears a format that quantises leaves in the training precision; all others it takes (`rl/explore/linears.py`)."""
 
     skip: tuple[Text, ...]  # parts of their paths
     min_dim: NotNegative  # those whose larger side is at most this many times the width of the network's blocks
-    fused: tuple[Regex, ...]  # linears of one module that count as one, outputs together, as the rule's authors hold them
+    fused: tuple[
+        Regex, ...
+    ]  # linears of one module that count as one, outputs together, as the rule's authors hold them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,18 +74,34 @@ class Model(Section):
     """The pipeline that is post-trained."""
 
     name: Text
-    path: Text  # a directory, a hub name, or 'embedded:NAME' for a pipeline shipped with the package
+    path: (
+        Text  # a directory, a hub name, or 'embedded:NAME' for a pipeline shipped with the package
+    )
     height: Side
     width: Side
-    max_tokens: Annotated[Integer, Field(ge=1, le=MOST_TOKENS)]  # length of the text that conditions it
-    instruction: Text | None  # a file with the text that goes before every prompt (SANA); null: none
-    cache: Free | None  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
-    tile: Side | None  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
-    attention: Literal["own", "mhla"]  # mhla: in place of SANA's (`models/mhla.py`), which reads the next three
-    mhla_blocks: Annotated[Integer, Field(ge=1, le=2**12)]  # equal ones that an image's tokens are divided into
+    max_tokens: Annotated[
+        Integer, Field(ge=1, le=MOST_TOKENS)
+    ]  # length of the text that conditions it
+    instruction: (
+        Text | None
+    )  # a file with the text that goes before every prompt (SANA); null: none
+    cache: (
+        Free | None
+    )  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
+    tile: (
+        Side | None
+    )  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
+    attention: Literal[
+        "own", "mhla"
+    ]  # mhla: in place of SANA's (`models/layers/mhla.py`), which reads the next three
+    mhla_blocks: Annotated[
+        Integer, Field(ge=1, le=2**12)
+    ]  # equal ones that an image's tokens are divided into
     mhla_released: Flag  # the variant of the authors' released code; false: the paper's
     mhla_norm: Flag  # normalise queries and keys, where the network does not
-    remat: Literal["auto", "none", "products", "blocks"]  # what gradients compute again; auto: by the device's memory
+    remat: Literal[
+        "auto", "none", "products", "blocks"
+    ]  # what gradients compute again; auto: by the device's memory
     quantize: Quantize
 
 
@@ -91,13 +109,19 @@ class Model(Section):
 class Explore(Section):
     """How the N candidates are explored. The paper's recipe is `configs/explore/paper.yaml`."""
 
-    precision: Precision  # a format of `numerics/formats.py`; auto: the fastest format that the device runs natively
+    precision: Precision  # a format of `quant/formats.py`; auto: the fastest format that the device runs natively
     steps: Steps
     sigmas: PreviewSigmas  # own: the schedule's own with so many steps; first: half are the full schedule's first
     exact_steps: Natural  # the first steps that the policy in `rollout.precision` takes; 0: none
-    correction: Annotated[Integer, Field(ge=0, le=2**12)]  # rank of what goes past each quantised product; 0: nothing
-    attention: Literal["own", "fp8"]  # fp8: softmax attention without a mask is in E4M3, of FLUX.1, FLUX.2 and SD3
-    floor: Annotated[Number, Field(ge=-1, le=1)] | None  # of the Spearman correlation over kept samples; null: not watched
+    correction: Annotated[
+        Integer, Field(ge=0, le=2**12)
+    ]  # rank of what goes past each quantised product; 0: nothing
+    attention: Literal[
+        "own", "fp8"
+    ]  # fp8: softmax attention without a mask is in E4M3, of FLUX.1, FLUX.2 and SD3
+    floor: (
+        Annotated[Number, Field(ge=-1, le=1)] | None
+    )  # of the Spearman correlation over kept samples; null: not watched
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,38 +133,88 @@ class Rollout(Section):
     # best_worst: K/2 from either end; best_random: the K/2 best and a draw from the others
     selection: Literal["best_worst", "best_random", "random", "best"]
     explore: Explore
-    size: Sizes | None  # of what is trained on: [height, width], or several, of which an iteration takes one; null: the model's
+    size: (
+        Sizes | None
+    )  # of what is trained on: [height, width], or several, of which an iteration takes one; null: the model's
     regenerate: Flag  # false: the explored samples themselves are trained on
-    steps: Steps  # full step count: of the regeneration, and of the schedule that the update trains on
-    solver: Literal["euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde"]  # evaluation takes a stochastic one without noise
+    steps: (
+        Steps  # full step count: of the regeneration, and of the schedule that the update trains on
+    )
+    solver: Literal[
+        "euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde"
+    ]  # evaluation takes a stochastic one without noise
     eta: Annotated[Number, Field(ge=0, le=1)]  # noise level of a stochastic solver
-    window: Steps | None  # steps in a row that add noise, the others add none; null: all but the last
-    window_every: Count  # iterations after which the window moves on by a step; past the end it starts again
+    window: (
+        Steps | None
+    )  # steps in a row that add noise, the others add none; null: all but the last
+    window_every: (
+        Count  # iterations after which the window moves on by a step; past the end it starts again
+    )
     schedule: Literal["linear", "sd3", "flux"]
-    shift: Annotated[Number, Field(ge=1e-3, le=1e3)]  # of the sigmas; not read by 'flux', whose shift is of the resolution
+    shift: Annotated[
+        Number, Field(ge=1e-3, le=1e3)
+    ]  # of the sigmas; not read by 'flux', whose shift is of the resolution
     guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
     true_guidance: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
     chunk: Count  # rows that a device runs at once, at most
     precision: Literal["bf16", "fp32"]  # of regeneration, update and evaluation
-    scoring: Literal["auto", "half", "fp32"]  # decoding in BF16 and scoring in FP16, or both in float32; auto: by the device
+    scoring: Literal[
+        "auto", "half", "fp32"
+    ]  # decoding in BF16 and scoring in FP16, or both in float32; auto: by the device
 
     def __post_init__(self) -> None:
-        n, k, explored, field = self.candidates, self.kept, self.explore.steps, "rollout.explore.steps"
-        full, floor, exact = f"rollout.steps={self.steps}", self.explore.floor, self.explore.exact_steps
+        n = self.candidates
+        k = self.kept
+        explored = self.explore.steps
+        field = "rollout.explore.steps"
+        full = f"rollout.steps={self.steps}"
+        floor = self.explore.floor
+        exact = self.explore.exact_steps
         compared = "must be null with rollout.regenerate=false, which has nothing to compare with"
         even = self.selection != "best_worst" or k % 2 == 0
-        own, stochastic = self.explore.sigmas == "own", self.solver in ("ddim", "flow_sde", "dance_sde")
+        own = self.explore.sigmas == "own"
+        stochastic = self.solver in ("ddim", "flow_sde", "dance_sde")
         check(
             (k <= n, "rollout.kept", k, f"must be at most rollout.candidates={n}"),
             (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
-            (not self.regenerate or explored <= self.steps, field, explored, f"must be at most {full}"),
-            (exact < explored, "rollout.explore.exact_steps", exact, f"must be less than {field}={explored}"),
+            (
+                not self.regenerate or explored <= self.steps,
+                field,
+                explored,
+                f"must be at most {full}",
+            ),
+            (
+                exact < explored,
+                "rollout.explore.exact_steps",
+                exact,
+                f"must be less than {field}={explored}",
+            ),
             (self.regenerate or floor is None, "rollout.explore.floor", floor, compared),
             # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
-            (self.regenerate or explored == self.steps, field, explored, f"must equal {full} with rollout.regenerate=false"),
-            (self.eta == 0 or stochastic, "rollout.eta", self.eta, f"must be 0 with rollout.solver={self.solver}"),
-            (self.eta == 0 or own, "rollout.eta", self.eta, "must be 0 with rollout.explore.sigmas=first"),
-            ((self.window or 0) < self.steps, "rollout.window", self.window, f"must be less than {full}"),
+            (
+                self.regenerate or explored == self.steps,
+                field,
+                explored,
+                f"must equal {full} with rollout.regenerate=false",
+            ),
+            (
+                self.eta == 0 or stochastic,
+                "rollout.eta",
+                self.eta,
+                f"must be 0 with rollout.solver={self.solver}",
+            ),
+            (
+                self.eta == 0 or own,
+                "rollout.eta",
+                self.eta,
+                "must be 0 with rollout.explore.sigmas=first",
+            ),
+            (
+                (self.window or 0) < self.steps,
+                "rollout.window",
+                self.window,
+                f"must be less than {full}",
+            ),
         )
 
     @property
@@ -150,7 +224,11 @@ class Rollout(Section):
 
     def window_start(self, iteration: int) -> int:
         """The first step that adds noise, in an iteration counted from 1."""
-        return 0 if self.window is None else (iteration - 1) // self.window_every % (self.steps - self.window)
+        return (
+            0
+            if self.window is None
+            else (iteration - 1) // self.window_every % (self.steps - self.window)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,11 +239,15 @@ class Reward(Section):
     weights: Annotated[dict[str, Number], Field(min_length=1)] = dataclasses.field(hash=False)
     # where files of released rewards are, by the names of `rewards/sources.py`; those that are not named: the hub, `weights/`
     paths: dict[str, Text] = dataclasses.field(hash=False)
-    options: dict[str, dict[str, Json]] = dataclasses.field(hash=False)  # keywords of plug-ins and of rewards outside JAX
+    options: dict[str, dict[str, Json]] = dataclasses.field(
+        hash=False
+    )  # keywords of plug-ins and of rewards outside JAX
     watched: tuple[Text, ...]  # scored at evaluations, never trained on
     # of rewards outside JAX:
     workers: Annotated[Integer, Field(ge=1, le=2**8)]  # processes that score
-    timeout: Annotated[Positive, Field(le=1e6)]  # seconds that a process may take for the pictures it is given at once
+    timeout: Annotated[
+        Positive, Field(le=1e6)
+    ]  # seconds that a process may take for the pictures it is given at once
     on_failure: Literal["stop", "skip"]  # skip: pictures whose scoring fails have no score
 
     def __post_init__(self) -> None:
@@ -181,15 +263,21 @@ class Reward(Section):
 class Policy(Section):
     """The loss, its advantages, and the two slow copies of the policy."""
 
-    objective: Annotated[str, AfterValidator(_objective)]  # of `policy/objectives/`; `configs/objective/` has their settings
+    objective: Annotated[
+        str, AfterValidator(_objective)
+    ]  # of `rl/objectives/`; `configs/objective/` has their settings
     beta: Positive  # nft: how far the implicit positive policy leans to the trained one; dpo: how much a preference weighs
     kl_weight: NotNegative  # of the distance to the base model: of velocities, or of the means of an SDE's steps
     ratio_clip: Positive  # of grpo and awm: how far from 1 the ratio of probabilities, trained to old, has a gradient
     advantage_clip: Positive  # standard deviations
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"]
     global_std: Flag  # true: one standard deviation over the iteration; false: one a prompt
-    timestep_fraction: Annotated[Number, Field(gt=0, le=1)]  # share of the schedule's sigmas that a sample is trained at
-    decay_type: Annotated[Integer, Field(ge=0, le=2)]  # schedule of the decay of `old`, the policy that samples the rollouts
+    timestep_fraction: Annotated[
+        Number, Field(gt=0, le=1)
+    ]  # share of the schedule's sigmas that a sample is trained at
+    decay_type: Annotated[
+        Integer, Field(ge=0, le=2)
+    ]  # schedule of the decay of `old`, the policy that samples the rollouts
     ema_decay: Decay  # of the policy that is evaluated
 
     @property
@@ -213,7 +301,9 @@ class Optimizer(Section):
     """AdamW."""
 
     learning_rate: Positive
-    decay_steps: Natural  # optimiser steps over which the rate falls linearly to 0; 0: it never falls
+    decay_steps: (
+        Natural  # optimiser steps over which the rate falls linearly to 0; 0: it never falls
+    )
     beta1: Decay
     beta2: Decay
     eps: Positive
@@ -251,7 +341,9 @@ class Eval(Section):
     prompts: Count
     images_per_prompt: Many
     seed: Seed
-    grid: Annotated[Integer, Field(ge=0, le=2**10)]  # images in the picture of fixed prompts; 0: no picture
+    grid: Annotated[
+        Integer, Field(ge=0, le=2**10)
+    ]  # images in the picture of fixed prompts; 0: no picture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,7 +355,14 @@ class Mesh(Section):
     tensor: Count
 
     def __post_init__(self) -> None:
-        check((self.data == -1 or self.data >= 1, "mesh.data", self.data, "must be at least 1, or -1 for all devices left"))
+        check(
+            (
+                self.data == -1 or self.data >= 1,
+                "mesh.data",
+                self.data,
+                "must be at least 1, or -1 for all devices left",
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,8 +398,10 @@ class Config(Section):
     run: Run
 
     def __post_init__(self) -> None:
-        steps, fraction = self.optimizer.steps_per_iteration, self.policy.timestep_fraction
-        terms, least = self.train.prompts * self.rollout.kept * self.trained_sigmas, 1 / self.rollout.steps
+        steps = self.optimizer.steps_per_iteration
+        fraction = self.policy.timestep_fraction
+        terms = self.train.prompts * self.rollout.kept * self.trained_sigmas
+        least = 1 / self.rollout.steps
         enough = f"must be at least 1 / rollout.steps = {least:.3g}"
         whole = self.train.parameters != "adapters" or self.model.attention == "mhla"
         slow = self.policy.decay_type == 2
@@ -316,24 +417,51 @@ class Config(Section):
         )
 
     def _what_the_objective_needs(self) -> list[tuple[bool, str, Any, str]]:
-        rollout, explore, steps = self.rollout, self.rollout.explore, self.optimizer.steps_per_iteration
+        rollout = self.rollout
+        explore = self.rollout.explore
+        steps = self.optimizer.steps_per_iteration
         match self.policy.trains_on:
             case "pairs":
                 terms = self.train.prompts * rollout.kept * self.trained_sigmas // steps
-                field, needs = "optimizer.micro_batch", f"for the pairs of policy.objective={self.policy.objective}"
+                field = "optimizer.micro_batch"
+                needs = f"for the pairs of policy.objective={self.policy.objective}"
                 return [
                     (rollout.kept % 2 == 0, "rollout.kept", rollout.kept, f"must be even {needs}"),
-                    (self.optimizer.micro_batch % 2 == 0, field, self.optimizer.micro_batch, f"must be even {needs}"),
-                    (terms % 2 == 0, "optimizer.steps_per_iteration", steps, f"must leave an even number of terms {needs}"),
+                    (
+                        self.optimizer.micro_batch % 2 == 0,
+                        field,
+                        self.optimizer.micro_batch,
+                        f"must be even {needs}",
+                    ),
+                    (
+                        terms % 2 == 0,
+                        "optimizer.steps_per_iteration",
+                        steps,
+                        f"must leave an even number of terms {needs}",
+                    ),
                 ]
             case "transitions":
-                needs = f"for the transitions that policy.objective={self.policy.objective} trains on"
-                exact, most = rollout.regenerate or explore.precision in ("bf16", "fp32"), rollout.stochastic_steps
-                field, fraction = "policy.timestep_fraction", self.policy.timestep_fraction
+                needs = (
+                    f"for the transitions that policy.objective={self.policy.objective} trains on"
+                )
+                exact = rollout.regenerate or explore.precision in ("bf16", "fp32")
+                most = rollout.stochastic_steps
+                field = "policy.timestep_fraction"
+                fraction = self.policy.timestep_fraction
                 enough = f"must be at most {most / rollout.steps:g} {needs}"
                 return [
-                    (most > 0, "rollout.eta", rollout.eta, f"must be above 0 {needs}, with a stochastic rollout.solver"),
-                    (exact, "rollout.regenerate", False, f"must be true, or rollout.explore.precision=bf16, {needs}"),
+                    (
+                        most > 0,
+                        "rollout.eta",
+                        rollout.eta,
+                        f"must be above 0 {needs}, with a stochastic rollout.solver",
+                    ),
+                    (
+                        exact,
+                        "rollout.regenerate",
+                        False,
+                        f"must be true, or rollout.explore.precision=bf16, {needs}",
+                    ),
                     (self.trained_sigmas <= (most or rollout.steps), field, fraction, enough),
                 ]
         return []

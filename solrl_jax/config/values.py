@@ -5,7 +5,15 @@ import urllib.parse
 from typing import Annotated, Any
 
 import regex
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, Strict
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    Strict,
+)
 
 from solrl_jax.storage.readers import strict
 
@@ -56,12 +64,19 @@ def _pair(value: Any) -> Any:
 
 def _listed(value: Any) -> Any:
     """Lets one size pass for a list of one."""
-    return [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
+    return (
+        [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
+    )
 
 
-MOST_SIDE, MOST_TOKENS, MOST_PICTURES = 2**14, 2**11, 2**16  # of an image in pixels; of a prompt; of one prompt
+# of an image in pixels; of a prompt; of one prompt
+MOST_SIDE = 2**14
+MOST_TOKENS = 2**11
+MOST_PICTURES = 2**16
 MOST_STEPS = 1000  # of a solver: networks are trained on as many levels of noise
-MOST_NUMBER, LEAST_NUMBER = 3.4e38, 2.0**-126  # what float32 holds in full, but for 0
+# what float32 holds in full, but for 0
+MOST_NUMBER = 3.4e38
+LEAST_NUMBER = 2.0**-126
 
 Integer = Annotated[int, Strict(), Field(gt=-(2**31), lt=2**31)]
 Natural = Annotated[Integer, Field(ge=0)]
@@ -69,7 +84,9 @@ Count = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
 Steps = Annotated[Integer, Field(ge=1, le=MOST_STEPS)]
 Side = Annotated[Integer, Field(ge=1, le=MOST_SIDE)]
-Size = Annotated[tuple[Side, Side], BeforeValidator(_pair)]  # height and width of a picture in pixels
+Size = Annotated[
+    tuple[Side, Side], BeforeValidator(_pair)
+]  # height and width of a picture in pixels
 Sizes = Annotated[tuple[Size, ...], Field(min_length=1), BeforeValidator(_listed)]
 Many = Annotated[Integer, Field(ge=1, le=MOST_PICTURES)]
 Number = Annotated[
@@ -94,13 +111,18 @@ def holds_secret(name: str) -> bool:
     """Whether the address of a service holds a user's name, a password, or a query that looks like a token."""
     address = urllib.parse.urlsplit(name) if "://" in name else urllib.parse.urlsplit("")
     words = r"key|token|secret|pass|auth|sig"
-    return "@" in address.netloc or re.search(words, address.query + address.fragment, re.IGNORECASE) is not None
+    return (
+        "@" in address.netloc
+        or re.search(words, address.query + address.fragment, re.IGNORECASE) is not None
+    )
 
 
 def matches(pattern: str, path: str, field: str) -> bool:
     """Whether a regular expression matches a whole path. Raises ConfigError for one that backtracks without end."""
     try:
-        return regex.fullmatch(pattern, path, timeout=0.25) is not None  # seconds; `re` has no limit
+        return (
+            regex.fullmatch(pattern, path, timeout=0.25) is not None
+        )  # seconds; `re` has no limit
     except TimeoutError:
         why = f"tries too many ways to match {path}; write it with fewer repetitions"
         raise ConfigError(f"{field}: {pattern!r} {why}") from None
@@ -110,7 +132,10 @@ def shown(value: Any) -> str:
     """A value as messages quote it."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists of thousands of levels
+    except (
+        ValueError,
+        RecursionError,
+    ):  # an integer of thousands of digits, or lists of thousands of levels
         text = f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -123,5 +148,9 @@ class Section:
 
 def check(*rules: tuple[bool, str, Any, str]) -> None:
     """Each rule is (holds, field, value, what is accepted). Raises ConfigError listing all that do not hold."""
-    if broken := [f"{field}={shown(value)}: {accepted}" for holds, field, value, accepted in rules if not holds]:
+    if broken := [
+        f"{field}={shown(value)}: {accepted}"
+        for holds, field, value, accepted in rules
+        if not holds
+    ]:
         raise ConfigError("; ".join(broken))

@@ -7,13 +7,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.models.flux2_pipeline import open_flux2
-from solrl_jax.models.flux_pipeline import open_flux
-from solrl_jax.models.pipeline import Pipeline
-from solrl_jax.models.sana_pipeline import open_sana
-from solrl_jax.models.sd3_pipeline import open_sd3
-from solrl_jax.models.tensor_files import read_json
-from solrl_jax.models.zimage_pipeline import open_zimage
+from solrl_jax.models.flux.pipeline import open_flux
+from solrl_jax.models.flux2.pipeline import open_flux2
+from solrl_jax.models.loading.pipeline import Pipeline
+from solrl_jax.models.loading.tensor_files import read_json
+from solrl_jax.models.sana.pipeline import open_sana
+from solrl_jax.models.sd3.pipeline import open_sd3
+from solrl_jax.models.zimage.pipeline import open_zimage
 
 PIPELINES = {
     "SanaPipeline": open_sana,
@@ -27,7 +27,7 @@ PIPELINES = {
 def open_pipeline(folder: Path, remat: str = "none", **attention: Any) -> Pipeline:
     """Opens the directory of a released pipeline. No weight is loaded.
 
-    remat: what gradients through the transformer recompute, a key of `models.layers.REMAT`. attention: SANA's, in place of its
+    remat: what gradients through the transformer recompute, a key of `models.layers.core.REMAT`. attention: SANA's, in place of its
     own; keywords of `open_sana`.
     Raises FileNotFoundError or ValueError, in one line, for what is missing, does not fit or is not ported.
     """
@@ -35,7 +35,11 @@ def open_pipeline(folder: Path, remat: str = "none", **attention: Any) -> Pipeli
         raise FileNotFoundError(f"{folder}: no such model directory")
     kind = read_json(folder / "model_index.json").get("_class_name")
     if not isinstance(kind, str) or kind not in PIPELINES:
-        raise ValueError(f"{folder / 'model_index.json'}: _class_name={kind!r}; accepted: {', '.join(PIPELINES)}")
+        raise ValueError(
+            f"{folder / 'model_index.json'}: _class_name={kind!r}; accepted: {', '.join(PIPELINES)}"
+        )
     if attention and PIPELINES[kind] is not open_sana:
-        raise ValueError(f"model.attention=mhla: {folder} is a {kind}; accepted is a SanaPipeline, whose attention is linear")
+        raise ValueError(
+            f"model.attention=mhla: {folder} is a {kind}; accepted is a SanaPipeline, whose attention is linear"
+        )
     return dataclasses.replace(PIPELINES[kind](folder, remat, **attention), remat=remat)

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import distributed  # the only place that has the service's client; orbax takes it from here too
+from jax._src import (
+    distributed,
+)  # the only place that has the service's client; orbax takes it from here too
 
-from solrl_jax.storage.errors import InputError, RunError, first_line
+from solrl_jax.errors import InputError, RunError, first_line
 
 PATIENCE = 1800.0  # seconds to wait for an answer: a process may have gigabytes to write; if it dies, JAX tells the others
 _asked: collections.Counter[str] = collections.Counter()
@@ -30,7 +32,8 @@ def together(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
     try:
         said: dict[str, Any] = {"value": act()}
     except BaseException as error:  # whatever it is, the others must not wait for an answer
-        mine, said = error, {"error": type(error).__name__, "message": first_line(error)}
+        mine = error
+        said = {"error": type(error).__name__, "message": first_line(error)}
     answers = _exchange(label, said)
     for index, answer in enumerate(answers):
         if "error" in answer:
@@ -55,7 +58,9 @@ def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
     A process that has all answers knows that all processes have those of the use before. Each then deletes its earlier answer.
     So the service, which runs in the first process, holds at most two answers for a label and process.
     """
-    count, client, mine = _asked[label], distributed.global_state.client, jax.process_index()
+    count = _asked[label]
+    client = distributed.global_state.client
+    mine = jax.process_index()
     key = f"solrl_jax/{label}/{count}"
     _asked[label] += 1
     if client is None:
@@ -64,9 +69,13 @@ def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
     answers = []
     for index in range(jax.process_count()):
         try:
-            answers.append(json.loads(client.blocking_key_value_get(f"{key}/{index}", int(PATIENCE * 1000))))
+            answers.append(
+                json.loads(client.blocking_key_value_get(f"{key}/{index}", int(PATIENCE * 1000)))
+            )
         except jax.errors.JaxRuntimeError as error:
-            raise RunError(f"process {index} gave no answer about {label}: {first_line(error)}") from error
+            raise RunError(
+                f"process {index} gave no answer about {label}: {first_line(error)}"
+            ) from error
     if count:
         client.key_value_delete(f"solrl_jax/{label}/{count - 1}/{mine}")
     return answers

@@ -22,16 +22,22 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from solrl_jax.errors import InputError, RunError
 from solrl_jax.parallel import consensus
-from solrl_jax.storage.errors import InputError, RunError
 from solrl_jax.storage.readers import is_number
 
 T = TypeVar("T")
-AUTO, MOST = "auto", 4096  # processes
-HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead, and the others end
+# processes
+AUTO = "auto"
+MOST = 4096
+HEARTBEAT = (
+    30  # seconds without a heartbeat after which a process counts as dead, and the others end
+)
 START = 300  # seconds within which all processes must have joined
 ANSWER = 5  # seconds within which a process that calls must say its number
-END = 15  # seconds that a process waits at its end for the others; then it leaves, and they are told
+END = (
+    15  # seconds that a process waits at its end for the others; then it leaves, and they are told
+)
 
 
 def initialise(hosts: str | None, host: int | None = None, coordinator: str | None = None) -> None:
@@ -51,28 +57,46 @@ def initialise(hosts: str | None, host: int | None = None, coordinator: str | No
             return
     else:
         if not (is_number(hosts) and 1 <= int(hosts) <= MOST):
-            raise InputError(f"--hosts {hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}")
+            raise InputError(
+                f"--hosts {hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}"
+            )
         if absent := [name for name, value in given.items() if value is None]:
-            raise InputError(f"--hosts {hosts}: needs {' and '.join(absent)} too, or --hosts {AUTO}")
+            raise InputError(
+                f"--hosts {hosts}: needs {' and '.join(absent)} too, or --hosts {AUTO}"
+            )
         assert host is not None
         if not 0 <= host < int(hosts):
-            raise InputError(f"--host {host}: must be from 0 to {int(hosts) - 1}, with --hosts {hosts}")
+            raise InputError(
+                f"--host {host}: must be from 0 to {int(hosts) - 1}, with --hosts {hosts}"
+            )
         roll_call(int(hosts), host, str(coordinator))
-        settings = {"num_processes": int(hosts), "process_id": host, "coordinator_address": coordinator}
+        settings = {
+            "num_processes": int(hosts),
+            "process_id": host,
+            "coordinator_address": coordinator,
+        }
     logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)
     ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
     try:
         jax.distributed.initialize(
-            heartbeat_timeout_seconds=HEARTBEAT, initialization_timeout=START, shutdown_timeout_seconds=END, **settings
+            heartbeat_timeout_seconds=HEARTBEAT,
+            initialization_timeout=START,
+            shutdown_timeout_seconds=END,
+            **settings,
         )
     except (RuntimeError, ValueError, LookupError) as error:
-        raise InputError(f"--hosts {hosts} --coordinator {coordinator}: {' '.join(str(error).split())}") from error
+        raise InputError(
+            f"--hosts {hosts} --coordinator {coordinator}: {' '.join(str(error).split())}"
+        ) from error
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _aborted(number: int) -> None:
     """What SIGABRT calls: JAX aborts a process that hears of another's death. In 0.10 it cannot call Python instead."""
-    os.write(2, b"solrl: JAX ended this process, for the reason above; the same command goes on from the last checkpoint\n")
+    os.write(
+        2,
+        b"solrl: JAX ended this process, for the reason above; the same command goes on from the last checkpoint\n",
+    )
     os._exit(1)
 
 
@@ -103,15 +127,21 @@ def _listen(count: int, port: int, end: float) -> str:
         try:
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
-            server = stack.enter_context(socket.create_server(("", port), family=family, dualstack_ipv6=both))
+            server = stack.enter_context(
+                socket.create_server(("", port), family=family, dualstack_ipv6=both)
+            )
         except OSError as error:
-            raise InputError(f"--coordinator: port {port} cannot be opened ({error.strerror})") from error
+            raise InputError(
+                f"--coordinator: port {port} cannot be opened ({error.strerror})"
+            ) from error
         while len(there) < count - 1 and not problem:
             server.settimeout(max(end - time.monotonic(), 0.01))
             try:
                 caller = stack.enter_context(server.accept()[0])
             except TimeoutError:
-                missing = ", ".join(str(number) for number in range(1, count) if number not in there)
+                missing = ", ".join(
+                    str(number) for number in range(1, count) if number not in there
+                )
                 problem = f"process {missing} not there after {START} seconds"
                 break
             caller.settimeout(ANSWER)
@@ -135,7 +165,9 @@ def _call(mine: int, address: tuple[str, int], end: float) -> str:
                 first.settimeout(left + ANSWER)
                 if answer := first.recv(1000):
                     return answer.decode().strip()
-        except OSError as error:  # not there yet; nor its name, where the cluster gives it one when it starts
+        except (
+            OSError
+        ) as error:  # not there yet; nor its name, where the cluster gives it one when it starts
             why = f" ({error.strerror or error})"
             time.sleep(min(0.2, left))
     return f"process 0 not there after {START} seconds{why}"
@@ -147,9 +179,16 @@ def connect(mesh: Mesh) -> None:
         return
     names = mesh.axis_names
     ones = put(np.ones(mesh.devices.shape, np.float32), NamedSharding(mesh, PartitionSpec(*names)))
-    for axes in itertools.chain(*(itertools.combinations(names, count) for count in range(1, len(names) + 1))):
+    for axes in itertools.chain(
+        *(itertools.combinations(names, count) for count in range(1, len(names) + 1))
+    ):
         others = PartitionSpec(*(None if name in axes else name for name in names))
-        total = jax.shard_map(partial(jax.lax.psum, axis_name=axes), mesh=mesh, in_specs=ones.sharding.spec, out_specs=others)
+        total = jax.shard_map(
+            partial(jax.lax.psum, axis_name=axes),
+            mesh=mesh,
+            in_specs=ones.sharding.spec,
+            out_specs=others,
+        )
         jax.block_until_ready(jax.jit(total)(ones))
 
 
@@ -187,7 +226,10 @@ def put(tree: Any, where: NamedSharding) -> Any:
     """Places arrays on a mesh. Every process has the full arrays on its host, and gives its own devices their parts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
-    place = lambda x: jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+    def place(x):
+        return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
     return jax.tree.map(lambda x: place(np.asarray(x)), tree)
 
 
@@ -195,12 +237,18 @@ def fetch(tree: Any) -> Any:
     """The full arrays of a mesh, on the host of every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
-    return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
+    return jax.tree.map(
+        lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree
+    )
 
 
 def rows_held(where: NamedSharding, count: int) -> list[int]:
     """The numbers of the rows that this process's devices hold, in order, of `count` rows placed by `where`."""
-    slices = {index[0].indices(count)[:2] for index in where.addressable_devices_indices_map((count,)).values() if index}
+    slices = {
+        index[0].indices(count)[:2]
+        for index in where.addressable_devices_indices_map((count,)).values()
+        if index
+    }
     return sorted({row for start, stop in slices for row in range(start, stop)})
 
 

@@ -1,7 +1,7 @@
 """The mesh, and where arrays lie on it. One device is a mesh of size one: there is no other path.
 
 Three axes. Rows (candidates, samples) are split over `data` and `fsdp`. The frozen base and the adapters are split over `fsdp`
-and replicated over `data`. The products of the transformer are divided over `tensor` by their outputs (`numerics.split`).
+and replicated over `data`. The products of the transformer are divided over `tensor` by their outputs (`quant.tensor_parallel`).
 Other computations on rows have no use for the axis `tensor`: its devices take rows as well (`rows_only`).
 """
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from solrl_jax.numerics.leaf import Leaf
-from solrl_jax.numerics.matmul import outputs_divided
-from solrl_jax.numerics.split import TENSOR
+from solrl_jax.quant.leaf import Leaf
+from solrl_jax.quant.matmul import outputs_divided
+from solrl_jax.quant.tensor_parallel import TENSOR
 
 T = TypeVar("T")
 AXES = ("data", "fsdp", TENSOR)
@@ -33,7 +33,9 @@ OPTIONS = {
 }
 # float32 is multiplied as float32: by default it would be TF32 on a GPU, and BF16 on a TPU.
 in_float32 = jax.default_matmul_precision("highest")
-SMALLEST_SHARDED = 2**12  # elements; to split a smaller array costs more in messages than it saves in memory
+SMALLEST_SHARDED = (
+    2**12
+)  # elements; to split a smaller array costs more in messages than it saves in memory
 
 
 def jit(stage: Callable[..., Any], **options: Any) -> Any:
@@ -41,7 +43,9 @@ def jit(stage: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(in_float32(stage), compiler_options=OPTIONS, **options)
 
 
-def make_mesh(data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    data: int, fsdp: int, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """A `data` x `fsdp` x `tensor` mesh; `data = -1` takes all devices.
 
     Raises ValueError if the sizes do not fit the number of devices.
@@ -73,7 +77,8 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 
     The outputs of linears (leaves named kernel, and the factor b of adapters) are split over `tensor` first.
     """
-    size, tensor = mesh.shape["fsdp"], mesh.shape[TENSOR]
+    size = mesh.shape["fsdp"]
+    tensor = mesh.shape[TENSOR]
 
     def split(leaf: Any, spec: PartitionSpec) -> NamedSharding:
         if np.prod(leaf.shape) < SMALLEST_SHARDED:
@@ -84,7 +89,9 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
         if size > 1 and divisible:
             axis = max(divisible, key=lambda i: (left[i], i))
             names[axis] = (TENSOR, "fsdp") if names[axis] else "fsdp"
-        while names and names[-1] is None:  # one spelling: jit distinguishes P() and P(None), and would compile again
+        while (
+            names and names[-1] is None
+        ):  # one spelling: jit distinguishes P() and P(None), and would compile again
             names.pop()
         return NamedSharding(mesh, PartitionSpec(*names))
 
@@ -92,17 +99,23 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
         name = next((str(key.key) for key in reversed(path) if hasattr(key, "key")), "")
         linear = name.rpartition("/")[2] == "kernel" or name == "b"
         divided = linear and (isinstance(leaf, Leaf) or leaf.ndim in (2, 3))
-        specs = outputs_divided(leaf, tensor) if divided else jax.tree.map(lambda _: PartitionSpec(), leaf)
+        specs = (
+            outputs_divided(leaf, tensor)
+            if divided
+            else jax.tree.map(lambda _: PartitionSpec(), leaf)
+        )
         return jax.tree.map(split, leaf, specs)
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, Leaf))
 
 
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
-    """The sharding of one parameter, from its path and shape (`models.weights.Placement`)."""
+    """The sharding of one parameter, from its path and shape (`models.loading.weights.Placement`)."""
 
     def place(path: tuple, shape: tuple[int, ...]) -> NamedSharding:
-        return parameter_sharding(mesh, {path[-1]: jax.ShapeDtypeStruct(shape, np.float32)})[path[-1]]
+        return parameter_sharding(mesh, {path[-1]: jax.ShapeDtypeStruct(shape, np.float32)})[
+            path[-1]
+        ]
 
     return place
 
@@ -122,7 +135,11 @@ def split_rows(x: T) -> T:
 
 def replicate(x: jax.Array) -> jax.Array:
     """Constrains `x` to be replicated over the ambient mesh, if any; under `jax.vmap`, over the devices of each row."""
-    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
+    return (
+        x
+        if jax.sharding.get_abstract_mesh().empty
+        else jax.lax.with_sharding_constraint(x, PartitionSpec())
+    )
 
 
 def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
@@ -135,17 +152,27 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
     each = len(jax.tree.leaves(tree)[0]) // devices
     parts = -(-each // count)
 
-    def split(x: jax.Array) -> jax.Array:  # [rows] to [parts, devices * count], each device's rows staying on it
+    def split(
+        x: jax.Array,
+    ) -> jax.Array:  # [rows] to [parts, devices * count], each device's rows staying on it
         x = x.reshape(devices, each, *x.shape[1:])
         x = jnp.concatenate([x, jnp.repeat(x[:, :1], parts * count - each, axis=1)], axis=1)
-        return x.reshape(devices, parts, count, *x.shape[2:]).swapaxes(0, 1).reshape(parts, devices * count, *x.shape[2:])
+        return (
+            x.reshape(devices, parts, count, *x.shape[2:])
+            .swapaxes(0, 1)
+            .reshape(parts, devices * count, *x.shape[2:])
+        )
 
     def join(x: jax.Array) -> jax.Array:
         x = x.reshape(parts, devices, count, *x.shape[2:]).swapaxes(0, 1)
-        return x.reshape(devices, parts * count, *x.shape[3:])[:, :each].reshape(devices * each, *x.shape[3:])
+        return x.reshape(devices, parts * count, *x.shape[3:])[:, :each].reshape(
+            devices * each, *x.shape[3:]
+        )
 
     place = split_rows if devices > 1 else lambda x: x
-    return jax.tree.map(join, jax.lax.map(lambda part: f(jax.tree.map(place, part)), jax.tree.map(split, tree)))
+    return jax.tree.map(
+        join, jax.lax.map(lambda part: f(jax.tree.map(place, part)), jax.tree.map(split, tree))
+    )
 
 
 def pad_rows(x: np.ndarray, count: int) -> np.ndarray:

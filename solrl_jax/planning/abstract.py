@@ -10,21 +10,21 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from solrl_jax.backbone.backbone import DTYPES, Backbone, Pipeline, check_tile
-from solrl_jax.backbone.decoder import Decoder
-from solrl_jax.backbone.locate import open_model
-from solrl_jax.conditioning.prompts import Prompt
-from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import largest_size
-from solrl_jax.numerics.formats import Device, scoring_dtypes
+from solrl_jax.data.prompts import Prompt
+from solrl_jax.errors import InputError
+from solrl_jax.models.backbone import DTYPES, Backbone, Pipeline, check_tile
+from solrl_jax.models.decoder import Decoder
+from solrl_jax.models.locate import open_model
+from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.parallel import sharding
+from solrl_jax.quant.formats import Device, scoring_dtypes
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rewards.sources import CARRIED
+from solrl_jax.rl.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 from solrl_jax.storage import hub
-from solrl_jax.storage.errors import InputError
-from solrl_jax.training.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
 
 
 def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pipeline:
@@ -38,7 +38,9 @@ def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pip
     if folder is None or not (folder / "transformer" / "config.json").is_file():
         folder = hub.CARRIED / path
     if not (folder / "model_index.json").is_file():
-        carried = sorted(str(p.parent.relative_to(hub.CARRIED)) for p in hub.CARRIED.glob("*/*/model_index.json"))
+        carried = sorted(
+            str(p.parent.relative_to(hub.CARRIED)) for p in hub.CARRIED.glob("*/*/model_index.json")
+        )
         there = f"configurations are carried for {', '.join(carried)}"
         raise InputError(f"model.path={path!r}: no such directory, not in the hub's cache; {there}")
     return open_model(str(folder), remat, **attention)
@@ -47,7 +49,8 @@ def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pip
 def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -> Experiment:
     """The parts of a run on `mesh`, whose devices are like `device`. Every array is a ShapeDtypeStruct. Raises InputError."""
     model = config.model
-    dtype, rows = DTYPES[config.rollout.precision], sharding.rows_only(mesh)
+    dtype = DTYPES[config.rollout.precision]
+    rows = sharding.rows_only(mesh)
     targets, quantized = linears_of(config, pipeline, device)
     check_tile(model.tile, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
@@ -55,11 +58,25 @@ def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -
     encoders.check_instruction(instruction)
     decoding, products = scoring_dtypes(config.rollout.scoring, config.rollout.precision, device)
     vae_dtype = decoding or pipeline.vae_dtype or dtype
-    decoder = Decoder(pipeline.vae.abstract(vae_dtype, sharding.placement(rows)), pipeline, vae_dtype, model.tile)
+    decoder = Decoder(
+        pipeline.vae.abstract(vae_dtype, sharding.placement(rows)), pipeline, vae_dtype, model.tile
+    )
     transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
-    scorer, prompts = reward(config, rows, products), some_prompts(config)
-    return Experiment(config, backbone, scorer, scorer, targets, quantized, device, prompts, prompts, largest_size(config))
+    scorer = reward(config, rows, products)
+    prompts = some_prompts(config)
+    return Experiment(
+        config,
+        backbone,
+        scorer,
+        scorer,
+        targets,
+        quantized,
+        device,
+        prompts,
+        prompts,
+        largest_size(config),
+    )
 
 
 def some_prompts(config: Config) -> list[Prompt]:
@@ -74,7 +91,9 @@ def some_prompts(config: Config) -> list[Prompt]:
 
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     """What is trained on, its networks as they are released. What is scored outside JAX takes nothing of a device."""
-    loaded = open_rewards(dataclasses.replace(config.reward, paths=CARRIED, watched=()), products)(mesh).trained
+    loaded = open_rewards(dataclasses.replace(config.reward, paths=CARRIED, watched=()), products)(
+        mesh
+    ).trained
     return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
 
 
@@ -82,15 +101,24 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
     """What `TextEncoders.params` would load."""
     encoders = backbone.text_encoders
     place = sharding.placement(encoders.mesh)
-    return {name: part.abstract(encoders.dtype, place) for name, part in encoders.pipeline.text_encoders.items()}
+    return {
+        name: part.abstract(encoders.dtype, place)
+        for name, part in encoders.pipeline.text_encoders.items()
+    }
 
 
 def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
     """Shapes for arrays; where: their sharding, else what they have on `mesh`, else whole on every device."""
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
-        placed = where or (x.sharding if isinstance(getattr(x, "sharding", None), NamedSharding) else sharding.replicated(mesh))
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=placed)
+        placed = where or (
+            x.sharding
+            if isinstance(getattr(x, "sharding", None), NamedSharding)
+            else sharding.replicated(mesh)
+        )
+        return jax.ShapeDtypeStruct(
+            x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=placed
+        )
 
     return jax.tree.map(one, tree)
 
@@ -110,5 +138,8 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
 
 def held(tree: Any) -> int:
     """Bytes that a device holds of a tree of placed shapes. Elements of four bits are packed."""
-    bits = lambda x: jax.dtypes.itemsize_bits(x.dtype) * math.prod(x.sharding.shard_shape(x.shape))
+
+    def bits(x):
+        return jax.dtypes.itemsize_bits(x.dtype) * math.prod(x.sharding.shard_shape(x.shape))
+
     return sum(-(-bits(x) // 8) for x in jax.tree.leaves(tree))

@@ -42,7 +42,9 @@ class Instruction:
     name: str
     opcode: str
     arrays: tuple[Array, ...]
-    operands: tuple["Instruction", ...] = dataclasses.field(repr=False)  # what they are made of would be shown, too
+    operands: tuple["Instruction", ...] = dataclasses.field(
+        repr=False
+    )  # what they are made of would be shown, too
     literal: str
     attributes: str
     is_root: bool
@@ -75,7 +77,9 @@ class Module:
     computations: Mapping[str, list[Instruction]]
     entry: str
 
-    def executed(self, computation: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    def executed(
+        self, computation: str | None = None, times: int = 1
+    ) -> Iterator[tuple[Instruction, int]]:
         """The instructions that run, and how often: those of loops as often as the loop turns.
 
         Of a conditional, the branch that writes the most. A loop of unknown length counts once (`unknown_loops`).
@@ -85,7 +89,9 @@ class Module:
                 yield from self.executed(step.value("body"), times * (self.turns(step) or 1))
             elif step.opcode == "conditional":
                 branches = [list(self.executed(name, times)) for name in _branches(step)]
-                yield from max(branches, key=lambda branch: sum(n * inner.size for inner, n in branch))
+                yield from max(
+                    branches, key=lambda branch: sum(n * inner.size for inner, n in branch)
+                )
             elif step.opcode in ("call", "async-start"):
                 yield from self.executed(step.value("to_apply") or step.value("calls"), times)
             else:
@@ -99,12 +105,18 @@ class Module:
         if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
             return int(known[1])
         test = self.root(loop.value("condition"))
-        counts = test.opcode == "compare" and "direction=LT" in test.attributes and test.operands[1].opcode == "constant"
+        counts = (
+            test.opcode == "compare"
+            and "direction=LT" in test.attributes
+            and test.operands[1].opcode == "constant"
+        )
         return int(test.operands[1].literal) if counts else None
 
     def unknown_loops(self) -> int:
         """How many loops there are whose length is not known."""
-        loops = [step for steps in self.computations.values() for step in steps if step.opcode == "while"]
+        loops = [
+            step for steps in self.computations.values() for step in steps if step.opcode == "while"
+        ]
         return sum(self.turns(loop) is None for loop in loops)
 
     def root(self, computation: str) -> Instruction:
@@ -115,7 +127,8 @@ class Module:
 def parse(text: str) -> Module:
     """Reads a module. Raises ValueError if there is no entry computation, or a type is not known."""
     computations: dict[str, list[str]] = {}
-    entry, lines = "", list[str]()
+    entry = ""
+    lines = list[str]()
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             computations[head[2]] = lines = []
@@ -152,7 +165,9 @@ def _instructions(lines: list[str]) -> list[Instruction]:
         operands = tuple(made[name] for name in _OPERAND.findall(literal) if name in made)
         opcode = rest[kind_end:opening].strip()
         arrays = _arrays(rest[:kind_end])
-        made[head[2]] = Instruction(head[2], opcode, arrays, operands, literal, rest[closing:], bool(head[1]))
+        made[head[2]] = Instruction(
+            head[2], opcode, arrays, operands, literal, rest[closing:], bool(head[1])
+        )
     return list(made.values())
 
 
@@ -177,4 +192,8 @@ def _closing(text: str) -> int:
 
 def _branches(step: Instruction) -> list[str]:
     listed = re.search(r"branch_computations=\{([^}]*)\}", step.attributes)
-    return _OPERAND.findall(listed[1]) if listed else [step.value("true_computation"), step.value("false_computation")]
+    return (
+        _OPERAND.findall(listed[1])
+        if listed
+        else [step.value("true_computation"), step.value("false_computation")]
+    )

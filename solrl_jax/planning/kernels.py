@@ -14,16 +14,41 @@ from typing import Literal
 from solrl_jax.planning.hlo import Array, Instruction, Module
 
 # names for what is there already
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id"}
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "opt-barrier",
+    "partition-id",
+}
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+)
 SLICES = ("slice", "dynamic-slice", "gather")  # read as much of their first operand as they return
 FUSIONS = ("fusion", "fusion-start")  # the second goes on beside the kernels that follow
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # write, in place, as much as this operand holds
-FORWARD, BACKWARD = 2, 5  # products of flash attention: its gradient makes the scores again, and four gradients
+UPDATES = {
+    "dynamic-update-slice": 1,
+    "scatter": 2,
+}  # write, in place, as much as this operand holds
+# products of flash attention: its gradient makes the scores again, and four gradients
+FORWARD = 2
+BACKWARD = 5
 TPU_KERNEL = "tpu_custom_call"
 PALLAS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", TPU_KERNEL)
 _ATTENTION = re.compile("flash|splash|attention")
-_PARTS = {"dkv": 4, "dq": 3, "": 2}  # products of JAX's attention for TPUs: its two gradients, and what gives the output
+_PARTS = {
+    "dkv": 4,
+    "dq": 3,
+    "": 2,
+}  # products of JAX's attention for TPUs: its two gradients, and what gives the output
 Kind = Literal["products", "attention", "memory"]
 Unit = Literal["fp4", "fp8", "bf16", "tf32", "fp32"]
 
@@ -50,8 +75,14 @@ class Kernel:
 def kernels(module: Module) -> list[Kernel]:
     """All kernels of a program except collectives."""
     memory = _Memory(module)
-    found = [(step, times) for step, times in module.executed() if step.opcode not in FREE and collective(step.opcode) is None]
-    return [_kernel(step, times, memory) for step, times in found if not step.opcode.endswith("-done")]
+    found = [
+        (step, times)
+        for step, times in module.executed()
+        if step.opcode not in FREE and collective(step.opcode) is None
+    ]
+    return [
+        _kernel(step, times, memory) for step, times in found if not step.opcode.endswith("-done")
+    ]
 
 
 def collective(opcode: str) -> str | None:
@@ -64,7 +95,9 @@ def native(found: Iterable[Kernel]) -> dict[str, int]:
     """How often each function of a library and each kernel in Pallas runs, by name."""
     counts = Counter[str]()
     for kernel in found:
-        if not kernel.name.startswith("fusion") and (kernel.kind != "memory" or kernel.name in PALLAS):
+        if not kernel.name.startswith("fusion") and (
+            kernel.kind != "memory" or kernel.name in PALLAS
+        ):
             counts[kernel.name] += kernel.times
     return dict(counts)
 
@@ -82,7 +115,9 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
     inside = memory.module.computations[step.value("calls")] if step.opcode in FUSIONS else []
     # a library's function may be fused with the slices that it reads and writes (XLA of JAX 0.11)
     work = next((inner for inner in inside if inner.opcode == "custom-call"), step)
-    name, operations, source = work.opcode, (0.0, "bf16"), work.text("op_name")
+    name = work.opcode
+    operations = (0.0, "bf16")
+    source = work.text("op_name")
     if work.opcode in FUSIONS:
         name = " ".join(["fusion", *re.findall(r'"kind":"(__\w+)"', work.attributes)])
         operations = _inside(inside, memory.module)
@@ -96,8 +131,11 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
     if "fmha" in name or (name in PALLAS and _ATTENTION.search(source)):
         kind = "attention"
     elif count:
-        kind, name = "products", f"{name} {operand}"
-    result = "".join(f"{a.kind}[{','.join(map(str, a.shape))}]" for a in work.arrays[:1] and [_started(work)])
+        kind = "products"
+        name = f"{name} {operand}"
+    result = "".join(
+        f"{a.kind}[{','.join(map(str, a.shape))}]" for a in work.arrays[:1] and [_started(work)]
+    )
     return Kernel(name, kind, unit(operand), result, source, times, count, memory.moved(step, name))
 
 
@@ -128,21 +166,33 @@ def _multiplied(step: Instruction, kind: str) -> str:
 
 def _library(step: Instruction, name: str) -> tuple[float, str]:
     """Of a custom call; 0 if the function multiplies nothing, or does not say how much."""
-    operands, result = [operand.arrays[0] for operand in step.operands if operand.arrays], step.arrays[0]
+    operands = [operand.arrays[0] for operand in step.operands if operand.arrays]
+    result = step.arrays[0]
     kind = _multiplied(step, operands[0].kind) if operands else "bf16"
     if "fmha" in name:
-        scores = step.attributes.partition('"intermediate_tensor_shape"')[2].partition('"dimensions":')[2].partition("]")[0]
+        scores = (
+            step.attributes.partition('"intermediate_tensor_shape"')[2]
+            .partition('"dimensions":')[2]
+            .partition("]")[0]
+        )
         count = math.prod(int(n) for n in re.findall(r"\d+", scores))
-        return 2.0 * (BACKWARD if "Backward" in name else FORWARD) * count * operands[0].shape[-1], kind
+        return 2.0 * (BACKWARD if "Backward" in name else FORWARD) * count * operands[0].shape[
+            -1
+        ], kind
     if "matmul" in name or "blockScaledDot" in name:
         axes = step.integers("lhs_contracting_dimensions") or [len(operands[0].shape) - 1]
         return 2.0 * math.prod(result.shape) * math.prod(operands[0].shape[i] for i in axes), kind
     if name.startswith("__cudnn$conv"):
-        arrays = {"Input": (result, operands[1], operands[0]), "Filter": (operands[0], result, operands[1])}
+        arrays = {
+            "Input": (result, operands[1], operands[0]),
+            "Filter": (operands[0], result, operands[1]),
+        }
         backward = name.partition("Backward")[2]
         return _convolution(step, *arrays.get(backward, (operands[0], operands[1], result))), kind
     if name == TPU_KERNEL and _ATTENTION.search(step.text("op_name")):
-        q, k = [a for a in operands if len(a.shape) == 4][:2]  # [rows, heads, queries or keys, head]
+        q, k = [a for a in operands if len(a.shape) == 4][
+            :2
+        ]  # [rows, heads, queries or keys, head]
         products = next(count for part, count in _PARTS.items() if part in step.text("op_name"))
         return 2.0 * products * math.prod(q.shape) * k.shape[2], q.kind
     return float(step.text("flops") or 0 if name in PALLAS else 0), kind  # of its `cost_estimate`
@@ -156,7 +206,9 @@ def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> f
     sizes = [dict(zip(names, array.shape, strict=True)) for names, array in arrays]
     text = re.search(r"\bwindow=\{([^}]*)\}", step.attributes)
     window = dict(re.findall(r"(\w+)=(\S+)", text[1])) if text else {}
-    taps = math.prod(_taps([size[str(i)] for size in sizes], window, i) for i in range(len(labels[1]) - 2))
+    taps = math.prod(
+        _taps([size[str(i)] for size in sizes], window, i) for i in range(len(labels[1]) - 2)
+    )
     return 2.0 * taps * sizes[2]["b"] * sizes[2]["f"] * sizes[1]["i"]
 
 
@@ -175,7 +227,9 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 
 def _started(step: Instruction) -> Array:
     """What an instruction returns, or will when it is done: its start repeats the operands, a copy's behind the result."""
-    return step.arrays[len(step.operands) if step.opcode.endswith("-start") and step.opcode != "copy-start" else 0]
+    return step.arrays[
+        len(step.operands) if step.opcode.endswith("-start") and step.opcode != "copy-start" else 0
+    ]
 
 
 def _is_workspace(step: Instruction, result: int) -> bool:
@@ -213,8 +267,11 @@ class _Memory:
         """Of a fusion's parameter, all its readers together."""
         key = computation, number
         if key not in self._read:
-            steps, total = self.module.computations[computation], 0.0
-            names = {step for step in steps if step.opcode == "parameter" and step.literal == str(number)}
+            steps = self.module.computations[computation]
+            total = 0.0
+            names = {
+                step for step in steps if step.opcode == "parameter" and step.literal == str(number)
+            }
             for step in steps:
                 at = [i for i, operand in enumerate(step.operands) if operand in names]
                 if at and step.opcode == "bitcast":
@@ -230,12 +287,16 @@ class _Memory:
             return step.operands[UPDATES[step.opcode]].size
         if step.opcode in FUSIONS:
             return min(step.size, self._written(self.module.root(step.value("calls"))))
-        return sum(a.size for i, a in enumerate(step.arrays) if a.space == 0 and not _is_workspace(step, i))
+        return sum(
+            a.size for i, a in enumerate(step.arrays) if a.space == 0 and not _is_workspace(step, i)
+        )
 
     def _written(self, root: Instruction) -> float:
         """By a fusion with this root."""
         if root.opcode == "tuple":
             return sum(map(self._written, root.operands), 0.0)
-        if root.opcode == "get-tuple-element" and _is_workspace(root.operands[0], int(root.value("index"))):
+        if root.opcode == "get-tuple-element" and _is_workspace(
+            root.operands[0], int(root.value("index"))
+        ):
             return 0.0
         return self._written(root.operands[0]) if root.opcode == "bitcast" else self._writes(root)

@@ -11,7 +11,9 @@ import numpy as np
 from solrl_jax.planning.hlo import Instruction, Module
 from solrl_jax.planning.kernels import FREE, collective
 
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 _PARTS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
@@ -73,7 +75,8 @@ def collectives(module: Module, devices: int) -> list[Collective]:
 
 def _accompanied(steps: Sequence[Instruction]) -> Iterator[Instruction]:
     """Of the instructions that start something, those between which and their end a kernel runs."""
-    ran, before = 0, dict[Instruction, int]()
+    ran = 0
+    before = dict[Instruction, int]()
     for step in steps:
         if step.opcode.endswith("-start"):
             before[step] = ran
@@ -89,7 +92,9 @@ def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...]
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", step.attributes)
         assert pairs is not None
-        return tuple(tuple(map(int, pair.split(","))) for pair in re.findall(r"(\d+,\d+)", pairs[1]))
+        return tuple(
+            tuple(map(int, pair.split(","))) for pair in re.findall(r"(\d+,\d+)", pairs[1])
+        )
     if mesh := _MESH.search(step.attributes):
         return _mesh_groups(*mesh.groups())
     if iota := _IOTA.search(step.attributes):
@@ -97,20 +102,35 @@ def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...]
     listed = re.search(r"replica_groups=\{(\{.*?\})\}", step.attributes)
     if listed is None:  # all
         return (tuple(range(devices)),)
-    return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    return tuple(
+        tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])
+    )
 
 
-def _mesh_groups(axes: str, order: str | None, transposed: str | None, chosen: str) -> tuple[tuple[int, ...], ...]:
+def _mesh_groups(
+    axes: str, order: str | None, transposed: str | None, chosen: str
+) -> tuple[tuple[int, ...], ...]:
     """Groups along some axes of a mesh, 'x'=4, or parts of axes, 'x':(2)2: those of 2 numbers within whole runs of 2."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     numbers = _numbers(order or str(math.prod(sizes.values())), transposed)
     parts: list[tuple[str, int, int]] = []  # axes divided where a part of one is chosen
-    wanted = [(name, int(before or 1), int(size or sizes[name])) for name, before, size in _PARTS.findall(chosen)]
+    wanted = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in _PARTS.findall(chosen)
+    ]
     for name, size in sizes.items():
         inner = [(before, part) for other, before, part in wanted if other == name]
-        edges = sorted({1, size, *(before for before, _ in inner), *(before * part for before, part in inner)})
-        parts += [(name, low, high // low) for low, high in itertools.pairwise(edges)] or [(name, 1, 1)]
-    along = [i for i, (name, low, _) in enumerate(parts) if any(n == name and b <= low < b * p for n, b, p in wanted)]
+        edges = sorted(
+            {1, size, *(before for before, _ in inner), *(before * part for before, part in inner)}
+        )
+        parts += [(name, low, high // low) for low, high in itertools.pairwise(edges)] or [
+            (name, 1, 1)
+        ]
+    along = [
+        i
+        for i, (name, low, _) in enumerate(parts)
+        if any(n == name and b <= low < b * p for n, b, p in wanted)
+    ]
     grid = numbers.reshape([size for _, _, size in parts])
     grid = np.moveaxis(grid, along, range(-len(along), 0))
     return tuple(map(tuple, grid.reshape(-1, math.prod(parts[i][2] for i in along)).tolist()))

@@ -15,29 +15,34 @@ from typing import Any
 
 import jax
 
-from solrl_jax.backbone.locate import attention_of
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import trained_sizes
-from solrl_jax.numerics.formats import AUTO, Device
+from solrl_jax.models.locate import attention_of
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning import roofline, topology
 from solrl_jax.planning.abstract import abstract, experiment, held, open_configurations
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import CUDNN, Target
-from solrl_jax.policy.remat import open_trained
+from solrl_jax.quant.formats import AUTO, Device
+from solrl_jax.rl.checkpointing import open_trained
+from solrl_jax.rl.experiment import open_mesh
 from solrl_jax.storage import hub
 from solrl_jax.storage.files import atomic_write, writable_directory
-from solrl_jax.training.experiment import open_mesh
 
 USABLE = 0.92  # of a device's memory: the rest is the runtime's and the libraries', and lost between buffers
-COPY, ENCODERS, CONDITIONING = "quantised copy", "text encoders", "conditioning"
+COPY = "quantised copy"
+ENCODERS = "text encoders"
+CONDITIONING = "conditioning"
 ROLLOUT = ("sync", "explore", "regenerate")
 SETTINGS = {  # what a stage takes less memory with
     "encode": ("`solrl encode PRESET` beforehand",),
     "sync": ("mesh.fsdp",),
     "explore": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
     "regenerate": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
-    "score": ("mesh.fsdp", "model.cache=''"),  # pictures are decoded a few at a time, whatever the chunk
+    "score": (
+        "mesh.fsdp",
+        "model.cache=''",
+    ),  # pictures are decoded a few at a time, whatever the chunk
     "evaluate": ("mesh.fsdp", "model.cache=''", "eval.size"),
     "update": ("model.remat=blocks", "optimizer.micro_batch", "mesh.fsdp", "model.cache=''"),
 }
@@ -57,10 +62,14 @@ class Planner:
 
     def __init__(self, config: Config, where: Devices):
         """Raises InputError: there is no such topology, the mesh does not divide it, or the configuration cannot be run."""
-        self.config, self.where, target = config, where, where.target
+        self.config = config
+        self.where = where
+        target = where.target
         mesh = open_mesh(config, topology.devices(target, where.count, where.hosts))
         with topology.tracing():
-            open_pipeline = partial(open_configurations, config.model.path, **attention_of(config.model))
+            open_pipeline = partial(
+                open_configurations, config.model.path, **attention_of(config.model)
+            )
             self.pipeline = open_trained(config, mesh, USABLE * target.memory, open_pipeline)
         self.device = Device(target.platform, target.kind, target.capability)
         self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
@@ -89,20 +98,27 @@ class Planner:
 
     def place(self, sync: Any) -> None:
         """The quantised copy is from now on where the compiled `sync` leaves it."""
-        self.codes = jax.tree.map(lambda x, where: abstract(x, self.stages.mesh, where), self.codes, sync.output_shardings)
+        self.codes = jax.tree.map(
+            lambda x, where: abstract(x, self.stages.mesh, where), self.codes, sync.output_shardings
+        )
 
-    def measure(self, stage: str, program: Program, made: Any, hlo: Path | None = None) -> dict[str, Any]:
+    def measure(
+        self, stage: str, program: Program, made: Any, hlo: Path | None = None
+    ) -> dict[str, Any]:
         """The figures of one compiled program, for one device. hlo: the folder that its text is written to."""
         text = made.as_text()
         if hlo is not None:
             atomic_write(hlo / f"{stage}-{program.name}.hlo", text)
-        figures = roofline.roofline(text, self.where.target, self.where.count, self.where.hosts).summary()
+        figures = roofline.roofline(
+            text, self.where.target, self.where.count, self.where.hosts
+        ).summary()
         memory = self.memory(stage, program, made.memory_analysis())
         return {"name": program.name, "calls": program.calls, "memory": memory, "roofline": figures}
 
     def parts(self) -> dict[str, Any]:
         """The arrays that stay in memory between programs."""
-        experiment, state = self.stages.experiment, self.stages.state
+        experiment = self.stages.experiment
+        state = self.stages.state
         return {
             "base": experiment.backbone.transformer,
             COPY: self.codes,
@@ -127,8 +143,13 @@ class Planner:
         absent = {"encode": (COPY, CONDITIONING), "sync": (COPY,)}.get(stage, ())
         if stage != "encode" and self.config.model.cache is not None:  # encoded ahead, and freed
             absent = (*absent, ENCODERS)
-        parts = {name: tree for name, tree in self.parts().items() if name not in absent} | {"latents": program.meanwhile}
-        others = {name: held([x for x in arrays(tree) if id(x) not in once]) for name, tree in parts.items()}
+        parts = {name: tree for name, tree in self.parts().items() if name not in absent} | {
+            "latents": program.meanwhile
+        }
+        others = {
+            name: held([x for x in arrays(tree) if id(x) not in once])
+            for name, tree in parts.items()
+        }
         own = {
             "temporaries": analysis.temp_size_in_bytes,
             "outputs": analysis.output_size_in_bytes,
@@ -136,7 +157,8 @@ class Planner:
             "held": held(list(once.values())),
             "padded": max(analysis.argument_size_in_bytes - held(given), 0),
         }
-        aliased, arguments = analysis.alias_size_in_bytes, analysis.argument_size_in_bytes
+        aliased = analysis.alias_size_in_bytes
+        arguments = analysis.argument_size_in_bytes
         return own | {
             "arguments": arguments,
             "aliased": aliased,
@@ -148,7 +170,10 @@ class Planner:
 
 
 def plan(
-    config: Config, where: Devices, hlo: Path | None = None, progress: Callable[[str], None] = lambda doing: None
+    config: Config,
+    where: Devices,
+    hlo: Path | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
     """The plan, as `--json` prints it; of one device.
 
@@ -159,7 +184,9 @@ def plan(
         writable_directory(hlo, "--hlo")
     stages = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for stage, of_stage in itertools.groupby(planner.programs(threads), key=lambda each: each[0]):
+        for stage, of_stage in itertools.groupby(
+            planner.programs(threads), key=lambda each: each[0]
+        ):
             programs = []
             for _, program, made in of_stage:
                 progress(f"{stage}: {program.name}")
@@ -167,7 +194,8 @@ def plan(
             seconds = sum(row["calls"] * row["roofline"]["seconds"] for row in programs)
             peak = max(row["memory"]["peak"] for row in programs)
             stages.append({"name": stage, "seconds": seconds, "peak": peak, "programs": programs})
-    usable, largest = planner.usable, max(stages, key=lambda stage: stage["peak"])
+    usable = planner.usable
+    largest = max(stages, key=lambda stage: stage["peak"])
     left = {stage["name"]: usable - stage["peak"] for stage in stages}
     form = planner.stages.experiment.recipe.format
     return {
@@ -185,7 +213,11 @@ def plan(
         "largest": largest["name"],
         "peak": largest["peak"],
         "fits": largest["peak"] <= usable,
-        "too_large": {stage["name"]: list(SETTINGS[stage["name"]]) for stage in stages if stage["peak"] > usable},
+        "too_large": {
+            stage["name"]: list(SETTINGS[stage["name"]])
+            for stage in stages
+            if stage["peak"] > usable
+        },
         "faster": faster(planner, left),
         **totals(planner, stages),
         "assumptions": list(assumptions(planner)),
@@ -203,8 +235,13 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     To keep what products make takes several times the memory of `model.remat=blocks`, so it is named where half is free. Larger
     chunks and micro-batches are not among them: the least time of a row hardly depends on how many run at once.
     """
-    recipe, remat = planner.stages.experiment.recipe, planner.config.model.remat
-    found = {} if recipe.format.native(planner.device) else {"explore": f"rollout.explore.precision={AUTO}"}
+    recipe = planner.stages.experiment.recipe
+    remat = planner.config.model.remat
+    found = (
+        {}
+        if recipe.format.native(planner.device)
+        else {"explore": f"rollout.explore.precision={AUTO}"}
+    )
     roomy = left["update"] > planner.usable / 2
     return found | ({"update": "model.remat=products"} if roomy and remat == "blocks" else {})
 
@@ -217,7 +254,9 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = {stage["name"]: stage["seconds"] for stage in stages}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)
     found: dict[str, Any] = {"seconds": sum(seconds.values()), "rollout": rollout}
-    regenerated = next((stage["programs"][0] for stage in stages if stage["name"] == "regenerate"), None)
+    regenerated = next(
+        (stage["programs"][0] for stage in stages if stage["name"] == "regenerate"), None
+    )
     if regenerated is not None:
         drafts, _ = planner.stages.chunks(row_groups(planner.stages.mesh))
         naive = drafts * regenerated["roofline"]["seconds"]
@@ -230,9 +269,14 @@ def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
 
 def assumptions(planner: Planner) -> Iterator[str]:
     """What the figures take for granted."""
-    where, config = planner.where, planner.config
+    where = planner.where
+    config = planner.config
     yield f"{USABLE:.0%} of a device's memory are for arrays; JAX takes 75% of a GPU without XLA_PYTHON_CLIENT_MEM_FRACTION"
-    kept = "stay in memory (model.cache=null)" if config.model.cache is None else "encode all prompts of a run, then are freed"
+    kept = (
+        "stay in memory (model.cache=null)"
+        if config.model.cache is None
+        else "encode all prompts of a run, then are freed"
+    )
     yield f"text encoders {kept}"
     if len(trained_sizes(config)) > 1:
         yield "every iteration has the largest of rollout.size"
@@ -251,28 +295,64 @@ def assumptions(planner: Planner) -> Iterator[str]:
 
 def table(summary: dict[str, Any]) -> str:
     """The plan for a terminal."""
-    gb = lambda size: f"{size / 1e9:.2f}"
+
+    def gb(size):
+        return f"{size / 1e9:.2f}"
+
     mesh = " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
-    lines = [f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} {summary['device']}; mesh {mesh}"]
+    lines = [
+        f"{summary['preset']} on {summary['hosts']} host(s) x {summary['devices']} {summary['device']}; mesh {mesh}"
+    ]
     lines[0] += "; pictures of {} x {} pixels".format(*summary["size"])
-    lines += [f"exploration: {summary['exploration']}", f"the update recomputes: {summary['remat']}", "", "parts, GB a device"]
+    lines += [
+        f"exploration: {summary['exploration']}",
+        f"the update recomputes: {summary['remat']}",
+        "",
+        "parts, GB a device",
+    ]
     lines += [f"  {name:<16} {gb(size):>8}" for name, size in summary["parts"].items()]
     lines += ["", f"{'GB a device':<27}arguments temporaries outputs aliased elsewhere    peak"]
     for stage, row in rows(summary):
-        m, name = row["memory"], f"{stage}: {row['name']}"
-        sizes = (m["arguments"], m["temporaries"], m["outputs"], m["aliased"], sum(m["resident"].values()), m["peak"])
-        lines.append(f"{name:<27}" + "".join(f"{gb(n):>{w}}" for n, w in zip(sizes, (9, 12, 8, 8, 10, 8), strict=True)))
+        m = row["memory"]
+        name = f"{stage}: {row['name']}"
+        sizes = (
+            m["arguments"],
+            m["temporaries"],
+            m["outputs"],
+            m["aliased"],
+            sum(m["resident"].values()),
+            m["peak"],
+        )
+        lines.append(
+            f"{name:<27}"
+            + "".join(f"{gb(n):>{w}}" for n, w in zip(sizes, (9, 12, 8, 8, 10, 8), strict=True))
+        )
     for stage, row in rows(summary):
-        lines += ["", f"{stage}: {row['name']}, {row['calls']} calls of at least {roofline.table(row['roofline'])}"]
+        lines += [
+            "",
+            f"{stage}: {row['name']}, {row['calls']} calls of at least {roofline.table(row['roofline'])}",
+        ]
     fits = "fits" if summary["fits"] else "does not fit"
-    lines += ["", f"largest: {summary['largest']}, {gb(summary['peak'])} of {gb(summary['usable'])} GB: {fits}"]
-    lines += [f"  {stage} is too large; it takes less with {', '.join(by)}" for stage, by in summary["too_large"].items()]
+    lines += [
+        "",
+        f"largest: {summary['largest']}, {gb(summary['peak'])} of {gb(summary['usable'])} GB: {fits}",
+    ]
+    lines += [
+        f"  {stage} is too large; it takes less with {', '.join(by)}"
+        for stage, by in summary["too_large"].items()
+    ]
     left = {stage["name"]: gb(summary["usable"] - stage["peak"]) for stage in summary["stages"]}
-    lines += [f"  {stage} leaves {left[stage]} GB; it may be faster with {by}" for stage, by in summary["faster"].items()]
+    lines += [
+        f"  {stage} leaves {left[stage]} GB; it may be faster with {by}"
+        for stage, by in summary["faster"].items()
+    ]
     by_stage = ", ".join(f"{stage['name']} {stage['seconds']:.3g}" for stage in summary["stages"])
-    lines += [f"an iteration: {summary['seconds']:.3g} s at least ({by_stage}); rollout phase {summary['rollout']:.3g} s"]
+    lines += [
+        f"an iteration: {summary['seconds']:.3g} s at least ({by_stage}); rollout phase {summary['rollout']:.3g} s"
+    ]
     if naive := summary.get("naive_scaling"):
-        times, rollout = naive["seconds"] / summary["seconds"], naive["rollout"] / summary["rollout"]
+        times = naive["seconds"] / summary["seconds"]
+        rollout = naive["rollout"] / summary["rollout"]
         lines.append(
             f"naive_scaling: {naive['seconds']:.3g} s, {times:.2f} times; "
             f"rollout phase {naive['rollout']:.3g} s, {rollout:.2f} times"

@@ -34,13 +34,16 @@ class Roofline:
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Of all runs of a kernel."""
-        return max(self.peak_seconds(kernel), kernel.times * kernel.moved / self.target.peaks.memory)
+        return max(
+            self.peak_seconds(kernel), kernel.times * kernel.moved / self.target.peaks.memory
+        )
 
     def link_seconds(self, collective: Collective) -> float:
         """Of all runs of a collective."""
         crossing = collective.crossing(self.on_host)
         return collective.times * (
-            max(collective.sent - crossing, 0) / self.target.peaks.link + crossing / self.target.peaks.network
+            max(collective.sent - crossing, 0) / self.target.peaks.link
+            + crossing / self.target.peaks.network
         )
 
     def split(self) -> dict[str, float]:
@@ -54,7 +57,8 @@ class Roofline:
 
     def summary(self) -> dict[str, Any]:
         """All figures, as `--json` prints them: seconds, bytes and operations of one call on one device."""
-        split, operations = self.split(), defaultdict[str, float](float)
+        split = self.split()
+        operations = defaultdict[str, float](float)
         for kernel in self.kernels:
             operations[kernel.unit] += kernel.times * kernel.operations
         return {
@@ -109,19 +113,32 @@ class Roofline:
 def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roofline:
     """Of the text of a program compiled for `hosts` hosts with `on_host` devices each."""
     module = parse(text)
-    return Roofline(target, on_host, kernels(module), collectives(module, on_host * hosts), module.unknown_loops())
+    return Roofline(
+        target,
+        on_host,
+        kernels(module),
+        collectives(module, on_host * hosts),
+        module.unknown_loops(),
+    )
 
 
 def table(summary: dict[str, Any]) -> str:
     """A program's figures for a terminal."""
     total = summary["seconds"]
-    row_of = lambda seconds: f"  {seconds:9.3g} s {seconds / total if total else 0:4.0%} "
+
+    def row_of(seconds):
+        return f"  {seconds:9.3g} s {seconds / total if total else 0:4.0%} "
+
     lines = [f"{total:.4g} s at the peaks; operations alone {summary['products_at_peak']:.4g} s"]
     lines += [f"{row_of(seconds)}{kind}" for kind, seconds in summary["split"].items() if seconds]
     lines += [f"  {count:9} x {name}" for name, count in sorted(summary["native"].items())]
     for row in summary["collectives"]:
         how = "asynchronous" if row["overlaps"] else "synchronous"
-        lines.append(f"  {row['count']:9} x {row['kind']}, {how}: {row['sent'] / 1e9:.3g} GB sent, {row['seconds']:.3g} s")
+        lines.append(
+            f"  {row['count']:9} x {row['kind']}, {how}: {row['sent'] / 1e9:.3g} GB sent, {row['seconds']:.3g} s"
+        )
     for row in summary["largest"]:
-        lines.append(f"{row_of(row['seconds'])}{row['times']} x {row['name']} {row['result']} {row['source'][-60:]}")
+        lines.append(
+            f"{row_of(row['seconds'])}{row['times']} x {row['name']} {row['result']} {row['source'][-60:]}"
+        )
     return "\n".join(lines)

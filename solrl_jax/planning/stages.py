@@ -9,20 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from solrl_jax.conditioning.text_encoders import encode_chunk
 from solrl_jax.config.sizes import evaluated_size
-from solrl_jax.explore.lever import shaped_quantizer
-from solrl_jax.explore.sync import Quantizer, quantize_policy
+from solrl_jax.models.text_encoders.encode import encode_chunk
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.abstract import abstract, shaped, text_encoders
 from solrl_jax.planning.topology import tracing
-from solrl_jax.policy.lora import attach, flatten
-from solrl_jax.policy.update import PolicyBatch, update
 from solrl_jax.rewards.protocol import score_images
-from solrl_jax.rollout.generate import Conditions, Rows, decode_chunk, sample_chunk
-from solrl_jax.rollout.stage import Leg, Stage
-from solrl_jax.training.experiment import Experiment, state_shapes
+from solrl_jax.rl.experiment import Experiment, state_shapes
+from solrl_jax.rl.explore.option import shaped_quantizer
+from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
+from solrl_jax.rl.generate import Conditions, Rows, decode_chunk, sample_chunk
+from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.trainable.trainable import attach, flatten
+from solrl_jax.rl.update import PolicyBatch, update
 
 STAGES = ("encode", "sync", "explore", "regenerate", "score", "update", "evaluate")
 
@@ -46,21 +46,28 @@ class Stages:
     """The programs of an experiment of shapes, for the mesh of the experiment."""
 
     def __init__(self, experiment: Experiment):
-        self.experiment, self.mesh = experiment, experiment.backbone.mesh
+        self.experiment = experiment
+        self.mesh = experiment.backbone.mesh
         self.rows_mesh = sharding.rows_only(self.mesh)
         self.state = state_shapes(experiment)
         self.encoders = text_encoders(experiment.backbone)
         self.whole = sharding.replicated(self.mesh)
         everywhere = sharding.replicated(self.rows_mesh)
-        self.prepared = abstract(experiment.reward.prepare(experiment.train_prompts), self.rows_mesh, everywhere)
-        self.conditions = shaped(Conditions, self._encodings(experiment.config.train.prompts), self._encodings(1))
+        self.prepared = abstract(
+            experiment.reward.prepare(experiment.train_prompts), self.rows_mesh, everywhere
+        )
+        self.conditions = shaped(
+            Conditions, self._encodings(experiment.config.train.prompts), self._encodings(1)
+        )
 
     def has(self, stage: str) -> bool:
         """Whether a run has that stage."""
         if stage == "sync":
             return self.experiment.recipe.format.quantize is not None
         if stage == "evaluate":  # else its programs take no more than those of the other stages
-            return math.prod(evaluated_size(self.experiment.config)) > math.prod(self.experiment.size)
+            return math.prod(evaluated_size(self.experiment.config)) > math.prod(
+                self.experiment.size
+            )
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
 
     def codes(self) -> Any:
@@ -73,13 +80,17 @@ class Stages:
 
     def chunks(self, groups: int) -> tuple[int, int]:
         """How many chunks of rows an iteration explores and regenerates, where rows are divided among `groups` devices."""
-        rollout, prompts = self.experiment.config.rollout, self.experiment.config.train.prompts
+        rollout = self.experiment.config.rollout
+        prompts = self.experiment.config.train.prompts
         rows = self._stage.chunk * groups
-        return -(-prompts * rollout.candidates // rows), -(-prompts * rollout.kept * rollout.regenerate // rows)
+        return -(-prompts * rollout.candidates // rows), -(
+            -prompts * rollout.kept * rollout.regenerate // rows
+        )
 
     def programs(self, stage: str, codes: Any) -> list[Program]:
         """The programs of a stage that the run has. codes: the quantised copy."""
-        experiment, rollout = self.experiment, self.experiment.config.rollout
+        experiment = self.experiment
+        rollout = self.experiment.config.rollout
         drafts, redone = self.chunks(row_groups(self.mesh))
         match stage:
             case "encode":
@@ -87,13 +98,20 @@ class Stages:
             case "sync":
                 return [Program(self.mesh, quantize_policy, self._sync(), 1)]
             case "explore":
-                leg, recipe = Leg(self._policy(codes), experiment.grid(rollout.explore.steps)), experiment.recipe
+                leg = Leg(self._policy(codes), experiment.grid(rollout.explore.steps))
+                recipe = experiment.recipe
                 legs = recipe.legs(leg, self._policy({}), recipe.format.name)
-                return [self._sample(legs, drafts, 0 if rollout.regenerate else experiment.config.recorded_steps)]
+                return [
+                    self._sample(
+                        legs, drafts, 0 if rollout.regenerate else experiment.config.recorded_steps
+                    )
+                ]
             case "regenerate":
                 return [
                     self._sample(
-                        (Leg(self._policy({}), experiment.grid(rollout.steps)),), redone, experiment.config.recorded_steps
+                        (Leg(self._policy({}), experiment.grid(rollout.steps)),),
+                        redone,
+                        experiment.config.recorded_steps,
                     )
                 ]
             case "score":
@@ -101,34 +119,51 @@ class Stages:
             case "evaluate":  # no part of an iteration: called no time in it
                 larger = copy.copy(self)
                 larger.experiment = experiment.at(evaluated_size(experiment.config))
-                legs = (Leg(self._policy({}), larger.experiment.grid(experiment.config.eval.steps, None)),)
+                legs = (
+                    Leg(
+                        self._policy({}), larger.experiment.grid(experiment.config.eval.steps, None)
+                    ),
+                )
                 return [larger._sample(legs, 0, 0), *larger._score(0)]
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
         with jax.set_mesh(self.rows_mesh), tracing():
             out = encode_chunk.eval_shape(*self._encode().arguments)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self.whole), out)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self.whole), out
+        )
 
     def _policy(self, codes: Any) -> Any:
         """The base with the old adapters. codes: of the quantised linears."""
-        policy = lambda base, adapters, codes: attach(base, adapters, self.experiment.scale, codes)
+
+        def policy(base, adapters, codes):
+            return attach(base, adapters, self.experiment.scale, codes)
+
         return shaped(policy, self.experiment.backbone.transformer, self.state.old, codes)
 
     def _encode(self) -> Program:
-        backbone, model = self.experiment.backbone, self.experiment.config.model
-        mesh, encoders = self.rows_mesh, backbone.text_encoders
+        backbone = self.experiment.backbone
+        model = self.experiment.config.model
+        mesh = self.rows_mesh
+        encoders = backbone.text_encoders
         tokens = encoders.tokenize([""] * encoders.chunk, model.max_tokens, backbone.instruction)
         placed = abstract(tokens, mesh, sharding.rows(mesh))
-        calls = -(-self.experiment.config.train.prompts // encoders.chunk) + 1  # and the empty prompt
+        calls = (
+            -(-self.experiment.config.train.prompts // encoders.chunk) + 1
+        )  # and the empty prompt
         return Program(mesh, encode_chunk, (encoders, self.encoders, placed), calls)
 
     def _sync(self) -> tuple[Any, ...]:
-        experiment, recipe = self.experiment, self.experiment.recipe
+        experiment = self.experiment
+        recipe = self.experiment.recipe
         base = experiment.backbone.transformer
         assert recipe.format.quantize is not None
         flat = flatten(base)
-        weights = {path: jax.ShapeDtypeStruct(flat[path].shape, flat[path].dtype) for path in recipe.quantized}
+        weights = {
+            path: jax.ShapeDtypeStruct(flat[path].shape, flat[path].dtype)
+            for path in recipe.quantized
+        }
         quantizer = shaped_quantizer(recipe.explore, Quantizer(recipe.format.quantize), weights)
         quantizer = Quantizer(quantizer.quantize, abstract(quantizer.beside, self.mesh, self.whole))
         return self.mesh, base, self.state.old, experiment.scale, recipe.quantized, quantizer
@@ -143,16 +178,27 @@ class Stages:
 
     def _sample(self, legs: tuple[Leg, ...], calls: int, recorded: int) -> Program:
         noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
-        rows = shaped(Rows, self._rows(self.mesh, (), jnp.int32), self._rows(self.mesh, (2,), jnp.uint32), noise)
-        legs = tuple(dataclasses.replace(leg, grid=abstract(leg.grid, self.mesh, self.whole)) for leg in legs)
+        rows = shaped(
+            Rows,
+            self._rows(self.mesh, (), jnp.int32),
+            self._rows(self.mesh, (2,), jnp.uint32),
+            noise,
+        )
+        legs = tuple(
+            dataclasses.replace(leg, grid=abstract(leg.grid, self.mesh, self.whole)) for leg in legs
+        )
         arguments = (self.experiment.backbone, legs, self.conditions, rows, recorded)
         return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:
-        experiment, reward, mesh = self.experiment, self.experiment.reward, self.rows_mesh
+        experiment = self.experiment
+        reward = self.experiment.reward
+        mesh = self.rows_mesh
         latents = self._rows(mesh, self._stage.shape, jnp.float32)
         images = self._rows(mesh, (*experiment.size, 3), jnp.float32)
-        decode = [Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)] * reward.needs_pictures
+        decode = [
+            Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)
+        ] * reward.needs_pictures
         if reward.score is None:
             return decode
         seen = reward.seen(images, latents)
@@ -160,13 +206,32 @@ class Stages:
         return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
     def _update(self) -> Program:
-        experiment, config = self.experiment, self.experiment.config
-        backbone, grid = experiment.backbone, experiment.grid(config.rollout.steps)
+        experiment = self.experiment
+        config = self.experiment.config
+        backbone = experiment.backbone
+        grid = experiment.grid(config.rollout.steps)
         count = config.train.prompts * config.rollout.kept
-        of: Any = lambda shape, dtype: jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
-        numbers = of(self._stage.shape, jnp.float32), of((), jnp.float32), of((), jnp.float32), of((), jnp.int32)
+
+        def of(shape, dtype):
+            return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
+
+        numbers = (
+            of(self._stage.shape, jnp.float32),
+            of((), jnp.float32),
+            of((), jnp.float32),
+            of((), jnp.int32),
+        )
         recorded = config.recorded_steps
         states = of((recorded + 1, *self._stage.shape), jnp.float32) if recorded else None
-        batch = shaped(PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states)
-        arguments = (backbone, config, self.state, backbone.transformer, batch, abstract(grid, self.mesh, self.whole))
+        batch = shaped(
+            PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states
+        )
+        arguments = (
+            backbone,
+            config,
+            self.state,
+            backbone.transformer,
+            batch,
+            abstract(grid, self.mesh, self.whole),
+        )
         return Program(self.mesh, update, arguments, 1)

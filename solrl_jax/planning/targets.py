@@ -62,26 +62,55 @@ class Target:
     cores: int = 1
 
 
-def _gpu(name: str, kind: str, major: int, memory: int, rates: tuple[int | float, ...], chip: Chip, on_host: int = 8) -> Target:
+def _gpu(
+    name: str,
+    kind: str,
+    major: int,
+    memory: int,
+    rates: tuple[int | float, ...],
+    chip: Chip,
+    on_host: int = 8,
+) -> Target:
     """memory: MiB, as the driver reports it; rates: teraflops in BF16, FP8, FP4, TB/s of memory, GB/s of links and network."""
     bf16, fp8, fp4, bandwidth, link, network = rates
-    fp32, tf32 = 2e9 * chip.units * chip.cores * chip.clock, bf16 / 2 * 1e12
-    peaks = Peaks(bf16 * 1e12, fp8 * 1e12, fp4 * 1e12, fp32, tf32, bandwidth * 1e12, link * 1e9, network * 1e9)
+    fp32 = 2e9 * chip.units * chip.cores * chip.clock
+    tf32 = bf16 / 2 * 1e12
+    peaks = Peaks(
+        bf16 * 1e12, fp8 * 1e12, fp4 * 1e12, fp32, tf32, bandwidth * 1e12, link * 1e9, network * 1e9
+    )
     return Target(name, "gpu", kind, (major, 0), memory * 2.0**20, peaks, on_host, chip)
 
 
-def _tpu(name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1) -> Target:
+def _tpu(
+    name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1
+) -> Target:
     """Of a chip: GB of memory; rates: teraflops in BF16 and FP8, TB/s of memory, GB/s of links. Its cores share them."""
     bf16, fp8, bandwidth, link = (rate / cores for rate in rates)
-    fp32, tf32 = bf16 / 6 * 1e12, bf16 / 3 * 1e12
-    peaks = Peaks(bf16 * 1e12, fp8 * 1e12, fp8 * 1e12, fp32, tf32, bandwidth * 1e12, link * 1e9, link * 1e9)
-    return Target(name, "tpu", kind, (0, 0), memory * 1e9 / cores, peaks, (8 if axes == 2 else 4) * cores, None, axes, cores)
+    fp32 = bf16 / 6 * 1e12
+    tf32 = bf16 / 3 * 1e12
+    peaks = Peaks(
+        bf16 * 1e12, fp8 * 1e12, fp8 * 1e12, fp32, tf32, bandwidth * 1e12, link * 1e9, link * 1e9
+    )
+    return Target(
+        name,
+        "tpu",
+        kind,
+        (0, 0),
+        memory * 1e9 / cores,
+        peaks,
+        (8 if axes == 2 else 4) * cores,
+        None,
+        axes,
+        cores,
+    )
 
 
-_KIB, _MIB = 2**10, 2**20
+_KIB = 2**10
+_MIB = 2**20
 _A100 = Chip(108, 1.41, 40 * _MIB, 164 * _KIB, units=64)
 _HOPPER = Chip(132, 1.98, 50 * _MIB, 228 * _KIB)
-_B200, _GB200 = Chip(148, 1.965, 132644864, 228 * _KIB), Chip(152, 2.062, 135528448, 228 * _KIB)
+_B200 = Chip(148, 1.965, 132644864, 228 * _KIB)
+_GB200 = Chip(152, 2.062, 135528448, 228 * _KIB)
 _PRO = Chip(188, 2.6, 128 * _MIB, 100 * _KIB, threads=1536)
 TARGETS = {
     target.name: target
@@ -90,8 +119,23 @@ TARGETS = {
         _gpu("h100", "NVIDIA H100", 9, 81007, (989, 1979, 989, 3.35, 450, 50), _HOPPER),
         _gpu("h200", "NVIDIA H200", 9, 144384, (989, 1979, 989, 4.8, 450, 50), _HOPPER),
         _gpu("b200", "NVIDIA B200", 10, 182642, (2250, 4500, 9000, 8.0, 900, 50), _B200),
-        _gpu("gb200", "NVIDIA GB200", 10, 188730, (2500, 5000, 10000, 8.0, 900, 900), _GB200, on_host=4),
-        _gpu("rtx6000pro", "NVIDIA RTX PRO 6000 Blackwell", 12, 98304, (504, 1008, 2015, 1.792, 64, 50), _PRO),
+        _gpu(
+            "gb200",
+            "NVIDIA GB200",
+            10,
+            188730,
+            (2500, 5000, 10000, 8.0, 900, 900),
+            _GB200,
+            on_host=4,
+        ),
+        _gpu(
+            "rtx6000pro",
+            "NVIDIA RTX PRO 6000 Blackwell",
+            12,
+            98304,
+            (504, 1008, 2015, 1.792, 64, 50),
+            _PRO,
+        ),
         _tpu("tpu-v5e", "TPU v5 lite", 16, (197, 197, 0.819, 200), axes=2),
         _tpu("tpu-v5p", "TPU v5", 95, (459, 459, 2.765, 600), axes=3),
         _tpu("tpu-v6e", "TPU v6 lite", 32, (918, 918, 1.638, 400), axes=2),
@@ -102,9 +146,12 @@ TARGETS = {
 
 def description(target: Target) -> str:
     """A GPU as XLA's compiler takes it: a `GpuTargetConfigProto` as text."""
-    chip, (major, minor) = target.chip, target.capability
+    chip = target.chip
+    (major, minor) = target.capability
     assert chip is not None
-    own = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # what this architecture alone has: sm_90a
+    own = (
+        "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    )  # what this architecture alone has: sm_90a
     dnn = "major: {} minor: {} patch: {}".format(*CUDNN.split("."))
     return f"""
 gpu_device_info {{

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from solrl_jax.errors import InputError
 from solrl_jax.planning.targets import CUDNN, Target, description
-from solrl_jax.storage.errors import InputError
 
 WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}  # any of them
 TOOLKIT = Path("/usr/local/cuda/bin")  # where CUDA's own tools are, if they are installed
@@ -38,7 +38,9 @@ def prepare(target: Target) -> None:
     wheels = any(map(importlib.util.find_spec, WHEELS[target.platform]))
     if not wheels or (target.platform == "gpu" and not _has_assembler()):
         extra = f"solrl_jax[{EXTRAS[target.platform]}]"
-        raise InputError(f"--device {target.name}: its compiler is not installed: pip install '{extra}'")
+        raise InputError(
+            f"--device {target.name}: its compiler is not installed: pip install '{extra}'"
+        )
     os.environ.update(ENVIRONMENT)
 
 
@@ -46,9 +48,9 @@ def _has_assembler() -> bool:
     """Whether XLA finds CUDA's assembler: in a wheel, on the PATH, or in the toolkit. Some compilers crash without it."""
     nvidia = importlib.util.find_spec("nvidia")
     wheels = [Path(folder) for folder in nvidia.submodule_search_locations or ()] if nvidia else []
-    return bool(shutil.which("ptxas", path=os.pathsep.join([os.environ.get("PATH", ""), str(TOOLKIT)]))) or any(
-        found for folder in wheels for found in folder.glob("*/bin/ptxas")
-    )
+    return bool(
+        shutil.which("ptxas", path=os.pathsep.join([os.environ.get("PATH", ""), str(TOOLKIT)]))
+    ) or any(found for folder in wheels for found in folder.glob("*/bin/ptxas"))
 
 
 def devices(target: Target, count: int, hosts: int) -> list[Any]:
@@ -62,9 +64,13 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
     jax.devices()  # finds the plug-ins
     if target.platform == "gpu":
         if count > target.on_host:
-            raise InputError(f"--devices {count}: a host has at most {target.on_host} {target.name}; see --hosts")
+            raise InputError(
+                f"--devices {count}: a host has at most {target.on_host} {target.name}; see --hosts"
+            )
         layout = f"1x{hosts}x{count}"  # slices, hosts, devices
-        found = get_topology_desc(platform="cuda", topology_name="", topology=layout, target_config=description(target))
+        found = get_topology_desc(
+            platform="cuda", topology_name="", topology=layout, target_config=description(target)
+        )
     else:
         name, host = tpu_topology(target, count, hosts)
         found = get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
@@ -76,14 +82,25 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
 
     Raises InputError if there are no hosts with so many devices, or no slices with so many hosts.
     """
-    sizes = {chips * target.cores: lie for chips, lie in _TPU_HOSTS.items() if chips * target.cores <= target.on_host}
+    sizes = {
+        chips * target.cores: lie
+        for chips, lie in _TPU_HOSTS.items()
+        if chips * target.cores <= target.on_host
+    }
     if count not in sizes:
-        raise InputError(f"--devices {count}: a host has {' or '.join(map(str, sizes))} {target.name}; see --hosts")
-    chips, most = count * hosts // target.cores, _MOST_CHIPS[target.axes]
+        raise InputError(
+            f"--devices {count}: a host has {' or '.join(map(str, sizes))} {target.name}; see --hosts"
+        )
+    chips = count * hosts // target.cores
+    most = _MOST_CHIPS[target.axes]
     if hosts > 1 and (hosts & (hosts - 1) or chips > most or count == target.cores):
-        raise InputError(f"--hosts {hosts}: expected a power of two, {most} chips at most, and 4 or more of them a host")
+        raise InputError(
+            f"--hosts {hosts}: expected a power of two, {most} chips at most, and 4 or more of them a host"
+        )
     doublings = chips.bit_length() - 1
-    edges = [2 ** ((doublings + i) // target.axes) for i in range(target.axes)]  # the last ones are longest
+    edges = [
+        2 ** ((doublings + i) // target.axes) for i in range(target.axes)
+    ]  # the last ones are longest
     edges.sort(key=lambda edge: edge == 1)
     return f"{target.name.removeprefix('tpu-')}:{'x'.join(map(str, edges))}", sizes[count]
 

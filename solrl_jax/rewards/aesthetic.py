@@ -8,11 +8,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.clip import CLIPConfig, VisionModel
-from solrl_jax.models.image_resize import Preprocessing
-from solrl_jax.models.layers import Linear
-from solrl_jax.models.score_head import ScoreHead
-from solrl_jax.models.weights import find_component
+from solrl_jax.models.layers.core import Linear
+from solrl_jax.models.loading.weights import find_component
+from solrl_jax.models.vision.clip import CLIPConfig, VisionModel
+from solrl_jax.models.vision.image_resize import Preprocessing
+from solrl_jax.models.vision.score_head import ScoreHead
 from solrl_jax.rewards.clip import unit
 from solrl_jax.rewards.network import loader, open_network
 from solrl_jax.rewards.protocol import Loader, Scores
@@ -22,11 +22,13 @@ TEXT_TENSORS = ("text_model.", "text_projection.", "logit_scale")  # in CLIP's f
 
 
 class ImageEncoder(nnx.Module):
-    """The half of `models.clip.CLIPModel` that reads pictures; its parameters have the same names."""
+    """The half of `models.vision.clip.CLIPModel` that reads pictures; its parameters have the same names."""
 
     def __init__(self, c: CLIPConfig, *, rngs: nnx.Rngs):
         self.vision_model = VisionModel(c.vision_config, rngs=rngs)
-        self.visual_projection = Linear(c.vision_config.hidden_size, c.projection_dim, bias=False, rngs=rngs)
+        self.visual_projection = Linear(
+            c.vision_config.hidden_size, c.projection_dim, bias=False, rngs=rngs
+        )
 
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b e"]:
         return self.visual_projection(self.vision_model(pixels))
@@ -34,14 +36,22 @@ class ImageEncoder(nnx.Module):
 
 def aesthetic(paths: Mapping[str, str]) -> Loader:
     """A rating of about 1 to 10, from the direction of the picture's vector in OpenAI's ViT-L/14."""
-    head_file, folder = find("aesthetic", paths), find("aesthetic/clip", paths)
+    head_file = find("aesthetic", paths)
+    folder = find("aesthetic/clip", paths)
     config = CLIPConfig.read(folder)
-    encoder = open_network(lambda rngs: ImageEncoder(config, rngs=rngs), folder, partial(find_component, unused=TEXT_TENSORS))
+    encoder = open_network(
+        lambda rngs: ImageEncoder(config, rngs=rngs),
+        folder,
+        partial(find_component, unused=TEXT_TENSORS),
+    )
     head = open_network(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), head_file)
-    preprocess = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down")
+    preprocess = Preprocessing(
+        config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down"
+    )
 
     # the prompts are not read, but `score` wants an array with a row a prompt
-    prepare = lambda prompts: np.zeros(len(prompts), np.float32)
+    def prepare(prompts):
+        return np.zeros(len(prompts), np.float32)
 
     def score(params: dict[str, Any], images: Array, _: Array) -> Scores:
         vector = unit(encoder(encoder.gathered(params["encoder"]))(preprocess(images)))

@@ -6,18 +6,18 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER
-from solrl_jax.models.clip import CLIPConfig, CLIPModel
-from solrl_jax.models.component import Component
-from solrl_jax.models.image_resize import MEAN, STD, Preprocessing
-from solrl_jax.models.open_clip import find_open_clip
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.locate import EMBEDDED_FOLDER
+from solrl_jax.models.vision.clip import CLIPConfig, CLIPModel
+from solrl_jax.models.vision.image_resize import MEAN, STD, Preprocessing
+from solrl_jax.models.vision.open_clip import find_open_clip
 from solrl_jax.rewards.network import loader, open_network
 from solrl_jax.rewards.protocol import Loader, Scores
 from solrl_jax.rewards.sources import find
 from solrl_jax.rewards.texts import Tokenize, clip_texts, open_clip_texts, open_tokenizer
 
 # HPS v2.1 is OpenCLIP's ViT-H-14. Its file does not say the sizes. `eos_token_id` 2 means: a text ends at its highest token id
-# (`models.clip.TextModel.at_end`).
+# (`models.vision.clip.TextModel.at_end`).
 HPS = CLIPConfig.from_dict({
     "projection_dim": 1024,
     "text_config": {
@@ -38,14 +38,27 @@ def clipscore(paths: Mapping[str, str]) -> Loader:
 
 def pickscore(paths: Mapping[str, str]) -> Loader:
     """PickScore v1 (arXiv 2305.01569) with a fine-tuned ViT-H/14: `exp(logit_scale) / 26` times the cosine, about 0.8."""
-    return _scaled(paths, ("pickscore", "pickscore/tokenizer"), 26, kernel="bicubic", eight_bit=True, odd="down")
+    return _scaled(
+        paths,
+        ("pickscore", "pickscore/tokenizer"),
+        26,
+        kernel="bicubic",
+        eight_bit=True,
+        odd="down",
+    )
 
 
 def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
     """HPS v2.1 (arXiv 2306.09341) with a fine-tuned ViT-H/14 in OpenCLIP's layout: the cosine, about 0.3."""
-    network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), find("hpsv2", paths), find_open_clip)
-    preprocessing = Preprocessing(config.vision_config.image_size, "bicubic", eight_bit=False, fit="pad")
-    texts = open_clip_texts(find("hpsv2/tokenizer", paths), config.text_config.max_position_embeddings)
+    network = open_network(
+        lambda rngs: CLIPModel(config, rngs=rngs), find("hpsv2", paths), find_open_clip
+    )
+    preprocessing = Preprocessing(
+        config.vision_config.image_size, "bicubic", eight_bit=False, fit="pad"
+    )
+    texts = open_clip_texts(
+        find("hpsv2/tokenizer", paths), config.text_config.max_position_embeddings
+    )
     return _cosine(network, preprocessing, texts, lambda model: jnp.ones(()))
 
 
@@ -58,7 +71,9 @@ def tiny_clip(paths: Mapping[str, str]) -> Loader:
     return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))
 
 
-def _scaled(paths: Mapping[str, str], names: tuple[str, str], divisor: float, **resize: Any) -> Loader:
+def _scaled(
+    paths: Mapping[str, str], names: tuple[str, str], divisor: float, **resize: Any
+) -> Loader:
     """The cosine in a CLIP in the layout of transformers, times `exp(logit_scale) / divisor`.
 
     names: of the network and of its tokenizer, in `reward.paths`.
@@ -68,7 +83,12 @@ def _scaled(paths: Mapping[str, str], names: tuple[str, str], divisor: float, **
     network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
     preprocessing = Preprocessing(config.vision_config.image_size, fit="crop", **resize)
     texts = clip_texts(tokenizer, config.text_config.max_position_embeddings)
-    return _cosine(network, preprocessing, texts, lambda model: jnp.exp(model.logit_scale.get_value()) / divisor)
+    return _cosine(
+        network,
+        preprocessing,
+        texts,
+        lambda model: jnp.exp(model.logit_scale.get_value()) / divisor,
+    )
 
 
 def _cosine(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
+from solrl_jax.data.shapes import scenes, verifier
 from solrl_jax.rewards.host import imported
-from solrl_jax.shapes import scenes, verifier
 
 BLOCK = 16  # pictures in each call of the verifier: one number, so it is compiled once
 
@@ -23,7 +23,9 @@ class Detection:
     confidence: float
 
 
-Detect = Callable[[Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]]  # pictures to a list of objects for each
+Detect = Callable[
+    [Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]
+]  # pictures to a list of objects for each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Vocabulary:
 def vocabulary(name: str) -> Vocabulary:
     """What the detector of this name can find."""
     sized = (f"{size} {shape}" for size in scenes.SIZES for shape in scenes.SHAPES)
-    return Vocabulary((*scenes.SHAPES, *sized), scenes.COLOURS) if name == "shapes" else Vocabulary()
+    return (
+        Vocabulary((*scenes.SHAPES, *sized), scenes.COLOURS) if name == "shapes" else Vocabulary()
+    )
 
 
 @functools.cache
@@ -69,13 +73,23 @@ def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]
     for start in range(0, n, BLOCK):
         rows = np.minimum(np.arange(start, start + BLOCK), n - 1)
         colour, shape, size, centre, diameter = map(np.asarray, verifier.find(images[rows]))
-        lo, hi = ((centre + sign * diameter[..., None] / 2) * (width / scenes.BASE) for sign in (-1, 1))
+        lo, hi = (
+            (centre + sign * diameter[..., None] / 2) * (width / scenes.BASE) for sign in (-1, 1)
+        )
         for i in range(min(BLOCK, n - start)):
             objects = []
             for j in np.flatnonzero(shape[i] >= 0):
                 tint = scenes.COLOURS[colour[i, j]] if colour[i, j] >= 0 else None
-                box = (float(lo[i, j, 0]), float(lo[i, j, 1]), float(hi[i, j, 0]), float(hi[i, j, 1]))
+                box = (
+                    float(lo[i, j, 0]),
+                    float(lo[i, j, 1]),
+                    float(hi[i, j, 0]),
+                    float(hi[i, j, 1]),
+                )
                 plain = scenes.SHAPES[shape[i, j]]
-                objects += [Detection(name, box, tint, 1.0) for name in (plain, f"{scenes.SIZES[size[i, j]]} {plain}")]
+                objects += [
+                    Detection(name, box, tint, 1.0)
+                    for name in (plain, f"{scenes.SIZES[size[i, j]]} {plain}")
+                ]
             found.append(objects)
     return found

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.data.prompts import Prompt
 from solrl_jax.parallel import hosts
 from solrl_jax.rewards.host import RewardError, Scoring, scoring
 from solrl_jax.rewards.protocol import Host
@@ -22,7 +22,9 @@ class DividedScoring:
 
     def __init__(self, mine: Scoring, rows: list[int], count: int) -> None:
         """mine: scores the pictures of this process. rows: their indices among all `count` pictures."""
-        self._mine, self._rows, self._count = mine, rows, count
+        self._mine = mine
+        self._rows = rows
+        self._count = count
         self._error: RewardError | None = None
 
     def add(self, images: Float[Array, "b H W 3"]) -> None:
@@ -59,14 +61,25 @@ class DividedScoring:
         whole: Scores = {}
         for part in parts:
             for name, values in part["scores"].items():
-                whole.setdefault(name, np.full(self._count, np.nan, np.float32))[part["rows"]] = values
-        return whole, {name: sum(part["failed"][name] for part in parts) for name in self._mine.failed}
+                whole.setdefault(name, np.full(self._count, np.nan, np.float32))[part["rows"]] = (
+                    values
+                )
+        return whole, {
+            name: sum(part["failed"][name] for part in parts) for name in self._mine.failed
+        }
 
 
 @contextlib.contextmanager
-def divided_scoring(host: Host, prompts: Sequence[Prompt], chunk: int, where: NamedSharding) -> Iterator[DividedScoring]:
+def divided_scoring(
+    host: Host, prompts: Sequence[Prompt], chunk: int, where: NamedSharding
+) -> Iterator[DividedScoring]:
     """A `DividedScoring` with one picture for each prompt. `chunk` pictures come at once, split over devices as in `where`."""
     held = hosts.rows_held(where, chunk)
-    rows = [start + row for start in range(0, len(prompts), chunk) for row in held if start + row < len(prompts)]
+    rows = [
+        start + row
+        for start in range(0, len(prompts), chunk)
+        for row in held
+        if start + row < len(prompts)
+    ]
     with scoring(host, [prompts[row] for row in rows]) as mine:
         yield DividedScoring(mine, rows, len(prompts))

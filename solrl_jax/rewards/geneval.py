@@ -64,12 +64,17 @@ def geneval(
     that are not finite scores NaN. Raises ValueError in one line that names the prompt if its metadata is not GenEval's.
     """
     check_arguments("geneval", images, prompts, metadata)
-    detect, known = open_detector(detector), vocabulary(detector)
-    requests = [request(prompt, extra, known) for prompt, extra in zip(prompts, metadata, strict=True)]
+    detect = open_detector(detector)
+    known = vocabulary(detector)
+    requests = [
+        request(prompt, extra, known) for prompt, extra in zip(prompts, metadata, strict=True)
+    ]
     sound = np.flatnonzero(finite(images))
     found = detect(images[sound]) if len(sound) else []
     if len(found) != len(sound):
-        raise ValueError(f"reward 'geneval': detector {detector!r} gave {len(found)} lists for {len(sound)} pictures")
+        raise ValueError(
+            f"reward 'geneval': detector {detector!r} gave {len(found)} lists for {len(sound)} pictures"
+        )
     reward, strict = np.full((2, len(images)), np.nan, np.float32)
     for i, detections in zip(sound, found, strict=True):
         least = counting_threshold if requests[i].tag == "counting" else threshold
@@ -104,7 +109,9 @@ def judge(found: Objects, asked: Request) -> tuple[float, bool]:
     `exclude` only affects the strict verdict.
     """
     terms: list[float] = []
-    groups: list[Sequence[Detection] | None] = []  # the objects of each clause; None: it was not met
+    groups: list[
+        Sequence[Detection] | None
+    ] = []  # the objects of each clause; None: it was not met
     for clause in asked.include:
         objects = found.get(clause.name, ())
         terms.append(_closeness(clause.count, len(objects)))
@@ -118,7 +125,9 @@ def judge(found: Objects, asked: Request) -> tuple[float, bool]:
         if met and clause.position:
             relation, index = clause.position
             others = groups[index]
-            met = others is not None and all(relation in relations(a, b) for a in objects for b in others)
+            met = others is not None and all(
+                relation in relations(a, b) for a in objects for b in others
+            )
             terms += [1.0] if met else [0.0] if others is None else [0.0, 1.0]
         groups.append(objects if met else None)
     barred = any(len(found.get(clause.name, ())) >= clause.count for clause in asked.exclude)
@@ -142,32 +151,61 @@ def request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request:
     """Reads what the metadata asks for. Raises ValueError in one line that names the prompt, the field and what is accepted."""
 
     def refuse(field: str, value: Any, accepted: str) -> ValueError:
-        return ValueError(f"reward 'geneval': prompt {shown(prompt)}: {field}={shown(value)}: expected {accepted}")
+        return ValueError(
+            f"reward 'geneval': prompt {shown(prompt)}: {field}={shown(value)}: expected {accepted}"
+        )
 
     def clauses(kind: str, allowed: tuple[str, ...]) -> tuple[Clause, ...]:
         listed = metadata.get(kind, [])
-        if not isinstance(listed, list | tuple) or not all(isinstance(clause, Mapping) for clause in listed):
+        if not isinstance(listed, list | tuple) or not all(
+            isinstance(clause, Mapping) for clause in listed
+        ):
             raise refuse(kind, listed, "a list of mappings")
         return tuple(clause(f"{kind}[{i}]", listed[i], i, allowed) for i in range(len(listed)))
 
-    def clause(field: str, given: Mapping[str, Any], index: int, allowed: tuple[str, ...]) -> Clause:
+    def clause(
+        field: str, given: Mapping[str, Any], index: int, allowed: tuple[str, ...]
+    ) -> Clause:
         if strange := [key for key in given if key not in allowed]:
-            raise refuse(field, given, f"no other keys than {', '.join(allowed)}, got {', '.join(map(repr, strange))}")
-        name, count, color, position = (given.get(key) for key in ("class", "count", "color", "position"))
+            raise refuse(
+                field,
+                given,
+                f"no other keys than {', '.join(allowed)}, got {', '.join(map(repr, strange))}",
+            )
+        name, count, color, position = (
+            given.get(key) for key in ("class", "count", "color", "position")
+        )
         if not isinstance(name, str) or (known.classes and name not in known.classes):
-            raise refuse(f"{field}.class", name, f"one of {', '.join(known.classes)}" if known.classes else "a name")
+            raise refuse(
+                f"{field}.class",
+                name,
+                f"one of {', '.join(known.classes)}" if known.classes else "a name",
+            )
         if type(count) is not int or count < 1:
             raise refuse(f"{field}.count", count, "a count of at least 1")
-        if color is not None and (not isinstance(color, str) or (known.colors and color not in known.colors)):
-            raise refuse(f"{field}.color", color, f"one of {', '.join(known.colors)}" if known.colors else "a colour")
+        if color is not None and (
+            not isinstance(color, str) or (known.colors and color not in known.colors)
+        ):
+            raise refuse(
+                f"{field}.color",
+                color,
+                f"one of {', '.join(known.colors)}" if known.colors else "a colour",
+            )
         if position is None:
             return Clause(name, count, color)
-        sound = isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS
+        sound = (
+            isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS
+        )
         if not sound or type(position[1]) is not int or not 0 <= position[1] < index:
-            raise refuse(f"{field}.position", position, f"one of {', '.join(RELATIONS)}, and the index of an earlier clause")
+            raise refuse(
+                f"{field}.position",
+                position,
+                f"one of {', '.join(RELATIONS)}, and the index of an earlier clause",
+            )
         return Clause(name, count, color, (position[0], position[1]))
 
-    tag, include = metadata.get("tag"), clauses("include", ("class", "count", "color", "position"))
+    tag = metadata.get("tag")
+    include = clauses("include", ("class", "count", "color", "position"))
     if not isinstance(tag, str):
         raise refuse("tag", tag, "metadata that names a task of GenEval's")
     if not include:

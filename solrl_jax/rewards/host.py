@@ -28,11 +28,11 @@ from jaxtyping import Float
 from pebble import ProcessExpired, ProcessPool
 from tqdm import tqdm
 
-from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.values import shown
+from solrl_jax.data.prompts import Prompt
+from solrl_jax.errors import RunError, in_words, one_line
 from solrl_jax.parallel import hosts
 from solrl_jax.rewards.protocol import Host, HostReward, finite
-from solrl_jax.storage.errors import RunError, in_words, one_line
 
 GRACE = 10.0  # seconds, within which the system has ended a process whose time is up
 ENDED = 99  # exit code of a worker whose function ended it with 0
@@ -55,13 +55,17 @@ class Workers:
 
     def __init__(self, count: int, timeout: float) -> None:
         """timeout: seconds for one call. Then its process is killed."""
-        self.count, self.timeout = count, timeout
-        self.in_a_row: collections.Counter[str] = collections.Counter()  # failed calls since the last answer, by reward
+        self.count = count
+        self.timeout = timeout
+        self.in_a_row: collections.Counter[str] = (
+            collections.Counter()
+        )  # failed calls since the last answer, by reward
         self._pool: ProcessPool | None = None
 
     def start(self, reward: HostReward, images: Images, prompts: Sequence[Prompt]) -> Wait:
         """Starts one call of the reward's function."""
-        texts, metadata = [str(prompt) for prompt in prompts], [prompt.metadata for prompt in prompts]
+        texts = [str(prompt) for prompt in prompts]
+        metadata = [prompt.metadata for prompt in prompts]
         arguments = (reward.target, dict(reward.options), images, texts, metadata)
         first = self._schedule(arguments)
 
@@ -69,7 +73,9 @@ class Workers:
             # a process that ends between two calls breaks the whole pool: then the call is repeated, once
             answer = self._wait(*first) or self._wait(*self._schedule(arguments))
             if isinstance(answer, str | None):
-                raise Failure(answer or "the processes that score do not start, or end by themselves")
+                raise Failure(
+                    answer or "the processes that score do not start, or end by themselves"
+                )
             return answer
 
         return wait
@@ -77,21 +83,28 @@ class Workers:
     def close(self) -> None:
         """Ends the processes and drops their calls. The next call starts new processes."""
         if self._pool is not None:
-            pool, self._pool = self._pool, None
+            pool = self._pool
+            self._pool = None
             atexit.unregister(self.close)
             pool.stop()
             pool.join()
 
-    def _schedule(self, arguments: tuple[Any, ...]) -> tuple[ProcessPool, concurrent.futures.Future[Answer | str]]:
+    def _schedule(
+        self, arguments: tuple[Any, ...]
+    ) -> tuple[ProcessPool, concurrent.futures.Future[Answer | str]]:
         if self._pool is None or not self._pool.active:
             self.close()
             memory = hosts.memory() // (self.count + 1)  # some is left to the run itself
             spawn = multiprocessing.get_context("spawn")
-            self._pool = ProcessPool(self.count, initializer=_set_up, initargs=[memory], context=spawn)
+            self._pool = ProcessPool(
+                self.count, initializer=_set_up, initargs=[memory], context=spawn
+            )
             atexit.register(self.close)
         return self._pool, self._pool.schedule(_call, (self.timeout, *arguments))
 
-    def _wait(self, pool: ProcessPool, future: concurrent.futures.Future[Answer | str]) -> Answer | str | None:
+    def _wait(
+        self, pool: ProcessPool, future: concurrent.futures.Future[Answer | str]
+    ) -> Answer | str | None:
         """The scores, or what went wrong; None if the pool broke, which does not always end its futures."""
         end = math.inf
         while not future.done():
@@ -110,7 +123,11 @@ class Workers:
                 return f"no answer within reward.timeout={self.timeout:g} seconds"
             case ProcessExpired() as expired:
                 code = expired.exitcode if expired.exitcode != ENDED else 0
-                return "its process " + (f"ended with exit code {code}" if code >= 0 else f"got {signal.Signals(-code).name}")
+                return "its process " + (
+                    f"ended with exit code {code}"
+                    if code >= 0
+                    else f"got {signal.Signals(-code).name}"
+                )
             case BrokenProcessPool():
                 return None
             case error:  # metadata that cannot be pickled
@@ -128,14 +145,21 @@ class Scoring:
 
     def __init__(self, host: Host, prompts: Sequence[Prompt]) -> None:
         """prompts: one for each picture, in order."""
-        self._host, self._prompts, self._given = host, prompts, 0
+        self._host = host
+        self._prompts = prompts
+        self._given = 0
         self._workers = workers(host.workers, host.timeout)
         self._waiting: list[list[tuple[HostReward, slice, Wait]]] = []
         self._scores: Answer = {}
         self._failures: dict[str, str] = {}  # the first of each reward
-        self.failed: dict[str, int] = {reward.name: 0 for reward in host.rewards}  # pictures without a score
+        self.failed: dict[str, int] = {
+            reward.name: 0 for reward in host.rewards
+        }  # pictures without a score
         for reward in host.rewards:
-            for score in (reward.name, *(f"{reward.name}/{other}" for other in reward.others or ())):
+            for score in (
+                reward.name,
+                *(f"{reward.name}/{other}" for other in reward.others or ()),
+            ):
                 self._column(score)
 
     def add(self, images: Images) -> None:
@@ -177,10 +201,13 @@ class Scoring:
             else:
                 self._workers.in_a_row[reward.name] = 0
                 for name, values in answer.items():
-                    self._column(reward.name if name == "reward" else f"{reward.name}/{name}")[rows] = values
+                    self._column(reward.name if name == "reward" else f"{reward.name}/{name}")[
+                        rows
+                    ] = values
 
     def _fail(self, reward: HostReward, rows: slice, what: str) -> None:
-        head, count = f"reward '{reward.name}': ", rows.stop - rows.start
+        head = f"reward '{reward.name}': "
+        count = rows.stop - rows.start
         of = shown(self._prompts[rows][0]) + (f" and {count - 1} more" if count > 1 else "")
         text = f"{head}{what.replace(head, '')} (prompt {of})"
         if not self._host.skip:
@@ -228,11 +255,17 @@ def _set_up(memory: int) -> None:
     memory: bytes that the worker may take. Beyond them it gets a MemoryError, and the host's other processes get none.
     """
     most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (memory if most == resource.RLIM_INFINITY else min(memory, most), most))
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (memory if most == resource.RLIM_INFINITY else min(memory, most), most),
+    )
     os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
     if "jax" in sys.modules:  # then JAX has read its environment already
         sys.modules["jax"].config.update("jax_platforms", "cpu")
-    leave, os._exit = os._exit, lambda status: leave(status or ENDED)  # pebble would wait for a process that ends with 0
+    leave, os._exit = (
+        os._exit,
+        lambda status: leave(status or ENDED),
+    )  # pebble would wait for a process that ends with 0
     os.setsid()  # Ctrl-C, and signals to the run's process group, do not reach a worker
     os.dup2(2, 1)  # standard output is for results
     _end_with(multiprocessing.parent_process())
@@ -246,14 +279,23 @@ def _end_with(parent: Any) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-    if sys.platform == "linux":  # the system kills it when the parent's end of the pipe between them is closed
+    if (
+        sys.platform == "linux"
+    ):  # the system kills it when the parent's end of the pipe between them is closed
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+        fcntl.fcntl(
+            parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
+        )
 
 
 def _call(
-    timeout: float, target: str, options: dict[str, Any], images: Images, prompts: list[str], metadata: list[Any]
+    timeout: float,
+    target: str,
+    options: dict[str, Any],
+    images: Images,
+    prompts: list[str],
+    metadata: list[Any],
 ) -> Answer | str:
     """The scores, or in one line why there are none: not every exception can be pickled.
 

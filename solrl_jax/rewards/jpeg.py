@@ -14,13 +14,17 @@ QUALITY = 95
 KILOBYTE = 1000  # bytes
 
 
-def jpeg_incompressibility(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Float[np.ndarray, " n"]:
+def jpeg_incompressibility(
+    images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]
+) -> Float[np.ndarray, " n"]:
     """The size in kB: the more detail, the higher. NaN for a picture with values that are not finite."""
     check_arguments("jpeg_incompressibility", images, prompts, metadata)
     return np.array([_size(image) for image in images], np.float32)
 
 
-def jpeg_compressibility(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Float[np.ndarray, " n"]:
+def jpeg_compressibility(
+    images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]
+) -> Float[np.ndarray, " n"]:
     """Minus the size in kB: the plainer, the higher. Flow-GRPO also divides by 500; here the weight can do this."""
     check_arguments("jpeg_compressibility", images, prompts, metadata)
     return -jpeg_incompressibility(images, prompts, metadata)

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.values import shown
+from solrl_jax.data.prompts import Prompt
 from solrl_jax.rewards.protocol import LARGEST, Check, Host, Reward, Scores, calling
 
 
-def add_total(weights: Mapping[str, float], scores: Mapping[str, Array | np.ndarray]) -> dict[str, Any]:
+def add_total(
+    weights: Mapping[str, float], scores: Mapping[str, Array | np.ndarray]
+) -> dict[str, Any]:
     """Adds the weighted sum of `scores` to their "reward", or to 0 if there is none yet, in float32. NaN beyond `LARGEST`.
 
     It is called twice for the same pictures: in JAX with the scores made there, then with the scores made outside JAX.
@@ -55,7 +57,9 @@ def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Hos
                 prepared[name] = part.prepare(prompts)
                 shapes = map(np.shape, jax.tree.leaves(prepared[name]))
                 if wrong := [shape for shape in shapes if shape[:1] != (len(prompts),)]:
-                    raise ValueError(f"prepare returned shape {wrong[0]} for {len(prompts)} prompts; expected a row for each")
+                    raise ValueError(
+                        f"prepare returned shape {wrong[0]} for {len(prompts)} prompts; expected a row for each"
+                    )
         return prepared
 
     checks = {name: part.check for name, part in parts.items()}
@@ -84,9 +88,13 @@ def _named(checks: Mapping[str, Check]) -> Check:
 def _check_scores(scores: Any, others: Sequence[str], count: int) -> None:
     """Raises ValueError in one line unless these are real numbers [count] by name, "reward" and `others` among them."""
     if not isinstance(scores, Mapping) or not {"reward", *others} <= scores.keys():
-        raise ValueError(f"score returned {shown(scores)}; expected a dict with {', '.join(map(repr, ('reward', *others)))}")
+        raise ValueError(
+            f"score returned {shown(scores)}; expected a dict with {', '.join(map(repr, ('reward', *others)))}"
+        )
     for name, value in scores.items():
         array = jnp.asarray(value)
         if array.shape != (count,) or jnp.iscomplexobj(array):
             what = f"{array.dtype} of shape {array.shape} as {name!r} for {count} pictures"
-            raise ValueError(f"score returned {what}; expected real numbers [b], one for each picture")
+            raise ValueError(
+                f"score returned {what}; expected real numbers [b], one for each picture"
+            )

@@ -12,17 +12,19 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from solrl_jax.models.component import Component, Find
-from solrl_jax.models.weights import Params, entries, find_component
-from solrl_jax.numerics.rounded import Rounded
+from solrl_jax.models.loading.component import Component, Find
+from solrl_jax.models.loading.weights import Params, entries, find_component
 from solrl_jax.parallel import sharding
+from solrl_jax.quant.half_precision import Rounded
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.storage import hub
 
 ROWS = 4  # pictures that a device scores at once
 
 
-def open_network(build: Callable[[nnx.Rngs], nnx.Module], source: Path, find: Find = find_component) -> Component:
+def open_network(
+    build: Callable[[nnx.Rngs], nnx.Module], source: Path, find: Find = find_component
+) -> Component:
     """The network that `build` makes, with the parameters of a file or a directory. Nothing is loaded.
 
     Raises ValueError that lists every tensor that does not fit.
@@ -33,7 +35,11 @@ def open_network(build: Callable[[nnx.Rngs], nnx.Module], source: Path, find: Fi
     return component
 
 
-def loader(networks: Any, prepare: Callable[[Sequence[str]], Any], score: Callable[[Any, Array, Any], Scores]) -> Loader:
+def loader(
+    networks: Any,
+    prepare: Callable[[Sequence[str]], Any],
+    score: Callable[[Any, Array, Any], Scores],
+) -> Loader:
     """Loads the reward that `score(params, images, prepared)` makes with `networks`, one or a tree of them.
 
     Parameters are in float32, in which the original libraries score too, and placed as the policy's base is. Those of a network
@@ -46,7 +52,9 @@ def loader(networks: Any, prepare: Callable[[Sequence[str]], Any], score: Callab
         place = None if mesh is None else sharding.placement(mesh)
 
         def read(network: Component) -> Any:
-            params = (network.abstract if hub.is_carried(network.source) else network.load)(jnp.float32, place)
+            params = (network.abstract if hub.is_carried(network.source) else network.load)(
+                jnp.float32, place
+            )
             return params if dtype == jnp.float32 else rounded(network, params, dtype)
 
         return Reward(jax.tree.map(read, networks), prepare, in_rows)
@@ -59,7 +67,12 @@ def loader(networks: Any, prepare: Callable[[Sequence[str]], Any], score: Callab
 
 def rounded(network: Component, params: Params, dtype: DTypeLike) -> Params:
     """The parameters, or their shapes, with the linears of stacks of layers as `Rounded` to `dtype`."""
-    half = lambda x: x.astype(dtype) if isinstance(x, jax.Array) else x.update(dtype=dtype)
+
+    def half(x):
+        return x.astype(dtype) if isinstance(x, jax.Array) else x.update(dtype=dtype)
+
     stacked = {e.path for e in entries(network.state) if e.stacked and e.layout == "linear"}
     flat = flatten_dict(params)
-    return unflatten_dict({path: Rounded(half(x)) if path in stacked else x for path, x in flat.items()})
+    return unflatten_dict(
+        {path: Rounded(half(x)) if path in stacked else x for path, x in flat.items()}
+    )

@@ -13,10 +13,14 @@ from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 from solrl_jax.storage.images import to_uint8
 
 # Checked when the file is imported, so before a run loads anything. The libraries are imported for the first picture.
-if MISSING := [name for name in ("rapidocr", "onnxruntime", "rapidfuzz") if find_spec(name) is None]:
+if MISSING := [
+    name for name in ("rapidocr", "onnxruntime", "rapidfuzz") if find_spec(name) is None
+]:
     raise ImportError(f"reward 'ocr' needs {', '.join(MISSING)}: pip install 'solrl_jax[rewards]'")
 
-DETECTOR, RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"  # files of the rapidocr package
+# files of the rapidocr package
+DETECTOR = "PP-OCRv6_det_small.onnx"
+RECOGNISER = "PP-OCRv6_rec_small.onnx"
 
 Reader = Callable[[UInt8[np.ndarray, "H W 3"]], str]
 
@@ -26,7 +30,8 @@ def target(prompt: str, metadata: Metadata) -> str:
 
     Raises ValueError in one line that names the prompt if there are no words.
     """
-    text, quoted = metadata.get("text"), prompt.split('"')
+    text = metadata.get("text")
+    quoted = prompt.split('"')
     if text is None and len(quoted) > 2:
         text = quoted[1]
     if not isinstance(text, str) or not _normal(text):
@@ -36,7 +41,9 @@ def target(prompt: str, metadata: Metadata) -> str:
     return text
 
 
-def ocr(images: Images, prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1) -> Float[np.ndarray, " n"]:
+def ocr(
+    images: Images, prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1
+) -> Float[np.ndarray, " n"]:
     """1 if the words of `target` can be read in the picture. Each edit between what is read and the words costs its share.
 
     The lowest score is 0. A picture with values that are not finite scores NaN. threads: of one process; several processes
@@ -63,7 +70,8 @@ def similarity(text: str, target: str) -> float:
     """
     from rapidfuzz.distance import Levenshtein
 
-    text, target = _normal(text), _normal(target)
+    text = _normal(text)
+    target = _normal(target)
     distance = 0 if target in text else min(Levenshtein.distance(text, target), len(target))
     return 1 - distance / len(target)
 
@@ -75,7 +83,9 @@ def reader(threads: int) -> Reader:
 
     folder = Path(rapidocr.__file__).parent / "models"
     if absent := [name for name in (DETECTOR, RECOGNISER) if not (folder / name).is_file()]:
-        raise ImportError(f"reward 'ocr': no {', '.join(absent)} in this rapidocr: pip install 'solrl_jax[rewards]'")
+        raise ImportError(
+            f"reward 'ocr': no {', '.join(absent)} in this rapidocr: pip install 'solrl_jax[rewards]'"
+        )
     engine = rapidocr.RapidOCR(
         params={
             "Global.log_level": "error",  # it would warn about each picture without text

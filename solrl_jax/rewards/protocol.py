@@ -14,18 +14,24 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.values import shown
+from solrl_jax.data.prompts import Prompt
+from solrl_jax.errors import InputError, in_words, text
 from solrl_jax.parallel import sharding
-from solrl_jax.storage.errors import InputError, in_words, text
 
 LARGEST = 1e18  # a reward beyond counts as not finite, because float32 does not hold its square
-BATCH = 16  # pictures that a function outside JAX gets at most in one call; its timeout is for one call
+BATCH = (
+    16  # pictures that a function outside JAX gets at most in one call; its timeout is for one call
+)
 Scores = dict[str, Float[Array, " b"]]  # by name; the reward itself is named "reward"
-Images = Float[np.ndarray, "..."]  # outside JAX: float32 [n, H, W, 3] in [0, 1], which `check_arguments` checks
+Images = Float[
+    np.ndarray, "..."
+]  # outside JAX: float32 [n, H, W, 3] in [0, 1], which `check_arguments` checks
 Metadata = Mapping[str, Any]  # what a prompt set says about a prompt beside its text
 Sees = Literal["pictures", "latents", "both"]
-Check = Callable[[Prompt], object]  # raises ValueError, in one line, for a prompt that the reward cannot score
+Check = Callable[
+    [Prompt], object
+]  # raises ValueError, in one line, for a prompt that the reward cannot score
 
 
 def accept(prompt: Prompt) -> None:
@@ -46,7 +52,9 @@ def calling(name: str, said: str = "{}") -> Iterator[None]:
         except BaseException as error:  # SystemExit, too, and a panic in Rust
             head = f"reward '{name}': "
             words = " ".join(text(error).split()) if isinstance(error, ValueError) else ""
-            raise InputError(head + said.format(words.removeprefix(head) or in_words(error))) from error
+            raise InputError(
+                head + said.format(words.removeprefix(head) or in_words(error))
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +69,9 @@ class HostReward:
     name: str
     target: str  # "module:function"
     options: Mapping[str, Any]
-    others: tuple[str, ...] | None  # the scores beside "reward" that must come; None: unknown before the first answer
+    others: (
+        tuple[str, ...] | None
+    )  # the scores beside "reward" that must come; None: unknown before the first answer
     batch: int = BATCH
     check: Check = accept
 
@@ -102,10 +112,18 @@ class Reward:
 
     def __post_init__(self) -> None:
         if self.sees not in get_args(Sees):
-            raise ValueError(f"sees={shown(self.sees)}: expected one of {', '.join(get_args(Sees))}")
-        if not isinstance(self.others, tuple) or not all(isinstance(name, str) for name in self.others):
+            raise ValueError(
+                f"sees={shown(self.sees)}: expected one of {', '.join(get_args(Sees))}"
+            )
+        if not isinstance(self.others, tuple) or not all(
+            isinstance(name, str) for name in self.others
+        ):
             raise ValueError(f"others={shown(self.others)}: expected a tuple of names")
-        if not (callable(self.prepare) and callable(self.check) and (callable(self.score) or self.host is not None)):
+        if not (
+            callable(self.prepare)
+            and callable(self.check)
+            and (callable(self.score) or self.host is not None)
+        ):
             raise ValueError("prepare, score, check: expected functions")
 
     @property
@@ -140,16 +158,24 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None
     if wrong:
         prompt, text = wrong[0]
         quoted = "" if shown(str(prompt)) in text else f"prompt {shown(str(prompt))}: "
-        more = f" ({len(wrong)} of {len(prompts)} prompts cannot be scored)" if len(wrong) > 1 else ""
+        more = (
+            f" ({len(wrong)} of {len(prompts)} prompts cannot be scored)" if len(wrong) > 1 else ""
+        )
         raise InputError(f"{field}: {quoted}{text}{more}")
 
 
-def check_arguments(reward: str, images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
+def check_arguments(
+    reward: str, images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]
+) -> None:
     """Raises ValueError in one line unless there are n pictures, n prompts and n mappings of metadata."""
     if images.ndim != 4 or images.shape[-1] != 3:
-        raise ValueError(f"reward '{reward}': images of shape {images.shape}; expected [n, height, width, 3]")
+        raise ValueError(
+            f"reward '{reward}': images of shape {images.shape}; expected [n, height, width, 3]"
+        )
     if not len(images) == len(prompts) == len(metadata):
-        count = f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} mappings of metadata"
+        count = (
+            f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} mappings of metadata"
+        )
         raise ValueError(f"reward '{reward}': {count}; expected as many of each")
 
 

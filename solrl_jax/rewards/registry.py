@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from solrl_jax.config import schema as config
 from solrl_jax.config.presets import ENTRY_POINTS
 from solrl_jax.config.values import shown
+from solrl_jax.errors import InputError, first_line, in_one_line
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.aesthetic import aesthetic
 from solrl_jax.rewards.clip import clipscore, hpsv2, pickscore, tiny_clip
@@ -29,10 +30,11 @@ from solrl_jax.rewards.mixture import mixture
 from solrl_jax.rewards.protocol import BATCH, Host, HostReward, Loader, Reward, accept, calling
 from solrl_jax.rewards.shapes import shapes_reward
 from solrl_jax.rewards.sources import SOURCES
-from solrl_jax.storage.errors import InputError, first_line, in_one_line
 
 Options = Mapping[str, Any]
-Find = Callable[[Mapping[str, str]], Loader]  # finds and checks a reward's files, given `reward.paths`
+Find = Callable[
+    [Mapping[str, str]], Loader
+]  # finds and checks a reward's files, given `reward.paths`
 ARGUMENTS = ("images", "prompts", "metadata")  # of a function outside JAX, before its options
 
 
@@ -72,7 +74,9 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
     target = entry_points().get(name, name)
     function, signature = _import(name, target)
     parameters = signature.parameters.values()
-    if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+    if any(
+        p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
+    ):
         return _host_reward(name, target, options, None)
     _check_options(name, signature, options, ())
     with calling(name):
@@ -81,7 +85,9 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
             expected = f"a solrl_jax.rewards.protocol.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
             raise ValueError(f"returned {shown(reward)}: expected {expected}")
         if reward.host is not None:
-            raise ValueError(f"host={shown(reward.host)}: expected None; name a function outside JAX in reward.weights")
+            raise ValueError(
+                f"host={shown(reward.host)}: expected None; name a function outside JAX in reward.weights"
+            )
     return InJax(lambda paths: _placed(name, reward), reward.others)
 
 
@@ -95,8 +101,12 @@ def service(url: str, options: Options, timeout: float) -> HostReward:
         raise InputError(f"reward.options.{url}: unknown option '{unknown[0]}'; there is batch")
     batch = options.get("batch", BATCH)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise InputError(f"reward.options.{url}.batch={shown(batch)}: expected an integer of at least 1")
-    return HostReward(url, "solrl_jax.rewards.http:http", {"url": url, "timeout": timeout}, (), batch)
+        raise InputError(
+            f"reward.options.{url}.batch={shown(batch)}: expected an integer of at least 1"
+        )
+    return HostReward(
+        url, "solrl_jax.rewards.http:http", {"url": url, "timeout": timeout}, (), batch
+    )
 
 
 REWARDS: dict[str, Opener] = {
@@ -121,30 +131,58 @@ class Rewards(NamedTuple):
     evaluated: Reward
 
 
-def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> Callable[[Mesh | None], Rewards]:
+def open_rewards(
+    settings: config.Reward, dtype: DTypeLike = jnp.float32
+) -> Callable[[Mesh | None], Rewards]:
     """The weighted sum of named scores as one reward: `shapes` is that reward itself, `shapes/strict` another score of it.
 
     The sum also returns every score under its name. Here, names, options, functions and files are found and checked. The
     function that is returned reads the files. dtype: of the products of networks. Raises InputError in one line.
     """
-    weights, watched, options = settings.weights, settings.watched, settings.options
+    weights = settings.weights
+    watched = settings.watched
+    options = settings.options
     if strange := [name for name in settings.paths if name not in SOURCES]:
-        raise InputError(f"reward.paths: unknown name {_quoted(strange)}; there are {', '.join(SOURCES)}")
-    names, available = reward_names((*weights, *watched)), (*REWARDS, *entry_points())
-    field = lambda wrong: "reward.weights" if {*wrong} & {*weights, *reward_names(weights)} else "reward.watched"
+        raise InputError(
+            f"reward.paths: unknown name {_quoted(strange)}; there are {', '.join(SOURCES)}"
+        )
+    names = reward_names((*weights, *watched))
+    available = (*REWARDS, *entry_points())
+
+    def field(wrong):
+        return (
+            "reward.weights" if {*wrong} & {*weights, *reward_names(weights)} else "reward.watched"
+        )
+
     if unknown := [name for name in names if name not in available and ":" not in name]:
         there = f"{', '.join(available)}, module.path:function and http://HOST:PORT/PATH"
         raise InputError(f"{field(unknown)}: unknown reward {_quoted(unknown)}; there are {there}")
     if idle := [name for name in options if name not in names]:
         raise InputError(f"reward.options: no reward {_quoted(idle)}; there are {', '.join(names)}")
 
-    opener = lambda name: REWARDS.get(name, service if is_service(name) else plugin)
+    def opener(name):
+        return REWARDS.get(name, service if is_service(name) else plugin)
+
     opened = {name: opener(name)(name, options.get(name, {}), settings.timeout) for name in names}
-    known = [score for name in names for score in (name, *(f"{name}/{other}" for other in opened[name].others or ()))]
-    if absent := [s for s in (*weights, *watched) if s not in known and opened[reward_name(s)].others is not None]:
-        raise InputError(f"{field(absent)}: unknown score {_quoted(absent)}; there are {', '.join(known)}")
+    known = [
+        score
+        for name in names
+        for score in (name, *(f"{name}/{other}" for other in opened[name].others or ()))
+    ]
+    if absent := [
+        s
+        for s in (*weights, *watched)
+        if s not in known and opened[reward_name(s)].others is not None
+    ]:
+        raise InputError(
+            f"{field(absent)}: unknown score {_quoted(absent)}; there are {', '.join(known)}"
+        )
     with in_one_line():  # a config or a tensor that does not fit
-        loaders = {name: part.find(settings.paths) for name, part in opened.items() if isinstance(part, InJax)}
+        loaders = {
+            name: part.find(settings.paths)
+            for name, part in opened.items()
+            if isinstance(part, InJax)
+        }
     outside_jax = [part for part in opened.values() if isinstance(part, HostReward)]
 
     def load(mesh: Mesh | None) -> Rewards:
@@ -152,12 +190,18 @@ def open_rewards(settings: config.Reward, dtype: DTypeLike = jnp.float32) -> Cal
 
         def summed(scores: Sequence[str]) -> Reward:
             chosen = reward_names(scores)
-            inside = {score: weight for score, weight in weights.items() if reward_name(score) in parts}
-            functions = tuple(_returning(part, scores) for part in outside_jax if part.name in chosen)
+            inside = {
+                score: weight for score, weight in weights.items() if reward_name(score) in parts
+            }
+            functions = tuple(
+                _returning(part, scores) for part in outside_jax if part.name in chosen
+            )
             others = {score: weight for score, weight in weights.items() if score not in inside}
             run = settings.workers, settings.timeout, settings.on_failure == "skip"
             host = Host(functions, others, *run) if functions else None
-            return mixture(inside, {name: part for name, part in parts.items() if name in chosen}, host)
+            return mixture(
+                inside, {name: part for name, part in parts.items() if name in chosen}, host
+            )
 
         trained = summed(tuple(weights))
         return Rewards(trained, summed((*weights, *watched)) if watched else trained)
@@ -182,7 +226,9 @@ def is_service(name: str) -> bool:
 
 def entry_points() -> dict[str, str]:
     """The rewards that installed packages name: `module.path:function` by name."""
-    return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    return {
+        point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
+    }
 
 
 def _placed(name: str, reward: Reward) -> Loader:
@@ -192,13 +238,17 @@ def _placed(name: str, reward: Reward) -> Loader:
         if mesh is None:
             return reward
         with calling(name, "params: {}"):
-            params = jax.tree.map(hosts.put, reward.params, sharding.parameter_sharding(mesh, reward.params))
+            params = jax.tree.map(
+                hosts.put, reward.params, sharding.parameter_sharding(mesh, reward.params)
+            )
         return dataclasses.replace(reward, params=params)
 
     return load
 
 
-def _host_reward(name: str, target: str, options: Options, others: tuple[str, ...] | None) -> HostReward:
+def _host_reward(
+    name: str, target: str, options: Options, others: tuple[str, ...] | None
+) -> HostReward:
     """A function outside JAX, imported here to check its options.
 
     The function may have an attribute `check`, called as check(prompt, metadata, **options): it raises ValueError for a prompt
@@ -207,7 +257,9 @@ def _host_reward(name: str, target: str, options: Options, others: tuple[str, ..
     function, signature = _import(name, target)
     _check_options(name, signature, options, ARGUMENTS)
     check = getattr(function, "check", None)
-    bound = accept if check is None else lambda prompt: check(str(prompt), prompt.metadata, **options)
+    bound = (
+        accept if check is None else lambda prompt: check(str(prompt), prompt.metadata, **options)
+    )
     return HostReward(name, target, options, others, check=bound)
 
 
@@ -215,7 +267,9 @@ def _import(name: str, target: str) -> tuple[Callable[..., Any], inspect.Signatu
     """The function that `target` names, from the working directory too, and its signature. Raises InputError in one line."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # the processes that score inherit it
-    with calling(name, "cannot be imported ({})" + ("; expected module.path:function" if ":" in name else "")):
+    with calling(
+        name, "cannot be imported ({})" + ("; expected module.path:function" if ":" in name else "")
+    ):
         found = imported(target)
     if not callable(found):
         raise InputError(f"reward '{name}': {shown(found)} is no function")
@@ -225,19 +279,29 @@ def _import(name: str, target: str) -> tuple[Callable[..., Any], inspect.Signatu
         raise InputError(f"reward '{name}': {first_line(error)}") from error
 
 
-def _check_options(name: str, signature: inspect.Signature, options: Options, arguments: tuple[str, ...]) -> None:
+def _check_options(
+    name: str, signature: inspect.Signature, options: Options, arguments: tuple[str, ...]
+) -> None:
     """Checks that a function can be called with `arguments` and, by keyword, `options`. Raises InputError in one line."""
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
-        given = ", ".join((*arguments, *(f"{key}={shown(value)}" for key, value in options.items())))
+        given = ", ".join(
+            (*arguments, *(f"{key}={shown(value)}" for key, value in options.items()))
+        )
         why = str(error).replace(" keyword-only", "")  # Python 3.12 and 3.13 differ
-        raise InputError(f"reward.options.{name}: called as ({given}): {why}; accepted: {signature}") from None
+        raise InputError(
+            f"reward.options.{name}: called as ({given}): {why}; accepted: {signature}"
+        ) from None
 
 
 def _returning(part: HostReward, scores: Sequence[str]) -> HostReward:
     """The reward, with those of `scores` that must come from it."""
-    named = [score.removeprefix(f"{part.name}/") for score in scores if reward_name(score) == part.name and score != part.name]
+    named = [
+        score.removeprefix(f"{part.name}/")
+        for score in scores
+        if reward_name(score) == part.name and score != part.name
+    ]
     return dataclasses.replace(part, others=tuple(dict.fromkeys((*(part.others or ()), *named))))
 
 

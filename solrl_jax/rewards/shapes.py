@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from solrl_jax.data.shapes import scenes, verifier
+from solrl_jax.errors import InputError
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
-from solrl_jax.shapes import scenes, verifier
-from solrl_jax.storage.errors import InputError
 
 
 def shapes_reward(paths: Mapping[str, str]) -> Loader:

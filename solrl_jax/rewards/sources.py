@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from solrl_jax.errors import InputError
 from solrl_jax.storage import hub
-from solrl_jax.storage.errors import InputError
 
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
 # In place of `reward.paths`: the configurations that the package carries. They have no weights, and serve for plans.
@@ -35,9 +35,15 @@ SOURCES: dict[str, Hub | Converted] = {  # by their names in `reward.paths`
     "clipscore": Hub("openai/clip-vit-large-patch14", (*CLIP, *TOKENIZER[1:])),
     "pickscore": Hub("yuvalkirstain/PickScore_v1", CLIP),
     "pickscore/tokenizer": Hub("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", TOKENIZER),
-    "hpsv2": Converted("HPS_v2.1_compressed.safetensors", "HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2"),
+    "hpsv2": Converted(
+        "HPS_v2.1_compressed.safetensors",
+        "HPS_v2.1_compressed.pt",
+        "https://huggingface.co/xswu/HPSv2",
+    ),
     "hpsv2/tokenizer": Hub("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", TOKENIZER),
-    "imagereward": Converted("ImageReward.safetensors", "ImageReward.pt", "https://huggingface.co/THUDM/ImageReward"),
+    "imagereward": Converted(
+        "ImageReward.safetensors", "ImageReward.pt", "https://huggingface.co/THUDM/ImageReward"
+    ),
     "imagereward/tokenizer": Hub("google-bert/bert-base-uncased", TOKENIZER),
     "aesthetic": Converted(
         "sac+logos+ava1-l14-linearMSE.safetensors",

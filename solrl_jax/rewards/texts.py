@@ -8,8 +8,8 @@ from typing import Any
 import ftfy
 import numpy as np
 
-from solrl_jax.models.tokenizers import load_tokenizer, tokenize
-from solrl_jax.storage.errors import in_one_line
+from solrl_jax.errors import in_one_line
+from solrl_jax.models.text_encoders.tokenizers import load_tokenizer, tokenize
 
 Tokens = dict[str, np.ndarray]  # "ids" int32 and "mask" bool (true on tokens), [prompts, length]
 Tokenize = Callable[[Sequence[str]], Tokens]
@@ -33,11 +33,16 @@ def open_clip_texts(folder: Path, length: int) -> Tokenize:
     No token is masked, because the text tower is causal and reads the state at the end of the text.
     """
     tokenizer = open_tokenizer(folder)
-    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    start = tokenizer.bos_token_id
+    end = tokenizer.eos_token_id
 
     def cleaned(prompts: Sequence[str]) -> Tokens:
         ids = np.zeros((len(prompts), length), np.int32)
-        for row, text in zip(ids, tokenizer([clean(p) for p in prompts], add_special_tokens=False)["input_ids"], strict=True):
+        for row, text in zip(
+            ids,
+            tokenizer([clean(p) for p in prompts], add_special_tokens=False)["input_ids"],
+            strict=True,
+        ):
             whole = [start, *text[: length - 2], end]
             row[: len(whole)] = whole
         return {"ids": ids, "mask": np.ones_like(ids, bool)}

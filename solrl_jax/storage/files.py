@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.storage.errors import InputError, RunError, first_line
+from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.storage.readers import parse_json, read_bytes
 
-PARTIAL, REMOVING = ".partial-", ".removing-"
+PARTIAL = ".partial-"
+REMOVING = ".removing-"
 MANIFEST = "manifest.json"
 SMALL = 2**20  # bytes of a file whose contents are always compared
 
@@ -43,7 +44,9 @@ def disk_reason(error: BaseException) -> str | None:
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
     if "RESOURCE_EXHAUSTED" in str(error):  # orbax, whose cause is not always in the text
         return _REASONS[errno.ENOSPC]
-    return next((reason for code, reason in _REASONS.items() if os.strerror(code) in str(error)), None)
+    return next(
+        (reason for code, reason in _REASONS.items() if os.strerror(code) in str(error)), None
+    )
 
 
 @contextlib.contextmanager
@@ -121,7 +124,9 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def refuse_existing(option: str, paths: Iterable[Path], force: bool, *, folders: bool = False) -> None:
+def refuse_existing(
+    option: str, paths: Iterable[Path], force: bool, *, folders: bool = False
+) -> None:
     """Raises InputError if one of the files that a command is about to write exists, unless the user says so by `--force`.
 
     Devices and pipes are never replaced, nor are directories, unless the command writes such (`folders`).
@@ -129,10 +134,18 @@ def refuse_existing(option: str, paths: Iterable[Path], force: bool, *, folders:
     there = [path for path in paths if os.path.lexists(path)]
     for path in there:
         # a link to a device, such as /dev/stdout, is one
-        if not (path.is_file() or (path.is_symlink() and not (force and path.exists())) or (folders and path.is_dir())):
-            raise InputError(f"{option} {path}: is {'a directory' if path.is_dir() else 'no file'}; name another one")
+        if not (
+            path.is_file()
+            or (path.is_symlink() and not (force and path.exists()))
+            or (folders and path.is_dir())
+        ):
+            raise InputError(
+                f"{option} {path}: is {'a directory' if path.is_dir() else 'no file'}; name another one"
+            )
     if there and not force:
-        raise InputError(f"{option} {there[0]}: exists; name another one, or add --force to replace it")
+        raise InputError(
+            f"{option} {there[0]}: exists; name another one, or add --force to replace it"
+        )
 
 
 def writable_directory(path: Path, name: str = "the run directory") -> Path:
@@ -193,7 +206,10 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
         if not isinstance(manifest, dict):
             return f"{MANIFEST} is damaged"
         actual = set(_file_names(directory)) - {MANIFEST}
-        for word, names in (("missing", manifest.keys() - actual), ("unknown", actual - manifest.keys())):
+        for word, names in (
+            ("missing", manifest.keys() - actual),
+            ("unknown", actual - manifest.keys()),
+        ):
             if names:
                 return f"{word} file {', '.join(sorted(names)[:3])}"
         for name, entry in manifest.items():
@@ -247,4 +263,7 @@ def _file_names(path: Path) -> list[str]:
 def _describe(path: Path) -> dict[str, Any]:
     """The manifest's entry of one file: {"size": bytes, "sha256": hexadecimal}."""
     with path.open("rb") as stream:
-        return {"size": os.fstat(stream.fileno()).st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return {
+            "size": os.fstat(stream.fileno()).st_size,
+            "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
+        }

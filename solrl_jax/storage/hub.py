@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
 
 CARRIED = Path(__file__).parents[1] / "assets" / "released"
 
@@ -51,7 +51,12 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
 
 def offline() -> bool:
     """Whether the hub is not to be asked."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")  # as the hub's client reads it
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in (
+        "1",
+        "ON",
+        "YES",
+        "TRUE",
+    )  # as the hub's client reads it
 
 
 def is_carried(path: Path) -> bool:

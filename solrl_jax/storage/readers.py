@@ -16,8 +16,12 @@ import yaml
 
 MOST_TEXT = 2**26  # bytes of a text file: a vocabulary has 2**25
 MOST_YAML = 2**16  # bytes of a configuration: a run's has 2**12
-MOST_NESTED = 2**21  # lists and mappings of a JSON value, which take many times their text: a vocabulary's merges are 2**19
-_BASE_8_OR_60 = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d\d?)+(\.[\d_]*)?)")  # 010 and 1:30 are 8 and 90 in YAML 1.1: text here
+MOST_NESTED = (
+    2**21
+)  # lists and mappings of a JSON value, which take many times their text: a vocabulary's merges are 2**19
+_BASE_8_OR_60 = re.compile(
+    r"[-+]?(0[\d_]+|\d[\d_]*(:\d\d?)+(\.[\d_]*)?)"
+)  # 010 and 1:30 are 8 and 90 in YAML 1.1: text here
 DEPTH = 32  # levels of lists and mappings in each other
 
 
@@ -65,16 +69,27 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _finite) -
 
     number: makes a number of its text; `float` accepts infinity and NaN, which Python writes though JSON has none.
     """
-    nested = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+    nested = (
+        text.count(b"[") + text.count(b"{")
+        if isinstance(text, bytes)
+        else text.count("[") + text.count("{")
+    )
     if nested > MOST_NESTED:
         raise ValueError(f"more than {MOST_NESTED} lists and objects")
     try:
-        value = json.loads(text, parse_constant=number, parse_float=number, object_pairs_hook=_distinct)
+        value = json.loads(
+            text, parse_constant=number, parse_float=number, object_pairs_hook=_distinct
+        )
     except RecursionError:
         raise ValueError(f"more than {DEPTH} levels deep") from None
     level = [value]
     for _ in range(DEPTH):
-        level = [x for one in level if isinstance(one, list | dict) for x in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            x
+            for one in level
+            if isinstance(one, list | dict)
+            for x in (one.values() if isinstance(one, dict) else one)
+        ]
     if level:
         raise ValueError(f"more than {DEPTH} levels deep")
     return value
@@ -117,9 +132,13 @@ class _PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-            raise yaml.composer.ComposerError(None, None, "tags and aliases are not accepted", event.start_mark)
+            raise yaml.composer.ComposerError(
+                None, None, "tags and aliases are not accepted", event.start_mark
+            )
         if self.depth == DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"more than {DEPTH} levels deep", event.start_mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"more than {DEPTH} levels deep", event.start_mark
+            )
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1

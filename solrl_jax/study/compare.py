@@ -11,15 +11,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from jaxtyping import Float, Int
 
-from solrl_jax.rollout.fidelity import mean_true_rank
-from solrl_jax.run import ledger
-from solrl_jax.run.metrics import read
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
+from solrl_jax.rl.fidelity import mean_true_rank
+from solrl_jax.runs import ledger
+from solrl_jax.runs.metrics import read
 from solrl_jax.study.cost import Prices, evaluations
 from solrl_jax.study.plan import Run
 
 PROGRESS = (25, 50, 75, 100)  # per cent of what the other arm gains
-Estimate: TypeAlias = tuple[float, float]  # a mean and its standard error; NaN where it cannot be told
+Estimate: TypeAlias = tuple[
+    float, float
+]  # a mean and its standard error; NaN where it cannot be told
 Evaluated: TypeAlias = Float[np.ndarray, " e"]
 
 
@@ -41,30 +43,48 @@ class Course:
 
 def read_course(run: Run, prices: Prices) -> Course:
     """From the run's record and ledger. Raises InputError for what is missing there, or cannot be read."""
-    last, every, trained = run.config.train.iterations, run.config.eval.every, run.config.reward.weights
+    last = run.config.train.iterations
+    every = run.config.eval.every
+    trained = run.config.reward.weights
     rows: dict[int, dict[str, Any]] = {}
     for row in read(run.folder):
         rows.setdefault(row["iteration"], {}).update(row)
     at = sorted({0, last, *range(0, last, every or last)})
     if lost := [i for i in at if rows.get(i, {}).get("eval/reward") is None]:
-        raise InputError(f"{run.folder}: has no held-out reward after iteration {lost[0]}; remove it, and it is trained again")
-    names = [key[5:-15] for key in rows[last] if key.startswith("eval/") and key.endswith("/standard_error")]
-    names = ["reward", *(name for name in names if name != "reward" and (name not in trained or len(trained) > 1))]
+        raise InputError(
+            f"{run.folder}: has no held-out reward after iteration {lost[0]}; remove it, and it is trained again"
+        )
+    names = [
+        key[5:-15]
+        for key in rows[last]
+        if key.startswith("eval/") and key.endswith("/standard_error")
+    ]
+    names = [
+        "reward",
+        *(name for name in names if name != "reward" and (name not in trained or len(trained) > 1)),
+    ]
     scores = {name: np.array([rows[i].get(f"eval/{name}") for i in at], float) for name in names}
-    costs, count, ranks = [0.0], 0, []
+    costs = [0.0]
+    count = 0
+    ranks = []
     for iteration in range(1, last + 1):
         table = ledger.read(run.folder / "ledger", iteration)
         if len(table) != run.config.train.prompts * run.config.rollout.candidates:
             cut = f"its ledger has {len(table)} rows of iteration {iteration}"
             raise InputError(f"{run.folder}: {cut}; remove it, and it is trained again")
-        precision, steps = table["precision"][0].as_py(), table["steps"][0].as_py()
+        precision = table["precision"][0].as_py()
+        steps = table["steps"][0].as_py()
         costs.append(costs[-1] + prices.of_iteration(run.config, precision, steps))
         count += evaluations(run.config, steps)
         ranks.append(true_ranks(table, run.config.rollout.candidates, run.config.rollout.kept))
     fidelity = {}
     if run.config.rollout.regenerate:
         spearman = [rows.get(i, {}).get("fidelity/spearman") for i in range(1, len(ranks) + 1)]
-        fidelity = {"spearman": np.array(spearman, float), "best": np.array(ranks)[:, 0], "worst": np.array(ranks)[:, 1]}
+        fidelity = {
+            "spearman": np.array(spearman, float),
+            "best": np.array(ranks)[:, 0],
+            "worst": np.array(ranks)[:, 1],
+        }
     return Course(run.config.seed, np.array(at), np.array(costs)[at], scores, count, fidelity)
 
 
@@ -73,7 +93,10 @@ def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
 
     Perfect are (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a coin has (K + 1) / 2 twice. The ledger has no true reward of the others.
     """
-    of = lambda name: np.array(table[name].to_pylist(), float).reshape(-1, candidates)
+
+    def of(name):
+        return np.array(table[name].to_pylist(), float).reshape(-1, candidates)
+
     true = of("regenerated_reward")
     proxy = np.where(np.isfinite(true), of("proxy_reward"), np.nan)
     best, worst = (mean_true_rank(proxy, true, kept // 2, end) for end in (True, False))
@@ -96,7 +119,10 @@ def compare(
 def _arm(courses: Sequence[Course], equal: float) -> dict[str, Any]:
     """equal: the cost that all arms reach."""
     last = {name: estimate([c.scores[name][-1] for c in courses]) for name in courses[0].scores}
-    quarter = lambda values, end: _mean(np.array_split(values, 4)[0 if end == "first" else -1])
+
+    def quarter(values, end):
+        return _mean(np.array_split(values, 4)[0 if end == "first" else -1])
+
     return {
         "seeds": [course.seed for course in courses],
         "iterations": int(courses[0].iterations[-1]),
@@ -106,7 +132,10 @@ def _arm(courses: Sequence[Course], equal: float) -> dict[str, Any]:
         "network_evaluations": courses[0].network_evaluations,
         "at_equal_cost": {"cost": equal, "reward": estimate([at_cost(c, equal) for c in courses])},
         "fidelity": {
-            name: {end: estimate([quarter(c.fidelity[name], end) for c in courses]) for end in ("first", "last")}
+            name: {
+                end: estimate([quarter(c.fidelity[name], end) for c in courses])
+                for end in ("first", "last")
+            }
             for name in courses[0].fidelity
         },
     }
@@ -124,7 +153,10 @@ def _pair(courses: Sequence[Course], others: Sequence[Course]) -> dict[str, Any]
         "final": estimate(final),
         "final_share": estimate([x / base for x in final]),  # of the other's reward
         "cost_share": _mean([a.cost[-1] / b.cost[-1] for a, b in pairs]),
-        "at_equal_cost": {"cost": equal, "reward": estimate([at_cost(a, equal) - at_cost(b, equal) for a, b in pairs])},
+        "at_equal_cost": {
+            "cost": equal,
+            "reward": estimate([at_cost(a, equal) - at_cost(b, equal) for a, b in pairs]),
+        },
         "speed_up": {str(part): speed_up(pairs, part / 100) for part in PROGRESS},
     }
 
@@ -147,15 +179,27 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     """
 
     def ratio(of: Sequence[tuple[Course, Course]]) -> float:
-        mean = lambda side: (np.mean([c.cost for c in side], 0), np.mean([c.reward for c in side], 0))
-        arm, other = map(mean, zip(*of, strict=True))
+        def mean(side: Any) -> tuple[Any, Any]:
+            return (np.mean([c.cost for c in side], 0), np.mean([c.reward for c in side], 0))
+
+        arm, other = (mean(side) for side in zip(*of, strict=True))
         level = other[1][0] + part * (other[1][-1] - other[1][0])
-        return reached(*other, level) / reached(*arm, level) if other[1][-1] > other[1][0] else float("nan")
+        return (
+            reached(*other, level) / reached(*arm, level)
+            if other[1][-1] > other[1][0]
+            else float("nan")
+        )
 
     if not pairs:
         return float("nan"), float("nan")
-    without = np.array([ratio([*pairs[:i], *pairs[i + 1 :]]) for i in range(len(pairs))] if len(pairs) > 1 else [np.nan])
-    return ratio(pairs), float(np.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum()))
+    without = np.array(
+        [ratio([*pairs[:i], *pairs[i + 1 :]]) for i in range(len(pairs))]
+        if len(pairs) > 1
+        else [np.nan]
+    )
+    return ratio(pairs), float(
+        np.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum())
+    )
 
 
 def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
@@ -166,7 +210,10 @@ def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
     i = above[0]
     if i == 0:
         return float(cost[0])
-    return float(cost[i - 1] + (level - reward[i - 1]) / (reward[i] - reward[i - 1]) * (cost[i] - cost[i - 1]))
+    return float(
+        cost[i - 1]
+        + (level - reward[i - 1]) / (reward[i] - reward[i - 1]) * (cost[i] - cost[i - 1])
+    )
 
 
 def _mean(values: Any) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
 from solrl_jax.storage.readers import parse_json, read_text
 
 CARRIED = Path(__file__).parents[1] / "assets" / "prices.json"
@@ -36,21 +36,32 @@ class Prices:
         classifier-free guidance. The update is that of adapters, and every picture is of the size of the plan's preset,
         decoded and scored as that does.
         """
-        rollout, prompts = config.rollout, config.train.prompts
-        nan, exact = float("nan"), rollout.explore.exact_steps
+        rollout = config.rollout
+        prompts = config.train.prompts
+        nan = float("nan")
+        exact = rollout.explore.exact_steps
         full = self.network.get(rollout.precision, nan)
-        pool, kept = prompts * rollout.candidates, prompts * rollout.kept
+        pool = prompts * rollout.candidates
+        kept = prompts * rollout.kept
         redone = kept * rollout.regenerate
         explored = pool * ((steps - exact) * self.network.get(precision, nan) + exact * full)
         synced = 0.0 if precision == rollout.precision else self.synced
         update = kept * config.trained_sigmas * self.trained
-        return explored + redone * rollout.steps * full + (pool + redone) * self.scored + update + synced
+        return (
+            explored
+            + redone * rollout.steps * full
+            + (pool + redone) * self.scored
+            + update
+            + synced
+        )
 
 
 def evaluations(config: Config, steps: int) -> int:
     """Network evaluations of an iteration's exploration and regeneration."""
     rollout = config.rollout
-    return config.train.prompts * (rollout.candidates * steps + rollout.kept * rollout.regenerate * rollout.steps)
+    return config.train.prompts * (
+        rollout.candidates * steps + rollout.kept * rollout.regenerate * rollout.steps
+    )
 
 
 def prices_of(plan: Mapping[str, Any]) -> Prices:
@@ -59,9 +70,11 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     Whole chunks are counted by the rows that they hold.
     """
     config = resolve(plan["preset"])
-    rollout, prompts = config.rollout, config.train.prompts
+    rollout = config.rollout
+    prompts = config.train.prompts
     seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
-    pool, kept = prompts * rollout.candidates, prompts * rollout.kept
+    pool = prompts * rollout.candidates
+    kept = prompts * rollout.kept
     network = {
         plan["exploration"].split()[0]: seconds["explore"] / (pool * rollout.explore.steps),
         rollout.precision: seconds["regenerate"] / (kept * rollout.steps),
@@ -86,10 +99,14 @@ def find_prices(name: str) -> Prices:
         return there[name]
     try:
         prices = prices_of(parse_json(read_text(name)))
-        if not (min(*prices.network.values(), prices.scored, prices.trained) > 0 and prices.synced >= 0):
+        if not (
+            min(*prices.network.values(), prices.scored, prices.trained) > 0 and prices.synced >= 0
+        ):
             raise ValueError("its seconds must be above 0")
         return prices
     except FileNotFoundError:
         raise InputError(f"--prices {name}: no file, and none of {', '.join(there)}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"--prices {name}: not the JSON of `solrl plan PRESET --json` ({error})") from error
+        raise InputError(
+            f"--prices {name}: not the JSON of `solrl plan PRESET --json` ({error})"
+        ) from error

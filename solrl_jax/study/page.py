@@ -10,19 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from solrl_jax.run.pictures import COLORS, new_figure, save_figure
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
+from solrl_jax.runs.image_files import COLORS, new_figure, save_figure
 from solrl_jax.storage.files import atomic_write
 from solrl_jax.storage.readers import parse_json, read_text, strict
 from solrl_jax.study.compare import PROGRESS, Course, Estimate
 
-FIGURE, DATA, PAGE = "study.png", "study.json", "study.md"
+FIGURE = "study.png"
+DATA = "study.json"
+PAGE = "study.md"
 UNKNOWN = "–"
 _STYLES = ("-", "--", ":")  # of lines: arms beyond the number of colours
 Sweeps = Mapping[str, Sequence[tuple[Any, str]]]  # by a setting: its value in an arm, and the arm
 
 
-def write(folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps) -> None:
+def write(
+    folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps
+) -> None:
     """Writes `study.json`, `study.md` and `study.png`."""
     atomic_write(folder / DATA, json.dumps(strict(study), allow_nan=False, indent=1) + "\n")
     draw(folder / FIGURE, courses, sweeps, study["setting"]["evaluation"])
@@ -34,7 +38,10 @@ def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
 
     logs: files that are replaced too. They are a study's in a folder that one has locked.
     """
-    replaced = (*(folder / name for name in (DATA, PAGE, FIGURE)), *(() if (folder / ".lock").exists() else logs))
+    replaced = (
+        *(folder / name for name in (DATA, PAGE, FIGURE)),
+        *(() if (folder / ".lock").exists() else logs),
+    )
     if there := [path for path in replaced if os.path.lexists(path)]:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             if parse_json(read_text(folder / DATA))["plan"]["name"]:
@@ -48,22 +55,49 @@ def markdown(study: Mapping[str, Any]) -> str:
     lines += [f"* {name}: {text}" for name, text in study["setting"].items()]
     lines += ["", *_arms(study["arms"]), "", *_pairs(study["compared"])]
     if study["missing"]:
-        lines += ["", "Not among these:", "", *(f"* `{name}`: {why}" for name, why in study["missing"].items())]
+        lines += [
+            "",
+            "Not among these:",
+            "",
+            *(f"* `{name}`: {why}" for name, why in study["missing"].items()),
+        ]
     return "\n".join([*lines, "", f"![curves of the study]({FIGURE})", ""])
 
 
 def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    names = [name for name in dict.fromkeys(name for arm in arms.values() for name in arm["scores"]) if name != "reward"]
+    names = [
+        name
+        for name in dict.fromkeys(name for arm in arms.values() for name in arm["scores"])
+        if name != "reward"
+    ]
     equal = next((arm["at_equal_cost"]["cost"] for arm in arms.values()), math.nan)
-    heads = ["seeds", "iterations", "held-out reward", *names, "counted s", "network evaluations", f"reward at {equal:.3g} s"]
+    heads = [
+        "seeds",
+        "iterations",
+        "held-out reward",
+        *names,
+        "counted s",
+        "network evaluations",
+        f"reward at {equal:.3g} s",
+    ]
     heads += ["Spearman, kept", "true rank of best half", "worst half"]
     yield from _head("arm", heads)
     for name, arm in arms.items():
         scores = [shown(arm["scores"].get(score)) for score in ("reward", *names)]
-        counted = [number(arm["cost"]), f"{arm['network_evaluations']:,}", shown(arm["at_equal_cost"]["reward"])]
+        counted = [
+            number(arm["cost"]),
+            f"{arm['network_evaluations']:,}",
+            shown(arm["at_equal_cost"]["reward"]),
+        ]
         along = [arm["fidelity"].get(key) for key in ("spearman", "best", "worst")]
-        places = [" → ".join(number(value[end][0]) for end in ("first", "last")) if value else UNKNOWN for value in along]
-        yield _row(f"`{name}`", [str(len(arm["seeds"])), str(arm["iterations"]), *scores, *counted, *places])
+        places = [
+            " → ".join(number(value[end][0]) for end in ("first", "last")) if value else UNKNOWN
+            for value in along
+        ]
+        yield _row(
+            f"`{name}`",
+            [str(len(arm["seeds"])), str(arm["iterations"]), *scores, *counted, *places],
+        )
     yield ""
     yield "Means ± standard errors over seeds. Fidelity: first → last quarter of the iterations, within the kept."
 
@@ -72,11 +106,19 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not pairs:
         return
     parts = [f"speed-up at {part} %" for part in PROGRESS]
-    yield from _head("arm, against", ["final reward", "of it, %", "cost, times", "at equal cost", *parts])
+    yield from _head(
+        "arm, against", ["final reward", "of it, %", "cost, times", "at equal cost", *parts]
+    )
     for pair in pairs:
         mean, error = (100 * value for value in pair["final_share"])
-        cells = [shown(pair["final"], "+"), shown((mean, error), "+", 1), number(pair["cost_share"])]
-        cells += [f"{shown(pair['at_equal_cost']['reward'], '+')} at {number(pair['at_equal_cost']['cost'])} s"]
+        cells = [
+            shown(pair["final"], "+"),
+            shown((mean, error), "+", 1),
+            number(pair["cost_share"]),
+        ]
+        cells += [
+            f"{shown(pair['at_equal_cost']['reward'], '+')} at {number(pair['at_equal_cost']['cost'])} s"
+        ]
         cells += [shown(pair["speed_up"][str(part)], digits=2) for part in PROGRESS]
         yield _row(f"`{pair['arm']}`, `{pair['against']}`", cells)
     yield ""
@@ -112,19 +154,34 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
     """
     there = {arm: of for arm, of in courses.items() if of}
     faithful = {arm: of for arm, of in there.items() if of[0].fidelity}
-    swept = {setting: points for setting, points in sweeps.items() if any(arm in there for _, arm in points)}
+    swept = {
+        setting: points
+        for setting, points in sweeps.items()
+        if any(arm in there for _, arm in points)
+    }
     panels = 2 + bool(faithful) + len(swept)
     figure = new_figure(9.0, 0.3 + 3.4 * -(-panels // 2))
     figure.suptitle(f"held-out reward: {setting}", fontsize=7, x=0.01, ha="left", wrap=True)
     axes = iter(figure.subplots(-(-panels // 2), 2).flat)
-    looks = {arm: (COLORS[i % len(COLORS)], _STYLES[i // len(COLORS) % len(_STYLES)]) for i, arm in enumerate(there)}
+    looks = {
+        arm: (COLORS[i % len(COLORS)], _STYLES[i // len(COLORS) % len(_STYLES)])
+        for i, arm in enumerate(there)
+    }
     for x, label in (("cost", "counted seconds"), ("iterations", "iteration")):
         panel = next(axes)
         for arm, of in there.items():
-            _band(panel, getattr(of[0], x), np.array([course.reward for course in of]), looks[arm], arm)
+            _band(
+                panel,
+                getattr(of[0], x),
+                np.array([course.reward for course in of]),
+                looks[arm],
+                arm,
+            )
         panel.set(xlabel=label, ylabel="held-out reward")
     if there:
-        figure.axes[0].legend(frameon=False, fontsize=8 if len(there) <= 6 else 6, ncols=-(-len(there) // 6))
+        figure.axes[0].legend(
+            frameon=False, fontsize=8 if len(there) <= 6 else 6, ncols=-(-len(there) // 6)
+        )
     if faithful:
         panel = next(axes)
         for arm, of in faithful.items():
@@ -133,9 +190,14 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
         panel.set(xlabel="iteration", ylabel="Spearman, kept samples")
     for setting, points in swept.items():
         panel = next(axes)
-        known = [(value, [course.reward[-1] for course in there[arm]]) for value, arm in points if arm in there]
+        known = [
+            (value, [course.reward[-1] for course in there[arm]])
+            for value, arm in points
+            if arm in there
+        ]
         error = [np.std(y, ddof=1) / len(y) ** 0.5 if len(y) > 1 else 0.0 for _, y in known]
-        values, mean = [str(value) for value, _ in known], [np.mean(y) for _, y in known]
+        values = [str(value) for value, _ in known]
+        mean = [np.mean(y) for _, y in known]
         panel.errorbar(values, mean, error, color=COLORS[0], marker="o", capsize=3)
         panel.set(xlabel=setting, ylabel="held-out reward at the end")
     for panel in axes:
@@ -146,7 +208,17 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], sweeps: Sweeps, se
 def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label: str) -> None:
     """The mean of `y` [seeds, x] and its standard error around it. look: a colour and a line style."""
     color, style = look
-    mean, error = y.mean(0), y.std(0, ddof=1) / len(y) ** 0.5 if len(y) > 1 else np.zeros(y.shape[1])
+    mean = y.mean(0)
+    error = y.std(0, ddof=1) / len(y) ** 0.5 if len(y) > 1 else np.zeros(y.shape[1])
     panel.fill_between(x, mean - error, mean + error, color=color, alpha=0.16, linewidth=0)
     marker = "o" if len(x) <= 10 else None
-    panel.plot(x, mean, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=3, label=label)
+    panel.plot(
+        x,
+        mean,
+        color=color,
+        linestyle=style,
+        linewidth=1.6,
+        marker=marker,
+        markersize=3,
+        label=label,
+    )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from solrl_jax.run.directory import is_run, read_run
-from solrl_jax.run.metrics import read
+from solrl_jax.runs.directory import is_run, read_run
+from solrl_jax.runs.metrics import read
 from solrl_jax.storage.files import writing
 from solrl_jax.study.plan import Run
 
@@ -22,10 +22,15 @@ def finished(run: Run) -> bool:
     """Whether its directory holds this very run, trained and evaluated to the end."""
     if not is_run(run.folder) or read_run(run.folder) != run.config:
         return False
-    return any(row["iteration"] == run.config.train.iterations and "eval/reward" in row for row in read(run.folder))
+    return any(
+        row["iteration"] == run.config.train.iterations and "eval/reward" in row
+        for row in read(run.folder)
+    )
 
 
-def train(runs: Sequence[Run], out: Path, processes: int, say: Callable[[str], None]) -> dict[str, str]:
+def train(
+    runs: Sequence[Run], out: Path, processes: int, say: Callable[[str], None]
+) -> dict[str, str]:
     """Trains what is not finished, `processes` runs at once. Returns why runs failed, by their names; others go on.
 
     say: told of each run that ends. What a run says is in `out/ARM-SEED.log`. Raises KeyboardInterrupt when it is interrupted;
@@ -40,7 +45,8 @@ def train(runs: Sequence[Run], out: Path, processes: int, say: Callable[[str], N
         ending = {threads.submit(_train, run, out, processes, started): run for run in waiting}
         try:
             for number, future in enumerate(as_completed(ending), 1):
-                run, problem = ending[future], future.result()
+                run = ending[future]
+                problem = future.result()
                 if problem is not None:
                     failed[run.name] = problem
                 say(f"{number}/{len(waiting)} {run.name}: {problem or _last(run)}")
@@ -52,11 +58,18 @@ def train(runs: Sequence[Run], out: Path, processes: int, say: Callable[[str], N
     return failed
 
 
-def _train(run: Run, out: Path, processes: int, started: list[subprocess.Popen[bytes]]) -> str | None:
+def _train(
+    run: Run, out: Path, processes: int, started: list[subprocess.Popen[bytes]]
+) -> str | None:
     """Why the run failed; None if it did not."""
-    log, share = log_of(run), str(max(1, (os.cpu_count() or 1) // processes))
+    log = log_of(run)
+    share = str(max(1, (os.cpu_count() or 1) // processes))
     # threads of XLA on a CPU; programs are compiled once for all seeds of an arm
-    shared = {"JAX_COMPILATION_CACHE_DIR": str(out / "programs"), "NPROC": share, "OMP_NUM_THREADS": share}
+    shared = {
+        "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
+        "NPROC": share,
+        "OMP_NUM_THREADS": share,
+    }
     with writing(log):
         log.unlink(missing_ok=True)  # also a link or a pipe
     with writing(log), log.open("wb") as lines:
@@ -76,5 +89,8 @@ def _train(run: Run, out: Path, processes: int, started: list[subprocess.Popen[b
 
 def _last(run: Run) -> str:
     rows = [row for row in read(run.folder) if "eval/reward" in row]
-    told = ("not finite" if value is None else f"{value:.3f}" for value in (rows[0]["eval/reward"], rows[-1]["eval/reward"]))
+    told = (
+        "not finite" if value is None else f"{value:.3f}"
+        for value in (rows[0]["eval/reward"], rows[-1]["eval/reward"])
+    )
     return f"held-out reward {' -> '.join(told)}"

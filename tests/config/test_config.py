@@ -29,13 +29,22 @@ def message(preset: str, *overrides: str) -> str:
 # --- refusals ---
 
 BAD = [
-    (("rollout.canditates=3",), "unknown key 'rollout.canditates': did you mean 'rollout.candidates'?"),
-    (("rollout.explore={stepz: 3}",), "unknown key 'rollout.explore.stepz': did you mean 'rollout.explore.steps'?"),
+    (
+        ("rollout.canditates=3",),
+        "unknown key 'rollout.canditates': did you mean 'rollout.candidates'?",
+    ),
+    (
+        ("rollout.explore={stepz: 3}",),
+        "unknown key 'rollout.explore.stepz': did you mean 'rollout.explore.steps'?",
+    ),
     (
         ("qqq=1",),
         "unknown key 'qqq': expected one of version, seed, preset, family, model, rollout, reward, policy, lora, .*, mesh, run",
     ),
-    (("mesh.qqqqqqqqq=1",), "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp, mesh.tensor"),
+    (
+        ("mesh.qqqqqqqqq=1",),
+        "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp, mesh.tensor",
+    ),
     (("seed.x=1",), "unknown key 'seed.x': did you mean 'seed'?"),
     (("rollout={1: 2}",), "unknown key 'rollout.1': .*"),
     (("foo",), "override 'foo': expected key=value, e.g. train.iterations=100"),
@@ -61,7 +70,10 @@ BAD = [
     (("model.quantize=abc",), "model.quantize='abc': expected a mapping of its fields"),
     (("model.quantize.skip=abc",), "model.quantize.skip='abc': expected a list"),
     (("model.quantize.min_dim=-1",), "model.quantize.min_dim=-1: must be at least 0"),
-    (("rollout.explore.precision=fp4",), "rollout.explore.precision='fp4': expected 'auto', .*did you mean .*"),
+    (
+        ("rollout.explore.precision=fp4",),
+        "rollout.explore.precision='fp4': expected 'auto', .*did you mean .*",
+    ),
     (("reward.weights=3",), "reward.weights=3: expected a mapping"),
     (("reward.weights={a: b}",), "reward.weights.a='b': expected a number"),
     (("reward.weights={}",), "reward.weights={}: must not be empty"),
@@ -72,21 +84,36 @@ BAD = [
     (("rollout.kept=23",), "rollout.kept=23: must be even with rollout.selection=best_worst"),
     (("rollout.kept=1",), "rollout.kept=1: must be at least 2"),
     (("rollout.explore.steps=11",), "rollout.explore.steps=11: must be at most rollout.steps=10"),
-    (("rollout.explore.exact_steps=6",), "rollout.explore.exact_steps=6: must be less than rollout.explore.steps=6"),
+    (
+        ("rollout.explore.exact_steps=6",),
+        "rollout.explore.exact_steps=6: must be less than rollout.explore.steps=6",
+    ),
     (("rollout.explore.exact_steps=-1",), "rollout.explore.exact_steps=-1: must be at least 0"),
-    (("rollout.regenerate=false",), "rollout.explore.steps=6: must equal rollout.steps=10 with rollout.regenerate=false"),
-    (("family=naive_scaling", "rollout.steps=12"), "rollout.explore.steps=10: must equal rollout.steps=12 with .*=false"),
+    (
+        ("rollout.regenerate=false",),
+        "rollout.explore.steps=6: must equal rollout.steps=10 with rollout.regenerate=false",
+    ),
+    (
+        ("family=naive_scaling", "rollout.steps=12"),
+        "rollout.explore.steps=10: must equal rollout.steps=12 with .*=false",
+    ),
     (("rollout.eta=0.5",), "rollout.eta=0.5: must be 0 with rollout.solver=euler"),
     (("rollout.eta=1.5", "rollout.solver=ddim"), "rollout.eta=1.5: must be at most 1"),
     (("rollout.size=512",), "rollout.size=512: expected a list"),
     (("rollout.size=[512]",), "rollout.size.0=[512]: expected [HEIGHT, WIDTH] in pixels"),
-    (("rollout.size=[[512,512],[512]]",), "rollout.size.1=[512]: expected [HEIGHT, WIDTH] in pixels"),
+    (
+        ("rollout.size=[[512,512],[512]]",),
+        "rollout.size.1=[512]: expected [HEIGHT, WIDTH] in pixels",
+    ),
     (("rollout.size=[512,0]",), "rollout.size.0.1=0: must be at least 1"),
     (("rollout.size=[]",), "rollout.size=[]: must not be empty"),
     (("eval.size=[[512,512]]",), "eval.size=[[512, 512]]: expected [HEIGHT, WIDTH] in pixels"),
     (("rollout.window=10",), "rollout.window=10: must be less than rollout.steps=10"),
     (("objective=flow_grp",), "unknown objective 'flow_grp': did you mean 'flow_grpo'?"),
-    (("policy.objective=ppo",), "policy.objective='ppo': expected one of nft, awm, dpo, flow_grpo, mix_grpo, dance_grpo"),
+    (
+        ("policy.objective=ppo",),
+        "policy.objective='ppo': expected one of nft, awm, dpo, flow_grpo, mix_grpo, dance_grpo",
+    ),
     (
         ("policy.objective=flow_grpo",),
         "rollout.eta=0.0: must be above 0 for the transitions that policy.objective=flow_grpo trains on, .* rollout.solver",
@@ -103,7 +130,10 @@ BAD = [
         ("objective=mix_grpo", "policy.timestep_fraction=0.5"),
         "policy.timestep_fraction=0.5: must be at most 0.4 for .*mix_grpo.*",
     ),
-    (("objective=flow_grpo", "explore=best"), "rollout.eta=0.7: must be 0 with rollout.explore.sigmas=first"),
+    (
+        ("objective=flow_grpo", "explore=best"),
+        "rollout.eta=0.7: must be 0 with rollout.explore.sigmas=first",
+    ),
     (
         ("objective=dpo", "rollout.selection=best", "rollout.kept=5"),
         "rollout.kept=5: must be even for the pairs of policy.objective=dpo",
@@ -121,19 +151,34 @@ BAD = [
         "rollout.eta=0.5: must be 0 with rollout.explore.sigmas=first",
     ),
     (("version=1",), "version=1: expected 2"),
-    (("rollout.explore.precision=nvfp4_46",), "rollout.explore.precision='nvfp4_46': expected 'auto', .*did you mean 'nvfp4'?"),
+    (
+        ("rollout.explore.precision=nvfp4_46",),
+        "rollout.explore.precision='nvfp4_46': expected 'auto', .*did you mean 'nvfp4'?",
+    ),
     (("rollout.explore.audit_every=2",), "unknown key 'rollout.explore.audit_every': .*"),
     (("rollout.explore.vae=x",), "unknown key 'rollout.explore.vae': .*"),
     (("explore=papr",), "unknown explore 'papr': did you mean 'paper'?"),
-    (("rollout.explore.floor=0.8", "family=naive_quant"), "rollout.explore.floor=0.8: must be null with .*=false, .*"),
+    (
+        ("rollout.explore.floor=0.8", "family=naive_quant"),
+        "rollout.explore.floor=0.8: must be null with .*=false, .*",
+    ),
     (("rollout.explore.floor=1.5",), "rollout.explore.floor=1.5: must be at most 1"),
     (("rollout.explore.correction=-1",), "rollout.explore.correction=-1: must be at least 0"),
     (("rollout.explore.sigmas=last",), "rollout.explore.sigmas='last': expected 'own' or 'first'"),
-    (("optimizer.steps_per_iteration=7",), "optimizer.steps_per_iteration=7: must divide .* sigmas = 6912"),
-    (("policy.timestep_fraction=0.05",), "policy.timestep_fraction=0.05: must be at least 1 / rollout.steps = 0.1"),
+    (
+        ("optimizer.steps_per_iteration=7",),
+        "optimizer.steps_per_iteration=7: must divide .* sigmas = 6912",
+    ),
+    (
+        ("policy.timestep_fraction=0.05",),
+        "policy.timestep_fraction=0.05: must be at least 1 / rollout.steps = 0.1",
+    ),
     (("policy.timestep_fraction=1.1",), "policy.timestep_fraction=1.1: must be at most 1"),
     (("lora.targets=['a(b']",), "lora.targets.0='a(b': must be a regular expression (.*)"),
-    (("model.quantize.fused=['[']",), "model.quantize.fused.0='[': must be a regular expression (.*)"),
+    (
+        ("model.quantize.fused=['[']",),
+        "model.quantize.fused.0='[': must be a regular expression (.*)",
+    ),
     (("lora.targets=[]",), "lora.targets=[]: must not be empty"),
     (("mesh.data=0",), "mesh.data=0: must be at least 1, or -1 for all devices left"),
     (("mesh.fsdp=0",), "mesh.fsdp=0: must be at least 1"),
@@ -141,11 +186,20 @@ BAD = [
     (("policy.ema_decay=1",), "policy.ema_decay=1: must be below 1"),
     (("policy.decay_type=3",), "policy.decay_type=3: must be at most 2"),
     (("model.path=",), "model.path='': must not be empty"),
-    (("model.cache=1",), "model.cache=1: expected text (in quotes if it looks like a number or a date)"),
+    (
+        ("model.cache=1",),
+        "model.cache=1: expected text (in quotes if it looks like a number or a date)",
+    ),
     (("model.tile=1.5",), "model.tile=1.5: expected an integer"),
     (("model.instruction=",), "model.instruction='': must not be empty"),
-    (("lora.rank=0", "foo", "zeed=1"), "override 'foo': .*; unknown key 'zeed': did you mean 'seed'?; lora.rank=0: must be .*"),
-    (("lora.rank=0", "rollout.kept=97"), "rollout.kept=97: must be at most .*=96; lora.rank=0: must be at least 1"),
+    (
+        ("lora.rank=0", "foo", "zeed=1"),
+        "override 'foo': .*; unknown key 'zeed': did you mean 'seed'?; lora.rank=0: must be .*",
+    ),
+    (
+        ("lora.rank=0", "rollout.kept=97"),
+        "rollout.kept=97: must be at most .*=96; lora.rank=0: must be at least 1",
+    ),
 ]
 
 
@@ -166,8 +220,20 @@ AT_LEAST_ONE = [
     "rollout.window",
     "rollout.window_every",
 ]
-AT_LEAST_ONE += ["lora.rank", "optimizer.steps_per_iteration", "optimizer.micro_batch", "train.iterations", "train.prompts"]
-AT_LEAST_ONE += ["eval.steps", "eval.prompts", "eval.images_per_prompt", "run.checkpoint_every", "run.keep_checkpoints"]
+AT_LEAST_ONE += [
+    "lora.rank",
+    "optimizer.steps_per_iteration",
+    "optimizer.micro_batch",
+    "train.iterations",
+    "train.prompts",
+]
+AT_LEAST_ONE += [
+    "eval.steps",
+    "eval.prompts",
+    "eval.images_per_prompt",
+    "run.checkpoint_every",
+    "run.keep_checkpoints",
+]
 POSITIVE = [
     "policy.beta",
     "policy.ratio_clip",
@@ -200,25 +266,40 @@ def test_ranges(key, value, accepted):
 
 
 def test_sizes_are_the_models_unless_told_otherwise():
-    sizes = lambda *overrides: (
-        trained_sizes(c := resolve("flux1_sol_rl_hpsv2", overrides)),
-        largest_size(c),
-        evaluated_size(c),
-    )
+    def sizes(*overrides):
+        return (
+            trained_sizes(c := resolve("flux1_sol_rl_hpsv2", overrides)),
+            largest_size(c),
+            evaluated_size(c),
+        )
+
     assert sizes() == (((512, 512),), (512, 512), (512, 512))
-    assert sizes("rollout.size=[256,320]", "eval.size=[1024,768]") == (((256, 320),), (256, 320), (1024, 768))
+    assert sizes("rollout.size=[256,320]", "eval.size=[1024,768]") == (
+        ((256, 320),),
+        (256, 320),
+        (1024, 768),
+    )
     several = ((256, 256), (192, 384), (384, 192))
-    assert sizes("rollout.size=[[256,256],[192,384],[384,192]]") == (several, (192, 384), (512, 512))
+    assert sizes("rollout.size=[[256,256],[192,384],[384,192]]") == (
+        several,
+        (192, 384),
+        (512, 512),
+    )
 
 
 def test_unknown_preset():
     assert message("tinny") == "unknown preset 'tinny': did you mean 'tiny'?"
-    assert message("sana_solrl_pickscore") == "unknown preset 'sana_solrl_pickscore': did you mean 'sana_sol_rl_pickscore'?"
+    assert (
+        message("sana_solrl_pickscore")
+        == "unknown preset 'sana_solrl_pickscore': did you mean 'sana_sol_rl_pickscore'?"
+    )
 
 
 def test_sections_made_by_hand_are_checked_too():
     config = resolve("tiny")
-    with pytest.raises(ConfigError, match=r"rollout.kept=49: must be at most rollout.candidates=48"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.kept=49: must be at most rollout.candidates=48"
+    ):
         dataclasses.replace(config.rollout, kept=49)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
@@ -231,7 +312,10 @@ def test_numbers_of_rows_at_once_are_upper_limits(key):
     """They need not divide the rows that there are, and may be more than these."""
     section, field = key.split(".")
     for value in (1, 7, 9216):
-        assert getattr(getattr(resolve("sana_sol_rl_pickscore", [f"{key}={value}"]), section), field) == value
+        assert (
+            getattr(getattr(resolve("sana_sol_rl_pickscore", [f"{key}={value}"]), section), field)
+            == value
+        )
 
 
 # --- text ---
@@ -253,22 +337,25 @@ def test_text_that_is_not_a_configuration():
 
 
 # no file's name holds a zero; what looks like the address of a service may be refused
-WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8).filter(
-    lambda w: "://" not in w
-)
+WORDS = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8
+).filter(lambda w: "://" not in w)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31 - 1),
     rate=st.floats(1e-37, MOST_NUMBER),
-    weights=st.dictionaries(WORDS, st.floats(-1e9, 1e9, width=32, allow_subnormal=False), min_size=1, max_size=3),
+    weights=st.dictionaries(
+        WORDS, st.floats(-1e9, 1e9, width=32, allow_subnormal=False), min_size=1, max_size=3
+    ),
     path=WORDS,
 )
 @example(seed=0, rate=1e-5, weights={"\U00093329\x85": -0.0}, path="\U00093329\x85")
 def test_text_round_trip_is_exact(seed, rate, weights, path):
     c = TINY
-    optimizer, reward = dataclasses.replace(c.optimizer, learning_rate=rate), dataclasses.replace(c.reward, weights=weights)
+    optimizer = dataclasses.replace(c.optimizer, learning_rate=rate)
+    reward = dataclasses.replace(c.reward, weights=weights)
     prompts = dataclasses.replace(c.prompts, train=path)
     c = dataclasses.replace(c, seed=seed, optimizer=optimizer, reward=reward, prompts=prompts)
     assert from_yaml(to_yaml(c)) == c
@@ -281,12 +368,19 @@ def test_effective_batch_of_the_paper():
     batch = effective_batch(resolve("sana_sol_rl_pickscore"), 8)
     assert (batch["terms"], batch["terms_per_step"]) == (6912, 6912)
     assert batch["terms_per_step_per_device"] * 8 == 6912
-    assert batch["accumulation"] * resolve("sana_sol_rl_pickscore").optimizer.micro_batch * 8 == 6912
+    assert (
+        batch["accumulation"] * resolve("sana_sol_rl_pickscore").optimizer.micro_batch * 8 == 6912
+    )
     two = effective_batch(resolve("tiny", ["optimizer.steps_per_iteration=2"]), 1)
     assert two["terms_per_step"] * 2 == two["terms"]
     uneven = effective_batch(resolve("sana_sol_rl_pickscore", ["optimizer.micro_batch=7"]), 5)
-    assert (uneven["terms_per_step_per_device"], uneven["accumulation"]) == (1383, 198)  # 6912 terms, filled up to 6930
-    assert "48 prompts x 24 kept x 6 sigmas = 6912 terms" in batch_line(resolve("sana_sol_rl_pickscore"), 8)
+    assert (uneven["terms_per_step_per_device"], uneven["accumulation"]) == (
+        1383,
+        198,
+    )  # 6912 terms, filled up to 6930
+    assert "48 prompts x 24 kept x 6 sigmas = 6912 terms" in batch_line(
+        resolve("sana_sol_rl_pickscore"), 8
+    )
 
 
 @settings(deadline=None)

@@ -10,7 +10,15 @@ import yaml
 
 import solrl_jax
 from solrl_jax.config import migrations, presets
-from solrl_jax.config.presets import describe, from_yaml, known_keys, override, preset_names, resolve, to_yaml
+from solrl_jax.config.presets import (
+    describe,
+    from_yaml,
+    known_keys,
+    override,
+    preset_names,
+    resolve,
+    to_yaml,
+)
 from solrl_jax.config.schema import OBJECTIVES
 from solrl_jax.config.values import ConfigError
 
@@ -28,22 +36,35 @@ def test_every_released_model_has_16_presets_and_there_is_tiny():
     names = preset_names()
     assert {"sana", "flux1", "sd3"} <= set(presets.released_models())
     assert len(names) == len(set(names)) == 1 + 16 * len(presets.released_models())
-    assert {"tiny", "sana_sol_rl_pickscore", "flux1_naive_scaling_hpsv2", "sd3_diffusionnft_imagereward"} <= set(names)
+    assert {
+        "tiny",
+        "sana_sol_rl_pickscore",
+        "flux1_naive_scaling_hpsv2",
+        "sd3_diffusionnft_imagereward",
+    } <= set(names)
 
 
 @pytest.mark.parametrize("preset", ALL, ids="-".join)
 def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
     config = resolve(preset[0], preset[1:])
-    family, rollout = config.family, config.rollout
+    family = config.family
+    rollout = config.rollout
     assert family == (
-        preset[1].removeprefix("family=") if preset[0] == "tiny" else re.findall("|".join(FAMILIES), preset[0])[0]
+        preset[1].removeprefix("family=")
+        if preset[0] == "tiny"
+        else re.findall("|".join(FAMILIES), preset[0])[0]
     )
     assert config.preset == preset[0]
     explore = rollout.explore
     assert explore.precision == ("nvfp4" if family in ("naive_quant", "sol_rl") else "bf16")
     full, part = DISTILLED.get(config.model.name, (10, 6))
     assert explore.steps == (part if family == "sol_rl" else full)
-    assert (explore.sigmas, explore.exact_steps, explore.correction, explore.floor) == ("own", 0, 0, None)  # the paper's
+    assert (explore.sigmas, explore.exact_steps, explore.correction, explore.floor) == (
+        "own",
+        0,
+        0,
+        None,
+    )  # the paper's
     assert explore.attention == "own"
     assert rollout.steps == full
     assert rollout.regenerate == (family == "sol_rl")
@@ -53,21 +74,80 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "solver", "schedule", "shift", "sigmas", "clip", "micro", "eval_steps", "tokens", "path"),
+    (
+        "model",
+        "size",
+        "solver",
+        "schedule",
+        "shift",
+        "sigmas",
+        "clip",
+        "micro",
+        "eval_steps",
+        "tokens",
+        "path",
+    ),
     [
-        ("sana", 1024, "euler", "linear", 1.0, 6, 1.0, 16, 40, 300, "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"),
-        ("sd3", 1024, "dpm2", "sd3", 3.0, 6, 0.002, 8, 40, 128, "stabilityai/stable-diffusion-3.5-large"),
+        (
+            "sana",
+            1024,
+            "euler",
+            "linear",
+            1.0,
+            6,
+            1.0,
+            16,
+            40,
+            300,
+            "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
+        ),
+        (
+            "sd3",
+            1024,
+            "dpm2",
+            "sd3",
+            3.0,
+            6,
+            0.002,
+            8,
+            40,
+            128,
+            "stabilityai/stable-diffusion-3.5-large",
+        ),
         ("flux1", 512, "dpm2", "flux", 3.0, 4, 1.0, 12, 28, 128, "black-forest-labs/FLUX.1-dev"),
         ("zimage", 1024, "dpm2", "linear", 6.0, 6, 1.0, 8, 28, 128, "Tongyi-MAI/Z-Image"),
-        ("zimage-turbo", 1024, "euler", "linear", 3.0, 4, 1.0, 8, 8, 128, "Tongyi-MAI/Z-Image-Turbo"),
+        (
+            "zimage-turbo",
+            1024,
+            "euler",
+            "linear",
+            3.0,
+            4,
+            1.0,
+            8,
+            8,
+            128,
+            "Tongyi-MAI/Z-Image-Turbo",
+        ),
     ],
 )
 def test_models_have_the_numbers_of_the_recipe(
     model, size, solver, schedule, shift, sigmas, clip, micro, eval_steps, tokens, path
 ):
     c = resolve(f"{model}_sol_rl_hpsv2")
-    assert (c.model.name, c.model.path, c.model.height, c.model.width, c.model.max_tokens) == (model, path, size, size, tokens)
-    assert (c.rollout.solver, c.rollout.schedule, c.rollout.shift, c.rollout.guidance) == (solver, schedule, shift, 1.0)
+    assert (c.model.name, c.model.path, c.model.height, c.model.width, c.model.max_tokens) == (
+        model,
+        path,
+        size,
+        size,
+        tokens,
+    )
+    assert (c.rollout.solver, c.rollout.schedule, c.rollout.shift, c.rollout.guidance) == (
+        solver,
+        schedule,
+        shift,
+        1.0,
+    )
     assert (c.trained_sigmas, c.optimizer.max_grad_norm, c.optimizer.micro_batch, c.eval.steps) == (
         sigmas,
         clip,
@@ -78,38 +158,111 @@ def test_models_have_the_numbers_of_the_recipe(
 
 def test_shared_numbers_are_the_papers():
     c = resolve("sana_sol_rl_pickscore")
-    assert (c.rollout.candidates, c.rollout.kept, c.train.prompts, c.rollout.selection) == (96, 24, 48, "best_worst")
-    assert (c.policy.beta, c.policy.kl_weight, c.policy.advantage_clip, c.policy.decay_type) == (1.0, 1e-4, 5.0, 1)
+    assert (c.rollout.candidates, c.rollout.kept, c.train.prompts, c.rollout.selection) == (
+        96,
+        24,
+        48,
+        "best_worst",
+    )
+    assert (c.policy.beta, c.policy.kl_weight, c.policy.advantage_clip, c.policy.decay_type) == (
+        1.0,
+        1e-4,
+        5.0,
+        1,
+    )
     assert (c.policy.advantage_mode, c.policy.global_std, c.policy.ema_decay) == ("all", True, 0.9)
     assert (c.lora.rank, c.lora.alpha) == (32, 64.0)
     o = c.optimizer
-    assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (3e-4, 0.9, 0.999, 1e-8, 1e-4)
-    assert (o.steps_per_iteration, c.rollout.precision, c.reward.weights) == (1, "bf16", {"pickscore": 1.0})
+    assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (
+        3e-4,
+        0.9,
+        0.999,
+        1e-8,
+        1e-4,
+    )
+    assert (o.steps_per_iteration, c.rollout.precision, c.reward.weights) == (
+        1,
+        "bf16",
+        {"pickscore": 1.0},
+    )
 
 
 # What each rule must take and leave; the paths are those of diffusers' modules, the layers of a list without their index.
 MATCHES = {
-    "sana": {"attn1/to_q", "attn1/to_k", "attn1/to_v", "attn1/to_out/0", "attn2/to_q", "attn2/to_k", "attn2/to_v"}
+    "sana": {
+        "attn1/to_q",
+        "attn1/to_k",
+        "attn1/to_v",
+        "attn1/to_out/0",
+        "attn2/to_q",
+        "attn2/to_k",
+        "attn2/to_v",
+    }
     | {"attn2/to_out/0"},
-    "sd3": {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "attn/add_q_proj", "attn/add_k_proj"}
+    "sd3": {
+        "attn/to_q",
+        "attn/to_k",
+        "attn/to_v",
+        "attn/to_out/0",
+        "attn/add_q_proj",
+        "attn/add_k_proj",
+    }
     | {"attn/add_v_proj", "attn/to_add_out"},
-    "flux1": {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "single attn/to_q", "single attn/to_k"}
+    "flux1": {
+        "attn/to_q",
+        "attn/to_k",
+        "attn/to_v",
+        "attn/to_out/0",
+        "single attn/to_q",
+        "single attn/to_k",
+    }
     | {"single attn/to_v"},
-    "flux2-klein-4b": {"attn/to_q", "attn/to_k", "attn/to_v", "attn/to_out/0", "single attn/to_qkv_mlp_proj"},
+    "flux2-klein-4b": {
+        "attn/to_q",
+        "attn/to_k",
+        "attn/to_v",
+        "attn/to_out/0",
+        "single attn/to_qkv_mlp_proj",
+    },
 }
-MATCHES |= dict.fromkeys(("flux2-klein-9b", "flux2-klein-base-4b", "flux2-klein-base-9b"), MATCHES["flux2-klein-4b"])
+MATCHES |= dict.fromkeys(
+    ("flux2-klein-9b", "flux2-klein-base-4b", "flux2-klein-base-9b"), MATCHES["flux2-klein-4b"]
+)
 SANA = [f"attn{i}/to_{x}" for i in "12" for x in ("q", "k", "v", "out/0")] + [
     "ff/conv_inverted",
     "ff/conv_depth",
     "ff/conv_point",
 ]
-JOINT = [f"attn/{x}" for x in ("to_q", "to_k", "to_v", "to_out/0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")] + [
+JOINT = [
+    f"attn/{x}"
+    for x in (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out/0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+    )
+] + [
     *(f"{ff}/net/{x}" for ff in ("ff", "ff_context") for x in ("0/proj", "2")),
     *("norm1/linear", "norm1_context/linear"),
 ]
-SINGLE = [f"single {x}" for x in ("attn/to_q", "attn/to_k", "attn/to_v", "norm/linear", "proj_mlp", "proj_out")]
-FLUX2 = [*JOINT[:8], "ff/linear_in", "ff/linear_out", "single attn/to_qkv_mlp_proj", "single attn/to_out"]
-KERNELS = {"sana": SANA, "sd3": JOINT, "flux1": JOINT + SINGLE} | {name: FLUX2 for name in MATCHES if name.startswith("flux2")}
+SINGLE = [
+    f"single {x}"
+    for x in ("attn/to_q", "attn/to_k", "attn/to_v", "norm/linear", "proj_mlp", "proj_out")
+]
+FLUX2 = [
+    *JOINT[:8],
+    "ff/linear_in",
+    "ff/linear_out",
+    "single attn/to_qkv_mlp_proj",
+    "single attn/to_out",
+]
+KERNELS = {"sana": SANA, "sd3": JOINT, "flux1": JOINT + SINGLE} | {
+    name: FLUX2 for name in MATCHES if name.startswith("flux2")
+}
 
 
 def full_path(short: str, model: str = "") -> str:
@@ -151,13 +304,26 @@ def test_tiny_is_the_embedded_world():
 
 
 def test_when_applies_to_its_choice_alone():
-    assert resolve("tiny", ["family=diffusionnft"]).rollout.candidates == resolve("tiny").rollout.kept
-    assert resolve("tiny", ["family=naive_scaling"]).rollout.candidates == resolve("tiny").rollout.candidates
-    assert resolve("tiny", ["family=diffusionnft", "rollout.candidates=24"]).rollout.candidates == 24
+    assert (
+        resolve("tiny", ["family=diffusionnft"]).rollout.candidates == resolve("tiny").rollout.kept
+    )
+    assert (
+        resolve("tiny", ["family=naive_scaling"]).rollout.candidates
+        == resolve("tiny").rollout.candidates
+    )
+    assert (
+        resolve("tiny", ["family=diffusionnft", "rollout.candidates=24"]).rollout.candidates == 24
+    )
+
     # a condition of a file that comes earlier wins over the settings of a later one
-    explored = lambda family: resolve("flux2-klein-4b_sol_rl_hpsv2", [f"family={family}"]).rollout.explore.steps
+    def explored(family):
+        return resolve("flux2-klein-4b_sol_rl_hpsv2", [f"family={family}"]).rollout.explore.steps
+
     assert [explored(family) for family in ("sol_rl", "naive_quant")] == [2, 4]
-    assert resolve("flux2-klein-4b_sol_rl_hpsv2", ["rollout.explore.steps=3"]).rollout.explore.steps == 3
+    assert (
+        resolve("flux2-klein-4b_sol_rl_hpsv2", ["rollout.explore.steps=3"]).rollout.explore.steps
+        == 3
+    )
 
 
 def test_described_rows():
@@ -165,7 +331,11 @@ def test_described_rows():
     assert [row["preset"] for row in rows] == preset_names()
     row = next(row for row in rows if row["preset"] == "sd3_sol_rl_clipscore")
     assert row["model"] == "sd3"
-    assert (row["candidates"], row["explore"], row["train on"]) == ("24-in-96", "nvfp4, 6 steps", "bf16, 10 steps")
+    assert (row["candidates"], row["explore"], row["train on"]) == (
+        "24-in-96",
+        "nvfp4, 6 steps",
+        "bf16, 10 steps",
+    )
 
 
 # --- overrides ---
@@ -175,13 +345,29 @@ def test_overrides_win_in_order_and_are_yaml():
     c = resolve(
         "tiny",
         [
-            *("seed=3", "seed=7", "optimizer.learning_rate=1e-4", "lora.alpha=8", "rollout={explore: {steps: 4}, shift: 2}"),
+            *(
+                "seed=3",
+                "seed=7",
+                "optimizer.learning_rate=1e-4",
+                "lora.alpha=8",
+                "rollout={explore: {steps: 4}, shift: 2}",
+            ),
             *("lora.targets=['a.*/kernel']", "run.dir='2024'", "eval.every=0"),
         ],
     )
-    assert (c.seed, c.optimizer.learning_rate, c.lora.alpha, c.lora.targets) == (7, 1e-4, 8.0, ("a.*/kernel",))
+    assert (c.seed, c.optimizer.learning_rate, c.lora.alpha, c.lora.targets) == (
+        7,
+        1e-4,
+        8.0,
+        ("a.*/kernel",),
+    )
     assert isinstance(c.lora.alpha, float)
-    assert (c.rollout.explore.steps, c.rollout.explore.precision, c.rollout.shift, c.run.dir) == (4, "nvfp4", 2.0, "2024")
+    assert (c.rollout.explore.steps, c.rollout.explore.precision, c.rollout.shift, c.run.dir) == (
+        4,
+        "nvfp4",
+        2.0,
+        "2024",
+    )
     assert resolve("tiny", ["seed=7", "run.dir="]).run.dir == "runs/tiny-sol_rl-seed7"
 
 
@@ -189,20 +375,33 @@ def test_overrides_win_in_order_and_are_yaml():
 def test_text_without_quotes_is_taken_as_it_is(text):
     assert resolve("tiny", [f"run.dir=x{text}"]).run.dir == f"x{text}"
     assert resolve("tiny", [presets.setting("run.dir", text)]).run.dir == text
-    assert resolve("tiny", [f"run.dir='{text.replace(chr(39), 2 * chr(39))}' # of mine"]).run.dir == text
+    assert (
+        resolve("tiny", [f"run.dir='{text.replace(chr(39), 2 * chr(39))}' # of mine"]).run.dir
+        == text
+    )
 
 
 def test_weights_are_replaced_whole_or_changed_by_name():
-    assert resolve("tiny", ["reward.weights={pickscore: 1, hpsv2: 2}"]).reward.weights == {"pickscore": 1.0, "hpsv2": 2.0}
-    assert resolve("tiny", ["reward.weights.tiny-clip=0.5"]).reward.weights == {"shapes": 1.0, "tiny-clip": 0.5}
+    assert resolve("tiny", ["reward.weights={pickscore: 1, hpsv2: 2}"]).reward.weights == {
+        "pickscore": 1.0,
+        "hpsv2": 2.0,
+    }
+    assert resolve("tiny", ["reward.weights.tiny-clip=0.5"]).reward.weights == {
+        "shapes": 1.0,
+        "tiny-clip": 0.5,
+    }
 
 
 def test_parts_are_chosen_for_any_preset():
     c = resolve("sana_sol_rl_pickscore", ["model=flux1", "family=naive_quant", "reward=hpsv2"])
     expected = resolve("flux1_naive_quant_hpsv2")
-    assert dataclasses.replace(c, preset="", run=expected.run) == dataclasses.replace(expected, preset="")
+    assert dataclasses.replace(c, preset="", run=expected.run) == dataclasses.replace(
+        expected, preset=""
+    )
     assert resolve("tiny", ["reward=tiny-clip"]).reward.weights == {"tiny-clip": 1.0}
-    assert resolve("tiny", ["reward.weights={a: 1}", "reward=clipscore"]).reward.weights == {"a": 1.0}
+    assert resolve("tiny", ["reward.weights={a: 1}", "reward=clipscore"]).reward.weights == {
+        "a": 1.0
+    }
 
 
 def test_resolving_leaves_no_trace_on_the_next():
@@ -213,21 +412,35 @@ def test_resolving_leaves_no_trace_on_the_next():
 
 def test_an_objective_has_a_file_of_settings_and_a_file_of_code():
     files = {path.stem for path in (presets._configs() / "objective").glob("*.yaml")}
-    code = {path.stem for path in (presets._configs().parent / "policy" / "objectives").glob("*.py")} - {"__init__"}
+    code = {
+        path.stem for path in (presets._configs().parent / "policy" / "objectives").glob("*.py")
+    } - {"__init__"}
     assert files == code == set(OBJECTIVES)
     assert resolve("tiny", ["objective=nft"]) == resolve("tiny")
     grpo = resolve("sd3_sol_rl_hpsv2", ["objective=flow_grpo"])
     assert (grpo.rollout.solver, grpo.rollout.eta, grpo.policy.decay_type) == ("flow_sde", 0.7, 0)
     assert (grpo.policy.kl_weight, grpo.policy.ratio_clip, grpo.trained_sigmas) == (0.01, 1e-4, 9)
+
     # the limit of SD3's gradients is of its recipe for nft
-    clip = lambda name: resolve("sd3_sol_rl_hpsv2", [f"objective={name}"]).optimizer.max_grad_norm
-    assert [clip(name) for name in ("nft", "flow_grpo", "mix_grpo", "dance_grpo", "awm")] == [0.002, 1.0, 1.0, 1.0, 1.0]
+    def clip(name):
+        return resolve("sd3_sol_rl_hpsv2", [f"objective={name}"]).optimizer.max_grad_norm
+
+    assert [clip(name) for name in ("nft", "flow_grpo", "mix_grpo", "dance_grpo", "awm")] == [
+        0.002,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert resolve("tiny", ["objective=awm"]).policy.ema_decay == 0.99
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_recipe_for_ocr_leaves_other_objectives_their_settings(name):
-    plain, ocr = (resolve("sana_sol_rl_hpsv2", [f"objective={name}", f"reward={reward}"]) for reward in ("hpsv2", "ocr"))
+    plain, ocr = (
+        resolve("sana_sol_rl_hpsv2", [f"objective={name}", f"reward={reward}"])
+        for reward in ("hpsv2", "ocr")
+    )
     assert ocr.optimizer.steps_per_iteration == 2
     settings = (ocr.policy.beta, ocr.policy.decay_type)
     assert settings == ((0.1, 2) if name == "nft" else (plain.policy.beta, plain.policy.decay_type))
@@ -238,7 +451,11 @@ def test_the_recipe_for_ocr_leaves_other_objectives_their_settings(name):
 
 def test_files_and_fields_agree():
     """Every field is set by a file, and the files set nothing else; but plans of studies, which are no presets."""
-    fields = {key for key in known_keys() if not any(other.startswith(f"{key}.") for other in known_keys())}
+    fields = {
+        key
+        for key in known_keys()
+        if not any(other.startswith(f"{key}.") for other in known_keys())
+    }
     given = set()
     for path in presets._configs().rglob("*.yaml"):
         if path.parent.name == "study":
@@ -252,11 +469,19 @@ def test_files_and_fields_agree():
 
 
 def leaves(tree: dict, prefix: str = "") -> set[str]:
-    inner = lambda key, value: isinstance(value, dict) and key not in ("reward.weights", "reward.paths", "reward.options")
+    def inner(key, value):
+        return isinstance(value, dict) and key not in (
+            "reward.weights",
+            "reward.paths",
+            "reward.options",
+        )
+
     return {
         leaf
         for name, value in tree.items()
-        for leaf in (leaves(value, f"{prefix}{name}.") if inner(prefix + name, value) else {prefix + name})
+        for leaf in (
+            leaves(value, f"{prefix}{name}.") if inner(prefix + name, value) else {prefix + name}
+        )
     }
 
 
@@ -281,7 +506,9 @@ def test_a_condition_that_cannot_hold_is_refused(configs):
         "compose: {model: sana, family: sol_rl, reward: hpsv2}\nwhen: {family=solrl: {seed: 1}}\n"
     )
     assert "mine" in preset_names()
-    with pytest.raises(ConfigError, match=r"^configs/mine.yaml: unknown condition 'family=solrl' under 'when'$"):
+    with pytest.raises(
+        ConfigError, match=r"^configs/mine.yaml: unknown condition 'family=solrl' under 'when'$"
+    ):
         resolve("mine")
 
 
@@ -295,7 +522,8 @@ def test_the_file_of_any_part_may_have_settings_for_one_choice_of_another(config
     """They follow the file's own settings; the file of a later part and the preset's own follow them."""
     path = configs / f"{part}.yaml"
     path.write_text(
-        settings_of(path) + "seed: 1\nwhen: {model=sana: {seed: 5, lora: {rank: 7}}, family=naive_quant: {seed: 6}}\n"
+        settings_of(path)
+        + "seed: 1\nwhen: {model=sana: {seed: 5, lora: {rank: 7}}, family=naive_quant: {seed: 6}}\n"
     )
     config = resolve("sana_sol_rl_hpsv2")
     assert (config.seed, config.lora.rank) == (5, 7)
@@ -303,45 +531,68 @@ def test_the_file_of_any_part_may_have_settings_for_one_choice_of_another(config
     assert resolve("sana_sol_rl_hpsv2", ["seed=9"]).seed == 9
     for other in ("flux1_sol_rl_hpsv2", "sana_naive_quant_hpsv2", "sana_sol_rl_clipscore"):
         chosen = all(name in other for name in part.split("/")[1:]) or part == "explore/paper"
-        expected = {"flux1_sol_rl_hpsv2": 1, "sana_naive_quant_hpsv2": 6, "sana_sol_rl_clipscore": 5}[other]
+        expected = {
+            "flux1_sol_rl_hpsv2": 1,
+            "sana_naive_quant_hpsv2": 6,
+            "sana_sol_rl_clipscore": 5,
+        }[other]
         assert resolve(other).seed == (expected if chosen else 0), other
 
 
 def test_a_condition_in_the_file_of_a_part_that_cannot_hold_is_refused(configs):
     path = configs / "explore" / "paper.yaml"
     path.write_text(settings_of(path) + "when: {sampler=sana: {seed: 5}}\n")
-    with pytest.raises(ConfigError, match=r"^configs/explore/paper.yaml: unknown condition 'sampler=sana' under 'when'$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^configs/explore/paper.yaml: unknown condition 'sampler=sana' under 'when'$",
+    ):
         resolve("tiny")
 
 
 # --- recipes of exploration ---
 
-LEVERS = ("rollout.explore.sigmas=first", "rollout.explore.exact_steps=1", "rollout.explore.correction=8")
+LEVERS = (
+    "rollout.explore.sigmas=first",
+    "rollout.explore.exact_steps=1",
+    "rollout.explore.correction=8",
+)
 
 
 def test_the_papers_recipe_turns_every_lever_off():
     for preset in ("tiny", "sana_sol_rl_hpsv2"):
-        plain, levers = resolve(preset), resolve(preset, LEVERS)
+        plain = resolve(preset)
+        levers = resolve(preset, LEVERS)
         assert resolve(preset, ["explore=paper"]) == plain != levers
-        assert resolve(preset, ["explore=paper", *LEVERS]) == resolve(preset, [*LEVERS, "explore=paper"]) == levers
+        assert (
+            resolve(preset, ["explore=paper", *LEVERS])
+            == resolve(preset, [*LEVERS, "explore=paper"])
+            == levers
+        )
         assert override(levers, ["explore=paper"]) == plain
         assert override(levers, ["explore=paper", LEVERS[1]]) == resolve(preset, [LEVERS[1]])
 
 
 @pytest.mark.parametrize("preset", ALL, ids="-".join)
 def test_recipes_go_with_every_preset_and_leave_all_but_exploration(preset):
-    plain, best = resolve(preset[0], preset[1:]), resolve(preset[0], [*preset[1:], "explore=best"])
+    plain = resolve(preset[0], preset[1:])
+    best = resolve(preset[0], [*preset[1:], "explore=best"])
     assert override(plain, ["explore=best"]) == best
     assert override(best, ["explore=paper"]) == plain
     explore = best.rollout.explore
-    assert dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, explore=explore)) == best
-    fast = override(plain, ["explore=fast"])
-    quantize, attends = (
-        fast.model.quantize,
-        dataclasses.replace(plain.rollout.explore, attention=fast.rollout.explore.attention),
+    assert (
+        dataclasses.replace(plain, rollout=dataclasses.replace(plain.rollout, explore=explore))
+        == best
     )
+    fast = override(plain, ["explore=fast"])
+    quantize = fast.model.quantize
+    attends = dataclasses.replace(plain.rollout.explore, attention=fast.rollout.explore.attention)
     rollout = dataclasses.replace(plain.rollout, explore=attends)
-    assert dataclasses.replace(plain, model=dataclasses.replace(plain.model, quantize=quantize), rollout=rollout) == fast
+    assert (
+        dataclasses.replace(
+            plain, model=dataclasses.replace(plain.model, quantize=quantize), rollout=rollout
+        )
+        == fast
+    )
     assert (quantize == plain.model.quantize) == (plain.model.name not in ("sana", "sd3"))
     assert (attends.attention == "fp8") == (plain.model.name in ("flux1", "sd3"))
     assert override(fast, ["explore=best"]) == best
@@ -352,7 +603,9 @@ def test_recipes_go_with_every_preset_and_leave_all_but_exploration(preset):
 
 @pytest.mark.parametrize("model", ["sana", "sd3"])
 def test_the_papers_recipe_has_the_models_own_rule(model):
-    own = yaml.safe_load((Path(presets.__file__).parents[1] / "configs" / "model" / f"{model}.yaml").read_text())
+    own = yaml.safe_load(
+        (Path(presets.__file__).parents[1] / "configs" / "model" / f"{model}.yaml").read_text()
+    )
     assert dataclasses.asdict(resolve(f"{model}_sol_rl_hpsv2").model.quantize) == {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in ({"fused": []} | own["model"]["quantize"]).items()
@@ -364,13 +617,22 @@ def test_a_recipe_has_settings_for_models_and_families_of_presets_and_of_runs(co
         "rollout: {explore: {sigmas: own, exact_steps: 0, correction: 4}}\n"
         "when: {family=sol_rl: {rollout: {explore: {exact_steps: 2}}}, model=flux1: {rollout: {explore: {steps: 5}}}}\n"
     )
-    explored = lambda config: tuple(getattr(config.rollout.explore, name) for name in ("correction", "exact_steps", "steps"))
+
+    def explored(config):
+        return tuple(
+            getattr(config.rollout.explore, name) for name in ("correction", "exact_steps", "steps")
+        )
+
     for preset, expected in (
         ("tiny", (4, 2, 6)),
         ("sana_naive_quant_hpsv2", (4, 0, 10)),
         ("flux1_sol_rl_hpsv2", (4, 2, 5)),
     ):
-        assert explored(resolve(preset, ["explore=mine"])) == explored(override(resolve(preset), ["explore=mine"])) == expected
+        assert (
+            explored(resolve(preset, ["explore=mine"]))
+            == explored(override(resolve(preset), ["explore=mine"]))
+            == expected
+        )
     with pytest.raises(ConfigError, match=r"^unknown explore 'min': did you mean 'mine'\?$"):
         override(resolve("tiny"), ["explore=min"])
 
@@ -383,20 +645,27 @@ def test_a_recipe_with_a_condition_that_a_run_does_not_record_is_for_presets_alo
     assert resolve("sana_sol_rl_hpsv2", ["explore=mine"]).rollout.explore.correction == 4
     assert resolve("sana_sol_rl_clipscore", ["explore=mine"]).rollout.explore.correction == 0
     with pytest.raises(
-        ConfigError, match=r"^configs/explore/mine.yaml: condition 'reward=hpsv2' .* for a preset, not for a run$"
+        ConfigError,
+        match=r"^configs/explore/mine.yaml: condition 'reward=hpsv2' .* for a preset, not for a run$",
     ):
         override(resolve("sana_sol_rl_hpsv2"), ["explore=mine"])
 
 
 def test_of_a_run_fields_are_changed_and_other_parts_are_refused():
     config = resolve("tiny", ["seed=3", *LEVERS])
-    changed = override(config, ["rollout.explore.steps=4", "rollout={shift: 2}", "reward.weights.tiny-clip=0.5"])
-    rollout = dataclasses.replace(config.rollout, shift=2.0, explore=dataclasses.replace(config.rollout.explore, steps=4))
+    changed = override(
+        config, ["rollout.explore.steps=4", "rollout={shift: 2}", "reward.weights.tiny-clip=0.5"]
+    )
+    rollout = dataclasses.replace(
+        config.rollout, shift=2.0, explore=dataclasses.replace(config.rollout.explore, steps=4)
+    )
     reward = dataclasses.replace(config.reward, weights={"shapes": 1.0, "tiny-clip": 0.5})
     assert changed == dataclasses.replace(config, rollout=rollout, reward=reward)
     assert override(config, []) == config
     for part in ("model=sana", "family=sol_rl", "reward=hpsv2", "objective=dpo"):
-        with pytest.raises(ConfigError, match=f"^{part}: can be chosen for a preset, not for a run$"):
+        with pytest.raises(
+            ConfigError, match=f"^{part}: can be chosen for a preset, not for a run$"
+        ):
             override(config, [part])
 
 
@@ -426,14 +695,22 @@ def test_what_version_2_has_no_more_is_dropped():
     plain = from_yaml(yaml.safe_dump(tree))
     assert tree["rollout"]["explore"]["precision"] == "nvfp4_46"
     assert plain.rollout.explore.precision == "nvfp4"
-    tree["rollout"]["explore"] |= {"vae": "embedded:tiny-light", "audit_every": 5, "precision": "nvfp4_w"}
+    tree["rollout"]["explore"] |= {
+        "vae": "embedded:tiny-light",
+        "audit_every": 5,
+        "precision": "nvfp4_w",
+    }
     assert from_yaml(yaml.safe_dump(tree)) == plain
     tree["rollout"]["explore"]["precision"] = "fp8"  # any other format stays
     explore = dataclasses.replace(plain.rollout.explore, precision="fp8")
-    assert from_yaml(yaml.safe_dump(tree)).rollout == dataclasses.replace(plain.rollout, explore=explore)
+    assert from_yaml(yaml.safe_dump(tree)).rollout == dataclasses.replace(
+        plain.rollout, explore=explore
+    )
     for field in ("vae", "audit_every"):  # and is refused from version 2 on
         with pytest.raises(ConfigError, match=f"^unknown key 'rollout.explore.{field}': "):
-            from_yaml(to_yaml(plain).replace("    floor: null\n", f"    floor: null\n    {field}: null\n"))
+            from_yaml(
+                to_yaml(plain).replace("    floor: null\n", f"    floor: null\n    {field}: null\n")
+            )
 
 
 @pytest.mark.parametrize(

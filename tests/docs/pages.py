@@ -20,11 +20,18 @@ class Block(NamedTuple):
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found = re.findall(r"^```(\w*)(?: title=\"(.+?)\")?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"^```(\w*)(?: title=\"(.+?)\")?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    )
     return [Block(*parts) for parts in found]
 
 
 def commands(page: Path) -> list[list[str]]:
     """The command lines of a page, as a shell splits them, in order. What follows a # is left out."""
-    lines = [line for block in blocks(page) if block.language in ("", "sh") for line in block.body.splitlines()]
+    lines = [
+        line
+        for block in blocks(page)
+        if block.language in ("", "sh")
+        for line in block.body.splitlines()
+    ]
     return [words for line in lines if (words := shlex.split(line, comments=True))]

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import pytest
 
-from solrl_jax.commands.cli import COMMANDS
+from solrl_jax.cli.main import COMMANDS
 from solrl_jax.config.presets import preset_names, resolve
 from tests.docs.pages import PAGES, ROOT, commands
 
@@ -19,21 +19,33 @@ def test_there_are_many():
     assert {page for page, _ in OURS} >= {"README.md", "guide.md", "tutorial.md"}
 
 
-@pytest.mark.parametrize(("page", "words"), OURS, ids=lambda value: value if isinstance(value, str) else " ".join(value))
+@pytest.mark.parametrize(
+    ("page", "words"), OURS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
 def test_a_command_has_these_options_and_settings(page, words):
     words = words[words.index("solrl") :]
     assert words[1] in COMMANDS
-    command = importlib.import_module(f"solrl_jax.commands.{words[1]}").command
-    with click.Context(click.Command("solrl")) as parent, command.make_context(words[1], words[2:], parent=parent) as context:
+    command = importlib.import_module(f"solrl_jax.cli.{words[1]}").command
+    with (
+        click.Context(click.Command("solrl")) as parent,
+        command.make_context(words[1], words[2:], parent=parent) as context,
+    ):
         given = context.params
-    first = next((parameter.name for parameter in command.params if isinstance(parameter, click.Argument)), None)
+    first = next(
+        (parameter.name for parameter in command.params if isinstance(parameter, click.Argument)),
+        None,
+    )
     target = given.get("show") or given.get(first)
     if target in preset_names():
         resolve(target, given.get("overrides", ()))
 
 
 def test_targets_of_make_and_scripts_exist():
-    targets = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
+    targets = {
+        line.partition(":")[0]
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if ":" in line
+    }
     for _, words in PRINTED:
         if words[0] == "make":
             assert set(words[1:]) <= targets, words

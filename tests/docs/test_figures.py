@@ -19,9 +19,13 @@ def record(name: str) -> dict:
 
 def rows(page, heading: str) -> list[list[str]]:
     """The rows of a page's table whose first line begins with `heading`, cell by cell."""
-    found = re.search(rf"^\| ?{re.escape(heading)}.*\n\|[-| :]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    found = re.search(
+        rf"^\| ?{re.escape(heading)}.*\n\|[-| :]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
+    )
     assert found is not None, (page.name, heading)
-    return [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in found[1].splitlines()]
+    return [
+        [cell.strip() for cell in line.strip()[1:-1].split("|")] for line in found[1].splitlines()
+    ]
 
 
 def numbers(text: str) -> list[str]:
@@ -44,11 +48,15 @@ def check(printed: Iterable[str], values: Iterable[float], what: object) -> None
         assert agrees(shown, value), (what, shown, value)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem
+)
 def test_a_record_says_when_and_where(path):
     found = json.loads(path.read_text())
     assert {"date", "device"} <= found.keys()
-    assert path.name in "".join(page.read_text() for page in (*PAGES, *(ROOT / "scripts").rglob("*.py")))
+    assert path.name in "".join(
+        page.read_text() for page in (*PAGES, *(ROOT / "scripts").rglob("*.py"))
+    )
 
 
 def test_a_wrong_digit_is_noticed():
@@ -58,8 +66,12 @@ def test_a_wrong_digit_is_noticed():
     assert not agrees("90", 88.6)
 
 
-RANKED = {(m["model"], m["when"]): {s["explore"]: s for s in m["settings"]} for m in record("rank-tiny")["measurements"]}
-CORRELATED, RANKS = ("spearman", "kendall", "top_k_match"), ("true_rank_best", "true_rank_worst")
+RANKED = {
+    (m["model"], m["when"]): {s["explore"]: s for s in m["settings"]}
+    for m in record("rank-tiny")["measurements"]
+}
+CORRELATED = ("spearman", "kendall", "top_k_match")
+RANKS = ("true_rank_best", "true_rank_worst")
 
 
 def test_ranks():
@@ -72,8 +84,14 @@ def test_ranks():
         recipes = RANKED[model, when]
         printed = [number for cell in cells for number in numbers(cell)]
         names = (*CORRELATED, *RANKS, "top_k_regret")
-        check(printed, [recipes[recipe][name] for recipe in ("paper", "best") for name in names], first)
-        assert {str(recipes[recipe]["prompts"]) for recipe in ("paper", "best")} == {numbers(first)[-1]}
+        check(
+            printed,
+            [recipes[recipe][name] for recipe in ("paper", "best") for name in names],
+            first,
+        )
+        assert {str(recipes[recipe]["prompts"]) for recipe in ("paper", "best")} == {
+            numbers(first)[-1]
+        }
         seen += 1
     assert seen == 6
 
@@ -81,27 +99,39 @@ def test_ranks():
 def test_ranks_after_training_in_the_readme():
     for first, *cells in rows(README, "| `explore=paper`"):
         recipes = RANKED[first.strip("`"), "after 20 iterations"]
-        values = [recipes[recipe][name] for recipe in ("paper", "best") for name in (*CORRELATED, *RANKS)]
+        values = [
+            recipes[recipe][name] for recipe in ("paper", "best") for name in (*CORRELATED, *RANKS)
+        ]
         check([number for cell in cells for number in numbers(cell)], values, first)
 
 
 def test_levers_alone():
     found = record("rank-levers-alone")
-    table = {re.sub("`|rollout.explore.", "", first): cells for first, *cells in rows(DOCS / "exploration.md", "alone, after")}
-    again = [{s["explore"]: s["spearman"] for s in m["settings"]} for m in found["again"]["measurements"]]
+    table = {
+        re.sub("`|rollout.explore.", "", first): cells
+        for first, *cells in rows(DOCS / "exploration.md", "alone, after")
+    }
+    again = [
+        {s["explore"]: s["spearman"] for s in m["settings"]} for m in found["again"]["measurements"]
+    ]
     for name, explore in (
         ("the paper's recipe (NVFP4, 6 own steps)", "paper"), ("correction=32", "correction"), ("exact_steps=1", "exact"),
         ("sigmas=first", "first"),
     ):  # fmt: skip
         check(table.pop(name), [model[explore] for model in again], name)
-    older = lambda group, precision: [
-        next(
-            s["spearman"] for s in found["settings"][f"{model}-{group}"] if (s["precision"], s["exact_steps"]) == (precision, 0)
-        )
-        for model in ("sana", "flux", "sd3")
-        if f"{model}-{group}" in found["settings"]
-        and any(s["precision"] == precision for s in found["settings"][f"{model}-{group}"])
-    ]
+
+    def older(group, precision):
+        return [
+            next(
+                s["spearman"]
+                for s in found["settings"][f"{model}-{group}"]
+                if (s["precision"], s["exact_steps"]) == (precision, 0)
+            )
+            for model in ("sana", "flux", "sd3")
+            if f"{model}-{group}" in found["settings"]
+            and any(s["precision"] == precision for s in found["settings"][f"{model}-{group}"])
+        ]
+
     for name, group, precision in (
         ("the same without fitted coefficients", "nofit", "nvfp4"),
         ("four over six in the block scales (gone)", "plain", "nvfp4_46"),
@@ -109,12 +139,17 @@ def test_levers_alone():
         ("BF16, 6 own steps: no format at all", "plain", "bf16"),
         ("BF16, 6 steps with sigmas=first", "fit", "bf16"),
     ):
-        check([cell for cell in table.pop(name) if cell != "not measured"], older(group, precision), name)
+        check(
+            [cell for cell in table.pop(name) if cell != "not measured"],
+            older(group, precision),
+            name,
+        )
     assert not table
 
 
 def test_what_quantising_each_group_costs():
-    found, page = record("linears-tiny"), DOCS / "exploration.md"
+    found = record("linears-tiny")
+    page = DOCS / "exploration.md"
     groups = {group["group"].strip("/"): group for group in found["groups"]}
     for name, share, spearman in rows(page, "quantised alone"):
         group = groups.pop(name.strip("`"))
@@ -124,12 +159,17 @@ def test_what_quantising_each_group_costs():
 
 
 def test_what_the_embedded_pipelines_learn():
-    runs, page = record("train-tiny")["runs"], DOCS / "embedded.md"
+    runs = record("train-tiny")["runs"]
+    page = DOCS / "embedded.md"
     scores = ("eval/reward", "eval/shapes/strict")
     for first, _, reward, strict in rows(page, "name"):
         run = runs[f"889fa5c {first.removeprefix('`tiny-').removesuffix('`')}"]
         for cell, name in zip((reward, strict), scores, strict=True):
-            values = [run[when][f"{name}{part}"] for when in ("before", "after") for part in ("", "/standard_error")]
+            values = [
+                run[when][f"{name}{part}"]
+                for when in ("before", "after")
+                for part in ("", "/standard_error")
+            ]
             check(numbers(cell), values, first)
     tried = ["flux-2e3", "flux-4e3", "sd3-2e3", "sd3-4e3", "sd3-1e3-s2", "sd3-96", "sd3-96-s2"]
     for name, (first, *cells) in zip(tried, rows(page, "setting"), strict=True):
@@ -139,12 +179,20 @@ def test_what_the_embedded_pipelines_learn():
 
 
 def test_the_tutorial():
-    runs, text = record("tutorial")["runs"], " ".join((DOCS / "tutorial.md").read_text().split())
-    for name, shapes in (("mine", r"falls from (\S+) to (\S+)\."), ("both", r"stays: (\S+) before, (\S+) after\.")):
+    runs = record("tutorial")["runs"]
+    text = " ".join((DOCS / "tutorial.md").read_text().split())
+    for name, shapes in (
+        ("mine", r"falls from (\S+) to (\S+)\."),
+        ("both", r"stays: (\S+) before, (\S+) after\."),
+    ):
         said = re.search(r"`coverage` rises from (\S+) to (\S+), and `shapes` " + shapes, text)
         assert said is not None, name
         scores = ("eval/my_reward:coverage", "eval/shapes")
-        check(said.groups(), [runs[name][when][score] for score in scores for when in ("0", "20")], name)
+        check(
+            said.groups(),
+            [runs[name][when][score] for score in scores for when in ("0", "20")],
+            name,
+        )
 
 
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
@@ -152,12 +200,23 @@ def test_the_demo(page):
     evaluations = record("demo")["evaluations"]
     text = " ".join(page.read_text().split())
     for name in ("eval/reward", "eval/shapes/strict"):
-        values = [evaluations[i][f"{name}{part}"] for i in ("0", "30") for part in ("", "/standard_error")]
+        values = [
+            evaluations[i][f"{name}{part}"] for i in ("0", "30") for part in ("", "/standard_error")
+        ]
         said = [f"{mean:.3f} ± {error:.3f}" for mean, error in (values[:2], values[2:])]
-        assert all(part in text for part in said) or (page != README and name == "eval/reward"), (name, said)
-    others = [rows["20"]["eval/shapes/strict"] for rows in record("demo")["other_seeds"]["seeds"].values()]
+        assert all(part in text for part in said) or (page != README and name == "eval/reward"), (
+            name,
+            said,
+        )
+    others = [
+        rows["20"]["eval/shapes/strict"] for rows in record("demo")["other_seeds"]["seeds"].values()
+    ]
     at_20 = [evaluations["20"]["eval/shapes/strict"], *others]
-    assert page != README or "strict success is {:.3f}; seeds 1 and 2 have {:.3f} and {:.3f} there.".format(*at_20) in text
+    assert (
+        page != README
+        or "strict success is {:.3f}; seeds 1 and 2 have {:.3f} and {:.3f} there.".format(*at_20)
+        in text
+    )
 
 
 def test_what_the_compilers_say():
@@ -172,11 +231,16 @@ def test_what_the_compilers_say():
         printed = [number for cell in cells for number in numbers(cell)]
         if rule:
             short = found["wider rule"][name]
-            check(printed, [short[k] for k in ("ratio", "ex", "re", "sc", "up", "rolls", "it", "pk", "us")], first)
+            check(
+                printed,
+                [short[k] for k in ("ratio", "ex", "re", "sc", "up", "rolls", "it", "pk", "us")],
+                first,
+            )
             continue
         plan = found["plans"][name]
         seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
-        naive, rest = plan["naive_scaling"], seconds["encode"] + seconds["update"]
+        naive = plan["naive_scaling"]
+        rest = seconds["encode"] + seconds["update"]
         rollout = (naive["seconds"] - rest) / (plan["seconds"] - rest)
         stages = [seconds[stage] for stage in ("explore", "regenerate", "score", "update")]
         memory = [plan["peak"] / 1e9, plan["usable"] / 1e9]
@@ -184,26 +248,40 @@ def test_what_the_compilers_say():
 
 
 def test_what_other_pages_say_of_the_plans():
-    compiled = {first: [numbers(cell)[0] for cell in cells] for first, *cells in rows(DOCS / "compiled.md", "model and device")}
+    compiled = {
+        first: [numbers(cell)[0] for cell in cells]
+        for first, *cells in rows(DOCS / "compiled.md", "model and device")
+    }
     flux = compiled["FLUX.1-dev, B200"]
-    prose = lambda page: " ".join(page.read_text().replace("\n>", " ").split())
+
+    def prose(page):
+        return " ".join(page.read_text().replace("\n>", " ").split())
+
     figures = r"an exploring step of FLUX\.1 is (\S+) times as .* An iteration is (\S+) times as"
     said = re.search("At a B200's public peaks, " + figures, prose(README))
     assert said is not None
     check(said.groups(), [float(flux[0]), float(flux[6])], "README.md")
-    said = re.search(r"on a B200 these take at least (\d+), (\d+) and (\d+) s", choose := prose(DOCS / "choose.md"))
+    said = re.search(
+        r"on a B200 these take at least (\d+), (\d+) and (\d+) s",
+        choose := prose(DOCS / "choose.md"),
+    )
     assert said is not None
     assert [*said.groups()] == [flux[1], flux[2], flux[4]]
-    for name, model in (("SANA", "SANA 1.6B"), ("FLUX.1", "FLUX.1-dev"), ("SD3.5 Large", "SD3.5 Large")):
+    for name, model in (
+        ("SANA", "SANA 1.6B"),
+        ("FLUX.1", "FLUX.1-dev"),
+        ("SD3.5 Large", "SD3.5 Large"),
+    ):
         said = re.search(rf"(\d+)(?: to (\d+))? GB for {re.escape(name)}", choose)
         assert said is not None
-        assert [*filter(None, said.groups())] == sorted({compiled[f"{model}, {device}"][7] for device in ("B200", "H200")}), (
-            name
-        )
+        assert [*filter(None, said.groups())] == sorted(
+            {compiled[f"{model}, {device}"][7] for device in ("B200", "H200")}
+        ), name
 
 
 def test_what_objectives_learn_and_how_an_sde_is_explored():
-    found, page = record("objectives-tiny"), DOCS / "objectives.md"
+    found = record("objectives-tiny")
+    page = DOCS / "objectives.md"
     paired = {first.strip("`"): cells for first, *cells in rows(page, "objective")}
     for name in ("awm", "mix_grpo", "dance_grpo", "flow_grpo", "dpo"):
         run = found["paired"][name]
@@ -216,19 +294,30 @@ def test_what_objectives_learn_and_how_an_sde_is_explored():
     table = {first: cells for first, *cells in rows(page, "explored with")}
     for first, name in (
         ("NVFP4, 6 steps, the ODE", "nvfp4 6 steps, ODE"),
-        ("NVFP4, 6 steps, the SDE, draws numbered by its own steps", "nvfp4 6 steps, SDE, draws numbered by its own steps"),
-        ("NVFP4, 6 steps, the SDE on the same Brownian path (what we do)", "nvfp4 6 steps, SDE on the same Brownian path"),
+        (
+            "NVFP4, 6 steps, the SDE, draws numbered by its own steps",
+            "nvfp4 6 steps, SDE, draws numbered by its own steps",
+        ),
+        (
+            "NVFP4, 6 steps, the SDE on the same Brownian path (what we do)",
+            "nvfp4 6 steps, SDE on the same Brownian path",
+        ),
         ("NVFP4, 10 steps, the SDE", "nvfp4 10 steps, SDE"),
     ):
         check(table[first], [explored[name][key] for key in ("spearman", *RANKS)], first)
 
 
 def test_the_papers_comparisons():
-    found, page = record("study-paper"), DOCS / "study.md"
+    found = record("study-paper")
+    page = DOCS / "study.md"
     for name, iterations, *cells in rows(page, "arm | iterations"):
         arm = found["arms"][name.strip("`")]
         assert len(arm["seeds"]) == 4
-        scores = [arm["scores"]["reward"], arm["scores"]["shapes/strict"], arm["at_equal_cost"]["reward"]]
+        scores = [
+            arm["scores"]["reward"],
+            arm["scores"]["shapes/strict"],
+            arm["at_equal_cost"]["reward"],
+        ]
         for cell, estimate in zip((cells[0], cells[1], cells[4]), scores, strict=True):
             check(numbers(cell), estimate, name)
         check([iterations, cells[2]], [arm["iterations"], arm["cost"]], name)
@@ -248,45 +337,73 @@ def test_a_pool_under_each_objective():
         ("objective, four seeds", "study-objectives", 4),
         ("objective | explored", "study-objectives-quick", 6),
     ):
-        found, table = record(name), {first.strip("`"): cells for first, *cells in rows(DOCS / "study.md", heading)}
+        found = record(name)
+        table = {first.strip("`"): cells for first, *cells in rows(DOCS / "study.md", heading)}
         pairs = {pair["arm"]: pair for pair in found["compared"]}
         assert len(table) == count
         assert table.keys() == pairs.keys() | {"nft"}
         for arm, pair in pairs.items():
             rewards = [found["arms"][of]["scores"]["reward"] for of in (arm, f"{arm}-plain")]
-            estimates = [*rewards, pair["final"], [pair["cost_share"]], pair["at_equal_cost"]["reward"]]
+            estimates = [
+                *rewards,
+                pair["final"],
+                [pair["cost_share"]],
+                pair["at_equal_cost"]["reward"],
+            ]
             for cell, estimate in zip(table[arm], estimates, strict=True):
                 check(signed(cell), estimate, (name, arm))
     runs = record("study-paper")["runs"]
-    of_arm = lambda arm: (run for name, run in runs.items() if name.startswith(arm))
-    after_16 = lambda arm: np.array([run["reward"][run["iterations"].index(16)] for run in of_arm(arm)])
-    explored, plain = after_16("sol_rl"), after_16("diffusionnft")
-    cells = next(cells for first, *cells in rows(DOCS / "study.md", "objective, four seeds") if first == "`nft`")
+
+    def of_arm(arm):
+        return (run for name, run in runs.items() if name.startswith(arm))
+
+    def after_16(arm):
+        return np.array([run["reward"][run["iterations"].index(16)] for run in of_arm(arm)])
+
+    explored = after_16("sol_rl")
+    plain = after_16("diffusionnft")
+    cells = next(
+        cells
+        for first, *cells in rows(DOCS / "study.md", "objective, four seeds")
+        if first == "`nft`"
+    )
     for cell, x in zip(cells, (explored, plain, explored - plain), strict=False):
         check(signed(cell), [x.mean(), x.std(ddof=1) / len(x) ** 0.5], "nft")
 
 
 def test_a_larger_pool():
-    found, page = record("study-pool"), DOCS / "study.md"
+    found = record("study-pool")
+    page = DOCS / "study.md"
     table = list(rows(page, "candidates | held-out"))
     assert [row[0] for row in table] == ["24", "48", "96"]
     for count, *cells in table:
         arm = found["arms"][f"n{count}"]
         assert len(arm["seeds"]) == 4
         fidelity = [[arm["fidelity"]["spearman"][part][0]] for part in ("first", "last")]
-        scores = [arm["scores"]["reward"], arm["scores"]["shapes/strict"], [arm["cost"]], arm["at_equal_cost"]["reward"]]
+        scores = [
+            arm["scores"]["reward"],
+            arm["scores"]["shapes/strict"],
+            [arm["cost"]],
+            arm["at_equal_cost"]["reward"],
+        ]
         for cell, estimate in zip(cells, scores + fidelity, strict=True):
             check(numbers(cell), estimate, count)
     pairs = {f"{pair['arm'][1:]} over {pair['against'][1:]}": pair for pair in found["compared"]}
     for first, *cells in rows(page, "pools"):
         pair = pairs[first]
-        estimates = [pair["final"], [100 * value for value in pair["final_share"]], pair["at_equal_cost"]["reward"]]
+        estimates = [
+            pair["final"],
+            [100 * value for value in pair["final_share"]],
+            pair["at_equal_cost"]["reward"],
+        ]
         for cell, estimate in zip(cells, estimates, strict=True):
             check(signed(cell), estimate, first)
 
 
 def test_more_devices():
-    place = lambda row: (row["device"], row["devices"], *sorted(row["mesh"].items()))
+    def place(row):
+        return (row["device"], row["devices"], *sorted(row["mesh"].items()))
+
     found = {place(row): row for row in record("scaling")["rows"]}
     for first, mesh, *cells in rows(DOCS / "compiled.md", "devices"):
         *count, device = first.replace("TPU v", "tpu-v").split()
@@ -301,9 +418,15 @@ def test_more_devices():
 
 
 def test_the_monitor():
-    runs, text = record("monitor")["runs"], " ".join((DOCS / "exploration.md").read_text().split())
+    runs = record("monitor")["runs"]
+    text = " ".join((DOCS / "exploration.md").read_text().split())
     late = {name: run["spearman"][8:] for name, run in runs.items()}
-    means, least = ([f(late[name]) for name in ("with", "without")] for f in (lambda x: sum(x) / len(x), min))
-    said = re.search(r"mean correlation is (\S+) with the floor and (\S+) without; the smallest is (\S+) and (\S+)\.", text)
+    means, least = (
+        [f(late[name]) for name in ("with", "without")] for f in (lambda x: sum(x) / len(x), min)
+    )
+    said = re.search(
+        r"mean correlation is (\S+) with the floor and (\S+) without; the smallest is (\S+) and (\S+)\.",
+        text,
+    )
     assert said is not None
     check(said.groups(), [*means, *least], "monitor")

@@ -18,7 +18,9 @@ def notebook():
 def test_it_is_that_of_its_source(notebook):
     """Else: `make notebook`."""
     expected = make_notebook.cells(make_notebook.SOURCE.read_text())
-    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [(cell.cell_type, cell.source) for cell in expected]
+    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
+        (cell.cell_type, cell.source) for cell in expected
+    ]
 
 
 def test_all_of_it_was_run_and_nothing_failed(notebook):
@@ -45,6 +47,15 @@ def test_it_runs_and_says_the_same(notebook, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # one device, as a reader has
     again = make_notebook.unrun(make_notebook.SOURCE.read_text())
     make_notebook.run(again)
-    said = lambda cells: [out.text for cell in cells if cell.cell_type == "code" for out in cell.outputs if out.get("text")]
+
+    def said(cells):
+        return [
+            out.text
+            for cell in cells
+            if cell.cell_type == "code"
+            for out in cell.outputs
+            if out.get("text")
+        ]
+
     assert len(said(again.cells)) == len(said(notebook.cells))
     assert said(again.cells)[:2] == said(notebook.cells)[:2]  # settings, prompts and seeds

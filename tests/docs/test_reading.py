@@ -13,11 +13,19 @@ MOST = 10.0  # years at school
 
 def prose(text: str) -> str:
     """The sentences of a page: without tables, headings, pictures and blocks of code."""
-    text = re.sub(r"^```.*?^```$|<[^>]+>|^(---|--8<--).*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```$|<[^>]+>|^(---|--8<--).*$", "", text, flags=re.DOTALL | re.MULTILINE
+    )
     parts = [part.strip() for part in re.split(r"\n\s*\n|\n- ", text)]
-    linked = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", part) for part in parts if part and not part.startswith(("|", "#", "!["))]
+    linked = [
+        re.sub(r"\[(.*?)\]\(.*?\)", r"\1", part)
+        for part in parts
+        if part and not part.startswith(("|", "#", "!["))
+    ]
     plain = [" ".join(re.sub("[*>`]", "", part).split()) for part in linked]
-    return "\n".join(part if part.endswith((".", "!", "?")) else part.rstrip(":;,") + "." for part in plain)
+    return "\n".join(
+        part if part.endswith((".", "!", "?")) else part.rstrip(":;,") + "." for part in plain
+    )
 
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: page.name)

@@ -15,7 +15,14 @@ import yaml
 from tests.docs.pages import DOCS, ROOT
 
 zensical = pytest.importorskip("zensical", reason="pip install solrl_jax[docs]")
-LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("source", "src"), ("iframe", "src"), ("image", "href")}
+LOADED = {
+    ("script", "src"),
+    ("img", "src"),
+    ("link", "href"),
+    ("source", "src"),
+    ("iframe", "src"),
+    ("image", "href"),
+}
 
 
 def copied(to: Path) -> Path:
@@ -48,7 +55,11 @@ class Page(html.parser.HTMLParser):
         self.tags[tag].append(given)
         self.anchors |= {value for name in ("id", "name") if (value := given.get(name))}
         for name, value in attrs:
-            if value and (tag, name) in LOADED and given.get("rel") not in ("canonical", "prev", "next"):
+            if (
+                value
+                and (tag, name) in LOADED
+                and given.get("rel") not in ("canonical", "prev", "next")
+            ):
                 self.loaded.append(value)
             if value and (tag, name) == ("a", "href"):
                 self.links.append(value)
@@ -60,7 +71,11 @@ def site(tmp_path_factory):
     folder = copied(tmp_path_factory.mktemp("site"))
     done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "site", {path: Page(path) for path in (folder / "site").glob("*.html")}, done.stdout + done.stderr
+    return (
+        folder / "site",
+        {path: Page(path) for path in (folder / "site").glob("*.html")},
+        done.stdout + done.stderr,
+    )
 
 
 def test_nothing_is_warned_of(site):
@@ -94,7 +109,9 @@ def test_links_inside_lead_to_pages_and_anchors(site):
                 continue
             there = path if not target else (path.parent / unquote(target)).resolve()
             there = there / "index.html" if there.is_dir() else there
-            if not there.is_file() or (anchor and there in pages and anchor not in pages[there].anchors):
+            if not there.is_file() or (
+                anchor and there in pages and anchor not in pages[there].anchors
+            ):
                 wrong.append((path.name, link))
     assert not wrong
     assert sum(len(page.links) for page in pages.values()) > 500
@@ -102,7 +119,9 @@ def test_links_inside_lead_to_pages_and_anchors(site):
 
 def test_nothing_is_loaded_from_elsewhere(site):
     for path, page in site[1].items():
-        assert [address for address in page.loaded if re.match(r"(https?:)?//", address)] == [], path.name
+        assert [address for address in page.loaded if re.match(r"(https?:)?//", address)] == [], (
+            path.name
+        )
     styles = "".join(path.read_text() for path in site[0].rglob("*.css"))
     assert not re.search(r"(@import|url\()\s*[\"']?https?://", styles)
 
@@ -112,11 +131,15 @@ def test_pages_can_be_read_aloud(site):
         assert all(image.get("alt") for image in page.tags["img"]), path.name
         assert not re.search(r"<th[^>]*>\s*</th>", path.read_text()), path.name
         assert page.tags["html"][0].get("lang") == "en"
-        assert len(page.tags["h1"]) == 1 or path.name in ("404.html", "contributing.html"), path.name
+        assert len(page.tags["h1"]) == 1 or path.name in ("404.html", "contributing.html"), (
+            path.name
+        )
 
 
 def test_the_reference_has_every_public_name():
     import solrl_jax
 
-    reference = set(re.findall(r"^::: solrl_jax\.[\w.]+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    reference = set(
+        re.findall(r"^::: solrl_jax\.[\w.]+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    )
     assert reference == set(solrl_jax.__all__) - {"__version__"}

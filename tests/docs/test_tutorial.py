@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER
-from solrl_jax.commands import cli
+from solrl_jax.cli import main
+from solrl_jax.models.locate import EMBEDDED_FOLDER
 from tests.docs.pages import DOCS, ROOT, blocks, commands
 from tests.small import SMALL
 
 TUTORIAL = DOCS / "tutorial.md"
 # FLUX.1's architecture in miniature, and a reward whose network comes with the package
 MINIATURE = ("model=tiny-flux", "reward=tiny-clip")
-OUTSIDE = {"python3", "source", "pip", "hf"}  # what sets up an environment; tests/test_package.py installs the wheel
+OUTSIDE = {
+    "python3",
+    "source",
+    "pip",
+    "hf",
+}  # what sets up an environment; tests/test_package.py installs the wheel
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -31,7 +36,8 @@ def smaller(words: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the files that the page tells the reader to write. It is where the commands run."""
-    there, before = tmp_path_factory.mktemp("tutorial"), os.getcwd()
+    there = tmp_path_factory.mktemp("tutorial")
+    before = os.getcwd()
     for block in blocks(TUTORIAL):
         if block.title:
             (there / block.title).write_text(block.body)
@@ -47,13 +53,17 @@ def follow(part: str, monkeypatch) -> list[list[str]]:
         if ("flux" in " ".join(words)) != (part == "flux") or words[0] in OUTSIDE:
             continue
         if words[0] == "python":
-            subprocess.run([sys.executable, *words[1:]], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+            subprocess.run(
+                [sys.executable, *words[1:]],
+                check=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
         else:
             assert words[0] == "solrl"
             monkeypatch.setattr(sys, "argv", smaller_argv := ["solrl", *smaller(words)])
             code = 0
             try:
-                cli.main()
+                main.main()
             except SystemExit as stop:
                 code = int(stop.code or 0)
             assert code == 0 or (words[1] == "doctor" and part == "flux"), smaller_argv
@@ -89,13 +99,24 @@ def test_the_second_part_does_the_same_with_flux(folder, monkeypatch, capfd):
     ):  # fmt: skip
         assert there in code
         code = code.replace(there, here)
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert np.asarray(Image.open(folder / "circle.png")).shape == (32, 32, 3)
 
 
 def test_what_is_installed_is_this_version_and_has_the_extras():
-    installs = [word for words in commands(TUTORIAL) if words[:2] == ["pip", "install"] for word in words[2:]]
-    ours = [re.fullmatch(r"\./solrl_jax-(.+)-py3-none-any\.whl(?:\[(\w+)\])?", word) for word in installs if "solrl" in word]
+    installs = [
+        word
+        for words in commands(TUTORIAL)
+        if words[:2] == ["pip", "install"]
+        for word in words[2:]
+    ]
+    ours = [
+        re.fullmatch(r"\./solrl_jax-(.+)-py3-none-any\.whl(?:\[(\w+)\])?", word)
+        for word in installs
+        if "solrl" in word
+    ]
     assert len(ours) == 2
     for found in ours:
         assert found is not None

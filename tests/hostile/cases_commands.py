@@ -25,7 +25,11 @@ CONVERT = "convert {dir}/a.pt --out {dir}/x.safetensors"
 
 def array(shape: str) -> bytes:
     """The head of a .npy file that claims this shape."""
-    return b"\x93NUMPY\1\0v\0" + f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+    return (
+        b"\x93NUMPY\1\0v\0"
+        + f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117)
+        + b"\n"
+    )
 
 
 class Code:
@@ -71,12 +75,18 @@ PICKLES = {  # what a pickle holds, and a part of the line
     "100 dictionaries": (lambda torch: nested(), "a.pt"),
     "a tensor of 4 TB": (lambda torch: {"a": torch.zeros(1).expand(10**12)}, "claim"),
     "a thousandfold tensor": (lambda torch: {"a": torch.zeros(1000).expand(1000, 1000)}, "claim"),
-    "a thousand times one tensor": (lambda torch: dict.fromkeys(map(str, range(1000)), torch.zeros(10**5)), "claim"),
+    "a thousand times one tensor": (
+        lambda torch: dict.fromkeys(map(str, range(1000)), torch.zeros(10**5)),
+        "claim",
+    ),
     "a list": (lambda torch: [torch.zeros(1)], "a.pt"),
     "a complex number": (lambda torch: {"a": 1j}, "a.pt"),
     "a sparse tensor": (lambda torch: {"a": torch.eye(3).to_sparse()}, "a.pt"),
     "a name of a lone surrogate": (lambda torch: {"\ud800": torch.zeros(1)}, "no named tensors"),
-    "a name that a header has": (lambda torch: {"__metadata__": torch.zeros(1)}, "no named tensors"),
+    "a name that a header has": (
+        lambda torch: {"__metadata__": torch.zeros(1)},
+        "no named tensors",
+    ),
     "a tensor without data": (lambda torch: {"a": torch.zeros(3, device="meta")}, "a.pt"),
 }
 
@@ -97,7 +107,11 @@ CASES = [
         "convert: a nested tensor",
         CONVERT,
         "cannot hold",
-        files={"{dir}/a.pt": torch_file(lambda torch: {"a": torch.nested.as_nested_tensor([torch.ones(2)])})},
+        files={
+            "{dir}/a.pt": torch_file(
+                lambda torch: {"a": torch.nested.as_nested_tensor([torch.ones(2)])}
+            )
+        },
     ),
     Case(
         "convert: a compressed archive",
@@ -106,10 +120,35 @@ CASES = [
         files={"{dir}/a.pt": torch_file(lambda torch: {"a": torch.zeros(10**7)}, compressed=True)},
     ),
     # what is there is not written over
-    Case("sample: a picture is there", SAMPLE, "--force", files=P | {"{dir}/out/00000.png": "mine"}, kept=OUT),
-    Case("sample: an array is there", SAMPLE, "--force", files=P | {"{dir}/out/images.npy": "mine"}, kept=OUT),
-    Case("sample: a grid is there", SAMPLE, "--force", files=P | {"{dir}/out/grid.png": "mine"}, kept=OUT),
-    Case("sample: another picture is there", SAMPLE, "images in", 0, seconds=90, files=P | {"{dir}/out/00077.png": "mine"}),
+    Case(
+        "sample: a picture is there",
+        SAMPLE,
+        "--force",
+        files=P | {"{dir}/out/00000.png": "mine"},
+        kept=OUT,
+    ),
+    Case(
+        "sample: an array is there",
+        SAMPLE,
+        "--force",
+        files=P | {"{dir}/out/images.npy": "mine"},
+        kept=OUT,
+    ),
+    Case(
+        "sample: a grid is there",
+        SAMPLE,
+        "--force",
+        files=P | {"{dir}/out/grid.png": "mine"},
+        kept=OUT,
+    ),
+    Case(
+        "sample: another picture is there",
+        SAMPLE,
+        "images in",
+        0,
+        seconds=90,
+        files=P | {"{dir}/out/00077.png": "mine"},
+    ),
     Case("sample: out is a file", SAMPLE, "is a file", files=P | {"{dir}/out": "mine"}, kept=OUT),
     Case("sample: out is a pipe", SAMPLE, "is a file", files=P | {"{dir}/out": pipe}),
     Case(
@@ -158,8 +197,17 @@ CASES = [
         "no file",
         files={"{dir}/x.safetensors": pipe},
     ),
-    Case("export: a name with a null character", "export {run} --out 'a\0b.safetensors'", "null character"),
-    Case("report: a pipe is there", "report {run} --out {dir}/x --force", "no file", files={"{dir}/x": pipe}),
+    Case(
+        "export: a name with a null character",
+        "export {run} --out 'a\0b.safetensors'",
+        "null character",
+    ),
+    Case(
+        "report: a pipe is there",
+        "report {run} --out {dir}/x --force",
+        "no file",
+        files={"{dir}/x": pipe},
+    ),
     Case(
         "report: of several, a file is there",
         "report {run} {run}",
@@ -167,11 +215,29 @@ CASES = [
         files={"{dir}/report.html": "mine"},
         kept=("{dir}",),
     ),
-    Case("report: somebody's is in the run", "report {run}", "--force", files={"{run}/report.html": "mine"}, kept=("{run}",)),
-    Case("rank: a directory is there", "rank {run}", "a directory", files={"{run}/rank.json": folder}),
+    Case(
+        "report: somebody's is in the run",
+        "report {run}",
+        "--force",
+        files={"{run}/report.html": "mine"},
+        kept=("{run}",),
+    ),
+    Case(
+        "rank: a directory is there", "rank {run}", "a directory", files={"{run}/rank.json": folder}
+    ),
     # what is converted
-    Case("convert: in /proc", "convert {dir}/a.pt --out /proc/x.safetensors", "cannot be written", files={"{dir}/a.pt": ""}),
-    Case("convert: a pipe", "convert {dir}/a.pt --out {dir}/x.safetensors", "no such file", files={"{dir}/a.pt": pipe}),
+    Case(
+        "convert: in /proc",
+        "convert {dir}/a.pt --out /proc/x.safetensors",
+        "cannot be written",
+        files={"{dir}/a.pt": ""},
+    ),
+    Case(
+        "convert: a pipe",
+        "convert {dir}/a.pt --out {dir}/x.safetensors",
+        "no such file",
+        files={"{dir}/a.pt": pipe},
+    ),
     Case("convert: a directory", "convert {dir} --out {dir}/x.safetensors", "no such file"),
     Case(
         "convert: nothing in it",
@@ -180,9 +246,17 @@ CASES = [
         files={"{dir}/a.pt": b""},
     ),
     Case(
-        "convert: noise", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt", files={"{dir}/a.pt": bytes(range(256)) * 50}
+        "convert: noise",
+        "convert {dir}/a.pt --out {dir}/x.safetensors",
+        "a.pt",
+        files={"{dir}/a.pt": bytes(range(256)) * 50},
     ),
-    Case("convert: zeros", "convert {dir}/a.pt --out {dir}/x.safetensors", "a.pt", files={"{dir}/a.pt": sparse(10**9)}),
+    Case(
+        "convert: zeros",
+        "convert {dir}/a.pt --out {dir}/x.safetensors",
+        "a.pt",
+        files={"{dir}/a.pt": sparse(10**9)},
+    ),
     Case(
         "convert: an archive of nothing",
         "convert {dir}/a.pt --out {dir}/x.safetensors",
@@ -225,30 +299,99 @@ CASES = [
         files={"{dir}/report.html": "mine"},
         kept=("{dir}/report.html",),
     ),
-    Case("train: the directory is a file", "train tiny run.dir={dir}/x", "is a file", files={"{dir}/x": "mine"}),
-    Case("train: the directory is a pipe", "train tiny run.dir={dir}/x", "is a file", files={"{dir}/x": pipe}),
-    Case("train: below a file", "train tiny run.dir={dir}/x/y", "cannot be written", files={"{dir}/x": "mine"}),
+    Case(
+        "train: the directory is a file",
+        "train tiny run.dir={dir}/x",
+        "is a file",
+        files={"{dir}/x": "mine"},
+    ),
+    Case(
+        "train: the directory is a pipe",
+        "train tiny run.dir={dir}/x",
+        "is a file",
+        files={"{dir}/x": pipe},
+    ),
+    Case(
+        "train: below a file",
+        "train tiny run.dir={dir}/x/y",
+        "cannot be written",
+        files={"{dir}/x": "mine"},
+    ),
     Case("train: a name too long", "train tiny run.dir=" + 300 * "x", "cannot be written"),
     Case("train: in /proc", "train tiny run.dir=/proc/1/solrl", "cannot be written"),
-    Case("train: the lock is a directory", "train tiny run.dir={dir}", ".lock", 1, files={"{dir}/.lock": folder}),
-    Case("train: the lock is a pipe", "train tiny run.dir={dir} seed=x", "seed", files={"{dir}/.lock": pipe}),
+    Case(
+        "train: the lock is a directory",
+        "train tiny run.dir={dir}",
+        ".lock",
+        1,
+        files={"{dir}/.lock": folder},
+    ),
+    Case(
+        "train: the lock is a pipe",
+        "train tiny run.dir={dir} seed=x",
+        "seed",
+        files={"{dir}/.lock": pipe},
+    ),
     # strict JSON, on failure too
     Case("study: a plan that is a pipe", STUDY, "cannot be read as YAML", files={"{dir}/p": pipe}),
-    Case("study: a plan that is a directory", STUDY, "cannot be read as YAML", files={"{dir}/p": folder}),
-    Case("study: a plan of zeros", STUDY, "cannot be read as YAML", files={"{dir}/p": sparse(10**9)}),
-    Case("study: a plan that names itself", STUDY, "aliases are not accepted", files={"{dir}/p": "a: &a [*a]\n"}),
-    Case("study: a plan with a tag", STUDY, "tags and aliases", files={"{dir}/p": "!!python/object:os.system x\n"}),
-    Case("study: an arm that is a path", STUDY, "arms", files={"{dir}/p": PLAN.replace("ARM", "../a")}, kept=("{dir}",)),
+    Case(
+        "study: a plan that is a directory",
+        STUDY,
+        "cannot be read as YAML",
+        files={"{dir}/p": folder},
+    ),
+    Case(
+        "study: a plan of zeros", STUDY, "cannot be read as YAML", files={"{dir}/p": sparse(10**9)}
+    ),
+    Case(
+        "study: a plan that names itself",
+        STUDY,
+        "aliases are not accepted",
+        files={"{dir}/p": "a: &a [*a]\n"},
+    ),
+    Case(
+        "study: a plan with a tag",
+        STUDY,
+        "tags and aliases",
+        files={"{dir}/p": "!!python/object:os.system x\n"},
+    ),
+    Case(
+        "study: an arm that is a path",
+        STUDY,
+        "arms",
+        files={"{dir}/p": PLAN.replace("ARM", "../a")},
+        kept=("{dir}",),
+    ),
     *(
-        Case(f"study: {name}", STUDY + " --compare-only", said, files={"{dir}/p": GOOD["{dir}/p"].replace(old, new)})
+        Case(
+            f"study: {name}",
+            STUDY + " --compare-only",
+            said,
+            files={"{dir}/p": GOOD["{dir}/p"].replace(old, new)},
+        )
         for name, old, new, said in (
-            ("the plan sets a seed", "overrides: [],", "overrides: [seed=x],", "seed=x: a study sets it itself"),
-            ("an arm sets where it goes", "{a: []}", "{a: [run.dir=/etc]}", "run.dir=/etc: a study sets it itself"),
+            (
+                "the plan sets a seed",
+                "overrides: [],",
+                "overrides: [seed=x],",
+                "seed=x: a study sets it itself",
+            ),
+            (
+                "an arm sets where it goes",
+                "{a: []}",
+                "{a: [run.dir=/etc]}",
+                "run.dir=/etc: a study sets it itself",
+            ),
             ("two arms of one name", "{a: []}", "{a: [], a: [seed=1]}", "the key 'a' comes twice"),
             ("an arm against itself", "compared: []", "compared: [[a, a]]", "'a' with itself"),
         )
     ),
-    Case("study: a seed on the command line", STUDY + " --compare-only seed=3", "seed=3: a study sets it itself", files=GOOD),
+    Case(
+        "study: a seed on the command line",
+        STUDY + " --compare-only seed=3",
+        "seed=3: a study sets it itself",
+        files=GOOD,
+    ),
     *(
         Case(
             f"study: {name} is there",
@@ -259,9 +402,20 @@ CASES = [
         )
         for name in ("study.md", "study.json", "study.png")
     ),
-    Case("study: a log is there", STUDY, "no study wrote it", files=GOOD | {"{dir}/out/a-0.log": "mine"}, kept=OUT),
+    Case(
+        "study: a log is there",
+        STUDY,
+        "no study wrote it",
+        files=GOOD | {"{dir}/out/a-0.log": "mine"},
+        kept=OUT,
+    ),
     *(
-        Case(f"study: {name}", STUDY + " --compare-only --prices {dir}/z", "--prices", files=GOOD | {"{dir}/z": prices})
+        Case(
+            f"study: {name}",
+            STUDY + " --compare-only --prices {dir}/z",
+            "--prices",
+            files=GOOD | {"{dir}/z": prices},
+        )
         for name, prices in (
             ("prices below zero", PRICES),
             ("prices of a preset of 60 MB", PRICES.replace("tiny", 60_000_000 * "x")),
@@ -270,16 +424,38 @@ CASES = [
             ("a sync of text", SYNC.replace("SYNC", '"x"')),
         )
     ),
-    Case("rank: rank.json is there", "rank tiny --out {dir}", "--force", files={"{dir}/rank.json": "mine"}, kept=("{dir}",)),
+    Case(
+        "rank: rank.json is there",
+        "rank tiny --out {dir}",
+        "--force",
+        files={"{dir}/rank.json": "mine"},
+        kept=("{dir}",),
+    ),
     Case("linears: 10^9 prompts", "linears tiny --sensitivity 1000000000", "--sensitivity"),
     Case("linears: a drop of nothing", "linears tiny --drop 0.1", "--sensitivity"),
     Case("linears: a drop below zero", "linears tiny --sensitivity 1 --drop -1", "--drop"),
     Case("linears: a drop that is no number", "linears tiny --sensitivity 1 --drop nan", "--drop"),
     Case("report: a name too long", "report {run} --out " + 300 * "x", "File name too long"),
-    Case("a reward that ends the process", "train tiny reward=sys:exit run.dir={dir}/run", "SystemExit"),
-    Case("a reward that ends it later", "train tiny reward=tests.hostile.outside:leaving run.dir={dir}/run", "SystemExit: 0"),
-    Case("a service at no port", "train tiny reward=http://localhost:99999/ run.dir={dir}/run", "out of range"),
-    Case("a service with a space", "train tiny 'reward=http://a b/' run.dir={dir}/run", "http://HOST:PORT/PATH"),
+    Case(
+        "a reward that ends the process",
+        "train tiny reward=sys:exit run.dir={dir}/run",
+        "SystemExit",
+    ),
+    Case(
+        "a reward that ends it later",
+        "train tiny reward=tests.hostile.outside:leaving run.dir={dir}/run",
+        "SystemExit: 0",
+    ),
+    Case(
+        "a service at no port",
+        "train tiny reward=http://localhost:99999/ run.dir={dir}/run",
+        "out of range",
+    ),
+    Case(
+        "a service with a space",
+        "train tiny 'reward=http://a b/' run.dir={dir}/run",
+        "http://HOST:PORT/PATH",
+    ),
     Case(
         "pictures that a reward cannot read",
         "train tiny reward=tiny-clip model.width=40 run.dir={dir}/run",
@@ -287,7 +463,10 @@ CASES = [
     ),
     Case("study: out is a file", STUDY, "is a file", files=GOOD | {"{dir}/out": "mine"}, kept=OUT),
     Case(
-        "study: prices of zeros", STUDY + " --prices {dir}/z", "not the JSON", files={"{dir}/p": PLAN, "{dir}/z": sparse(10**9)}
+        "study: prices of zeros",
+        STUDY + " --prices {dir}/z",
+        "not the JSON",
+        files={"{dir}/p": PLAN, "{dir}/z": sparse(10**9)},
     ),
     Case("json: bad input", "train tiny seed=x --json", '"error": "seed=\'x\''),
     Case("json: an unknown option", "train tiny --jsom --json", '"exit_code": 2'),
@@ -295,12 +474,36 @@ CASES = [
     # options that contradict each other, and paths that are empty
     Case("no command", "", "Usage: solrl", 0),
     Case("linears: two measurements", "linears tiny --errors --sensitivity 1", "--errors: "),
-    Case("linears: more prompts than there are", "linears tiny --sensitivity 100000", "there are 26 test prompts"),
-    Case("rank: more prompts than there are", "rank tiny --prompts 100000", "there are 26 test prompts", kept=("{dir}",)),
-    Case("eval: a preset of a preset", "eval tiny --preset sana_sol_rl_hpsv2", "--preset sana_sol_rl_hpsv2: tiny is"),
-    Case("study: processes that start nothing", STUDY + " --compare-only --processes 2", "--processes 2", files=GOOD),
+    Case(
+        "linears: more prompts than there are",
+        "linears tiny --sensitivity 100000",
+        "there are 26 test prompts",
+    ),
+    Case(
+        "rank: more prompts than there are",
+        "rank tiny --prompts 100000",
+        "there are 26 test prompts",
+        kept=("{dir}",),
+    ),
+    Case(
+        "eval: a preset of a preset",
+        "eval tiny --preset sana_sol_rl_hpsv2",
+        "--preset sana_sol_rl_hpsv2: tiny is",
+    ),
+    Case(
+        "study: processes that start nothing",
+        STUDY + " --compare-only --processes 2",
+        "--processes 2",
+        files=GOOD,
+    ),
     *(
-        Case(f"an empty path: {call}", call, f"'{name}': expected a path", files=P | GOOD, kept=("{dir}",))
+        Case(
+            f"an empty path: {call}",
+            call,
+            f"'{name}': expected a path",
+            files=P | GOOD,
+            kept=("{dir}",),
+        )
         for call, name in (
             ("sample embedded:tiny-sana --prompts {dir}/p.txt --steps 1 --out ''", "--out"),
             ("study {dir}/p --compare-only --out=", "--out"),
@@ -318,8 +521,16 @@ CASES = [
         for name, given, said in (
             ("an empty recipe", "--explore ''", "--explore : expected"),
             ("a recipe of no name", "--explore paper,", "--explore paper,: expected"),
-            ("no step of the format", "--explore best --steps 1", "exact_steps=1: must be less than rollout.explore.steps=1"),
-            ("more steps than the schedule has", "--steps 11", "rollout.explore.steps=11: must be at most rollout.steps=10"),
+            (
+                "no step of the format",
+                "--explore best --steps 1",
+                "exact_steps=1: must be less than rollout.explore.steps=1",
+            ),
+            (
+                "more steps than the schedule has",
+                "--steps 11",
+                "rollout.explore.steps=11: must be at most rollout.steps=10",
+            ),
         )
     ),
     *(
@@ -334,12 +545,38 @@ CASES = [
             ("report", "report {run} --out {dir}/x.safetensors"),
         )
     ),
-    Case("report: in /proc", "report {run} --out /proc/self/x.html", "--out /proc/self cannot be written"),
-    Case("a checkpoint in other digits", "export {run} --out {dir}/x.safetensors --checkpoint ٢", "must be best, latest or"),
-    Case("hosts in other digits", "train tiny --hosts ٢ --host 0 --coordinator localhost:1", "--hosts '٢': expected"),
-    Case("convert: a base that is no pipeline", CONVERT + " --base {dir}", "--base {dir}: ", files={"{dir}/a.pt": ""}),
-    Case("encode: a directory of no model", "encode tiny model.path={dir}", "model.path='{dir}': has no model_index.json"),
-    Case("train: Weights & Biases is not there", "train tiny run.wandb=true run.dir={dir}/r", "run.wandb: ", kept=("{dir}",)),
+    Case(
+        "report: in /proc",
+        "report {run} --out /proc/self/x.html",
+        "--out /proc/self cannot be written",
+    ),
+    Case(
+        "a checkpoint in other digits",
+        "export {run} --out {dir}/x.safetensors --checkpoint ٢",
+        "must be best, latest or",
+    ),
+    Case(
+        "hosts in other digits",
+        "train tiny --hosts ٢ --host 0 --coordinator localhost:1",
+        "--hosts '٢': expected",
+    ),
+    Case(
+        "convert: a base that is no pipeline",
+        CONVERT + " --base {dir}",
+        "--base {dir}: ",
+        files={"{dir}/a.pt": ""},
+    ),
+    Case(
+        "encode: a directory of no model",
+        "encode tiny model.path={dir}",
+        "model.path='{dir}': has no model_index.json",
+    ),
+    Case(
+        "train: Weights & Biases is not there",
+        "train tiny run.wandb=true run.dir={dir}/r",
+        "run.wandb: ",
+        kept=("{dir}",),
+    ),
     # commands and options
     Case("an unknown command", "trian tiny", "No such command"),
     Case("an unknown option", "train tiny --sed 3", "No such option"),
@@ -351,20 +588,44 @@ CASES = [
     Case("a host without hosts", "train tiny --host 3", "only with --hosts"),
     Case("hosts that are no number", "train tiny --hosts many", "expected a number"),
     *(
-        Case(f"hosts: {name}", f"train tiny --host 0 --hosts {count} --coordinator localhost:{port}", said)
+        Case(
+            f"hosts: {name}",
+            f"train tiny --host 0 --hosts {count} --coordinator localhost:{port}",
+            said,
+        )
         for name, count, port, said in (
             ("10^9 of them", 10**9, 1, "expected a number"),
             ("of many digits", 5000 * "9", 1, "expected a number"),
             ("a port of many digits", 2, 5000 * "9", "--coordinator"),
         )
     ),
-    Case("a host beyond the last", "train tiny --hosts 2 --host 2 --coordinator localhost:1", "must be from 0 to 1"),
-    Case("a coordinator of no name", "train tiny --hosts 2 --host 1 --coordinator a..b:1", "--coordinator a..b:1: expected"),
-    Case("a coordinator that is no address", "train tiny --hosts 2 --host 1 --coordinator nowhere", "--coordinator"),
+    Case(
+        "a host beyond the last",
+        "train tiny --hosts 2 --host 2 --coordinator localhost:1",
+        "must be from 0 to 1",
+    ),
+    Case(
+        "a coordinator of no name",
+        "train tiny --hosts 2 --host 1 --coordinator a..b:1",
+        "--coordinator a..b:1: expected",
+    ),
+    Case(
+        "a coordinator that is no address",
+        "train tiny --hosts 2 --host 1 --coordinator nowhere",
+        "--coordinator",
+    ),
     Case("no iteration", "train tiny --profile -3", "is no iteration"),
     Case("an iteration of many digits", "train tiny --profile " + 5000 * "9", "--profile"),
-    Case("a checkpoint of many digits", "export {run} --out {dir}/x.safetensors --checkpoint " + 5000 * "9", "--checkpoint"),
-    Case("a checkpoint in Arabic digits", "export {run} --out {dir}/x.safetensors --checkpoint ٣", "--checkpoint"),
+    Case(
+        "a checkpoint of many digits",
+        "export {run} --out {dir}/x.safetensors --checkpoint " + 5000 * "9",
+        "--checkpoint",
+    ),
+    Case(
+        "a checkpoint in Arabic digits",
+        "export {run} --out {dir}/x.safetensors --checkpoint ٣",
+        "--checkpoint",
+    ),
     Case("a size of many digits", SAMPLE + " --size " + 5000 * "9" + "x8", "--size", files=P),
     Case("a size in superscript", SAMPLE + " --size ²x²", "--size", files=P),
     Case("a negative size", SAMPLE + " --size -8x8", "--size", files=P),
@@ -374,39 +635,133 @@ CASES = [
         "--prompts",
         files={"{dir}/p.txt": 1000 * "a circle\n"},
     ),
-    Case("a negative prompt of bytes", SAMPLE + " --guidance 3 --negative \udcff", "--negative", files=P),
+    Case(
+        "a negative prompt of bytes",
+        SAMPLE + " --guidance 3 --negative \udcff",
+        "--negative",
+        files=P,
+    ),
     Case("no guidance", SAMPLE + " --guidance nan", "--guidance", files=P),
     Case("endless guidance", SAMPLE + " --guidance 1e999", "--guidance", files=P),
     Case("guidance that no float32 holds", SAMPLE + " --guidance 1e39", "--guidance", files=P),
     Case("no LoRA there", SAMPLE + " --lora {dir}/none", "no such file", files=P),
-    Case("a LoRA that is a pipe", SAMPLE + " --lora {dir}/x", "no such file", files=P | {"{dir}/x": pipe}),
-    Case("a LoRA that is empty", SAMPLE + " --lora {dir}/x", "not a readable safetensors", files=P | {"{dir}/x": b""}),
-    Case("a LoRA of zeros", SAMPLE + " --lora {dir}/x", "not a readable safetensors", files=P | {"{dir}/x": bytes(100)}),
-    Case("latents that are no array", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": "mine"}),
-    Case("latents that are a pipe", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": pipe}),
+    Case(
+        "a LoRA that is a pipe",
+        SAMPLE + " --lora {dir}/x",
+        "no such file",
+        files=P | {"{dir}/x": pipe},
+    ),
+    Case(
+        "a LoRA that is empty",
+        SAMPLE + " --lora {dir}/x",
+        "not a readable safetensors",
+        files=P | {"{dir}/x": b""},
+    ),
+    Case(
+        "a LoRA of zeros",
+        SAMPLE + " --lora {dir}/x",
+        "not a readable safetensors",
+        files=P | {"{dir}/x": bytes(100)},
+    ),
+    Case(
+        "latents that are no array",
+        SAMPLE + " --latents {dir}/x",
+        "not a readable .npy",
+        files=P | {"{dir}/x": "mine"},
+    ),
+    Case(
+        "latents that are a pipe",
+        SAMPLE + " --latents {dir}/x",
+        "not a readable .npy",
+        files=P | {"{dir}/x": pipe},
+    ),
     Case(
         "latents that are objects",
         SAMPLE + " --latents {dir}/x",
         "not a readable .npy",
         files=P
-        | {"{dir}/x": b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (1, 4, 4, 4), }" + 41 * b" " + b"\n"},
+        | {
+            "{dir}/x": b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (1, 4, 4, 4), }"
+            + 41 * b" "
+            + b"\n"
+        },
     ),
     *(
-        Case(f"latents of {shape}", SAMPLE + " --latents {dir}/x", "not a readable .npy", files=P | {"{dir}/x": array(shape)})
-        for shape in ("(1, 4, 250000, 250000)", "(1, -32, 8, 8)", "(1099511627776, 1099511627776, 8, 8)")
+        Case(
+            f"latents of {shape}",
+            SAMPLE + " --latents {dir}/x",
+            "not a readable .npy",
+            files=P | {"{dir}/x": array(shape)},
+        )
+        for shape in (
+            "(1, 4, 250000, 250000)",
+            "(1, -32, 8, 8)",
+            "(1099511627776, 1099511627776, 8, 8)",
+        )
     ),
-    Case("eval: a gallery in a file", "eval {run} {run} --paired --gallery {dir}/x/y", "is a file", files={"{dir}/x": "mine"}),
-    Case("eval: a gallery that is a directory", "eval {run} {run} --paired --gallery {dir} --force", "is a directory"),
+    Case(
+        "eval: a gallery in a file",
+        "eval {run} {run} --paired --gallery {dir}/x/y",
+        "is a file",
+        files={"{dir}/x": "mine"},
+    ),
+    Case(
+        "eval: a gallery that is a directory",
+        "eval {run} {run} --paired --gallery {dir} --force",
+        "is a directory",
+    ),
     Case("eval: a preset for a run", "eval {run} --preset nope", "--preset nope"),
-    Case("eval: a model whose name holds a comment", "eval '{dir}/m #2'", "m #2", files={"{dir}/m #2": folder}),
-    Case("eval: a model whose name is a number", "eval 123", "model_index.json", files={"{dir}/123": folder}),
-    Case("plan: a text is there", "plan tiny --hlo {dir}", "--force", files={"{dir}/a.hlo": "mine"}, kept=("{dir}",)),
-    Case("doctor: a path with a space", "doctor tiny 'model.path=my models/x'", "model.path='my models/x': no such", 1),
-    Case("doctor: a model that is a pipe", "doctor tiny model.path={dir}/x", "model.path", 1, files={"{dir}/x": pipe}),
-    Case("doctor: a cache that is a file", "doctor tiny model.cache={dir}/x", "model.cache", 1, files={"{dir}/x": "mine"}),
-    Case("encode: a cache in nobody's home", "encode tiny model.cache=~nobody-at-all/x", "model.cache"),
+    Case(
+        "eval: a model whose name holds a comment",
+        "eval '{dir}/m #2'",
+        "m #2",
+        files={"{dir}/m #2": folder},
+    ),
+    Case(
+        "eval: a model whose name is a number",
+        "eval 123",
+        "model_index.json",
+        files={"{dir}/123": folder},
+    ),
+    Case(
+        "plan: a text is there",
+        "plan tiny --hlo {dir}",
+        "--force",
+        files={"{dir}/a.hlo": "mine"},
+        kept=("{dir}",),
+    ),
+    Case(
+        "doctor: a path with a space",
+        "doctor tiny 'model.path=my models/x'",
+        "model.path='my models/x': no such",
+        1,
+    ),
+    Case(
+        "doctor: a model that is a pipe",
+        "doctor tiny model.path={dir}/x",
+        "model.path",
+        1,
+        files={"{dir}/x": pipe},
+    ),
+    Case(
+        "doctor: a cache that is a file",
+        "doctor tiny model.cache={dir}/x",
+        "model.cache",
+        1,
+        files={"{dir}/x": "mine"},
+    ),
+    Case(
+        "encode: a cache in nobody's home",
+        "encode tiny model.cache=~nobody-at-all/x",
+        "model.cache",
+    ),
     Case("presets: settings without one", "presets seed=1", "expected --show PRESET"),
-    Case("encode: a cache that is a file", "encode tiny model.cache={dir}/x", "is a file", files={"{dir}/x": "mine"}),
+    Case(
+        "encode: a cache that is a file",
+        "encode tiny model.cache={dir}/x",
+        "is a file",
+        files={"{dir}/x": "mine"},
+    ),
     Case("encode: no cache", "encode tiny model.cache=null", "expected a directory"),
     Case("rank: no format", "rank tiny --formats nvfp4,,", "--formats", 2),
     Case("rank: a number with an underscore", "rank tiny --steps 1_0", "--steps"),

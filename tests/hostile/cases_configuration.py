@@ -16,13 +16,22 @@ VALUES = {  # name: (what is given, a part of the line)
     "a hexadecimal number of 5000 digits": ("seed=0x" + 5000 * "f", "seed="),
     "a number in base 60": ("seed=1" + 5000 * ":10", "seed="),
     "a number that YAML reads in base 8": ("seed=010", "seed='010': expected an integer"),
-    "a number that YAML reads in base 60": ("train.iterations=1:30", "train.iterations='1:30': expected an integer"),
-    "a fraction that YAML reads in base 60": ("policy.beta=1:30.5", "policy.beta='1:30.5': expected a number"),
+    "a number that YAML reads in base 60": (
+        "train.iterations=1:30",
+        "train.iterations='1:30': expected an integer",
+    ),
+    "a fraction that YAML reads in base 60": (
+        "policy.beta=1:30.5",
+        "policy.beta='1:30.5': expected a number",
+    ),
     "a date that is none": ("seed=2024-13-77", "seed="),
     "a negative number": ("seed=-1", "seed=-1"),
     "not a number": ("policy.beta=.nan", "finite"),
     "infinity": ("policy.beta=.inf", "finite"),
-    "nearer to 0 than float32 comes": ("policy.beta=1e-46", "policy.beta='1e-46': is nearer to 0 than 1.2e-38"),
+    "nearer to 0 than float32 comes": (
+        "policy.beta=1e-46",
+        "policy.beta='1e-46': is nearer to 0 than 1.2e-38",
+    ),
     "a shift of 1e-20": ("rollout.shift=1e-20", "rollout.shift='1e-20': must be at least 0.001"),
     "a timeout of 1e30": ("reward.timeout=1e30", "reward.timeout='1e30': must be at most"),
     "a weight twice": ("reward.weights={shapes: 1, shapes: 5}", "the key 'shapes' comes twice"),
@@ -46,17 +55,35 @@ VALUES = {  # name: (what is given, a part of the line)
     "a control character": ("run.dir=\x01", "YAML"),
     "two documents": ("run.dir=a\n---\nb", "YAML"),
     "a regular expression that is none": ("lora.targets=['(']", "regular expression"),
-    "one of a class that is none": ("lora.targets=['[[:foo:]]']", "must be a regular expression (unknown property"),
+    "one of a class that is none": (
+        "lora.targets=['[[:foo:]]']",
+        "must be a regular expression (unknown property",
+    ),
     "one of a class in a class": ("lora.targets=['[[x]']", "matches no parameter"),
     "one that backtracks": ("lora.targets=['(\\w|\\w|.)*(\\w|\\w|.)*(\\w|.)*#']", "lora.targets"),
     "one that repeats without end": ("lora.targets=['(.*)*#']", "lora.targets"),
     "one that repeats too often": ("lora.targets=['a{99999999999}']", "regular expression"),
-    "one of deep groups": ("lora.targets=['" + 2000 * "(" + 2000 * ")" + "']", "regular expression"),
-    "one for fused linears that backtracks": ("model.quantize.fused=['(.|.)*(.|.)*(.|.)*#']", "model.quantize.fused"),
+    "one of deep groups": (
+        "lora.targets=['" + 2000 * "(" + 2000 * ")" + "']",
+        "regular expression",
+    ),
+    "one for fused linears that backtracks": (
+        "model.quantize.fused=['(.|.)*(.|.)*(.|.)*#']",
+        "model.quantize.fused",
+    ),
     "one that matches nothing": ("lora.targets=[nothing]", "matches no parameter"),
-    "nothing to train in full": ("train.parameters=nothing", "train.parameters: 'nothing' matches no parameter"),
-    "one of what to train that backtracks": ("train.parameters='(.|.)*(.|.)*(.|.)*#'", "train.parameters"),
-    "blocks that do not divide": ("model={attention: mhla, mhla_blocks: 7}", "model.mhla_blocks=7: 8 x 8 tokens"),
+    "nothing to train in full": (
+        "train.parameters=nothing",
+        "train.parameters: 'nothing' matches no parameter",
+    ),
+    "one of what to train that backtracks": (
+        "train.parameters='(.|.)*(.|.)*(.|.)*#'",
+        "train.parameters",
+    ),
+    "blocks that do not divide": (
+        "model={attention: mhla, mhla_blocks: 7}",
+        "model.mhla_blocks=7: 8 x 8 tokens",
+    ),
     "a null path": ("model.path=null", "model.path"),
     "a path with a null byte": ('model.path="a\\0b"', "model.path"),
     "a prompt file with a null byte": ('prompts.train="a\\0b"', "prompts.train"),
@@ -109,14 +136,20 @@ LINES = {
     "no prompt": ('{"text": "a"}', "expected an object"),
     "a number": ('{"prompt": 3}', "expected an object"),
     "a prompt twice": ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' comes twice"),
-    "a million lists": ('{"prompt": "a", "tag": [' + 2**20 * "[]," + "[]]}", "more than 1048576 lines, or lists and objects"),
+    "a million lists": (
+        '{"prompt": "a", "tag": [' + 2**20 * "[]," + "[]]}",
+        "more than 1048576 lines, or lists and objects",
+    ),
     "a lone surrogate": ('{"prompt": "a \\ud800 circle"}', "line 1"),
     "deep": ('{"prompt": "a", "tag": ' + 100_000 * "[" + 100_000 * "]" + "}", "line 1: not JSON"),
     "rather deep": ('{"prompt": "a", "tag": ' + 500 * "[" + 500 * "]" + "}", "line 1: not JSON"),
     "a number of 5000 digits": ('{"prompt": "a", "tag": ' + 5000 * "9" + "}", "line 1: not JSON"),
     "infinity": ('{"prompt": "a", "tag": Infinity}', "line 1: not JSON"),
     "a number too large": ('{"prompt": "a", "tag": 1e999}', "line 1: not JSON"),
-    "twice with other metadata": ('{"prompt": "a", "t": 1}\n{"prompt": "a", "t": 2}', "comes twice"),
+    "twice with other metadata": (
+        '{"prompt": "a", "t": 1}\n{"prompt": "a", "t": 2}',
+        "comes twice",
+    ),
 }
 CONFIG = {  # a run's config.yaml
     "nothing in it": (b"", "config.yaml"),
@@ -150,7 +183,12 @@ def quoted(text: str) -> str:
 CASES = [
     Case("the last of two rewards", "doctor tiny reward=nowhere:f reward=shapes", "nothing", 0),
     *(
-        Case(f"a setting: {name}", f"train tiny run.dir={{dir}}/run {quoted(given)}", said, seconds=30)
+        Case(
+            f"a setting: {name}",
+            f"train tiny run.dir={{dir}}/run {quoted(given)}",
+            said,
+            seconds=30,
+        )
         for name, (given, said) in VALUES.items()
     ),
     *(
@@ -181,11 +219,21 @@ CASES = [
         for name, (made, _) in PROMPTS.items()
     ),
     *(
-        Case(f"a line of JSON: {name}", "presets --show tiny prompts.train={dir}/p.jsonl", said, files={"{dir}/p.jsonl": made})
+        Case(
+            f"a line of JSON: {name}",
+            "presets --show tiny prompts.train={dir}/p.jsonl",
+            said,
+            files={"{dir}/p.jsonl": made},
+        )
         for name, (made, said) in LINES.items()
     ),
     *(
-        Case(f"a run's configuration, {name}: {command}", call, said, files={"{run}/config.yaml": made})
+        Case(
+            f"a run's configuration, {name}: {command}",
+            call,
+            said,
+            files={"{run}/config.yaml": made},
+        )
         for name, (made, said) in CONFIG.items()
         for command, call in CALLS.items()
     ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER
+from solrl_jax.models.locate import EMBEDDED_FOLDER
 from tests.hostile.harness import ABSENT, Case, Maker, folder, link, nothing, pipe, sparse
 
 OPEN = "linears tiny model.path={model}"
@@ -26,7 +26,10 @@ JSON = (
 )
 TEMPLATE = {
     "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "single": [
+        {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
     "pair": [],
     "special_tokens": {},
 }
@@ -127,17 +130,26 @@ def of_zeros(start: bytes, size: int) -> Maker:
 def latents(*shape: int) -> Maker:
     """A .npy file of zeros, float32."""
     start = io.BytesIO()
-    np.lib.format.write_array_header_1_0(start, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        start, {"descr": "<f4", "fortran_order": False, "shape": shape}
+    )
     return of_zeros(start.getvalue(), len(start.getvalue()) + 4 * math.prod(shape))
 
 
 def lora(rank: int, dtype: str = "F32", **configuration: Any) -> Maker:
     """A LoRA of one linear of tiny-sana, zeros. configuration: fields of its `LoraConfig`."""
-    name, n = "transformer.transformer_blocks.0.attn1.to_q", 128 * rank * (1 if dtype == "I8" else 4)
+    name = "transformer.transformer_blocks.0.attn1.to_q"
+    n = 128 * rank * (1 if dtype == "I8" else 4)
     shapes = {f"{name}.lora_A.weight": [rank, 128], f"{name}.lora_B.weight": [128, rank]}
-    fields = {key: tensor(dtype, shape, n * i, n * (i + 1))["x"] for i, (key, shape) in enumerate(shapes.items())}
+    fields = {
+        key: tensor(dtype, shape, n * i, n * (i + 1))["x"]
+        for i, (key, shape) in enumerate(shapes.items())
+    }
     if configuration:
-        named = {f"transformer.{key}": value for key, value in ({"r": rank, "lora_alpha": rank} | configuration).items()}
+        named = {
+            f"transformer.{key}": value
+            for key, value in ({"r": rank, "lora_alpha": rank} | configuration).items()
+        }
         fields["__metadata__"] = {"lora_adapter_metadata": json.dumps(named)}
     return of_zeros(start := header(fields), len(start) + 2 * n)
 
@@ -187,11 +199,16 @@ SAFETENSORS = {
     "absent": nothing,
     "/dev/zero": link("/dev/zero"),
     "10 GB of zeros": sparse(10**10),
-    "a tensor of 3.2 GB": of_zeros(large := header(tensor("F32", [800_000_000], 0, 3_200_000_000)), len(large) + 3_200_000_000),
+    "a tensor of 3.2 GB": of_zeros(
+        large := header(tensor("F32", [800_000_000], 0, 3_200_000_000)), len(large) + 3_200_000_000
+    ),
 }
 WEIGHTS = "{model}/transformer/diffusion_pytorch_model.safetensors"
 TOKENIZER = {
-    "a class of its own": {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "tokenizer_class": "Evil"},
+    "a class of its own": {
+        "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]},
+        "tokenizer_class": "Evil",
+    },
     "a class that is no tokenizer": {"tokenizer_class": "GPT2Model"},
     "a class that is a number": {"tokenizer_class": 3},
     "a class that is nowhere": {"tokenizer_class": "Nowhere"},
@@ -232,10 +249,22 @@ CASES = [
         if (field, name) not in RIGHT
     ),
     *(
-        Case(f"{file}: {field} is absent", LOAD, field, files=P | {f"{{model}}/{file}": {field: ABSENT}}, seconds=30)
-        for file, field in (("model_index.json", "_class_name"), ("scheduler/scheduler_config.json", "_class_name"))
+        Case(
+            f"{file}: {field} is absent",
+            LOAD,
+            field,
+            files=P | {f"{{model}}/{file}": {field: ABSENT}},
+            seconds=30,
+        )
+        for file, field in (
+            ("model_index.json", "_class_name"),
+            ("scheduler/scheduler_config.json", "_class_name"),
+        )
     ),
-    *(Case(f"weights: {name}", LOAD, "transformer", files=P | {WEIGHTS: made}) for name, made in SAFETENSORS.items()),
+    *(
+        Case(f"weights: {name}", LOAD, "transformer", files=P | {WEIGHTS: made})
+        for name, made in SAFETENSORS.items()
+    ),
     *(
         Case(f"a LoRA: {name}", LORA, "x.safetensors", files=P | {"{dir}/x.safetensors": made})
         for name, made in SAFETENSORS.items()
@@ -255,11 +284,21 @@ CASES = [
         for name, fields in TOKENIZER.items()
     ),
     *(
-        Case(f"tokenizer.json: {name}", LOAD, "tokenizer", files=P | {"{model}/tokenizer/tokenizer.json": made})
+        Case(
+            f"tokenizer.json: {name}",
+            LOAD,
+            "tokenizer",
+            files=P | {"{model}/tokenizer/tokenizer.json": made},
+        )
         for name, made in CONTENTS.items()
     ),
     *(
-        Case(f"tokenizer.json: {name}", LOAD, said, files=P | {"{model}/tokenizer/tokenizer.json": fields})
+        Case(
+            f"tokenizer.json: {name}",
+            LOAD,
+            said,
+            files=P | {"{model}/tokenizer/tokenizer.json": fields},
+        )
         for name, said, fields in (
             (
                 "text gets 10^9 times longer",
@@ -289,7 +328,13 @@ CASES = [
             (
                 "tokens that its encoder does not know",
                 "accepted: below 32",
-                {"model": {"type": "WordLevel", "vocab": {"a": 32, "<unk>": 3}, "unk_token": "<unk>"}},
+                {
+                    "model": {
+                        "type": "WordLevel",
+                        "vocab": {"a": 32, "<unk>": 3},
+                        "unk_token": "<unk>",
+                    }
+                },
             ),
             (
                 "text gets 2^30 times longer, two letters a letter",
@@ -309,7 +354,10 @@ CASES = [
             (
                 "more special tokens than a text may have",
                 "adds 5000 tokens to a text of up to 24",
-                {"post_processor": TEMPLATE | {"single": 5000 * [TEMPLATE["single"][0]], "special_tokens": {"[CLS]": CLS}}},
+                {
+                    "post_processor": TEMPLATE
+                    | {"single": 5000 * [TEMPLATE["single"][0]], "special_tokens": {"[CLS]": CLS}}
+                },
             ),
             (
                 "merges for which the library panics",
@@ -324,7 +372,14 @@ CASES = [
             (
                 "a regular expression that backtracks without end",
                 "the tokenizer fails (",
-                {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": ENDLESS}, "behavior": "Isolated", "invert": False}},
+                {
+                    "pre_tokenizer": {
+                        "type": "Split",
+                        "pattern": {"Regex": ENDLESS},
+                        "behavior": "Isolated",
+                        "invert": False,
+                    }
+                },
             ),
         )
     ),
@@ -338,27 +393,61 @@ CASES = [
             ("many kernels", "odd kernel sizes", {"decoder_qkv_multiscales": 3 * [200 * [5]]}),
         )
     ),
-    Case("a chat template of 4 GB", OPEN, "x.jinja", files={"{model}/tokenizer/additional_chat_templates": template_of_4_gb}),
-    Case("a LoRA of rank 4 million", LORA, "rank from 1 to ", files=P | {"{dir}/x.safetensors": lora(4_000_000)}),
+    Case(
+        "a chat template of 4 GB",
+        OPEN,
+        "x.jinja",
+        files={"{model}/tokenizer/additional_chat_templates": template_of_4_gb},
+    ),
+    Case(
+        "a LoRA of rank 4 million",
+        LORA,
+        "rank from 1 to ",
+        files=P | {"{dir}/x.safetensors": lora(4_000_000)},
+    ),
     *(
-        Case(f"latents: {name}", f"{LOAD} --latents {{dir}}/x.npy", said, files=P | {"{dir}/x.npy": latents(*shape)})
+        Case(
+            f"latents: {name}",
+            f"{LOAD} --latents {{dir}}/x.npy",
+            said,
+            files=P | {"{dir}/x.npy": latents(*shape)},
+        )
         for name, said, shape in (
             ("of 3 GB and another model", "have 32 channels", (1, 32, 4000, 4000)),
             ("of 3 GB", "up to 16384 pixels", (1, 8, 10_000, 10_000)),
         )
     ),
     Case("many tokens", f"{LOAD} --max-tokens 16384", "--max-tokens", files=P),
-    Case("many tokens to train on", "train tiny model.max_tokens=16384 run.dir={dir}/r", "model.max_tokens"),
+    Case(
+        "many tokens to train on",
+        "train tiny model.max_tokens=16384 run.dir={dir}/r",
+        "model.max_tokens",
+    ),
     Case(
         "an instruction of 10,000 tokens",
         f"{LOAD} --instruction {{dir}}/i.txt",
         "10023 tokens; accepted: up to 4096",
         files=P | {"{dir}/i.txt": 5000 * "a b "},
     ),
-    Case("weights that are not finite", LOAD, "1 of 1 pictures are not finite", 1, files=P | {WEIGHTS: not_finite}, seconds=60),
+    Case(
+        "weights that are not finite",
+        LOAD,
+        "1 of 1 pictures are not finite",
+        1,
+        files=P | {WEIGHTS: not_finite},
+        seconds=60,
+    ),
     *(
-        Case(f"{file}: of {name}", OPEN, "_class_name", files={f"{{model}}/{file}": {"_class_name": name}})
-        for file, name in (("transformer/config.json", "FluxTransformer2DModel"), ("vae/config.json", "AutoencoderKL"))
+        Case(
+            f"{file}: of {name}",
+            OPEN,
+            "_class_name",
+            files={f"{{model}}/{file}": {"_class_name": name}},
+        )
+        for file, name in (
+            ("transformer/config.json", "FluxTransformer2DModel"),
+            ("vae/config.json", "AutoencoderKL"),
+        )
     ),
     *(
         Case(
@@ -369,9 +458,19 @@ CASES = [
         )
         for field, value in (("shift", 1e-300), ("prediction_type", "epsilon"))
     ),
-    Case("a LoRA of integers", LORA, "lora_A.weight is I8", files=P | {"{dir}/x.safetensors": lora(4, "I8")}),
+    Case(
+        "a LoRA of integers",
+        LORA,
+        "lora_A.weight is I8",
+        files=P | {"{dir}/x.safetensors": lora(4, "I8")},
+    ),
     *(
-        Case(f"a LoRA: {field} is {name}", LORA, field, files=P | {"{dir}/x.safetensors": lora(4, **{field: value})})
+        Case(
+            f"a LoRA: {field} is {name}",
+            LORA,
+            field,
+            files=P | {"{dir}/x.safetensors": lora(4, **{field: value})},
+        )
         for field, name, value in (
             ("lora_alpha", "10^400", 10**400),
             ("lora_alpha", "a truth", True),
@@ -379,15 +478,32 @@ CASES = [
             ("init_lora_weights", "one that changes the base", "pissa_niter_4"),
         )
     ),
-    Case("an index that is none", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": "[]"}),
     Case(
-        "an index of numbers", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": 3}}'}
+        "an index that is none",
+        LOAD,
+        "index",
+        files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": "[]"},
+    ),
+    Case(
+        "an index of numbers",
+        LOAD,
+        "index",
+        files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": 3}}'},
     ),
     Case(
         "an index of other directories",
         LOAD,
         "index",
-        files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": '{"weight_map": {"a": "../../../etc/passwd"}}'},
+        files=P
+        | {
+            WEIGHTS: nothing,
+            WEIGHTS + ".index.json": '{"weight_map": {"a": "../../../etc/passwd"}}',
+        },
     ),
-    Case("an index that is deep", LOAD, "index", files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": 100_000 * "["}),
+    Case(
+        "an index that is deep",
+        LOAD,
+        "index",
+        files=P | {WEIGHTS: nothing, WEIGHTS + ".index.json": 100_000 * "["},
+    ),
 ]

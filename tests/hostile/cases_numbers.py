@@ -25,11 +25,19 @@ FIELDS = (
     "mesh.data",
     "model.tile",
 )
-TOGETHER = {"rollout.explore.steps": " rollout.steps=1000000000", "model.height": "", "rollout.candidates": ""}
+TOGETHER = {
+    "rollout.explore.steps": " rollout.steps=1000000000",
+    "model.height": "",
+    "rollout.candidates": "",
+}
 SAMPLE = "sample embedded:tiny-sana --prompts embedded:shapes-test --out {dir}/out"
 CASES = [
     *(
-        Case(f"{field} is 10^9", f"train tiny run.dir={{dir}}/run {field}={BIG}{TOGETHER.get(field, '')}", field)
+        Case(
+            f"{field} is 10^9",
+            f"train tiny run.dir={{dir}}/run {field}={BIG}{TOGETHER.get(field, '')}",
+            field,
+        )
         for field in FIELDS
         if field not in ("run.keep_checkpoints",)
     ),
@@ -55,19 +63,37 @@ CASES = [
             "run.checkpoint_every",
         )
     ),
-    Case("height and width are 10^5", "train tiny run.dir={dir}/run model.height=100000 model.width=100000", "model.height"),
-    Case("evaluation at 16384 px", "train tiny run.dir={dir}/run eval.size=[16384,16384]", "eval.images_per_prompt=10"),
-    Case("training at 16384 px", "train tiny run.dir={dir}/run rollout.size=[[32,32],[16384,16384]]", "rollout.candidates=48"),
+    Case(
+        "height and width are 10^5",
+        "train tiny run.dir={dir}/run model.height=100000 model.width=100000",
+        "model.height",
+    ),
+    Case(
+        "evaluation at 16384 px",
+        "train tiny run.dir={dir}/run eval.size=[16384,16384]",
+        "eval.images_per_prompt=10",
+    ),
+    Case(
+        "training at 16384 px",
+        "train tiny run.dir={dir}/run rollout.size=[[32,32],[16384,16384]]",
+        "rollout.candidates=48",
+    ),
     Case("sample: 10^9 steps", SAMPLE + f" --steps {BIG}", "--steps"),
     Case("sample: 10^9 tokens", SAMPLE + f" --max-tokens {BIG}", "--max-tokens"),
     Case("sample: 10^6 tokens", SAMPLE + " --max-tokens 1000000", "--max-tokens"),
     Case("sample: 10^9 pixels a side", SAMPLE + f" --size {BIG}x{BIG}", "--size"),
     Case("sample: 10^5 pixels a side", SAMPLE + " --size 102400x102400", "--size"),
     Case("sample: a seed of 10^30", SAMPLE + f" --seed {10**30}", "--seed"),
-    Case("rank: 10^9 candidates", f"rank tiny --candidates {BIG} --out {{dir}}/out", "--candidates"),
+    Case(
+        "rank: 10^9 candidates", f"rank tiny --candidates {BIG} --out {{dir}}/out", "--candidates"
+    ),
     Case("rank: 10^9 steps", f"rank tiny --steps {BIG} --out {{dir}}/out", "--steps"),
     Case("rank: 10^9 prompts", f"rank tiny --prompts {BIG} --out {{dir}}/out", "--prompts"),
     Case("plan: 10^9 devices", f"plan tiny --devices {BIG}", "--devices"),
     Case("plan: 10^9 hosts", f"plan tiny --hosts {BIG}", "--hosts"),
-    Case("a profile of iteration 10^9", f"train tiny run.dir={{dir}}/run --profile {BIG}", "--profile"),
+    Case(
+        "a profile of iteration 10^9",
+        f"train tiny run.dir={{dir}}/run --profile {BIG}",
+        "--profile",
+    ),
 ]

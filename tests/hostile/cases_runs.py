@@ -50,9 +50,19 @@ def sheet(cells: str, size: int = 9, mode: str = "RGB") -> Maker:
 
 def png(width: int, height: int) -> bytes:
     """The head of a PNG file that claims to be of this size."""
-    part = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    def part(kind, data):
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(bytes(1000))) + part(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + part(b"IHDR", head)
+        + part(b"IDAT", zlib.compress(bytes(1000)))
+        + part(b"IEND", b"")
+    )
 
 
 PICTURE = "{run}/pictures/iteration-000000.png"
@@ -69,8 +79,13 @@ PICTURES = {
 ROW = '{"iteration": 0, "pool/reward": 1}\n'
 NUMBERS = {
     "a number of 400 digits": ROW + '{"iteration": 1, "pool/reward": 1' + 400 * "0" + "}\n" + ROW,
-    "an iteration of 400 digits": ROW + '{"iteration": 1' + 400 * "0" + ', "pool/reward": 1}\n' + ROW,
-    "numbers at both ends": ROW + '{"iteration": 1, "pool/reward": 1e308}\n{"iteration": 2, "pool/reward": -1e308}\n',
+    "an iteration of 400 digits": ROW
+    + '{"iteration": 1'
+    + 400 * "0"
+    + ', "pool/reward": 1}\n'
+    + ROW,
+    "numbers at both ends": ROW
+    + '{"iteration": 1, "pool/reward": 1e308}\n{"iteration": 2, "pool/reward": -1e308}\n',
 }
 PLAN = """{"stages": [{"name": "a", "seconds": 1, "peak": 1, "programs": [
     {"calls": 3000000000, "roofline": {"split": {"products": "x"}}}]}]}"""
@@ -82,7 +97,13 @@ DETECTOR = Replaced(
 LEDGER = "{run}/ledger/iteration-000002.parquet"
 CASES = [
     # what is reported of it
-    Case("report: a file is there", REPORT, "--force", files={"{dir}/x.html": "mine"}, kept=("{dir}",)),
+    Case(
+        "report: a file is there",
+        REPORT,
+        "--force",
+        files={"{dir}/x.html": "mine"},
+        kept=("{dir}",),
+    ),
     *(
         Case(f"report: run.json is {name}", REPORT, "run.json", files={"{run}/run.json": made})
         for name, made in BAD.items()
@@ -118,12 +139,21 @@ CASES = [
     ),
     # goes on without what it does not need
     *(
-        Case(f"run.json is {name}", TRAIN, "gained: ", 0, files={"{run}/run.json": made}, seconds=60)
+        Case(
+            f"run.json is {name}", TRAIN, "gained: ", 0, files={"{run}/run.json": made}, seconds=60
+        )
         for name, made in BAD.items()
         if name not in ("a directory",)
     ),
     *(
-        Case(f"metrics.jsonl is {name}", TRAIN, "gained: ", 0, files={"{run}/metrics.jsonl": made}, seconds=60)
+        Case(
+            f"metrics.jsonl is {name}",
+            TRAIN,
+            "gained: ",
+            0,
+            files={"{run}/metrics.jsonl": made},
+            seconds=60,
+        )
         for name, made in BAD.items()
         if name not in ("a directory", "a pipe", "/dev/zero")
     ),
@@ -156,7 +186,9 @@ CASES = [
         TRAIN,
         "gained: ",
         0,
-        files={"{run}/metrics.jsonl": '{"iteration": {"a": [1]}}\n{"iteration": 1, "eval/reward": [3]}\n'},
+        files={
+            "{run}/metrics.jsonl": '{"iteration": {"a": [1]}}\n{"iteration": 1, "eval/reward": [3]}\n'
+        },
         seconds=60,
     ),
     Case(
@@ -168,10 +200,24 @@ CASES = [
         seconds=60,
     ),
     *(
-        Case(f"a stray file in {name}", TRAIN, "gained: ", 0, files={f"{{run}}/{name}/stray": "x"}, seconds=60)
+        Case(
+            f"a stray file in {name}",
+            TRAIN,
+            "gained: ",
+            0,
+            files={f"{{run}}/{name}/stray": "x"},
+            seconds=60,
+        )
         for name in ("ledger", "checkpoints", "pictures")
     ),
-    Case("a ledger of another", TRAIN, "gained: ", 0, files={"{run}/ledger/iteration-000009.parquet": "x"}, seconds=60),
+    Case(
+        "a ledger of another",
+        TRAIN,
+        "gained: ",
+        0,
+        files={"{run}/ledger/iteration-000009.parquet": "x"},
+        seconds=60,
+    ),
     # cannot go on
     Case(
         "the checkpoints are gone",
@@ -200,7 +246,14 @@ CASES = [
     Case("another seed", TRAIN + " seed=7", "holds another run", kept=("{run}",)),
     Case("another reward", TRAIN + " reward=tiny-clip", "holds another run", kept=("{run}",)),
     *(
-        Case(f"the last meta.json is {name}", EXPORT, "iteration 1" if name != "x" else "", 0, files={META: made}, seconds=60)
+        Case(
+            f"the last meta.json is {name}",
+            EXPORT,
+            "iteration 1" if name != "x" else "",
+            0,
+            files={META: made},
+            seconds=60,
+        )
         for name, made in BAD.items()
         if name not in ("/dev/zero",)
     ),
@@ -217,7 +270,13 @@ CASES = [
         if name not in ("/dev/zero",)
     ),
     *(
-        Case(f"the best meta.json is {name}", EXPORT + " --checkpoint best", "no checkpoint in", files={META: made}, seconds=60)
+        Case(
+            f"the best meta.json is {name}",
+            EXPORT + " --checkpoint best",
+            "no checkpoint in",
+            files={META: made},
+            seconds=60,
+        )
         for name, made in BAD.items()
         if name not in ("/dev/zero",)
     ),
@@ -239,7 +298,10 @@ CASES = [
             call,
             "--trust-run",
             kept=("{dir}",),
-            files={"{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"), "{run}/evil.py": EVIL},
+            files={
+                "{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"),
+                "{run}/evil.py": EVIL,
+            },
         )
         for name, target in REWARDS.items()
         for command, call in (
@@ -277,9 +339,16 @@ CASES = [
             EXPORT + " --checkpoint 2",
             "x is no regular file",
             1,
-            files={NEWEST + "/manifest.json": {"x": {"size": 0, "sha256": ""}}, NEWEST + "/x": made},
+            files={
+                NEWEST + "/manifest.json": {"x": {"size": 0, "sha256": ""}},
+                NEWEST + "/x": made,
+            },
         )
-        for name, made in (("a pipe", pipe), ("/dev/zero", link("/dev/zero")), ("a link", link("meta.json")))
+        for name, made in (
+            ("a pipe", pipe),
+            ("/dev/zero", link("/dev/zero")),
+            ("a link", link("meta.json")),
+        )
     ),
     Case(
         "export: out is a link to a directory",
@@ -287,7 +356,13 @@ CASES = [
         "is a link",
         files={"{dir}/d": folder, "{dir}/l": link("d")},
     ),
-    Case("rank: the run has somebody's rank.json", "rank {run}", "--force", files={"{run}/rank.json": "mine"}, kept=("{run}",)),
+    Case(
+        "rank: the run has somebody's rank.json",
+        "rank {run}",
+        "--force",
+        files={"{run}/rank.json": "mine"},
+        kept=("{run}",),
+    ),
     Case(
         "train: the run has somebody's report",
         TRAIN + " --report",
@@ -295,7 +370,12 @@ CASES = [
         files={"{run}/report.html": "mine"},
         kept=("{run}",),
     ),
-    Case("report: a plan of texts", REPORT + " --plan {dir}/p", "'x' is no number", files={"{dir}/p": PLAN}),
+    Case(
+        "report: a plan of texts",
+        REPORT + " --plan {dir}/p",
+        "'x' is no number",
+        files={"{dir}/p": PLAN},
+    ),
     Case(
         "an option that is not finite",
         "train tiny 'reward.options={shapes: {a: [1, .inf]}}' run.dir={dir}/r",
@@ -308,7 +388,10 @@ CASES = [
             call,
             "--trust-run",
             kept=("{dir}",),
-            files={"{run}/config.yaml": Replaced("watched: []", f"watched: ['{target}']"), "{run}/evil.py": EVIL},
+            files={
+                "{run}/config.yaml": Replaced("watched: []", f"watched: ['{target}']"),
+                "{run}/evil.py": EVIL,
+            },
         )
         for name, target in REWARDS.items()
         for command, call in (("eval", "eval {run}"),)
@@ -319,7 +402,11 @@ CASES = [
             call,
             "",
             0,
-            files=P | {"{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"), "{run}/evil.py": EVIL},
+            files=P
+            | {
+                "{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"),
+                "{run}/evil.py": EVIL,
+            },
             seconds=60,
         )
         for name, target in REWARDS.items()

@@ -19,7 +19,17 @@ def run(tmp_path_factory, worker_id) -> Path:
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (shared / "finished").exists():
-            ended = call(["train", "tiny", *SMALL, "train.iterations=2", "eval.grid=0", f"run.dir={shared / 'new'}"], 300)
+            ended = call(
+                [
+                    "train",
+                    "tiny",
+                    *SMALL,
+                    "train.iterations=2",
+                    "eval.grid=0",
+                    f"run.dir={shared / 'new'}",
+                ],
+                300,
+            )
             assert ended.code == 0, ended.error
             (shared / "new").rename(shared / "finished")
     return Path(shutil.copytree(shared / "finished", tmp_path_factory.mktemp("hostile") / "run"))

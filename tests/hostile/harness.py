@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER
-from solrl_jax.commands import cli
+from solrl_jax.cli import main
+from solrl_jax.models.locate import EMBEDDED_FOLDER
 
 PEAK = 2e9  # bytes that a refusal may take at most, beside what the process has before
-CODES = (0, 1, 2, cli.INTERRUPTED)
+CODES = (0, 1, 2, main.INTERRUPTED)
 Maker = Callable[[Path], object]  # puts something at a path
 
 
@@ -59,7 +59,7 @@ class Ended:
 
     def problem(self, seconds: float) -> str | None:
         """Why no call may end like this, whatever it was given; None if it may."""
-        if "Traceback" in self.error or cli.UNFORESEEN in self.error:
+        if "Traceback" in self.error or main.UNFORESEEN in self.error:
             return f"an unforeseen error: {self.error[-3000:]}"
         if self.code not in CODES:
             return f"exit code {self.code}"
@@ -74,7 +74,11 @@ class Ended:
 
 def refusal(error: str) -> list[str]:
     """The lines of standard error that say why a call failed."""
-    return [line for line in error.splitlines() if line.startswith("solrl: ") or not _PROGRESS.match(line)]
+    return [
+        line
+        for line in error.splitlines()
+        if line.startswith("solrl: ") or not _PROGRESS.match(line)
+    ]
 
 
 # what a run says while it goes on
@@ -107,19 +111,28 @@ def at_most(seconds: float) -> Iterator[None]:
 
 def call(arguments: list[str], seconds: float) -> Ended:
     """Runs the entry point in this process."""
-    out, error, argv = io.StringIO(), io.StringIO(), sys.argv
-    code, began = 0, time.monotonic()
+    out = io.StringIO()
+    error = io.StringIO()
+    argv = sys.argv
+    code = 0
+    began = time.monotonic()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = memory("VmRSS")
     try:
         sys.argv = ["solrl", *arguments]
-        with at_most(3 * seconds), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-            cli.main()
+        with (
+            at_most(3 * seconds),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(error),
+        ):
+            main.main()
     except SystemExit as stop:
         code = int(stop.code or 0)
     finally:
         sys.argv = argv
-    return Ended(code, out.getvalue(), error.getvalue(), time.monotonic() - began, memory("VmHWM") - before)
+    return Ended(
+        code, out.getvalue(), error.getvalue(), time.monotonic() - began, memory("VmHWM") - before
+    )
 
 
 def prepare(case: Case, folder: Path, run: Path) -> dict[str, str]:
@@ -157,7 +170,9 @@ def put(path: Path, content: Any, names: Mapping[str, str]) -> None:
         path.write_text(path.read_text().replace(content.old, fill(content.new, names)))
     elif isinstance(content, Mapping):
         fields = json.loads(path.read_text()) | content
-        path.write_text(json.dumps({name: value for name, value in fields.items() if value is not ABSENT}))
+        path.write_text(
+            json.dumps({name: value for name, value in fields.items() if value is not ABSENT})
+        )
     else:
         path.write_bytes(content if isinstance(content, bytes) else fill(content, names).encode())
 

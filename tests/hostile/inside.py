@@ -44,7 +44,11 @@ def returning(what="", sees="pictures"):
 
 def bright(least=0.0):
     """The mean; no score for pictures darker than `least`."""
-    return Reward(None, _rows, lambda params, images, rows: {"reward": _where_at_least(images.mean((1, 2, 3)), least)})
+    return Reward(
+        None,
+        _rows,
+        lambda params, images, rows: {"reward": _where_at_least(images.mean((1, 2, 3)), least)},
+    )
 
 
 def _where_at_least(mean, least):
@@ -76,4 +80,9 @@ def loud():
 
     print("made")
     os.chdir(os.sep)
-    return Reward(None, lambda prompts: print("prepared") or _rows(prompts), score, check=lambda prompt: print("checked"))
+    return Reward(
+        None,
+        lambda prompts: print("prepared") or _rows(prompts),
+        score,
+        check=lambda prompt: print("checked"),
+    )

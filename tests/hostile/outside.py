@@ -61,11 +61,19 @@ def told(images, prompts, metadata):
 def nothing_finite(images, prompts, metadata, *, file=""):
     """NaN for every picture, if `file` exists (or ""). For the grey pictures that a run begins with: 0."""
     grey = bool((images == 0.5).all())
-    return [0.0 if grey else float("nan") if not file or os.path.exists(file) else float(images.mean())] * len(images)
+    return [
+        0.0 if grey else float("nan") if not file or os.path.exists(file) else float(images.mean())
+    ] * len(images)
 
 
 def leaving():
     """A reward inside JAX whose score ends the process as if all were well."""
-    from solrl_jax.rewards.protocol import Reward  # imported here, because workers and the server do not need it
+    from solrl_jax.rewards.protocol import (
+        Reward,
+    )  # imported here, because workers and the server do not need it
 
-    return Reward(None, lambda prompts: np.zeros(len(prompts), np.float32), lambda params, images, rows: sys.exit(0))
+    return Reward(
+        None,
+        lambda prompts: np.zeros(len(prompts), np.float32),
+        lambda params, images, rows: sys.exit(0),
+    )

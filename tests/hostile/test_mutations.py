@@ -12,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER
+from solrl_jax.models.locate import EMBEDDED_FOLDER
 from tests.hostile.harness import call
 
-QUICK, THOROUGH = 8, 150  # examples of each kind of file
+# examples of each kind of file
+QUICK = 8
+THOROUGH = 150
 MODEL = EMBEDDED_FOLDER / "tiny-sana"
 ODD: Any = st.one_of(
     st.none(), st.booleans(), st.integers(-(10**20), 10**20), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
@@ -28,10 +30,8 @@ def damage(draw: Any, content: bytes) -> bytes:
     """The content with some bytes changed, taken away or put in, or cut off."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
-        at, what = (
-            draw(st.integers(0, max(len(data) - 1, 0))),
-            draw(st.sampled_from(("flip", "cut", "insert", "remove", "twice"))),
-        )
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        what = draw(st.sampled_from(("flip", "cut", "insert", "remove", "twice")))
         if what == "flip" and data:
             data[at] ^= draw(st.integers(1, 255))
         elif what == "cut":
@@ -73,10 +73,18 @@ def check(*arguments: str, seconds: float = 60) -> None:
 
 def examples(count: int) -> Any:
     every = list(HealthCheck)
-    return settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=every)
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=every,
+    )
 
 
-BOTH = pytest.mark.parametrize("count", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.exhaustive)])
+BOTH = pytest.mark.parametrize(
+    "count", [QUICK, pytest.param(THOROUGH, marks=pytest.mark.exhaustive)]
+)
 JSON = (
     "model_index.json", "transformer/config.json", "vae/config.json", "text_encoder/config.json",
     "tokenizer/tokenizer_config.json", "scheduler/scheduler_config.json",
@@ -89,7 +97,12 @@ def test_json_of_a_model(file, count):
     original = (MODEL / file).read_bytes()
 
     @examples(count)
-    @given(st.one_of(damage(original), changed(json.loads(original)).map(lambda tree: json.dumps(tree).encode())))
+    @given(
+        st.one_of(
+            damage(original),
+            changed(json.loads(original)).map(lambda tree: json.dumps(tree).encode()),
+        )
+    )
     def mutate(content: bytes) -> None:
         with copy(MODEL) as model:
             (model / file).write_bytes(content)
@@ -110,7 +123,12 @@ def test_safetensors_of_a_model(count):
         return len(text).to_bytes(8, "little") + text + original[size:]
 
     @examples(count)
-    @given(st.one_of(damage(original[:size]).map(lambda head: head + original[size:]), changed(header).map(file_of)))
+    @given(
+        st.one_of(
+            damage(original[:size]).map(lambda head: head + original[size:]),
+            changed(header).map(file_of),
+        )
+    )
     def mutate(content: bytes) -> None:
         with copy(MODEL) as model:
             (model / file).write_bytes(content)
@@ -142,7 +160,9 @@ def reads_as(content: bytes, original: bytes) -> bool:
 
 
 @BOTH
-@pytest.mark.parametrize("file", ["meta.json", "manifest.json", "arrays/manifest.ocdbt", "arrays/_METADATA"])
+@pytest.mark.parametrize(
+    "file", ["meta.json", "manifest.json", "arrays/manifest.ocdbt", "arrays/_METADATA"]
+)
 def test_checkpoints_of_a_run(file, count, run):
     original = (run / "checkpoints" / "000002" / file).read_bytes()
 
@@ -154,14 +174,18 @@ def test_checkpoints_of_a_run(file, count, run):
             ended = call(["export", str(mine), "--out", str(mine / "x.safetensors"), "--json"], 60)
             assert ended.problem(60) is None, ended.problem(60)
             # nothing vouches for the manifest's own bytes: one with other spaces says the same
-            if content != original and not (file == "manifest.json" and ended.code == 0 and reads_as(content, original)):
+            if content != original and not (
+                file == "manifest.json" and ended.code == 0 and reads_as(content, original)
+            ):
                 assert json.loads(ended.out)["iteration"] == 1  # the one before
 
     mutate()
 
 
 @BOTH
-@pytest.mark.parametrize("file", ["metrics.jsonl", "run.json", "ledger/iteration-000002.parquet", "config.yaml"])
+@pytest.mark.parametrize(
+    "file", ["metrics.jsonl", "run.json", "ledger/iteration-000002.parquet", "config.yaml"]
+)
 def test_what_a_run_recorded(file, count, run):
     original = (run / file).read_bytes()
 
@@ -180,7 +204,11 @@ def test_lines_of_prompts(count):
     line = b'{"prompt": "a red circle", "include": [{"class": "circle", "count": 1, "color": "red"}], "tag": "one"}\n'
 
     @examples(4 * count)
-    @given(st.one_of(damage(line), changed(json.loads(line)).map(lambda tree: json.dumps(tree).encode())))
+    @given(
+        st.one_of(
+            damage(line), changed(json.loads(line)).map(lambda tree: json.dumps(tree).encode())
+        )
+    )
     def mutate(content: bytes) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "p.jsonl").write_bytes(content)

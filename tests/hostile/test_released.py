@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER, open_model
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
+from solrl_jax.models.locate import EMBEDDED_FOLDER, open_model
 from solrl_jax.storage.hub import CARRIED
 from tests.hostile.harness import PEAK, at_most, memory
 from tests.hostile.test_mutations import ODD, examples
@@ -22,12 +22,18 @@ WRONG: tuple[Any, ...] = (
     ABSENT, None, True, 0, -3, 1, 1.5, 10**9, 10**30, 1e300, "", "x", [], [1], [0, -1], [10**9] * 4, [[[[1]]]], {}, {"a": {}}
 )  # fmt: skip
 SECONDS = 60
-PIPELINES = sorted(index.parent for root in (CARRIED, EMBEDDED_FOLDER) for index in root.rglob("model_index.json"))
+PIPELINES = sorted(
+    index.parent for root in (CARRIED, EMBEDDED_FOLDER) for index in root.rglob("model_index.json")
+)
 
 
 def files_of(pipeline: Path) -> Iterator[Path]:
     """Its JSON files that `open_model` reads: not those of tokenizers."""
-    yield from (file for file in sorted(pipeline.rglob("*.json")) if not file.parent.name.startswith("tokenizer"))
+    yield from (
+        file
+        for file in sorted(pipeline.rglob("*.json"))
+        if not file.parent.name.startswith("tokenizer")
+    )
 
 
 FIELDS = [
@@ -50,7 +56,8 @@ def copies(tmp_path_factory):
 
 def problem(folder: Path, file: Path, field: str, value: Any) -> str | None:
     """Why the pipeline must not open, or fail, as it does with this value; None if it may."""
-    content, before = (folder / file).read_text(), memory("VmRSS")
+    content = (folder / file).read_text()
+    before = memory("VmRSS")
     fields = json.loads(content) | {field: value}
     text = json.dumps({name: one for name, one in fields.items() if one is not ABSENT})
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
@@ -67,7 +74,9 @@ def problem(folder: Path, file: Path, field: str, value: Any) -> str | None:
             return f"{len(message)} characters: {message[:500]}"
         if str(folder) not in message:
             return f"names no file: {message}"
-        if field not in message and "does not fit" not in message:  # what contradicts another file names both
+        if (
+            field not in message and "does not fit" not in message
+        ):  # what contradicts another file names both
             return f"names no field: {message}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

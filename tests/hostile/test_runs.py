@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER
-from solrl_jax.run import checkpoint, loop, metrics
-from solrl_jax.storage.errors import RunError
-from solrl_jax.training.iteration import iterate
+from solrl_jax.errors import RunError
+from solrl_jax.models.locate import EMBEDDED_FOLDER
+from solrl_jax.rl.iteration import iterate
+from solrl_jax.runs import checkpoint, metrics, trainer
 from tests.hostile.cases_models import not_finite
 from tests.hostile.harness import call
 from tests.small import SMALL
@@ -25,7 +25,15 @@ NAN = "tests.hostile.outside:nothing_finite"
 
 
 def train(folder, *overrides: str):
-    arguments = ["train", "tiny", *SMALL, "eval.grid=0", "run.checkpoint_every=1", f"run.dir={folder}", *overrides]
+    arguments = [
+        "train",
+        "tiny",
+        *SMALL,
+        "eval.grid=0",
+        "run.checkpoint_every=1",
+        f"run.dir={folder}",
+        *overrides,
+    ]
     return call(arguments, 300)
 
 
@@ -34,24 +42,49 @@ def saved(folder) -> list[int]:
 
 
 def test_a_run_whose_adapters_are_not_finite_fails_and_saves_nothing(tmp_path):
-    ended = train(tmp_path, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=1e30", "train.iterations=2")
+    ended = train(
+        tmp_path,
+        "optimizer.learning_rate=1e30",
+        "optimizer.max_grad_norm=1e30",
+        "train.iterations=2",
+    )
     assert (ended.code, saved(tmp_path)) == (1, [])
-    assert "solrl: iteration 1: the adapters are not finite after the update; nothing is saved" in ended.error
+    assert (
+        "solrl: iteration 1: the adapters are not finite after the update; nothing is saved"
+        in ended.error
+    )
 
 
-@pytest.mark.parametrize(("iterations", "least"), [(5, 3), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
-def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_end(iterations, least, tmp_path):
+@pytest.mark.parametrize(
+    ("iterations", "least"), [(5, 3), pytest.param(2, 2, marks=pytest.mark.exhaustive)]
+)
+def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_end(
+    iterations, least, tmp_path
+):
     ended = train(tmp_path, f"reward={NAN}", f"train.iterations={iterations}")
     assert (ended.code, saved(tmp_path)) == (1, [])
-    assert f"iteration {least}: no finite reward in {least} iteration(s) in a row, first in stage 'explore'" in ended.error
+    assert (
+        f"iteration {least}: no finite reward in {least} iteration(s) in a row, first in stage 'explore'"
+        in ended.error
+    )
 
 
 def test_the_last_finite_checkpoint_is_kept_and_named(run, tmp_path):
     """A finished run goes on, and its reward is finite no more."""
-    whole = train(tmp_path, f"reward={NAN}", f"reward.options.{NAN}.file={tmp_path / 'broken'}", "train.iterations=1")
+    whole = train(
+        tmp_path,
+        f"reward={NAN}",
+        f"reward.options.{NAN}.file={tmp_path / 'broken'}",
+        "train.iterations=1",
+    )
     assert whole.code == 0, whole.error
     (tmp_path / "broken").touch()
-    more = [f"reward={NAN}", f"reward.options.{NAN}.file={tmp_path / 'broken'}", "train.iterations=9", "run.keep_checkpoints=1"]
+    more = [
+        f"reward={NAN}",
+        f"reward.options.{NAN}.file={tmp_path / 'broken'}",
+        "train.iterations=9",
+        "run.keep_checkpoints=1",
+    ]
     ended = train(tmp_path, *more)
     assert (ended.code, saved(tmp_path)) == (1, [1])
     assert "iteration 4: no finite reward in 3" in ended.error
@@ -66,10 +99,16 @@ def test_prompts_that_changed_are_refused_unless_said(tmp_path):
     prompts.write_text("a red circle\na blue square\ntwo red triangles\n")
     ended = train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2")
     assert (ended.code, saved(tmp_path / "run")) == (2, [1])
-    assert f"solrl: prompts.train='{prompts}': its prompts have changed since iteration 1; " in ended.error
+    assert (
+        f"solrl: prompts.train='{prompts}': its prompts have changed since iteration 1; "
+        in ended.error
+    )
     for _ in range(2):  # once it is said, the new prompts are the run's
         extra = ["--force"] if saved(tmp_path / "run") == [1] else []
-        assert train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2", *extra).code == 0
+        assert (
+            train(tmp_path / "run", f"prompts.train={prompts}", "train.iterations=2", *extra).code
+            == 0
+        )
     assert saved(tmp_path / "run") == [2, 1]
 
 
@@ -77,29 +116,44 @@ def test_prompts_that_changed_are_refused_unless_said(tmp_path):
 def test_a_run_that_never_has_enough_finite_rewards_to_train_on_fails(tmp_path):
     """All candidates are to be kept, and some of each prompt have no score."""
     reward = "tests.hostile.inside:bright"
-    settings = [f"reward={reward}", f"reward.options.{reward}.least=0.89", "rollout.kept=8", "train.iterations=2"]
+    settings = [
+        f"reward={reward}",
+        f"reward.options.{reward}.least=0.89",
+        "rollout.kept=8",
+        "train.iterations=2",
+    ]
     ended = train(tmp_path, *settings)
     rows = metrics.read(tmp_path)
     assert (ended.code, saved(tmp_path)) == (1, [])
     assert all(row["pool/reward"] is not None and row["kept/spread"] is None for row in rows[1:])
-    assert "iteration 2: no prompt with rollout.kept=8 finite rewards in 2 iteration(s) in a row; nothing" in ended.error
+    assert (
+        "iteration 2: no prompt with rollout.kept=8 finite rewards in 2 iteration(s) in a row; nothing"
+        in ended.error
+    )
 
 
 @pytest.mark.exhaustive
-def test_adapters_that_are_not_finite_are_not_saved_because_their_evaluation_fails(tmp_path, monkeypatch):
+def test_adapters_that_are_not_finite_are_not_saved_because_their_evaluation_fails(
+    tmp_path, monkeypatch
+):
     def stopped(this, ema, done):
         raise RunError("no score")
 
     assert train(tmp_path, "train.iterations=1", "run.keep_checkpoints=1").code == 0
-    monkeypatch.setattr(loop, "_evaluate", stopped)
-    monkeypatch.setattr(loop, "iterate", lambda *given: _not_finite(*iterate(*given)))
+    monkeypatch.setattr(trainer, "_evaluate", stopped)
+    monkeypatch.setattr(trainer, "iterate", lambda *given: _not_finite(*iterate(*given)))
     ended = train(tmp_path, "train.iterations=2", "run.keep_checkpoints=1")
     assert (ended.code, saved(tmp_path)) == (1, [1])
-    assert "iteration 2: the adapters are not finite after the update; the last finite checkpoint is" in ended.error
+    assert (
+        "iteration 2: the adapters are not finite after the update; the last finite checkpoint is"
+        in ended.error
+    )
 
 
 def _not_finite(state, outcome):
-    return dataclasses.replace(state, adapters=jax.tree.map(lambda x: x * np.nan, state.adapters)), outcome
+    return dataclasses.replace(
+        state, adapters=jax.tree.map(lambda x: x * np.nan, state.adapters)
+    ), outcome
 
 
 @pytest.mark.exhaustive
@@ -107,7 +161,7 @@ def test_the_record_has_an_iteration_whose_ledger_could_not_be_written(tmp_path,
     def full(root, iteration, columns):
         raise RunError("disk full")
 
-    monkeypatch.setattr(loop.ledger, "write", full)
+    monkeypatch.setattr(trainer.ledger, "write", full)
     ended = train(tmp_path, "train.iterations=1")
     assert (ended.code, saved(tmp_path)) == (1, [1])
     assert [row["iteration"] for row in metrics.read(tmp_path) if "fidelity/spearman" in row] == [1]
@@ -134,7 +188,10 @@ def test_an_instruction_that_changed_is_refused_unless_said(tmp_path):
     text.write_text("Draw it.")
     ended = train(tmp_path / "run", *settings, "train.iterations=2")
     assert (ended.code, saved(tmp_path / "run")) == (2, [1])
-    assert f"solrl: model.instruction='{text}': its text has changed since iteration 1; " in ended.error
+    assert (
+        f"solrl: model.instruction='{text}': its text has changed since iteration 1; "
+        in ended.error
+    )
     assert train(tmp_path / "run", *settings, "train.iterations=2", "--force").code == 0
 
 
@@ -146,7 +203,10 @@ def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     not_finite(tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
     ended = train(tmp_path / "run", *settings, "train.iterations=9")
     assert (ended.code, saved(tmp_path / "run")) == (1, [1])
-    assert "iteration 4: no finite reward in 3 iteration(s) in a row, first in stage 'explore'; " in ended.error
+    assert (
+        "iteration 4: no finite reward in 3 iteration(s) in a row, first in stage 'explore'; "
+        in ended.error
+    )
     assert f"the last finite checkpoint is {tmp_path}/run/checkpoints/000001" in ended.error
 
 
@@ -186,20 +246,45 @@ def test_pictures_of_a_run_are_made_with_its_own_settings(run, tmp_path):
     images = {}
     for name, more in options.items():
         prompts = tmp_path / ("two.txt" if name == "two" else "p.txt")
-        ended = call(["sample", str(run), "--prompts", str(prompts), "--out", str(tmp_path / name), "--json", *more], 120)
+        ended = call(
+            [
+                "sample",
+                str(run),
+                "--prompts",
+                str(prompts),
+                "--out",
+                str(tmp_path / name),
+                "--json",
+                *more,
+            ],
+            120,
+        )
         assert ended.code == 0, ended.error
         images[name] = np.load(tmp_path / name / "images.npy")
     assert json.loads(ended.out)["steps"] == 3
     np.testing.assert_array_equal(images["own"], images["said"])
     assert np.abs(images["own"] - images["other"]).max() > 0.01
-    np.testing.assert_allclose(images["two"][0], images["own"][0], atol=0.02)  # another chunk rounds otherwise
+    np.testing.assert_allclose(
+        images["two"][0], images["own"][0], atol=0.02
+    )  # another chunk rounds otherwise
 
 
 @pytest.mark.exhaustive
 def test_a_closed_pipe_loses_nothing(tmp_path):
-    command = [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, "eval.grid=0", f"run.dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "solrl_jax",
+        "train",
+        "tiny",
+        *SMALL,
+        "eval.grid=0",
+        f"run.dir={tmp_path}",
+    ]
     command += ["train.iterations=50", "run.checkpoint_every=50"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as process:
         for line in process.stderr:
             if line.startswith("iteration 2"):
                 break
@@ -211,10 +296,26 @@ def test_a_closed_pipe_loses_nothing(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_has_a_code_of_its_own(number, tmp_path):
-    command = [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, "eval.grid=0", f"run.dir={tmp_path}", "--json"]
-    before = signal.signal(number, signal.default_int_handler)  # else the run would ignore what nohup ignores here
+    command = [
+        sys.executable,
+        "-m",
+        "solrl_jax",
+        "train",
+        "tiny",
+        *SMALL,
+        "eval.grid=0",
+        f"run.dir={tmp_path}",
+        "--json",
+    ]
+    before = signal.signal(
+        number, signal.default_int_handler
+    )  # else the run would ignore what nohup ignores here
     with subprocess.Popen(
-        [*command, "train.iterations=50"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        [*command, "train.iterations=50"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
     ) as process:
         signal.signal(number, before)
         for line in process.stderr:

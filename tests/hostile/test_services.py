@@ -19,7 +19,7 @@ import requests
 import reward_server
 from PIL import Image
 
-from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.data.prompts import Prompt
 from solrl_jax.rewards import host
 from solrl_jax.rewards.host import Failure, RewardError, scoring
 from solrl_jax.rewards.http import http as service_scores
@@ -52,7 +52,10 @@ def without_end(request: http.server.BaseHTTPRequestHandler) -> None:
 
 ANSWERS = {  # what a service answers, and a part of what is said
     "1 GB": (without_end, "an answer of more than"),
-    "1 GB, packed": (reply(gzip.compress(bytes(10**8)), Content_Encoding="gzip"), "an answer of more than"),
+    "1 GB, packed": (
+        reply(gzip.compress(bytes(10**8)), Content_Encoding="gzip"),
+        "an answer of more than",
+    ),
     "elsewhere": (reply(b"", 307, Location="http://127.0.0.1:9/"), "not followed"),
     "elsewhere, a file": (reply(b"", 301, Location="file:///etc/passwd"), "not followed"),
     "a giant integer": (reply(b'{"scores": [' + 5000 * b"9" + b", 1]}"), "expected"),
@@ -77,7 +80,11 @@ def service():
     class Service(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            answer = ANSWERS[self.path[1:].replace("%20", " ")][0] if self.path != "/right" else reply(SCORES)
+            answer = (
+                ANSWERS[self.path[1:].replace("%20", " ")][0]
+                if self.path != "/right"
+                else reply(SCORES)
+            )
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 answer(self)
 
@@ -111,8 +118,16 @@ def test_an_answer_that_is_none_is_one_line_in_time(case, service):
 @pytest.fixture(scope="module")
 def server():
     """The example server."""
-    command = [sys.executable, ROOT / "scripts" / "reward_server.py", "tests.hostile.outside:told", "--port", "0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "reward_server.py",
+        "tests.hostile.outside:told",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         yield process.stdout.readline().split(" at ")[1].strip()
         process.terminate()
 
@@ -137,10 +152,19 @@ def test_the_server_is_not_held_up_by_idle_connections(server):
 
 
 @pytest.mark.parametrize(
-    "pngs", [[png(20_000, 20_000)], [png(3_000, 3_000)] * 10, ["nonsense"], [base64.b64encode(b"GIF89a").decode()], 3]
+    "pngs",
+    [
+        [png(20_000, 20_000)],
+        [png(3_000, 3_000)] * 10,
+        ["nonsense"],
+        [base64.b64encode(b"GIF89a").decode()],
+        3,
+    ],
 )
 def test_the_server_refuses_pictures_before_it_unpacks_them(pngs, server):
-    answer = requests.post(server, json={"images": pngs, "prompts": ["a"], "metadata": [{}]}, timeout=20)
+    answer = requests.post(
+        server, json={"images": pngs, "prompts": ["a"], "metadata": [{}]}, timeout=20
+    )
     assert answer.status_code == 500
     assert len(ask(server)) == 2
 
@@ -149,9 +173,22 @@ def test_the_server_refuses_pictures_before_it_unpacks_them(pngs, server):
     ("body", "said"),
     [
         (b"[" + 2**19 * b"[]," + b"1]", "JSON of about 1048577 values"),
-        (json.dumps({"images": 5000 * [PIXEL], "prompts": 5000 * ["a"], "metadata": 5000 * [1]}).encode(), "5000 pictures"),
-        (json.dumps({"images": [PIXEL, png(2, 2)], "prompts": 2 * ["a"], "metadata": 2 * [1]}).encode(), "of 2 sizes"),
-        (json.dumps({"images": [PIXEL], "prompts": [], "metadata": [{}]}).encode(), "1 images, 0 prompts, 1 metadata"),
+        (
+            json.dumps(
+                {"images": 5000 * [PIXEL], "prompts": 5000 * ["a"], "metadata": 5000 * [1]}
+            ).encode(),
+            "5000 pictures",
+        ),
+        (
+            json.dumps(
+                {"images": [PIXEL, png(2, 2)], "prompts": 2 * ["a"], "metadata": 2 * [1]}
+            ).encode(),
+            "of 2 sizes",
+        ),
+        (
+            json.dumps({"images": [PIXEL], "prompts": [], "metadata": [{}]}).encode(),
+            "1 images, 0 prompts, 1 metadata",
+        ),
         (b"[" * 10**5, "RecursionError"),
     ],
 )
@@ -167,7 +204,9 @@ def test_the_server_says_what_is_wrong_with_a_request(body, said, server):
      ("exit", "SystemExit: 0"), ("surrogate", r"ValueError: \ud800"), ("mute", "Mute: ")],
 )  # fmt: skip
 def test_the_server_answers_whatever_its_function_does(how, said, server):
-    answer = requests.post(server, json={"images": [PIXEL], "prompts": [how], "metadata": [{}]}, timeout=20)
+    answer = requests.post(
+        server, json={"images": [PIXEL], "prompts": [how], "metadata": [{}]}, timeout=20
+    )
     assert answer.status_code == 500
     assert said in answer.text
 
@@ -219,12 +258,15 @@ def test_the_server_refuses_a_long_body(server):
         assert b"500" in connection.recv(1000)
 
 
-WORKERS, PATIENT = (1, 3.0), (1, 100.0)
+WORKERS = (1, 3.0)
+PATIENT = (1, 100.0)
 
 
 def score(how: str, skip: bool = False, pictures: int = 1, workers=WORKERS):
     reward = HostReward("some", f"tests.hostile.outside:{how}", {}, (), 1)
-    with scoring(Host((reward,), {}, *workers, skip), pictures * [Prompt("a red circle")]) as outside:
+    with scoring(
+        Host((reward,), {}, *workers, skip), pictures * [Prompt("a red circle")]
+    ) as outside:
         outside.add(np.zeros((pictures, 8, 8, 3), np.float32))
         return outside.finish()["some"]
 
@@ -263,6 +305,8 @@ def test_the_wall_clock_ends_no_wait(monkeypatch):
 def test_failures_in_a_row_stop_a_run_that_skips_them():
     own = (1, 99.0)  # workers count the failures of all calls
     assert np.isnan(score("wrong", skip=True, pictures=host.MOST_FAILURES - 1, workers=own)).all()
-    with pytest.raises(RewardError, match=rf"ValueError: never.*; {host.MOST_FAILURES} calls in a row failed"):
+    with pytest.raises(
+        RewardError, match=rf"ValueError: never.*; {host.MOST_FAILURES} calls in a row failed"
+    ):
         score("wrong", skip=True, pictures=2, workers=own)
     host.workers(*own).close()

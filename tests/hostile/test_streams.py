@@ -10,25 +10,31 @@ import sys
 
 import pytest
 
-from solrl_jax.commands import cli
-from solrl_jax.run.progress import Reporter
+from solrl_jax.cli import main
+from solrl_jax.runs.progress import Reporter
 from solrl_jax.storage import readers
 
 
 def ended(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["solrl", *arguments])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main.main()
     return stop.value.code
 
 
-@pytest.mark.parametrize("arguments", [("presets",), ("presets", "--json"), ("presets", "--show", "nope", "--json")])
+@pytest.mark.parametrize(
+    "arguments", [("presets",), ("presets", "--json"), ("presets", "--show", "nope", "--json")]
+)
 def test_a_full_disk_under_the_output_is_one_line(arguments, monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         code = ended(monkeypatch, *arguments)
     said = capsys.readouterr().err
-    assert said.startswith("solrl: unknown preset 'nope'" if code == 2 else "solrl: the output cannot be written: disk full")
+    assert said.startswith(
+        "solrl: unknown preset 'nope'"
+        if code == 2
+        else "solrl: the output cannot be written: disk full"
+    )
     assert (code, said.count("\n")) == (2 if "nope" in arguments else 1, 1)
 
 
@@ -36,7 +42,7 @@ def test_streams_that_are_closed_are_no_failure(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
-    cli.main()
+    main.main()
     assert sys.stdout.name == sys.stderr.name == "/dev/null"
 
 
@@ -44,8 +50,12 @@ def test_an_encoding_that_lacks_a_character_is_no_failure(monkeypatch, tmp_path)
     (tmp_path / "p.txt").write_text("a café\n")
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp437"))
-    monkeypatch.setattr(sys, "argv", ["solrl", "presets", "--show", "tiny", f"prompts.train={tmp_path}/p.txt", "--json"])
-    cli.main()
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["solrl", "presets", "--show", "tiny", f"prompts.train={tmp_path}/p.txt", "--json"],
+    )
+    main.main()
     assert json.loads(written.getvalue())["first"][0]["prompt"] == "a café"
 
 
@@ -55,7 +65,7 @@ def test_devices_that_jax_cannot_open_are_bad_input(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "abacus")
     with pytest.raises(RuntimeError) as caught:
         xla_bridge.get_backend("abacus")
-    assert cli.explained(caught.value) == (
+    assert main.explained(caught.value) == (
         f"JAX_PLATFORMS='abacus': JAX cannot open these devices ({caught.value}); see `solrl doctor`",
         2,
     )
@@ -65,7 +75,9 @@ def test_devices_that_jax_cannot_open_are_bad_input(monkeypatch):
 def test_a_setting_of_jax_that_it_does_not_know_is_bad_input(said):
     name, _, value = said.partition("=")
     command = [sys.executable, "-m", "solrl_jax", "linears", "tiny"]
-    done = subprocess.run(command, env={**os.environ, name: value}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, name: value}, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("solrl: a setting of JAX in the environment: ")
     assert name.lower() in done.stderr.lower()
@@ -74,16 +86,16 @@ def test_a_setting_of_jax_that_it_does_not_know_is_bad_input(said):
 
 def test_libraries_that_find_too_little_memory_are_one_line():
     said = "libjax_common.so: failed to map segment from shared object"
-    message, code = cli.explained(ImportError(said))
+    message, code = main.explained(ImportError(said))
     assert (message.partition(";")[0], code) == (f"out of memory: {said}", 1)
-    assert cli.UNFORESEEN in cli.explained(ImportError("no such name"))[0]
+    assert main.UNFORESEEN in main.explained(ImportError("no such name"))[0]
 
 
 def test_figures_are_drawn_whatever_the_shell_asks_for(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "abacus")
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
-    cli.main()
+    main.main()
     assert "JAX_ENABLE_X64" not in os.environ
     drawing = [sys.executable, "-c", "import matplotlib.pyplot"]
     assert subprocess.run(drawing, env=os.environ, check=False).returncode == 0
@@ -94,7 +106,7 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
-        cli.main()
+        main.main()
         with Reporter(bars=False) as report:
             monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115 - as a terminal that is gone
             os.kill(os.getpid(), signal.SIGHUP)
@@ -106,15 +118,20 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
 
 def test_sigterm_ends_any_command_as_ctrl_c_does(monkeypatch, capsys):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("solrl_jax.commands.presets.describe", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        "solrl_jax.cli.presets.describe", lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
     try:
-        assert ended(monkeypatch, "presets") == cli.INTERRUPTED
+        assert ended(monkeypatch, "presets") == main.INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "solrl: interrupted\n"
 
 
-@pytest.mark.parametrize(("number", "module"), [(signal.SIGTERM, "pydantic"), (signal.SIGINT, "numpy"), (signal.SIGHUP, "jax")])
+@pytest.mark.parametrize(
+    ("number", "module"),
+    [(signal.SIGTERM, "pydantic"), (signal.SIGINT, "numpy"), (signal.SIGHUP, "jax")],
+)
 def test_an_interruption_waits_for_an_import(number, module):
     """Signals come at the import, and again as Python ends. NumPy, broken off, would show a stack and raise ImportError."""
     code = f"""
@@ -144,7 +161,10 @@ main()
 def test_a_million_devices_are_bad_input(monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1000000")
     assert ended(monkeypatch, "presets") == 2
-    assert capsys.readouterr().err == "solrl: JAX_NUM_CPU_DEVICES=1000000: expected a number of up to 9999\n"
+    assert (
+        capsys.readouterr().err
+        == "solrl: JAX_NUM_CPU_DEVICES=1000000: expected a number of up to 9999\n"
+    )
 
 
 def test_a_working_directory_that_is_gone_is_bad_input(monkeypatch, tmp_path, capsys):

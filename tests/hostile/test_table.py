@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile import cases_commands, cases_configuration, cases_models, cases_numbers, cases_rewards, cases_runs
+from tests.hostile import (
+    cases_commands,
+    cases_configuration,
+    cases_models,
+    cases_numbers,
+    cases_rewards,
+    cases_runs,
+)
 from tests.hostile.harness import Case, call, fill, prepare
 from tests.small import SMALL
 
@@ -32,10 +39,16 @@ def test_names_are_distinct():
 
 
 # these take seconds, for they go on to the end
-WHOLE = [case for case in CASES if case.code == 0 and case.arguments.startswith(("train", "sample"))]
+WHOLE = [
+    case for case in CASES if case.code == 0 and case.arguments.startswith(("train", "sample"))
+]
 QUICK = ("run.json is deep", "metrics.jsonl has infinity", "sample: another picture is there")
 PARAMETERS = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.exhaustive] if case in WHOLE and case.name not in QUICK else [])
+    pytest.param(
+        case,
+        id=case.name,
+        marks=[pytest.mark.exhaustive] if case in WHOLE and case.name not in QUICK else [],
+    )
     for case in CASES
 ]
 
@@ -44,7 +57,9 @@ PARAMETERS = [
 def test_case(case: Case, run, tmp_path, monkeypatch):
     names = prepare(case, tmp_path, run)
     monkeypatch.chdir(names["dir"])
-    arguments = [fill(part, names) for part in shlex.split(case.arguments.replace("SMALL", " ".join(SMALL)))]
+    arguments = [
+        fill(part, names) for part in shlex.split(case.arguments.replace("SMALL", " ".join(SMALL)))
+    ]
     kept = {name: content(Path(fill(name, names))) for name in case.kept}
     ended = call(arguments, case.seconds)
     assert ended.problem(case.seconds) is None, ended.problem(case.seconds)

@@ -1,4 +1,4 @@
-"""`models.attention` against the formula in PyTorch, float64; and which kernel it asks for where."""
+"""`models.layers.attention` against the formula in PyTorch, float64; and which kernel it asks for where."""
 
 from functools import partial
 
@@ -8,25 +8,38 @@ import numpy as np
 import pytest
 import torch
 
-from solrl_jax.models import attention as module
-from solrl_jax.models.attention import attention, cudnn_fits
-from solrl_jax.numerics import target
+from solrl_jax.models.layers.attention import attention, cudnn_fits
+from solrl_jax.models.layers.core import attention as module
 from solrl_jax.parallel.sharding import make_mesh, rows
+from solrl_jax.quant import compile_target
 from tests.parity import relative
 
-B, T, S, N, H = 2, 5, 7, 6, 8
+B = 2
+T = 5
+S = 7
+N = 6
+H = 8
 
 
 def operands(kv, seed=0):
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: 2 * rng.standard_normal(shape).astype(np.float32)
+
+    def draw(*shape):
+        return 2 * rng.standard_normal(shape).astype(np.float32)
+
     return draw(B, T, N, H), draw(B, S, kv, H), draw(B, S, kv, H)
 
 
 def masks(seed=1):
     full = np.random.default_rng(seed).random((B, N, T, S)) < 0.6
     full[..., 0] = True
-    return {"none": None, "key": full[:1, :1, :1], "padding": full[:, :1, :1], "shared": full[:, :1], "full": full}
+    return {
+        "none": None,
+        "key": full[:1, :1, :1],
+        "padding": full[:, :1, :1],
+        "shared": full[:, :1],
+        "full": full,
+    }
 
 
 def formula(q, k, v, mask, scale, softcap):
@@ -40,10 +53,20 @@ def formula(q, k, v, mask, scale, softcap):
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(
-    ("kv", "mask"), [(2, "none"), (2, "key"), (2, "padding"), (2, "shared"), (2, "full"), (1, "full"), (6, "shared")]
+    ("kv", "mask"),
+    [
+        (2, "none"),
+        (2, "key"),
+        (2, "padding"),
+        (2, "shared"),
+        (2, "full"),
+        (1, "full"),
+        (6, "shared"),
+    ],
 )
 def test_values_and_gradients(kv, mask, softcap):
-    mask, scale = masks()[mask], None if kv == 1 else 0.7
+    mask = masks()[mask]
+    scale = None if kv == 1 else 0.7
     arrays = operands(kv)
     cotangent = np.random.default_rng(2).standard_normal((B, T, N, H)).astype(np.float32)
 
@@ -51,7 +74,11 @@ def test_values_and_gradients(kv, mask, softcap):
     out = formula(*theirs, mask, scale, softcap)
     (out * torch.tensor(cotangent)).sum().backward()
 
-    f = lambda *qkv: attention(*qkv, None if mask is None else jnp.asarray(mask), scale=scale, softcap=softcap)
+    def f(*qkv):
+        return attention(
+            *qkv, None if mask is None else jnp.asarray(mask), scale=scale, softcap=softcap
+        )
+
     ours, gradients = jax.jit(lambda *qkv: (f(*qkv), jax.vjp(f, *qkv)[1](cotangent)))(*arrays)
     assert relative(ours, out.detach()) < 1e-6
     for g, t in zip(gradients, theirs, strict=True):
@@ -69,7 +96,10 @@ def test_a_cap_far_above_the_logits_changes_nothing_and_a_low_one_much():
 def test_a_query_that_may_look_nowhere_stays_finite(softcap):
     q, k, v = map(jnp.asarray, operands(2))
     mask = jnp.ones((B, 1, T, S), bool).at[0, 0, 1].set(False)
-    f = lambda q, k, v: attention(q, k, v, mask, softcap=softcap)
+
+    def f(q, k, v):
+        return attention(q, k, v, mask, softcap=softcap)
+
     mean = np.repeat(v[0].mean(0), N // 2, axis=0)
     np.testing.assert_allclose(f(q, k, v)[0, 1], mean, atol=1e-6)
     for g in jax.grad(lambda *qkv: f(*qkv).sum(), argnums=(0, 1, 2))(q, k, v):
@@ -80,13 +110,17 @@ def test_a_query_that_may_look_nowhere_stays_finite(softcap):
 def test_bfloat16_in_bfloat16_out_softmax_in_float32(softcap):
     arrays = [jnp.asarray(a, jnp.bfloat16) for a in operands(2)]
     ours = attention(*arrays, jnp.asarray(masks()["full"]), softcap=softcap)
-    exact = attention(*(a.astype(jnp.float32) for a in arrays), jnp.asarray(masks()["full"]), softcap=softcap)
+    exact = attention(
+        *(a.astype(jnp.float32) for a in arrays), jnp.asarray(masks()["full"]), softcap=softcap
+    )
     assert ours.dtype == jnp.bfloat16
     assert relative(ours, exact) < 2**-7  # weights and output are rounded, logits are not
 
 
 def shaped(*, dtype=jnp.bfloat16, t=16, s=32, head=64):
-    return jax.ShapeDtypeStruct((2, t, 4, head), dtype), jax.ShapeDtypeStruct((2, s, 4, head), dtype)
+    return jax.ShapeDtypeStruct((2, t, 4, head), dtype), jax.ShapeDtypeStruct(
+        (2, s, 4, head), dtype
+    )
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -107,7 +141,9 @@ def test_when_flash_attention_is_asked_for(monkeypatch, kwargs, plain, with_bias
     assert cudnn_fits(*shaped(**kwargs), biased=biased) == (with_bias if biased else plain)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("gpu", jnp.float32), ("cpu", jnp.bfloat16), ("tpu", jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("gpu", jnp.float32), ("cpu", jnp.bfloat16), ("tpu", jnp.bfloat16)]
+)
 def test_flash_attention_is_for_16_bits_on_a_gpu(monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert not cudnn_fits(*shaped(dtype=dtype), biased=False)
@@ -119,7 +155,7 @@ def test_the_mesh_says_what_programs_are_traced_for(monkeypatch, platform):
     seen = []
 
     def note(x):
-        seen.append(target.platform())
+        seen.append(compile_target.platform())
         return x
 
     devices = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform=platform)
@@ -134,10 +170,17 @@ def test_the_mesh_says_what_programs_are_traced_for(monkeypatch, platform):
 @pytest.mark.parametrize(("t", "s"), [(5, 7), (6, 7), (5, 8), (6, 8)])
 def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
     """Values and gradients as without, where XLA's attention takes the kernel's place and its lengths."""
-    q, k, v = (jnp.concatenate([a, b], 1)[:, :n] for a, b, n in zip(operands(2), operands(2, seed=3), (t, s, s), strict=True))
-    f = lambda *qkv: attention(*qkv)
+    q, k, v = (
+        jnp.concatenate([a, b], 1)[:, :n]
+        for a, b, n in zip(operands(2), operands(2, seed=3), (t, s, s), strict=True)
+    )
+
+    def f(*qkv):
+        return attention(*qkv)
+
     plain, back = jax.vjp(f, q, k, v)
-    seen, kernel = [], jax.nn.dot_product_attention
+    seen = []
+    kernel = jax.nn.dot_product_attention
 
     def instead(q, k, v, bias, mask, *, implementation, **more):
         seen.append((implementation, q.shape[1], k.shape[1], v.shape[1]))
@@ -156,17 +199,35 @@ def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
 @pytest.mark.parametrize(("t", "s"), [(5, 7), (6, 8)])
 def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
     """In XLA's attention, and where flash attention is told the number instead of reading a mask."""
-    q, k, v = (jnp.concatenate([a, b], 1)[:, :n] for a, b, n in zip(operands(2), operands(2, seed=3), (t, s, s), strict=True))
-    count, cotangent = jnp.array([s, 3], jnp.int32), jnp.asarray(operands(2, seed=4)[0][:, :1])
+    q, k, v = (
+        jnp.concatenate([a, b], 1)[:, :n]
+        for a, b, n in zip(operands(2), operands(2, seed=3), (t, s, s), strict=True)
+    )
+    count = jnp.array([s, 3], jnp.int32)
+    cotangent = jnp.asarray(operands(2, seed=4)[0][:, :1])
     mask = (np.arange(s) < np.array([[s], [3]]))[:, None, None]
-    run = lambda mask, **more: jax.vjp(lambda *qkv: attention(*qkv, mask, **more), q, k, v)
+
+    def run(mask, **more):
+        return jax.vjp(lambda *qkv: attention(*qkv, mask, **more), q, k, v)
+
     want, back = run(jnp.asarray(mask))
     for options in ({}, {"softcap": 2.0}):
-        np.testing.assert_array_equal(run(count, **options)[0], run(jnp.asarray(mask), **options)[0])
-    seen, kernel = [], jax.nn.dot_product_attention
+        np.testing.assert_array_equal(
+            run(count, **options)[0], run(jnp.asarray(mask), **options)[0]
+        )
+    seen = []
+    kernel = jax.nn.dot_product_attention
 
     def instead(q, k, v, bias, mask, *, implementation, **more):
-        seen.append((implementation, bias, mask, [*more["query_seq_lengths"]], [*more["key_value_seq_lengths"]]))
+        seen.append(
+            (
+                implementation,
+                bias,
+                mask,
+                [*more["query_seq_lengths"]],
+                [*more["key_value_seq_lengths"]],
+            )
+        )
         return kernel(q, k, v, bias, mask, implementation="xla", **more)
 
     monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: not biased)
@@ -175,7 +236,9 @@ def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
         got, got_back = jax.vjp(lambda *qkv, f=attend: f(*qkv, count), q, k, v)
         assert seen.pop() == ("cudnn", None, None, [t, t], [s, 3])
         assert relative(got, want) < 1e-6
-        for ours, theirs in zip(got_back(cotangent + 0 * got), back(cotangent + 0 * want), strict=True):
+        for ours, theirs in zip(
+            got_back(cotangent + 0 * got), back(cotangent + 0 * want), strict=True
+        ):
             assert relative(ours, theirs) < 1e-6
 
 
@@ -185,7 +248,11 @@ def test_lengths_lie_where_their_rows_do(monkeypatch, tensor):
     placed = {}
 
     def instead(q, k, v, bias, mask, *, query_seq_lengths, key_value_seq_lengths, **more):
-        for name, x in {"queries": q, "lengths": query_seq_lengths, "keys": key_value_seq_lengths}.items():
+        for name, x in {
+            "queries": q,
+            "lengths": query_seq_lengths,
+            "keys": key_value_seq_lengths,
+        }.items():
             jax.debug.inspect_array_sharding(x, callback=partial(placed.__setitem__, name))
         return q
 
@@ -195,11 +262,16 @@ def test_lengths_lie_where_their_rows_do(monkeypatch, tensor):
     x = jax.ShapeDtypeStruct((8, 5, 4, 8), jnp.bfloat16, sharding=rows(mesh))
     with jax.set_mesh(mesh):
         jax.jit(lambda q, k, v: attention(2 * q, k, v)).lower(x, x, x).compile()
-    shares = {name: where.shard_shape(x.shape[:1] if name != "queries" else (8, 6, 4, 8))[0] for name, where in placed.items()}
+    shares = {
+        name: where.shard_shape(x.shape[:1] if name != "queries" else (8, 6, 4, 8))[0]
+        for name, where in placed.items()
+    }
     assert shares == {"queries": tensor, "lengths": tensor, "keys": tensor}
 
 
-@pytest.mark.parametrize(("backend", "implementation"), [("gpu", "cudnn"), ("cpu", "xla"), ("tpu", "xla")])
+@pytest.mark.parametrize(
+    ("backend", "implementation"), [("gpu", "cudnn"), ("cpu", "xla"), ("tpu", "xla")]
+)
 def test_the_kernel_gets_what_it_wants(monkeypatch, backend, implementation):
     asked = {}
 

@@ -1,4 +1,4 @@
-"""`models.attention_fp8`: E4M3 against the formula in float64, which networks take it, and what a GPU is asked for."""
+"""`models.layers.attention_fp8`: E4M3 against the formula in float64, which networks take it, and what a GPU is asked for."""
 
 import re
 from types import SimpleNamespace
@@ -10,17 +10,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from solrl_jax.backbone.backbone import check_attention
-from solrl_jax.backbone.locate import open_model
 from solrl_jax.config.presets import resolve
-from solrl_jax.models import attention_fp8 as module
-from solrl_jax.models.attention_fp8 import E4M3, PEAK, attention_fp8, in_fp8
-from solrl_jax.models.mmdit import JointAttention, SelfAttention
-from solrl_jax.numerics.pending import Pending
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
+from solrl_jax.models.backbone import check_attention
+from solrl_jax.models.layers.attention_fp8 import E4M3, PEAK, attention_fp8, in_fp8
+from solrl_jax.models.layers.core import attention_fp8 as module
+from solrl_jax.models.layers.mmdit import JointAttention, SelfAttention
+from solrl_jax.models.locate import open_model
+from solrl_jax.quant.lazy import Pending
 from tests.parity import relative
 
-B, T, S, N, H = 2, 7, 33, 3, 16
+B = 2
+T = 7
+S = 33
+N = 3
+H = 16
 
 
 def rounded(x):
@@ -45,15 +49,19 @@ def test_operands_probabilities_and_result_are_in_e4m3(scale):
     arrays = operands(scale)
     out = attention_fp8(*(module.rounded(jnp.asarray(a, jnp.float32), E4M3) for a in arrays))
     assert out.dtype == E4M3
-    exact, ours = formula(*arrays), np.asarray(out).astype(np.float64)
-    near = np.abs(ours - exact) <= 2.0**-4 * np.abs(exact) + 2.0**-10  # half a unit of E4M3, normal and subnormal
+    exact = formula(*arrays)
+    ours = np.asarray(out).astype(np.float64)
+    near = (
+        np.abs(ours - exact) <= 2.0**-4 * np.abs(exact) + 2.0**-10
+    )  # half a unit of E4M3, normal and subnormal
     assert near.all()
     assert (ours == rounded(exact)).mean() > 0.99  # float32 rounds few of them to the other side
 
 
 def test_probabilities_keep_their_bits_down_to_a_sixteen_thousandth():
     """One key is near, and 32 are far: E4M3 without a factor would make 0 of those below 2^-10."""
-    q, k = np.zeros((1, 1, 1, H)), np.zeros((1, S, 1, H))
+    q = np.zeros((1, 1, 1, H))
+    k = np.zeros((1, S, 1, H))
     q[..., 0], k[0, 1:, 0, 0] = 4.0, np.log(2.0**-12) * np.sqrt(H) / 4
     v = np.full((1, S, 1, H), 16.0)
     v[0, 0] = 0
@@ -65,7 +73,9 @@ def test_probabilities_keep_their_bits_down_to_a_sixteen_thousandth():
 def test_large_values_saturate():
     big = module.rounded(jnp.asarray([1e4, -500.0, 448.0, 0.1]), E4M3)
     np.testing.assert_array_equal(np.asarray(big).astype(np.float32)[:3], [448, -448, 448])
-    assert np.isnan(np.asarray(module.rounded(jnp.asarray([np.nan]), E4M3)).astype(np.float32)).all()
+    assert np.isnan(
+        np.asarray(module.rounded(jnp.asarray([np.nan]), E4M3)).astype(np.float32)
+    ).all()
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -79,7 +89,8 @@ def test_a_network_takes_it_where_it_is_asked_for(joint):
         with in_fp8(asked):
             return jax.tree.leaves(jax.jit(lambda: attend(*streams))())
 
-    own, eight = run(False), run(True)
+    own = run(False)
+    eight = run(True)
     for a, b in zip(own, eight, strict=True):
         assert a.dtype == b.dtype == jnp.bfloat16
         assert 1e-3 < relative(b.astype(jnp.float32), a.astype(jnp.float32)) < 0.1
@@ -95,19 +106,26 @@ def test_gpus_from_hopper_on_take_cudnns_and_others_that_of_bf16(monkeypatch, ca
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
     q, k, v = (jax.ShapeDtypeStruct((B, n, N, H), E4M3) for n in (T, S, S))
-    text = jax.jit(lambda *qkv: attention_fp8(*qkv)).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(lambda *qkv: attention_fp8(*qkv))
+        .trace(q, k, v)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     assert re.findall(r"@__cudnn\$fmhaSoftmax(\w*)", text) == [kernel]
 
 
 def test_it_is_refused_where_attention_has_a_mask():
     config = resolve("tiny", ["rollout.explore.attention=fp8"])
     pipelines = {
-        name: open_model(resolve("tiny", [f"model={name}"]).model.path) for name in ("tiny-sana", "tiny-flux", "tiny-sd3")
+        name: open_model(resolve("tiny", [f"model={name}"]).model.path)
+        for name in ("tiny-sana", "tiny-flux", "tiny-sd3")
     }
     for name in ("tiny-flux", "tiny-sd3"):
         check_attention(config, pipelines[name])
     with pytest.raises(
-        InputError, match=r"^rollout\.explore\.attention=fp8: SanaPipeline attends with a mask, for which there is none"
+        InputError,
+        match=r"^rollout\.explore\.attention=fp8: SanaPipeline attends with a mask, for which there is none",
     ):
         check_attention(config, pipelines["tiny-sana"])
     check_attention(resolve("tiny"), pipelines["tiny-sana"])

@@ -10,19 +10,26 @@ import pytest
 from jax.experimental import pallas
 from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 
-from solrl_jax.models.attention import attention
-from solrl_jax.numerics import target
+from solrl_jax.models.layers.attention import attention
 from solrl_jax.parallel.sharding import AXES, make_mesh
+from solrl_jax.quant import compile_target
 
-ROWS, T, S, N, H = 4, 130, 150, 2, 16  # neither length is a multiple of the kernel's tile
+# neither length is a multiple of the kernel's tile
+ROWS = 4
+T = 130
+S = 150
+N = 2
+H = 16
 
 
 @pytest.fixture(autouse=True)
 def tpu(monkeypatch):
     """Programs are traced for TPUs, and the kernel is interpreted."""
-    interpreted = types.SimpleNamespace(**vars(pallas) | {"pallas_call": functools.partial(pallas.pallas_call, interpret=True)})
+    interpreted = types.SimpleNamespace(
+        **vars(pallas) | {"pallas_call": functools.partial(pallas.pallas_call, interpret=True)}
+    )
     monkeypatch.setattr(kernel, "pl", interpreted)
-    monkeypatch.setattr(target, "platform", lambda: "tpu")
+    monkeypatch.setattr(compile_target, "platform", lambda: "tpu")
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -30,7 +37,9 @@ def tpu(monkeypatch):
 
 def operands():
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((ROWS, length, N, H)), jnp.float32) for length in (T, S, S))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((ROWS, length, N, H)), jnp.float32) for length in (T, S, S)
+    )
     return q, k, v, jnp.asarray(rng.random((ROWS, 1, 1, S)) < 0.5)
 
 
@@ -57,7 +66,10 @@ def test_values_and_gradients(masked):
     q, k, v, mask = operands()
     mask = mask if masked else None
     weights = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
-    gradients = lambda f: jax.jit(lambda *qkv: jax.vjp(lambda *a: f(*a, mask), *qkv)[1](weights))
+
+    def gradients(f):
+        return jax.jit(lambda *qkv: jax.vjp(lambda *a: f(*a, mask), *qkv)[1](weights))
+
     assert kernels(lambda *qkv: flash(*qkv, mask), q, k, v) == 1
     same(jax.jit(flash)(q, k, v, mask), written_out(q, k, v, mask))
     same(gradients(flash)(q, k, v), gradients(written_out)(q, k, v))
@@ -73,7 +85,9 @@ def test_each_device_has_its_rows_and_heads():
 
     def mapped(f, axes=None):
         each = jax.value_and_grad(functools.partial(loss, f))
-        return jax.vmap(each, in_axes=(None, 0, 0, 0, 0), spmd_axis_name=axes)(jnp.float32(1.1), *groups)
+        return jax.vmap(each, in_axes=(None, 0, 0, 0, 0), spmd_axis_name=axes)(
+            jnp.float32(1.1), *groups
+        )
 
     wanted = mapped(written_out)
     with jax.set_mesh(make_mesh(2, 2, 2)):
@@ -84,11 +98,14 @@ def test_each_device_has_its_rows_and_heads():
 @pytest.mark.parametrize("change", ["bias", "softcap", "full mask", "shared heads", "odd head"])
 def test_what_the_kernel_does_not_take_is_written_out(change):
     q, k, v, mask = operands()
-    options = {"bias": {"bias": jnp.zeros((1, N, T, S))}, "softcap": {"softcap": 2.0}}.get(change, {})
+    options = {"bias": {"bias": jnp.zeros((1, N, T, S))}, "softcap": {"softcap": 2.0}}.get(
+        change, {}
+    )
     if change == "full mask":
         mask = jnp.broadcast_to(mask, (ROWS, 1, T, S))
     if change == "shared heads":
-        k, v = k[:, :, :1], v[:, :, :1]
+        k = k[:, :, :1]
+        v = v[:, :, :1]
     if change == "odd head":
         q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, 130 - H))) for x in (q, k, v))
     assert kernels(lambda q, k, v: attention(q, k, v, mask, **options), q, k, v) == 0

@@ -11,9 +11,9 @@ from diffusers import AutoencoderDC as TorchAutoencoderDC
 from flax import nnx
 from pretrain.encoders import AutoencoderDC
 
-from solrl_jax.models.autoencoder_dc import AutoencoderDCConfig, relu_attention
-from solrl_jax.models.layers import depth_to_space, space_to_depth
-from solrl_jax.models.weights import entries
+from solrl_jax.models.autoencoders.dc import AutoencoderDCConfig, relu_attention
+from solrl_jax.models.layers.core import depth_to_space, space_to_depth
+from solrl_jax.models.loading.weights import entries
 from tests import carried
 from tests.parity import from_torch, parameter_count
 
@@ -23,7 +23,11 @@ RELEASED = carried.config(carried.SANA, "vae")
 
 
 def small(
-    widths=(8, 16, 16), layers=(1, 1, 2), scales=((), (), (5,)), types=("ResBlock", "ResBlock", "EfficientViTBlock"), **other
+    widths=(8, 16, 16),
+    layers=(1, 1, 2),
+    scales=((), (), (5,)),
+    types=("ResBlock", "ResBlock", "EfficientViTBlock"),
+    **other,
 ):
     """A config with the same stages on both sides, unless `other` says more."""
     sides = {
@@ -88,9 +92,11 @@ def error(ours, reference):
 
 
 def inputs(config, size, seed=0):
-    rng, c = np.random.default_rng(seed), AutoencoderDCConfig.from_dict(config)
+    rng = np.random.default_rng(seed)
+    c = AutoencoderDCConfig.from_dict(config)
     pixels = [s * c.spatial_compression for s in size]
-    x, z = rng.normal(size=(2, *pixels, 3)), rng.normal(size=(2, *size, c.latent_channels))
+    x = rng.normal(size=(2, *pixels, 3))
+    z = rng.normal(size=(2, *size, c.latent_channels))
     return x.astype(np.float32), z.astype(np.float32)
 
 
@@ -100,18 +106,25 @@ def test_encode_and_decode_agree_with_diffusers(name):
     reference = torch_model(config)
     graphdef, params = from_reference(reference, config)
     x, z = inputs(config, size)
-    both = jax.jit(lambda p, x, z: (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z)))
+    both = jax.jit(
+        lambda p, x, z: (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z))
+    )
     encoded, decoded = both(params, x, z)
     with torch.no_grad():
-        latents, images = nhwc(reference._encode(nchw(x))), nhwc(reference._decode(nchw(z)))
+        latents = nhwc(reference._encode(nchw(x)))
+        images = nhwc(reference._decode(nchw(z)))
     assert error(encoded, latents) < 1e-5
     assert error(decoded, images) < 1e-5
     for wanted in (latents, images):
-        assert error(wanted[0], wanted[1]) > 0.1, "nothing was compared: the output hardly depends on the input"
+        assert error(wanted[0], wanted[1]) > 0.1, (
+            "nothing was compared: the output hardly depends on the input"
+        )
 
 
 def test_gradient_with_respect_to_the_input_agrees_with_diffusers():
-    config, size = small(layers=(1, 1, 1), types=("ResBlock", VIT, VIT), scales=((), (), (5,))), (2, 3)  # linear, quadratic
+    # linear, quadratic
+    config = small(layers=(1, 1, 1), types=("ResBlock", VIT, VIT), scales=((), (), (5,)))
+    size = (2, 3)
     reference = torch_model(config, seed=1)
     graphdef, params = from_reference(reference, config)
     x, z = inputs(config, size, seed=1)
@@ -119,10 +132,15 @@ def test_gradient_with_respect_to_the_input_agrees_with_diffusers():
     @jax.jit
     def gradients(p, x, z):
         model = nnx.merge(graphdef, p)
-        return jax.grad(lambda z: (model.decode(z) * x).sum())(z), jax.grad(lambda x: (model.encode(x) * z).sum())(x)
+        return jax.grad(lambda z: (model.decode(z) * x).sum())(z), jax.grad(
+            lambda x: (model.encode(x) * z).sum()
+        )(x)
 
     of_z, of_x = gradients(params, x, z)
-    for ours, theirs, value, weight in ((of_z, reference._decode, z, x), (of_x, reference._encode, x, z)):
+    for ours, theirs, value, weight in (
+        (of_z, reference._decode, z, x),
+        (of_x, reference._encode, x, z),
+    ):
         leaf = nchw(value).requires_grad_()
         (theirs(leaf) * nchw(weight)).sum().backward()
         assert error(ours, nhwc(leaf.grad)) < 1e-5
@@ -133,7 +151,9 @@ def test_bfloat16_stays_bfloat16_and_close():
     graphdef, params = from_reference(torch_model(config), config)
     decode = jax.jit(lambda p, z: nnx.merge(graphdef, p).decode(z))
     z = inputs(config, size)[1]
-    half = decode(jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params), z.astype(jnp.bfloat16))
+    half = decode(
+        jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params), z.astype(jnp.bfloat16)
+    )
     assert half.dtype == jnp.bfloat16
     wanted = decode(params, z)
     assert np.linalg.norm(half.astype(jnp.float32) - wanted) < 0.03 * np.linalg.norm(wanted)
@@ -142,7 +162,9 @@ def test_bfloat16_stays_bfloat16_and_close():
 @pytest.mark.parametrize(("tokens", "linear"), [(7, False), (8, False), (9, True)])
 def test_attention_is_linear_only_beyond_as_many_tokens_as_features(tokens, linear):
     q, k, v = np.random.default_rng(tokens).normal(size=(3, 2, tokens, 3, 8)).astype(np.float32)
-    assert ("HIGHEST" in str(jax.make_jaxpr(relu_attention)(q, k, v))) == linear  # only the linear way asks for a precision
+    assert (
+        "HIGHEST" in str(jax.make_jaxpr(relu_attention)(q, k, v))
+    ) == linear  # only the linear way asks for a precision
     scores = np.einsum("bngd,bmgd->bgnm", np.maximum(q, 0), np.maximum(k, 0))
     wanted = np.einsum("bgnm,bmgd->bngd", scores / (scores.sum(-1, keepdims=True) + 1e-15), v)
     np.testing.assert_allclose(jax.jit(relu_attention)(q, k, v), wanted, rtol=1e-4, atol=1e-5)
@@ -175,7 +197,9 @@ def test_released_network_has_the_released_tensors(released):
     assert parameter_count(state) == 312_250_275
     assert parameter_count(nnx.state(released.decoder)) == 159_223_171
     with torch.device("meta"):
-        reference = TorchAutoencoderDC(**{k: v for k, v in RELEASED.items() if not k.startswith("_")})
+        reference = TorchAutoencoderDC(
+            **{k: v for k, v in RELEASED.items() if not k.startswith("_")}
+        )
     wanted = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
     assert {name: e.torch_shape for e in entries(state) for name in e.names} == wanted
     assert (released.config.spatial_compression, released.config.scaling_factor) == (32, 0.41407)
@@ -183,15 +207,26 @@ def test_released_network_has_the_released_tensors(released):
 
 def test_released_network_keeps_shapes_and_dtypes(released):
     graphdef, state = nnx.split(released)
-    image, latent = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 1024, 768, 3), (2, 32, 24, 32)))
-    both = lambda p, x, z: (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z))
-    for out, wanted in zip(jax.eval_shape(both, state, image, latent), (latent, image), strict=True):
+    image, latent = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 1024, 768, 3), (2, 32, 24, 32))
+    )
+
+    def both(p, x, z):
+        return (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z))
+
+    for out, wanted in zip(
+        jax.eval_shape(both, state, image, latent), (latent, image), strict=True
+    ):
         assert (out.shape, out.dtype) == (wanted.shape, wanted.dtype)
 
 
 def test_config_defaults_are_diffusers_and_a_string_stands_for_every_stage():
     ours = dataclasses.asdict(AutoencoderDCConfig())
-    theirs = {k: v for k, v in TorchAutoencoderDC(**small()).config.items() if k in ours and k not in small()}
+    theirs = {
+        k: v
+        for k, v in TorchAutoencoderDC(**small()).config.items()
+        if k in ours and k not in small()
+    }
     stages = ("decoder_norm_types", "decoder_act_fns")
     assert theirs == {k: ours[k][0] if k in stages else ours[k] for k in theirs}
     assert set(ours) == set(theirs) | set(small())
@@ -201,20 +236,44 @@ def test_config_defaults_are_diffusers_and_a_string_stands_for_every_stage():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"encoder_depth": 3}, r"unknown config field\(s\) \['encoder_depth'\]; known are .*'in_channels'"),
-        ({"encoder_block_types": "ConvNeXt"}, "encoder_block_types=.*'ConvNeXt'.*'ResBlock', 'EfficientViTBlock'"),
-        ({"decoder_block_types": ["ResBlock"] * 5 + ["ViT"]}, "decoder_block_types=.*'ViT'.*'ResBlock', 'EfficientViTBlock'"),
-        ({"downsample_block_type": "avg"}, "downsample_block_type='avg'.*'Conv', 'pixel_unshuffle'"),
-        ({"upsample_block_type": "nearest"}, "upsample_block_type='nearest'.*'interpolate', 'pixel_shuffle'"),
-        ({"decoder_norm_types": "batch_norm"}, "decoder_norm_types=.*'batch_norm'.*accepted: 'rms_norm'"),
+        (
+            {"encoder_depth": 3},
+            r"unknown config field\(s\) \['encoder_depth'\]; known are .*'in_channels'",
+        ),
+        (
+            {"encoder_block_types": "ConvNeXt"},
+            "encoder_block_types=.*'ConvNeXt'.*'ResBlock', 'EfficientViTBlock'",
+        ),
+        (
+            {"decoder_block_types": ["ResBlock"] * 5 + ["ViT"]},
+            "decoder_block_types=.*'ViT'.*'ResBlock', 'EfficientViTBlock'",
+        ),
+        (
+            {"downsample_block_type": "avg"},
+            "downsample_block_type='avg'.*'Conv', 'pixel_unshuffle'",
+        ),
+        (
+            {"upsample_block_type": "nearest"},
+            "upsample_block_type='nearest'.*'interpolate', 'pixel_shuffle'",
+        ),
+        (
+            {"decoder_norm_types": "batch_norm"},
+            "decoder_norm_types=.*'batch_norm'.*accepted: 'rms_norm'",
+        ),
         ({"decoder_act_fns": ["silu"] * 5 + ["mish"]}, "decoder_act_fns=.*'mish'.*'silu', 'relu'"),
         ({"decoder_conv_act_fn": "gelu"}, "decoder_conv_act_fn='gelu'.*'silu', 'relu'"),
         ({"decoder_act_fns": ["silu"] * 3}, "decoder_act_fns.*a list of 6"),
         ({"decoder_layers_per_block": [3, 3]}, "decoder_layers_per_block.*a list of 6"),
         ({"decoder_layers_per_block": 3}, "decoder_layers_per_block=3.*a list of integers"),
-        ({"encoder_layers_per_block": [0, 2, 2, 2, 2, 2]}, "encoder_layers_per_block.*one layer or more"),
+        (
+            {"encoder_layers_per_block": [0, 2, 2, 2, 2, 2]},
+            "encoder_layers_per_block.*one layer or more",
+        ),
         ({"encoder_qkv_multiscales": [[], [], [], [4], [5], [5]]}, "encoder_qkv_multiscales.*odd"),
-        ({"encoder_block_out_channels": [128, 256, 512, 512, 1024, 1000]}, "encoder_block_out_channels.*divide 4 times"),
+        (
+            {"encoder_block_out_channels": [128, 256, 512, 512, 1024, 1000]},
+            "encoder_block_out_channels.*divide 4 times",
+        ),
         ({"latent_channels": 48}, "block_out_channels.*multiple of latent_channels"),
     ],
 )

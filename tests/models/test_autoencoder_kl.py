@@ -13,10 +13,10 @@ from flax import nnx
 from pretrain.encoders import AutoencoderKL
 from pretrain.networks import to_torch
 
-from solrl_jax.models.autoencoder_kl import AutoencoderKLConfig
-from solrl_jax.models.layers import Conv, conv_of_squares
-from solrl_jax.models.tiling import decode_tiled
-from solrl_jax.models.weights import entries
+from solrl_jax.models.autoencoders.kl import AutoencoderKLConfig
+from solrl_jax.models.autoencoders.tiling import decode_tiled
+from solrl_jax.models.layers.core import Conv, conv_of_squares
+from solrl_jax.models.loading.weights import entries
 from tests import carried
 from tests.parity import from_torch, parameter_count
 
@@ -42,8 +42,16 @@ SD1 = {  # the config.json of Stable Diffusion 1's vae, which leaves the rest to
 def small(widths=(16, 32, 32), **other):
     """FLUX.1's config, narrower."""
     n = len(widths)
-    types = {"down_block_types": ["DownEncoderBlock2D"] * n, "up_block_types": ["UpDecoderBlock2D"] * n}
-    return RELEASED | types | {"block_out_channels": list(widths), "norm_num_groups": 8, "layers_per_block": 1} | other
+    types = {
+        "down_block_types": ["DownEncoderBlock2D"] * n,
+        "up_block_types": ["UpDecoderBlock2D"] * n,
+    }
+    return (
+        RELEASED
+        | types
+        | {"block_out_channels": list(widths), "norm_num_groups": 8, "layers_per_block": 1}
+        | other
+    )
 
 
 SMALL = {  # name: (config, height and width of the image, of the latent)
@@ -113,7 +121,8 @@ def test_encode_and_decode_and_their_gradients_equal_diffusers(name):
     config, pixels, size = SMALL[name]
     c = AutoencoderKLConfig.from_dict(config)
     down = [n // c.spatial_compression for n in pixels]
-    image, latent = normal(1, 2, *pixels, c.in_channels), normal(2, 2, *size, c.latent_channels)
+    image = normal(1, 2, *pixels, c.in_channels)
+    latent = normal(2, 2, *size, c.latent_channels)
     weights = (
         normal(3, 2, 2, *down, c.latent_channels),
         normal(4, 2, *(n * c.spatial_compression for n in size), c.out_channels),
@@ -129,15 +138,21 @@ def test_encode_and_decode_and_their_gradients_equal_diffusers(name):
         of_image = back_encode(type(posterior)(*weights[0]))[0]
         return posterior.mean, posterior.logvar, decoded, of_image, back_decode(weights[1])[0]
 
-    x, z = nchw(image).requires_grad_(), nchw(latent).requires_grad_()
-    posterior, decoded = reference.encode(x).latent_dist, reference.decode(z).sample
+    x = nchw(image).requires_grad_()
+    z = nchw(latent).requires_grad_()
+    posterior = reference.encode(x).latent_dist
+    decoded = reference.decode(z).sample
     (posterior.mean * nchw(weights[0][0]) + posterior.logvar * nchw(weights[0][1])).sum().backward()
     (decoded * nchw(weights[1])).sum().backward()
     theirs = [nhwc(t) for t in (posterior.mean, posterior.logvar, decoded, x.grad, z.grad)]
 
     ours = everything(params, image, latent)
-    for what, got, want in zip(("mean", "logvar", "image", "d image", "d latent"), ours, theirs, strict=True):
-        assert error(want[0], want[1]) > 0.1, f"{what}: nothing is compared, it hardly depends on the input"
+    for what, got, want in zip(
+        ("mean", "logvar", "image", "d image", "d latent"), ours, theirs, strict=True
+    ):
+        assert error(want[0], want[1]) > 0.1, (
+            f"{what}: nothing is compared, it hardly depends on the input"
+        )
         assert error(got, want) < TOLERANCE, what
 
 
@@ -159,12 +174,21 @@ def test_bfloat16_is_as_close_to_float32_as_pytorchs():
     config = config | {"block_out_channels": [16, 32, 32, 32]}
     reference = torch_model(config)
     graphdef, params = from_reference(reference, config)
-    image, latent = normal(1, 2, 64, 72, 3), normal(2, 2, 8, 9, 16)
+    image = normal(1, 2, 64, 72, 3)
+    latent = normal(2, 2, 8, 9, 16)
     with torch.no_grad():
         exact = nhwc(reference._encode(nchw(image))), nhwc(reference._decode(nchw(latent)).sample)
         reference.bfloat16()
-        theirs = nhwc(reference._encode(nchw(image).bfloat16())), nhwc(reference._decode(nchw(latent).bfloat16()).sample)
-    both = jax.jit(lambda p, x, z: (jnp.concatenate(nnx.merge(graphdef, p).encode(x), -1), nnx.merge(graphdef, p).decode(z)))
+        theirs = (
+            nhwc(reference._encode(nchw(image).bfloat16())),
+            nhwc(reference._decode(nchw(latent).bfloat16()).sample),
+        )
+    both = jax.jit(
+        lambda p, x, z: (
+            jnp.concatenate(nnx.merge(graphdef, p).encode(x), -1),
+            nnx.merge(graphdef, p).decode(z),
+        )
+    )
     ours = both(*jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (params, image, latent)))
     for got, reference_half, want in zip(ours, theirs, exact, strict=True):
         assert got.dtype == jnp.bfloat16
@@ -195,7 +219,8 @@ def test_weights_go_out_as_they_came_in():
 
 
 @pytest.mark.parametrize(
-    ("fields", "count", "decoder_count"), [(RELEASED, 83_819_683, 49_545_475), (SD1, 83_653_863, 49_490_179)]
+    ("fields", "count", "decoder_count"),
+    [(RELEASED, 83_819_683, 49_545_475), (SD1, 83_653_863, 49_490_179)],
 )
 def test_released_networks_have_the_released_tensors(fields, count, decoder_count):
     config = AutoencoderKLConfig.from_dict(fields)
@@ -213,33 +238,58 @@ def test_released_networks_have_the_released_tensors(fields, count, decoder_coun
 
 def test_released_network_keeps_shapes_and_dtypes():
     config = AutoencoderKLConfig.from_dict(RELEASED)
-    assert (config.spatial_compression, config.scaling_factor, config.shift_factor) == (8, 0.3611, 0.1159)
+    assert (config.spatial_compression, config.scaling_factor, config.shift_factor) == (
+        8,
+        0.3611,
+        0.1159,
+    )
     graphdef, state = nnx.split(nnx.eval_shape(lambda: AutoencoderKL(config, rngs=nnx.Rngs(0))))
-    image, latent = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 1024, 768, 3), (2, 128, 96, 16)))
-    both = lambda p, x, z: (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z))
+    image, latent = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 1024, 768, 3), (2, 128, 96, 16))
+    )
+
+    def both(p, x, z):
+        return (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z))
+
     posterior, decoded = jax.eval_shape(both, state, image, latent)
     for out, wanted in ((posterior.mean, latent), (posterior.logvar, latent), (decoded, image)):
         assert (out.shape, out.dtype) == (wanted.shape, wanted.dtype)
 
 
 def test_config_fields_and_defaults_are_diffusers():
-    theirs = {k: v for k, v in TorchAutoencoderKL(norm_num_groups=32).config.items() if not k.startswith("_")}
+    theirs = {
+        k: v
+        for k, v in TorchAutoencoderKL(norm_num_groups=32).config.items()
+        if not k.startswith("_")
+    }
     assert dataclasses.asdict(AutoencoderKLConfig()) == theirs
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"latent_channel": 3}, r"unknown config field\(s\) \['latent_channel'\]; known are .*'in_channels'"),
+        (
+            {"latent_channel": 3},
+            r"unknown config field\(s\) \['latent_channel'\]; known are .*'in_channels'",
+        ),
         ({"act_fn": "mish"}, "act_fn='mish'.*accepted: 'silu'"),
         (
             {"down_block_types": ["DownEncoderBlock2D"] * 3 + ["AttnDownEncoderBlock2D"]},
             "down_block_types=.*'AttnDown.*accepted: 'DownEnc",
         ),
-        ({"up_block_types": ["AttnUpDecoderBlock2D"] * 4}, "up_block_types=.*'AttnUp.*accepted: 'UpDecoderBlock2D'"),
-        ({"up_block_types": ["UpDecoderBlock2D"] * 3}, "up_block_types.*a list of 4, one for each of block_out_channels"),
+        (
+            {"up_block_types": ["AttnUpDecoderBlock2D"] * 4},
+            "up_block_types=.*'AttnUp.*accepted: 'UpDecoderBlock2D'",
+        ),
+        (
+            {"up_block_types": ["UpDecoderBlock2D"] * 3},
+            "up_block_types.*a list of 4, one for each of block_out_channels",
+        ),
         ({"down_block_types": "DownEncoderBlock2D"}, "down_block_types.*a list of strings"),
-        ({"block_out_channels": [128, 256, 512, 500]}, "block_out_channels.*multiples of norm_num_groups=32"),
+        (
+            {"block_out_channels": [128, 256, 512, 500]},
+            "block_out_channels.*multiples of norm_num_groups=32",
+        ),
         ({"block_out_channels": []}, "block_out_channels.*multiples of norm_num_groups=32"),
         ({"block_out_channels": 11 * [32]}, "block_out_channels.*a list of 1 to 10"),
         ({"layers_per_block": 65}, "layers_per_block=65; accepted: up to 16, with 4 stages"),
@@ -270,34 +320,54 @@ def nearest(latent):
 
 @pytest.mark.parametrize(
     ("size", "tile", "overlap"),
-    [((16, 16), 8, 0), ((17, 9), 8, 2), ((23, 31), 8, 3), ((12, 5), 6, 5), ((7, 30), 7, 1), ((5, 6), 8, 4), ((9, 10), 4, 3)],
+    [
+        ((16, 16), 8, 0),
+        ((17, 9), 8, 2),
+        ((23, 31), 8, 3),
+        ((12, 5), 6, 5),
+        ((7, 30), 7, 1),
+        ((5, 6), 8, 4),
+        ((9, 10), 4, 3),
+    ],
 )
 def test_tiles_of_a_pointwise_decoder_make_exactly_the_whole(size, tile, overlap):
     latent = normal(0, 2, *size, 3)
-    tiled = jax.jit(partial(decode_tiled, nearest, tile=tile, overlap=overlap, compression=4))(latent)
+    tiled = jax.jit(partial(decode_tiled, nearest, tile=tile, overlap=overlap, compression=4))(
+        latent
+    )
     np.testing.assert_array_equal(tiled, jax.jit(nearest)(latent))
 
 
 def test_neighbours_fade_into_each_other_linearly_and_bilinearly_at_corners():
     # a decoder that paints a tile in its own first number: 0, 1, 2 or 3
-    paint = lambda latent: jnp.broadcast_to(latent[:, :1, :1], latent.shape).repeat(2, axis=1).repeat(2, axis=2)
+    def paint(latent):
+        return jnp.broadcast_to(latent[:, :1, :1], latent.shape).repeat(2, axis=1).repeat(2, axis=2)
+
     latent = np.zeros((1, 6, 6, 1), np.float32)
     latent[0, 0, 2, 0], latent[0, 2, 0, 0], latent[0, 2, 2, 0] = 1, 2, 3
-    tiled = jax.jit(partial(decode_tiled, paint, tile=4, overlap=2, compression=2))(latent)[0, :, :, 0]
+    tiled = jax.jit(partial(decode_tiled, paint, tile=4, overlap=2, compression=2))(latent)[
+        0, :, :, 0
+    ]
     fade = np.clip((np.arange(12) - 3.5) / 4, 0, 1)  # pixels 4 to 7 belong to both
     np.testing.assert_allclose(tiled, fade[None, :] + 2 * fade[:, None], atol=1e-6)
 
 
 def test_pixels_far_from_the_borders_of_tiles_are_those_of_the_whole():
     kernel = normal(0, 5, 5, 2, 3)
-    decode = lambda z: jax.lax.conv_general_dilated(
-        nearest(z), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+
+    def decode(z):
+        return jax.lax.conv_general_dilated(
+            nearest(z), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+
     latent = normal(1, 1, 20, 14, 2)
     tiled = jax.jit(partial(decode_tiled, decode, tile=8, overlap=2, compression=4))(latent)
     whole = np.asarray(jax.jit(decode)(latent))
     assert tiled.shape == whole.shape
+
     # tiles begin at latent rows 0, 6, 12 and columns 0, 6, and end 8 further on: what two share is blended, the rest is not
-    alone = lambda pixels, tiles: [p for p in range(pixels) if not any(0 <= p - 24 * i < 8 for i in range(1, tiles))]
+    def alone(pixels, tiles):
+        return [p for p in range(pixels) if not any(0 <= p - 24 * i < 8 for i in range(1, tiles))]
+
     inside = np.ix_([0], alone(80, 3), alone(56, 2))
     assert error(np.asarray(tiled)[inside], whole[inside]) < 1e-6
     assert error(tiled, whole) > 0.01  # while a tile's border sees zeros where the whole goes on
@@ -309,11 +379,15 @@ def test_tiled_decoding_is_close_for_the_real_decoder_when_tiles_share_enough():
 
     @jax.jit
     def run(p, latent):
-        tiled = lambda tile, overlap: decode_tiled(partial(decode, p), latent, tile, overlap, 2)
+        def tiled(tile, overlap):
+            return decode_tiled(partial(decode, p), latent, tile, overlap, 2)
+
         return decode(p, latent), tiled(16, 0), tiled(24, 16)
 
     whole, apart, shared = (np.asarray(x) for x in run(params, latent))
-    assert distance(shared, whole) < 0.04  # not zero: the norms and the attention of a tile see only the tile
+    assert (
+        distance(shared, whole) < 0.04
+    )  # not zero: the norms and the attention of a tile see only the tile
     seam = np.s_[:, 30:34]  # where the tiles that share nothing meet
     assert distance(shared[seam], whole[seam]) < 0.1 * distance(apart[seam], whole[seam])
 
@@ -321,13 +395,17 @@ def test_tiled_decoding_is_close_for_the_real_decoder_when_tiles_share_enough():
 def test_tiled_decoding_needs_the_memory_of_one_tile():
     decode, params = decoder(small((8, 16, 16), mid_block_add_attention=False))
     latent = jax.ShapeDtypeStruct((1, 64, 64, 16), jnp.float32)
-    temporary = lambda f: jax.jit(f).lower(params, latent).compile().memory_analysis().temp_size_in_bytes
+
+    def temporary(f):
+        return jax.jit(f).lower(params, latent).compile().memory_analysis().temp_size_in_bytes
+
     tiled = temporary(lambda p, z: decode_tiled(partial(decode, p), z, 16, 4, 4))
     assert tiled < temporary(decode) / 4
 
 
 def test_tiled_decoding_keeps_the_dtype():
     out = jax.eval_shape(
-        partial(decode_tiled, nearest, tile=4, overlap=1, compression=4), jnp.zeros((2, 9, 6, 3), jnp.bfloat16)
+        partial(decode_tiled, nearest, tile=4, overlap=1, compression=4),
+        jnp.zeros((2, 9, 6, 3), jnp.bfloat16),
     )
     assert (out.shape, out.dtype) == ((2, 36, 24, 3), jnp.bfloat16)

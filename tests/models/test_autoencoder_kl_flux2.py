@@ -12,9 +12,9 @@ from diffusers import Flux2KleinPipeline
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.autoencoder_kl_flux2 import AutoencoderKLFlux2, AutoencoderKLFlux2Config
-from solrl_jax.models.component import Component
-from solrl_jax.models.weights import entries, find_decoder
+from solrl_jax.models.flux2.autoencoder import AutoencoderKLFlux2, AutoencoderKLFlux2Config
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.loading.weights import entries, find_decoder
 from tests import carried
 from tests.models.test_autoencoder_kl import TOLERANCE, error, nchw, nhwc, normal
 from tests.parity import from_torch, parameter_count
@@ -25,16 +25,30 @@ RELEASED = carried.config(carried.FLUX2_4B, "vae")
 def small(widths=(8, 16, 16), **other):
     """The released config, narrower."""
     n = len(widths)
-    types = {"down_block_types": ["DownEncoderBlock2D"] * n, "up_block_types": ["UpDecoderBlock2D"] * n}
-    sizes = {"block_out_channels": list(widths), "norm_num_groups": 8, "layers_per_block": 1, "latent_channels": 4}
+    types = {
+        "down_block_types": ["DownEncoderBlock2D"] * n,
+        "up_block_types": ["UpDecoderBlock2D"] * n,
+    }
+    sizes = {
+        "block_out_channels": list(widths),
+        "norm_num_groups": 8,
+        "layers_per_block": 1,
+        "latent_channels": 4,
+    }
     return RELEASED | types | sizes | other
 
 
 SMALL = {  # name: (config, height and width of the latent)
     "as released": (small((8, 16, 16, 16), layers_per_block=2), (2, 3)),
     "a narrower decoder": (small(decoder_block_out_channels=[8, 8, 24]), (3, 2)),
-    "no convolutions around the latent": (small((16, 16), use_quant_conv=False, use_post_quant_conv=False), (3, 4)),
-    "another epsilon, no attention": (small((16,), batch_norm_eps=0.3, mid_block_add_attention=False), (2, 5)),
+    "no convolutions around the latent": (
+        small((16, 16), use_quant_conv=False, use_post_quant_conv=False),
+        (3, 4),
+    ),
+    "another epsilon, no attention": (
+        small((16,), batch_norm_eps=0.3, mid_block_add_attention=False),
+        (2, 5),
+    ),
 }
 
 
@@ -82,7 +96,8 @@ def test_decode_and_its_gradient_equal_diffusers(name):
     reference = torch_model(config)
     c, graphdef, state = build(config)
     params = from_torch(state, {name: t.numpy() for name, t in tensors(reference).items()})
-    latent, weights = normal(2, 2, *size, c.channels), normal(4, 2, *(n * c.compression for n in size), 3)
+    latent = normal(2, 2, *size, c.channels)
+    weights = normal(4, 2, *(n * c.compression for n in size), 3)
 
     @jax.jit
     def everything(p, latent):
@@ -92,8 +107,12 @@ def test_decode_and_its_gradient_equal_diffusers(name):
     z = nchw(latent).requires_grad_()
     decoded = their_decode(reference, z)
     (decoded * nchw(weights)).sum().backward()
-    for what, got, want in zip(("image", "d latent"), everything(params, latent), map(nhwc, (decoded, z.grad)), strict=True):
-        assert error(want[0], want[1]) > 0.1, f"{what}: nothing is compared, it hardly depends on the input"
+    for what, got, want in zip(
+        ("image", "d latent"), everything(params, latent), map(nhwc, (decoded, z.grad)), strict=True
+    ):
+        assert error(want[0], want[1]) > 0.1, (
+            f"{what}: nothing is compared, it hardly depends on the input"
+        )
         assert error(got, want) < TOLERANCE, what
 
     back = to_torch(state, params)
@@ -107,7 +126,9 @@ def test_files_of_diffusers_load(tmp_path):
     reference = torch_model(config)
     reference.save_pretrained(tmp_path)
     read = AutoencoderKLFlux2Config.read(tmp_path)
-    component = Component.of(tmp_path, lambda rngs: AutoencoderKLFlux2(read, rngs=rngs), find_decoder)
+    component = Component.of(
+        tmp_path, lambda rngs: AutoencoderKLFlux2(read, rngs=rngs), find_decoder
+    )
     latent = normal(0, 1, 3, 2, 16)
     got = jax.jit(lambda p, z: component(p).decode(z))(component.load(jnp.float32), latent)
     assert error(got, nhwc(their_decode(reference, nchw(latent)))) < TOLERANCE
@@ -141,8 +162,14 @@ def test_config_fields_and_defaults_are_diffusers():
             {"decoder_block_out_channels": [96, 192]},
             "decoder_block_out_channels=.*a list as long as block_out_channels",
         ),
-        ({"decoder_block_out_channels": [96, 192, 384, 100]}, "block_out_channels=.*multiples of norm_num_groups=32"),
-        ({"up_block_types": ["AttnUpDecoderBlock2D"] * 4}, "AutoencoderKLFlux2: up_block_types=.*accepted: 'UpDecoderBlock2D'"),
+        (
+            {"decoder_block_out_channels": [96, 192, 384, 100]},
+            "block_out_channels=.*multiples of norm_num_groups=32",
+        ),
+        (
+            {"up_block_types": ["AttnUpDecoderBlock2D"] * 4},
+            "AutoencoderKLFlux2: up_block_types=.*accepted: 'UpDecoderBlock2D'",
+        ),
     ],
 )
 def test_bad_configs_are_refused_by_name(change, message):

@@ -1,4 +1,4 @@
-"""`models.clip` against transformers' `CLIPModel`, float32."""
+"""`models.vision.clip` against transformers' `CLIPModel`, float32."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,14 @@ import transformers
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.clip import CLIPConfig, CLIPModel
-from solrl_jax.models.weights import entries
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.vision.clip import CLIPConfig, CLIPModel
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5
-POSITIONS, EOS = 12, 90
+POSITIONS = 12
+EOS = 90
 TEXT = {
     "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": POSITIONS, "eos_token_id": EOS,
@@ -46,7 +47,10 @@ VIT_H_14 = carried.config("yuvalkirstain/PickScore_v1")
 def reference_model(text, vision, width, seed=0):
     """transformers' model with weights large enough that every token, position, pixel and mask shows."""
     config = transformers.CLIPConfig(
-        text_config=TEXT | text, vision_config=VISION | vision, projection_dim=width, attn_implementation="eager"
+        text_config=TEXT | text,
+        vision_config=VISION | vision,
+        projection_dim=width,
+        attn_implementation="eager",
     )
     model = transformers.CLIPModel(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +59,11 @@ def reference_model(text, vision, width, seed=0):
         if p.ndim < 2:
             p.copy_((1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.5 * noise)
         else:
-            p.copy_(noise if "embedding.weight" in name and p.ndim == 2 else 1.5 * noise / p[0].numel() ** 0.5)
+            p.copy_(
+                noise
+                if "embedding.weight" in name and p.ndim == 2
+                else 1.5 * noise / p[0].numel() ** 0.5
+            )
     return model
 
 
@@ -73,13 +81,16 @@ def port(reference):
 def prompts(lengths, rng, eos=EOS):
     """Token ids and a right-padding mask. Each text ends in `eos`; padding repeats it, as CLIP's tokenizer does."""
     shape = len(lengths), max(lengths)
-    column, lengths = np.arange(shape[1]), np.array(lengths)[:, None]
+    column = np.arange(shape[1])
+    lengths = np.array(lengths)[:, None]
     return np.where(column < lengths - 1, rng.integers(3, EOS, shape), eos), column < lengths
 
 
 def images(model_config, rng, count=3):
     c = model_config.vision_config
-    return rng.standard_normal((count, c.image_size, c.image_size, c.num_channels)).astype(np.float32)
+    return rng.standard_normal((count, c.image_size, c.image_size, c.num_channels)).astype(
+        np.float32
+    )
 
 
 @nnx.jit
@@ -100,8 +111,12 @@ def pair(request):
 
 def test_text(pair):
     reference, model = pair
-    ids, mask = prompts([7, 2, POSITIONS], np.random.default_rng(1))  # as many tokens as positions; fewer: further below
-    theirs = reference.get_text_features(torch.tensor(ids), torch.tensor(mask).long()).pooler_output.numpy()
+    ids, mask = prompts(
+        [7, 2, POSITIONS], np.random.default_rng(1)
+    )  # as many tokens as positions; fewer: further below
+    theirs = reference.get_text_features(
+        torch.tensor(ids), torch.tensor(mask).long()
+    ).pooler_output.numpy()
     ours = encode_text(model, ids, mask)
     error = relative(ours, theirs)
     print(f"text {error:.1e}", end=" ")
@@ -110,19 +125,30 @@ def test_text(pair):
     other = np.where(mask, ids, 1)  # padding is never seen; each first token is
     assert np.array_equal(encode_text(model, other, mask), ours)
     other = np.concatenate([(ids[:, :1] + 1) % EOS, ids[:, 1:]], axis=1)
-    assert (np.abs(encode_text(model, other, mask) - ours).max(-1) > 1000 * TOLERANCE * np.abs(ours).max()).all()
+    assert (
+        np.abs(encode_text(model, other, mask) - ours).max(-1)
+        > 1000 * TOLERANCE * np.abs(ours).max()
+    ).all()
 
 
 def test_image(pair):
     reference, model = pair
     pixels = images(model.config, np.random.default_rng(2))
-    theirs = reference.get_image_features(torch.tensor(pixels.transpose(0, 3, 1, 2))).pooler_output.numpy()
+    theirs = reference.get_image_features(
+        torch.tensor(pixels.transpose(0, 3, 1, 2))
+    ).pooler_output.numpy()
     ours = encode_image(model, pixels)
     error = relative(ours, theirs)
     print(f"image {error:.1e}", end=" ")
     assert error < TOLERANCE
-    for other in (pixels.swapaxes(1, 2), np.roll(pixels, 1, axis=1)):  # transposed, moved down by one
-        assert (np.abs(encode_image(model, other) - ours).max(-1) > 1000 * TOLERANCE * np.abs(ours).max()).all()
+    for other in (
+        pixels.swapaxes(1, 2),
+        np.roll(pixels, 1, axis=1),
+    ):  # transposed, moved down by one
+        assert (
+            np.abs(encode_image(model, other) - ours).max(-1)
+            > 1000 * TOLERANCE * np.abs(ours).max()
+        ).all()
 
 
 def test_which_token_stands_for_the_text():
@@ -133,7 +159,9 @@ def test_which_token_stands_for_the_text():
     outputs = {}
     for eos in (EOS, 2):
         reference = reference_model({"eos_token_id": eos}, {}, 16)
-        theirs = reference.get_text_features(torch.tensor(ids), torch.tensor(mask).long()).pooler_output.numpy()
+        theirs = reference.get_text_features(
+            torch.tensor(ids), torch.tensor(mask).long()
+        ).pooler_output.numpy()
         outputs[eos] = np.asarray(encode_text(port(reference), ids, mask))
         assert relative(outputs[eos], theirs) < TOLERANCE
     assert relative(outputs[EOS], outputs[2]) > 0.1
@@ -142,15 +170,21 @@ def test_which_token_stands_for_the_text():
 def test_activation_matters():
     """So that the parity above would show quick_gelu taken for gelu."""
     ids, mask = prompts([7, 2, 5], np.random.default_rng(1))
-    quick, exact = (port(reference_model({"hidden_act": a}, {}, 16)) for a in ("quick_gelu", "gelu"))
-    assert relative(encode_text(quick, ids, mask), np.asarray(encode_text(exact, ids, mask))) > 100 * TOLERANCE
+    quick, exact = (
+        port(reference_model({"hidden_act": a}, {}, 16)) for a in ("quick_gelu", "gelu")
+    )
+    assert (
+        relative(encode_text(quick, ids, mask), np.asarray(encode_text(exact, ids, mask)))
+        > 100 * TOLERANCE
+    )
 
 
 def test_gradient_of_the_pixels():
     reference = reference_model({}, {}, 16, seed=7)
     model = port(reference)
     rng = np.random.default_rng(8)
-    pixels, cotangent = images(model.config, rng), rng.standard_normal((3, 16)).astype(np.float32)
+    pixels = images(model.config, rng)
+    cotangent = rng.standard_normal((3, 16)).astype(np.float32)
     x = torch.tensor(pixels.transpose(0, 3, 1, 2)).requires_grad_()
     (reference.get_image_features(x).pooler_output * torch.tensor(cotangent)).sum().backward()
     ours = jax.jit(jax.grad(lambda x: (model.encode_image(x) * cotangent).sum()))(pixels)
@@ -172,7 +206,9 @@ def test_bfloat16_follows_table_and_pixels():
         assert relative(np.asarray(a, np.float32), b) < 0.1
 
 
-@pytest.mark.parametrize(("fields", "count"), [(VIT_L_14, 427_616_513), (VIT_H_14, 986_109_441)], ids=["L/14", "H/14"])
+@pytest.mark.parametrize(
+    ("fields", "count"), [(VIT_L_14, 427_616_513), (VIT_H_14, 986_109_441)], ids=["L/14", "H/14"]
+)
 def test_released_size(fields, count):
     config = transformers.CLIPConfig(**fields)
     with torch.device("meta"):
@@ -186,7 +222,11 @@ def test_released_size(fields, count):
 
 
 def test_defaults_are_those_of_transformers():
-    assert CLIPConfig.from_dict({}) == CLIPConfig.from_dict(transformers.CLIPConfig().to_dict()) == CLIPConfig()
+    assert (
+        CLIPConfig.from_dict({})
+        == CLIPConfig.from_dict(transformers.CLIPConfig().to_dict())
+        == CLIPConfig()
+    )
 
 
 def test_a_tower_of_the_oldest_files_takes_over_whole():
@@ -220,9 +260,17 @@ def test_unsupported_value_is_named(field, value):
 def test_inputs_that_do_not_fit_are_refused():
     config = CLIPConfig.from_dict({"text_config": TEXT, "vision_config": VISION})
     model = nnx.eval_shape(lambda: CLIPModel(config, rngs=nnx.Rngs(0)))
-    text = lambda length: (jax.ShapeDtypeStruct((2, length), jnp.int32), jax.ShapeDtypeStruct((2, length), bool))
+
+    def text(length):
+        return (
+            jax.ShapeDtypeStruct((2, length), jnp.int32),
+            jax.ShapeDtypeStruct((2, length), bool),
+        )
+
     nnx.eval_shape(CLIPModel.encode_text, model, *text(POSITIONS))
     with pytest.raises(ValueError, match=r"13 tokens; there are 12 positions"):
         nnx.eval_shape(CLIPModel.encode_text, model, *text(POSITIONS + 1))
     with pytest.raises(ValueError, match=r"images of shape \(12, 16, 3\); accepted: \(12, 12, 3\)"):
-        nnx.eval_shape(CLIPModel.encode_image, model, jax.ShapeDtypeStruct((2, 12, 16, 3), jnp.float32))
+        nnx.eval_shape(
+            CLIPModel.encode_image, model, jax.ShapeDtypeStruct((2, 12, 16, 3), jnp.float32)
+        )

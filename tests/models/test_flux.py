@@ -1,4 +1,4 @@
-"""`models.flux` against diffusers' `FluxTransformer2DModel`."""
+"""`models.flux.transformer` against diffusers' `FluxTransformer2DModel`."""
 
 import copy
 from functools import reduce
@@ -14,10 +14,10 @@ from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel, rotary
-from solrl_jax.models.layers import depth_to_space, space_to_depth
-from solrl_jax.models.weights import entries
-from solrl_jax.numerics.matmul import LowRank
+from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel, rotary
+from solrl_jax.models.layers.core import depth_to_space, space_to_depth
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.quant.matmul import LowRank
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
 
@@ -52,7 +52,12 @@ def build(overrides: dict, seed: int = 0):
         for p in theirs.parameters():
             p.copy_(torch.randn_like(p) * (0.7 if p.ndim < 2 else 1.0 / np.sqrt(p[0].numel())))
     graphdef, state = abstract(BASE | overrides)
-    return theirs, graphdef, state, from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()})
+    return (
+        theirs,
+        graphdef,
+        state,
+        from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()}),
+    )
 
 
 def abstract(fields: dict):
@@ -63,7 +68,10 @@ def abstract(fields: dict):
 def inputs(overrides: dict, sizes: tuple[int, int, int], rows: int = 2) -> dict:
     """Our arguments; the times are float32 products with 1000, as diffusers takes them itself."""
     (height, width, length), c, rng = sizes, BASE | overrides, np.random.default_rng(1)
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     return dict(
         latent=draw(rows, height, width, c["in_channels"] // 4),
         text=draw(rows, length, c["joint_attention_dim"]),
@@ -75,7 +83,10 @@ def inputs(overrides: dict, sizes: tuple[int, int, int], rows: int = 2) -> dict:
 
 def run_torch(theirs, x: dict, cotangent: np.ndarray | None = None, dtype=torch.float32):
     """Output, and with a cotangent the gradient of the latent, [b, h, w, c], through the pipeline's own packing."""
-    (b, height, width, c), tensor = x["latent"].shape, lambda a: torch.from_numpy(np.asarray(a)).to(dtype)
+    (b, height, width, c), tensor = (
+        x["latent"].shape,
+        lambda a: torch.from_numpy(np.asarray(a)).to(dtype),
+    )
     latent = tensor(x["latent"].transpose(0, 3, 1, 2).copy()).requires_grad_()
     out = theirs(
         FluxPipeline._pack_latents(latent, b, c, height, width), tensor(x["text"]), tensor(x["pooled"]),
@@ -95,7 +106,9 @@ def runner(graphdef):
     """Our output and the gradient of the latent; compiled once a shape."""
 
     def run(params, x, cotangent):
-        forward = lambda latent: nnx.merge(graphdef, params)(**(x | {"latent": latent}))
+        def forward(latent):
+            return nnx.merge(graphdef, params)(**(x | {"latent": latent}))
+
         out, pull = jax.vjp(forward, x["latent"])
         return out, *pull(cotangent)
 
@@ -113,10 +126,14 @@ def weighting(overrides: dict, sizes: tuple[int, int, int]) -> np.ndarray:
 def test_output_and_input_gradient_equal_diffusers(case):
     overrides, sizes = CASES[case]
     theirs, graphdef, state, params = build(overrides)
-    x, cotangent, ours = inputs(overrides, sizes), weighting(overrides, sizes), runner(graphdef)
+    x = inputs(overrides, sizes)
+    cotangent = weighting(overrides, sizes)
+    ours = runner(graphdef)
     want, want_gradient = run_torch(theirs, x, cotangent)
     got, gradient = ours(params, x, cotangent)
-    print(f"{case}: output {relative(got, want):.1e}, gradient {relative(gradient, want_gradient):.1e}")
+    print(
+        f"{case}: output {relative(got, want):.1e}, gradient {relative(gradient, want_gradient):.1e}"
+    )
     assert relative(got, want) < TOLERANCE
     assert relative(gradient, want_gradient) < TOLERANCE
     # the case can fail: every input moves the output by many tolerances
@@ -131,7 +148,8 @@ def test_output_and_input_gradient_equal_diffusers(case):
     for name, value in moved.items():
         assert relative(ours(params, x | {name: value}, cotangent)[0], want) > 100 * TOLERANCE, name
 
-    back, released = to_torch(state, params), theirs.state_dict()
+    back = to_torch(state, params)
+    released = theirs.state_dict()
     assert back.keys() == released.keys()
     assert all(np.array_equal(back[name], t.numpy()) for name, t in released.items())
 
@@ -139,9 +157,12 @@ def test_output_and_input_gradient_equal_diffusers(case):
 def test_gradients_of_the_parameters_equal_diffusers():
     overrides, sizes = CASES["dev"]
     theirs, graphdef, state, params = build(overrides, seed=3)
-    x, cotangent = inputs(overrides, sizes), weighting(overrides, sizes)
+    x = inputs(overrides, sizes)
+    cotangent = weighting(overrides, sizes)
     run_torch(theirs, x, cotangent)
-    ours = jax.jit(jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum()))(params, x)
+    ours = jax.jit(
+        jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum())
+    )(params, x)
     ours = to_torch(state, ours)
     errors = {name: relative(ours[name], p.grad.numpy()) for name, p in theirs.named_parameters()}
     worst = max(errors, key=errors.__getitem__)
@@ -160,12 +181,16 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     x = inputs(overrides, (8, 12, 16), rows=rows)
     x["timestep"] = np.resize(np.float32([1000, 500, 250, 125]), rows)
     x["guidance"] = np.resize(np.float32([4, 1, 8, 0.5, 2]), rows)
-    exact, half = run_torch(theirs, x)[0], run_torch(theirs.bfloat16(), x, dtype=torch.bfloat16)[0]
+    exact = run_torch(theirs, x)[0]
+    half = run_torch(theirs.bfloat16(), x, dtype=torch.bfloat16)[0]
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params)
     x["latent"] = jnp.asarray(x["latent"], jnp.bfloat16)
     ours = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
     assert ours.dtype == jnp.bfloat16
-    distance = lambda out: float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
+    def distance(out):
+        return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
     print(f"distance to float32: ours {distance(ours):.5f}, PyTorch's {distance(half):.5f}")
     assert distance(ours) <= 1.10 * distance(half)
 
@@ -173,16 +198,25 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
 def test_adapters_are_leaves():
     """`LowRank` leaves anywhere among the linears of both stacks act as the merged weights do."""
     _, graphdef, _, params = build({})
-    x, rng = inputs({}, (4, 6, 3)), np.random.default_rng(4)
-    draw = lambda *shape: (0.3 * rng.standard_normal(shape)).astype(np.float32)
-    apart, merged = copy.deepcopy(params), copy.deepcopy(params)
-    double, single = ("transformer_blocks", "attn"), ("single_transformer_blocks",)
+    x = inputs({}, (4, 6, 3))
+    rng = np.random.default_rng(4)
+
+    def draw(*shape):
+        return (0.3 * rng.standard_normal(shape)).astype(np.float32)
+
+    apart = copy.deepcopy(params)
+    merged = copy.deepcopy(params)
+    double = ("transformer_blocks", "attn")
+    single = ("single_transformer_blocks",)
     for path in ((*double, "to_out", 0), (*double, "add_k_proj"), ("transformer_blocks", "ff_context", "net", "2"),
                  (*single, "attn", "to_q"), (*single, "proj_out"), ("proj_out",)):  # fmt: skip
-        linear, one, other = (reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged))
+        linear, one, other = (
+            reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged)
+        )
         base = linear["kernel"]
         *layers, n_in, n_out = base.shape
-        a, b = draw(*layers, n_in, 2), draw(*layers, 2, n_out)
+        a = draw(*layers, n_in, 2)
+        b = draw(*layers, 2, n_out)
         one["kernel"] = LowRank(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), 0.5)
         other["kernel"] = base + 0.5 * a @ b
     run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))
@@ -203,17 +237,24 @@ def test_released_sizes_have_the_released_tensors(guided, count):
 
 
 def test_rotation_at_the_released_size():
-    rows, columns, length, axes = 33, 64, 5, (16, 56, 56)
+    rows = 33
+    columns = 64
+    length = 5
+    axes = (16, 56, 56)
     image = FluxPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float32)
     theirs = FluxPosEmbed(theta=10000, axes_dim=axes)(torch.cat([torch.zeros(length, 3), image]))
     for ours, want in zip(rotary(length, rows, columns, axes), theirs, strict=True):
         assert ours.dtype == np.float32
-        np.testing.assert_allclose(ours, want[:, ::2].numpy(), rtol=0, atol=1e-7)  # they hold each angle twice
+        np.testing.assert_allclose(
+            ours, want[:, ::2].numpy(), rtol=0, atol=1e-7
+        )  # they hold each angle twice
 
 
 def test_packing_is_the_pipelines():
     latent = np.random.default_rng(0).standard_normal((2, 6, 10, 3)).astype(np.float32)
-    theirs = FluxPipeline._pack_latents(torch.from_numpy(latent.transpose(0, 3, 1, 2).copy()), 2, 3, 6, 10)
+    theirs = FluxPipeline._pack_latents(
+        torch.from_numpy(latent.transpose(0, 3, 1, 2).copy()), 2, 3, 6, 10
+    )
     packed = space_to_depth(jnp.asarray(latent)).reshape(len(latent), -1, 4 * latent.shape[-1])
     np.testing.assert_array_equal(packed, theirs.numpy())
     np.testing.assert_array_equal(depth_to_space(packed.reshape(len(latent), 3, 5, -1)), latent)
@@ -228,7 +269,10 @@ def test_packing_is_the_pipelines():
         ({"guidance_embeds": None}, "guidance_embeds=None; accepted: True, False"),
         ({"in_channels": 6}, "in_channels=6; accepted: a positive multiple of 4"),
         ({"out_channels": 0}, "out_channels=0; accepted: a positive integer or None"),
-        ({"axes_dims_rope": [16, 56]}, r"axes_dims_rope=\(16, 56\); accepted: three positive even numbers"),
+        (
+            {"axes_dims_rope": [16, 56]},
+            r"axes_dims_rope=\(16, 56\); accepted: three positive even numbers",
+        ),
         ({"axes_dims_rope": [15, 57, 56]}, "accepted: three positive even numbers"),
         ({"axes_dims_rope": [16, 24, 24]}, "whose sum is attention_head_dim=128"),
     ],
@@ -249,7 +293,11 @@ def test_a_released_config_may_hold_null_and_a_list():
     [
         (True, {"guidance": None}, "guidance=None; accepted: a scale, with this config"),
         (False, {"guidance": np.ones(2, np.float32)}, "accepted: None, with this config"),
-        (False, {"latent": np.zeros((2, 6, 9, 2), np.float32)}, "latents of 6 x 9; accepted: even sizes"),
+        (
+            False,
+            {"latent": np.zeros((2, 6, 9, 2), np.float32)},
+            "latents of 6 x 9; accepted: even sizes",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(guided, changes, message):

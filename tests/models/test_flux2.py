@@ -1,4 +1,4 @@
-"""`models.flux2` against diffusers' `Flux2Transformer2DModel`."""
+"""`models.flux2.transformer` against diffusers' `Flux2Transformer2DModel`."""
 
 import copy
 from functools import reduce
@@ -14,9 +14,9 @@ from diffusers.models.transformers.transformer_flux2 import Flux2PosEmbed
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.flux2 import Flux2Config, Flux2Transformer2DModel, rotary
-from solrl_jax.models.weights import entries
-from solrl_jax.numerics.matmul import LowRank
+from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel, rotary
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.quant.matmul import LowRank
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
 
@@ -50,7 +50,12 @@ def build(overrides: dict, seed: int = 0):
         for p in theirs.parameters():
             p.copy_(torch.randn_like(p) * (0.7 if p.ndim < 2 else 1.0 / np.sqrt(p[0].numel())))
     graphdef, state = abstract(BASE | overrides)
-    return theirs, graphdef, state, from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()})
+    return (
+        theirs,
+        graphdef,
+        state,
+        from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()}),
+    )
 
 
 def abstract(fields: dict):
@@ -61,7 +66,10 @@ def abstract(fields: dict):
 def inputs(overrides: dict, sizes: tuple[int, int, int], rows: int = 2) -> dict:
     """Our arguments; the times are float32 products with 1000, as diffusers takes them itself."""
     (height, width, length), c, rng = sizes, BASE | overrides, np.random.default_rng(1)
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     return dict(
         latent=draw(rows, height, width, c["in_channels"]),
         text=draw(rows, length, c["joint_attention_dim"]),
@@ -90,7 +98,9 @@ def runner(graphdef):
     """Our output and the gradient of the latent; compiled once a shape."""
 
     def run(params, x, cotangent):
-        forward = lambda latent: nnx.merge(graphdef, params)(**(x | {"latent": latent}))
+        def forward(latent):
+            return nnx.merge(graphdef, params)(**(x | {"latent": latent}))
+
         out, pull = jax.vjp(forward, x["latent"])
         return out, *pull(cotangent)
 
@@ -108,10 +118,14 @@ def weighting(overrides: dict, sizes: tuple[int, int, int]) -> np.ndarray:
 def test_output_and_input_gradient_equal_diffusers(case):
     overrides, sizes = CASES[case]
     theirs, graphdef, state, params = build(overrides)
-    x, cotangent, ours = inputs(overrides, sizes), weighting(overrides, sizes), runner(graphdef)
+    x = inputs(overrides, sizes)
+    cotangent = weighting(overrides, sizes)
+    ours = runner(graphdef)
     want, want_gradient = run_torch(theirs, x, cotangent)
     got, gradient = ours(params, x, cotangent)
-    print(f"{case}: output {relative(got, want):.1e}, gradient {relative(gradient, want_gradient):.1e}")
+    print(
+        f"{case}: output {relative(got, want):.1e}, gradient {relative(gradient, want_gradient):.1e}"
+    )
     assert relative(got, want) < TOLERANCE
     assert relative(gradient, want_gradient) < TOLERANCE
     # the case can fail: every input moves the output by many tolerances, and so does the order of its tokens
@@ -122,9 +136,12 @@ def test_output_and_input_gradient_equal_diffusers(case):
     }
     for name, values in moved.items():
         for value in values:
-            assert relative(ours(params, x | {name: value}, cotangent)[0], want) > 100 * TOLERANCE, name
+            assert (
+                relative(ours(params, x | {name: value}, cotangent)[0], want) > 100 * TOLERANCE
+            ), name
 
-    back, released = to_torch(state, params), theirs.state_dict()
+    back = to_torch(state, params)
+    released = theirs.state_dict()
     assert back.keys() == released.keys()
     assert all(np.array_equal(back[name], t.numpy()) for name, t in released.items())
 
@@ -132,9 +149,12 @@ def test_output_and_input_gradient_equal_diffusers(case):
 def test_gradients_of_the_parameters_equal_diffusers():
     overrides, sizes = CASES["klein"]
     theirs, graphdef, state, params = build(overrides, seed=3)
-    x, cotangent = inputs(overrides, sizes), weighting(overrides, sizes)
+    x = inputs(overrides, sizes)
+    cotangent = weighting(overrides, sizes)
     run_torch(theirs, x, cotangent)
-    ours = jax.jit(jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum()))(params, x)
+    ours = jax.jit(
+        jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum())
+    )(params, x)
     ours = to_torch(state, ours)
     errors = {name: relative(ours[name], p.grad.numpy()) for name, p in theirs.named_parameters()}
     worst = max(errors, key=errors.__getitem__)
@@ -152,12 +172,16 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     rows = 16
     x = inputs(overrides, (4, 6, 16), rows=rows)
     x["timestep"] = np.resize(np.float32([1000, 500, 250, 125]), rows)
-    exact, half = run_torch(theirs, x)[0], run_torch(theirs.bfloat16(), x, dtype=torch.bfloat16)[0]
+    exact = run_torch(theirs, x)[0]
+    half = run_torch(theirs.bfloat16(), x, dtype=torch.bfloat16)[0]
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params)
     x["latent"] = jnp.asarray(x["latent"], jnp.bfloat16)
     ours = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
     assert ours.dtype == jnp.bfloat16
-    distance = lambda out: float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
+    def distance(out):
+        return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
     print(f"distance to float32: ours {distance(ours):.5f}, PyTorch's {distance(half):.5f}")
     assert distance(ours) <= 1.10 * distance(half)
 
@@ -165,16 +189,25 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
 def test_adapters_are_leaves():
     """`LowRank` leaves anywhere among the linears of both stacks act as the merged weights do."""
     _, graphdef, _, params = build({})
-    x, rng = inputs({}, (4, 6, 3)), np.random.default_rng(4)
-    draw = lambda *shape: (0.3 * rng.standard_normal(shape)).astype(np.float32)
-    apart, merged = copy.deepcopy(params), copy.deepcopy(params)
-    double, single = ("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")
+    x = inputs({}, (4, 6, 3))
+    rng = np.random.default_rng(4)
+
+    def draw(*shape):
+        return (0.3 * rng.standard_normal(shape)).astype(np.float32)
+
+    apart = copy.deepcopy(params)
+    merged = copy.deepcopy(params)
+    double = ("transformer_blocks", "attn")
+    single = ("single_transformer_blocks", "attn")
     for path in ((*double, "to_out", 0), (*double, "add_k_proj"), ("transformer_blocks", "ff_context", "linear_in"),
                  (*single, "to_qkv_mlp_proj"), (*single, "to_out"), ("proj_out",)):  # fmt: skip
-        linear, one, other = (reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged))
+        linear, one, other = (
+            reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged)
+        )
         base = linear["kernel"]
         *layers, n_in, n_out = base.shape
-        a, b = draw(*layers, n_in, 2), draw(*layers, 2, n_out)
+        a = draw(*layers, n_in, 2)
+        b = draw(*layers, 2, n_out)
         one["kernel"] = LowRank(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), 0.5)
         other["kernel"] = base + 0.5 * a @ b
     run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))
@@ -194,13 +227,19 @@ def test_released_sizes_have_the_released_tensors(fields, count):
 
 
 def test_rotation_at_the_released_size():
-    rows, columns, length = 33, 64, 512
+    rows = 33
+    columns = 64
+    length = 512
     image = Flux2KleinPipeline._prepare_latent_ids(torch.zeros(1, 128, rows, columns))[0]
     text = Flux2KleinPipeline._prepare_text_ids(torch.zeros(1, length, 8))[0]
     theirs = Flux2PosEmbed(theta=2000, axes_dim=(32, 32, 32, 32))(torch.cat([text, image]))
-    for ours, want in zip(rotary(length, rows, columns, Flux2Config.from_dict(RELEASED)), theirs, strict=True):
+    for ours, want in zip(
+        rotary(length, rows, columns, Flux2Config.from_dict(RELEASED)), theirs, strict=True
+    ):
         assert ours.dtype == np.float32
-        np.testing.assert_allclose(ours, want[:, ::2].numpy(), rtol=0, atol=1e-7)  # they hold each angle twice
+        np.testing.assert_allclose(
+            ours, want[:, ::2].numpy(), rtol=0, atol=1e-7
+        )  # they hold each angle twice
 
 
 @pytest.mark.parametrize(
@@ -213,8 +252,14 @@ def test_rotation_at_the_released_size():
         ({"num_layers": 0}, "num_layers=0; accepted: a positive integer"),
         ({"guidance_embeds": True}, "guidance_embeds=True; accepted: False"),
         ({"out_channels": 0}, "out_channels=0; accepted: a positive integer or None"),
-        ({"mlp_ratio": 1e-9}, "mlp_ratio=1e-09; accepted: a number that gives the MLP a width of 1 or more"),
-        ({"axes_dims_rope": [16, 56, 56]}, r"axes_dims_rope=\(16, 56, 56\); accepted: four positive even numbers"),
+        (
+            {"mlp_ratio": 1e-9},
+            "mlp_ratio=1e-09; accepted: a number that gives the MLP a width of 1 or more",
+        ),
+        (
+            {"axes_dims_rope": [16, 56, 56]},
+            r"axes_dims_rope=\(16, 56, 56\); accepted: four positive even numbers",
+        ),
         ({"axes_dims_rope": [31, 33, 32, 32]}, "accepted: four positive even numbers"),
         ({"axes_dims_rope": [16, 24, 24, 8]}, "whose sum is attention_head_dim=128"),
     ],
@@ -225,6 +270,8 @@ def test_a_config_this_port_cannot_honour_is_refused(fields, message):
 
 
 def test_a_released_config_may_hold_null_and_a_list():
-    config = Flux2Config.from_dict(RELEASED | {"out_channels": None, "axes_dims_rope": [32, 32, 32, 32]})
+    config = Flux2Config.from_dict(
+        RELEASED | {"out_channels": None, "axes_dims_rope": [32, 32, 32, 32]}
+    )
     assert config == Flux2Config.from_dict(RELEASED)
     hash(config)  # static under jit

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from solrl_jax.backbone.backbone import load_backbone
+from solrl_jax.errors import InputError
+from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.storage.errors import InputError
 from tests import pipelines
 from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, sample_images, save_flux2_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 2e-5  # of images in 0..1, all steps taken
-COMPRESSION, CHANNELS = 2 * KL_COMPRESSION, 4 * KL_CHANNELS  # outside the autoencoder
+# outside the autoencoder
+COMPRESSION = 2 * KL_COMPRESSION
+CHANNELS = 4 * KL_CHANNELS
 # an empty one; capitals; spaces; longer than is taken; words and signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 50, "an astronaut's horse, no. 3"]
 LONG = "one happy cat and a small dog left of the red star, " * 27  # about 300 tokens
@@ -28,7 +30,10 @@ LONG = "one happy cat and a small dog left of the red star, " * 27  # about 300 
 def folders(tmp_path_factory):
     """Distilled and base: folder and diffusers' own form."""
     root = tmp_path_factory.mktemp("flux2")
-    save = lambda name, distilled: (root / name, save_flux2_pipeline(root / name, seed=distilled, distilled=distilled))
+
+    def save(name, distilled):
+        return (root / name, save_flux2_pipeline(root / name, seed=distilled, distilled=distilled))
+
     return {"distilled": save("distilled", True), "base": save("base", False)}
 
 
@@ -36,34 +41,51 @@ def test_a_directory_says_what_it_is(folders):
     folder, reference = folders["distilled"]
     pipeline = open_pipeline(folder)
     assert (pipeline.kind, pipeline.folder) == ("Flux2KleinPipeline", folder)
-    assert pipeline.default_size == (reference.default_sample_size * 8,) * 2  # of the released autoencoder
+    assert (
+        pipeline.default_size == (reference.default_sample_size * 8,) * 2
+    )  # of the released autoencoder
     assert pipeline.default_max_tokens == reference.tokenizer_max_length == 512
     assert pipeline.latent_shape(32, 64) == (32 // COMPRESSION, 64 // COMPRESSION, CHANNELS)
     assert pipeline.image_tokens(32, 64) == 8 * 16
     assert pipeline.embedded_guidance
     assert not open_pipeline(folders["base"][0]).embedded_guidance
-    assert pipeline.vae_dtype is None  # what this version of diffusers writes does not ask for float32
+    assert (
+        pipeline.vae_dtype is None
+    )  # what this version of diffusers writes does not ask for float32
     components = {"transformer": pipeline.transformer, "vae": pipeline.vae}
     for name, component in components.items():
-        tensors = {n: t for n, t in getattr(reference, name).state_dict().items() if t.is_floating_point()}
-        read = [t.numel() for n, t in tensors.items() if name != "vae" or not n.startswith(("encoder.", "quant_conv."))]
+        tensors = {
+            n: t for n, t in getattr(reference, name).state_dict().items() if t.is_floating_point()
+        }
+        read = [
+            t.numel()
+            for n, t in tensors.items()
+            if name != "vae" or not n.startswith(("encoder.", "quant_conv."))
+        ]
         assert component.size == sum(read), name
     # of the encoder's 28 layers, 27 are read
     layer = sum(p.numel() for p in reference.text_encoder.model.layers[0].parameters())
     whole = sum(p.numel() for p in reference.text_encoder.model.parameters())  # without the head
-    assert pipeline.text_encoders["text_encoder"].size == whole - layer - reference.text_encoder.config.hidden_size
+    assert (
+        pipeline.text_encoders["text_encoder"].size
+        == whole - layer - reference.text_encoder.config.hidden_size
+    )
 
 
 @pytest.mark.parametrize("size", [(34, 32), (32, 30), (0, 32)])
 def test_sizes_that_are_no_whole_tokens_are_refused(size, folders):
-    with pytest.raises(ValueError, match=rf"size {size[0]}x{size[1]}: this model takes multiples of 4 pixels"):
+    with pytest.raises(
+        ValueError, match=rf"size {size[0]}x{size[1]}: this model takes multiples of 4 pixels"
+    ):
         open_pipeline(folders["distilled"][0]).latent_shape(*size)
 
 
 @pytest.fixture
 def copy(folders, tmp_path):
     """The directory without weights."""
-    return shutil.copytree(folders["distilled"][0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    return shutil.copytree(
+        folders["distilled"][0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
 
 
 def test_opening_needs_no_weights(copy):
@@ -74,18 +96,44 @@ def test_opening_needs_no_weights(copy):
     ("file", "fields", "message"),
     [
         ("transformer/config", {"in_channels": 32}, "transformer in_channels=32 .* which want 16"),
-        ("transformer/config", {"out_channels": 32}, "transformer out_channels=32 .* which want 16"),
-        ("transformer/config", {"joint_attention_dim": 32}, "transformer joint_attention_dim=32 .* which want 48"),
-        ("text_encoder/config", {"hidden_size": 24}, "transformer joint_attention_dim=48 .* which want 72"),
-        ("text_encoder/config", {"num_hidden_layers": 20, "layer_types": None}, r"num_hidden_layers=20; .*\(9, 18, 27\)"),
+        (
+            "transformer/config",
+            {"out_channels": 32},
+            "transformer out_channels=32 .* which want 16",
+        ),
+        (
+            "transformer/config",
+            {"joint_attention_dim": 32},
+            "transformer joint_attention_dim=32 .* which want 48",
+        ),
+        (
+            "text_encoder/config",
+            {"hidden_size": 24},
+            "transformer joint_attention_dim=48 .* which want 72",
+        ),
+        (
+            "text_encoder/config",
+            {"num_hidden_layers": 20, "layer_types": None},
+            r"num_hidden_layers=20; .*\(9, 18, 27\)",
+        ),
         ("vae/config", {"latent_channels": 8}, "transformer in_channels=16 .* which want 32"),
-        ("transformer/config", {"guidance_embeds": True}, "Flux2Transformer2DModel: guidance_embeds=True; accepted: False"),
+        (
+            "transformer/config",
+            {"guidance_embeds": True},
+            "Flux2Transformer2DModel: guidance_embeds=True; accepted: False",
+        ),
         ("text_encoder/config", {"model_type": "mistral"}, "Qwen3Model: model_type='mistral'"),
         ("vae/config", {"act_fn": "relu"}, "AutoencoderKLFlux2: act_fn='relu'"),
-        ("model_index", {"is_distilled": 1}, "model_index.json: is_distilled=1; accepted: True, False"),
+        (
+            "model_index",
+            {"is_distilled": 1},
+            "model_index.json: is_distilled=1; accepted: True, False",
+        ),
     ],
 )
-def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(file, fields, message, copy):
+def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(
+    file, fields, message, copy
+):
     path = copy / f"{file}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(InputError, match=message) as refused:
@@ -93,7 +141,9 @@ def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(file, fi
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("missing", ["text_encoder", "tokenizer", "transformer", "vae", "scheduler"])
+@pytest.mark.parametrize(
+    "missing", ["text_encoder", "tokenizer", "transformer", "vae", "scheduler"]
+)
 def test_a_missing_component_is_refused_by_name(missing, copy):
     shutil.rmtree(copy / missing)
     with pytest.raises(InputError, match=rf"{copy / missing}[/:]") as refused:
@@ -112,7 +162,9 @@ def encoders(folders):
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
     (pipeline, params, encode), reference = encoders, folders["distilled"][1]
     asked = {}
-    hook = reference.text_encoder.register_forward_pre_hook(lambda _, args, given: asked.update(given), with_kwargs=True)
+    hook = reference.text_encoder.register_forward_pre_hook(
+        lambda _, args, given: asked.update(given), with_kwargs=True
+    )
     text, _ = reference.encode_prompt(PROMPTS, device="cpu", max_sequence_length=max_tokens)
     hook.remove()
     tokens = pipeline.tokenize(PROMPTS, max_tokens)
@@ -121,14 +173,17 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, 
     assert (tokens["mask"].sum(1) < max_tokens).any()
     assert tokens["mask"][3].all()
 
-    got, want = encode(params, tokens)["text"], text.numpy()
+    got = encode(params, tokens)["text"]
+    want = text.numpy()
     error = np.abs(got - want).max() / np.abs(want).max()
     print(f"{max_tokens} tokens: {error:.1e}")
     assert error < TOLERANCE
     assert np.abs(want - np.roll(want, 1, axis=0)).max(axis=(1, 2)).min() > 0.1  # prompts differ
 
 
-def diffusers_images(reference, latents, steps, guidance, scheduler=None, prompts=PROMPTS, max_tokens=64, **more):
+def diffusers_images(
+    reference, latents, steps, guidance, scheduler=None, prompts=PROMPTS, max_tokens=64, **more
+):
     reference.scheduler = scheduler or reference.scheduler
     height, width = (n * COMPRESSION for n in latents.shape[2:])
     return reference(
@@ -150,13 +205,24 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
     folder, reference = folders[model]
     shape = (len(PROMPTS) - 1, CHANNELS, *(n // COMPRESSION for n in size))
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    prompts = [p.strip() for p in PROMPTS[1:]]  # of a file, which has no spaces at the ends of lines
+    prompts = [
+        p.strip() for p in PROMPTS[1:]
+    ]  # of a file, which has no spaces at the ends of lines
     released = reference.scheduler
-    run = lambda **other: diffusers_images(
-        reference, **dict(latents=latents, steps=steps, guidance=guidance, scheduler=released, prompts=prompts) | other
-    )
+
+    def run(**other):
+        return diffusers_images(
+            reference,
+            **dict(
+                latents=latents, steps=steps, guidance=guidance, scheduler=released, prompts=prompts
+            )
+            | other,
+        )
+
     want = run()
-    got, _ = sample_images(folder, tmp_path, prompts, latents, steps=steps, guidance=guidance, max_tokens=64)
+    got, _ = sample_images(
+        folder, tmp_path, prompts, latents, steps=steps, guidance=guidance, max_tokens=64
+    )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE
@@ -168,15 +234,21 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         "steps": dict(steps=steps + 1),
         "shift": dict(scheduler=pipelines.euler(shift=1.1)),
         "length of text": dict(max_tokens=96),
-        **({"guidance": dict(guidance=5.0 - guidance)} if model == "base" else {}),  # 1.0 for 4.0, 4.0 for 1.0
+        **(
+            {"guidance": dict(guidance=5.0 - guidance)} if model == "base" else {}
+        ),  # 1.0 for 4.0, 4.0 for 1.0
     }
     for name, other in others.items():
         moved = np.abs(run(**other) - want).max(axis=(1, 2, 3))
         assert moved.min() > 30 * IMAGE_TOLERANCE, name
     reference.scheduler = released
     if model == "distilled" and steps == 4:
-        unguided, _ = sample_images(folder, tmp_path, prompts, latents, steps=steps, guidance=0.0, max_tokens=64)
-        np.testing.assert_array_equal(unguided, got)  # it is not told the guidance, nor evaluated twice
+        unguided, _ = sample_images(
+            folder, tmp_path, prompts, latents, steps=steps, guidance=0.0, max_tokens=64
+        )
+        np.testing.assert_array_equal(
+            unguided, got
+        )  # it is not told the guidance, nor evaluated twice
 
 
 @pytest.mark.exhaustive
@@ -188,14 +260,24 @@ def test_images_of_long_prompts_at_the_released_length_equal_those_of_diffusers(
     assert 300 < tokens[1] < 512
     latents = np.random.default_rng(0).standard_normal((2, CHANNELS, 5, 3)).astype(np.float32)
     want = diffusers_images(reference, latents, 2, 3.0, prompts=prompts, max_tokens=512)
-    got, _ = sample_images(folder, tmp_path, prompts, latents, steps=2, guidance=3.0)  # 512 is the default
+    got, _ = sample_images(
+        folder, tmp_path, prompts, latents, steps=2, guidance=3.0
+    )  # 512 is the default
     print(f"{tokens} tokens: {np.abs(got - want).max():.1e}")
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE
-    assert np.abs(want[1] - diffusers_images(reference, latents, 2, 3.0, prompts=["a", LONG[:-60]])[1]).max() > 0.01
+    assert (
+        np.abs(
+            want[1] - diffusers_images(reference, latents, 2, 3.0, prompts=["a", LONG[:-60]])[1]
+        ).max()
+        > 0.01
+    )
 
 
 def test_what_the_base_model_does_not_have_is_refused(folders, tmp_path):
-    with pytest.raises(InputError, match=r"^--true-cfg 2.0: a Flux2KleinPipeline takes --guidance, which is classifier-free$"):
+    with pytest.raises(
+        InputError,
+        match=r"^--true-cfg 2.0: a Flux2KleinPipeline takes --guidance, which is classifier-free$",
+    ):
         sample_images(folders["base"][0], tmp_path, ["a dog"], steps=1, guidance=1.0, true_cfg=2.0)
 
 
@@ -204,12 +286,20 @@ def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path
     folder, reference = folders["distilled"]
     prompts = [p.strip() for p in PROMPTS[1:]]
     low, latents = sample_images(
-        folder, tmp_path, prompts, size=(16, 24), steps=4, guidance=1.0, max_tokens=64, precision="nvfp4"
+        folder,
+        tmp_path,
+        prompts,
+        size=(16, 24),
+        steps=4,
+        guidance=1.0,
+        max_tokens=64,
+        precision="nvfp4",
     )
     assert latents.shape == (4, CHANNELS, 4, 6)
     assert abs(latents.std() - 1) < 0.1
     want = diffusers_images(reference, latents, 4, 1.0, prompts=prompts)
-    difference, correlation = np.abs(low - want).mean(), np.corrcoef(low.ravel(), want.ravel())[0, 1]
+    difference = np.abs(low - want).mean()
+    correlation = np.corrcoef(low.ravel(), want.ravel())[0, 1]
     print(f"nvfp4: mean difference {difference:.4f}, correlation {correlation:.4f}")
     assert 0.003 < difference < 0.1
     assert correlation > 0.9

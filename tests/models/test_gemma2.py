@@ -1,4 +1,4 @@
-"""`models.gemma2` against transformers' `Gemma2Model`, float32."""
+"""`models.text_encoders.gemma2` against transformers' `Gemma2Model`, float32."""
 
 import dataclasses
 
@@ -11,13 +11,14 @@ import transformers
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.gemma2 import FULL, SLIDING, Gemma2Config, Gemma2Model
-from solrl_jax.models.weights import entries
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.text_encoders.gemma2 import FULL, SLIDING, Gemma2Config, Gemma2Model
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5
-VOCAB, LENGTHS = 97, (13, 1, 8, 5)
+VOCAB = 97
+LENGTHS = (13, 1, 8, 5)
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4,
@@ -98,7 +99,12 @@ def test_hidden_states(case):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"sliding_window": 5}, {"attn_logit_softcapping": 5.0}, {"query_pre_attn_scalar": 9}, {"layer_types": [FULL] * 3}],
+    [
+        {"sliding_window": 5},
+        {"attn_logit_softcapping": 5.0},
+        {"query_pre_attn_scalar": 9},
+        {"layer_types": [FULL] * 3},
+    ],
 )
 def test_each_field_matters(changes):
     """So that the parity above is not blind to it: one step in the field moves the output by many tolerances."""
@@ -114,14 +120,23 @@ def test_gradient_of_the_embedded_input():
     reference = reference_model(seed=3, attn_logit_softcapping=3.0)
     model = port(reference)
     ids, mask = prompts()
-    cotangent = np.random.default_rng(5).standard_normal((*ids.shape, SMALL["hidden_size"])).astype(np.float32)
+    cotangent = (
+        np.random.default_rng(5)
+        .standard_normal((*ids.shape, SMALL["hidden_size"]))
+        .astype(np.float32)
+    )
     cotangent *= mask[..., None]
 
     x = reference.embed_tokens(torch.tensor(ids)).requires_grad_()
-    (reference(inputs_embeds=x, attention_mask=torch.tensor(mask)).last_hidden_state * torch.tensor(cotangent)).sum().backward()
+    (
+        reference(inputs_embeds=x, attention_mask=torch.tensor(mask)).last_hidden_state
+        * torch.tensor(cotangent)
+    ).sum().backward()
     embedded = model.embed(jnp.asarray(ids))
     assert relative(embedded, x.detach().numpy()) < 1e-6
-    ours = jax.jit(jax.grad(lambda x: (model.decode(x, jnp.asarray(mask)) * cotangent).sum()))(embedded)
+    ours = jax.jit(jax.grad(lambda x: (model.decode(x, jnp.asarray(mask)) * cotangent).sum()))(
+        embedded
+    )
     error = relative(ours, x.grad.numpy())
     print(f"gradient: {error:.1e}")
     assert error < TOLERANCE
@@ -140,7 +155,11 @@ def test_bfloat16_follows_the_table():
     assert relative(np.asarray(ours, np.float32)[mask], exact) < 0.1
 
 
-@pytest.mark.parametrize("fields", [RELEASED, transformers.Gemma2Config().to_dict()], ids=["transformers4", "transformers5"])
+@pytest.mark.parametrize(
+    "fields",
+    [RELEASED, transformers.Gemma2Config().to_dict()],
+    ids=["transformers4", "transformers5"],
+)
 def test_released_size(fields):
     config = Gemma2Config.from_dict(fields)
     assert dataclasses.replace(config, layer_types=()) == Gemma2Config()
@@ -168,16 +187,24 @@ def test_unsupported_value_is_named(field, value):
 
 def test_unsupported_structure_is_named():
     with pytest.raises(ValueError, match=r"rope_type='yarn'; accepted: 'default'"):
-        Gemma2Config.from_dict(SMALL | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}})
+        Gemma2Config.from_dict(
+            SMALL | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
+        )
     with pytest.raises(ValueError, match=r"rope_type='linear'"):
         Gemma2Config.from_dict(SMALL | {"rope_scaling": {"type": "linear", "factor": 2.0}})
     with pytest.raises(
-        ValueError, match=r"layer_types=\('full_attention', 'sliding_attention'\); accepted: num_hidden_layers=3 of them"
+        ValueError,
+        match=r"layer_types=\('full_attention', 'sliding_attention'\); accepted: num_hidden_layers=3 of them",
     ):
         Gemma2Config.from_dict(SMALL | {"layer_types": [FULL, SLIDING]})
 
 
 def test_fields_without_influence_are_passed_over():
-    noise = {"torch_dtype": "bfloat16", "final_logit_softcapping": None, "cache_implementation": "hybrid", "use_cache": 1}
+    noise = {
+        "torch_dtype": "bfloat16",
+        "final_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "use_cache": 1,
+    }
     assert Gemma2Config.from_dict(SMALL | noise) == Gemma2Config.from_dict(SMALL)
     assert Gemma2Config.from_dict(SMALL).kinds == (SLIDING, FULL, SLIDING)

@@ -1,4 +1,4 @@
-"""`models.image_resize` against Pillow, transformers and PyTorch, on pictures of many sizes."""
+"""`models.vision.image_resize` against Pillow, transformers and PyTorch, on pictures of many sizes."""
 
 import jax
 import numpy as np
@@ -7,9 +7,10 @@ import torch
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from solrl_jax.models.image_resize import MEAN, STD, Preprocessing, resize_matrix
+from solrl_jax.models.vision.image_resize import MEAN, STD, Preprocessing, resize_matrix
 
-SIZE, BICUBIC = 224, Image.Resampling.BICUBIC
+SIZE = 224
+BICUBIC = Image.Resampling.BICUBIC
 LEVEL = 1 / 255
 SIZES = [(256, 256), (1024, 1024), (512, 768), (1000, 333), (224, 303), (97, 64)]
 WIDE = [(1024, 1024), (512, 768), (224, 303)]  # Pillow 13 resizes rows first
@@ -19,9 +20,15 @@ IDS = [f"{h}x{w}" for h, w in SIZES]
 def pictures(height, width, seed=0):
     """Noise, which is the hardest, and a smooth ramp with an edge; multiples of 1/255, so that no rounding to bytes differs."""
     rng = np.random.default_rng((seed, height, width))
-    ramp = np.linspace(0, 1, height)[:, None, None] * np.linspace(0, 1, width)[None, :, None] * np.array([1.0, 0.5, 0.2])
+    ramp = (
+        np.linspace(0, 1, height)[:, None, None]
+        * np.linspace(0, 1, width)[None, :, None]
+        * np.array([1.0, 0.5, 0.2])
+    )
     ramp[height // 3 :, width // 2 :] = 1
-    return (np.stack([rng.integers(0, 256, (height, width, 3)), np.round(255 * ramp)]) / 255).astype(np.float32)
+    return (
+        np.stack([rng.integers(0, 256, (height, width, 3)), np.round(255 * ramp)]) / 255
+    ).astype(np.float32)
 
 
 def pixels(preprocessing, images):
@@ -54,8 +61,11 @@ def shorter_edge(height, width):
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_imagereward_sees_what_pillow_gives(size):
     """torchvision resizes and crops a Pillow picture by Pillow; here with rows first, as all its versions up to 12 do it."""
-    images, (height, width) = pictures(*size), shorter_edge(*size)
-    theirs = [p.resize((width, size[0]), BICUBIC).resize((width, height), BICUBIC) for p in as_pil(images)]
+    images = pictures(*size)
+    (height, width) = shorter_edge(*size)
+    theirs = [
+        p.resize((width, size[0]), BICUBIC).resize((width, height), BICUBIC) for p in as_pil(images)
+    ]
     ours = pixels(Preprocessing(SIZE, "bicubic", eight_bit=True, fit="crop"), images)
     np.testing.assert_allclose(255 * ours, centre(np.stack(theirs), "even"), atol=1e-3)
 
@@ -64,7 +74,9 @@ def test_imagereward_sees_what_pillow_gives(size):
 def test_pickscore_and_aesthetic_see_what_the_processor_of_transformers_gives(size):
     """Its Pillow backend; the other one wants torchvision, and rounds once."""
     images = pictures(*size)
-    theirs = CLIPImageProcessorPil()(as_pil(images), return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
+    theirs = CLIPImageProcessorPil()(as_pil(images), return_tensors="np")["pixel_values"].transpose(
+        0, 2, 3, 1
+    )
     ours = jax.jit(Preprocessing(SIZE, "bicubic", eight_bit=True, fit="crop", odd="down"))(images)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
@@ -82,12 +94,14 @@ def test_clipscore_sees_what_torchvision_gives(size):
 
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_hpsv2_sees_the_whole_picture_with_black_around_it(size):
-    images, scale = pictures(*size), SIZE / max(size)
+    images = pictures(*size)
+    scale = SIZE / max(size)
     height, width = (round(n * scale) for n in size)
     theirs = torch.nn.functional.interpolate(
         as_tensor(images), (height, width), mode="bicubic", align_corners=False, antialias=True
     )
-    top, left = (SIZE - height) // 2, (SIZE - width) // 2
+    top = (SIZE - height) // 2
+    left = (SIZE - width) // 2
     theirs = torch.nn.functional.pad(theirs, (left, SIZE - width - left, top, SIZE - height - top))
     ours = pixels(Preprocessing(SIZE, "bicubic", eight_bit=False, fit="pad"), images)
     assert np.abs(ours - theirs.numpy().transpose(0, 2, 3, 1)).max() < 1e-4
@@ -99,7 +113,9 @@ def test_the_variants_differ_by_many_levels():
     base = dict(size=SIZE, kernel="bicubic", eight_bit=True, fit="crop", odd="down")
     reference = pixels(Preprocessing(**base), images)
     for change in ({"kernel": "bilinear"}, {"fit": "pad"}, {"odd": "even"}):
-        assert np.abs(pixels(Preprocessing(**base | change), images) - reference).max() > 10 * LEVEL, change
+        assert (
+            np.abs(pixels(Preprocessing(**base | change), images) - reference).max() > 10 * LEVEL
+        ), change
     # rounding alone moves little, but everywhere
     unrounded = pixels(Preprocessing(**base | {"eight_bit": False}), images)
     assert 0.1 * LEVEL < np.abs(unrounded - reference).mean() < LEVEL

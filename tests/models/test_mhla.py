@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from solrl_jax.backbone.backbone import check_sizes
-from solrl_jax.backbone.locate import attention_of, open_model
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
-from solrl_jax.explore.linears import why_kept
-from solrl_jax.models.mhla import BlockMixing, Mhla, initial_mix, tiling
-from solrl_jax.models.sana import LinearAttention
-from solrl_jax.models.weights import entries
-from solrl_jax.numerics.pending import Pending
-from solrl_jax.policy.lora import Targets, find_targets, flatten, replace, within_bounds
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
+from solrl_jax.models.backbone import check_sizes
+from solrl_jax.models.layers.mhla import BlockMixing, Mhla, initial_mix, tiling
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.models.sana.transformer import LinearAttention
+from solrl_jax.quant.lazy import Pending
+from solrl_jax.rl.explore.linears import why_kept
+from solrl_jax.rl.trainable.trainable import Targets, find_targets, flatten, replace, within_bounds
 
-GRID, HEADS, WIDTH, BLOCKS = (6, 8), 2, 16, 4  # blocks of 3 x 4 tokens
+# blocks of 3 x 4 tokens
+GRID = (6, 8)
+HEADS = 2
+WIDTH = 16
+BLOCKS = 4
 TOLERANCE = 1e-6
 NORMED = pytest.mark.parametrize("normed", [False, True])
 RELEASED = pytest.mark.parametrize("released", [False, True])
@@ -37,10 +41,17 @@ def attention(released, normed, blocks=BLOCKS, kind=BlockMixing):
     if kind is LinearAttention:
         module = kind((WIDTH, WIDTH, WIDTH), HEADS, **own | {"normed": normed})
     else:
-        module = kind(Mhla(blocks, released, normed), tiling(blocks, GRID), (WIDTH, WIDTH, WIDTH), HEADS, **own)
+        module = kind(
+            Mhla(blocks, released, normed),
+            tiling(blocks, GRID),
+            (WIDTH, WIDTH, WIDTH),
+            HEADS,
+            **own,
+        )
     numbers = {}
     for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(module))):
-        name, shape = "/".join(map(str, path)), variable.get_value().shape
+        name = "/".join(map(str, path))
+        shape = variable.get_value().shape
         value = draw(*shape, seed=i) / (shape[0] ** 0.5 if len(shape) == 2 else 1)
         numbers[name] = np.abs(value) if name == "mix" else value
         variable.set_value(jnp.asarray(numbers[name], jnp.float32))
@@ -51,26 +62,44 @@ def attention(released, normed, blocks=BLOCKS, kind=BlockMixing):
 def blocks_of(blocks=BLOCKS):
     """For each token in raster order its block, and its position in the block."""
     down, across = {4: (2, 2), 1: (1, 1), 12: (3, 4)}[blocks]
-    high, wide = GRID[0] // down, GRID[1] // across
-    where = [(r // high * across + c // wide, r % high * wide + c % wide) for r in range(GRID[0]) for c in range(GRID[1])]
+    high = GRID[0] // down
+    wide = GRID[1] // across
+    where = [
+        (r // high * across + c // wide, r % high * wide + c % wide)
+        for r in range(GRID[0])
+        for c in range(GRID[1])
+    ]
     return np.array(where).T
 
 
 def by_hand(w, x, released, normed, blocks=BLOCKS):
     """The formulas, token by token: [n, d] of one image, float64."""
-    n, h = len(x), WIDTH // HEADS
-    linear = lambda name, t: t @ w[f"{name}/kernel"] + w[f"{name}/bias"]
+    n = len(x)
+    h = WIDTH // HEADS
+
+    def linear(name, t):
+        return t @ w[f"{name}/kernel"] + w[f"{name}/bias"]
+
     q, k, v = (linear(f"to_{name}", x) for name in "qkv")
     if normed:
-        rms = lambda t, name: t / np.sqrt((t**2).mean(-1, keepdims=True) + 1e-5) * w[f"{name}/scale"]
-        q, k = rms(q, "norm_q"), rms(k, "norm_k")
+
+        def rms(t, name):
+            return t / np.sqrt((t**2).mean(-1, keepdims=True) + 1e-5) * w[f"{name}/scale"]
+
+        q = rms(q, "norm_q")
+        k = rms(k, "norm_k")
     block, place = blocks_of(blocks)
     at = {(b, p): t for t, (b, p) in enumerate(zip(block, place, strict=True))}
     out = np.zeros((n, WIDTH))
     for head in range(HEADS):
         cut = slice(head * h, (head + 1) * h)
-        kernel = lambda t, cut=cut: np.maximum(t[:, cut], 0) + 1e-6
-        fq, fk, of_v = kernel(q), kernel(k), v[:, cut]
+
+        def kernel(t, cut=cut):
+            return np.maximum(t[:, cut], 0) + 1e-6
+
+        fq = kernel(q)
+        fk = kernel(k)
+        of_v = v[:, cut]
         inside = [block == b for b in range(blocks)]
         s = [sum(np.outer(fk[t], of_v[t]) for t in np.flatnonzero(there)) for there in inside]
         z = [fk[there].sum(0) for there in inside]
@@ -83,7 +112,11 @@ def by_hand(w, x, released, normed, blocks=BLOCKS):
                 below = fq[t] @ sum(m[b] * z[b] for b in range(blocks))
             out[t, cut] = fq[t] @ mixed / (below + 1e-6)
     padded = np.pad(v.reshape(*GRID, WIDTH), ((1, 1), (1, 1), (0, 0)))
-    local = sum(padded[i : i + GRID[0], j : j + GRID[1]] * w["lepe/kernel"][i, j, 0] for i in range(3) for j in range(3))
+    local = sum(
+        padded[i : i + GRID[0], j : j + GRID[1]] * w["lepe/kernel"][i, j, 0]
+        for i in range(3)
+        for j in range(3)
+    )
     return linear("to_out/0", out + local.reshape(n, WIDTH))
 
 
@@ -113,7 +146,10 @@ def test_equal_weights_are_linear_attention(normed, scale):
     """SANA's own attention, by the same weights; queries have positive features, so that both kernels are one to 1e-6."""
     module, _ = attention(False, normed, 12)
     plain, _ = attention(False, normed, kind=LinearAttention)
-    of = lambda module: dict(nnx.to_flat_state(nnx.state(module)))
+
+    def of(module):
+        return dict(nnx.to_flat_state(nnx.state(module)))
+
     shared = {path: value for path, value in of(module).items() if path in of(plain)}
     nnx.update(plain, nnx.from_flat_state(shared.items()))
     for m in (module, plain):
@@ -137,10 +173,14 @@ def test_the_first_mixture_falls_with_the_distance_of_blocks():
     row = np.array([1, 1 - 1 / two, 1 - 1 / two, 0])
     np.testing.assert_allclose(paper[0], row / row.sum(), rtol=1e-12)
     np.testing.assert_allclose(paper.sum(1), 1, rtol=1e-12)
-    wide = initial_mix((1, 3), False)  # the middle block's farthest neighbour is at 1, that of the others at 2
+    wide = initial_mix(
+        (1, 3), False
+    )  # the middle block's farthest neighbour is at 1, that of the others at 2
     np.testing.assert_allclose(wide, [[2 / 3, 1 / 3, 0], [0, 1, 0], [0, 1 / 3, 2 / 3]], atol=1e-12)
     released = initial_mix((1, 3), True)
-    np.testing.assert_allclose(released, np.array([[2, 1, 0], [1, 2, 1], [0, 1, 2]]) / [3, 4, 3], atol=1e-12)
+    np.testing.assert_allclose(
+        released, np.array([[2, 1, 0], [1, 2, 1], [0, 1, 2]]) / [3, 4, 3], atol=1e-12
+    )
     np.testing.assert_array_equal(initial_mix((1, 1), False), [[1]])
 
 
@@ -149,7 +189,10 @@ def test_blocks_are_as_square_as_they_can_be():
     assert tiling(16, (64, 16)) == (8, 2)
     assert tiling(16, (16, 64)) == (2, 8)
     assert tiling(6, (4, 9)) == (2, 3)
-    with pytest.raises(ValueError, match=r"^model.mhla_blocks=16: 6 x 10 tokens do not divide into so many equal blocks$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^model.mhla_blocks=16: 6 x 10 tokens do not divide into so many equal blocks$",
+    ):
         tiling(16, (6, 10))
 
 
@@ -163,14 +206,24 @@ def test_a_pipeline_begins_with_what_its_files_do_not_have(released):
     _, pipeline = configured(f"model.mhla_released={str(released).lower()}", "model.mhla_norm=true")
     params = flatten(pipeline.transformer.load(jnp.float32))
     plain = flatten(open_model("embedded:tiny-sana").transformer.load(jnp.float32))
-    new = {f"transformer_blocks/attn1/{name}" for name in ("mix", "lepe/kernel", "norm_q/scale", "norm_k/scale")}
+    new = {
+        f"transformer_blocks/attn1/{name}"
+        for name in ("mix", "lepe/kernel", "norm_q/scale", "norm_k/scale")
+    }
     assert params.keys() == plain.keys() | new
     for path, value in plain.items():
         np.testing.assert_array_equal(params[path], value)
-    of = lambda name: np.asarray(params[f"transformer_blocks/attn1/{name}"])
-    mix, lepe, scale = of("mix"), of("lepe/kernel"), of("norm_q/scale")
+
+    def of(name):
+        return np.asarray(params[f"transformer_blocks/attn1/{name}"])
+
+    mix = of("mix")
+    lepe = of("lepe/kernel")
+    scale = of("norm_q/scale")
     layers = len(mix)
-    np.testing.assert_array_equal(mix, np.broadcast_to(initial_mix((4, 4), released).astype(np.float32), (layers, 16, 16)))
+    np.testing.assert_array_equal(
+        mix, np.broadcast_to(initial_mix((4, 4), released).astype(np.float32), (layers, 16, 16))
+    )
     assert lepe.sum() == (lepe[:, 1, 1] == 1).sum() == released * lepe.shape[0] * lepe.shape[-1]
     np.testing.assert_array_equal(scale, 1)
 
@@ -179,9 +232,14 @@ def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantised():
     config, pipeline = configured()
     new = tuple(f"transformer_blocks/attn1/{name}" for name in ("lepe/kernel", "mix"))
     targets = find_targets(pipeline.transformer, config)
-    assert targets == Targets(find_targets(open_model("embedded:tiny-sana").transformer, config).adapted, new)
+    assert targets == Targets(
+        find_targets(open_model("embedded:tiny-sana").transformer, config).adapted, new
+    )
     params = pipeline.transformer.abstract(jnp.bfloat16)
-    assert not set(new) & why_kept(params, dataclasses.replace(config.model.quantize, skip=(), min_dim=0.0)).keys()
+    assert (
+        not set(new)
+        & why_kept(params, dataclasses.replace(config.model.quantize, skip=(), min_dim=0.0)).keys()
+    )
     trained = {path: jnp.asarray([-1.0, 0.5, 2.0]) for path in new}
     trained |= {"x/kernel": {"a": jnp.asarray(-1.0), "b": jnp.asarray(2.0)}}
     kept = within_bounds(trained, entries(pipeline.transformer.state))
@@ -189,23 +247,40 @@ def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantised():
     assert kept[new[0]] is trained[new[0]]
     assert kept["x/kernel"] is trained["x/kernel"]
     released = configured("model.mhla_released=true")[1]
-    np.testing.assert_array_equal(within_bounds(trained, entries(released.transformer.state))[new[1]], [-1, 0.5, 2])
+    np.testing.assert_array_equal(
+        within_bounds(trained, entries(released.transformer.state))[new[1]], [-1, 0.5, 2]
+    )
 
 
 def test_a_network_of_equal_weights_has_sanas_velocities():
     """Of tiny-sana's released weights; and how far the paper's beginning is from them."""
     _, pipeline = configured()
-    plain, rng = open_model("embedded:tiny-sana"), np.random.default_rng(0)
-    params, own = pipeline.transformer.load(jnp.float32), plain.transformer.load(jnp.float32)
+    plain = open_model("embedded:tiny-sana")
+    rng = np.random.default_rng(0)
+    params = pipeline.transformer.load(jnp.float32)
+    own = plain.transformer.load(jnp.float32)
     latent = jnp.asarray(rng.standard_normal((3, 8, 8, pipeline.channels)), jnp.float32)
     width = own["caption_projection"]["linear_1"]["kernel"].shape[0]
-    text = {"text": jnp.asarray(rng.standard_normal((3, 5, width)), jnp.float32), "mask": jnp.ones((3, 5), bool)}
-    time, one = jnp.asarray([900.0, 500.0, 100.0]), jnp.float32(1)
-    velocity = lambda p, params: np.asarray(jax.jit(p.velocity)(params, latent, text, time, one))
+    text = {
+        "text": jnp.asarray(rng.standard_normal((3, 5, width)), jnp.float32),
+        "mask": jnp.ones((3, 5), bool),
+    }
+    time = jnp.asarray([900.0, 500.0, 100.0])
+    one = jnp.float32(1)
+
+    def velocity(p, params):
+        return np.asarray(jax.jit(p.velocity)(params, latent, text, time, one))
+
     want = velocity(plain, own)
-    apart = lambda params: np.linalg.norm(velocity(pipeline, params) - want) / np.linalg.norm(want)
+
+    def apart(params):
+        return np.linalg.norm(velocity(pipeline, params) - want) / np.linalg.norm(want)
+
     path = "transformer_blocks/attn1/mix"
-    assert apart(replace(params, {path: jnp.full((len(flatten(params)[path]), 16, 16), 1 / 16)})) < 1e-5
+    assert (
+        apart(replace(params, {path: jnp.full((len(flatten(params)[path]), 16, 16), 1 / 16)}))
+        < 1e-5
+    )
     assert 0.03 < apart(params) < 0.12
 
 
@@ -216,7 +291,8 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
     assert pipeline.latent_shape(16, 48)[:2] == (4, 12)
     config, _ = configured("rollout.size=[[24,32],[32,32]]")
     with pytest.raises(
-        InputError, match=r"^rollout.size: size 24x32: this model takes multiples of 16 pixels down and 16 across$"
+        InputError,
+        match=r"^rollout.size: size 24x32: this model takes multiples of 16 pixels down and 16 across$",
     ):
         check_sizes(config, pipeline)
 
@@ -225,9 +301,17 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
     ("overrides", "error", "said"),
     [
         (("model.mhla_blocks=0",), ConfigError, "model.mhla_blocks=0: must be at least 1"),
-        (("model.attention=linear",), ConfigError, "model.attention='linear': expected 'own' or 'mhla'"),
+        (
+            ("model.attention=linear",),
+            ConfigError,
+            "model.attention='linear': expected 'own' or 'mhla'",
+        ),
         (("model.mhla_released=1",), ConfigError, "model.mhla_released=1: expected true or false"),
-        (("model.mhla_blocks=5",), InputError, "model.mhla_blocks=5: 8 x 8 tokens do not divide into so many equal blocks"),
+        (
+            ("model.mhla_blocks=5",),
+            InputError,
+            "model.mhla_blocks=5: 8 x 8 tokens do not divide into so many equal blocks",
+        ),
         (
             ("model=tiny-flux",),
             InputError,

@@ -29,7 +29,12 @@ def diffusers_prompts(reference, prompts, max_tokens):
     text, mask, nothing, nothing_mask = reference.encode_prompt(
         prompts, max_sequence_length=max_tokens, complex_human_instruction=None, device="cpu"
     )
-    return text.numpy(), mask.numpy().astype(bool), nothing.numpy(), nothing_mask.numpy().astype(bool)
+    return (
+        text.numpy(),
+        mask.numpy().astype(bool),
+        nothing.numpy(),
+        nothing_mask.numpy().astype(bool),
+    )
 
 
 def test_a_directory_says_what_it_is(opened):
@@ -44,30 +49,53 @@ def test_a_directory_says_what_it_is(opened):
         (pipeline.text_encoders["text_encoder"], reference.text_encoder),
                          (pipeline.vae, reference.vae.decoder)):  # fmt: skip
         assert ours.size == sum(p.numel() for p in theirs.parameters())
-        assert sum(np.prod(x.shape) for x in jax.tree.leaves(ours.abstract(jnp.bfloat16))) == ours.size
+        assert (
+            sum(np.prod(x.shape) for x in jax.tree.leaves(ours.abstract(jnp.bfloat16))) == ours.size
+        )
 
 
 @pytest.mark.parametrize("size", [(33, 32), (32, 30), (0, 32), (-32, 32)])
 def test_sizes_that_are_no_multiples_are_refused(size, opened):
-    with pytest.raises(ValueError, match=rf"size {size[0]}x{size[1]}: this model takes multiples of {COMPRESSION} pixels"):
+    with pytest.raises(
+        ValueError,
+        match=rf"size {size[0]}x{size[1]}: this model takes multiples of {COMPRESSION} pixels",
+    ):
         opened[0].latent_shape(*size)
 
 
 @pytest.mark.parametrize(
     ("component", "fields", "message"),
     [
-        ("transformer", {"in_channels": 16}, "transformer in_channels=16 does not fit the other components, which want 8"),
-        ("transformer", {"out_channels": 16}, "transformer out_channels=16 does not fit the other components, which want 8"),
-        ("transformer", {"caption_channels": 24}, "transformer caption_channels=24 .* which want 16"),
+        (
+            "transformer",
+            {"in_channels": 16},
+            "transformer in_channels=16 does not fit the other components, which want 8",
+        ),
+        (
+            "transformer",
+            {"out_channels": 16},
+            "transformer out_channels=16 does not fit the other components, which want 8",
+        ),
+        (
+            "transformer",
+            {"caption_channels": 24},
+            "transformer caption_channels=24 .* which want 16",
+        ),
         ("text_encoder", {"hidden_size": 24}, "transformer caption_channels=16 .* which want 24"),
-        ("transformer", {"cross_attention_dim": 64}, "transformer cross_attention_dim=64 .* which want 32"),
+        (
+            "transformer",
+            {"cross_attention_dim": 64},
+            "transformer cross_attention_dim=64 .* which want 32",
+        ),
         ("vae", {"latent_channels": 4}, "transformer in_channels=8 .* which want 4"),
         ("transformer", {"dropout": 0.1}, "SanaTransformer2DModel: dropout=0.1"),
         ("text_encoder", {"model_type": "llama"}, "Gemma2Model: model_type='llama'"),
         ("vae", {"downsample_block_type": "pool"}, "AutoencoderDC: downsample_block_type='pool'"),
     ],
 )
-def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(component, fields, message, opened, tmp_path):
+def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(
+    component, fields, message, opened, tmp_path
+):
     folder = tmp_path / "model"
     shutil.copytree(opened[2], folder, ignore=shutil.ignore_patterns("*.safetensors"))
     open_pipeline(folder)  # needs no weights
@@ -78,7 +106,8 @@ def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(componen
 
 
 @pytest.mark.parametrize(
-    "missing", ["transformer/config.json", "scheduler/scheduler_config.json", "tokenizer", "model_index.json"]
+    "missing",
+    ["transformer/config.json", "scheduler/scheduler_config.json", "tokenizer", "model_index.json"],
 )
 def test_an_incomplete_directory_is_refused_by_name(missing, opened, tmp_path):
     folder = tmp_path / "model"
@@ -94,7 +123,8 @@ def test_an_incomplete_directory_is_refused_by_name(missing, opened, tmp_path):
 def test_tokens_are_lower_case_stripped_and_padded_on_the_right(opened):
     tokens = opened[0].tokenize(["Red STAR  ", "\tred star", "red", "", "Red " * 20], 5)
     red, star = (4 + WORDS.index(word) for word in ("red", "star"))
-    pad, bos = 0, 1
+    pad = 0
+    bos = 1
     assert tokens["ids"].tolist() == [
         [bos, red, star, pad, pad], [bos, red, star, pad, pad], [bos, red, pad, pad, pad], [bos, pad, pad, pad, pad],
         [bos, red, red, red, red],
@@ -117,14 +147,19 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
     np.testing.assert_array_equal(tokens["ids"], asked[0])
     np.testing.assert_array_equal(tokens["mask"], mask)
 
-    got = jax.jit(pipeline.encode_text)({"text_encoder": pipeline.text_encoders["text_encoder"].load(jnp.float32)}, tokens)
+    got = jax.jit(pipeline.encode_text)(
+        {"text_encoder": pipeline.text_encoders["text_encoder"].load(jnp.float32)}, tokens
+    )
     np.testing.assert_array_equal(got["mask"], mask)
     difference = np.abs(np.asarray(got["text"]) - text)[mask].max() / np.abs(text[mask]).max()
     print(f"conditioning, {max_tokens} tokens: {difference:.1e}")
     assert difference < TOLERANCE
     # the empty prompt, the first of these, is what guidance leads away from
     np.testing.assert_array_equal(got["mask"][:1], nothing_mask[:1])
-    assert np.abs(np.asarray(got["text"])[0] - nothing[0])[mask[0]].max() / np.abs(text).max() < TOLERANCE
+    assert (
+        np.abs(np.asarray(got["text"])[0] - nothing[0])[mask[0]].max() / np.abs(text).max()
+        < TOLERANCE
+    )
 
 
 def test_velocity_equals_that_of_diffusers(opened):
@@ -134,7 +169,13 @@ def test_velocity_equals_that_of_diffusers(opened):
     time = np.array([1000, 731, 500, 33, 1], np.float32)
     text, mask, _, _ = diffusers_prompts(reference, PROMPTS, 6)
     run = jax.jit(pipeline.velocity)
-    got = run(pipeline.transformer.load(jnp.float32), latent, {"text": text, "mask": mask}, time, np.float32(4.5))
+    got = run(
+        pipeline.transformer.load(jnp.float32),
+        latent,
+        {"text": text, "mask": mask},
+        time,
+        np.float32(4.5),
+    )
     with torch.no_grad():
         want = reference.transformer(
             torch.from_numpy(latent).permute(0, 3, 1, 2), torch.from_numpy(text), torch.from_numpy(time) * 0.5,
@@ -151,7 +192,9 @@ def test_decoding_equals_diffusers_autoencoder_and_postprocessing(opened):
     got = np.asarray(jax.jit(pipeline.decode)(pipeline.vae.load(jnp.float32), latent))
     with torch.no_grad():
         scaled = torch.from_numpy(latent).permute(0, 3, 1, 2) / reference.vae.config.scaling_factor
-        want = reference.image_processor.postprocess(reference.vae.decode(scaled, return_dict=False)[0], output_type="np")
+        want = reference.image_processor.postprocess(
+            reference.vae.decode(scaled, return_dict=False)[0], output_type="np"
+        )
     assert got.shape == (2, 24, 32, 3)
     assert {0.0, 1.0} <= set(want.ravel().tolist())  # both ends are cut off
     print(f"decode: {np.abs(got - want).max():.1e}")

@@ -1,4 +1,4 @@
-"""`models.qwen3` against transformers' `Qwen3Model` and `Qwen3ForCausalLM`, float32; chat templates against its tokenizer."""
+"""`models.text_encoders.qwen3` against transformers' `Qwen3Model` and `Qwen3ForCausalLM`, float32; chat templates against its tokenizer."""
 
 import math
 
@@ -11,14 +11,15 @@ import transformers
 from flax import nnx
 from safetensors.torch import save_file
 
-from solrl_jax.models.qwen3 import Qwen3Config, Qwen3Model, open_qwen3
-from solrl_jax.models.tokenizers import chat, tokenize
-from solrl_jax.models.weights import entries
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.text_encoders.qwen3 import Qwen3Config, Qwen3Model, open_qwen3
+from solrl_jax.models.text_encoders.tokenizers import chat, tokenize
 from tests.parity import relative
 from tests.pipelines import make_qwen_tokenizer
 
 TOLERANCE = 1e-5
-VOCAB, LENGTHS = 97, (13, 1, 8, 5)
+VOCAB = 97
+LENGTHS = (13, 1, 8, 5)
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -29,9 +30,15 @@ CASES = {  # changes to the config, and the states that are read
     "tokens and the last before the norm": ({}, (0, 3)),
     "one key head, wide heads": ({"num_key_value_heads": 1, "head_dim": 16}, (3,)),
     "a key head each, narrow heads": ({"num_key_value_heads": 4, "head_dim": 4}, (2, 3)),
-    "biases, other rotation": ({"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 37.0}}, (3,)),
+    "biases, other rotation": (
+        {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 37.0}},
+        (3,),
+    ),
     "other norm": ({"rms_norm_eps": 1e-2, "tie_word_embeddings": True}, (1, 3)),
-    "other sizes": ({"hidden_size": 20, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 101}, (1,)),
+    "other sizes": (
+        {"hidden_size": 20, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 101},
+        (1,),
+    ),
 }
 
 # What is known of the released configs of Qwen3-4B and 8B, as transformers 4 wrote them.
@@ -48,7 +55,11 @@ LARGE = RELEASED | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_e
 
 def reference_model(seed=0, kind=transformers.Qwen3ForCausalLM, **changes):
     """transformers' model with weights large enough that every token, position and mask shows."""
-    model = kind(transformers.Qwen3Config(**SMALL | changes, attn_implementation="eager")).eval().requires_grad_(False)
+    model = (
+        kind(transformers.Qwen3Config(**SMALL | changes, attn_implementation="eager"))
+        .eval()
+        .requires_grad_(False)
+    )
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         scale = 0.5 if p.ndim == 1 else 1.0 if "embed" in name else 1.5 * p.shape[1] ** -0.5
@@ -75,7 +86,9 @@ def run(model, ids, mask):
 
 
 def expected(reference, ids, mask, states):
-    out = reference(torch.tensor(ids), attention_mask=torch.tensor(mask).long(), output_hidden_states=True).hidden_states
+    out = reference(
+        torch.tensor(ids), attention_mask=torch.tensor(mask).long(), output_hidden_states=True
+    ).hidden_states
     return np.concatenate([out[state].numpy() for state in states], axis=-1)
 
 
@@ -85,9 +98,12 @@ def test_hidden_states(case, tmp_path):
     reference = reference_model(seed=list(CASES).index(case), **changes)
     model = port(tmp_path, reference, states)
     ids, mask = prompts()
-    ours, theirs = np.asarray(run(model, ids, mask)), expected(reference, ids, mask, states)
+    ours = np.asarray(run(model, ids, mask))
+    theirs = expected(reference, ids, mask, states)
     assert ours.shape == theirs.shape
-    for one, other in zip(*(np.split(x, len(states), axis=-1) for x in (ours, theirs)), strict=True):
+    for one, other in zip(
+        *(np.split(x, len(states), axis=-1) for x in (ours, theirs)), strict=True
+    ):
         assert relative(one, other) < TOLERANCE  # of padding, too
 
     # padding is never seen ...
@@ -115,7 +131,11 @@ def test_files_with_and_without_a_head(kind, head, tmp_path):
     """Both classes' files hold the same network. What is above the highest state is not read, what is below must be there."""
     reference = reference_model(kind=kind)
     model = port(tmp_path, reference, (2,))
-    tensors = {name: t.contiguous() for name, t in reference.state_dict().items() if head or not name.startswith("lm_head")}
+    tensors = {
+        name: t.contiguous()
+        for name, t in reference.state_dict().items()
+        if head or not name.startswith("lm_head")
+    }
     save_file(tensors, file := tmp_path / "model.safetensors")
     ids, mask = prompts()
     theirs = expected(reference, ids, mask, (2,))
@@ -126,13 +146,18 @@ def test_files_with_and_without_a_head(kind, head, tmp_path):
 
     prefix = "model." if kind is transformers.Qwen3ForCausalLM else ""
     unread = {
-        n: t for n, t in tensors.items() if not n.startswith((f"{prefix}layers.2.", f"{prefix}layers.3.", f"{prefix}norm."))
+        n: t
+        for n, t in tensors.items()
+        if not n.startswith((f"{prefix}layers.2.", f"{prefix}layers.3.", f"{prefix}norm."))
     }
     save_file(unread, file)
     component.check()
     del unread[f"{prefix}layers.1.mlp.up_proj.weight"]
     save_file(unread, file)
-    with pytest.raises(ValueError, match=r"1 tensor\(s\) do not fit the network: missing .*layers.1.mlp.up_proj.weight"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 tensor\(s\) do not fit the network: missing .*layers.1.mlp.up_proj.weight",
+    ):
         component.check()
     save_file(tensors | {f"{prefix}layers.20.mlp.up_proj.weight": torch.ones(1)}, file)
     with pytest.raises(ValueError, match=r"unexpected .*layers.20"):
@@ -164,18 +189,30 @@ def test_bfloat16_follows_the_table(tmp_path):
     assert relative(np.asarray(ours, np.float32), exact) < 0.1
 
 
-@pytest.mark.parametrize(("fields", "count"), [(RELEASED, 4_022_468_096), (LARGE, 7_568_405_504)], ids=["4B", "8B"])
+@pytest.mark.parametrize(
+    ("fields", "count"), [(RELEASED, 4_022_468_096), (LARGE, 7_568_405_504)], ids=["4B", "8B"]
+)
 def test_released_size(fields, count):
     config = Qwen3Config.from_dict(fields)
     assert (config == Qwen3Config()) == (fields is RELEASED)
     state = nnx.state(nnx.eval_shape(lambda: Qwen3Model(config, (35,), rngs=nnx.Rngs(0))))
     with torch.device("meta"):
         reference = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(fields))
-    theirs = {name: tuple(t.shape) for name, t in reference.state_dict().items() if name != "lm_head.weight"}
+    theirs = {
+        name: tuple(t.shape)
+        for name, t in reference.state_dict().items()
+        if name != "lm_head.weight"
+    }
     assert sum(map(math.prod, theirs.values())) == count
-    below = {name: shape for name, shape in theirs.items() if not name.startswith(("model.layers.35.", "model.norm."))}
+    below = {
+        name: shape
+        for name, shape in theirs.items()
+        if not name.startswith(("model.layers.35.", "model.norm."))
+    }
     assert {name: e.torch_shape for e in entries(state) for name in e.names} == below
-    assert Qwen3Config.from_dict(reference.config.to_dict()) == config  # as transformers 5 writes it
+    assert (
+        Qwen3Config.from_dict(reference.config.to_dict()) == config
+    )  # as transformers 5 writes it
 
 
 @pytest.mark.parametrize(
@@ -197,7 +234,9 @@ def test_unsupported_value_is_named(field, value):
 @pytest.mark.parametrize(("states", "more"), [((1, 5), 5), ((4,), 4), ((0,), 1)])
 def test_too_few_layers_for_a_state_are_named(states, more, tmp_path):
     """The last state, which has a norm of its own, is none of those that released pipelines read."""
-    message = rf"config.json: num_hidden_layers=4; accepted: more than {more}, for the hidden states \("
+    message = (
+        rf"config.json: num_hidden_layers=4; accepted: more than {more}, for the hidden states \("
+    )
     with pytest.raises(ValueError, match=message):
         open_qwen3(tmp_path, Qwen3Config.from_dict(SMALL), states)
 
@@ -213,13 +252,17 @@ def test_tokens_are_those_of_the_released_pipelines(thinking, tmp_path):
     asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
     texts = [theirs.apply_chat_template(turn, **options) for turn in asked]
-    assert texts[0] == "<|im_start|>user\na red circle<|im_end|>\n<|im_start|>assistant\n" + "<think>\n\n</think>\n\n" * (
-        not thinking
+    assert (
+        texts[0]
+        == "<|im_start|>user\na red circle<|im_end|>\n<|im_start|>assistant\n"
+        + "<think>\n\n</think>\n\n" * (not thinking)
     )
     turns = chat(tmp_path, PROMPTS, enable_thinking=thinking)
     assert turns == texts
     for length in (6, 30, 80):
-        expected = theirs(texts, padding="max_length", max_length=length, truncation=True, return_tensors="np")
+        expected = theirs(
+            texts, padding="max_length", max_length=length, truncation=True, return_tensors="np"
+        )
         ours = tokenize(tmp_path, turns, length)
         assert np.array_equal(ours["ids"], expected["input_ids"])
         assert np.array_equal(ours["mask"], expected["attention_mask"].astype(bool))

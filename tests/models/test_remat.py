@@ -7,16 +7,22 @@ import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
 
-from solrl_jax.models.flux import FluxConfig, FluxTransformer2DModel
-from solrl_jax.models.flux2 import Flux2Config, Flux2Transformer2DModel
-from solrl_jax.models.layers import REMAT, rms_norm
-from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
-from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
+from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
+from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel
+from solrl_jax.models.layers.core import REMAT, rms_norm
+from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 
 TOLERANCE = 1e-6  # of the largest gradient: other fusions, the same sums
-ROWS, LAYERS = 4, 6
+ROWS = 4
+LAYERS = 6
 TIME = np.linspace(100.0, 900.0, ROWS, dtype=np.float32)
-draw = lambda *shape: np.random.default_rng(sum(shape)).standard_normal((ROWS, *shape)).astype(np.float32)
+
+
+def draw(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal((ROWS, *shape)).astype(np.float32)
+
+
 FLUX = FluxConfig(
     in_channels=16, num_layers=LAYERS, num_single_layers=LAYERS, attention_head_dim=16, num_attention_heads=2,
     joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 6, 6),
@@ -34,38 +40,67 @@ SANA = SanaConfig(
     num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=12, sample_size=16,
 )  # fmt: skip
 NETWORKS = {
-    "sd3": (lambda remat, r: SD3Transformer2DModel(SD3, remat=remat, rngs=r), (draw(7, 12), draw(10), TIME)),
-    "flux": (lambda remat, r: FluxTransformer2DModel(FLUX, remat=remat, rngs=r), (draw(7, 12), draw(10), TIME)),
-    "flux2": (lambda remat, r: Flux2Transformer2DModel(FLUX2, remat=remat, rngs=r), (draw(7, 12), TIME)),
-    "sana": (lambda remat, r: SanaTransformer2DModel(SANA, remat=remat, rngs=r), (draw(7, 12), np.ones((ROWS, 7), bool), TIME)),
+    "sd3": (
+        lambda remat, r: SD3Transformer2DModel(SD3, remat=remat, rngs=r),
+        (draw(7, 12), draw(10), TIME),
+    ),
+    "flux": (
+        lambda remat, r: FluxTransformer2DModel(FLUX, remat=remat, rngs=r),
+        (draw(7, 12), draw(10), TIME),
+    ),
+    "flux2": (
+        lambda remat, r: Flux2Transformer2DModel(FLUX2, remat=remat, rngs=r),
+        (draw(7, 12), TIME),
+    ),
+    "sana": (
+        lambda remat, r: SanaTransformer2DModel(SANA, remat=remat, rngs=r),
+        (draw(7, 12), np.ones((ROWS, 7), bool), TIME),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_are_the_same_and_take_less_memory(name):
-    make, told = NETWORKS[name][0], jax.tree.map(jnp.asarray, NETWORKS[name][1])
-    gradients, memory = {}, {}
+    make = NETWORKS[name][0]
+    told = jax.tree.map(jnp.asarray, NETWORKS[name][1])
+    gradients = {}
+    memory = {}
     for remat in REMAT:
         graphdef, params = nnx.split(make(remat, nnx.Rngs(0)))
         # every parameter counts, those that start at zero too
-        params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params)
-        loss = lambda params, x, g=graphdef: jnp.square(nnx.merge(g, params)(x, *told)).mean()
+        params = jax.tree.map(
+            lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params
+        )
+
+        def loss(params, x, g=graphdef):
+            return jnp.square(nnx.merge(g, params)(x, *told)).mean()
+
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, draw(16, 16, 4)).compile()
         memory[remat] = compiled.memory_analysis().temp_size_in_bytes
         gradients[remat] = jax.device_get(jax.tree.leaves(compiled(params, draw(16, 16, 4))))
     for remat in ("products", "blocks"):
         for got, want in zip(gradients[remat], gradients["none"], strict=True):
-            assert np.abs(got - want).max() <= TOLERANCE * max(np.abs(g).max() for g in gradients["none"])
+            assert np.abs(got - want).max() <= TOLERANCE * max(
+                np.abs(g).max() for g in gradients["none"]
+            )
     assert max(np.abs(g).max() for g in gradients["none"]) > 1e-3
     assert memory["blocks"] < memory["products"] < memory["none"], memory
     assert memory["blocks"] < 0.6 * memory["none"], memory
 
 
 def test_sums_of_squares_are_kept_only_where_asked_and_change_no_gradient():
-    x, weight = jnp.asarray(draw(3, 8)), jnp.linspace(0.5, 2.0, 8)
-    norm = lambda keep: jax.checkpoint(
-        lambda x: (rms_norm(x, weight, 1e-6, keep=keep) ** 3).sum(), policy=REMAT["products"], prevent_cse=False
-    )
+    x = jnp.asarray(draw(3, 8))
+    weight = jnp.linspace(0.5, 2.0, 8)
+
+    def norm(keep):
+        return jax.checkpoint(
+            lambda x: (rms_norm(x, weight, 1e-6, keep=keep) ** 3).sum(),
+            policy=REMAT["products"],
+            prevent_cse=False,
+        )
+
     np.testing.assert_allclose(jax.grad(norm(True))(x), jax.grad(norm(False))(x), rtol=TOLERANCE)
-    kept = {keep: [aval.shape for aval, _ in saved_residuals(norm(keep), x)] for keep in (True, False)}
+    kept = {
+        keep: [aval.shape for aval, _ in saved_residuals(norm(keep), x)] for keep in (True, False)
+    }
     assert (kept[True].count((ROWS, 3, 1)), kept[False].count((ROWS, 3, 1))) == (1, 0)

@@ -8,7 +8,7 @@ from diffusers import SanaTransformer2DModel as TorchSana
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
+from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from tests.parity import from_torch, parameter_count, relative
 
 # Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly all cut off by the ReLU
@@ -23,7 +23,9 @@ CASES = {
     "attention-bias": dict(attention_bias=True, norm_eps=1e-5),
     "patches-and-positions": dict(patch_size=2, interpolation_scale=1.5, num_layers=3),
     "affine-norm": dict(norm_elementwise_affine=True, mlp_ratio=3.0, out_channels=None),
-    "unequal-cross-heads": dict(num_cross_attention_heads=8, cross_attention_head_dim=8, timestep_scale=0.5),
+    "unequal-cross-heads": dict(
+        num_cross_attention_heads=8, cross_attention_head_dim=8, timestep_scale=0.5
+    ),
 }
 TOLERANCE = 1e-5  # largest difference over largest value
 
@@ -35,7 +37,9 @@ def build(overrides: dict, seed: int = 0):
     with torch.no_grad():
         for p in theirs.parameters():
             p.copy_(torch.randn_like(p) * (0.5 if p.ndim < 2 else 1.0 / np.sqrt(p[0].numel())))
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: SanaTransformer2DModel(config(overrides), rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: SanaTransformer2DModel(config(overrides), rngs=nnx.Rngs(0)))
+    )
     params = from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()})
     return theirs, jax.jit(lambda *inputs: nnx.merge(graphdef, params)(*inputs)), state, params
 
@@ -57,12 +61,20 @@ def inputs(height: int = 6, width: int = 8, seed: int = 1):
 
 def run_torch(theirs, x, grad: bool = False):
     latent = torch.from_numpy(x["latent"].transpose(0, 3, 1, 2).copy()).requires_grad_(grad)
-    tensor = lambda name: torch.from_numpy(x[name])
+
+    def tensor(name):
+        return torch.from_numpy(x[name])
+
     mask = tensor("mask").float()
-    out = theirs(latent, tensor("text"), tensor("timestep"), encoder_attention_mask=mask, return_dict=False)[0]
+    out = theirs(
+        latent, tensor("text"), tensor("timestep"), encoder_attention_mask=mask, return_dict=False
+    )[0]
     if grad:
         (
-            out * torch.from_numpy(cotangent(out.shape[0], *out.shape[2:], out.shape[1]).transpose(0, 3, 1, 2).copy())
+            out
+            * torch.from_numpy(
+                cotangent(out.shape[0], *out.shape[2:], out.shape[1]).transpose(0, 3, 1, 2).copy()
+            )
         ).sum().backward()
         return latent.grad.numpy().transpose(0, 2, 3, 1)
     return out.detach().numpy().transpose(0, 2, 3, 1)
@@ -77,7 +89,8 @@ def cotangent(*shape: int) -> np.ndarray:
 def test_forward_and_input_gradient_equal_diffusers(case):
     theirs, ours, _, _ = build(CASES[case])
     x = inputs()
-    want, got = run_torch(theirs, x), ours(*x.values())
+    want = run_torch(theirs, x)
+    got = ours(*x.values())
     assert relative(got, want) < TOLERANCE
     # the case can fail: every input moves the output by many tolerances
     moved = {
@@ -89,8 +102,13 @@ def test_forward_and_input_gradient_equal_diffusers(case):
     for name, value in moved.items():
         assert relative(ours(*(x | {name: value}).values()), want) > 20 * TOLERANCE, name
 
-    objective = lambda latent: (ours(latent, *list(x.values())[1:]) * cotangent(*want.shape)).sum()
-    assert relative(jax.jit(jax.grad(objective))(x["latent"]), run_torch(theirs, x, grad=True)) < TOLERANCE
+    def objective(latent):
+        return (ours(latent, *list(x.values())[1:]) * cotangent(*want.shape)).sum()
+
+    assert (
+        relative(jax.jit(jax.grad(objective))(x["latent"]), run_torch(theirs, x, grad=True))
+        < TOLERANCE
+    )
 
 
 def test_another_size_runs_through_the_same_weights():
@@ -118,7 +136,8 @@ def test_weights_go_out_as_they_came_in():
 
 
 @pytest.mark.parametrize(
-    ("layers", "heads", "cross", "count"), [(20, 70, (20, 112), 1_604_462_752), (28, 36, (16, 72), 591_747_872)]
+    ("layers", "heads", "cross", "count"),
+    [(20, 70, (20, 112), 1_604_462_752), (28, 36, (16, 72), 591_747_872)],
 )
 def test_released_sizes_have_the_released_parameter_counts(layers, heads, cross, count):
     width = heads * 32

@@ -5,14 +5,19 @@ import dataclasses
 import pytest
 from flax import nnx
 
-from solrl_jax.models.sana import SanaConfig, SanaTransformer2DModel
-from solrl_jax.models.sana_native import is_native, mlp_ratio, plan
-from solrl_jax.models.weights import entries
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.sana.native import is_native, mlp_ratio, plan
+from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 
 
-def native_shapes(width=2240, hidden=5600, depth=20, ffn="linear", text=2304, channels=32, patch=1, qk_norm=False):
+def native_shapes(
+    width=2240, hidden=5600, depth=20, ffn="linear", text=2304, channels=32, patch=1, qk_norm=False
+):
     """Written down name by name: `SanaMSLinearFFN_1600M_P1_D20`, unless asked otherwise."""
-    linear = lambda name, *shape: {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+    def linear(name, *shape):
+        return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
     unit = (1, 1) if ffn == "conv" else ()
     shapes = {
         "pos_embed": (1, (32 // patch) ** 2, width),
@@ -39,7 +44,11 @@ def native_shapes(width=2240, hidden=5600, depth=20, ffn="linear", text=2304, ch
             **linear("mlp.depth_conv.conv", 2 * hidden, 1, 3, 3),
             f"mlp.point_conv.{ffn}.weight": (width, hidden, *unit),
         }
-        for norm in ("attn.q_norm", "attn.k_norm", "cross_attn.q_norm", "cross_attn.k_norm") if qk_norm else ():
+        for norm in (
+            ("attn.q_norm", "attn.k_norm", "cross_attn.q_norm", "cross_attn.k_norm")
+            if qk_norm
+            else ()
+        ):
             block[f"{norm}.weight"] = (width,)
         shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
     return shapes
@@ -93,10 +102,19 @@ def test_the_ratio_of_a_config_gives_every_hidden_width_back(width):
     ratios = {hidden: mlp_ratio(hidden, width) for hidden in range(width, 4 * width)}
     assert all(int(ratio * width) == hidden for hidden, ratio in ratios.items())
     assert ratios[5 * width // 2] == 2.5
-    sizes = dict(num_attention_heads=width // 32, cross_attention_head_dim=width // 4, cross_attention_dim=width)
+    sizes = dict(
+        num_attention_heads=width // 32,
+        cross_attention_head_dim=width // 4,
+        cross_attention_dim=width,
+    )
     base = SanaConfig(num_cross_attention_heads=4, **sizes)
     made = plan(native_shapes(width, width + 33, depth=1), base)
-    assert network_shapes(made.config)["transformer_blocks.0.ff.conv_point.weight"] == (width, width + 33, 1, 1)
+    assert network_shapes(made.config)["transformer_blocks.0.ff.conv_point.weight"] == (
+        width,
+        width + 33,
+        1,
+        1,
+    )
 
 
 def test_a_plain_quotient_would_lose_a_unit():
@@ -140,8 +158,14 @@ def test_a_layer_that_is_not_there_and_one_of_the_other_kind():
 
 
 def test_only_half_of_the_norms():
-    shapes = {name: shape for name, shape in native_shapes(depth=2, qk_norm=True).items() if "cross_attn.q_norm" not in name}
-    with pytest.raises(ValueError, match=r"2 tensor.* missing blocks\.0\.cross_attn\.q_norm\.weight \(2240,\)"):
+    shapes = {
+        name: shape
+        for name, shape in native_shapes(depth=2, qk_norm=True).items()
+        if "cross_attn.q_norm" not in name
+    }
+    with pytest.raises(
+        ValueError, match=r"2 tensor.* missing blocks\.0\.cross_attn\.q_norm\.weight \(2240,\)"
+    ):
         plan(shapes, SanaConfig())
 
 

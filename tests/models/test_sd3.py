@@ -11,9 +11,9 @@ from diffusers import SD3Transformer2DModel as TorchSD3
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.embeddings import sincos_positions
-from solrl_jax.models.sd3 import SD3Config, SD3Transformer2DModel
-from solrl_jax.models.weights import entries
+from solrl_jax.models.layers.embeddings import sincos_positions
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
 
@@ -39,7 +39,13 @@ MEDIUM = dict(
     num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=384, qk_norm="rms_norm",
     dual_attention_layers=list(range(13)),
 )  # fmt: skip
-SD3_MEDIUM = dict(num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=192, qk_norm=None)
+SD3_MEDIUM = dict(
+    num_layers=24,
+    num_attention_heads=24,
+    caption_projection_dim=1536,
+    pos_embed_max_size=192,
+    qk_norm=None,
+)
 
 
 def reference_model(overrides: dict, seed: int = 0) -> TorchSD3:
@@ -56,13 +62,23 @@ def reference_model(overrides: dict, seed: int = 0) -> TorchSD3:
 def port(theirs: TorchSD3, overrides: dict):
     """Ours with the weights of `theirs`: (graphdef, abstract state, params)."""
     config = SD3Config.from_dict(BASE | overrides)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: SD3Transformer2DModel(config, rngs=nnx.Rngs(0))))
-    return graphdef, state, from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()})
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: SD3Transformer2DModel(config, rngs=nnx.Rngs(0)))
+    )
+    return (
+        graphdef,
+        state,
+        from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()}),
+    )
 
 
 def inputs(overrides: dict, height: int, width: int, seed: int = 1) -> dict[str, np.ndarray]:
-    rng, fields = np.random.default_rng(seed), BASE | overrides
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    rng = np.random.default_rng(seed)
+    fields = BASE | overrides
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     return dict(
         latent=normal(2, height, width, fields["in_channels"]),
         text=normal(2, 7, fields["joint_attention_dim"]),
@@ -74,11 +90,22 @@ def inputs(overrides: dict, height: int, width: int, seed: int = 1) -> dict[str,
 def run_torch(theirs: TorchSD3, x: dict, cotangent: np.ndarray | None = None) -> np.ndarray:
     """The velocity, or with a `cotangent` the gradient of the latent (parameters keep theirs)."""
     dtype = theirs.proj_out.weight.dtype
-    as_torch = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(dtype)
-    nhwc = lambda t: t.detach().to(torch.promote_types(dtype, torch.float32)).permute(0, 2, 3, 1).numpy()
+
+    def as_torch(a):
+        return torch.from_numpy(np.ascontiguousarray(a)).to(dtype)
+
+    def nhwc(t):
+        return t.detach().to(torch.promote_types(dtype, torch.float32)).permute(0, 2, 3, 1).numpy()
+
     latent = as_torch(x["latent"].transpose(0, 3, 1, 2)).requires_grad_(cotangent is not None)
     with torch.set_grad_enabled(cotangent is not None):
-        out = theirs(latent, as_torch(x["text"]), as_torch(x["pooled"]), torch.from_numpy(x["timestep"]), return_dict=False)[0]
+        out = theirs(
+            latent,
+            as_torch(x["text"]),
+            as_torch(x["pooled"]),
+            torch.from_numpy(x["timestep"]),
+            return_dict=False,
+        )[0]
     if cotangent is None:
         return nhwc(out)
     out.backward(as_torch(cotangent.transpose(0, 3, 1, 2)))
@@ -93,7 +120,8 @@ def weighting(*shape: int) -> np.ndarray:
 def check(case: str, by_params: bool = False):
     """Compares the velocity and the latent's gradient; by_params: returns those of the parameters, theirs and ours."""
     overrides, size = CASES[case]
-    theirs, x = reference_model(overrides), inputs(overrides, *size)
+    theirs = reference_model(overrides)
+    x = inputs(overrides, *size)
     graphdef, state, params = port(theirs, overrides)
     want = run_torch(theirs, x)
     cotangent = weighting(*want.shape)
@@ -101,12 +129,15 @@ def check(case: str, by_params: bool = False):
 
     @jax.jit
     def run(params, latent, text, pooled, timestep):
-        velocity = lambda latent, params=params: nnx.merge(graphdef, params)(latent, text, pooled, timestep)
+        def velocity(latent, params=params):
+            return nnx.merge(graphdef, params)(latent, text, pooled, timestep)
+
         out, back = jax.vjp(velocity, *((latent, params) if by_params else (latent,)))
         return out, *back(cotangent)
 
     got, gradient, *rest = run(params, **x)
-    forward, backward = relative(got, want), relative(gradient, want_gradient)
+    forward = relative(got, want)
+    backward = relative(gradient, want_gradient)
     print(f"{case}: forward {forward:.1e}, gradient {backward:.1e}")
     assert got.dtype == jnp.float32
     assert got.shape == (*x["latent"].shape[:3], overrides.get("out_channels", 4) or 4)
@@ -130,9 +161,16 @@ def test_forward_and_every_gradient_equal_diffusers():
     theirs, ours = check("medium", by_params=True)
     assert ours.keys() == theirs.keys() | {"pos_embed.pos_embed"}
     # nobody reads what the text of the last layer asks
-    unread = {f"transformer_blocks.3.attn.{name}" for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")}
+    unread = {
+        f"transformer_blocks.3.attn.{name}"
+        for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
+    }
     assert {name for name, gradient in ours.items() if not gradient.any()} == unread
-    errors = {name: relative(ours[name], p.grad.numpy()) for name, p in theirs.items() if name not in unread}
+    errors = {
+        name: relative(ours[name], p.grad.numpy())
+        for name, p in theirs.items()
+        if name not in unread
+    }
     worst = max(errors, key=errors.__getitem__)
     print(f"parameters: at most {errors[worst]:.1e}, by {worst}")
     assert errors[worst] < 5 * TOLERANCE, worst
@@ -151,42 +189,60 @@ def test_another_size_runs_through_the_same_weights():
 @pytest.mark.parametrize(("height", "width"), [(20, 4), (4, 20), (5, 4), (4, 7)])
 def test_a_size_without_positions_is_refused(height, width):
     graphdef, _, params = port(reference_model({}), {})
-    with pytest.raises(ValueError, match=f"latent {height}x{width}; accepted: multiples of 2 up to 18"):
+    with pytest.raises(
+        ValueError, match=f"latent {height}x{width}; accepted: multiples of 2 up to 18"
+    ):
         jax.eval_shape(lambda x: nnx.merge(graphdef, params)(**x), inputs({}, height, width))
 
 
-@pytest.mark.parametrize("dual", [(), pytest.param((0, 1), marks=pytest.mark.exhaustive)], ids=["large", "medium"])
+@pytest.mark.parametrize(
+    "dual", [(), pytest.param((0, 1), marks=pytest.mark.exhaustive)], ids=["large", "medium"]
+)
 def test_bfloat16_is_as_close_to_float32_as_diffusers(dual):
     overrides = dict(
         num_attention_heads=4, attention_head_dim=64, caption_projection_dim=256, joint_attention_dim=128,
         pooled_projection_dim=64, in_channels=16, out_channels=16, num_layers=4, dual_attention_layers=dual,
     )  # fmt: skip
     run = jax.jit(lambda graphdef, params, x: nnx.merge(graphdef, params)(**x), static_argnums=0)
-    distance = lambda got, want: float(np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want))
-    mine, yours = [], []
+
+    def distance(got, want):
+        return float(np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want))
+
+    mine = []
+    yours = []
     for seed in range(3):
-        exact = reference_model(overrides, seed).bfloat16().float()  # BF16 numbers: rounding starts inside the network
+        exact = (
+            reference_model(overrides, seed).bfloat16().float()
+        )  # BF16 numbers: rounding starts inside the network
         x = inputs(overrides, 16, 18, seed)
-        x |= {k: np.asarray(jnp.asarray(x[k], jnp.bfloat16), np.float32) for k in ("latent", "text", "pooled")}
+        x |= {
+            k: np.asarray(jnp.asarray(x[k], jnp.bfloat16), np.float32)
+            for k in ("latent", "text", "pooled")
+        }
         graphdef, _, params = port(exact, overrides)
         half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params)
-        want, got = run_torch(exact, x), run(graphdef, half, x | {"latent": jnp.asarray(x["latent"], jnp.bfloat16)})
+        want = run_torch(exact, x)
+        got = run(graphdef, half, x | {"latent": jnp.asarray(x["latent"], jnp.bfloat16)})
         assert got.dtype == jnp.bfloat16
         mine.append(distance(got, want))
         yours.append(distance(run_torch(exact.bfloat16(), x), want))
-    print(f"BF16: {np.round(mine, 5)} against {np.round(yours, 5)}, ratio {np.mean(mine) / np.mean(yours):.3f}")
+    print(
+        f"BF16: {np.round(mine, 5)} against {np.round(yours, 5)}, ratio {np.mean(mine) / np.mean(yours):.3f}"
+    )
     assert 1e-4 < np.mean(mine) <= 1.10 * np.mean(yours)
 
 
 def test_runs_of_equal_layers_share_one_released_list():
     """They run in the order of the list, under its names."""
     overrides, size = CASES["many-runs"]
-    theirs, x = reference_model(overrides), inputs(overrides, *size)
+    theirs = reference_model(overrides)
+    x = inputs(overrides, *size)
     graphdef, state, params = port(theirs, overrides)
     assert set(params["transformer_blocks"]) == {"0-1", "2-2", "3-9", "10-10", "11-11"}
     got = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
     assert relative(got, run_torch(theirs, x)) < TOLERANCE
-    back, want = to_torch(state, params), theirs.state_dict()
+    back = to_torch(state, params)
+    want = theirs.state_dict()
     assert back.keys() == want.keys()
     for name, tensor in want.items():
         np.testing.assert_array_equal(back[name], tensor.numpy(), err_msg=name)
@@ -219,7 +275,11 @@ def test_released_sizes_have_the_released_names_and_parameter_counts(fields, cou
     assert {name: e.torch_shape for e in entries(state) for name in e.names} == theirs
     positions = config.pos_embed_max_size**2 * config.width
     assert theirs["pos_embed.pos_embed"] == (1, config.pos_embed_max_size**2, config.width)
-    assert parameter_count(state) - positions == sum(p.numel() for p in reference.parameters()) == count
+    assert (
+        parameter_count(state) - positions
+        == sum(p.numel() for p in reference.parameters())
+        == count
+    )
 
 
 def test_defaults_are_those_of_diffusers():
@@ -236,9 +296,18 @@ def test_defaults_are_those_of_diffusers():
         ({"pos_embed_max_size": None}, "pos_embed_max_size=None; accepted: a positive integer"),
         ({"num_layers": 0}, "num_layers=0; accepted: a positive integer"),
         ({"out_channels": 0}, "out_channels=0; accepted: a positive integer or None"),
-        ({"caption_projection_dim": 64}, "caption_projection_dim=64; accepted: num_attention_heads * attention_head_dim = 32"),
-        ({"attention_head_dim": 5, "num_attention_heads": 6, "caption_projection_dim": 30}, "attention_head_dim=5; accepted:"),
-        ({"dual_attention_layers": "0-12"}, "dual_attention_layers='0-12'; accepted: a list of integers"),
+        (
+            {"caption_projection_dim": 64},
+            "caption_projection_dim=64; accepted: num_attention_heads * attention_head_dim = 32",
+        ),
+        (
+            {"attention_head_dim": 5, "num_attention_heads": 6, "caption_projection_dim": 30},
+            "attention_head_dim=5; accepted:",
+        ),
+        (
+            {"dual_attention_layers": "0-12"},
+            "dual_attention_layers='0-12'; accepted: a list of integers",
+        ),
     ],
 )
 def test_a_config_this_port_cannot_honour_is_refused(fields, message):

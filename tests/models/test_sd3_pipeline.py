@@ -10,26 +10,42 @@ import numpy as np
 import pytest
 import torch
 
-from solrl_jax.backbone.backbone import load_backbone
+from solrl_jax.errors import InputError
+from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.storage.errors import InputError
 from tests import pipelines
-from tests.pipelines import CLIP_TOKENS, KL_CHANNELS, KL_COMPRESSION, SD3, sample_images, save_sd3_pipeline
+from tests.pipelines import (
+    CLIP_TOKENS,
+    KL_CHANNELS,
+    KL_COMPRESSION,
+    SD3,
+    sample_images,
+    save_sd3_pipeline,
+)
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
 # an empty one; capitals, which T5 sees and CLIP does not; spaces; longer than any takes; words and signs not known
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
-ENCODERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
+ENCODERS = {
+    "text_encoder": "tokenizer",
+    "text_encoder_2": "tokenizer_2",
+    "text_encoder_3": "tokenizer_3",
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Like SD3.5 Large; and without T5, with blocks like SD3.5 Medium's: folder and diffusers' own form."""
     root = tmp_path_factory.mktemp("sd3")
-    without = partial(save_sd3_pipeline, seed=1, with_t5=False, dual_attention_layers=(0,), pos_embed_max_size=12)
-    return {name: (root / name, save(root / name)) for name, save in {"large": save_sd3_pipeline, "no-t5": without}.items()}
+    without = partial(
+        save_sd3_pipeline, seed=1, with_t5=False, dual_attention_layers=(0,), pos_embed_max_size=12
+    )
+    return {
+        name: (root / name, save(root / name))
+        for name, save in {"large": save_sd3_pipeline, "no-t5": without}.items()
+    }
 
 
 @pytest.mark.parametrize("model", ["large", "no-t5"])
@@ -39,18 +55,32 @@ def test_a_directory_says_what_it_is(model, folders):
     assert (pipeline.kind, pipeline.folder) == ("StableDiffusion3Pipeline", folder)
     assert pipeline.default_size == (reference.default_sample_size * KL_COMPRESSION,) * 2
     assert pipeline.default_max_tokens == 256
-    assert pipeline.latent_shape(16, 32) == (16 // KL_COMPRESSION, 32 // KL_COMPRESSION, KL_CHANNELS)
+    assert pipeline.latent_shape(16, 32) == (
+        16 // KL_COMPRESSION,
+        32 // KL_COMPRESSION,
+        KL_CHANNELS,
+    )
     assert pipeline.image_tokens(16, 32) == 4 * 8
     assert pipeline.scheduler["shift"] == 3.0
     assert not pipeline.embedded_guidance
     assert pipeline.vae_dtype == jnp.float32
-    names = {name: getattr(reference, name) for name in ("transformer", *ENCODERS)} | {"vae": reference.vae.decoder}
-    components = {"transformer": pipeline.transformer, "vae": pipeline.vae, **pipeline.text_encoders}
+    names = {name: getattr(reference, name) for name in ("transformer", *ENCODERS)} | {
+        "vae": reference.vae.decoder
+    }
+    components = {
+        "transformer": pipeline.transformer,
+        "vae": pipeline.vae,
+        **pipeline.text_encoders,
+    }
     assert ("text_encoder_3" in components) == (model == "large")
     for name, network in names.items():
         if network is not None:
-            buffers = network.pos_embed.pos_embed.numel() if name == "transformer" else 0  # a parameter to us
-            assert components[name].size == sum(p.numel() for p in network.parameters()) + buffers, name
+            buffers = (
+                network.pos_embed.pos_embed.numel() if name == "transformer" else 0
+            )  # a parameter to us
+            assert (
+                components[name].size == sum(p.numel() for p in network.parameters()) + buffers
+            ), name
 
 
 @pytest.mark.parametrize(
@@ -71,7 +101,9 @@ def test_sizes_that_it_cannot_take_are_refused(size, message, folders):
 @pytest.fixture
 def copy(folders, tmp_path):
     """The directory without weights."""
-    return shutil.copytree(folders["large"][0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    return shutil.copytree(
+        folders["large"][0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
 
 
 def test_opening_needs_no_weights(copy):
@@ -83,20 +115,58 @@ def test_opening_needs_no_weights(copy):
     [
         ("transformer/config", {"in_channels": 8}, "transformer in_channels=8 .* which want 4"),
         ("transformer/config", {"out_channels": 8}, "transformer out_channels=8 .* which want 4"),
-        ("transformer/config", {"joint_attention_dim": 64}, "transformer joint_attention_dim=64 .* which want 48"),
-        ("transformer/config", {"joint_attention_dim": 39}, "joint_attention_dim=39; accepted: at least 40"),
-        ("transformer/config", {"pooled_projection_dim": 12}, "transformer pooled_projection_dim=12 .* which want 32"),
-        ("text_encoder/config", {"projection_dim": 16}, "transformer pooled_projection_dim=32 .* which want 36"),
-        ("text_encoder_2/config", {"projection_dim": 16}, "transformer pooled_projection_dim=32 .* which want 28"),
-        ("text_encoder_2/config", {"hidden_size": 64}, "joint_attention_dim=48; accepted: at least 80"),
-        ("text_encoder_3/config", {"d_model": 32}, "transformer joint_attention_dim=48 .* which want 32"),
+        (
+            "transformer/config",
+            {"joint_attention_dim": 64},
+            "transformer joint_attention_dim=64 .* which want 48",
+        ),
+        (
+            "transformer/config",
+            {"joint_attention_dim": 39},
+            "joint_attention_dim=39; accepted: at least 40",
+        ),
+        (
+            "transformer/config",
+            {"pooled_projection_dim": 12},
+            "transformer pooled_projection_dim=12 .* which want 32",
+        ),
+        (
+            "text_encoder/config",
+            {"projection_dim": 16},
+            "transformer pooled_projection_dim=32 .* which want 36",
+        ),
+        (
+            "text_encoder_2/config",
+            {"projection_dim": 16},
+            "transformer pooled_projection_dim=32 .* which want 28",
+        ),
+        (
+            "text_encoder_2/config",
+            {"hidden_size": 64},
+            "joint_attention_dim=48; accepted: at least 80",
+        ),
+        (
+            "text_encoder_3/config",
+            {"d_model": 32},
+            "transformer joint_attention_dim=48 .* which want 32",
+        ),
         ("vae/config", {"latent_channels": 8}, "transformer in_channels=4 .* which want 8"),
-        ("transformer/config", {"qk_norm": "layer_norm"}, "SD3Transformer2DModel: qk_norm='layer_norm'"),
+        (
+            "transformer/config",
+            {"qk_norm": "layer_norm"},
+            "SD3Transformer2DModel: qk_norm='layer_norm'",
+        ),
         ("text_encoder_2/config", {"hidden_act": "relu"}, "CLIPTextModel: hidden_act='relu'"),
-        ("text_encoder_2/config", {"max_position_embeddings": 8}, "tokenizer: model_max_length=9; accepted: up to 8"),
+        (
+            "text_encoder_2/config",
+            {"max_position_embeddings": 8},
+            "tokenizer: model_max_length=9; accepted: up to 8",
+        ),
     ],
 )
-def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(file, fields, message, copy):
+def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(
+    file, fields, message, copy
+):
     path = copy / f"{file}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(InputError, match=message) as refused:
@@ -104,7 +174,9 @@ def test_components_that_do_not_fit_are_refused_before_a_weight_is_read(file, fi
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("missing", [*ENCODERS, *ENCODERS.values(), "transformer", "vae", "scheduler"])
+@pytest.mark.parametrize(
+    "missing", [*ENCODERS, *ENCODERS.values(), "transformer", "vae", "scheduler"]
+)
 def test_a_missing_component_is_refused_by_name(missing, copy):
     shutil.rmtree(copy / missing)
     with pytest.raises(InputError, match=rf"{copy / missing}[/:]") as refused:
@@ -114,7 +186,9 @@ def test_a_missing_component_is_refused_by_name(missing, copy):
 
 def test_tokenizers_in_their_older_files_are_read(folders, tmp_path):
     """As the released models have them: a vocabulary and merges instead of one `tokenizer.json`."""
-    folder = shutil.copytree(folders["large"][0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    folder = shutil.copytree(
+        folders["large"][0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
     for tokenizer in ("tokenizer", "tokenizer_2"):
         whole = folder / tokenizer / "tokenizer.json"
         parts = json.loads(whole.read_text())["model"]
@@ -123,10 +197,21 @@ def test_tokenizers_in_their_older_files_are_read(folders, tmp_path):
         merges = ["#version: 0.2", *map(" ".join, parts["merges"])]
         (whole.parent / "merges.txt").write_text("\n".join(merges) + "\n")
         config = whole.parent / "tokenizer_config.json"
-        old = {"add_prefix_space": False, "do_lower_case": True, "errors": "replace", "tokenizer_class": "CLIPTokenizer"}
-        kept = {k: v for k, v in json.loads(config.read_text()).items() if k.endswith("_token") or k == "model_max_length"}
+        old = {
+            "add_prefix_space": False,
+            "do_lower_case": True,
+            "errors": "replace",
+            "tokenizer_class": "CLIPTokenizer",
+        }
+        kept = {
+            k: v
+            for k, v in json.loads(config.read_text()).items()
+            if k.endswith("_token") or k == "model_max_length"
+        }
         config.write_text(json.dumps(old | kept))
-    got, want = (open_pipeline(path).tokenize(PROMPTS, 12) for path in (folder, folders["large"][0]))
+    got, want = (
+        open_pipeline(path).tokenize(PROMPTS, 12) for path in (folder, folders["large"][0])
+    )
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
@@ -144,11 +229,18 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders):
     pipeline, reference, params, encode = encoders
     asked: dict[str, np.ndarray] = {}
     hooks = [
-        getattr(reference, name).register_forward_pre_hook(lambda _, args, n=name: asked.update({n: args[0].numpy()}))
+        getattr(reference, name).register_forward_pre_hook(
+            lambda _, args, n=name: asked.update({n: args[0].numpy()})
+        )
         for name in params
     ]
     text, _, pooled, _ = reference.encode_prompt(
-        PROMPTS, None, None, device="cpu", do_classifier_free_guidance=False, max_sequence_length=max_tokens
+        PROMPTS,
+        None,
+        None,
+        device="cpu",
+        do_classifier_free_guidance=False,
+        max_sequence_length=max_tokens,
     )
     for hook in hooks:
         hook.remove()
@@ -162,7 +254,9 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders):
         error = np.abs(got[name] - want).max() / np.abs(want).max()
         print(f"{name}, {max_tokens} tokens: {error:.1e}")
         assert error < TOLERANCE
-        assert np.abs(want - np.roll(want, 1, axis=0)).max(axis=tuple(range(1, want.ndim))).min() > 0.1  # prompts differ
+        assert (
+            np.abs(want - np.roll(want, 1, axis=0)).max(axis=tuple(range(1, want.ndim))).min() > 0.1
+        )  # prompts differ
     # what CLIP has no features for, and what T5 would have said, is exactly zero
     assert got["text"].shape == (len(PROMPTS), CLIP_TOKENS + max_tokens, SD3["joint_attention_dim"])
     assert not np.any(got["text"][:, :CLIP_TOKENS, 16 + 24 :])
@@ -174,7 +268,9 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders):
         assert (small[name][1] != tokens[name][1]).any() == (name == "text_encoder_3"), name
 
 
-def diffusers_images(reference, latents, steps, guidance, prompts, scheduler, max_tokens=12, negative=""):
+def diffusers_images(
+    reference, latents, steps, guidance, prompts, scheduler, max_tokens=12, negative=""
+):
     reference.scheduler = scheduler
     height, width = (n * KL_COMPRESSION for n in latents.shape[2:])
     return reference(
@@ -198,9 +294,17 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
     prompts = [p.strip() for p in PROMPTS[1:]]
     shape = (len(prompts), KL_CHANNELS, *(n // KL_COMPRESSION for n in size))
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    given = dict(latents=latents, steps=steps, guidance=guidance, prompts=prompts, scheduler=pipelines.euler(shift=3.0))
+    given = dict(
+        latents=latents,
+        steps=steps,
+        guidance=guidance,
+        prompts=prompts,
+        scheduler=pipelines.euler(shift=3.0),
+    )
     want = diffusers_images(reference, **given)
-    got, _ = sample_images(folder, tmp_path, prompts, latents, steps=steps, guidance=guidance, max_tokens=12)
+    got, _ = sample_images(
+        folder, tmp_path, prompts, latents, steps=steps, guidance=guidance, max_tokens=12
+    )
     assert got.shape == (len(prompts), *size, 3)
     print(f"{model}, {steps} steps, guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
     assert np.abs(got - want).max() <= IMAGE_TOLERANCE
@@ -222,9 +326,17 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
 def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
     folder, reference = folders["large"]
     latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)
-    prompts, negative = [p.strip() for p in PROMPTS[1:]], "Three blue dog"
-    given = dict(latents=latents, steps=4, guidance=4.5, prompts=prompts, scheduler=pipelines.euler(shift=3.0))
-    want, nothing = diffusers_images(reference, **given, negative=negative), diffusers_images(reference, **given)
+    prompts = [p.strip() for p in PROMPTS[1:]]
+    negative = "Three blue dog"
+    given = dict(
+        latents=latents,
+        steps=4,
+        guidance=4.5,
+        prompts=prompts,
+        scheduler=pipelines.euler(shift=3.0),
+    )
+    want = diffusers_images(reference, **given, negative=negative)
+    nothing = diffusers_images(reference, **given)
     options = dict(steps=4, guidance=4.5, max_tokens=12, negative=negative)
     got, _ = sample_images(folder, tmp_path, prompts, latents, **options)
     print(f"{np.abs(got - want).max():.1e}")
@@ -237,12 +349,20 @@ def test_a_lower_precision_from_its_own_noise_differs_a_little(folders, tmp_path
     folder, reference = folders["large"]
     prompts = [p.strip() for p in PROMPTS[1:]]
     low, latents = sample_images(
-        folder, tmp_path, prompts, size=(16, 24), steps=4, guidance=1.0, max_tokens=12, precision="nvfp4"
+        folder,
+        tmp_path,
+        prompts,
+        size=(16, 24),
+        steps=4,
+        guidance=1.0,
+        max_tokens=12,
+        precision="nvfp4",
     )
     assert latents.shape == (4, KL_CHANNELS, 8, 12)
     assert abs(latents.std() - 1) < 0.1
     want = diffusers_images(reference, latents, 4, 1.0, prompts, pipelines.euler(shift=3.0))
-    difference, correlation = np.abs(low - want).mean(), np.corrcoef(low.ravel(), want.ravel())[0, 1]
+    difference = np.abs(low - want).mean()
+    correlation = np.corrcoef(low.ravel(), want.ravel())[0, 1]
     print(f"nvfp4: mean difference {difference:.4f}, correlation {correlation:.4f}")
     assert 0.003 < difference < 0.1
     assert correlation > 0.9

@@ -1,4 +1,4 @@
-"""`models.t5` against transformers' `T5EncoderModel`; and the bias of `models.attention`, which serves it."""
+"""`models.text_encoders.t5` against transformers' `T5EncoderModel`; and the bias of `models.layers.attention`, which serves it."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from flax import nnx
 from pretrain.networks import to_torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from solrl_jax.models import attention as attention_module
-from solrl_jax.models.attention import attention
-from solrl_jax.models.t5 import T5Config, T5EncoderModel, relative_buckets
-from solrl_jax.models.weights import entries, find_component, load_tensors
+from solrl_jax.models.layers.attention import attention
+from solrl_jax.models.layers.core import attention as attention_module
+from solrl_jax.models.loading.weights import entries, find_component, load_tensors
+from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel, relative_buckets
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
 
@@ -38,7 +38,11 @@ XXL = carried.config(carried.FLUX, "text_encoder_2")
 
 def reference_model(overrides: dict, seed: int = 0):
     """transformers' model with weights strong enough that every one of them shows, and logits of a few units."""
-    model = transformers.T5EncoderModel(transformers.T5Config(**BASE | overrides)).eval().requires_grad_(False)
+    model = (
+        transformers.T5EncoderModel(transformers.T5Config(**BASE | overrides))
+        .eval()
+        .requires_grad_(False)
+    )
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -47,7 +51,9 @@ def reference_model(overrides: dict, seed: int = 0):
         elif "shared" in name or "relative_attention_bias" in name:
             p.copy_(noise)
         else:  # q carries the factor that the logits lack
-            p.copy_(noise * p.shape[1] ** -0.5 * (model.config.d_kv**-0.5 if ".q." in name else 1.0))
+            p.copy_(
+                noise * p.shape[1] ** -0.5 * (model.config.d_kv**-0.5 if ".q." in name else 1.0)
+            )
     return model
 
 
@@ -75,7 +81,11 @@ def test_forward_and_input_gradient_equal_transformers(case):
     reference = reference_model(overrides, seed=list(CASES).index(case))
     _, graphdef, params = port(reference)
     ids = prompts(shape)
-    cotangent = np.random.default_rng(2).standard_normal((*shape, reference.config.d_model)).astype(np.float32)
+    cotangent = (
+        np.random.default_rng(2)
+        .standard_normal((*shape, reference.config.d_model))
+        .astype(np.float32)
+    )
 
     @jax.jit
     def run(params, ids):
@@ -111,16 +121,23 @@ def test_bfloat16_is_as_near_as_torch():
     ours = jax.jit(lambda params, ids: nnx.merge(graphdef, params)(ids))(half, ids)
     assert ours.dtype == jnp.bfloat16
     theirs = reference.to(torch.bfloat16)(torch.tensor(ids)).last_hidden_state.float().numpy()
-    distance = lambda y: np.linalg.norm(np.asarray(y, np.float32) - exact) / np.linalg.norm(exact)
+
+    def distance(y):
+        return np.linalg.norm(np.asarray(y, np.float32) - exact) / np.linalg.norm(exact)
+
     print(f"bfloat16: ours {distance(ours):.2e}, torch {distance(theirs):.2e}")
     assert 1e-4 < distance(ours) < 1.1 * distance(theirs)
 
 
-@pytest.mark.parametrize(("count", "reach"), [(32, 128), (32, 100), (10, 7), (4, 2), (7, 20), (64, 256), (32, 9)])
+@pytest.mark.parametrize(
+    ("count", "reach"), [(32, 128), (32, 100), (10, 7), (4, 2), (7, 20), (64, 256), (32, 9)]
+)
 def test_buckets_equal_transformers(count, reach):
     length = 600
     offset = torch.arange(length) - torch.arange(length)[:, None]
-    theirs = T5Attention._relative_position_bucket(offset, bidirectional=True, num_buckets=count, max_distance=reach)
+    theirs = T5Attention._relative_position_bucket(
+        offset, bidirectional=True, num_buckets=count, max_distance=reach
+    )
     ours = relative_buckets(length, count, reach)
     assert np.array_equal(ours, theirs.numpy())
     assert len(np.unique(ours)) > count // 2
@@ -153,7 +170,11 @@ def test_released_size():
 def test_defaults_are_those_of_transformers():
     """But for the layers between, which no pipeline has as transformers would make them where a file does not say."""
     gated = {"feed_forward_proj": "gated-gelu"}
-    assert T5Config.from_dict(gated) == T5Config.from_dict(transformers.T5Config(**gated).to_dict()) == T5Config(**gated)
+    assert (
+        T5Config.from_dict(gated)
+        == T5Config.from_dict(transformers.T5Config(**gated).to_dict())
+        == T5Config(**gated)
+    )
     with pytest.raises(ValueError, match="feed_forward_proj='relu'; accepted: 'gated-gelu'"):
         T5Config.from_dict({})
 
@@ -171,25 +192,38 @@ def test_unsupported_value_is_named(field, value):
         T5Config.from_dict(BASE | {field: value})
 
 
-B, T, S, N, H = 2, 5, 7, 6, 8
+B = 2
+T = 5
+S = 7
+N = 6
+H = 8
 
 
-@pytest.mark.parametrize(("kv", "shape", "masked"), [(6, (1, N), True), (2, (B, 1), False), (2, (B, N), True)])
+@pytest.mark.parametrize(
+    ("kv", "shape", "masked"), [(6, (1, N), True), (2, (B, 1), False), (2, (B, N), True)]
+)
 def test_attention_bias_and_its_gradient(kv, shape, masked):
     rng = np.random.default_rng(3)
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     arrays = [draw(B, T, N, H), draw(B, S, kv, H), draw(B, S, kv, H), draw(*shape, T, S)]
     mask = rng.random((B, 1, T, S)) < 0.6 if masked else np.ones((1, 1, 1, S), bool)
     mask[..., 0] = True
     cotangent = draw(B, T, N, H)
 
-    q, k, v, bias = theirs = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in arrays]
+    q, k, v, bias = theirs = [
+        torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in arrays
+    ]
     logits = torch.einsum("btnh,bsnh->bnts", q, k.repeat_interleave(N // kv, dim=2))
     weights = (logits + bias).masked_fill(~torch.tensor(mask), -torch.inf).softmax(-1)
     out = torch.einsum("bnts,bsnh->btnh", weights, v.repeat_interleave(N // kv, dim=2))
     (out * torch.tensor(cotangent)).sum().backward()
 
-    f = lambda q, k, v, bias: attention(q, k, v, jnp.asarray(mask), scale=1.0, bias=bias)
+    def f(q, k, v, bias):
+        return attention(q, k, v, jnp.asarray(mask), scale=1.0, bias=bias)
+
     ours, gradients = jax.jit(lambda *a: (f(*a), jax.vjp(f, *a)[1](cotangent)))(*arrays)
     assert relative(ours, out.detach()) < 1e-6
     for g, t in zip(gradients, theirs, strict=True):
@@ -197,7 +231,10 @@ def test_attention_bias_and_its_gradient(kv, shape, masked):
     assert relative(jax.jit(f)(*arrays[:3], -arrays[3]), out.detach()) > 0.1
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("gpu", ((1, N, 4, 10), "bfloat16")), ("cpu", ((1, N, 4, 10), "float32"))])
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("gpu", ((1, N, 4, 10), "bfloat16")), ("cpu", ((1, N, 4, 10), "float32"))],
+)
 def test_the_kernel_gets_the_bias_it_wants(monkeypatch, backend, expected):
     asked = {}
 
@@ -207,6 +244,7 @@ def test_the_kernel_gets_the_bias_it_wants(monkeypatch, backend, expected):
 
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(attention_module.jax.nn, "dot_product_attention", record)
-    q, k = jnp.zeros((B, 4, N, H), jnp.bfloat16), jnp.zeros((B, 10, N, H), jnp.bfloat16)
+    q = jnp.zeros((B, 4, N, H), jnp.bfloat16)
+    k = jnp.zeros((B, 10, N, H), jnp.bfloat16)
     attention(q, k, k, bias=jnp.zeros((1, 1, 4, 10), jnp.float16))
     assert asked == {"bias": expected}

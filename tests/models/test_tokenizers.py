@@ -2,8 +2,8 @@
 
 import json
 
-from solrl_jax.models import tokenizers
-from solrl_jax.models.tensor_files import read_json
+from solrl_jax.models.loading.tensor_files import read_json
+from solrl_jax.models.text_encoders import tokenizers
 
 SPLIT = {"type": "Split", "behavior": "MergedWithPrevious", "invert": False}
 
@@ -11,8 +11,15 @@ SPLIT = {"type": "Split", "behavior": "MergedWithPrevious", "invert": False}
 def test_only_parts_that_work_on_text_can_hang():
     """Gemma 2's vocabulary has the word Regex, and its pre-tokenizer a plain string."""
     model = {"type": "BPE", "vocab": {"Regex": 0, "Precompiled": 1}, "merges": []}
-    assert tokenizers._unbounded({"model": model, "pre_tokenizer": SPLIT | {"pattern": {"String": " "}}}) == ""
-    asked = tokenizers._unbounded({"model": model, "pre_tokenizer": SPLIT | {"pattern": {"Regex": " +"}}})
+    assert (
+        tokenizers._unbounded(
+            {"model": model, "pre_tokenizer": SPLIT | {"pattern": {"String": " "}}}
+        )
+        == ""
+    )
+    asked = tokenizers._unbounded(
+        {"model": model, "pre_tokenizer": SPLIT | {"pattern": {"Regex": " +"}}}
+    )
     assert json.loads(asked)["pre_tokenizer"]["pattern"] == {"Regex": " +"}
     assert len(asked) < 300  # nothing of the vocabulary
 

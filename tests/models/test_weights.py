@@ -18,11 +18,19 @@ from pretrain import networks
 from pretrain.networks import save_component, to_torch
 from safetensors.numpy import load_file, save_file
 
-from solrl_jax.models import tensor_files, weights
-from solrl_jax.models.layers import Conv, DepthwiseConv, Embedding, Linear, RMSNorm, param, stack
-from solrl_jax.models.tensor_files import weight_files, without_variants
-from solrl_jax.models.weights import entries, find_component, load_tensors
-from solrl_jax.storage.errors import RunError
+from solrl_jax.errors import RunError
+from solrl_jax.models.layers.core import (
+    Conv,
+    DepthwiseConv,
+    Embedding,
+    Linear,
+    RMSNorm,
+    param,
+    stack,
+)
+from solrl_jax.models.loading import tensor_files, weights
+from solrl_jax.models.loading.tensor_files import weight_files, without_variants
+from solrl_jax.models.loading.weights import entries, find_component, load_tensors
 from tests.parity import from_torch, parameter_count
 
 FILE = "model.safetensors"
@@ -38,14 +46,25 @@ class Ours(nnx.Module):
         self.pointwise = Linear(3, 4, layout="pointwise", bias=False, rngs=rngs)
         self.conv = Conv(2, 6, 3, rngs=rngs)
         self.depthwise = DepthwiseConv(6, 5, bias=False, rngs=rngs)
-        self.blocks = stack(3, lambda r: nnx.Dict(first=Linear(3, 4, rngs=r), inner=nnx.Dict(conv=Conv(2, 6, 3, rngs=r))), rngs)
+        self.blocks = stack(
+            3,
+            lambda r: nnx.Dict(
+                first=Linear(3, 4, rngs=r), inner=nnx.Dict(conv=Conv(2, 6, 3, rngs=r))
+            ),
+            rngs,
+        )
 
 
 class Theirs(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        conv = lambda: torch.nn.Conv2d(2, 6, 3, padding=1)
-        block = lambda: {"first": torch.nn.Linear(3, 4), "inner": torch.nn.ModuleDict({"conv": conv()})}
+
+        def conv():
+            return torch.nn.Conv2d(2, 6, 3, padding=1)
+
+        def block():
+            return {"first": torch.nn.Linear(3, 4), "inner": torch.nn.ModuleDict({"conv": conv()})}
+
         self.temperature = torch.nn.Parameter(torch.tensor(0.0))
         self.norm = torch.nn.RMSNorm(5)
         self.linear = torch.nn.Linear(3, 4)
@@ -73,7 +92,10 @@ def numpy_tensors(module):
 
 
 def flat(params):
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
 
 
 def test_the_table_names_pytorchs_tensors_in_pytorchs_shapes(theirs, network):
@@ -97,30 +119,47 @@ def test_every_layout_computes_what_pytorchs_layer_does(theirs, network):
     graphdef, state = network
     ours = nnx.merge(graphdef, from_torch(state, numpy_tensors(theirs)))
     rng = np.random.default_rng(0)
-    vectors, image, wide = (rng.standard_normal(s).astype(np.float32) for s in ((2, 3), (2, 4, 5, 2), (2, 6, 7, 6)))
+    vectors, image, wide = (
+        rng.standard_normal(s).astype(np.float32) for s in ((2, 3), (2, 4, 5, 2), (2, 6, 7, 6))
+    )
     pixels = rng.standard_normal((2, 4, 5, 3)).astype(np.float32)
-    nchw = lambda layer, x: layer(torch.from_numpy(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+    def nchw(layer, x):
+        return layer(torch.from_numpy(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
+
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
     assert float(ours.temperature.get_value()) == float(theirs.temperature)
     close(ours.linear(jnp.asarray(vectors)), theirs.linear(torch.from_numpy(vectors)).numpy())
     close(ours.pointwise(jnp.asarray(pixels)), nchw(theirs.pointwise, pixels))
     close(ours.conv(jnp.asarray(image)), nchw(theirs.conv, image))
     close(ours.depthwise(jnp.asarray(wide)), nchw(theirs.depthwise, wide))
     for i, block in enumerate(theirs.blocks):  # a stack's layers are in order
-        kernels = ours.blocks["first"].kernel.get_value(), ours.blocks["inner"]["conv"].kernel.get_value()
+        kernels = (
+            ours.blocks["first"].kernel.get_value(),
+            ours.blocks["inner"]["conv"].kernel.get_value(),
+        )
         np.testing.assert_array_equal(kernels[0][i], block["first"].weight.numpy().T)
-        np.testing.assert_array_equal(kernels[1][i], block["inner"]["conv"].weight.numpy().transpose(2, 3, 1, 0))
+        np.testing.assert_array_equal(
+            kernels[1][i], block["inner"]["conv"].weight.numpy().transpose(2, 3, 1, 0)
+        )
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
-def test_a_file_of_any_precision_is_cast_to_the_one_wanted(stored, wanted, theirs, network, tmp_path):
+def test_a_file_of_any_precision_is_cast_to_the_one_wanted(
+    stored, wanted, theirs, network, tmp_path
+):
     tensors = {name: t.to(stored) for name, t in theirs.state_dict().items()}
     safetensors.torch.save_file(tensors, tmp_path / FILE)
     params = load_tensors(*find_component(tmp_path, network[1]), wanted)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
-    want = from_torch(network[1], {name: t.float().numpy().astype(wanted) for name, t in tensors.items()})
-    got, want = flat(params), flat(want)
+    want = from_torch(
+        network[1], {name: t.float().numpy().astype(wanted) for name, t in tensors.items()}
+    )
+    got = flat(params)
+    want = flat(want)
     assert got.keys() == want.keys()
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
@@ -132,9 +171,13 @@ def save_shards(folder, theirs, index=True):
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     place = {tensor: names[i % 2] for i, tensor in enumerate(tensors)}
     for file in names:
-        safetensors.torch.save_file({n: t.clone() for n, t in tensors.items() if place[n] == file}, folder / file)
+        safetensors.torch.save_file(
+            {n: t.clone() for n, t in tensors.items() if place[n] == file}, folder / file
+        )
     if index:
-        (folder / f"{FILE}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+        (folder / f"{FILE}.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": place})
+        )
     return names
 
 
@@ -145,7 +188,10 @@ def test_shards_with_an_index_load_as_one_file_does(theirs, network, tmp_path):
     names = save_shards(tmp_path / "two", theirs)
     assert [p.name for p in weight_files(tmp_path / "one")] == [FILE]
     assert [p.name for p in weight_files(tmp_path / "two")] == names
-    one, two = (flat(load_tensors(*find_component(tmp_path / name, network[1]), jnp.float32)) for name in ("one", "two"))
+    one, two = (
+        flat(load_tensors(*find_component(tmp_path / name, network[1]), jnp.float32))
+        for name in ("one", "two")
+    )
     assert one.keys() == two.keys()
     for name in one:
         np.testing.assert_array_equal(one[name], two[name], err_msg=name)
@@ -163,7 +209,8 @@ VARIANTS = {  # as diffusers and transformers have named them over time
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_a_variant_is_read_only_where_there_is_nothing_else(kind, theirs, network, tmp_path):
-    names, plain = VARIANTS[kind], ["diffusion_pytorch_model.safetensors"]
+    names = VARIANTS[kind]
+    plain = ["diffusion_pytorch_model.safetensors"]
     others = ["config.json", "model.fp16.bin", "model.bin.index.fp16.json", "README.md"]
     assert without_variants([*names, *plain, *others]) == plain
     assert without_variants([*names, *others]) == sorted(names)
@@ -171,12 +218,19 @@ def test_a_variant_is_read_only_where_there_is_nothing_else(kind, theirs, networ
     files = [n for n in names if n.endswith(".safetensors")]
     place = {name: files[i % len(files)] for i, name in enumerate(tensors)}
     for file in files:
-        safetensors.torch.save_file({n: t for n, t in tensors.items() if place[n] == file}, tmp_path / file)
+        safetensors.torch.save_file(
+            {n: t for n, t in tensors.items() if place[n] == file}, tmp_path / file
+        )
     if len(names) > 1:
         (tmp_path / names[2]).write_text(json.dumps({"weight_map": place}))
     for other in others:
         (tmp_path / other).write_text("{}")
-    temperature = lambda: float(load_tensors(*find_component(tmp_path, network[1]), jnp.float32)["temperature"])
+
+    def temperature():
+        return float(
+            load_tensors(*find_component(tmp_path, network[1]), jnp.float32)["temperature"]
+        )
+
     assert [p.name for p in weight_files(tmp_path)] == files
     assert temperature() == float(theirs.temperature) + 1
     save_shards(tmp_path, theirs)
@@ -187,16 +241,24 @@ def test_a_variant_is_read_only_where_there_is_nothing_else(kind, theirs, networ
 def test_variants_that_cannot_be_chosen_between_are_refused(tmp_path):
     for name in ("model.fp16.safetensors", "model.non_ema.safetensors"):
         (tmp_path / name).touch()
-    with pytest.raises(FileNotFoundError, match=r"found model\.fp16\.safetensors, model\.non_ema\.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match=r"found model\.fp16\.safetensors, model\.non_ema\.safetensors"
+    ):
         weight_files(tmp_path)
     for name in ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json"):
         (tmp_path / name).touch()
-    with pytest.raises(FileNotFoundError, match=r"found diffusion_pytorch_model\..*index\.json, model\..*index\.json"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"found diffusion_pytorch_model\..*index\.json, model\..*index\.json",
+    ):
         weight_files(tmp_path)
 
 
 def test_files_that_cannot_be_chosen_between_are_refused(theirs, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"expected one \.safetensors file or an index of shards, found none"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"expected one \.safetensors file or an index of shards, found none",
+    ):
         weight_files(tmp_path)
     names = save_shards(tmp_path, theirs, index=False)
     with pytest.raises(FileNotFoundError, match=f"found {names[0]}, {names[1]}"):
@@ -230,22 +292,35 @@ def test_all_problems_of_a_file_are_listed_at_once_in_one_line(theirs, network, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn])
-def test_a_tensor_that_is_not_of_plain_floating_point_is_refused_by_name(dtype, theirs, network, tmp_path):
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn]
+)
+def test_a_tensor_that_is_not_of_plain_floating_point_is_refused_by_name(
+    dtype, theirs, network, tmp_path
+):
     tensors = theirs.state_dict()
-    tensors |= {name: tensors[name].to(dtype) for name in ("linear.weight", "blocks.2.inner.conv.bias")}
+    tensors |= {
+        name: tensors[name].to(dtype) for name in ("linear.weight", "blocks.2.inner.conv.bias")
+    }
     safetensors.torch.save_file(tensors, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"2 tensor\(s\) do not fit") as error:
         find_component(tmp_path, network[1])
     for name in ("linear.weight", "blocks.2.inner.conv.bias"):
-        assert re.search(rf"{re.escape(name)} is [A-Z0-9_]+, expected one of BF16, F16, F32, F64", str(error.value))
+        assert re.search(
+            rf"{re.escape(name)} is [A-Z0-9_]+, expected one of BF16, F16, F32, F64",
+            str(error.value),
+        )
     assert "\n" not in str(error.value)
 
 
 def test_a_tensor_in_two_shards_is_refused(theirs, network, tmp_path):
     first, second = save_shards(tmp_path, theirs)
-    both = safetensors.torch.load_file(tmp_path / first) | safetensors.torch.load_file(tmp_path / second)
-    safetensors.torch.save_file({n: t for n, t in both.items() if n != "temperature"}, tmp_path / second)
+    both = safetensors.torch.load_file(tmp_path / first) | safetensors.torch.load_file(
+        tmp_path / second
+    )
+    safetensors.torch.save_file(
+        {n: t for n, t in both.items() if n != "temperature"}, tmp_path / second
+    )
     with pytest.raises(ValueError, match=rf"linear\.weight is both in {first} and in {second}"):
         load_tensors(*find_component(tmp_path, network[1]), jnp.float32)
 
@@ -257,8 +332,12 @@ class Tied(nnx.Module):
         self.norm = RMSNorm(5, eps=1e-6)
         if table:
             self.shared = Embedding(7, 3, rngs=rngs)
-            embeddings = lambda: nnx.Dict(embeddings=nnx.Dict(position_embedding=Embedding(4, 3, rngs=rngs)))
-            self.text_model, self.vision_model = embeddings(), embeddings()
+
+            def embeddings():
+                return nnx.Dict(embeddings=nnx.Dict(position_embedding=Embedding(4, 3, rngs=rngs)))
+
+            self.text_model = embeddings()
+            self.vision_model = embeddings()
 
 
 def test_what_older_files_repeat_is_passed_over_beside_what_it_repeats_and_nowhere_else(tmp_path):
@@ -267,14 +346,24 @@ def test_what_older_files_repeat_is_passed_over_beside_what_it_repeats_and_nowhe
         "text_model.embeddings.position_ids": torch.arange(4)[None],
         "vision_model.embeddings.position_ids": torch.arange(4)[None],
     }
-    states = [nnx.state(nnx.eval_shape(lambda table=table: Tied(table, nnx.Rngs(0)))) for table in (True, False)]
-    full, bare = ({name: torch.randn(e.torch_shape) for e in entries(s) for name in e.names} for s in states)
+    states = [
+        nnx.state(nnx.eval_shape(lambda table=table: Tied(table, nnx.Rngs(0))))
+        for table in (True, False)
+    ]
+    full, bare = (
+        {name: torch.randn(e.torch_shape) for e in entries(s) for name in e.names} for s in states
+    )
     assert len(full) == 4
     safetensors.torch.save_file(full | old, tmp_path / FILE)
     params = load_tensors(*find_component(tmp_path, states[0]), jnp.float32)
     np.testing.assert_array_equal(params["shared"]["embedding"], full["shared.weight"].numpy())
-    safetensors.torch.save_file(full | old | {"decoder.embed_tokens.weight": torch.zeros(7, 3)}, tmp_path / FILE)
-    with pytest.raises(ValueError, match=r"1 tensor\(s\) do not fit the network: unexpected decoder.embed_tokens.weight"):
+    safetensors.torch.save_file(
+        full | old | {"decoder.embed_tokens.weight": torch.zeros(7, 3)}, tmp_path / FILE
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"1 tensor\(s\) do not fit the network: unexpected decoder.embed_tokens.weight",
+    ):
         load_tensors(*find_component(tmp_path, states[0]), jnp.float32)
     safetensors.torch.save_file(bare | old, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"3 tensor\(s\) do not fit") as error:
@@ -290,7 +379,9 @@ def test_a_file_cut_short_is_refused(keep, theirs, network, tmp_path):
         load_tensors(*find_component(tmp_path, network[1]), jnp.float32)
 
 
-def test_a_saved_component_is_config_and_weights_in_the_precision_asked_for(theirs, network, tmp_path):
+def test_a_saved_component_is_config_and_weights_in_the_precision_asked_for(
+    theirs, network, tmp_path
+):
     tensors = numpy_tensors(theirs)
     save_component(tmp_path / "new", FILE, {"width": 3}, tensors, ml_dtypes.bfloat16)
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["config.json", FILE]
@@ -298,9 +389,13 @@ def test_a_saved_component_is_config_and_weights_in_the_precision_asked_for(thei
     read_by_torch = safetensors.torch.load_file(tmp_path / "new" / FILE)
     for name, t in theirs.state_dict().items():
         assert torch.equal(read_by_torch[name], t.bfloat16()), name
-    back = to_torch(network[1], load_tensors(*find_component(tmp_path / "new", network[1]), jnp.float32))
+    back = to_torch(
+        network[1], load_tensors(*find_component(tmp_path / "new", network[1]), jnp.float32)
+    )
     for name, tensor in tensors.items():
-        np.testing.assert_array_equal(back[name], tensor.astype(ml_dtypes.bfloat16).astype(np.float32), err_msg=name)
+        np.testing.assert_array_equal(
+            back[name], tensor.astype(ml_dtypes.bfloat16).astype(np.float32), err_msg=name
+        )
 
 
 def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(theirs, tmp_path, monkeypatch):
@@ -313,7 +408,13 @@ def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(theirs, tmp_pa
 
     monkeypatch.setattr(networks, "save_file", full_disk)
     with pytest.raises(RunError, match="disk full while writing"):
-        save_component(tmp_path, FILE, {"width": 4}, {k: np.asarray(v + 1) for k, v in tensors.items()}, np.float32)
+        save_component(
+            tmp_path,
+            FILE,
+            {"width": 4},
+            {k: np.asarray(v + 1) for k, v in tensors.items()},
+            np.float32,
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", FILE]
     assert json.loads((tmp_path / "config.json").read_text()) == {"width": 3}
     np.testing.assert_array_equal(load_file(tmp_path / FILE)["norm.weight"], tensors["norm.weight"])
@@ -334,7 +435,12 @@ class Large(nnx.Module):
         self.linear = Linear(12, 8, rngs=rngs)
         self.pointwise = Linear(4, 8, layout="pointwise", bias=False, rngs=rngs)
         self.conv = Conv(4, 8, 4, rngs=rngs)
-        block = lambda r: nnx.Dict(linear=Linear(12, 8, rngs=r), conv=Conv(4, 8, 4, rngs=r), norm=RMSNorm(8, eps=1e-6))
+
+        def block(r):
+            return nnx.Dict(
+                linear=Linear(12, 8, rngs=r), conv=Conv(4, 8, 4, rngs=r), norm=RMSNorm(8, eps=1e-6)
+            )
+
         self.blocks = stack(8, block, rngs)
         self.mixed = nnx.Dict(run=stack(4, block, rngs, first=3))
 
@@ -342,9 +448,14 @@ class Large(nnx.Module):
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """The abstract state, a folder of three shards in BF16, and the parameters they hold."""
-    folder, rng = tmp_path_factory.mktemp("large"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("large")
+    rng = np.random.default_rng(0)
     state = nnx.split(nnx.eval_shape(lambda: Large(nnx.Rngs(0))))[1]
-    tensors = {name: rng.standard_normal(e.torch_shape).astype(ml_dtypes.bfloat16) for e in entries(state) for name in e.names}
+    tensors = {
+        name: rng.standard_normal(e.torch_shape).astype(ml_dtypes.bfloat16)
+        for e in entries(state)
+        for name in e.names
+    }
     assert "mixed.6.linear.weight" in tensors
     place = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(tensors)}
     for file in set(place.values()):
@@ -385,7 +496,9 @@ def test_every_shard_of_every_parameter_is_its_part_of_the_tensors(split, part, 
         assert leaf.dtype == jnp.float32
         assert len(leaf.addressable_shards) == 8
         for shard in leaf.addressable_shards:
-            np.testing.assert_array_equal(shard.data, want[name].astype(np.float32)[shard.index], err_msg=name)
+            np.testing.assert_array_equal(
+                shard.data, want[name].astype(np.float32)[shard.index], err_msg=name
+            )
     kernel = params["blocks"]["linear"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // (1 if split == "whole" else 4)
 
@@ -425,16 +538,23 @@ def test_a_process_reads_no_rows_that_its_devices_do_not_hold(large, reads):
     state, folder, want = large
     (entry,) = (e for e in entries(state) if e.path == ("blocks", "linear", "kernel"))
     _, stored = find_component(folder, state)
-    index = (range(2, 4), range(12), range(6, 8))  # two of eight layers, a quarter of the rows of each
+    index = (
+        range(2, 4),
+        range(12),
+        range(6, 8),
+    )  # two of eight layers, a quarter of the rows of each
     (got,) = weights._read_parts(entry, stored, np.dtype(np.float32), [index])
-    np.testing.assert_array_equal(got, want["['blocks']['linear']['kernel']"][2:4, :, 6:8].astype(np.float32))
+    np.testing.assert_array_equal(
+        got, want["['blocks']['linear']['kernel']"][2:4, :, 6:8].astype(np.float32)
+    )
     assert sum(reads) == 2 * 2 * 12 * 2
 
 
 def test_the_host_never_holds_more_than_a_part(large, monkeypatch):
     """The largest buffer that is assembled, for all devices together: `PART`, or one layer where that is more."""
     state, folder, _ = large
-    sizes, read = [], weights._read_parts
+    sizes = []
+    read = weights._read_parts
 
     def watched(e, stored, dtype, parts):
         hosts = read(e, stored, dtype, parts)

@@ -1,4 +1,4 @@
-"""`models.zimage` against diffusers' `ZImageTransformer2DModel`."""
+"""`models.zimage.transformer` against diffusers' `ZImageTransformer2DModel`."""
 
 import copy
 from functools import reduce
@@ -12,9 +12,9 @@ from diffusers import ZImageTransformer2DModel as TorchZImage
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.weights import entries
-from solrl_jax.models.zimage import ZImageConfig, ZImageTransformer2DModel, rotary
-from solrl_jax.numerics.matmul import LowRank
+from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.zimage.transformer import ZImageConfig, ZImageTransformer2DModel, rotary
+from solrl_jax.quant.matmul import LowRank
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
 
@@ -47,20 +47,35 @@ def build(overrides: dict, seed: int = 0):
     theirs = TorchZImage(**(BASE | overrides)).eval()
     with torch.no_grad():
         for p in theirs.parameters():
-            p.copy_(torch.randn_like(p) * (0.7 if p.ndim < 2 or len(p) == 1 else 1.0 / np.sqrt(p[0].numel())))
+            p.copy_(
+                torch.randn_like(p)
+                * (0.7 if p.ndim < 2 or len(p) == 1 else 1.0 / np.sqrt(p[0].numel()))
+            )
     graphdef, state = abstract(BASE | overrides)
-    return theirs, graphdef, state, from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()})
+    return (
+        theirs,
+        graphdef,
+        state,
+        from_torch(state, {k: v.numpy() for k, v in theirs.state_dict().items()}),
+    )
 
 
 def abstract(fields: dict):
-    config = ZImageConfig.from_dict({k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()})
+    config = ZImageConfig.from_dict(
+        {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+    )
     return nnx.split(nnx.eval_shape(lambda: ZImageTransformer2DModel(config, rngs=nnx.Rngs(0))))
 
 
 def inputs(overrides: dict, size: tuple[int, int], lengths: tuple[int, ...], filled: int) -> dict:
     """Our arguments. Times are such that the last bit of PyTorch's `exp`, which is wrong in two frequencies, does not show."""
-    c, rng, rows = BASE | overrides, np.random.default_rng(1), len(lengths)
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    c = BASE | overrides
+    rng = np.random.default_rng(1)
+    rows = len(lengths)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     return dict(
         latent=draw(rows, *size, c["in_channels"]),
         text=draw(rows, filled, c["cap_feat_dim"]),
@@ -72,7 +87,10 @@ def inputs(overrides: dict, size: tuple[int, int], lengths: tuple[int, ...], fil
 def run_torch(theirs, x: dict, cotangent: np.ndarray | None = None, dtype=torch.float32):
     """The velocity, and with a cotangent the gradient of the latent, [b, h, w, c], as the pipeline calls the network."""
     latent = torch.from_numpy(x["latent"].transpose(0, 3, 1, 2).copy()).to(dtype).requires_grad_()
-    texts = [torch.from_numpy(text[mask]).to(dtype) for text, mask in zip(x["text"], x["mask"], strict=True)]
+    texts = [
+        torch.from_numpy(text[mask]).to(dtype)
+        for text, mask in zip(x["text"], x["mask"], strict=True)
+    ]
     time = (1000 - torch.from_numpy(x["timestep"])) / 1000
     out = theirs(list(latent.unsqueeze(2).unbind(0)), time, texts, return_dict=False)[0]
     out = -torch.stack(out).squeeze(2)
@@ -86,7 +104,9 @@ def runner(graphdef):
     """Our output and the gradient of the latent; compiled once a shape."""
 
     def run(params, x, cotangent):
-        forward = lambda latent: nnx.merge(graphdef, params)(**(x | {"latent": latent}))
+        def forward(latent):
+            return nnx.merge(graphdef, params)(**(x | {"latent": latent}))
+
         out, pull = jax.vjp(forward, x["latent"])
         return out, *pull(cotangent)
 
@@ -98,30 +118,42 @@ def weighting(x: dict) -> np.ndarray:
     return np.random.default_rng(2).standard_normal(x["latent"].shape).astype(np.float32)
 
 
-LONG = ("no filling", "wide, deep", "as many positions as are stored")  # what they hold, the others hold in part
+LONG = (
+    "no filling",
+    "wide, deep",
+    "as many positions as are stored",
+)  # what they hold, the others hold in part
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.exhaustive if c in LONG else []) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.exhaustive if c in LONG else []) for c in CASES]
+)
 def test_output_and_input_gradient_equal_diffusers(case):
     overrides, *shapes = CASES[case]
     theirs, graphdef, state, params = build(overrides)
-    x, ours = inputs(overrides, *shapes), runner(graphdef)
+    x = inputs(overrides, *shapes)
+    ours = runner(graphdef)
     cotangent = weighting(x)
     want, want_gradient = run_torch(theirs, x, cotangent)
     got, gradient = ours(params, x, cotangent)
-    print(f"{case}: output {relative(got, want):.1e}, gradient {relative(gradient, want_gradient):.1e}")
+    print(
+        f"{case}: output {relative(got, want):.1e}, gradient {relative(gradient, want_gradient):.1e}"
+    )
     assert relative(got, want) < TOLERANCE
     assert relative(gradient, want_gradient) < TOLERANCE
     # the case can fail: every input moves every row of the output by many tolerances
     moved = {"latent": x["latent"] + 0.01, "text": x["text"] + 0.3, "timestep": x["timestep"] - 5}
     for name, value in moved.items():
-        rows = np.abs(np.asarray(ours(params, x | {name: value}, cotangent)[0]) - want).max(axis=(1, 2, 3))
+        rows = np.abs(np.asarray(ours(params, x | {name: value}, cotangent)[0]) - want).max(
+            axis=(1, 2, 3)
+        )
         assert rows.min() > 100 * TOLERANCE * np.abs(want).max(), name
     # but for what the text is filled up with
     other = x | {"text": np.where(x["mask"][..., None], x["text"], x["text"] + 1)}
     np.testing.assert_array_equal(ours(params, other, cotangent)[0], got)
 
-    back, released = to_torch(state, params), theirs.state_dict()
+    back = to_torch(state, params)
+    released = theirs.state_dict()
     assert back.keys() == released.keys()
     assert all(np.array_equal(back[name], t.numpy()) for name, t in released.items())
 
@@ -132,9 +164,16 @@ def test_each_number_matters():
     _, graphdef, _, params = build({})
     x = inputs({}, *shapes)
     want = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
-    for changes in ({"norm_eps": 1e-3}, {"rope_theta": 270.0}, {"t_scale": 1001.0}, {"axes_dims": (6, 4, 6)}):
+    for changes in (
+        {"norm_eps": 1e-3},
+        {"rope_theta": 270.0},
+        {"t_scale": 1001.0},
+        {"axes_dims": (6, 4, 6)},
+    ):
         other, _ = abstract(BASE | changes)
-        got = jax.jit(lambda params, x, graph: nnx.merge(graph, params)(**x), static_argnums=2)(params, x, other)
+        got = jax.jit(lambda params, x, graph: nnx.merge(graph, params)(**x), static_argnums=2)(
+            params, x, other
+        )
         assert relative(got, want) > 100 * TOLERANCE, changes
 
 
@@ -155,7 +194,9 @@ def test_gradients_of_the_parameters_equal_diffusers():
     x = inputs(overrides, *shapes)
     cotangent = weighting(x)
     run_torch(theirs, x, cotangent)
-    ours = jax.jit(jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum()))(params, x)
+    ours = jax.jit(
+        jax.grad(lambda params, x: (nnx.merge(graphdef, params)(**x) * cotangent).sum())
+    )(params, x)
     ours = to_torch(state, ours)
     errors = {name: relative(ours[name], p.grad.numpy()) for name, p in theirs.named_parameters()}
     worst = max(errors, key=errors.__getitem__)
@@ -165,17 +206,29 @@ def test_gradients_of_the_parameters_equal_diffusers():
 
 @pytest.mark.exhaustive
 def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
-    overrides = dict(dim=256, n_heads=4, n_kv_heads=4, axes_dims=(16, 24, 24), n_layers=4, in_channels=16, cap_feat_dim=128)
+    overrides = dict(
+        dim=256,
+        n_heads=4,
+        n_kv_heads=4,
+        axes_dims=(16, 24, 24),
+        n_layers=4,
+        in_channels=16,
+        cap_feat_dim=128,
+    )
     theirs, graphdef, _, params = build(overrides)
     # many rows of different conditions, since an error in a condition is one draw a row; times that BF16 holds
     x = inputs(overrides, (8, 12), (16, 33, 5, 60) * 4, 64)
     x["timestep"] = np.resize(np.float32([1000, 500, 250, 125]), 16)
-    exact, half = run_torch(theirs, x)[0], run_torch(theirs.bfloat16(), x, dtype=torch.bfloat16)[0]
+    exact = run_torch(theirs, x)[0]
+    half = run_torch(theirs.bfloat16(), x, dtype=torch.bfloat16)[0]
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params)
     x["latent"] = jnp.asarray(x["latent"], jnp.bfloat16)
     ours = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))(params, x)
     assert ours.dtype == jnp.bfloat16
-    distance = lambda out: float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
+    def distance(out):
+        return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
     print(f"distance to float32: ours {distance(ours):.5f}, PyTorch's {distance(half):.5f}")
     assert distance(ours) <= 1.10 * distance(half)
 
@@ -183,16 +236,24 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
 def test_adapters_are_leaves():
     """`LowRank` leaves anywhere among the linears of all stacks act as the merged weights do."""
     _, graphdef, _, params = build({})
-    x, rng = inputs({}, (4, 6), (3, 40), 40), np.random.default_rng(4)
-    draw = lambda *shape: (0.3 * rng.standard_normal(shape)).astype(np.float32)
-    apart, merged = copy.deepcopy(params), copy.deepcopy(params)
+    x = inputs({}, (4, 6), (3, 40), 40)
+    rng = np.random.default_rng(4)
+
+    def draw(*shape):
+        return (0.3 * rng.standard_normal(shape)).astype(np.float32)
+
+    apart = copy.deepcopy(params)
+    merged = copy.deepcopy(params)
     for path in (("layers", "attention", "to_q"), ("layers", "attention", "to_out", 0), ("layers", "feed_forward", "w1"),
                  ("layers", "feed_forward", "w2"), ("noise_refiner", "attention", "to_v"),
                  ("context_refiner", "feed_forward", "w3"), ("layers", "adaLN_modulation", 0)):  # fmt: skip
-        linear, one, other = (reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged))
+        linear, one, other = (
+            reduce(lambda node, key: node[key], path, tree) for tree in (params, apart, merged)
+        )
         base = linear["kernel"]
         *layers, n_in, n_out = base.shape
-        a, b = draw(*layers, n_in, 2), draw(*layers, 2, n_out)
+        a = draw(*layers, n_in, 2)
+        b = draw(*layers, 2, n_out)
         one["kernel"] = LowRank(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), 0.5)
         other["kernel"] = base + 0.5 * a @ b
     run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(**x))
@@ -212,10 +273,15 @@ def test_released_size_has_the_released_tensors():
 
 def test_rotation_at_the_released_size():
     """Positions of text and image, and the largest that are stored."""
-    config, rows, columns = ZImageConfig.from_dict(RELEASED), 33, 64
+    config = ZImageConfig.from_dict(RELEASED)
+    rows = 33
+    columns = 64
     with torch.device("meta"):
         theirs = TorchZImage(**RELEASED)
-    pad = lambda x, grid, start: theirs._pad_with_ids(x, grid, start, "cpu")[1]
+
+    def pad(x, grid, start):
+        return theirs._pad_with_ids(x, grid, start, "cpu")[1]
+
     seen = np.array([32, 480, 1504])
     (image, text) = rotary(config, rows, columns, 1504, jnp.asarray(seen))
     for i, length in enumerate(seen):

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from solrl_jax.errors import InputError, RunError
 from solrl_jax.parallel import hosts
-from solrl_jax.run import loop as trainer
-from solrl_jax.run import metrics
-from solrl_jax.run.progress import Reporter
-from solrl_jax.storage.errors import InputError, RunError
-from tests.run.test_resume import arrays
+from solrl_jax.runs import metrics
+from solrl_jax.runs import trainer as trainer
+from solrl_jax.runs.progress import Reporter
+from tests.runs.test_resume import arrays
 from tests.small import SMALL, small_config
 
 # one reward is a network; the other is outside JAX, on the host that made the picture
@@ -32,7 +32,17 @@ LIMIT = 60  # seconds in which a run ends after one of its processes has
 
 
 def start(folder: Path, host: int, port: int) -> subprocess.Popen:
-    settings = [*SMALL, *MESH, *REWARD, *CALIBRATED, f"run.dir={folder}", "--hosts", "2", "--host", str(host)]
+    settings = [
+        *SMALL,
+        *MESH,
+        *REWARD,
+        *CALIBRATED,
+        f"run.dir={folder}",
+        "--hosts",
+        "2",
+        "--host",
+        str(host),
+    ]
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     return subprocess.Popen(
         [sys.executable, "-m", "solrl_jax", "train", "tiny", *settings, "--coordinator", f"localhost:{port}"],
@@ -64,7 +74,11 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     assert time.monotonic() - died < LIMIT
     assert first.returncode == 1, errors
     # Python says that the process which was aborted did not release its semaphores
-    said = [line for line in errors.splitlines() if "resource_tracker" not in line and "leaked semaphore" not in line]
+    said = [
+        line
+        for line in errors.splitlines()
+        if "resource_tracker" not in line and "leaked semaphore" not in line
+    ]
     assert said[-1].startswith("solrl: "), errors
 
     port = free_port()
@@ -73,16 +87,34 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     assert [process.returncode for process in both] == [0, 0], told
     assert "resuming after iteration" in told[0][1]
     connected = "peer ranks"  # Gloo's threads print this in pieces
-    assert not [line for text in told[1] for line in text.splitlines() if connected not in line and "[Gloo]" not in line]
-    ours, theirs = arrays(tmp_path / "two"), arrays(tmp_path / "one")
-    norm = lambda values: np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in values))
+    assert not [
+        line
+        for text in told[1]
+        for line in text.splitlines()
+        if connected not in line and "[Gloo]" not in line
+    ]
+    ours = arrays(tmp_path / "two")
+    theirs = arrays(tmp_path / "one")
+
+    def norm(values):
+        return np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in values))
+
     assert norm([ours[key] - theirs[key] for key in theirs]) < TOLERANCE * norm(theirs.values())
     kept, alone = (pq.read_table(tmp_path / name / "ledger") for name in ("two", "one"))
     for column in ("seed", "kept", "rank"):
         assert kept[column].equals(alone[column]), column
     rewards = (table["regenerated_reward"].to_numpy() for table in (kept, alone))
     np.testing.assert_allclose(*rewards, atol=1e-5)
-    assert len({row["pool/tests.outside:mean"] for row in metrics.read(tmp_path / "two") if row["iteration"]}) > 1
+    assert (
+        len(
+            {
+                row["pool/tests.outside:mean"]
+                for row in metrics.read(tmp_path / "two")
+                if row["iteration"]
+            }
+        )
+        > 1
+    )
 
 
 LATE = textwrap.dedent(
@@ -107,13 +139,17 @@ LATE = textwrap.dedent(
 @pytest.mark.exhaustive
 def test_a_process_may_come_late_to_its_first_program():
     """Later than the 30 s that Gloo waits for a connection."""
-    address, flags = f"localhost:{free_port()}", os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
-    start = lambda number: subprocess.Popen(
-        [sys.executable, "-c", LATE, str(number), address],
-        env=os.environ | {"XLA_FLAGS": flags},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    address = f"localhost:{free_port()}"
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+
+    def start(number):
+        return subprocess.Popen(
+            [sys.executable, "-c", LATE, str(number), address],
+            env=os.environ | {"XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
     told = [process.communicate(timeout=300)[0].split() for process in [start(0), start(1)]]
     assert [[line for line in lines if line == "120.0"] for lines in told] == [["120.0"] * 3] * 2
 
@@ -147,7 +183,10 @@ def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(hosts.roll_call, 2, 0, f"localhost:{port}")
         time.sleep(0.2)
-        with socket.create_connection(("localhost", port)) as silent, socket.create_connection(("localhost", port)) as wrong:
+        with (
+            socket.create_connection(("localhost", port)) as silent,
+            socket.create_connection(("localhost", port)) as wrong,
+        ):
             wrong.sendall(b"GET / HTTP/1.1\r\n")
             hosts.roll_call(2, 1, f"localhost:{port}")
             assert first.result(5) is None

@@ -9,11 +9,11 @@ import optax
 import pytest
 
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
-from solrl_jax.policy.lora import flatten
-from solrl_jax.rollout.generate import Rows, draw_noise, generate
-from solrl_jax.training import experiment as experiments
-from solrl_jax.training.experiment import fresh_state
-from solrl_jax.training.iteration import iterate
+from solrl_jax.rl import experiment as experiments
+from solrl_jax.rl.experiment import fresh_state
+from solrl_jax.rl.generate import Rows, draw_noise, generate
+from solrl_jax.rl.iteration import iterate
+from solrl_jax.rl.trainable.trainable import flatten
 from tests.small import small_config
 
 MESHES = {
@@ -24,7 +24,13 @@ MESHES = {
     "fsdp=8": ("mesh.data=1", "mesh.fsdp=8"),
 }
 ALL_AXES = "data=2 fsdp=2 tensor=2"
-DIVIDED = [ALL_AXES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("data=8", "data=2 fsdp=4", "fsdp=8"))]
+DIVIDED = [
+    ALL_AXES,
+    *(
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in ("data=8", "data=2 fsdp=4", "fsdp=8")
+    ),
+]
 REWARD_TOLERANCE = 1e-5
 ADAPTER_TOLERANCE = 1e-6
 
@@ -36,19 +42,30 @@ def built():
     Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight.
     """
     # every lever: two are calibrated on each mesh, one explores in two legs
-    extra = ("rollout.explore.correction=8", "rollout.explore.sigmas=first", "rollout.explore.exact_steps=1")
-    return functools.cache(lambda name: experiments.build(small_config("unused", *extra, *MESHES[name])))
+    extra = (
+        "rollout.explore.correction=8",
+        "rollout.explore.sigmas=first",
+        "rollout.explore.exact_steps=1",
+    )
+    return functools.cache(
+        lambda name: experiments.build(small_config("unused", *extra, *MESHES[name]))
+    )
 
 
 def explore(experiment, rows):
     """NVFP4 proxy rewards of some of 24 candidates of a prompt."""
-    prompts, recipe = experiment.test_prompts[:2], experiment.recipe
+    prompts = experiment.test_prompts[:2]
+    recipe = experiment.recipe
     seeds = experiment.seeds("candidate", prompts[:1], 24, seed=0, iteration=1)[0]
     assert recipe.levels[0].precision == "nvfp4"
     stage = recipe.stage(fresh_state(experiment).old, recipe.levels[0])
     chosen = Rows(np.zeros(len(rows), int), seeds[rows])
     return generate(
-        experiment.backbone, stage, experiment.prompted(prompts, experiment.reward), chosen, experiment.reward
+        experiment.backbone,
+        stage,
+        experiment.prompted(prompts, experiment.reward),
+        chosen,
+        experiment.reward,
     ).reward
 
 
@@ -71,7 +88,9 @@ FURTHER = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 )
 def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(name, rows, built, everyone):
     assert np.ptp(everyone) > 100 * REWARD_TOLERANCE  # candidates differ
-    np.testing.assert_allclose(explore(built(name), np.array(rows)), everyone[np.array(rows)], atol=REWARD_TOLERANCE)
+    np.testing.assert_allclose(
+        explore(built(name), np.array(rows)), everyone[np.array(rows)], atol=REWARD_TOLERANCE
+    )
 
 
 def exploring(experiment):
@@ -106,7 +125,9 @@ def test_initial_noise_is_the_same_to_the_bit(built):
         mesh = small_config("unused", *overrides).mesh
         with jax.set_mesh(make_mesh(mesh.data, mesh.fsdp, mesh.tensor)):
             noise = np.asarray(draw_noise(seeds, (8, 8, 8)))
-            alone = np.concatenate([np.asarray(draw_noise(np.repeat(s[None], 8, 0), (8, 8, 8)))[:1] for s in seeds[:3]])
+            alone = np.concatenate(
+                [np.asarray(draw_noise(np.repeat(s[None], 8, 0), (8, 8, 8)))[:1] for s in seeds[:3]]
+            )
         whole = noise if whole is None else whole
         np.testing.assert_array_equal(noise, whole)
         np.testing.assert_array_equal(alone, whole[:3])
@@ -117,7 +138,8 @@ def test_initial_noise_is_the_same_to_the_bit(built):
 def two_iterations(experiment):
     """Adapters at the start and at the end, who was kept, the last proxy rewards."""
     assert experiment.config.rollout.precision == "bf16"
-    state, kept = fresh_state(experiment), []
+    state = fresh_state(experiment)
+    kept = []
     start = jax.device_get(state.adapters)
     for iteration in (1, 2):
         state, outcome = iterate(experiment, state, iteration)
@@ -131,20 +153,31 @@ def on_one(built):
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(name, built, on_one, capfd):
+def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(
+    name, built, on_one, capfd
+):
     """In BF16, exploring in NVFP4."""
     start, one, kept_by_one, scored_by_one = on_one
     capfd.readouterr()
     _, adapters, kept, scored = two_iterations(built(name))
     # XLA warns if it replicates an array because it knows no way from one division to another. It must not do so to a gradient.
     # It may to a quantised layer, if a share of it is not of whole blocks. (With a warm cache there are no warnings.)
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "full rematerialization" in line]
+    warnings = [
+        line for line in capfd.readouterr().err.splitlines() if "full rematerialization" in line
+    ]
     assert not [line for line in warnings if "jit(quantize_policy)" not in line]
     np.testing.assert_array_equal(kept, kept_by_one)
     np.testing.assert_allclose(scored, scored_by_one, atol=REWARD_TOLERANCE)
-    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
-    difference = lambda a, b: norm(jax.tree.map(np.subtract, a, b))
-    assert difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE  # there was something to learn
+
+    def norm(tree):
+        return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+
+    def difference(a, b):
+        return norm(jax.tree.map(np.subtract, a, b))
+
+    assert (
+        difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE
+    )  # there was something to learn
     assert difference(adapters, one) / norm(one) < ADAPTER_TOLERANCE
 
 
@@ -152,17 +185,36 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(name
 @pytest.mark.parametrize("name", ["data=2 fsdp=4", "data=8", "fsdp=8"])
 def test_training_in_full_ends_with_the_same_parameters_whose_state_is_split_as_the_weights(name):
     """In BF16 with float32 masters: every parameter but one stack, which has an adapter."""
-    extra = ("train.parameters=(?!transformer_blocks/attn2/to_q/kernel).*", "optimizer.max_grad_norm=10")
-    experiment, alone = (experiments.build(small_config("unused", *extra, *MESHES[mesh])) for mesh in (name, "one"))
-    (_, got, kept, _), (start, one, kept_by_one, _) = two_iterations(experiment), two_iterations(alone)
+    extra = (
+        "train.parameters=(?!transformer_blocks/attn2/to_q/kernel).*",
+        "optimizer.max_grad_norm=10",
+    )
+    experiment, alone = (
+        experiments.build(small_config("unused", *extra, *MESHES[mesh])) for mesh in (name, "one")
+    )
+    (_, got, kept, _), (start, one, kept_by_one, _) = (
+        two_iterations(experiment),
+        two_iterations(alone),
+    )
     np.testing.assert_array_equal(kept, kept_by_one)
-    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
-    difference = lambda a, b: norm(jax.tree.map(np.subtract, a, b))
+
+    def norm(tree):
+        return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+
+    def difference(a, b):
+        return norm(jax.tree.map(np.subtract, a, b))
+
     assert difference(one, start) / norm(one) > 1000 * ADAPTER_TOLERANCE
     assert difference(got, one) / norm(one) < ADAPTER_TOLERANCE
-    state, path = fresh_state(experiment), "transformer_blocks/ff/conv_inverted/kernel"
+    state = fresh_state(experiment)
+    path = "transformer_blocks/ff/conv_inverted/kernel"
     base = flatten(experiment.backbone.transformer)[path]
-    for tree in (state.adapters, state.old, state.ema, *(optax.tree.get(state.opt_state, of) for of in ("mu", "nu"))):
+    for tree in (
+        state.adapters,
+        state.old,
+        state.ema,
+        *(optax.tree.get(state.opt_state, of) for of in ("mu", "nu")),
+    ):
         assert tree[path].sharding == base.sharding
     assert (state.old[path].dtype, state.adapters[path].dtype) == (base.dtype, np.float32)
 
@@ -179,7 +231,9 @@ def test_fsdp_splits_what_is_large_and_nothing_else(built):
 
 @pytest.mark.parametrize(("data", "fsdp", "tensor"), [(3, 4, 1), (16, 1, 1), (-1, 3, 1), (2, 2, 3)])
 def test_a_mesh_that_does_not_come_out_even_is_refused(data, fsdp, tensor):
-    with pytest.raises(ValueError, match=f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}"):
+    with pytest.raises(
+        ValueError, match=f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}"
+    ):
         make_mesh(data, fsdp, tensor)
 
 

@@ -17,7 +17,8 @@ from solrl_jax.planning import topology
 from solrl_jax.planning.targets import TARGETS
 
 FOLDER = Path(__file__).with_name("hlo")
-BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
+BF16 = jnp.bfloat16
+E4M3 = jnp.float8_e4m3fn
 
 
 class Program(NamedTuple):
@@ -35,7 +36,9 @@ def nvfp4(x, w):
     def codes(a):
         blocks = a.reshape(*a.shape[:-1], -1, 16)
         scales = (jnp.abs(blocks).max(-1) / 6).astype(E4M3)
-        return (blocks / scales[..., None].astype(a.dtype)).reshape(a.shape).astype(jnp.float4_e2m1fn)[None], scales[None]
+        return (blocks / scales[..., None].astype(a.dtype)).reshape(a.shape).astype(
+            jnp.float4_e2m1fn
+        )[None], scales[None]
 
     (a, scales), (b, others) = codes(x), codes(w)
     return jax.nn.scaled_matmul(a, b, scales, others, preferred_element_type=BF16)
@@ -46,7 +49,9 @@ def fp8(x, ws):
 
     def layer(x, w):
         quantised = jnp.clip(x, -448, 448).astype(E4M3)
-        product = jax.lax.dot_general(quantised, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        product = jax.lax.dot_general(
+            quantised, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
         return (product * 0.5).astype(BF16), x
 
     return jax.lax.scan(layer, x, ws)
@@ -54,20 +59,31 @@ def fp8(x, ws):
 
 def attend(q, k, v):
     """The gradient of flash attention."""
-    loss = lambda *qkv: jax.nn.dot_product_attention(*qkv, implementation="cudnn").astype(jnp.float32).sum()
+
+    def loss(*qkv):
+        return jax.nn.dot_product_attention(*qkv, implementation="cudnn").astype(jnp.float32).sum()
+
     return jax.grad(loss, (0, 1, 2))(q, k, v)
 
 
 def convolve(x, kernel):
     """A 3 x 3 convolution with stride 2, and the gradient to its input."""
-    f = lambda x: jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def f(x):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
     out, back = jax.vjp(f, x)
     return out, back(out)
 
 
 def train(ws, x):
     """The gradient of five layers, whose weights are sharded over two axes."""
-    layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+
+    def layer(x, w):
+        return (x + jnp.tanh(x @ w), None)
+
     return jax.grad(lambda ws: (jax.lax.scan(layer, x, ws)[0].astype(jnp.float32) ** 2).mean())(ws)
 
 
@@ -85,7 +101,9 @@ PROGRAMS = {
     "attend-b200": Program("b200", attend, (_ATTENDED, _ATTENDED, _ATTENDED)),
     "convolve-h200": Program("h200", convolve, (((2, 32, 32, 16), BF16), ((3, 3, 16, 32), BF16))),
     "train-h200": Program("h200", train, _TRAINED, 8),
-    "batched-tpu-v6e": Program("tpu-v6e", batched, (((8, 256, 128), BF16), ((4, 8, 128, 128), BF16))),
+    "batched-tpu-v6e": Program(
+        "tpu-v6e", batched, (((8, 256, 128), BF16), ((4, 8, 128, 128), BF16))
+    ),
 }
 
 
@@ -95,12 +113,19 @@ def compiled(program: Program) -> Any:
     devices = topology.devices(target, program.devices, 1)
     mesh = Mesh(np.array(devices).reshape(min(program.devices, 2), -1), ("fsdp", "tensor"))
 
-    def place(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+    def place(
+        shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...] = ()
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+        )
 
     with jax.set_mesh(mesh):
         return topology.compiled(
-            topology.lowered(jax.jit(program.function), tuple(place(*a) for a in program.arguments)), target
+            topology.lowered(
+                jax.jit(program.function), tuple(place(*a) for a in program.arguments)
+            ),
+            target,
         )
 
 
@@ -113,7 +138,9 @@ def shortened(whole: str) -> str:
     """Without what says where in Python an instruction comes from."""
     head, _, body = whole.partition("\n\n")
     body = body[re.search(r"^(?:ENTRY )?%\S+ \(", body, re.MULTILINE).start() :]
-    body = re.sub(r'metadata=\{(?:[^{}"]|"[^"]*")*?(op_name="[^"]*")?(?:[^{}"]|"[^"]*")*\}', _source, body)
+    body = re.sub(
+        r'metadata=\{(?:[^{}"]|"[^"]*")*?(op_name="[^"]*")?(?:[^{}"]|"[^"]*")*\}', _source, body
+    )
     return f"{head.partition(', ')[0]}\n\n{body}"
 
 

@@ -64,7 +64,10 @@ def test_a_module_is_read_as_it_is_written():
     assert steps["start"].arrays == (hlo.Array("s32", ()), hlo.Array("f32", (4,)))
     assert steps["y"].value("calls") == "double"
     assert steps["y"].value("to_apply") == ""
-    assert (steps["kernel"].text("custom_call_target"), steps["kernel"].text("op_name")) == ("f$g", "jit(f)/call")
+    assert (steps["kernel"].text("custom_call_target"), steps["kernel"].text("op_name")) == (
+        "f$g",
+        "jit(f)/call",
+    )
     assert module.root("main").opcode == "conditional"
 
 
@@ -85,7 +88,16 @@ def test_a_loop_of_unknown_length_counts_once_and_is_reported():
 
 
 def test_types_say_their_bytes():
-    sizes = {"pred": 1, "bf16": 2, "f4e2m1fn": 0.5, "f8e8m0fnu": 1, "s4": 0.5, "u32": 4, "c64": 8, "token": 0}
+    sizes = {
+        "pred": 1,
+        "bf16": 2,
+        "f4e2m1fn": 0.5,
+        "f8e8m0fnu": 1,
+        "s4": 0.5,
+        "u32": 4,
+        "c64": 8,
+        "token": 0,
+    }
     assert {kind: hlo.Array(kind, (2, 3)).size / 6 for kind in sizes} == sizes
     with pytest.raises(ValueError, match="element type 'tuple' is not known"):
         hlo.element_bits("tuple")

@@ -19,7 +19,11 @@ def named(name: str, part: str) -> Kernel:
 def test_a_block_scaled_product_is_native_on_blackwell():
     """Its 64 columns are padded to 128, and its operands are packed."""
     kernel = named("nvfp4-b200", "blockScaledDot")
-    assert (kernel.name, kernel.kind, kernel.unit) == ("__cudnn$blockScaledDot f4e2m1fn", "products", "fp4")
+    assert (kernel.name, kernel.kind, kernel.unit) == (
+        "__cudnn$blockScaledDot f4e2m1fn",
+        "products",
+        "fp4",
+    )
     assert kernel.operations == 2 * 128 * 128 * 256
     scales = 2 * 128 * 16  # rows are padded to 128 and blocks to 16 for both operands
     assert kernel.moved == 2 * 128 * 256 / 2 + 2 * scales / 2 + 2 * 128 * 128
@@ -43,14 +47,17 @@ def test_products_of_a_loop_are_counted_as_often_as_they_run():
 def test_a_loop_reads_a_slice_of_what_is_stacked_and_writes_a_slice():
     """Of three matrices [256, 256] one, and of three results [128, 256] one; the number of the turn comes on top."""
     sliced = [kernel.moved for kernel in read("fp8-h200") if "dynamic_slice" in kernel.source]
-    updated = [kernel.moved for kernel in read("fp8-h200") if "dynamic_update_slice" in kernel.source]
+    updated = [
+        kernel.moved for kernel in read("fp8-h200") if "dynamic_update_slice" in kernel.source
+    ]
     assert sliced == [2 * 256 * 256 + 4]
     assert updated == [2 * 2 * 128 * 256 + 4]
 
 
 def test_flash_attention_has_two_products_forwards_and_five_backwards():
     forwards, backwards = (kernel for kernel in read("attend-b200") if kernel.kind == "attention")
-    scores, one = 2 * 4 * 256 * 256, 2 * 2 * 256 * 4 * 64
+    scores = 2 * 4 * 256 * 256
+    one = 2 * 2 * 256 * 4 * 64
     assert (forwards.name, backwards.name) == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
     assert (forwards.operations, backwards.operations) == (2 * 2 * scores * 64, 5 * 2 * scores * 64)
     logarithms = 4 * 2 * 4 * 256
@@ -60,7 +67,10 @@ def test_flash_attention_has_two_products_forwards_and_five_backwards():
 def test_convolutions_count_what_they_read_of_the_input():
     """cuDNN is given a padded input: 9 taps for each of 16 x 16 outputs, forwards and for the gradient."""
     found = [kernel for kernel in read("convolve-h200") if kernel.kind == "products"]
-    assert [kernel.name for kernel in found] == ["__cudnn$convForward bf16", "__cudnn$convBackwardInput bf16"]
+    assert [kernel.name for kernel in found] == [
+        "__cudnn$convForward bf16",
+        "__cudnn$convBackwardInput bf16",
+    ]
     assert [kernel.operations for kernel in found] == [2 * 2 * 16 * 16 * 9 * 16 * 32] * 2
 
 
@@ -85,7 +95,9 @@ def test_a_tpus_batched_product_is_no_larger_for_being_a_convolution():
     kernel = named("batched-tpu-v6e", "fusion")
     assert (kernel.kind, kernel.unit, kernel.times) == ("products", "bf16", 4)
     assert kernel.operations == 2 * 8 * 256 * 128 * 128
-    assert kernel.moved == 2 * 8 * 128 * 128  # the weights: what is carried stays in the TPU's own memory
+    assert (
+        kernel.moved == 2 * 8 * 128 * 128
+    )  # the weights: what is carried stays in the TPU's own memory
 
 
 def test_attention_in_pallas_is_counted_by_its_shapes():
@@ -103,10 +115,16 @@ ENTRY %main (q: bf16[2,8,64,32], k: bf16[2,8,16,32]) -> bf16[2,8,64,32] {
         assert (kernel.kind, kernel.operations) == ("attention", products * one), name
     stated = line.replace('"NAME"}', '"other"}, backend_config={"cost_estimate":{"flops":"1234"}}')
     (kernel,) = kernels(hlo.parse(stated))
-    assert (kernel.name, kernel.kind, kernel.operations) == ("tpu_custom_call bf16", "products", 1234)
+    assert (kernel.name, kernel.kind, kernel.operations) == (
+        "tpu_custom_call bf16",
+        "products",
+        1234,
+    )
 
 
-@pytest.mark.parametrize(("name", "count"), [("train-h200", 15), ("attend-b200", 2), ("batched-tpu-v6e", 0)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("train-h200", 15), ("attend-b200", 2), ("batched-tpu-v6e", 0)]
+)
 def test_functions_of_libraries_are_counted_by_name(name, count):
     assert sum(native(read(name)).values()) == count
 
@@ -152,7 +170,11 @@ ENTRY %main (a: bf16[20,64,32], i: s32[], x: bf16[128,64], s: bf16[20,128,32]) -
 def test_a_library_fused_with_slices_is_that_library():
     """As XLA of JAX 0.11 prints them: of stacks, one layer is read and one is written, and the workspace is nobody's."""
     layer, product = kernels(hlo.parse(FUSED))
-    assert (product.name, product.kind, product.result) == ("__cublas$lt$matmul bf16", "products", "bf16[128,32]")
+    assert (product.name, product.kind, product.result) == (
+        "__cublas$lt$matmul bf16",
+        "products",
+        "bf16[128,32]",
+    )
     assert product.operations == 2 * 128 * 32 * 64
     assert product.moved == 2 * (64 * 32 + 128 * 64 + 128 * 32) + 4
     assert (layer.kind, layer.moved) == ("memory", 2 * 2 * 64 * 32 + 4)

@@ -10,35 +10,43 @@ import jax
 import pytest
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.numerics import target
-from solrl_jax.numerics.formats import Device
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment, open_configurations
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.planning.topology import tracing
-from solrl_jax.training.experiment import Experiment
+from solrl_jax.quant import compile_target
+from solrl_jax.quant.formats import Device
+from solrl_jax.rl.experiment import Experiment
 from tests.lowering import cuda_text
 
 PRESETS = (
     "sana_sol_rl_pickscore",
     "flux1_sol_rl_hpsv2",
-    *(pytest.param(f"{name}_sol_rl_hpsv2", marks=pytest.mark.exhaustive) for name in ("sd3", "flux2-klein-4b", "zimage")),
+    *(
+        pytest.param(f"{name}_sol_rl_hpsv2", marks=pytest.mark.exhaustive)
+        for name in ("sd3", "flux2-klein-4b", "zimage")
+    ),
 )
-CUSTOM, PRODUCT = "@__op$block_scaled_dot(", "stablehlo.dot_general"
+CUSTOM = "@__op$block_scaled_dot("
+PRODUCT = "stablehlo.dot_general"
 
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch):
     """Programs are traced as on a mesh of GPUs."""
-    monkeypatch.setattr(target, "platform", lambda: "gpu")
+    monkeypatch.setattr(compile_target, "platform", lambda: "gpu")
 
 
-def of_shapes(preset: str, precision: str, device: str, count: int = 1, *more: str) -> tuple[Experiment, Stages]:
+def of_shapes(
+    preset: str, precision: str, device: str, count: int = 1, *more: str
+) -> tuple[Experiment, Stages]:
     config = resolve(preset, (f"rollout.explore.precision={precision}", *more))
     pipeline = open_configurations(config.model.path)
     facts = Device("gpu", TARGETS[device].kind, TARGETS[device].capability)
-    made = experiment(config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count]))
+    made = experiment(
+        config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count])
+    )
     return made, Stages(made)
 
 
@@ -55,7 +63,10 @@ def products(text: str, dtype: str = "") -> int:
 def on_blackwell(preset: str) -> tuple[Experiment, dict[str, list[str]]]:
     """The lowered programs of every stage, exploring in NVFP4."""
     made, stages = of_shapes(preset, "nvfp4", "b200")
-    return made, {name: [lowered(program) for program in stages.programs(name, stages.codes())] for name in STAGES}
+    return made, {
+        name: [lowered(program) for program in stages.programs(name, stages.codes())]
+        for name in STAGES
+    }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -66,7 +77,9 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     (explored,), (regenerated,) = texts["explore"], texts["regenerate"]
     merged = set(made.recipe.quantized) & set(made.targets.adapted)
     assert len(made.recipe.quantized) >= 4
-    assert products(regenerated) - products(explored) == len(made.recipe.quantized) + 2 * len(merged)
+    assert products(regenerated) - products(explored) == len(made.recipe.quantized) + 2 * len(
+        merged
+    )
 
 
 def test_the_fast_recipe_attends_in_fp8_and_rounds_nothing_else_for_it():
@@ -80,15 +93,23 @@ def test_the_fast_recipe_attends_in_fp8_and_rounds_nothing_else_for_it():
 
 def asked(text: str) -> set[str]:
     """The precisions that products and convolutions of float32 ask for."""
-    lines = [line for line in text.splitlines() if PRODUCT in line or "stablehlo.convolution" in line]
+    lines = [
+        line for line in text.splitlines() if PRODUCT in line or "stablehlo.convolution" in line
+    ]
     of_float32 = [line for line in lines if "xf32>" in line.rpartition("->")[0]]
-    return {precision for line in of_float32 for precision in re.findall("HIGHEST|HIGH|DEFAULT", line) or ["none"]}
+    return {
+        precision
+        for line in of_float32
+        for precision in re.findall("HIGHEST|HIGH|DEFAULT", line) or ["none"]
+    }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_float32_is_multiplied_as_float32(preset):
     """At a GPU's default it would be in TF32."""
-    found = {stage: set().union(*map(asked, texts)) for stage, texts in on_blackwell(preset)[1].items()}
+    found = {
+        stage: set().union(*map(asked, texts)) for stage, texts in on_blackwell(preset)[1].items()
+    }
     assert found["score"] == {"HIGHEST"}
     assert set().union(*found.values()) == {"HIGHEST"}
 
@@ -103,9 +124,15 @@ def test_a_float32_policy_is_sampled_in_float32():
 def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
     made, stages = of_shapes(preset, "fp8", "h200")
     (program,) = stages.programs("explore", stages.codes())
-    explored, (regenerated,) = lowered(program), on_blackwell(preset)[1]["regenerate"]
-    assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (len(made.recipe.quantized), 0)
-    assert products(explored, "f8E4M3FN") == sum("f8E4M3FN" in line and "DEFAULT" in line for line in explored.splitlines())
+    explored = lowered(program)
+    (regenerated,) = on_blackwell(preset)[1]["regenerate"]
+    assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (
+        len(made.recipe.quantized),
+        0,
+    )
+    assert products(explored, "f8E4M3FN") == sum(
+        "f8E4M3FN" in line and "DEFAULT" in line for line in explored.splitlines()
+    )
     assert CUSTOM not in explored
 
 
@@ -114,6 +141,8 @@ def test_the_transformers_attend_in_cudnns_flash_attention_forwards_and_backward
     for name in ("explore", "regenerate", "update"):
         text = "".join(on_blackwell(preset)[1][name])
         assert ("__cudnn$fmha" in text, "SoftmaxBackward" in text) == (True, name == "update")
-    _, stages = of_shapes(preset, "nvfp4", "h200", count=2)  # whose micro-batches are mapped over groups of rows
+    _, stages = of_shapes(
+        preset, "nvfp4", "h200", count=2
+    )  # whose micro-batches are mapped over groups of rows
     (program,) = stages.programs("update", stages.codes())
     assert "CustomSPMDPartitioning" in lowered(program)  # JAX divides the kernel as it is compiled

@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from solrl_jax.config.presets import override, resolve
-from solrl_jax.explore.sync import quantize_policy
 from solrl_jax.parallel import sharding
 from solrl_jax.planning import plan as planning
 from solrl_jax.planning import topology
@@ -16,9 +15,10 @@ from solrl_jax.planning.abstract import abstract, held
 from solrl_jax.planning.plan import Devices, Planner, arrays
 from solrl_jax.planning.stages import STAGES
 from solrl_jax.planning.targets import TARGETS
-from solrl_jax.training import experiment as experiments
-from solrl_jax.training.experiment import fresh_state
-from tests.commands.test_cli import call  # noqa: F401 - a fixture
+from solrl_jax.rl import experiment as experiments
+from solrl_jax.rl.experiment import fresh_state
+from solrl_jax.rl.explore.sync import quantize_policy
+from tests.cli.test_cli import call  # noqa: F401 - a fixture
 from tests.small import small_config
 
 FUNCTIONS = {  # of a stage
@@ -30,19 +30,31 @@ FUNCTIONS = {  # of a stage
 @pytest.fixture
 def cpus(monkeypatch):
     """A plan for the CPU devices of this process, whatever device it names."""
-    monkeypatch.setattr(topology, "devices", lambda target, count, hosts: jax.devices()[: count * hosts])
+    monkeypatch.setattr(
+        topology, "devices", lambda target, count, hosts: jax.devices()[: count * hosts]
+    )
 
 
 # --- parts ---
 
 
-T5, CLIP_L, CLIP_G, GEMMA, KL, DC = 4_762_310_656, 123_060_480, 694_659_840, 2_614_341_888, 49_545_475, 159_223_171
+T5 = 4_762_310_656
+CLIP_L = 123_060_480
+CLIP_G = 694_659_840
+GEMMA = 2_614_341_888
+KL = 49_545_475
+DC = 159_223_171
 CLIP_L_PROJECTED = CLIP_L + 768**2
 # in 16 bits: the linears of the layers of a reward's network, text and pictures
-VIT_H, VIT_L = 12 * (24 * 1024**2 + 32 * 1280**2), 12 * (12 * 768**2 + 24 * 1024**2)
+VIT_H = 12 * (24 * 1024**2 + 32 * 1280**2)
+VIT_L = 12 * (12 * 768**2 + 24 * 1024**2)
 REWARD_H = 4 * 986_109_441 - 2 * VIT_H
 QWEN = 3_921_534_720  # Qwen3-4B without its last layer and the norm after it
-D, S, N, Z = 3072, 2432, 2240, 3840  # widths of FLUX.1, SD3.5 Large, SANA, Z-Image
+# widths of FLUX.1, SD3.5 Large, SANA, Z-Image
+D = 3072
+S = 2432
+N = 2240
+Z = 3840
 BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + out of every target); bytes: encoders, vae, reward
     "flux1_sol_rl_hpsv2": (
         11_901_408_320,
@@ -66,12 +78,15 @@ BY_HAND = {  # parameters: of the base, quantised, of an adapter's rank (in + ou
 
 def by_rule(mesh, tree):
     """Shapes placed as parameters are."""
-    return jax.tree.map(lambda x, where: abstract(x, mesh, where), tree, sharding.parameter_sharding(mesh, tree))
+    return jax.tree.map(
+        lambda x, where: abstract(x, mesh, where), tree, sharding.parameter_sharding(mesh, tree)
+    )
 
 
 @pytest.mark.usefixtures("cpus")
 @pytest.mark.parametrize(
-    "preset", [pytest.param(p, marks=[] if p.startswith("sd3") else pytest.mark.exhaustive) for p in BY_HAND]
+    "preset",
+    [pytest.param(p, marks=[] if p.startswith("sd3") else pytest.mark.exhaustive) for p in BY_HAND],
 )
 def test_parts_agree_with_a_count_by_hand(preset):
     """To 2 %: what is too small to be split, and scales of matrices, are not counted by hand."""
@@ -96,11 +111,17 @@ def test_parts_are_what_arrays_hold():
     overrides = ("mesh.data=2", "mesh.fsdp=4", "reward=tiny-clip", "rollout.explore.correction=8")
     config = small_config("unused", *overrides, "rollout.scoring=fp32")  # as a CPU's `auto` is
     built = experiments.build(config)
-    state, backbone, recipe = fresh_state(built), built.backbone, built.recipe
+    state = fresh_state(built)
+    backbone = built.backbone
+    recipe = built.recipe
     quantizer = recipe.quantizer(recipe.format.name)
-    assert quantizer.beside.keys() == set(recipe.quantized)  # what the correction keeps is part of the copy
+    assert quantizer.beside.keys() == set(
+        recipe.quantized
+    )  # what the correction keeps is part of the copy
     with jax.set_mesh(backbone.mesh):
-        codes = quantize_policy(backbone.mesh, backbone.transformer, state.old, built.scale, recipe.quantized, quantizer)
+        codes = quantize_policy(
+            backbone.mesh, backbone.transformer, state.old, built.scale, recipe.quantized, quantizer
+        )
     trees = {
         "base": backbone.transformer, "quantised copy": codes, "adapters": (state.adapters, state.old, state.ema),
         "optimiser": state.opt_state, "text encoders": backbone.text_encoders.params(), "vae": backbone.decoder.params,
@@ -110,9 +131,15 @@ def test_parts_are_what_arrays_hold():
     (sync,) = planner.stages.programs("sync", {})
     planner.place(planner.lowered(sync).compile())
     planned = {name: held(arrays(tree)) for name, tree in planner.parts().items()}
-    on = lambda tree, device: sum(
-        s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device
-    )
+
+    def on(tree, device):
+        return sum(
+            s.data.nbytes
+            for x in jax.tree.leaves(tree)
+            for s in x.addressable_shards
+            if s.device == device
+        )
+
     for name, tree in trees.items():
         for device in jax.devices():
             assert planned[name] == on(tree, device), name
@@ -137,11 +164,15 @@ def test_parts_are_what_arrays_hold():
 def test_programs_of_an_iteration(preset, missing):
     """Their functions, and as many chunks as rows need on each of two devices."""
     planner = Planner(resolve(preset), Devices(TARGETS["b200"], 2))
-    stages, rollout, prompts = planner.stages, planner.config.rollout, planner.config.train.prompts
+    stages = planner.stages
+    rollout = planner.config.rollout
+    prompts = planner.config.train.prompts
     has = [name for name in STAGES if stages.has(name)]
     assert has == [name for name in STAGES if name not in (*missing, "evaluate")]
     programs = {name: stages.programs(name, planner.codes) for name in has}
-    assert {name: [program.name for program in of] for name, of in programs.items()} == {name: FUNCTIONS[name] for name in has}
+    assert {name: [program.name for program in of] for name, of in programs.items()} == {
+        name: FUNCTIONS[name] for name in has
+    }
     rows = 2 * rollout.chunk
     drafts = math.ceil(prompts * rollout.candidates / rows)
     redone = math.ceil(prompts * rollout.kept / rows) if "regenerate" in has else 0
@@ -158,16 +189,30 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
     """Latents of tiny-sana are a quarter of a picture each way."""
     overrides = ["rollout.size=[[16,16],[16,48],[24,24]]", "eval.size=[32,48]", "reward=tiny-clip"]
     planner = Planner(resolve("tiny", overrides), Devices(TARGETS["b200"], 1))
-    programs = lambda stage: planner.stages.programs(stage, planner.codes)
-    side = lambda x: x.shape[1:3]
-    assert {side(programs(stage)[0].arguments[3].noise) for stage in ("explore", "regenerate")} == {(4, 12)}
+
+    def programs(stage):
+        return planner.stages.programs(stage, planner.codes)
+
+    def side(x):
+        return x.shape[1:3]
+
+    assert {side(programs(stage)[0].arguments[3].noise) for stage in ("explore", "regenerate")} == {
+        (4, 12)
+    }
     assert side(programs("update")[0].arguments[4].latents) == (4, 12)
-    assert [side(program.arguments[place]) for program, place in zip(programs("score"), (1, 2), strict=True)] == [
+    assert [
+        side(program.arguments[place])
+        for program, place in zip(programs("score"), (1, 2), strict=True)
+    ] == [
         (4, 12),
         (16, 48),
     ]
     sample, decode, score = programs("evaluate")
-    assert (side(sample.arguments[3].noise), side(decode.arguments[1]), side(score.arguments[2])) == (
+    assert (
+        side(sample.arguments[3].noise),
+        side(decode.arguments[1]),
+        side(score.arguments[2]),
+    ) == (
         (8, 12),
         (8, 12),
         (32, 48),
@@ -180,10 +225,14 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
 
 
 @pytest.mark.usefixtures("cpus")
-@pytest.mark.parametrize(("family", "recording"), [("sol_rl", "regenerate"), ("naive_scaling", "explore")])
+@pytest.mark.parametrize(
+    ("family", "recording"), [("sol_rl", "regenerate"), ("naive_scaling", "explore")]
+)
 def test_states_are_kept_for_an_objective_on_an_sdes_steps(family, recording):
     """By the stage whose samples are trained on; the update is given them."""
-    planner = Planner(resolve("tiny", ["objective=mix_grpo", f"family={family}"]), Devices(TARGETS["b200"], 2))
+    planner = Planner(
+        resolve("tiny", ["objective=mix_grpo", f"family={family}"]), Devices(TARGETS["b200"], 2)
+    )
     made = {}
     for stage in ("explore", "regenerate"):
         if planner.stages.has(stage):
@@ -192,8 +241,13 @@ def test_states_are_kept_for_an_objective_on_an_sdes_steps(family, recording):
                 made[stage] = program.function.eval_shape(*program.arguments)[1]
     assert {stage for stage, states in made.items() if states is not None} == {recording}
     (update,) = planner.stages.programs("update", {})
-    config, states = planner.config, made[recording].shape
-    assert update.arguments[4].states.shape == (config.train.prompts * config.rollout.kept, 5, *states[2:])
+    config = planner.config
+    states = made[recording].shape
+    assert update.arguments[4].states.shape == (
+        config.train.prompts * config.rollout.kept,
+        5,
+        *states[2:],
+    )
     assert states[1] == 5  # before and after four steps
 
 
@@ -205,7 +259,9 @@ def small(tmp_path_factory):
     """A plan of `tiny` by the CPU's compiler, and the folder of its compiled texts."""
     folder = tmp_path_factory.mktemp("plan") / "hlo"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology, "devices", lambda target, count, hosts: jax.devices()[: count * hosts])
+        patch.setattr(
+            topology, "devices", lambda target, count, hosts: jax.devices()[: count * hosts]
+        )
         config = small_config("unused", "mesh.data=-1", "model.cache=null", "reward=tiny-clip")
         return planning.plan(config, Devices(TARGETS["h200"], 2), folder), folder
 
@@ -220,7 +276,9 @@ def test_a_plan_explains_memory_to_the_byte(small):
         assert m["arguments"] == m["held"] + m["repeated"] - m["unread"]
         assert min(m["temporaries"], m["outputs"], m["held"], m["repeated"]) >= 0
         elsewhere = set(m["resident"])
-        assert ("text encoders" in elsewhere) == (stage != "encode")  # nothing is kept of what they say
+        assert ("text encoders" in elsewhere) == (
+            stage != "encode"
+        )  # nothing is kept of what they say
         assert ("quantised copy" in elsewhere) == (stage in ("regenerate", "score", "update"))
     (update,) = summary["stages"][-1]["programs"]
     trained = summary["parts"]["adapters"] + summary["parts"]["optimiser"]
@@ -236,15 +294,21 @@ def test_a_plan_adds_seconds_up(small):
     stages = {stage["name"]: stage for stage in summary["stages"]}
     for stage in stages.values():
         assert stage["seconds"] > 0
-        assert stage["seconds"] == pytest.approx(sum(p["calls"] * p["roofline"]["seconds"] for p in stage["programs"]))
+        assert stage["seconds"] == pytest.approx(
+            sum(p["calls"] * p["roofline"]["seconds"] for p in stage["programs"])
+        )
     assert summary["seconds"] == pytest.approx(sum(stage["seconds"] for stage in stages.values()))
-    assert summary["rollout"] == pytest.approx(sum(stages[name]["seconds"] for name in ("sync", "explore", "regenerate")))
+    assert summary["rollout"] == pytest.approx(
+        sum(stages[name]["seconds"] for name in ("sync", "explore", "regenerate"))
+    )
     (explore,), (regenerate,) = stages["explore"]["programs"], stages["regenerate"]["programs"]
     naive = summary["naive_scaling"]
     assert naive["rollout"] == pytest.approx(explore["calls"] * regenerate["roofline"]["seconds"])
     others = stages["encode"]["seconds"] + stages["update"]["seconds"]
     share = explore["calls"] / (explore["calls"] + regenerate["calls"])
-    assert naive["seconds"] == pytest.approx(others + naive["rollout"] + share * stages["score"]["seconds"])
+    assert naive["seconds"] == pytest.approx(
+        others + naive["rollout"] + share * stages["score"]["seconds"]
+    )
     assert {path.name for path in folder.iterdir()} == {
         f"{stage}-{name}.hlo" for stage, functions in FUNCTIONS.items() for name in functions
     }
@@ -257,10 +321,18 @@ def test_a_plan_is_shown_as_a_table_and_as_json(small):
     for stage, row in planning.rows(summary):
         assert f"{stage}: {row['name']}, {row['calls']} calls of at least " in shown
     assert all(line in shown for line in summary["assumptions"])
-    large = planning.table(summary | {"fits": False, "too_large": {"update": planning.SETTINGS["update"]}})
-    assert "does not fit\n  update is too large; it takes less with model.remat=blocks, optimizer.micro_batch, mesh" in large
+    large = planning.table(
+        summary | {"fits": False, "too_large": {"update": planning.SETTINGS["update"]}}
+    )
+    assert (
+        "does not fit\n  update is too large; it takes less with model.remat=blocks, optimizer.micro_batch, mesh"
+        in large
+    )
     assert summary["faster"] == {"explore": "rollout.explore.precision=auto"}  # NVFP4 on an H200
-    assert re.search(r"fits\n  explore leaves 13\d\.\d\d GB; it may be faster with rollout.explore.precision=auto\n", shown)
+    assert re.search(
+        r"fits\n  explore leaves 13\d\.\d\d GB; it may be faster with rollout.explore.precision=auto\n",
+        shown,
+    )
 
 
 # --- the command ---
@@ -270,10 +342,19 @@ def test_a_plan_is_shown_as_a_table_and_as_json(small):
     ("arguments", "message"),
     [
         (["flux2"], "unknown preset 'flux2'"),
-        (["tiny", "--devices", "0"], "Invalid value for '--devices': 0 is not in the range 1<=x<=1024"),
+        (
+            ["tiny", "--devices", "0"],
+            "Invalid value for '--devices': 0 is not in the range 1<=x<=1024",
+        ),
         (["tiny", "--device", "h101"], "Invalid value for '--device': 'h101' is not one of"),
-        (["tiny", "--device", "h200", "--devices", "9"], "--devices 9: a host has at most 8 h200; see --hosts"),
-        (["tiny", "--device", "tpu-v6e", "--devices", "3"], "--devices 3: a host has 1 or 4 or 8 tpu-v6e; see --hosts"),
+        (
+            ["tiny", "--device", "h200", "--devices", "9"],
+            "--devices 9: a host has at most 8 h200; see --hosts",
+        ),
+        (
+            ["tiny", "--device", "tpu-v6e", "--devices", "3"],
+            "--devices 3: a host has 1 or 4 or 8 tpu-v6e; see --hosts",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, message, call, monkeypatch):  # noqa: F811
@@ -286,7 +367,10 @@ def test_bad_input_is_refused_in_one_line(arguments, message, call, monkeypatch)
     ("setting", "message"),
     [
         ("mesh.fsdp=3", "mesh.data=-1, mesh.fsdp=3"),
-        ("model.path=owner/name", "model.path='owner/name': no such directory, not in the hub's cache"),
+        (
+            "model.path=owner/name",
+            "model.path='owner/name': no such directory, not in the hub's cache",
+        ),
         ("model.height=33", "size 33x32"),
         ("--hlo=/dev/null/texts", "--hlo /dev/null/texts cannot be written: "),
     ],

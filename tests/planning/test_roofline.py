@@ -17,7 +17,8 @@ def test_a_kernel_takes_the_longer_of_operations_and_memory():
     """The product's operations at FP8's peak, its operands at that of memory; slower memory leaves the first as it is."""
     made = roofline(text("fp8-h200"), H200)
     (kernel,) = [kernel for kernel in made.kernels if kernel.kind == "products"]
-    computing, moving = 3 * 2 * 128 * 256 * 256 / 1979e12, 3 * kernel.moved / 4.8e12
+    computing = 3 * 2 * 128 * 256 * 256 / 1979e12
+    moving = 3 * kernel.moved / 4.8e12
     assert computing < moving
     assert made.kernel_seconds(kernel) == moving
     assert made.peak_seconds(kernel) == computing
@@ -25,11 +26,16 @@ def test_a_kernel_takes_the_longer_of_operations_and_memory():
     assert dataclasses.replace(made, target=fast).kernel_seconds(kernel) == computing
 
 
-@pytest.mark.parametrize(("name", "device"), [("nvfp4-b200", "b200"), ("attend-b200", "b200"), ("batched-tpu-v6e", "tpu-v6e")])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("nvfp4-b200", "b200"), ("attend-b200", "b200"), ("batched-tpu-v6e", "tpu-v6e")],
+)
 def test_seconds_are_split_into_what_they_go_into(name, device):
     made = roofline(text(name), TARGETS[device])
     split = made.split()
-    by_hand = {kind: sum(made.kernel_seconds(k) for k in made.kernels if k.kind == kind) for kind in split}
+    by_hand = {
+        kind: sum(made.kernel_seconds(k) for k in made.kernels if k.kind == kind) for kind in split
+    }
     assert split == pytest.approx(by_hand, rel=1e-12)  # sums round otherwise from Python 3.12 on
     assert math.isclose(made.summary()["seconds"], sum(by_hand.values()))
     assert split["links"] == 0
@@ -38,19 +44,27 @@ def test_seconds_are_split_into_what_they_go_into(name, device):
 
 def linked(made: Roofline, link: float) -> Roofline:
     """The same on devices with such links."""
-    return dataclasses.replace(made, target=dataclasses.replace(H200, peaks=dataclasses.replace(H200.peaks, link=link)))
+    return dataclasses.replace(
+        made, target=dataclasses.replace(H200, peaks=dataclasses.replace(H200.peaks, link=link))
+    )
 
 
 def test_messages_that_overlap_cost_what_computing_does_not_hide():
     """Those that kernels wait for cost all of their time."""
     made = roofline(text("train-h200"), H200, on_host=8)
     computing = sum(map(made.kernel_seconds, made.kernels))
-    bytes_waited_for = 5 * (2 * 512 * 512 / 4 / 2 + 2 * 8 * 512 * 3 / 4)  # a pair's half of weights, three quarters of rows
-    bytes_hidden = 5 * ((1 + 2) * 2 * 512 * 512 / 4 / 2 + 2 * 2 * 8 * 512 * 3 / 4)  # a sum goes round twice
+    bytes_waited_for = 5 * (
+        2 * 512 * 512 / 4 / 2 + 2 * 8 * 512 * 3 / 4
+    )  # a pair's half of weights, three quarters of rows
+    bytes_hidden = 5 * (
+        (1 + 2) * 2 * 512 * 512 / 4 / 2 + 2 * 2 * 8 * 512 * 3 / 4
+    )  # a sum goes round twice
     fast = linked(made, 100 * bytes_hidden / computing)
     assert math.isclose(fast.split()["links"], bytes_waited_for / fast.target.peaks.link)
     slow = linked(made, bytes_hidden / computing / 100)
-    assert math.isclose(slow.split()["links"], bytes_waited_for / slow.target.peaks.link + 99 * computing)
+    assert math.isclose(
+        slow.split()["links"], bytes_waited_for / slow.target.peaks.link + 99 * computing
+    )
 
 
 def test_what_crosses_hosts_takes_the_network():

@@ -9,15 +9,18 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.compilation_cache import compilation_cache
 
+from solrl_jax.errors import InputError
 from solrl_jax.planning import topology
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels, native
 from solrl_jax.planning.roofline import roofline
 from solrl_jax.planning.targets import TARGETS, description
-from solrl_jax.storage.errors import InputError
 from tests.planning.programs import PROGRAMS, compiled, text
 
-HERE = {platform: any(map(importlib.util.find_spec, wheels)) for platform, wheels in topology.WHEELS.items()}
+HERE = {
+    platform: any(map(importlib.util.find_spec, wheels))
+    for platform, wheels in topology.WHEELS.items()
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,9 @@ def _environment(monkeypatch):
 @pytest.mark.parametrize(("device", "extra"), [("b200", "plan-cuda"), ("tpu-v6e", "plan-tpu")])
 def test_a_compiler_that_is_not_installed_is_named(monkeypatch, device, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=rf"^--device {device}: .*pip install 'solrl_jax\[{extra}\]'$"):
+    with pytest.raises(
+        InputError, match=rf"^--device {device}: .*pip install 'solrl_jax\[{extra}\]'$"
+    ):
         topology.prepare(TARGETS[device])
 
 
@@ -52,7 +57,8 @@ def test_without_cudas_assembler_the_compiler_is_not_installed(monkeypatch, tmp_
     """XLA would end in an error of its own, or in a crash (JAX 0.11)."""
     plugin_alone(monkeypatch, tmp_path)
     with pytest.raises(
-        InputError, match=r"^--device h100: its compiler is not installed: pip install 'solrl_jax\[plan-cuda\]'$"
+        InputError,
+        match=r"^--device h100: its compiler is not installed: pip install 'solrl_jax\[plan-cuda\]'$",
     ):
         topology.prepare(TARGETS["h100"])
     wheel = tmp_path / "nvidia" / "cu13" / "bin"
@@ -77,9 +83,24 @@ def plugin_alone(monkeypatch, folder):
         ("gb200", 8, 1, "--devices 8: a host has at most 4 gb200; see --hosts"),
         ("tpu-v6e", 3, 1, "--devices 3: a host has 1 or 4 or 8 tpu-v6e; see --hosts"),
         ("tpu7x", 4, 1, "--devices 4: a host has 2 or 8 tpu7x; see --hosts"),
-        ("tpu-v6e", 8, 64, "--hosts 64: expected a power of two, 256 chips at most, and 4 or more of them a host"),
-        ("tpu-v5p", 4, 3, "--hosts 3: expected a power of two, 8192 chips at most, and 4 or more of them a host"),
-        ("tpu-v5e", 1, 2, "--hosts 2: expected a power of two, 256 chips at most, and 4 or more of them a host"),
+        (
+            "tpu-v6e",
+            8,
+            64,
+            "--hosts 64: expected a power of two, 256 chips at most, and 4 or more of them a host",
+        ),
+        (
+            "tpu-v5p",
+            4,
+            3,
+            "--hosts 3: expected a power of two, 8192 chips at most, and 4 or more of them a host",
+        ),
+        (
+            "tpu-v5e",
+            1,
+            2,
+            "--hosts 2: expected a power of two, 256 chips at most, and 4 or more of them a host",
+        ),
     ],
 )
 def test_devices_that_no_topology_has_are_refused(device, count, hosts, message):
@@ -116,16 +137,32 @@ def test_targets_are_consistent():
     for name, target in TARGETS.items():
         peaks = target.peaks
         assert target.name == name
-        assert peaks.fp8 >= peaks.bf16 > peaks.tf32 > peaks.fp32 > peaks.memory > peaks.link >= peaks.network
+        assert (
+            peaks.fp8
+            >= peaks.bf16
+            > peaks.tf32
+            > peaks.fp32
+            > peaks.memory
+            > peaks.link
+            >= peaks.network
+        )
         assert 10e9 < target.memory < 200e9
-        assert (target.platform == "gpu") == (target.chip is not None) == (target.capability > (0, 0)) == (not target.axes)
+        assert (
+            (target.platform == "gpu")
+            == (target.chip is not None)
+            == (target.capability > (0, 0))
+            == (not target.axes)
+        )
         if target.chip is not None:
             text = description(target)
             assert text.count("{") == text.count("}") == 3
             assert ("ACCELERATED" in text) == (target.capability >= (9, 0))
 
 
-@pytest.mark.parametrize(("device", "count", "hosts"), [("h200", 8, 1), ("b200", 4, 2), ("tpu-v6e", 4, 2), ("tpu7x", 8, 1)])
+@pytest.mark.parametrize(
+    ("device", "count", "hosts"),
+    [("h200", 8, 1), ("b200", 4, 2), ("tpu-v6e", 4, 2), ("tpu7x", 8, 1)],
+)
 def test_devices_come_host_by_host_and_say_what_they_are(device, count, hosts):
     target = TARGETS[device]
     if not HERE[target.platform]:
@@ -145,20 +182,32 @@ def test_the_compilers_still_make_what_the_texts_say(name):
     target = TARGETS[program.device]
     if not HERE[target.platform]:
         pytest.skip(f"no compiler for {program.device}: {topology.EXTRAS[target.platform]}")
-    now, then = (roofline(t, target, program.devices).summary() for t in (compiled(program).as_text(), text(name)))
+    now, then = (
+        roofline(t, target, program.devices).summary()
+        for t in (compiled(program).as_text(), text(name))
+    )
     for figure in ("native", "operations"):
         assert now[figure] == then[figure]
-    counted = lambda summary: {row["kind"]: row["sent"] for row in summary["collectives"]}
+
+    def counted(summary):
+        return {row["kind"]: row["sent"] for row in summary["collectives"]}
+
     assert counted(now) == counted(then)
     assert now["memory_traffic"] == pytest.approx(then["memory_traffic"], rel=0.1)
 
 
 @pytest.mark.skipif(not HERE["gpu"], reason="no compiler for GPUs: plan-cuda")
-@pytest.mark.parametrize("device", [name for name, target in TARGETS.items() if target.platform == "gpu"])
+@pytest.mark.parametrize(
+    "device", [name for name, target in TARGETS.items() if target.platform == "gpu"]
+)
 def test_formats_are_native_where_there_are_units(device):
     """Block-scaled products on Blackwell, FP8 from Hopper on."""
-    target, capability = TARGETS[device], TARGETS[device].capability
-    made = lambda name: native(kernels(parse(compiled(PROGRAMS[name]._replace(device=device)).as_text())))
+    target = TARGETS[device]
+    capability = TARGETS[device].capability
+
+    def made(name):
+        return native(kernels(parse(compiled(PROGRAMS[name]._replace(device=device)).as_text())))
+
     assert ("__cudnn$blockScaledDot f4e2m1fn" in made("nvfp4-b200")) == (capability >= (10, 0))
     assert ("__cublas$lt$matmul$f8 f8e4m3fn" in made("fp8-h200")) == (capability >= (9, 0))
     assert target.platform == "gpu"

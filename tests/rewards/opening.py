@@ -10,4 +10,6 @@ DEFAULTS = dict(paths={}, options={}, watched=(), workers=2, timeout=120.0, on_f
 
 def open_reward(weights, paths=None, dtype=jnp.float32, **settings):
     """`registry.open_rewards` for these fields of `config.schema.Reward`."""
-    return registry.open_rewards(Reward(weights=weights, **DEFAULTS | {"paths": paths or {}} | settings), dtype)
+    return registry.open_rewards(
+        Reward(weights=weights, **DEFAULTS | {"paths": paths or {}} | settings), dtype
+    )

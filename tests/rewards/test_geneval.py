@@ -10,24 +10,30 @@ import numpy as np
 import pytest
 from pretrain import drawing
 
-from solrl_jax.conditioning.prompts import EMBEDDED_FOLDER
+from solrl_jax.data.prompts import EMBEDDED_FOLDER
+from solrl_jax.data.shapes import scenes, verifier
 from solrl_jax.rewards.detectors import Detection, detect_shapes
 from solrl_jax.rewards.geneval import geneval, relations
-from solrl_jax.shapes import scenes, verifier
 
 HERE = __name__
 
 
 def thing(name, x=0.0, y=0.0, color=None, confidence=0.95, side=10.0):
     """A detection, given the centre of its box."""
-    return Detection(name, (x - side / 2, y - side / 2, x + side / 2, y + side / 2), color, confidence)
+    return Detection(
+        name, (x - side / 2, y - side / 2, x + side / 2, y + side / 2), color, confidence
+    )
 
 
-BENCH, DOG = {"class": "bench", "count": 1}, {"class": "dog", "count": 1}
+BENCH = {"class": "bench", "count": 1}
+DOG = {"class": "dog", "count": 1}
 CLOCKS = [{"class": "clock", "count": 3}]
 BUS = [{"class": "bus", "count": 1, "color": "red"}]
 RIGHT = [BENCH, DOG | {"position": ["right of", 0]}]
-APPLE = [{"class": "glass", "count": 1, "color": "purple"}, {"class": "apple", "count": 1, "color": "black"}]
+APPLE = [
+    {"class": "glass", "count": 1, "color": "purple"},
+    {"class": "apple", "count": 1, "color": "black"},
+]
 BROWN = [BENCH, DOG | {"color": "brown", "position": ["above", 0]}]
 
 # (tag, include, what the detector finds, partial score, strict)
@@ -83,15 +89,29 @@ def test_hand_made_pictures_score_as_the_rule_says():
     images = np.stack([np.full((4, 4, 3), i, np.float32) for i in range(len(CASES))])
     asked = [{"tag": tag, "include": include} for tag, include, *_ in CASES.values()]
     scores = geneval(images, list(CASES), asked, detector=f"{HERE}:from_the_table")
-    assert {name: values.dtype for name, values in scores.items()} == {"reward": np.float32, "strict": np.float32}
-    expected = {name: (pytest.approx(reward, abs=1e-6), strict) for name, (*_, reward, strict) in CASES.items()}
+    assert {name: values.dtype for name, values in scores.items()} == {
+        "reward": np.float32,
+        "strict": np.float32,
+    }
+    expected = {
+        name: (pytest.approx(reward, abs=1e-6), strict)
+        for name, (*_, reward, strict) in CASES.items()
+    }
     assert dict(zip(CASES, zip(*scores.values(), strict=True), strict=True)) == expected
 
 
 def test_what_is_excluded_fails_the_strict_verdict():
-    image, bench = np.zeros((1, 4, 4, 3), np.float32), {"tag": "single_object", "include": [BENCH]}
-    judge = lambda extra: geneval(image, ["p"], [bench | extra], detector=f"{HERE}:from_the_table")  # finds a bench and a dog
-    assert judge({"exclude": [{"class": "dog", "count": 2}, {"class": "cat", "count": 1}]})["strict"] == [1]
+    image = np.zeros((1, 4, 4, 3), np.float32)
+    bench = {"tag": "single_object", "include": [BENCH]}
+
+    def judge(extra):
+        return geneval(
+            image, ["p"], [bench | extra], detector=f"{HERE}:from_the_table"
+        )  # finds a bench and a dog
+
+    assert judge({"exclude": [{"class": "dog", "count": 2}, {"class": "cat", "count": 1}]})[
+        "strict"
+    ] == [1]
     scores = judge({"exclude": [{"class": "dog", "count": 1}]})
     assert (scores["reward"], scores["strict"]) == ([1], [0])
 
@@ -119,7 +139,9 @@ def test_a_relation_holds_where_most_of_the_distance_lies_along_its_axis(x, y, e
 def test_a_picture_that_holds_other_than_numbers_has_no_score():
     images = np.zeros((3, 4, 4, 3), np.float32)
     images[1, 0, 0, 0] = np.nan
-    scores = geneval(images, ["p"] * 3, [{"tag": "x", "include": [BENCH]}] * 3, detector=f"{HERE}:from_the_table")
+    scores = geneval(
+        images, ["p"] * 3, [{"tag": "x", "include": [BENCH]}] * 3, detector=f"{HERE}:from_the_table"
+    )
     np.testing.assert_array_equal(scores["reward"], [1, np.nan, 1])
     np.testing.assert_array_equal(scores["strict"], [1, np.nan, 1])
 
@@ -128,7 +150,10 @@ def test_a_picture_that_holds_other_than_numbers_has_no_score():
 
 
 def lines(name):
-    return [json.loads(line) for line in (EMBEDDED_FOLDER / f"geneval-shapes-{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (EMBEDDED_FOLDER / f"geneval-shapes-{name}.jsonl").read_text().splitlines()
+    ]
 
 
 def rendered(drawn, seed=0):
@@ -147,15 +172,30 @@ LINE = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_prompt_s
 def one_word_changed(scene, rng):
     """The scene with one attribute of one group changed, or the opposite relation."""
     while True:
-        i, attribute = rng.integers(len(scene.groups)), ("colour", "shape", "size", "count", "relation")[rng.integers(5)]
-        every = {"count": (1, 2, 3), "colour": scenes.COLOURS, "shape": scenes.SHAPES, "size": scenes.SIZES}
+        i = rng.integers(len(scene.groups))
+        attribute = ("colour", "shape", "size", "count", "relation")[rng.integers(5)]
+        every = {
+            "count": (1, 2, 3),
+            "colour": scenes.COLOURS,
+            "shape": scenes.SHAPES,
+            "size": scenes.SIZES,
+        }
         if attribute == "relation":
-            opposite = {"above": "below", "below": "above", "left of": "right of", "right of": "left of", None: None}
+            opposite = {
+                "above": "below",
+                "below": "above",
+                "left of": "right of",
+                "right of": "left of",
+                None: None,
+            }
             other = scenes.Scene(scene.groups, opposite[scene.relation])
         else:
             old = getattr(scene.groups[i], attribute)
             new = every[attribute][rng.integers(len(every[attribute]))] if old is not None else None
-            groups = [dataclasses.replace(g, **{attribute: new}) if j == i else g for j, g in enumerate(scene.groups)]
+            groups = [
+                dataclasses.replace(g, **{attribute: new}) if j == i else g
+                for j, g in enumerate(scene.groups)
+            ]
             try:
                 other = scenes.Scene(tuple(groups), scene.relation)
             except ValueError:
@@ -169,7 +209,8 @@ def test_right_pictures_of_the_embedded_sets_pass_and_those_of_a_word_changed_do
     assert len({line["prompt"] for line in asked}) == len(asked) == 282
     drawn = [scenes.parse(line["prompt"]) for line in asked]
     assert [written(scene) for scene in drawn] == asked
-    images, prompts = rendered(drawn), [line["prompt"] for line in asked]
+    images = rendered(drawn)
+    prompts = [line["prompt"] for line in asked]
     right = geneval(images, prompts, asked)
     strict = np.asarray(verifier.verify(images, verifier.targets(prompts)).strict)
     np.testing.assert_array_equal(right["strict"], strict)
@@ -183,7 +224,9 @@ def test_right_pictures_of_the_embedded_sets_pass_and_those_of_a_word_changed_do
     assert scores["reward"].max() < 1
     assert 0.1 < scores["reward"].mean() < 0.8
 
-    few = geneval(images[-3:], prompts[-3:], wrong[-3:])  # the score does not depend on the other pictures
+    few = geneval(
+        images[-3:], prompts[-3:], wrong[-3:]
+    )  # the score does not depend on the other pictures
     np.testing.assert_array_equal(few["reward"], scores["reward"][-3:])
 
 
@@ -218,25 +261,42 @@ FIRST = GOOD["include"][0]
     [
         ({}, "tag=None: expected metadata that names a task of GenEval's"),
         ({"tag": "colors"}, "include=None: expected metadata with at least one clause"),
-        (GOOD | {"include": FIRST}, "include={'class': 'circle', 'count': 1, 'color': 'red'}: expected a list of mappings"),
+        (
+            GOOD | {"include": FIRST},
+            "include={'class': 'circle', 'count': 1, 'color': 'red'}: expected a list of mappings",
+        ),
         (
             GOOD | {"include": [FIRST | {"class": "dog"}]},
             "include[0].class='dog': expected one of circle, square, triangle, small",
         ),
-        (GOOD | {"include": [FIRST | {"count": 0}]}, "include[0].count=0: expected a count of at least 1"),
-        (GOOD | {"include": [FIRST, FIRST | {"color": "brown"}]}, "include[1].color='brown': expected one of red, green, blue"),
-        (GOOD | {"include": [FIRST | {"position": ["above", 0]}]}, "include[0].position=['above', 0]: expected one of left of"),
+        (
+            GOOD | {"include": [FIRST | {"count": 0}]},
+            "include[0].count=0: expected a count of at least 1",
+        ),
+        (
+            GOOD | {"include": [FIRST, FIRST | {"color": "brown"}]},
+            "include[1].color='brown': expected one of red, green, blue",
+        ),
+        (
+            GOOD | {"include": [FIRST | {"position": ["above", 0]}]},
+            "include[0].position=['above', 0]: expected one of left of",
+        ),
         (
             GOOD | {"include": [FIRST, FIRST | {"position": ["near", 0]}]},
             "include[1].position=['near', 0]: expected one of left",
         ),
         (GOOD | {"include": [{"class": "circle", "cuont": 1}]}, "got 'cuont'"),
-        (GOOD | {"exclude": [{"class": "circle"}]}, "exclude[0].count=None: expected a count of at least 1"),
+        (
+            GOOD | {"exclude": [{"class": "circle"}]},
+            "exclude[0].count=None: expected a count of at least 1",
+        ),
     ],
 )
 def test_metadata_that_is_not_genevals_is_refused_with_the_prompt(metadata, message):
     images = np.zeros((2, 32, 32, 3), np.float32)
-    with pytest.raises(ValueError, match=r"^reward 'geneval': prompt 'a blue dog': .*" + re.escape(message)) as error:
+    with pytest.raises(
+        ValueError, match=r"^reward 'geneval': prompt 'a blue dog': .*" + re.escape(message)
+    ) as error:
         geneval(images, ["a red circle", "a blue dog"], [GOOD, metadata])
     assert "\n" not in str(error.value)
 
@@ -245,7 +305,10 @@ def test_metadata_that_is_not_genevals_is_refused_with_the_prompt(metadata, mess
     ("detector", "message"),
     [
         ("shape", "detector='shape': expected 'shapes' or 'module.path:function'"),
-        (f"{HERE}:absent", f"detector='{HERE}:absent': expected 'shapes' or 'module.path:function' (module"),
+        (
+            f"{HERE}:absent",
+            f"detector='{HERE}:absent': expected 'shapes' or 'module.path:function' (module",
+        ),
         ("no.such.module:f", "expected 'shapes' or 'module.path:function' (No module named 'no')"),
         (f"{HERE}:HERE", "(HERE is no function)"),
         (f"{HERE}:one_list", f"detector '{HERE}:one_list' gave 1 lists for 2 pictures"),
@@ -253,7 +316,12 @@ def test_metadata_that_is_not_genevals_is_refused_with_the_prompt(metadata, mess
 )
 def test_a_detector_that_is_none_is_refused(detector, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        geneval(np.zeros((2, 32, 32, 3), np.float32), ["a red circle"] * 2, [GOOD] * 2, detector=detector)
+        geneval(
+            np.zeros((2, 32, 32, 3), np.float32),
+            ["a red circle"] * 2,
+            [GOOD] * 2,
+            detector=detector,
+        )
 
 
 def test_the_verifier_refuses_pictures_that_it_cannot_judge():

@@ -15,20 +15,20 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.data.prompts import Prompt
+from solrl_jax.errors import InputError
 from solrl_jax.rewards import host
 from solrl_jax.rewards.host import RewardError, scoring, trial
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Host, HostReward
 from solrl_jax.rewards.registry import open_rewards
-from solrl_jax.rollout.generate import Rows, generate, prepare
-from solrl_jax.run import checkpoint, metrics
-from solrl_jax.run import loop as trainer
-from solrl_jax.run.progress import Reporter
-from solrl_jax.storage.errors import InputError
-from solrl_jax.training import experiment as experiments
-from solrl_jax.training.experiment import fresh_state
-from solrl_jax.training.iteration import iterate
+from solrl_jax.rl import experiment as experiments
+from solrl_jax.rl.experiment import fresh_state
+from solrl_jax.rl.generate import Rows, generate, prepare
+from solrl_jax.rl.iteration import iterate
+from solrl_jax.runs import checkpoint, metrics
+from solrl_jax.runs import trainer as trainer
+from solrl_jax.runs.progress import Reporter
 from tests import outside
 from tests.rewards.opening import open_reward
 from tests.small import small_config
@@ -48,7 +48,10 @@ WRONG = {
 }
 
 
-WORKERS = (2, 2.0)  # processes and seconds; one setting for nearly all tests, because processes take a second to start
+WORKERS = (
+    2,
+    2.0,
+)  # processes and seconds; one setting for nearly all tests, because processes take a second to start
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,9 +75,19 @@ def test_scores_do_not_depend_on_chunks_batches_or_workers():
     expected = outside.mean(PICTURES, PROMPTS, [], scale=0.5)
     alone = (1, 20.0)
     try:
-        for workers, chunk, batch in ((WORKERS, 7, 16), (WORKERS, 3, 16), (WORKERS, 7, 1), (alone, 4, 16), (alone, 4, 3)):
-            padded = np.concatenate([PICTURES, PICTURES[:2]])  # pictures beyond the last prompt are padding
-            got, failed = scores([reward("mean", scale=0.5, batch=batch)], workers, chunk, pictures=padded)
+        for workers, chunk, batch in (
+            (WORKERS, 7, 16),
+            (WORKERS, 3, 16),
+            (WORKERS, 7, 1),
+            (alone, 4, 16),
+            (alone, 4, 3),
+        ):
+            padded = np.concatenate(
+                [PICTURES, PICTURES[:2]]
+            )  # pictures beyond the last prompt are padding
+            got, failed = scores(
+                [reward("mean", scale=0.5, batch=batch)], workers, chunk, pictures=padded
+            )
             np.testing.assert_array_equal(got["some"], expected.astype(np.float32))
             assert failed == {"some": 0}
     finally:
@@ -127,7 +140,9 @@ def test_a_failure_costs_a_score(how, capsys):
 
 def test_or_a_failure_stops_the_run_and_the_workers():
     host.workers(*WORKERS).close()
-    others = set(multiprocessing.active_children())  # workers with other settings, of tests that ran before in this process
+    others = set(
+        multiprocessing.active_children()
+    )  # workers with other settings, of tests that ran before in this process
     with pytest.raises(RewardError, match=f"^{told_of('raise')}$"):
         scores([reward("failing", how="raise", prompt=PROMPTS[1])])
     for _ in range(100):  # a killed process may be seen for a moment
@@ -139,7 +154,11 @@ def test_or_a_failure_stops_the_run_and_the_workers():
 
 def test_a_score_that_does_not_come_is_a_failure():
     with pytest.raises(RewardError, match=r"reward 'some': returned no 'strict'"):
-        trial(Host((reward("mean", ("strict",)),), {"some/strict": 1.0}, *WORKERS, False), PROMPTS[:2], (8, 8))
+        trial(
+            Host((reward("mean", ("strict",)),), {"some/strict": 1.0}, *WORKERS, False),
+            PROMPTS[:2],
+            (8, 8),
+        )
 
 
 def test_processes_that_do_not_start_are_a_failure(monkeypatch):
@@ -158,7 +177,7 @@ import sys
 
 import numpy as np
 
-from solrl_jax.conditioning.prompts import Prompt
+from solrl_jax.data.prompts import Prompt
 from solrl_jax.rewards.host import Workers
 from solrl_jax.rewards.protocol import HostReward
 
@@ -180,7 +199,12 @@ def test_workers_end_with_the_program(how, end, tmp_path):
     (tmp_path / "holder.py").write_text(HOLDER)
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    command = [sys.executable, tmp_path / "holder.py", f"tests.hostile.outside:{how}", begun := tmp_path / "begun"]
+    command = [
+        sys.executable,
+        tmp_path / "holder.py",
+        f"tests.hostile.outside:{how}",
+        begun := tmp_path / "begun",
+    ]
     with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
         worker = int(process.stdout.readline())
         while not begun.exists():
@@ -235,9 +259,12 @@ def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatc
 
 def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
     """The score of the first chunk waits for a file, which is written after the second chunk is made."""
-    name, file = "tests.outside:waiting", tmp_path / "go"
+    name = "tests.outside:waiting"
+    file = tmp_path / "go"
     experiment = with_reward(built, {name: 1.0}, {name: {"file": str(file)}})
-    prompted = prepare(built.backbone, experiment.reward, built.train_prompts[:1], built.config.model.max_tokens)
+    prompted = prepare(
+        built.backbone, experiment.reward, built.train_prompts[:1], built.config.model.max_tokens
+    )
     made = []
 
     def progress(rows):
@@ -245,21 +272,33 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
         if len(made) == 3:  # the third chunk is on its way, so the second is made
             file.touch()
 
-    stage, rows = (
-        built.stage("some", fresh_state(built).adapters, 3),
-        Rows.of(built.seeds("candidate", built.train_prompts[:1], 6)),
-    )
+    stage = built.stage("some", fresh_state(built).adapters, 3)
+    rows = Rows.of(built.seeds("candidate", built.train_prompts[:1], 6))
     assert stage.chunk == 2
-    samples = generate(built.backbone, stage, prompted, rows, experiment.reward, progress=progress, keep_images=True)
+    samples = generate(
+        built.backbone,
+        stage,
+        prompted,
+        rows,
+        experiment.reward,
+        progress=progress,
+        keep_images=True,
+    )
     np.testing.assert_allclose(samples.reward, samples.images.mean((1, 2, 3)), rtol=1e-6)
 
 
 def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
-    weights = {"tests.outside:in_jax": 0.5, "tests.outside:mean": 2.0, "tests.outside:several/green": -1.0}
+    weights = {
+        "tests.outside:in_jax": 0.5,
+        "tests.outside:mean": 2.0,
+        "tests.outside:several/green": -1.0,
+    }
     experiment = with_reward(built, weights)
     _, outcome = iterate(experiment, fresh_state(experiment), 1)
     m = outcome.metrics
-    assert m["pool/reward"] == pytest.approx(sum(w * m[f"pool/{name}"] for name, w in weights.items()), rel=1e-5)
+    assert m["pool/reward"] == pytest.approx(
+        sum(w * m[f"pool/{name}"] for name, w in weights.items()), rel=1e-5
+    )
     assert {"pool/tests.outside:several", "kept/tests.outside:mean"} <= m.keys()
     assert m["reward_failures/tests.outside:mean"] == m["nonfinite_rewards"] == 0
 
@@ -268,7 +307,10 @@ def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
 def test_what_has_no_score_is_not_trained_on(how, built, tmp_path):
     """Scoring one picture fails once, or several rewards are NaN. The run goes on, or stops, as configured."""
     once = {} if how == "nan" else {"file": str(tmp_path / "broken"), "once": True}
-    experiment = lambda skip: with_reward(built, {FAILING: 1.0}, {FAILING: {"how": how, **once}}, skip=skip)
+
+    def experiment(skip):
+        return with_reward(built, {FAILING: 1.0}, {FAILING: {"how": how, **once}}, skip=skip)
+
     (tmp_path / "broken").touch()
     state, outcome = iterate(experiment(skip=how != "nan"), fresh_state(built), 1)
     bad = ~np.isfinite(outcome.ledger["proxy_reward"])
@@ -280,15 +322,24 @@ def test_what_has_no_score_is_not_trained_on(how, built, tmp_path):
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
     if how != "nan":
         (tmp_path / "broken").touch()
-        with pytest.raises(RewardError, match=WRONG[how].replace("for 2", "for 1").replace("(1,", "(0,")):
+        with pytest.raises(
+            RewardError, match=WRONG[how].replace("for 2", "for 1").replace("(1,", "(0,")
+        ):
             iterate(experiment(skip=False), fresh_state(built), 1)
 
 
 def test_if_all_scoring_fails_the_run_goes_on(built):
-    weights = {FAILING: 1.0, f"{FAILING}/strict": 1.0}  # its scores are unknown before the first answer
+    weights = {
+        FAILING: 1.0,
+        f"{FAILING}/strict": 1.0,
+    }  # its scores are unknown before the first answer
     experiment = with_reward(built, weights, {FAILING: {"how": "raise"}}, skip=True)
     state, outcome = iterate(experiment, fresh_state(experiment), 1)
-    assert outcome.metrics[f"reward_failures/{FAILING}"] == outcome.metrics["nonfinite_rewards"] == 16 + 8
+    assert (
+        outcome.metrics[f"reward_failures/{FAILING}"]
+        == outcome.metrics["nonfinite_rewards"]
+        == 16 + 8
+    )
     assert not outcome.ledger["kept"].any()
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
 
@@ -298,7 +349,9 @@ class Breaking(Reporter):
 
     def __init__(self, file: Path, stage: str, at: int) -> None:
         super().__init__(bars=False)
-        self.file, self.breaks, self.left = file, stage, at
+        self.file = file
+        self.breaks = stage
+        self.left = at
 
     def stage(self, name: str, rows: int, done: int) -> None:
         if (name, done) == (self.breaks, 0):
@@ -326,15 +379,35 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
     for stage, at, done in (("explore", 2, 1), ("evaluate", 1, 2)):
         with pytest.raises(RewardError, match=r"ValueError: no such thing \(prompt 'a"):
             run(stage, at)
-        assert f"failed: saved after iteration {done}; the same command goes on from there" in capsys.readouterr().err
+        assert (
+            f"failed: saved after iteration {done}; the same command goes on from there"
+            in capsys.readouterr().err
+        )
     last = tmp_path / "run" / "checkpoints" / "000002"
     assert checkpoint.meta_of(last)["evaluation"] is None
-    run("never", 1, "reward.workers=1", "reward.on_failure=skip", "reward.watched=[jpeg_compressibility]", "run.keep_best=1")
-    assert checkpoint.meta_of(last)["evaluation"]["eval/reward"] == metrics.read(tmp_path / "run")[-1]["eval/reward"]
-    assert {"eval/jpeg_compressibility", "eval/hacking"} <= metrics.read(tmp_path / "run")[-1].keys()
+    run(
+        "never",
+        1,
+        "reward.workers=1",
+        "reward.on_failure=skip",
+        "reward.watched=[jpeg_compressibility]",
+        "run.keep_best=1",
+    )
+    assert (
+        checkpoint.meta_of(last)["evaluation"]["eval/reward"]
+        == metrics.read(tmp_path / "run")[-1]["eval/reward"]
+    )
+    assert {"eval/jpeg_compressibility", "eval/hacking"} <= metrics.read(tmp_path / "run")[
+        -1
+    ].keys()
     assert rows(tmp_path / "run", "jpeg_comp") == rows(tmp_path / "whole")
-    assert pq.read_table(tmp_path / "run" / "ledger").equals(pq.read_table(tmp_path / "whole" / "ledger"))
-    with pytest.raises(InputError, match=r"holds another run \(reward.options.*failing.how: 'raise' there, 'hang' here"):
+    assert pq.read_table(tmp_path / "run" / "ledger").equals(
+        pq.read_table(tmp_path / "whole" / "ledger")
+    )
+    with pytest.raises(
+        InputError,
+        match=r"holds another run \(reward.options.*failing.how: 'raise' there, 'hang' here",
+    ):
         run("never", 1, f"reward.options.{FAILING}.how=hang")
 
 
@@ -342,6 +415,8 @@ def rows(run_dir: Path, watched: str = "watched") -> dict[int, dict]:
     """The metrics by iteration, without times and without what is only watched."""
     merged = {}
     for row in metrics.read(run_dir):
-        kept = {k: v for k, v in row.items() if not ("second" in k or watched in k or "hacking" in k)}
+        kept = {
+            k: v for k, v in row.items() if not ("second" in k or watched in k or "hacking" in k)
+        }
         merged.setdefault(row["iteration"], {}).update(kept)
     return merged

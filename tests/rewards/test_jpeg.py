@@ -24,7 +24,10 @@ def pictures():
 def test_the_reward_is_the_size_that_another_encoder_makes_of_the_picture():
     images = pictures() * np.float32([1.0, 0.8, 0.6])  # in colour, so that chroma matters
     bgr = np.round(255 * images).astype(np.uint8)[..., ::-1]
-    sizes = [len(cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 95])[1]) / 1000 for picture in bgr]
+    sizes = [
+        len(cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 95])[1]) / 1000
+        for picture in bgr
+    ]
     scores = jpeg_incompressibility(images, ["p"] * 5, [{}] * 5)
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, sizes, rtol=0.01)
@@ -42,11 +45,19 @@ def test_a_picture_with_values_that_are_not_finite_has_no_score_and_changes_no_o
     images[1, 0, 0, 0], images[3, 5, 5, 1] = np.nan, np.inf
     scores = jpeg_compressibility(images, ["p"] * 5, [{}] * 5)
     assert np.isnan(scores).tolist() == [False, True, False, True, False]
-    np.testing.assert_array_equal(scores[[0, 2, 4]], jpeg_compressibility(pictures(), ["p"] * 5, [{}] * 5)[[0, 2, 4]])
+    np.testing.assert_array_equal(
+        scores[[0, 2, 4]], jpeg_compressibility(pictures(), ["p"] * 5, [{}] * 5)[[0, 2, 4]]
+    )
 
 
 def test_what_does_not_belong_together_is_refused():
-    with pytest.raises(ValueError, match=r"^reward 'jpeg_compressibility': 5 images, 4 prompts, 5 mappings of metadata; exp"):
+    with pytest.raises(
+        ValueError,
+        match=r"^reward 'jpeg_compressibility': 5 images, 4 prompts, 5 mappings of metadata; exp",
+    ):
         jpeg_compressibility(pictures(), ["p"] * 4, [{}] * 5)
-    with pytest.raises(ValueError, match=r"^reward 'jpeg_incompressibility': images of shape \(96, 128, 3\); expected \[n, "):
+    with pytest.raises(
+        ValueError,
+        match=r"^reward 'jpeg_incompressibility': images of shape \(96, 128, 3\); expected \[n, ",
+    ):
         jpeg_incompressibility(pictures()[0], ["p"], [{}])

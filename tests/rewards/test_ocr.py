@@ -8,8 +8,8 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 
-from solrl_jax.conditioning.prompts import EMBEDDED_FOLDER
 from solrl_jax.config.presets import resolve
+from solrl_jax.data.prompts import EMBEDDED_FOLDER
 from solrl_jax.rewards import ocr as module
 from solrl_jax.rewards.ocr import ocr, similarity, target
 
@@ -19,7 +19,9 @@ WORDS = ("Bakery", "North Harbour", "MUSEUM", "Open until 9", "quiet river", "La
 def drawn(text, size=40, side=256, paper=(250, 248, 240), ink=(20, 30, 60)):
     """The words on a plain ground, float32 [side, side, 3]."""
     picture = Image.new("RGB", (side, side), paper)
-    ImageDraw.Draw(picture).text((side / 2, side / 2), text, ink, ImageFont.load_default(size), anchor="mm", align="center")
+    ImageDraw.Draw(picture).text(
+        (side / 2, side / 2), text, ink, ImageFont.load_default(size), anchor="mm", align="center"
+    )
     return np.asarray(picture, np.float32) / 255
 
 
@@ -62,11 +64,17 @@ def test_the_worse_the_picture_the_less_it_scores(harm, step):
         "Shadow",
         "Ticket",
     )
-    clean = np.stack([drawn(word, size, 160) for word, size in zip(words, np.linspace(12, 34, 12), strict=True)])
+    clean = np.stack(
+        [drawn(word, size, 160) for word, size in zip(words, np.linspace(12, 34, 12), strict=True)]
+    )
     noise = np.random.default_rng(0).normal(0, 1, clean.shape)
     means = []
     for i in range(5):
-        harmed = gaussian_filter(clean, (0, i * step, i * step, 0)) if harm == "blur" else clean + i * step * noise
+        harmed = (
+            gaussian_filter(clean, (0, i * step, i * step, 0))
+            if harm == "blur"
+            else clean + i * step * noise
+        )
         means.append(score(np.clip(harmed, 0, 1).astype(np.float32), words).mean())
     assert means == sorted(means, reverse=True)
     assert means[0] == 1
@@ -75,7 +83,9 @@ def test_the_worse_the_picture_the_less_it_scores(harm, step):
 
 
 def test_an_empty_picture_scores_nothing_and_one_that_holds_other_than_numbers_has_no_score():
-    images = np.stack([np.full((256, 256, 3), 0.5, np.float32), drawn("Bakery", 60), drawn("Bakery", 60)])
+    images = np.stack(
+        [np.full((256, 256, 3), 0.5, np.float32), drawn("Bakery", 60), drawn("Bakery", 60)]
+    )
     images[1, 0, 0, 0] = np.nan
     np.testing.assert_array_equal(score(images, ["Bakery"] * 3), [0, np.nan, 1])
 
@@ -97,7 +107,11 @@ def test_nothing_is_fetched(monkeypatch):
         ("xx h E l l o yy", "Hell O", 1.0),  # anywhere in the text, spaces and case aside
         ("kitten", "sitting", 1 - 3 / 7),
         ("", "abcd", 0.0),
-        ("abcd is missing one letr", "letter", 0.0),  # without the whole word, other text costs edits too
+        (
+            "abcd is missing one letr",
+            "letter",
+            0.0,
+        ),  # without the whole word, other text costs edits too
         ("abXd", "abcd", 0.75),
         ("abcde", "abcdf", 0.8),
         ("bcd", "abcd", 0.75),
@@ -115,19 +129,29 @@ def test_the_words_are_quoted_or_given():
     assert target('a "First" sign', {"text": None, "tag": "x"}) == "First"
 
 
-@pytest.mark.parametrize("prompt", ["a red circle", 'a half "quote', 'a sign that says ""', 'a sign that says "  "'])
+@pytest.mark.parametrize(
+    "prompt", ["a red circle", 'a half "quote', 'a sign that says ""', 'a sign that says "  "']
+)
 def test_a_prompt_without_words_is_refused_by_name(prompt):
-    with pytest.raises(ValueError, match="expected the words to draw, in double quotes or as metadata") as error:
+    with pytest.raises(
+        ValueError, match="expected the words to draw, in double quotes or as metadata"
+    ) as error:
         ocr(np.zeros((2, 32, 32, 3), np.float32), ['a "good" one', prompt], [{}, {}])
     assert str(error.value).startswith(f"reward 'ocr': prompt {prompt!r}: ")
-    with pytest.raises(ValueError, match=r"prompt 'a \"good\" one', metadata\['text'\]=7: expected the words"):
+    with pytest.raises(
+        ValueError, match=r"prompt 'a \"good\" one', metadata\['text'\]=7: expected the words"
+    ):
         target('a "good" one', {"text": 7})
 
 
 def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rapidocr" else find_spec(name))
-    with pytest.raises(ImportError, match=r"^reward 'ocr' needs rapidocr: pip install 'solrl_jax\[rewards\]'$"):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "rapidocr" else find_spec(name)
+    )
+    with pytest.raises(
+        ImportError, match=r"^reward 'ocr' needs rapidocr: pip install 'solrl_jax\[rewards\]'$"
+    ):
         importlib.reload(module)
 
 
@@ -135,11 +159,17 @@ def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
 def test_the_recipes_settings_for_text_come_with_the_reward(family):
     c = resolve(f"sd3_{family}_pickscore", ["reward=ocr"])
     assert (c.reward.weights, c.policy.beta, c.policy.decay_type) == ({"ocr": 1.0}, 0.1, 2)
-    assert (c.optimizer.steps_per_iteration, c.prompts.train, c.prompts.test) == (2, "embedded:ocr-train", "embedded:ocr-test")
+    assert (c.optimizer.steps_per_iteration, c.prompts.train, c.prompts.test) == (
+        2,
+        "embedded:ocr-train",
+        "embedded:ocr-test",
+    )
 
 
 def test_the_embedded_prompts_quote_words_and_none_is_both_trained_and_tested_on():
-    train, test = ((EMBEDDED_FOLDER / f"ocr-{name}.txt").read_text().splitlines() for name in ("train", "test"))
+    train, test = (
+        (EMBEDDED_FOLDER / f"ocr-{name}.txt").read_text().splitlines() for name in ("train", "test")
+    )
     words = [{target(prompt, {}).lower() for prompt in drawn} for drawn in (train, test)]
     assert [len(texts) for texts in words] == [len(train), len(test)] == [360, 48]
     assert not words[0] & words[1]

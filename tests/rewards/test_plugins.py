@@ -13,18 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.conditioning.prompts import Prompt
 from solrl_jax.config.presets import from_yaml, override, resolve, to_yaml
 from solrl_jax.config.values import ConfigError
+from solrl_jax.data.prompts import Prompt
+from solrl_jax.errors import InputError
 from solrl_jax.rewards import registry
 from solrl_jax.rewards.host import Failure, scoring, workers
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images
-from solrl_jax.storage.errors import InputError
 from tests import outside
 from tests.rewards.opening import open_reward
 
-PICTURES = np.random.default_rng(1).integers(0, 256, (5, 6, 7, 3)).astype(np.float32) / 255  # as PNG holds them
+PICTURES = (
+    np.random.default_rng(1).integers(0, 256, (5, 6, 7, 3)).astype(np.float32) / 255
+)  # as PNG holds them
 PROMPTS = [Prompt(f"{'very ' * i}red", {"n": i}) for i in range(5)]
 
 
@@ -47,7 +49,9 @@ def test_a_function_outside_jax_and_its_options():
 def test_a_function_that_returns_a_reward_is_scored_in_jax():
     name = "tests.outside:in_jax"
     reward = opened({name: 0.5}, options={name: {"scale": 3.0}}).trained
-    out = score_images(reward, reward.params, jnp.asarray(PICTURES), reward.prepare(PROMPTS), jnp.arange(5))
+    out = score_images(
+        reward, reward.params, jnp.asarray(PICTURES), reward.prepare(PROMPTS), jnp.arange(5)
+    )
     np.testing.assert_allclose(out[name], 3 * PICTURES.mean((1, 2, 3)), rtol=1e-6)
     np.testing.assert_allclose(out["reward"], 0.5 * out[name], rtol=1e-6)
     assert reward.host is None
@@ -65,14 +69,19 @@ def test_what_is_watched_is_scored_at_evaluations_alone():
     assert set(trained.params) == {"shapes"}
     assert set(evaluated.params) == {"shapes", "tests.outside:in_jax"}
     assert [r.name for r in trained.host.rewards] == ["tests.outside:mean"]
-    assert [r.name for r in evaluated.host.rewards] == ["jpeg_compressibility", "tests.outside:mean"]
+    assert [r.name for r in evaluated.host.rewards] == [
+        "jpeg_compressibility",
+        "tests.outside:mean",
+    ]
     assert trained.host.weights == evaluated.host.weights == {"tests.outside:mean": 1.0}
     same = opened({"shapes": 1.0})
     assert same.trained is same.evaluated
 
 
 def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("def bright(images, prompts, metadata):\n    return images.mean((1, 2, 3))\n")
+    (tmp_path / "mine.py").write_text(
+        "def bright(images, prompts, metadata):\n    return images.mean((1, 2, 3))\n"
+    )
     package = tmp_path / "theirs-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
@@ -91,23 +100,43 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (dict(weights={"nowhere.at:all": 1.0}), "reward 'nowhere.at:all': cannot be imported (ModuleNotFoundError: No module"),
-        (dict(weights={"tests.outside:gone": 1.0}), "reward 'tests.outside:gone': cannot be imported (AttributeError: module"),
+        (
+            dict(weights={"nowhere.at:all": 1.0}),
+            "reward 'nowhere.at:all': cannot be imported (ModuleNotFoundError: No module",
+        ),
+        (
+            dict(weights={"tests.outside:gone": 1.0}),
+            "reward 'tests.outside:gone': cannot be imported (AttributeError: module",
+        ),
         (dict(weights={"tests.outside:time": 1.0}), "is no function"),
-        (dict(weights={"tests.outside:not_a_reward": 1.0}), "returned 3: expected a solrl_jax.rewards.protocol.Reward"),
+        (
+            dict(weights={"tests.outside:not_a_reward": 1.0}),
+            "returned 3: expected a solrl_jax.rewards.protocol.Reward",
+        ),
         (
             dict(weights={"os.path:basename": 1.0}),
             "basename: called as (images, prompts, metadata): too many positional arguments; accepted: (p)",
         ),
-        (dict(weights={"shapes": 1.0}, watched=("beauty",)), "reward.watched: unknown reward 'beauty'; there are shapes, "),
+        (
+            dict(weights={"shapes": 1.0}, watched=("beauty",)),
+            "reward.watched: unknown reward 'beauty'; there are shapes, ",
+        ),
         (
             dict(weights={"shapes": 1.0}, watched=("geneval/loose",)),
             "reward.watched: unknown score 'geneval/loose'; there are geneval",
         ),
-        (dict(weights={"shapes": 1.0}, options={"ocr": {}}), "reward.options: no reward 'ocr'; there are shapes"),
-        (dict(weights={"shapes": 1.0}, options={"shapes": {"a": 1}}), "reward.options.shapes={'a': 1}: it takes none"),
         (
-            dict(weights={"tests.outside:mean": 1.0}, options={"tests.outside:mean": {"scales": 2}}),
+            dict(weights={"shapes": 1.0}, options={"ocr": {}}),
+            "reward.options: no reward 'ocr'; there are shapes",
+        ),
+        (
+            dict(weights={"shapes": 1.0}, options={"shapes": {"a": 1}}),
+            "reward.options.shapes={'a': 1}: it takes none",
+        ),
+        (
+            dict(
+                weights={"tests.outside:mean": 1.0}, options={"tests.outside:mean": {"scales": 2}}
+            ),
             "(images, prompts, metadata, scales=2): got an unexpected keyword argument 'scales'; accepted: (images, prompts, "
             "metadata, *, scale=1.0)",
         ),
@@ -119,7 +148,10 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
             dict(weights={"http://a": 1.0}, options={"http://a": {"batch": 0}}),
             "reward.options.http://a.batch=0: expected an integer",
         ),
-        (dict(weights={"http://a": 1.0}, options={"http://a": {"size": 1}}), "reward.options.http://a: unknown option 'size'"),
+        (
+            dict(weights={"http://a": 1.0}, options={"http://a": {"size": 1}}),
+            "reward.options.http://a: unknown option 'size'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(settings, said):
@@ -131,7 +163,9 @@ def test_what_does_not_fit_is_one_line(settings, said):
 def test_what_an_option_lacks_is_said_alike_by_every_version_of_python():
     class Newer(inspect.Signature):
         def bind(self, *_, **__):
-            raise TypeError("missing a required keyword-only argument: 'how'")  # in Python 3.11 it is "a required argument"
+            raise TypeError(
+                "missing a required keyword-only argument: 'how'"
+            )  # in Python 3.11 it is "a required argument"
 
     with pytest.raises(InputError, match=r"missing a required argument: 'how'; accepted: \(\)$"):
         registry._check_options("mine", Newer(), {}, ())
@@ -140,11 +174,15 @@ def test_what_an_option_lacks_is_said_alike_by_every_version_of_python():
 def test_a_module_that_fails_when_it_is_imported_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "failing_module.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match=r"cannot be imported \(RuntimeError: first line second line\); "):
+    with pytest.raises(
+        InputError, match=r"cannot be imported \(RuntimeError: first line second line\); "
+    ):
         opened({"failing_module:f": 1.0})
 
 
-def test_what_a_reward_inside_jax_prints_is_no_result_and_it_goes_nowhere(tmp_path, monkeypatch, capsys):
+def test_what_a_reward_inside_jax_prints_is_no_result_and_it_goes_nowhere(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "loud_module.py").write_text(
         "import os\nfrom tests.hostile.inside import loud\nprint('imported')\nos.chdir(os.sep)\n"
     )
@@ -152,22 +190,38 @@ def test_what_a_reward_inside_jax_prints_is_no_result_and_it_goes_nowhere(tmp_pa
     monkeypatch.chdir(tmp_path)
     reward = opened({"loud_module:loud": 1.0}).trained
     reward.check(PROMPTS[0])
-    score_images(reward, reward.params, jnp.asarray(PICTURES), reward.prepare(PROMPTS), jnp.arange(5))
+    score_images(
+        reward, reward.params, jnp.asarray(PICTURES), reward.prepare(PROMPTS), jnp.arange(5)
+    )
     said = capsys.readouterr()
-    assert (said.out, said.err.split()) == ("", ["imported", "made", "checked", "prepared", "traced"])
+    assert (said.out, said.err.split()) == (
+        "",
+        ["imported", "made", "checked", "prepared", "traced"],
+    )
     assert Path.cwd() == tmp_path
 
 
 # the configuration
 
 
-@pytest.mark.parametrize("name", ["my.package.module:score", "http://localhost:8000/score", "https://a.b/c"])
+@pytest.mark.parametrize(
+    "name", ["my.package.module:score", "http://localhost:8000/score", "https://a.b/c"]
+)
 def test_a_plugin_is_chosen_as_a_reward_and_survives_the_file(name):
-    config = resolve("tiny", [f"reward={name}", f"reward.options.{name}.batch=4", f"reward.options.{name}.more=[1, {{a: x}}]"])
+    config = resolve(
+        "tiny",
+        [
+            f"reward={name}",
+            f"reward.options.{name}.batch=4",
+            f"reward.options.{name}.more=[1, {{a: x}}]",
+        ],
+    )
     assert config.reward.weights == {name: 1.0}
     assert config.reward.options == {name: {"batch": 4, "more": [1, {"a": "x"}]}}
     assert from_yaml(to_yaml(config)) == config
-    assert override(config, [f"reward.weights.{name}=2", "reward.weights.shapes=1"]).reward.weights == {
+    assert override(
+        config, [f"reward.weights.{name}=2", "reward.weights.shapes=1"]
+    ).reward.weights == {
         name: 2.0,
         "shapes": 1.0,
     }
@@ -177,9 +231,15 @@ def test_a_plugin_is_chosen_as_a_reward_and_survives_the_file(name):
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("reward.watched=[shapes]", "reward.watched=['shapes']: must not name what reward.weights trains on"),
+        (
+            "reward.watched=[shapes]",
+            "reward.watched=['shapes']: must not name what reward.weights trains on",
+        ),
         ("reward.options.ocr=3", "reward.options.ocr=3: expected a mapping"),
-        ("reward.options={ocr: {a: 2020-01-01}}", "reward.options.ocr.a=datetime.date(2020, 1, 1): "),
+        (
+            "reward.options={ocr: {a: 2020-01-01}}",
+            "reward.options.ocr.a=datetime.date(2020, 1, 1): ",
+        ),
         ("reward.workers=0", "reward.workers=0: must be at least 1"),
         ("reward.on_failure=stay", "reward.on_failure='stay': expected 'stop' or 'skip'"),
     ],
@@ -195,18 +255,28 @@ def test_settings_that_cannot_be_are_named(key, said):
 @pytest.fixture(scope="module")
 def service():
     """The address of scripts/reward_server.py, scoring with a function of the tests."""
-    command = [sys.executable, "scripts/reward_server.py", "tests.outside:told_or_mean", "--port", "0"]
+    command = [
+        sys.executable,
+        "scripts/reward_server.py",
+        "tests.outside:told_or_mean",
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         yield process.stdout.readline().split()[-1]
         process.terminate()
 
 
 def ask(url, pictures=PICTURES, prompts=PROMPTS, timeout=2.0):
-    return service_scores(pictures, prompts, [p.metadata for p in prompts], url=url, timeout=timeout)
+    return service_scores(
+        pictures, prompts, [p.metadata for p in prompts], url=url, timeout=timeout
+    )
 
 
 def test_a_service_is_given_what_a_function_is(service):
-    host = opened({service: 1.0}, options={service: {"batch": 2}}, workers=1, timeout=20.0).trained.host
+    host = opened(
+        {service: 1.0}, options={service: {"batch": 2}}, workers=1, timeout=20.0
+    ).trained.host
     with scoring(host, PROMPTS) as outside_jax:
         outside_jax.add(PICTURES)
         got = outside_jax.finish()[service]

@@ -10,27 +10,33 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
-from solrl_jax.numerics.rounded import Rounded
+from solrl_jax.errors import InputError
 from solrl_jax.parallel import sharding
+from solrl_jax.quant.half_precision import Rounded
 from solrl_jax.rewards import registry as mixture
 from solrl_jax.rewards.clip import hpsv2
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.protocol import score_images
-from solrl_jax.storage.errors import InputError
 from tests import released
 from tests.rewards.opening import open_reward
 
 TOLERANCE = 1e-4
 COUNT = len(released.PROMPTS)
 NAMES = ("aesthetic", "clipscore", "hpsv2", "imagereward", "pickscore")
-SIZES = [(256, 256), (270, 340)]  # the latter neither square nor a multiple: it is cropped or padded by halves of pixels
+SIZES = [
+    (256, 256),
+    (270, 340),
+]  # the latter neither square nor a multiple: it is cropped or padded by halves of pixels
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Every reward's files in miniature: (`reward.paths`, by name the reference's scores of pictures)."""
     root = tmp_path_factory.mktemp("weights")
-    folder = lambda name: root / name
+
+    def folder(name):
+        return root / name
+
     for name in ("clip", "pick", "pick-tokenizer", "openai", "bert"):
         folder(name).mkdir()
     clip, clip_tokenizer = released.save_clip(folder("clip"), "quick_gelu", 1)
@@ -43,7 +49,9 @@ def files(tmp_path_factory):
     bert = released.save_bert_tokenizer(folder("bert"))
     config, blip = released.save_image_reward(root / "ImageReward.safetensors", len(bert) + 2, 4)
     head = released.make_head(24, 7)
-    save_file({f"layers.{name}": t for name, t in head.state_dict().items()}, root / "head.safetensors")
+    save_file(
+        {f"layers.{name}": t for name, t in head.state_dict().items()}, root / "head.safetensors"
+    )
 
     @torch.no_grad()
     def aesthetic(images):
@@ -56,15 +64,23 @@ def files(tmp_path_factory):
         "imagereward/tokenizer": folder("bert"), "aesthetic": root / "head.safetensors", "aesthetic/clip": folder("clip"),
     }  # fmt: skip
     references = {
-        "clipscore": lambda images: released.clip_logits(clip, clip_tokenizer, released.clipscore_pixels(images)) / 100,
-        "pickscore": lambda images: released.clip_logits(pick, pick_tokenizer, released.processed(images)) / 26,
+        "clipscore": lambda images: (
+            released.clip_logits(clip, clip_tokenizer, released.clipscore_pixels(images)) / 100
+        ),
+        "pickscore": lambda images: (
+            released.clip_logits(pick, pick_tokenizer, released.processed(images)) / 26
+        ),
         "hpsv2": lambda images: released.hps_scores(hps, images),
         "imagereward": lambda images: released.image_reward_scores(blip, bert, images),
         "aesthetic": aesthetic,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(mixture.REWARDS, "hpsv2", mixture.released(partial(hpsv2, config=released.HPS)))
-        patch.setitem(mixture.REWARDS, "imagereward", mixture.released(partial(imagereward, config=config)))
+        patch.setitem(
+            mixture.REWARDS, "hpsv2", mixture.released(partial(hpsv2, config=released.HPS))
+        )
+        patch.setitem(
+            mixture.REWARDS, "imagereward", mixture.released(partial(imagereward, config=config))
+        )
         yield {name: str(path) for name, path in paths.items()}, references
 
 
@@ -75,7 +91,9 @@ def everything(files):
 
 
 def score(reward, images, index, prompts=released.PROMPTS):
-    out = score_images(reward, reward.params, jnp.asarray(images), reward.prepare(prompts), jnp.asarray(index))
+    out = score_images(
+        reward, reward.params, jnp.asarray(images), reward.prepare(prompts), jnp.asarray(index)
+    )
     return {name: np.asarray(value, np.float64) for name, value in jax.device_get(out).items()}
 
 
@@ -90,7 +108,9 @@ def test_a_reward_equals_its_reference(name, scored, files):
     images, ours = scored
     theirs = files[1][name](images)
     error = np.abs(ours[name] - theirs).max() / np.abs(theirs).max()
-    print(f"{name}: {error:.1e} of {np.abs(theirs).max():.2f}, spread {np.ptp(theirs):.2f}", end=" ")
+    print(
+        f"{name}: {error:.1e} of {np.abs(theirs).max():.2f}, spread {np.ptp(theirs):.2f}", end=" "
+    )
     assert error < TOLERANCE
     assert np.ptp(theirs) > 100 * TOLERANCE * np.abs(theirs).max()
 
@@ -100,7 +120,9 @@ def test_the_prompt_has_a_say_in_all_but_one(scored, everything):
     other = score(everything, images, np.roll(np.arange(COUNT), 1))
     for name in NAMES:
         moved = np.abs(other[name] - own[name]) / np.abs(own[name]).max()
-        assert (moved > 10 * TOLERANCE).sum() >= (0 if name == "aesthetic" else COUNT - 1), name  # one may be a coincidence
+        assert (moved > 10 * TOLERANCE).sum() >= (0 if name == "aesthetic" else COUNT - 1), (
+            name
+        )  # one may be a coincidence
         assert (moved < 1e-6).all() == (name == "aesthetic"), name
 
 
@@ -127,7 +149,7 @@ def same(name, ours, at_once):
 
 def test_chunks_of_any_size_score_the_same(many, at_once, everything):
     images, index = many
-    chunk = 10  # the last one is filled up, as `rollout.generate` does it
+    chunk = 10  # the last one is filled up, as `rl.generate` does it
     parts = [(images[i : i + chunk], index[i : i + chunk]) for i in range(0, 256, chunk)]
     scores = [score(everything, *(sharding.pad_rows(x, chunk) for x in part)) for part in parts]
     for name in NAMES:
@@ -141,7 +163,10 @@ def test_on_a_mesh_rows_and_parameters_are_split_and_scores_stay(many, at_once, 
     large = [x for x in jax.tree.leaves(reward.params) if x.size >= sharding.SMALLEST_SHARDED]
     assert large
     assert all(x.sharding.shard_shape(x.shape) != x.shape for x in large)
-    place = lambda x: jax.device_put(x, sharding.rows(mesh))
+
+    def place(x):
+        return jax.device_put(x, sharding.rows(mesh))
+
     with jax.set_mesh(mesh):
         prepared = jax.device_put(reward.prepare(released.PROMPTS), sharding.replicated(mesh))
         out = score_images(reward, reward.params, place(images), prepared, place(index))
@@ -151,18 +176,27 @@ def test_on_a_mesh_rows_and_parameters_are_split_and_scores_stay(many, at_once, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "least"), [(jnp.float16, 0.9995), pytest.param(jnp.bfloat16, 0.995, marks=pytest.mark.exhaustive)]
+    ("dtype", "least"),
+    [(jnp.float16, 0.9995), pytest.param(jnp.bfloat16, 0.995, marks=pytest.mark.exhaustive)],
 )
-def test_products_in_sixteen_bits_score_and_rank_almost_as_float32(dtype, least, many, at_once, files):
+def test_products_in_sixteen_bits_score_and_rank_almost_as_float32(
+    dtype, least, many, at_once, files
+):
     """FP16 has three bits more than BF16. docs/compiled.md has the errors at the released sizes."""
     reward = open_reward(dict.fromkeys(NAMES, 1.0), files[0], dtype)(None).trained
     leaves = jax.tree.leaves(reward.params, is_leaf=lambda x: isinstance(x, Rounded))
     assert {leaf.weight.dtype for leaf in leaves if isinstance(leaf, Rounded)} == {jnp.dtype(dtype)}
-    assert {leaf.dtype for leaf in leaves if not isinstance(leaf, Rounded)} == {jnp.dtype(jnp.float32)}
-    assert sum(isinstance(leaf, Rounded) for leaf in leaves) == 3 * 12 + 6 + 4 + 10  # of three CLIPs, a vision tower, BLIP
+    assert {leaf.dtype for leaf in leaves if not isinstance(leaf, Rounded)} == {
+        jnp.dtype(jnp.float32)
+    }
+    assert (
+        sum(isinstance(leaf, Rounded) for leaf in leaves) == 3 * 12 + 6 + 4 + 10
+    )  # of three CLIPs, a vision tower, BLIP
     scores = score(reward, *many)
     for name in NAMES:
-        of_prompts = [(scores[name][many[1] == i], at_once[name][many[1] == i]) for i in range(COUNT)]
+        of_prompts = [
+            (scores[name][many[1] == i], at_once[name][many[1] == i]) for i in range(COUNT)
+        ]
         assert min(stats.spearmanr(*pair).statistic for pair in of_prompts) > least, name
         assert not np.array_equal(scores[name], at_once[name])
 
@@ -185,18 +219,27 @@ def test_a_missing_file_is_one_message(files, tmp_path, monkeypatch):
         "solrl convert HPS_v2.1_compressed.pt --out weights/HPS_v2.1_compressed.safetensors", "reward.paths.hpsv2=",
     ):  # fmt: skip
         assert part in said
-    assert f"{tmp_path}/ImageReward.safetensors: no such file" in refusal("imagereward", {"imagereward": str(tmp_path)})
+    assert f"{tmp_path}/ImageReward.safetensors: no such file" in refusal(
+        "imagereward", {"imagereward": str(tmp_path)}
+    )
     (tmp_path / "ImageReward.pt").write_bytes(b"pickle")
-    assert "ImageReward.pt: not a .safetensors file" in refusal("imagereward", {"imagereward": "ImageReward.pt"})
+    assert "ImageReward.pt: not a .safetensors file" in refusal(
+        "imagereward", {"imagereward": "ImageReward.pt"}
+    )
     assert "sac+logos+ava1-l14-linearMSE.pth" in refusal("aesthetic", {})
 
 
 def test_what_the_hub_does_not_give_is_one_message(files, tmp_path):
     said = refusal("pickscore", {})
-    assert "reward 'pickscore': yuvalkirstain/PickScore_v1: config.json, model.safetensors cannot be had from the hub" in said
+    assert (
+        "reward 'pickscore': yuvalkirstain/PickScore_v1: config.json, model.safetensors cannot be had from the hub"
+        in said
+    )
     assert "reward.paths.pickscore=DIRECTORY" in said
     assert "pickscore/tokenizer" in refusal("pickscore", {"pickscore": files[0]["pickscore"]})
-    assert "no tokenizer_config.json, tokenizer.json" in refusal("clipscore", {"clipscore": files[0]["pickscore"]})
+    assert "no tokenizer_config.json, tokenizer.json" in refusal(
+        "clipscore", {"clipscore": files[0]["pickscore"]}
+    )
     assert "no such directory" in refusal("clipscore", {"clipscore": "./nowhere"})
 
 
@@ -210,11 +253,17 @@ def test_the_file_is_found_in_weights_where_no_path_is_given(files, tmp_path, mo
 @pytest.mark.parametrize("name", ["hpsv2", "imagereward"])
 def test_tensors_that_do_not_fit_are_all_listed(name, files, tmp_path):
     paths = files[0]
-    file = {"hpsv2": f"{paths['hpsv2']}/HPS_v2.1_compressed.safetensors", "imagereward": paths["imagereward"]}[name]
+    file = {
+        "hpsv2": f"{paths['hpsv2']}/HPS_v2.1_compressed.safetensors",
+        "imagereward": paths["imagereward"],
+    }[name]
     tensors = load_file(file)
     lost, misshapen = {
         "hpsv2": ("visual.transformer.resblocks.1.attn.in_proj_weight", "text_projection"),
-        "imagereward": ("blip.text_encoder.encoder.layer.1.crossattention.self.key.weight", "blip.visual_encoder.pos_embed"),
+        "imagereward": (
+            "blip.text_encoder.encoder.layer.1.crossattention.self.key.weight",
+            "blip.visual_encoder.pos_embed",
+        ),
     }[name]
     del tensors[lost]
     tensors |= {misshapen: tensors[misshapen][:, :-1].contiguous(), "extra.weight": torch.ones(2)}
@@ -226,7 +275,9 @@ def test_tensors_that_do_not_fit_are_all_listed(name, files, tmp_path):
 
 
 def test_unknown_names_of_paths_are_refused():
-    with pytest.raises(InputError, match=r"reward.paths: unknown name 'hps'; there are clipscore, pickscore, "):
+    with pytest.raises(
+        InputError, match=r"reward.paths: unknown name 'hps'; there are clipscore, pickscore, "
+    ):
         open_reward({"shapes": 1.0}, {"hps": "x"})
     with pytest.raises(InputError, match=r"unknown score 'hpsv2/strict'; there are hpsv2"):
         open_reward({"hpsv2/strict": 1.0}, {})

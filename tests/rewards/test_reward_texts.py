@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from solrl_jax.rewards.texts import clean, clip_texts, image_reward_texts, open_clip_texts, open_tokenizer
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
+from solrl_jax.rewards.texts import (
+    clean,
+    clip_texts,
+    image_reward_texts,
+    open_clip_texts,
+    open_tokenizer,
+)
 from tests import released
 
 PROMPTS = (
@@ -30,12 +36,17 @@ def folder(tmp_path_factory):
 
 
 def test_open_clip(folder):
-    theirs = released.open_clip().tokenizer.SimpleTokenizer(context_length=77)(list(PROMPTS)).numpy()
+    theirs = (
+        released.open_clip().tokenizer.SimpleTokenizer(context_length=77)(list(PROMPTS)).numpy()
+    )
     ours = open_clip_texts(folder, 77)(PROMPTS)
     for prompt, a, b in zip(PROMPTS, ours["ids"], theirs, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=repr(prompt))
     assert ours["mask"].all()
-    assert (ours["ids"][2, -1], ours["ids"][1, 2]) == (49407, 0)  # cut with the end kept; padded with zeros
+    assert (ours["ids"][2, -1], ours["ids"][1, 2]) == (
+        49407,
+        0,
+    )  # cut with the end kept; padded with zeros
 
 
 def test_clean_up_matters(folder):
@@ -58,7 +69,8 @@ def test_image_reward_adds_two_tokens_after_berts_own(tmp_path):
     size = len(tokenizer)
     ours = image_reward_texts(tmp_path, 35)(["red [ENC]", "", "red, " * 40, "a [DEC]"])
     assert ours["ids"].shape == (4, 35)
-    start, end = tokenizer.cls_token_id, tokenizer.sep_token_id
+    start = tokenizer.cls_token_id
+    end = tokenizer.sep_token_id
     assert ours["ids"][0, :4].tolist() == [start, tokenizer.vocab["red"], size + 1, end]
     assert ours["ids"][3, 2] == size
     assert ours["ids"][2, [0, -1]].tolist() == [start, end]

@@ -8,20 +8,27 @@ import torch
 from pretrain import drawing
 from transformers import CLIPModel
 
-from solrl_jax.backbone.locate import EMBEDDED_FOLDER
-from solrl_jax.conditioning.prompts import Prompt, load_prompts
+from solrl_jax.data.prompts import Prompt, load_prompts
+from solrl_jax.data.shapes import scenes
+from solrl_jax.errors import InputError
+from solrl_jax.models.locate import EMBEDDED_FOLDER
 from solrl_jax.rewards.protocol import check_prompts, score_images
-from solrl_jax.shapes import scenes
-from solrl_jax.storage.errors import InputError
 from tests.rewards.opening import open_reward
 
-PROMPTS = ("a red circle", "two small blue squares", "a large yellow triangle above a cyan circle", "three purple squares")
+PROMPTS = (
+    "a red circle",
+    "two small blue squares",
+    "a large yellow triangle above a cyan circle",
+    "three purple squares",
+)
 
 
 @pytest.fixture(scope="module")
 def pictures():
     rng = np.random.default_rng(0)
-    return np.stack([drawing.render(scenes.parse(p), rng) for p in PROMPTS]).astype(np.float32) / 255
+    return (
+        np.stack([drawing.render(scenes.parse(p), rng) for p in PROMPTS]).astype(np.float32) / 255
+    )
 
 
 def make_reward(weights):
@@ -30,14 +37,17 @@ def make_reward(weights):
 
 def scores(weights, images, index, prompts=PROMPTS):
     reward = make_reward(weights)
-    out = score_images(reward, reward.params, jnp.asarray(images), reward.prepare(prompts), jnp.asarray(index))
+    out = score_images(
+        reward, reward.params, jnp.asarray(images), reward.prepare(prompts), jnp.asarray(index)
+    )
     return {name: np.asarray(value) for name, value in jax.device_get(out).items()}
 
 
 def test_tiny_clip_equals_transformers(pictures):
     theirs = CLIPModel.from_pretrained(EMBEDDED_FOLDER / "tiny-clip").eval()
     tokens = make_reward({"tiny-clip": 1.0}).prepare(PROMPTS)["tiny-clip"]
-    mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+    mean = np.array([0.48145466, 0.4578275, 0.40821073])
+    std = np.array([0.26862954, 0.26130258, 0.27577711])
     pixels = torch.from_numpy(((pictures - mean) / std).astype(np.float32).transpose(0, 3, 1, 2))
     with torch.no_grad():
         out = theirs(
@@ -60,7 +70,9 @@ def test_tiny_clip_prefers_the_caption_to_another(pictures):
 
 def test_the_reward_is_the_weighted_sum_of_its_parts(pictures):
     both = scores({"shapes": 2.0, "tiny-clip": -0.5}, pictures, np.arange(4))
-    np.testing.assert_allclose(both["reward"], 2 * both["shapes"] - 0.5 * both["tiny-clip"], rtol=1e-6)
+    np.testing.assert_allclose(
+        both["reward"], 2 * both["shapes"] - 0.5 * both["tiny-clip"], rtol=1e-6
+    )
     assert set(both) == {"reward", "shapes", "shapes/strict", "tiny-clip"}
     assert both["shapes/strict"].all()
 
@@ -68,7 +80,9 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(pictures):
 def test_any_score_of_a_reward_may_be_trained_on(pictures):
     wrong = (np.arange(4) + 1) % 4
     mixed = scores({"shapes": 0.5, "shapes/strict": 0.5}, pictures[wrong], np.arange(4))
-    np.testing.assert_allclose(mixed["reward"], 0.5 * mixed["shapes"] + 0.5 * mixed["shapes/strict"], rtol=1e-6)
+    np.testing.assert_allclose(
+        mixed["reward"], 0.5 * mixed["shapes"] + 0.5 * mixed["shapes/strict"], rtol=1e-6
+    )
     assert set(mixed) == {"reward", "shapes", "shapes/strict"}
     assert (mixed["reward"] < mixed["shapes"]).all()  # partial credit without success
     only = scores({"shapes/strict": 1.0}, pictures, np.arange(4))["reward"]
@@ -77,7 +91,13 @@ def test_any_score_of_a_reward_may_be_trained_on(pictures):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
-    "weights", [{"shapes": 1.0}, {"shapes/strict": 1.0}, {"tiny-clip": 1.0}, {"shapes": 1.0, "tiny-clip": 0.1}]
+    "weights",
+    [
+        {"shapes": 1.0},
+        {"shapes/strict": 1.0},
+        {"tiny-clip": 1.0},
+        {"shapes": 1.0, "tiny-clip": 0.1},
+    ],
 )
 def test_a_picture_that_is_not_finite_has_no_score(weights, value, pictures):
     damaged = pictures.copy()
@@ -90,14 +110,21 @@ def test_a_picture_that_is_not_finite_has_no_score(weights, value, pictures):
 
 def test_a_picture_scores_the_same_whatever_its_batch_mates(pictures):
     whole = scores({"shapes": 1.0, "tiny-clip": 1.0}, pictures, np.arange(4))["reward"]
-    mixed = scores({"shapes": 1.0, "tiny-clip": 1.0}, pictures[[2, 0, 0, 3]], np.array([2, 0, 0, 3]))["reward"]
+    mixed = scores(
+        {"shapes": 1.0, "tiny-clip": 1.0}, pictures[[2, 0, 0, 3]], np.array([2, 0, 0, 3])
+    )["reward"]
     np.testing.assert_allclose(mixed, whole[[2, 0, 0, 3]], atol=1e-6)
 
 
 def test_unknown_rewards_and_unreadable_prompts_are_named():
-    with pytest.raises(InputError, match=r"unknown reward 'beauty', 'truth'; there are shapes, tiny-clip, pickscore, "):
+    with pytest.raises(
+        InputError,
+        match=r"unknown reward 'beauty', 'truth'; there are shapes, tiny-clip, pickscore, ",
+    ):
         make_reward({"truth": 1.0, "beauty": 1.0})
-    with pytest.raises(InputError, match=r"unknown score 'shapes/lenient'; there are shapes, shapes/strict"):
+    with pytest.raises(
+        InputError, match=r"unknown score 'shapes/lenient'; there are shapes, shapes/strict"
+    ):
         make_reward({"shapes": 1.0, "shapes/lenient": 1.0})
     with pytest.raises(InputError, match=r"reward 'shapes': .*a red dog"):
         make_reward({"shapes": 1.0}).prepare(["a red dog"])
@@ -118,7 +145,9 @@ GENEVAL = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color":
     ],
 )
 def test_a_set_of_prompts_that_can_be_scored_passes(weights, set_name):
-    check_prompts(make_reward(weights), load_prompts(f"embedded:{set_name}", "prompts.train"), "prompts.train")
+    check_prompts(
+        make_reward(weights), load_prompts(f"embedded:{set_name}", "prompts.train"), "prompts.train"
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +165,12 @@ def test_a_set_of_prompts_that_can_be_scored_passes(weights, set_name):
             Prompt("a red dog"),
             "prompt 'a red dog': expected the words to draw, in double quotes or",
         ),
-        ("geneval", Prompt("x", GENEVAL), Prompt("a red dog"), "prompt 'a red dog': tag=None: expected metadata that names a"),
+        (
+            "geneval",
+            Prompt("x", GENEVAL),
+            Prompt("a red dog"),
+            "prompt 'a red dog': tag=None: expected metadata that names a",
+        ),
         ("tests.outside:checked", Prompt("green"), Prompt("a red dog"), "red is not for me"),
         ("tests.outside:checked_in_jax", Prompt("green"), Prompt("a red dog"), "KeyError: 'red'"),
     ],
@@ -163,15 +197,27 @@ def test_watched_rewards_check_their_prompts_in_evaluations_alone():
     check_prompts(trained, [Prompt("a red dog")], "prompts.train")
     with pytest.raises(InputError, match=r"^prompts.test: reward 'shapes': cannot parse"):
         check_prompts(evaluated, [Prompt("a red dog")], "prompts.test")
-    with pytest.raises(InputError, match=r"^prompts.test: reward 'ocr': prompt 'a red circle': expected the words"):
+    with pytest.raises(
+        InputError, match=r"^prompts.test: reward 'ocr': prompt 'a red circle': expected the words"
+    ):
         check_prompts(evaluated, [Prompt("a red circle")], "prompts.test")
 
 
 def test_a_detector_of_the_users_is_not_imported_to_check_prompts():
-    reward = open_reward({"geneval": 1.0}, {}, options={"geneval": {"detector": "nowhere.at:all"}})(None).trained
-    check_prompts(reward, [Prompt("a dog", {"tag": "colors", "include": [{"class": "dog", "count": 1}]})], "prompts.train")
+    reward = open_reward({"geneval": 1.0}, {}, options={"geneval": {"detector": "nowhere.at:all"}})(
+        None
+    ).trained
+    check_prompts(
+        reward,
+        [Prompt("a dog", {"tag": "colors", "include": [{"class": "dog", "count": 1}]})],
+        "prompts.train",
+    )
     with pytest.raises(InputError, match=r"count=0: expected a count of at least 1"):
-        check_prompts(reward, [Prompt("a dog", {"tag": "x", "include": [{"class": "dog", "count": 0}]})], "prompts.train")
+        check_prompts(
+            reward,
+            [Prompt("a dog", {"tag": "x", "include": [{"class": "dog", "count": 0}]})],
+            "prompts.train",
+        )
 
 
 def test_a_message_about_a_long_prompt_is_short():

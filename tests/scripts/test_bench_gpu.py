@@ -29,7 +29,12 @@ def ran(of: Task) -> dict:
 
 def test_no_step_begins_without_time(tmp_path, capsys):
     bench_gpu.main(["--minutes", "0", "--out", str(tmp_path), "--models", "tiny,sana"])
-    names = ["facts", "parity", "products", *(f"{of}-{m}" for of in ("steps", "rollout", "update") for m in ("tiny", "sana"))]
+    names = [
+        "facts",
+        "parity",
+        "products",
+        *(f"{of}-{m}" for of in ("steps", "rollout", "update") for m in ("tiny", "sana")),
+    ]
     assert {path.stem for path in tmp_path.glob("*.json")} == {*names}
     for name in names:
         record = json.loads((tmp_path / f"{name}.json").read_text())
@@ -52,7 +57,9 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys, argume
 
 
 def test_a_process_a_step(tmp_path, capsys):
-    bench_gpu.main(["--minutes", "5", "--out", str(tmp_path), "--models", "tiny", "--steps", "facts"])
+    bench_gpu.main(
+        ["--minutes", "5", "--out", str(tmp_path), "--models", "tiny", "--steps", "facts"]
+    )
     record = json.loads((tmp_path / "facts.json").read_text())
     assert record["state"] == "done"
     assert record["result"]["device"]["platform"] == "cpu"
@@ -80,7 +87,10 @@ def test_errors_are_recorded_and_the_others_go_on(tmp_path, monkeypatch):
     record = step.run(task(tmp_path, "products"))
     assert record.state == "failed"
     assert record.reason.endswith("nvfp4: ValueError: no such kernel")
-    assert [value.get("error") for value in record.result.values()] == [None, "ValueError: no such kernel"] * 3
+    assert [value.get("error") for value in record.result.values()] == [
+        None,
+        "ValueError: no such kernel",
+    ] * 3
     assert len(record.figures()) == 3
     assert step.run(task(tmp_path, "rollout", "tiny")).state == "skipped"  # no chunk was measured
 
@@ -90,7 +100,9 @@ def test_products_of_every_quantised_linear(tmp_path):
     assert {row["format"] for row in rows.values()} == {"bf16", "nvfp4"}
     assert sum(row["linears"] for row in rows.values()) == 2 * 16  # as `solrl linears tiny` says
     for row in rows.values():
-        assert row["tflops"] * 1e12 == pytest.approx(2 * row["rows"] * row["in"] * row["out"] / row["seconds"])
+        assert row["tflops"] * 1e12 == pytest.approx(
+            2 * row["rows"] * row["in"] * row["out"] / row["seconds"]
+        )
         assert (row["plan"], row["ratio"], row["share_of_peak"]) == (None, None, None)
 
 
@@ -109,12 +121,20 @@ def test_an_iteration_is_put_together_from_its_programs(tmp_path):
     assert [row["calls"] for row in scores] == [12, 12]
     once = sum(row["seconds"] for row in scores)
     whole = (
-        8 * chunks["nvfp4"]["seconds"] + chunks["nvfp4"]["sync"]["seconds"] + 4 * chunks["regenerate"]["seconds"] + 12 * once
+        8 * chunks["nvfp4"]["seconds"]
+        + chunks["nvfp4"]["sync"]["seconds"]
+        + 4 * chunks["regenerate"]["seconds"]
+        + 12 * once
     )
     assert found["sol_rl nvfp4"]["seconds"] == pytest.approx(whole)
-    assert found["naive_scaling"]["seconds"] == pytest.approx(8 * chunks["regenerate"]["seconds"] + 8 * once)
+    assert found["naive_scaling"]["seconds"] == pytest.approx(
+        8 * chunks["regenerate"]["seconds"] + 8 * once
+    )
     (row,) = ran(task(tmp_path, "update", "tiny")).values()
-    assert (row["micro_batches"], row["micro_batches_of_iteration"]) == (2, 8)  # of 2 terms; 2 prompts, 4 kept, 2 sigmas
+    assert (row["micro_batches"], row["micro_batches_of_iteration"]) == (
+        2,
+        8,
+    )  # of 2 terms; 2 prompts, 4 kept, 2 sigmas
     assert row["iteration_seconds"] == pytest.approx(row["seconds"] / 2 * 8)
     page = summary.page([task(tmp_path, of, "tiny") for of in schedule.EACH])
     assert page.count("\n| tiny |") == 2 + 4 + 1
@@ -138,15 +158,35 @@ def test_how_rewards_differ():
 
 
 def test_a_compiled_text_beside_the_peaks_of_its_device():
-    figures = measure.Gauge(1, TARGETS["h200"]).plan((HLO / "fp8-h200.hlo").read_text(), 1, seconds=1e-3)
+    figures = measure.Gauge(1, TARGETS["h200"]).plan(
+        (HLO / "fp8-h200.hlo").read_text(), 1, seconds=1e-3
+    )
     assert figures["ratio"] == pytest.approx(1e-3 / figures["plan"]["seconds"], abs=1e-3)
     assert any("f8e4m3fn" in name for name in figures["native"])
     assert math.isclose(figures["tflops"], 3 * 2 * 128 * 256 * 256 / 1e-3 / 1e12)
     gauge = measure.Gauge(1, TARGETS["b200"])
-    assert [gauge.share_of_peak(name, 4.5e15, 1.0) for name in ("bf16", "fp8", "nvfp4")] == [2.0, 1.0, 0.5]
+    assert [gauge.share_of_peak(name, 4.5e15, 1.0) for name in ("bf16", "fp8", "nvfp4")] == [
+        2.0,
+        1.0,
+        0.5,
+    ]
 
 
 def test_peaks_are_of_the_devices_that_were_meant():
-    kinds = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "TPU v5 lite", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "cpu")
+    kinds = (
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H200",
+        "TPU v5 lite",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "cpu",
+    )
     found = [measure.target_of(kind) for kind in kinds]
-    assert [target and target.name for target in found] == ["h100", "h200", "tpu-v5e", None, None, None]
+    assert [target and target.name for target in found] == [
+        "h100",
+        "h200",
+        "tpu-v5e",
+        None,
+        None,
+        None,
+    ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pretrain import drawing
 
-from solrl_jax.shapes import scenes
+from solrl_jax.data.shapes import scenes
 
 ASSETS = Path(__file__).parents[2] / "solrl_jax" / "assets"
 
@@ -24,17 +24,24 @@ def pretrain():
 def without_scale(path: Path) -> dict:
     """A JSON file without the numbers that are measured on the latents."""
     return {
-        name: value for name, value in json.loads(path.read_text()).items() if name not in ("scaling_factor", "shift_factor")
+        name: value
+        for name, value in json.loads(path.read_text()).items()
+        if name not in ("scaling_factor", "shift_factor")
     }
 
 
 @pytest.mark.parametrize("name", ["tiny-sana", "tiny-flux", "tiny-sd3"])
 def test_a_blueprint_writes_the_files_that_ship(pretrain, tmp_path, name):
     pretrain("blueprints").BLUEPRINTS[name].write(tmp_path)
-    shipped = {file.relative_to(ASSETS / "pipelines" / name) for file in (ASSETS / "pipelines" / name).rglob("*.json")}
+    shipped = {
+        file.relative_to(ASSETS / "pipelines" / name)
+        for file in (ASSETS / "pipelines" / name).rglob("*.json")
+    }
     assert {file.relative_to(tmp_path) for file in tmp_path.rglob("*.json")} == shipped
     for file in shipped:
-        assert without_scale(tmp_path / file) == without_scale(ASSETS / "pipelines" / name / file), file
+        assert without_scale(tmp_path / file) == without_scale(
+            ASSETS / "pipelines" / name / file
+        ), file
 
 
 def test_clip_is_configured_as_it_ships(pretrain):
@@ -52,8 +59,15 @@ def test_captions_follow_the_curriculum(pretrain):
     curriculum = pretrain("recipe").Curriculum(stream=1, focus=10, balance=20, wrong=range(30, 40))
     captions = list(drawing.draw_prompts(np.random.default_rng(0), 400, held_out=False))
     draw = pretrain("data").caption_batches(captions, curriculum, seed=0)
-    asked = lambda row: len(groups := scenes.parse(captions[row]).groups) == 1 or sum(g.count for g in groups) == 2
-    pair = lambda row: len(scenes.parse(captions[row]).groups) == 2
+
+    def asked(row):
+        return (
+            len(groups := scenes.parse(captions[row]).groups) == 1
+            or sum(g.count for g in groups) == 2
+        )
+
+    def pair(row):
+        return len(scenes.parse(captions[row]).groups) == 2
 
     def shares(steps: range) -> list[float]:
         """The shares of scenes that prompt sets may ask for, of pairs among all, of empty prompts, of wrong ones."""
@@ -63,13 +77,17 @@ def test_captions_follow_the_curriculum(pretrain):
         return [float(np.mean(part)) for part in parts]
 
     of_asked = np.array([row for row in range(len(captions)) if asked(row)])
-    everything, focused, balanced, erring = map(shares, (range(10), range(10, 20), range(20, 30), range(30, 40)))
+    everything, focused, balanced, erring = map(
+        shares, (range(10), range(10, 20), range(20, 30), range(30, 40))
+    )
     assert everything[0] == pytest.approx(len(of_asked) / len(captions), abs=0.06)
     assert everything[0] < 0.9
     assert focused[0] == balanced[0] == erring[0] == 1
     assert focused[1] == pytest.approx(np.mean([pair(row) for row in of_asked]), abs=0.06)
     assert balanced[1] == pytest.approx(0.5, abs=0.06)
-    assert [phase[2] for phase in (everything, focused, balanced, erring)] == pytest.approx([0.1] * 4, abs=0.04)
+    assert [phase[2] for phase in (everything, focused, balanced, erring)] == pytest.approx(
+        [0.1] * 4, abs=0.04
+    )
     assert [everything[3], focused[3], balanced[3]] == [0, 0, 0]
     assert erring[3] == pytest.approx(0.3 * 0.9, abs=0.05)
 
@@ -94,10 +112,19 @@ def test_a_wrong_caption_ends_with_the_training(pretrain):
 def test_guidance_is_learned_by_a_network_that_already_says_it(pretrain):
     """A linear network v = scale * text: its guided velocity is known, and the loss of a network that says it is 0."""
     flows = pretrain("flows")
-    velocity = lambda weight, x, text, sigma, scale: (weight(scale) * text)[:, None, None, None] * jnp.ones_like(x)
-    text, empty = jnp.linspace(2.0, 3.0, 64), jnp.ones(64)
-    plain = lambda scale: jnp.ones_like(scale)
-    guided = lambda scale: (empty + scale * (text - empty)) / text
+
+    def velocity(weight, x, text, sigma, scale):
+        return (weight(scale) * text)[:, None, None, None] * jnp.ones_like(x)
+
+    text = jnp.linspace(2.0, 3.0, 64)
+    empty = jnp.ones(64)
+
+    def plain(scale):
+        return jnp.ones_like(scale)
+
+    def guided(scale):
+        return (empty + scale * (text - empty)) / text
+
     loss = flows.guidance_loss(velocity)
     batch = (jnp.zeros((64, 2, 2, 1)), text, empty, plain)
     assert float(loss(guided, batch, jax.random.key(0))) == pytest.approx(0, abs=1e-10)

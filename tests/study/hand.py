@@ -7,10 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from solrl_jax.config.presets import to_yaml
-from solrl_jax.run import ledger
+from solrl_jax.runs import ledger
 from solrl_jax.study.plan import Plan, Quick, Run, runs_of
 
-PROMPTS, N, KEPT, STEPS = 2, 4, 2, 10  # of every iteration
+# of every iteration
+PROMPTS = 2
+N = 4
+KEPT = 2
+STEPS = 10
 EVERY = 2  # iterations from evaluation to evaluation
 COMMON = (
     f"train.prompts={PROMPTS}", f"rollout.candidates={N}", f"rollout.kept={KEPT}", f"eval.every={EVERY}",
@@ -32,7 +36,9 @@ def plan_of(arms: dict[str, tuple[str, ...]], compared=(), sweeps=None, seeds=(0
     )
 
 
-def write_run(run: Run, rewards: Sequence[float], spearman: float = 0.5, swapped: bool = False) -> None:
+def write_run(
+    run: Run, rewards: Sequence[float], spearman: float = 0.5, swapped: bool = False
+) -> None:
     """A finished run whose held-out reward was `rewards`, evaluation by evaluation.
 
     swapped: whether the proxy ranks the kept candidates the wrong way round.
@@ -40,7 +46,12 @@ def write_run(run: Run, rewards: Sequence[float], spearman: float = 0.5, swapped
     config = run.config
     run.folder.mkdir(parents=True)
     (run.folder / "config.yaml").write_text(to_yaml(config))
-    facts = {"devices": "1 x cpu", "packages": {"jax": "1"}, "python": "3", "evaluation": "2 prompts x 3 pictures"}
+    facts = {
+        "devices": "1 x cpu",
+        "packages": {"jax": "1"},
+        "python": "3",
+        "evaluation": "2 prompts x 3 pictures",
+    }
     (run.folder / "run.json").write_text(json.dumps(facts))
     rows = []
     for i in range(config.train.iterations + 1):
@@ -58,7 +69,8 @@ def write_run(run: Run, rewards: Sequence[float], spearman: float = 0.5, swapped
 
 def columns(run: Run, swapped: bool) -> dict:
     """Of each prompt the first candidate is the best by proxy and the last the worst; both are kept."""
-    rows, explore = PROMPTS * N, run.config.rollout.explore
+    rows = PROMPTS * N
+    explore = run.config.rollout.explore
     kept = np.tile([True, *[False] * (N - 2), True], PROMPTS)
     true = np.tile(np.arange(N, 0, -1.0) * (-1 if swapped else 1), PROMPTS)
     return {
@@ -71,13 +83,17 @@ def columns(run: Run, swapped: bool) -> dict:
         "proxy_reward": np.tile(np.arange(N, 0, -1.0), PROMPTS),
         "rank": np.tile(np.arange(N, dtype=np.int32), PROMPTS),
         "kept": kept,
-        "regenerated_reward": np.ma.masked_array(true, ~kept) if run.config.rollout.regenerate else None,
+        "regenerated_reward": np.ma.masked_array(true, ~kept)
+        if run.config.rollout.regenerate
+        else None,
         "advantage": np.ma.masked_array(np.zeros(rows), ~kept),
         "policy_revision": 1,
     }
 
 
-def make_runs(plan: Plan, out: Path, rewards: dict[str, Sequence[Sequence[float]]], **others) -> list[Run]:
+def make_runs(
+    plan: Plan, out: Path, rewards: dict[str, Sequence[Sequence[float]]], **others
+) -> list[Run]:
     """rewards: of each arm, of each seed, evaluation by evaluation; the runs of an arm that is not named are not there."""
     runs = runs_of(plan, out, False, ())
     for run in runs:

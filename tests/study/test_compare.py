@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
 from solrl_jax.study import page, summary
 from solrl_jax.study.compare import at_cost, estimate, reached
 from solrl_jax.study.cost import Prices
@@ -14,7 +14,10 @@ from tests.study.hand import make_runs, plan_of
 
 # an exploring evaluation costs 1, a full one 2, a picture 10, a term 3, a sync 5
 PRICES = Prices("toy-device", {"nvfp4": 1.0, "bf16": 2.0}, scored=10.0, trained=3.0, synced=5.0)
-ARMS = {"sol": ("family=sol_rl", "train.iterations=4"), "plain": ("family=naive_scaling", "train.iterations=4")}
+ARMS = {
+    "sol": ("family=sol_rl", "train.iterations=4"),
+    "plain": ("family=naive_scaling", "train.iterations=4"),
+}
 # of an iteration: 2 prompts, 4 candidates, 2 kept, 10 steps (sol explores with 6), 5 sigmas
 SOL = 2 * 4 * 6 * 1 + 2 * 2 * 10 * 2 + (8 + 4) * 10 + 4 * 5 * 3 + 5
 PLAIN = 2 * 4 * 10 * 2 + 8 * 10 + 4 * 5 * 3
@@ -56,13 +59,18 @@ def test_rewards_at_equal_cost_lie_on_the_line_between_evaluations(tmp_path):
     assert math.isnan(at_cost(courses["sol"][0], 4 * SOL + 1))  # beyond the run
     cheap, dear = ("plain", "sol") if PLAIN < SOL else ("sol", "plain")
     equal = 4 * min(PLAIN, SOL)
-    at = lambda reward, cost: np.interp(equal, [0, 2 * cost, 4 * cost], reward)
+
+    def at(reward, cost):
+        return np.interp(equal, [0, 2 * cost, 4 * cost], reward)
+
     costs = {"sol": SOL, "plain": PLAIN}
     for arm in ("sol", "plain"):
         wanted = np.mean([at(reward, costs[arm]) for reward in REWARDS[arm]])
         assert study["arms"][arm]["at_equal_cost"]["cost"] == equal
         assert study["arms"][arm]["at_equal_cost"]["reward"][0] == pytest.approx(wanted)
-    assert study["arms"][cheap]["at_equal_cost"]["reward"][0] == pytest.approx(np.mean(REWARDS[cheap], 0)[-1])
+    assert study["arms"][cheap]["at_equal_cost"]["reward"][0] == pytest.approx(
+        np.mean(REWARDS[cheap], 0)[-1]
+    )
     assert study["arms"][dear]["at_equal_cost"]["reward"][0] < np.mean(REWARDS[dear], 0)[-1]
 
 
@@ -70,7 +78,12 @@ def test_speed_up_is_at_parts_of_the_others_progress(tmp_path):
     """Mean curves: plain 0.5, 0.55, 0.7; sol 0.5, 0.65, 0.8; evaluations are two iterations apart."""
     *_, study, _ = made(tmp_path)
     speed = study["compared"][0]["speed_up"]
-    plain = {"25": 2.0, "50": 2 + 2 / 3, "75": 2 + 4 / 3, "100": 4.0}  # iterations to 0.55, 0.60, 0.65, 0.70
+    plain = {
+        "25": 2.0,
+        "50": 2 + 2 / 3,
+        "75": 2 + 4 / 3,
+        "100": 4.0,
+    }  # iterations to 0.55, 0.60, 0.65, 0.70
     sol = {"25": 2 / 3, "50": 4 / 3, "75": 2.0, "100": 2 + 2 / 3}
     for part in plain:
         assert speed[part][0] == pytest.approx(plain[part] * PLAIN / (sol[part] * SOL))
@@ -93,7 +106,9 @@ def test_an_arm_that_does_not_get_there_has_no_speed_up(tmp_path):
 def test_progress_ends_where_the_other_ends_not_at_its_peak(tmp_path):
     """plain: 0.5, 0.8, 0.7 is at 0.7 after 4/3 iterations; sol: 0.5, 0.65, 0.8 after 8/3."""
     *_, study, _ = made(tmp_path, rewards=REWARDS | {"plain": [[0.5, 0.8, 0.7]] * 2})
-    assert study["compared"][0]["speed_up"]["100"][0] == pytest.approx(4 / 3 * PLAIN / (8 / 3 * SOL))
+    assert study["compared"][0]["speed_up"]["100"][0] == pytest.approx(
+        4 / 3 * PLAIN / (8 / 3 * SOL)
+    )
 
 
 def test_a_damaged_run_is_named(tmp_path):
@@ -102,7 +117,9 @@ def test_a_damaged_run_is_named(tmp_path):
     with pytest.raises(InputError, match=r"sol-0/run\.json: cannot be read"):
         summary.summarise("hand", plan, runs, PRICES, {})
     (runs[0].folder / "run.json").unlink()
-    assert "unknown" in summary.summarise("hand", plan, runs, PRICES, {})[0]["setting"]["evaluation"]
+    assert (
+        "unknown" in summary.summarise("hand", plan, runs, PRICES, {})[0]["setting"]["evaluation"]
+    )
     second = runs[0].folder / "ledger" / "iteration-000002.parquet"
     pq.write_table(pq.read_table(second).slice(0, 3), second)
     with pytest.raises(InputError, match=r"sol-0: its ledger has 3 rows of iteration 2"):
@@ -113,7 +130,8 @@ def test_a_damaged_run_is_named(tmp_path):
 
 
 def test_what_a_curve_reaches():
-    cost, reward = np.array([0.0, 10.0, 30.0]), np.array([0.1, 0.3, 0.2])
+    cost = np.array([0.0, 10.0, 30.0])
+    reward = np.array([0.1, 0.3, 0.2])
     assert reached(cost, reward, 0.1) == 0
     assert reached(cost, reward, 0.2) == pytest.approx(5)
     assert reached(cost, reward, 0.3) == 10
@@ -150,7 +168,9 @@ def test_seeds_that_one_arm_lacks_are_left_out_of_the_pair(tmp_path):
 def test_an_evaluation_that_is_missing_is_named(tmp_path):
     plan, runs, *_ = made(tmp_path)
     path = runs[0].folder / "metrics.jsonl"
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"iteration": 2,' not in line))
+    path.write_text(
+        "".join(line for line in path.read_text().splitlines(True) if '"iteration": 2,' not in line)
+    )
     with pytest.raises(InputError, match=r"sol-0: has no held-out reward after iteration 2"):
         summary.summarise("hand", plan, runs, PRICES, {})
 

@@ -8,7 +8,7 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
-from solrl_jax.storage.errors import InputError
+from solrl_jax.errors import InputError
 from solrl_jax.study.cost import carried, find_prices, prices_of
 from solrl_jax.study.plan import plan_names, read_plan, runs_of
 
@@ -21,7 +21,9 @@ GOOD = {
 
 def written(tmp_path, **changed) -> str:
     path = tmp_path / "plan.yaml"
-    path.write_text(json.dumps({key: value for key, value in (GOOD | changed).items() if value is not None}))
+    path.write_text(
+        json.dumps({key: value for key, value in (GOOD | changed).items() if value is not None})
+    )
     return str(path)
 
 
@@ -43,8 +45,15 @@ def test_the_carried_plans_hold(tmp_path, name, quick):
 
 def test_quick_comes_after_the_arms_and_the_users_own_last(tmp_path):
     plan = read_plan(written(tmp_path, arms={"a": ["train.iterations=7"]}, compared=[]))
-    iterations = lambda quick, *own: runs_of(plan, tmp_path, quick, own)[0].config.train.iterations
-    assert (iterations(False), iterations(True), iterations(True, "train.iterations=3")) == (7, 1, 3)
+
+    def iterations(quick, *own):
+        return runs_of(plan, tmp_path, quick, own)[0].config.train.iterations
+
+    assert (iterations(False), iterations(True), iterations(True, "train.iterations=3")) == (
+        7,
+        1,
+        3,
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,10 +79,14 @@ def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changed, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["out #1", "x: y", "123", "on", "a 'b' \"c\"", "ä\u2028\n{b}", "null"])
+@pytest.mark.parametrize(
+    "name", ["out #1", "x: y", "123", "on", "a 'b' \"c\"", "ä\u2028\n{b}", "null"]
+)
 def test_runs_are_where_they_are_asked_for(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    (run,) = runs_of(read_plan(written(tmp_path, arms={"a": []}, compared=[])), Path(name), True, ())
+    (run,) = runs_of(
+        read_plan(written(tmp_path, arms={"a": []}, compared=[])), Path(name), True, ()
+    )
     assert run.folder == Path(name) / "a-0"
 
 
@@ -82,15 +95,22 @@ def test_a_wrong_arm_is_refused_before_anything_trains(tmp_path):
     with pytest.raises(ConfigError) as error:
         runs_of(plan, tmp_path, False, ())
     assert str(error.value).startswith("arm a: unknown family 'sol'")
-    assert str(error.value).count("arm b: rollout.kept=13: must be even") == 1  # for both seeds once
+    assert (
+        str(error.value).count("arm b: rollout.kept=13: must be even") == 1
+    )  # for both seeds once
     with pytest.raises(ConfigError, match="unknown preset 'big'"):
         runs_of(read_plan(written(tmp_path, preset="big")), tmp_path, False, ())
     with pytest.raises(ConfigError, match=r"sweeps: rollout\.step is no setting"):
-        runs_of(read_plan(written(tmp_path, sweeps={"rollout.step": ["a", "b"]})), tmp_path, False, ())
+        runs_of(
+            read_plan(written(tmp_path, sweeps={"rollout.step": ["a", "b"]})), tmp_path, False, ()
+        )
 
 
 def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"'none': no file, and no plan of the package \(exploration, objectives, paper\)"):
+    with pytest.raises(
+        InputError,
+        match=r"'none': no file, and no plan of the package \(exploration, objectives, paper\)",
+    ):
         read_plan("none")
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(InputError, match=r"broken\.yaml: cannot be read as YAML"):
@@ -110,7 +130,8 @@ def test_the_carried_prices_are_those_of_the_compiled_plans():
 
 def test_prices_multiply_up_to_the_plan():
     """FLUX.1: 48 prompts, 96 candidates, 24 kept, 6 exploring steps of 10, 4 sigmas."""
-    prices, plan = carried()["flux1-b200"], PLANS["flux1-b200"]
+    prices = carried()["flux1-b200"]
+    plan = PLANS["flux1-b200"]
     seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
     assert prices.network["nvfp4"] * 48 * 96 * 6 == pytest.approx(seconds["explore"])
     assert prices.network["bf16"] * 48 * 24 * 10 == pytest.approx(seconds["regenerate"])
@@ -120,7 +141,9 @@ def test_prices_multiply_up_to_the_plan():
     whole = plan["seconds"] - seconds["encode"]
     assert prices.of_iteration(config, "nvfp4", 6) == pytest.approx(whole)
     naive = resolve("flux1_naive_scaling_hpsv2")
-    assert prices.of_iteration(naive, "bf16", 10) == pytest.approx(plan["naive_scaling"]["seconds"] - seconds["encode"])
+    assert prices.of_iteration(naive, "bf16", 10) == pytest.approx(
+        plan["naive_scaling"]["seconds"] - seconds["encode"]
+    )
     exact = dataclasses.replace(config.rollout.explore, exact_steps=1)
     mixed = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explore=exact))
     more = 48 * 96 * (prices.network["bf16"] - prices.network["nvfp4"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from solrl_jax.run import ledger
+from solrl_jax.runs import ledger
 from tests.small import SMALL
 
 PLAN = {
@@ -32,12 +32,24 @@ def folder(tmp_path_factory) -> Path:
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "solrl_jax", "study", "plan.yaml", *arguments, "--out", "out", "--json"]
+    return [
+        sys.executable,
+        "-m",
+        "solrl_jax",
+        "study",
+        "plan.yaml",
+        *arguments,
+        "--out",
+        "out",
+        "--json",
+    ]
 
 
 def study(folder: Path, *arguments: str) -> tuple[int, list[dict], str]:
     """The exit code, the lines of standard output, and standard error."""
-    done = subprocess.run(command(folder, *arguments), cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command(folder, *arguments), cwd=folder, capture_output=True, text=True, check=False
+    )
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
@@ -69,7 +81,11 @@ def test_what_is_finished_is_not_repeated(folder):
 
 @pytest.mark.parametrize(
     ("written", "code"),
-    [('{"packages": 5}', 2), ('{"packages": "jax"}', 2), ('{"evaluation": [3], "devices": null, "python": {"a": 1}}', 0)],
+    [
+        ('{"packages": 5}', 2),
+        ('{"packages": "jax"}', 2),
+        ('{"evaluation": [3], "devices": null, "python": {"a": 1}}', 0),
+    ],
 )
 def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
     path = folder / "out" / "good-3" / "run.json"
@@ -85,8 +101,11 @@ def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
 def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
     first = ledger.path_of(folder / "out" / "good-3" / "ledger", 1)
     before = first.stat().st_mtime_ns
-    child = subprocess.Popen(command(folder, "train.iterations=500"), cwd=folder, stderr=subprocess.PIPE, text=True)
-    log, deadline = folder / "out" / "good-3.log", time.monotonic() + 300
+    child = subprocess.Popen(
+        command(folder, "train.iterations=500"), cwd=folder, stderr=subprocess.PIPE, text=True
+    )
+    log = folder / "out" / "good-3.log"
+    deadline = time.monotonic() + 300
     while "iteration 2:" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.2)
     child.send_signal(signal.SIGTERM)

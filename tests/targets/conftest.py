@@ -14,13 +14,21 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.planning import plan, topology
 from solrl_jax.planning.targets import TARGETS
 
-HERE = {platform: any(map(importlib.util.find_spec, wheels)) for platform, wheels in topology.WHEELS.items()}
+HERE = {
+    platform: any(map(importlib.util.find_spec, wheels))
+    for platform, wheels in topology.WHEELS.items()
+}
 FILES = {"gpu": ["test_plans.py", "test_settings.py"], "tpu": ["test_tpu.py"]}
 collect_ignore = [file for platform, files in FILES.items() if not HERE[platform] for file in files]
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "plans.json"
 ATTENTIONS = {"sana": 20, "flux1": 19 + 38, "sd3": 38}  # of one evaluation of the network
-SAMPLE, UPDATE = ("explore: sample_chunk", "regenerate: sample_chunk"), "update: update"
-PRESETS = {"sana": "sana_sol_rl_hpsv2", "flux1": "flux1_sol_rl_hpsv2", "sd3": "sd3_sol_rl_pickscore"}
+SAMPLE = ("explore: sample_chunk", "regenerate: sample_chunk")
+UPDATE = "update: update"
+PRESETS = {
+    "sana": "sana_sol_rl_hpsv2",
+    "flux1": "flux1_sol_rl_hpsv2",
+    "sd3": "sd3_sol_rl_pickscore",
+}
 
 
 class Planned(NamedTuple):
@@ -63,7 +71,10 @@ def figures(stage, *overrides, devices=1):
     """Of SANA's programs of one stage on H200: by function, memory and roofline."""
     planner = plan.Planner(config("sana", *overrides), plan.Devices(TARGETS["h200"], devices))
     programs = planner.stages.programs(stage, planner.codes)
-    made = lambda program: topology.compiled(planner.lowered(program), TARGETS["h200"])
+
+    def made(program):
+        return topology.compiled(planner.lowered(program), TARGETS["h200"])
+
     return {program.name: planner.measure(stage, program, made(program)) for program in programs}
 
 

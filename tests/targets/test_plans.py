@@ -6,16 +6,25 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from solrl_jax.explore.linears import report
-from solrl_jax.models.attention_fp8 import attention_fp8
-from solrl_jax.numerics.formats import FORMATS
+from solrl_jax.models.layers.attention_fp8 import attention_fp8
 from solrl_jax.parallel.sharding import AXES, jit, rows
 from solrl_jax.planning import plan, topology
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels
 from solrl_jax.planning.targets import TARGETS
-from tests.targets.conftest import ATTENTIONS, PRESETS, SAMPLE, UPDATE, config, figures, plan_of, rows_near_their_record
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.rl.explore.linears import report
+from tests.targets.conftest import (
+    ATTENTIONS,
+    PRESETS,
+    SAMPLE,
+    UPDATE,
+    config,
+    figures,
+    plan_of,
+    rows_near_their_record,
+)
 
 PRODUCT = {"h200": "__cublas$lt$matmul$f8 f8e4m3fn", "b200": "__cudnn$blockScaledDot f4e2m1fn"}
 PROGRAMS = [
@@ -24,7 +33,11 @@ PROGRAMS = [
 FLOAT32 = 1e-5  # of all operations: the time is embedded in float32
 
 
-@pytest.fixture(scope="module", params=[(model, device) for model in PRESETS for device in PRODUCT], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[(model, device) for model in PRESETS for device in PRODUCT],
+    ids="-".join,
+)
 def planned(request):
     return plan_of(*request.param)
 
@@ -46,9 +59,13 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
     """On an H200, XLA makes one product of two that read the same input. There, operations are counted."""
     settings = config(planned.model)
     transformer = open_configurations(settings.model.path).transformer
-    form = FORMATS["nvfp4"]  # which linears are quantised depends on the model's rule, not on the format
+    form = FORMATS[
+        "nvfp4"
+    ]  # which linears are quantised depends on the model's rule, not on the format
     linears = report(transformer.abstract(jnp.bfloat16), settings.model.quantize, form)
-    count = sum(linear.layers for linear in linears if not linear.kept) * settings.rollout.explore.steps
+    count = (
+        sum(linear.layers for linear in linears if not linear.kept) * settings.rollout.explore.steps
+    )
     products = {
         f"{stage}: {row['name']}": row["roofline"]["native"].get(PRODUCT[planned.device], 0)
         for stage, row in plan.rows(planned.plan)
@@ -59,30 +76,53 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
         assert found == count > 0
         return
     assert 0.7 * count < found <= count
-    ours, other = (plan_of(planned.model, d).program(SAMPLE[0])["roofline"]["operations"] for d in ("h200", "b200"))
+    ours, other = (
+        plan_of(planned.model, d).program(SAMPLE[0])["roofline"]["operations"]
+        for d in ("h200", "b200")
+    )
     assert ours["bf16"] == pytest.approx(other["bf16"], rel=1e-6)  # none is expanded to BF16
-    assert ours["fp8"] == pytest.approx(other["fp4"], rel=0.02)  # NVFP4 fills widths up to a multiple of 128
+    assert ours["fp8"] == pytest.approx(
+        other["fp4"], rel=0.02
+    )  # NVFP4 fills widths up to a multiple of 128
 
 
 # an exploring step against a BF16 step: the paper's rules
-STEP = {("flux1", "b200"): 2.78, ("flux1", "h200"): 1.8, ("sd3", "b200"): 1.3, ("sana", "b200"): 1.3, ("sana", "h200"): 1.2}
+STEP = {
+    ("flux1", "b200"): 2.78,
+    ("flux1", "h200"): 1.8,
+    ("sd3", "b200"): 1.3,
+    ("sana", "b200"): 1.3,
+    ("sana", "h200"): 1.2,
+}
 
 
-def test_what_a_product_reads_is_written_in_one_pass_and_an_exploring_step_is_so_much_faster(planned):
-    kernels = {f"{stage}: {row['name']}": row["roofline"]["native"] for stage, row in plan.rows(planned.plan)}
+def test_what_a_product_reads_is_written_in_one_pass_and_an_exploring_step_is_so_much_faster(
+    planned,
+):
+    kernels = {
+        f"{stage}: {row['name']}": row["roofline"]["native"]
+        for stage, row in plan.rows(planned.plan)
+    }
     gated = (
         (SAMPLE[1], "score: decode_chunk", UPDATE) if planned.model == "sana" else ()
     )  # SANA's attention, its MLP and its decoder's
-    assert [name for name, native in kernels.items() if "__gpu$xla.gpu.triton" in native] == [SAMPLE[0], *gated]
+    assert [name for name, native in kernels.items() if "__gpu$xla.gpu.triton" in native] == [
+        SAMPLE[0],
+        *gated,
+    ]
     rollout = config(planned.model).rollout
     steps = rollout.explore.steps, rollout.steps
-    explored, exact = (planned.program(name)["roofline"]["seconds"] / n for name, n in zip(SAMPLE, steps, strict=True))
+    explored, exact = (
+        planned.program(name)["roofline"]["seconds"] / n
+        for name, n in zip(SAMPLE, steps, strict=True)
+    )
     assert exact / explored > STEP.get((planned.model, planned.device), 1.0)
 
 
 def test_the_transformer_attends_in_flash_attention(planned):
     """Forwards once an attention and a step; backwards in the update."""
-    settings, count = config(planned.model), ATTENTIONS[planned.model]
+    settings = config(planned.model)
+    count = ATTENTIONS[planned.model]
     assert flash(planned, SAMPLE[0]) == (count * settings.rollout.explore.steps, 0)
     assert flash(planned, SAMPLE[1]) == (count * settings.rollout.steps, 0)
     forwards, backwards = flash(planned, UPDATE)
@@ -93,17 +133,24 @@ def test_the_transformer_attends_in_flash_attention(planned):
 
 
 @pytest.mark.parametrize("device", PRODUCT)
-@pytest.mark.parametrize(("length", "heads", "head"), [(4301, 38, 64), (1152, 24, 128)])  # of SD3.5 and of FLUX.1
+@pytest.mark.parametrize(
+    ("length", "heads", "head"), [(4301, 38, 64), (1152, 24, 128)]
+)  # of SD3.5 and of FLUX.1
 def test_attention_in_fp8_is_one_kernel_of_fp8(device, length, heads, head):
-    target, codes = TARGETS[device], jnp.dtype(jnp.float8_e4m3fn)
+    target = TARGETS[device]
+    codes = jnp.dtype(jnp.float8_e4m3fn)
     mesh = Mesh(np.array(topology.devices(target, 1, 1)).reshape(1, 1, 1), AXES)
     operand = jax.ShapeDtypeStruct((4, length, heads, head), codes, sharding=rows(mesh))
     with jax.set_mesh(mesh):
-        text = topology.compiled(topology.lowered(jit(attention_fp8), (operand,) * 3), target).as_text()
+        text = topology.compiled(
+            topology.lowered(jit(attention_fp8), (operand,) * 3), target
+        ).as_text()
     (kernel,) = kernels(parse(text))
     assert (kernel.name, kernel.kind, kernel.unit) == ("__cudnn$fmhaSoftmaxF8", "attention", "fp8")
     assert kernel.operations == 2 * 2 * 4 * heads * length**2 * head
-    assert kernel.moved == pytest.approx(4 * 4 * length * heads * head, rel=1e-5)  # three operands and the result, a byte each
+    assert kernel.moved == pytest.approx(
+        4 * 4 * length * heads * head, rel=1e-5
+    )  # three operands and the result, a byte each
 
 
 def test_no_product_is_in_float32(planned):
@@ -131,7 +178,9 @@ def test_memory_is_explained_to_the_byte(planned):
         m = row["memory"]
         assert m["padded"] == 0
         assert m["arguments"] == m["held"] + m["repeated"] - m["unread"]
-        assert m["peak"] == m["held"] + m["temporaries"] + m["outputs"] - m["aliased"] + m["code"] + sum(m["resident"].values())
+        assert m["peak"] == m["held"] + m["temporaries"] + m["outputs"] - m["aliased"] + m[
+            "code"
+        ] + sum(m["resident"].values())
 
 
 def test_memory_is_near_what_is_recorded(planned):
@@ -150,7 +199,10 @@ def test_the_update_waits_for_no_message_that_could_overlap():
     whole = plan_of("sana", "h200").plan["parts"]["base"]
     assert sent[True] > whole
     assert sent[False] < 2e-3 * sent[True]
-    assert sum(row["seconds"] for row in update["collectives"] if not row["overlaps"]) < 2e-4 * update["seconds"]
+    assert (
+        sum(row["seconds"] for row in update["collectives"] if not row["overlaps"])
+        < 2e-4 * update["seconds"]
+    )
 
 
 @pytest.mark.parametrize("stage", ["explore", "update"])  # regenerating is exploring without codes
@@ -158,7 +210,10 @@ def test_mixing_sixteen_blocks_takes_hardly_longer(stage):
     """MHLA in place of SANA's attention: less than 5 % (`benchmarks/mhla-tiny.json` has a B200, too)."""
     keeps = ("model.remat=products",)  # what `auto` is on one H200
     own, mixed = (
-        {name: row["roofline"] for name, row in figures(stage, *keeps, f"model.attention={name}").items()}
+        {
+            name: row["roofline"]
+            for name, row in figures(stage, *keeps, f"model.attention={name}").items()
+        }
         for name in ("own", "mhla")
     )
     for name, row in mixed.items():

@@ -7,7 +7,8 @@ from solrl_jax.planning.plan import SETTINGS
 from solrl_jax.planning.targets import TARGETS
 from tests.targets.conftest import config, figures
 
-BLOCKS, PRODUCTS = "model.remat=blocks", "model.remat=products"
+BLOCKS = "model.remat=blocks"
+PRODUCTS = "model.remat=products"
 # `regenerate` runs the function of `explore`
 BASE = {"explore": (), "score": (), "update": (BLOCKS,), "evaluate": ("eval.size=[1536,1536]",)}
 TURNED = {  # how a setting is turned here, and on how many devices
@@ -16,16 +17,23 @@ TURNED = {  # how a setting is turned here, and on how many devices
     "mesh.fsdp": ("mesh.fsdp=8", 8),
     "eval.size": ("eval.size=[1280,1280]", 1),
 }
-ENCODERS = {"model.cache=''", "`solrl encode PRESET` beforehand"}  # what they free is in `tests/planning/test_plan.py`
+ENCODERS = {
+    "model.cache=''",
+    "`solrl encode PRESET` beforehand",
+}  # what they free is in `tests/planning/test_plan.py`
 ADVICE = [(stage, setting) for stage in BASE for setting in SETTINGS[stage] if setting in TURNED]
 
 
 def peak(stage, *overrides, devices=1):
-    return max(row["memory"]["peak"] for row in figures(stage, *overrides, devices=devices).values())
+    return max(
+        row["memory"]["peak"] for row in figures(stage, *overrides, devices=devices).values()
+    )
 
 
 def seconds(stage, *overrides):
-    return sum(row["calls"] * row["roofline"]["seconds"] for row in figures(stage, *overrides).values())
+    return sum(
+        row["calls"] * row["roofline"]["seconds"] for row in figures(stage, *overrides).values()
+    )
 
 
 @pytest.mark.parametrize(("stage", "setting"), ADVICE)
@@ -42,7 +50,10 @@ def test_every_stage_has_advice_that_is_turned_here():
 def test_a_stage_takes_less_time_with_what_the_plan_names():
     """At least 5 %, within the memory of an H200. The plan names it before, and no longer after."""
     nvfp4, auto = (f"rollout.explore.precision={name}" for name in ("nvfp4", "auto"))
-    planner = lambda *overrides: plan.Planner(config("sana", *overrides), plan.Devices(TARGETS["h200"]))
+
+    def planner(*overrides):
+        return plan.Planner(config("sana", *overrides), plan.Devices(TARGETS["h200"]))
+
     left = {"update": planner().usable - peak("update", BLOCKS)}
     assert plan.faster(planner(nvfp4, BLOCKS), left) == {"explore": auto, "update": PRODUCTS}
     assert plan.faster(planner(auto, PRODUCTS), left) == {}
@@ -54,5 +65,9 @@ def test_a_stage_takes_less_time_with_what_the_plan_names():
 
 def test_larger_chunks_and_micro_batches_take_hardly_less_time():
     """Twice as many rows at once: less than 6 % and 4 %. A micro-batch adds its gradient to the sum."""
-    assert seconds("explore") == pytest.approx(seconds("explore", TURNED["rollout.chunk"][0]), rel=0.06)
-    assert seconds("update", BLOCKS) > 0.96 * seconds("update", BLOCKS, TURNED["optimizer.micro_batch"][0])
+    assert seconds("explore") == pytest.approx(
+        seconds("explore", TURNED["rollout.chunk"][0]), rel=0.06
+    )
+    assert seconds("update", BLOCKS) > 0.96 * seconds(
+        "update", BLOCKS, TURNED["optimizer.micro_batch"][0]
+    )

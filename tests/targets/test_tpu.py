@@ -5,7 +5,14 @@ import math
 import pytest
 
 from solrl_jax.planning import hlo, plan
-from tests.targets.conftest import ATTENTIONS, SAMPLE, UPDATE, config, plan_of, rows_near_their_record
+from tests.targets.conftest import (
+    ATTENTIONS,
+    SAMPLE,
+    UPDATE,
+    config,
+    plan_of,
+    rows_near_their_record,
+)
 
 PROGRAMS = ["encode: encode_chunk", *SAMPLE, "score: decode_chunk", "score: score_images", UPDATE]
 KERNEL = "tpu_custom_call"
@@ -28,8 +35,12 @@ def test_every_program_compiles_and_all_but_decoding_fit(planned):
 
 
 def test_the_transformer_attends_in_flash_attention(planned):
-    settings, count = config("sana"), ATTENTIONS["sana"]
-    kernels = lambda name: planned.program(name)["roofline"]["native"][KERNEL]
+    settings = config("sana")
+    count = ATTENTIONS["sana"]
+
+    def kernels(name):
+        return planned.program(name)["roofline"]["native"][KERNEL]
+
     assert kernels(SAMPLE[0]) == count * settings.rollout.explore.steps
     assert kernels(SAMPLE[1]) == count * settings.rollout.steps
     assert kernels(UPDATE) % count == 0
@@ -38,12 +49,18 @@ def test_the_transformer_attends_in_flash_attention(planned):
 def test_no_program_holds_attention_scores(planned, folder):
     """No array, also within kernels, has an image's tokens along one axis and a prompt's, filled up or not, along another."""
     settings = config("sana").model
-    image, prompt = settings.height * settings.width // 32**2, range(settings.max_tokens, 385)
+    image = settings.height * settings.width // 32**2
+    prompt = range(settings.max_tokens, 385)
     for name in (*SAMPLE, UPDATE):
         module = hlo.parse((folder / f"{name.replace(': ', '-')}.hlo").read_text())
         steps = [step for steps in module.computations.values() for step in steps]
         assert any(image in a.shape for step in steps for a in step.arrays)
-        scores = [step.name for step in steps for a in step.arrays if image in a.shape and not set(prompt).isdisjoint(a.shape)]
+        scores = [
+            step.name
+            for step in steps
+            for a in step.arrays
+            if image in a.shape and not set(prompt).isdisjoint(a.shape)
+        ]
         assert scores == []
 
 
@@ -53,7 +70,12 @@ def test_what_the_mlp_makes_is_written_in_sixteen_bits(planned, folder):
     size = settings.rollout.chunk * (settings.model.height // 32) ** 2 * 5 * 2240
     for name in SAMPLE:
         module = hlo.parse((folder / f"{name.replace(': ', '-')}.hlo").read_text())
-        kinds = {a.kind for step, _ in module.executed() for a in step.arrays if math.prod(a.shape) == size}
+        kinds = {
+            a.kind
+            for step, _ in module.executed()
+            for a in step.arrays
+            if math.prod(a.shape) == size
+        }
         assert kinds == {"bf16"}, name
 
 

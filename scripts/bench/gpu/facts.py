@@ -11,8 +11,8 @@ from jax._src.lib import cuda_versions  # the only place where JAX tells them
 from bench.gpu.measure import target_of
 from bench.gpu.record import Task
 from bench.timing import PACKAGES
-from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.training.experiment import device_facts
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.rl.experiment import device_facts
 
 
 def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -24,7 +24,8 @@ def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 def device() -> dict[str, Any]:
     """The first of JAX's devices, and how many there are."""
-    first, found = jax.devices()[0], device_facts()
+    first = jax.devices()[0]
+    found = device_facts()
     memory = first.memory_stats() or {}
     return {
         "platform": first.platform,
@@ -39,7 +40,11 @@ def device() -> dict[str, Any]:
 def planned() -> dict[str, Any]:
     """The device among those that `solrl plan` knows: its public peaks."""
     target = target_of(jax.devices()[0].device_kind)
-    return {"target": None} if target is None else {"target": target.name, "memory": target.memory, **vars(target.peaks)}
+    return (
+        {"target": None}
+        if target is None
+        else {"target": target.name, "memory": target.memory, **vars(target.peaks)}
+    )
 
 
 def versions() -> dict[str, Any]:

@@ -10,14 +10,14 @@ import jax
 
 from bench.gpu.record import Task
 from bench.timing import timed
-from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.planning.abstract import held
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels, native, unit
 from solrl_jax.planning.roofline import roofline
 from solrl_jax.planning.stages import Program
 from solrl_jax.planning.targets import TARGETS, Target
-from solrl_jax.training.experiment import device_facts
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.rl.experiment import device_facts
 
 DEFAULT = ("nvfp4", "fp8")  # formats, by the memory that they take: a high-water mark only rises
 LARGEST = 3  # kernels that are listed
@@ -27,7 +27,11 @@ _OTHERS = re.compile("PCIe|NVL|40GB|Max-Q|MIG", re.IGNORECASE)
 
 def target_of(kind: str) -> Target | None:
     """The device of JAX's `device_kind` whose public peaks are known; None if they are not."""
-    found = [target for target in TARGETS.values() if kind.startswith(target.kind) and not _OTHERS.search(kind)]
+    found = [
+        target
+        for target in TARGETS.values()
+        if kind.startswith(target.kind) and not _OTHERS.search(kind)
+    ]
     return max(found, key=lambda target: len(target.kind), default=None)
 
 
@@ -77,11 +81,19 @@ class Gauge:
         """What a plan reads from a compiled text; `ratio`: measured over planned seconds."""
         found = kernels(parse(text))
         count = sum(kernel.times * kernel.operations for kernel in found)
-        figures: dict[str, Any] = {"native": native(found), "tflops": count / seconds / 1e12, "plan": None, "ratio": None}
+        figures: dict[str, Any] = {
+            "native": native(found),
+            "tflops": count / seconds / 1e12,
+            "plan": None,
+            "ratio": None,
+        }
         if self.target is None:
             return figures
         plan = roofline(text, self.target, devices).summary()
-        kept = {name: plan[name] for name in ("seconds", "split", "products_at_peak", "kernels", "unknown_loops")}
+        kept = {
+            name: plan[name]
+            for name in ("seconds", "split", "products_at_peak", "kernels", "unknown_loops")
+        }
         return figures | {
             "plan": kept | {"largest": plan["largest"][:LARGEST]},
             "ratio": over(seconds, plan["seconds"]),
@@ -95,15 +107,29 @@ class Gauge:
         """
         device = jax.devices()[0]
         there = held([x for x in jax.live_arrays() if device in x.sharding.device_set])
-        of_program = analysis.temp_size_in_bytes + analysis.output_size_in_bytes + analysis.generated_code_size_in_bytes
+        of_program = (
+            analysis.temp_size_in_bytes
+            + analysis.output_size_in_bytes
+            + analysis.generated_code_size_in_bytes
+        )
         planned = there + of_program - analysis.alias_size_in_bytes
-        mark = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use")
-        in_use, before = (device.memory_stats() or {}).get("bytes_in_use"), mark()
+
+        def mark():
+            return (device.memory_stats() or {}).get("peak_bytes_in_use")
+
+        in_use = (device.memory_stats() or {}).get("bytes_in_use")
+        before = mark()
 
         def after() -> dict[str, Any]:
             peak = mark()
             risen = peak if peak is not None and peak > (before or 0) else None
-            return {"held": there, "in_use": in_use, "planned": planned, "peak": risen, "ratio": over(risen, planned)}
+            return {
+                "held": there,
+                "in_use": in_use,
+                "planned": planned,
+                "peak": risen,
+                "ratio": over(risen, planned),
+            }
 
         return after
 

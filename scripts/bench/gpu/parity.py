@@ -19,13 +19,13 @@ from bench.gpu.measure import formats
 from bench.gpu.programs import sampling
 from bench.gpu.record import Record, Task
 from solrl_jax.config.presets import resolve
-from solrl_jax.explore.monitor import Level
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels, native
-from solrl_jax.rollout.fidelity import rank_correlations
-from solrl_jax.rollout.stage import Stage
-from solrl_jax.training.experiment import Experiment, build, fresh_state
-from solrl_jax.training.iteration import iterate, roll_out
+from solrl_jax.rl.experiment import Experiment, build, fresh_state
+from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.fidelity import rank_correlations
+from solrl_jax.rl.iteration import iterate, roll_out
+from solrl_jax.rl.sampler import Stage
 
 SETTINGS = (
     "train.prompts=4", "rollout.candidates=12", "rollout.kept=4", "rollout.chunk=24", "optimizer.micro_batch=24", "mesh.data=1",
@@ -37,10 +37,18 @@ Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 def rewards(task: Task) -> Figures:
     """Of whole pools, with all steps in the training precision and explored in each format; then the first iteration."""
     experiment = build(resolve("tiny", SETTINGS))
-    adapters, rollout, recipe = fresh_state(experiment).old, experiment.config.rollout, experiment.recipe
-    yield "regenerate", lambda: pool(experiment, experiment.stage("regenerate", adapters, rollout.steps))
+    adapters = fresh_state(experiment).old
+    rollout = experiment.config.rollout
+    recipe = experiment.recipe
+    yield (
+        "regenerate",
+        lambda: pool(experiment, experiment.stage("regenerate", adapters, rollout.steps)),
+    )
     for name in task.formats:
-        explored = lambda name=name: recipe.stage(adapters, Level(name, rollout.explore.steps))
+
+        def explored(name=name):
+            return recipe.stage(adapters, Level(name, rollout.explore.steps))
+
         yield name, lambda explored=explored: pool(experiment, explored())
     yield "iteration", partial(iteration, experiment)
 
@@ -49,18 +57,28 @@ def pool(experiment: Experiment, stage: Stage) -> dict[str, Any]:
     """Rewards [prompts, candidates], and the libraries' kernels in the program that sampled."""
     prompts = experiment.train_prompts[: experiment.config.train.prompts]
     seeds = experiment.seeds("candidate", prompts, experiment.config.rollout.candidates)
-    found = roll_out(experiment, stage, experiment.prompted(prompts, experiment.reward), seeds).reward
+    found = roll_out(
+        experiment, stage, experiment.prompted(prompts, experiment.reward), seeds
+    ).reward
     program = sampling(experiment, stage, 1)
     with jax.set_mesh(program.mesh):
         text = program.function.lower(*program.arguments).compile().as_text()
-    return {"rewards": found.reshape(seeds.shape[:2]).tolist(), "native": native(kernels(parse(text)))}
+    return {
+        "rewards": found.reshape(seeds.shape[:2]).tolist(),
+        "native": native(kernels(parse(text))),
+    }
 
 
 def iteration(experiment: Experiment) -> dict[str, Any]:
     """What the first one explored, kept and trained."""
     _, outcome = iterate(experiment, fresh_state(experiment), 1)
-    own = {name: outcome.metrics[name] for name in ("loss", "grad_norm", "seconds", "seconds/compile")}
-    return own | {"rewards": [outcome.ledger["proxy_reward"].tolist()], "kept": outcome.ledger["kept"].tolist()}
+    own = {
+        name: outcome.metrics[name] for name in ("loss", "grad_norm", "seconds", "seconds/compile")
+    }
+    return own | {
+        "rewards": [outcome.ledger["proxy_reward"].tolist()],
+        "kept": outcome.ledger["kept"].tolist(),
+    }
 
 
 def parity(task: Task) -> Figures:
@@ -70,12 +88,17 @@ def parity(task: Task) -> Figures:
     there.path.unlink(missing_ok=True)
     with schedule.started(there, JAX_PLATFORMS="cpu") as process:
         for name, find in rewards(dataclasses.replace(task, formats=named)):
-            yield name, lambda find=find, name=name: compared(find(), wait_for(process, there, name))
+            yield (
+                name,
+                lambda find=find, name=name: compared(find(), wait_for(process, there, name)),
+            )
 
 
 def wait_for(process: "subprocess.Popen[bytes]", task: Task, name: str) -> dict[str, Any]:
     """A figure of the other process, when it has it."""
-    while process.poll() is None and name not in (Record.read(task.path) or Record(task.name)).result:
+    while (
+        process.poll() is None and name not in (Record.read(task.path) or Record(task.name)).result
+    ):
         time.sleep(POLL)
     record = Record.read(task.path)
     if record is None or "error" in record.result.get(name, {"error": ""}):
@@ -85,7 +108,8 @@ def wait_for(process: "subprocess.Popen[bytes]", task: Task, name: str) -> dict[
 
 def compared(here: dict[str, Any], cpu: dict[str, Any]) -> dict[str, Any]:
     """Of the rewards: the largest difference, the mean rank correlation within prompts, the CPU's mean range of a prompt."""
-    one, other = np.array(here.pop("rewards")), np.array(cpu.pop("rewards"))
+    one = np.array(here.pop("rewards"))
+    other = np.array(cpu.pop("rewards"))
     spearman = rank_correlations(one, other).spearman
     figures = {
         "largest_difference": float(np.abs(one - other).max()),
@@ -93,5 +117,7 @@ def compared(here: dict[str, Any], cpu: dict[str, Any]) -> dict[str, Any]:
         "range": float(np.ptp(other, axis=1).mean()),
     }
     if "kept" in here:
-        figures["kept_alike"] = float(np.mean(np.array(here.pop("kept")) == np.array(cpu.pop("kept"))))
+        figures["kept_alike"] = float(
+            np.mean(np.array(here.pop("kept")) == np.array(cpu.pop("kept")))
+        )
     return figures | {"here": here, "cpu": cpu}

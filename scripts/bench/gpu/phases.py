@@ -8,13 +8,13 @@ from bench.gpu.measure import Gauge, formats, over
 from bench.gpu.programs import config_of, sampling, scoring, shortened, syncing, updating
 from bench.gpu.record import Record, Skipped, Task
 from bench.random_weights import shapes_of_experiment, with_weights
-from solrl_jax.explore.monitor import Level
-from solrl_jax.numerics.formats import FORMATS
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.stages import Program, Stages
-from solrl_jax.policy.lora import Adapters
-from solrl_jax.rollout.stage import Stage
-from solrl_jax.training.experiment import Experiment, fresh_state
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.rl.experiment import Experiment, fresh_state
+from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.sampler import Stage
+from solrl_jax.rl.trainable.trainable import Adapters
 
 Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
@@ -22,13 +22,23 @@ Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 def steps(task: Task) -> Figures:
     """A chunk regenerated in the training precision, and explored in each format: the whole call, and a step of it."""
     shapes = shapes_of_experiment(config_of(task))
-    gauge, experiment, rollout = Gauge.here(task.repeat), with_weights(shapes), shapes.config.rollout
+    gauge = Gauge.here(task.repeat)
+    experiment = with_weights(shapes)
+    rollout = shapes.config.rollout
     adapters = fresh_state(experiment).old
     drafts, redone = Stages(shapes).chunks(row_groups(experiment.backbone.mesh))
-    exact = lambda: experiment.stage("regenerate", adapters, rollout.steps)
+
+    def exact():
+        return experiment.stage("regenerate", adapters, rollout.steps)
+
     yield "regenerate", lambda: sampled(gauge, experiment, exact(), redone)
     for name in formats(task):
-        yield name, partial(explored, gauge, experiment, adapters, Level(name, rollout.explore.steps), drafts)
+        yield (
+            name,
+            partial(
+                explored, gauge, experiment, adapters, Level(name, rollout.explore.steps), drafts
+            ),
+        )
 
 
 def sampled(gauge: Gauge, experiment: Experiment, stage: Stage, calls: int) -> dict[str, Any]:
@@ -36,11 +46,16 @@ def sampled(gauge: Gauge, experiment: Experiment, stage: Stage, calls: int) -> d
     count = sum(leg.grid.steps for leg in stage.legs)
     figures = gauge.measure(sampling(experiment, stage, calls))
     plan = figures["plan"]
-    per_step = {"step_seconds": figures["seconds"] / count, "step_plan": plan and plan["seconds"] / count}
+    per_step = {
+        "step_seconds": figures["seconds"] / count,
+        "step_plan": plan and plan["seconds"] / count,
+    }
     return {"rows": stage.chunk, "steps": count} | per_step | figures
 
 
-def explored(gauge: Gauge, experiment: Experiment, adapters: Adapters, level: Level, calls: int) -> dict[str, Any]:
+def explored(
+    gauge: Gauge, experiment: Experiment, adapters: Adapters, level: Level, calls: int
+) -> dict[str, Any]:
     """A chunk explored at a level, and what makes the policy that explores."""
     sync = gauge.measure(syncing(experiment, adapters, level.precision))
     stage = experiment.recipe.stage(adapters, level)
@@ -58,7 +73,8 @@ def rollout(task: Task) -> Figures:
     if "regenerate" not in chunks:
         raise Skipped(f"no chunk of {task.model} was regenerated in the step before")
     shapes = shapes_of_experiment(config_of(task))
-    gauge, scored = Gauge.here(task.repeat), dict[str, dict[str, Any]]()
+    gauge = Gauge.here(task.repeat)
+    scored = dict[str, dict[str, Any]]()
 
     def score(program: Program) -> dict[str, Any]:
         scored[program.name] = gauge.measure(program)
@@ -71,12 +87,20 @@ def rollout(task: Task) -> Figures:
         raise Skipped("without decoding and scoring there is no phase to add up")
     stages = Stages(shapes)
     (drafts, _), (most, _) = stages.chunks(row_groups(stages.mesh)), stages.chunks(stages.mesh.size)
-    naive = phase([(chunks["regenerate"], drafts), *((figures, most) for figures in scored.values())])
+    naive = phase(
+        [(chunks["regenerate"], drafts), *((figures, most) for figures in scored.values())]
+    )
     yield "naive_scaling", lambda: naive
     for name in [name for name in chunks if name != "regenerate"]:
-        parts = [(chunks[name]["sync"], 1), *((chunks[part], chunks[part]["calls"]) for part in (name, "regenerate"))]
+        parts = [
+            (chunks[name]["sync"], 1),
+            *((chunks[part], chunks[part]["calls"]) for part in (name, "regenerate")),
+        ]
         found = phase([*parts, *((figures, figures["calls"]) for figures in scored.values())])
-        yield f"sol_rl {name}", lambda found=found: found | {"times": round(naive["seconds"] / found["seconds"], 3)}
+        yield (
+            f"sol_rl {name}",
+            lambda found=found: found | {"times": round(naive["seconds"] / found["seconds"], 3)},
+        )
 
 
 def phase(parts: list[tuple[dict[str, Any], int]]) -> dict[str, Any]:
@@ -93,11 +117,14 @@ def update(task: Task) -> Figures:
     groups = row_groups(shapes_of_experiment(config).backbone.mesh)
     short, micro, whole = shortened(config, groups)
     shapes = shapes_of_experiment(short)
-    experiment, gauge = with_weights(shapes), Gauge.here(task.repeat)
+    experiment = with_weights(shapes)
+    gauge = Gauge.here(task.repeat)
     yield "update", partial(updated, gauge, experiment, shapes, micro, whole)
 
 
-def updated(gauge: Gauge, experiment: Experiment, shapes: Experiment, micro: int, whole: int) -> dict[str, Any]:
+def updated(
+    gauge: Gauge, experiment: Experiment, shapes: Experiment, micro: int, whole: int
+) -> dict[str, Any]:
     """micro: micro-batches of a call; whole: of an iteration. A call's optimiser step is counted as part of them."""
     program = updating(experiment, shapes, fresh_state(experiment))
     backbone, config, state, *others = program.arguments
@@ -109,6 +136,9 @@ def updated(gauge: Gauge, experiment: Experiment, shapes: Experiment, micro: int
 
     figures = gauge.measure(program, run)
     plan = figures["plan"]
-    each = {"micro_batch_seconds": figures["seconds"] / micro, "iteration_seconds": figures["seconds"] / micro * whole}
+    each = {
+        "micro_batch_seconds": figures["seconds"] / micro,
+        "iteration_seconds": figures["seconds"] / micro * whole,
+    }
     planned = {"iteration_plan": plan and plan["seconds"] / micro * whole}
     return {"micro_batches": micro, "micro_batches_of_iteration": whole} | each | planned | figures

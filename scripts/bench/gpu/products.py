@@ -15,12 +15,12 @@ from bench.gpu.schedule import PRESETS
 from bench.random_weights import SIZE
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
-from solrl_jax.explore.linears import report
-from solrl_jax.numerics.formats import FORMATS
-from solrl_jax.numerics.matmul import matmul
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Program
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.quant.matmul import matmul
+from solrl_jax.rl.explore.linears import report
 
 product = sharding.jit(matmul)
 _quantized = jax.jit(lambda w, form: FORMATS[form].quantize(w), static_argnums=1)
@@ -28,7 +28,8 @@ _quantized = jax.jit(lambda w, form: FORMATS[form].quantize(w), static_argnums=1
 
 def products(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """BF16 and each format, at each shape [in, out] of a model's quantised linears, for the image tokens of a chunk."""
-    gauge, named = Gauge.here(task.repeat), formats(task)
+    gauge = Gauge.here(task.repeat)
+    named = formats(task)
     for model in task.models:
         preset, *chosen = PRESETS[model]
         config = resolve(preset, (*chosen, *task.overrides))
@@ -37,7 +38,14 @@ def products(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         for (n_in, n_out), count in sorted(shapes.items()):
             for form in ("bf16", *named):
                 one = partial(measure, gauge, form, (rows, n_in, n_out))
-                about = {"model": model, "rows": rows, "in": n_in, "out": n_out, "linears": count, "format": form}
+                about = {
+                    "model": model,
+                    "rows": rows,
+                    "in": n_in,
+                    "out": n_out,
+                    "linears": count,
+                    "format": form,
+                }
                 yield f"{model} {n_in} x {n_out} {form}", lambda one=one, about=about: about | one()
 
 
@@ -45,7 +53,9 @@ def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
     """How many linears of each shape [in, out] are quantised, and how many image tokens a picture has."""
     pipeline = open_configurations(config.model.path)
     shapes = Counter[tuple[int, int]]()
-    for linear in report(pipeline.transformer.abstract(jnp.bfloat16), config.model.quantize, FORMATS["nvfp4"]):
+    for linear in report(
+        pipeline.transformer.abstract(jnp.bfloat16), config.model.quantize, FORMATS["nvfp4"]
+    ):
         if not linear.kept:
             shapes[linear.n_in, linear.n_out] += linear.layers
     return shapes, pipeline.image_tokens(config.model.height, config.model.width)
@@ -59,6 +69,7 @@ def measure(gauge: Gauge, form: str, shape: tuple[int, int, int]) -> dict[str, A
     w = SIZE * jax.random.normal(jax.random.key(1), (n_in, n_out), jnp.bfloat16)
     leaf = w if FORMATS[form].quantize is None else _quantized(w, form)
     x, leaf = jax.device_put((x, leaf), sharding.replicated(mesh))
-    figures, count = gauge.measure(Program(mesh, product, (x, leaf), 1)), 2 * math.prod(shape)
+    figures = gauge.measure(Program(mesh, product, (x, leaf), 1))
+    count = 2 * math.prod(shape)
     share = gauge.share_of_peak(form, count, figures["seconds"])
     return figures | {"tflops": count / figures["seconds"] / 1e12, "share_of_peak": share}

@@ -12,15 +12,15 @@ from bench.random_weights import fill
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.presets import override, resolve
 from solrl_jax.config.schema import Config
-from solrl_jax.explore.sync import quantize_policy
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.planning.stages import Program, Stages
-from solrl_jax.policy.lora import Adapters
-from solrl_jax.policy.state import TrainState
-from solrl_jax.policy.update import update
-from solrl_jax.rollout.generate import Rows, draw_noise, sample_chunk
-from solrl_jax.rollout.stage import Stage
-from solrl_jax.training.experiment import Experiment
+from solrl_jax.rl.experiment import Experiment
+from solrl_jax.rl.explore.sync import quantize_policy
+from solrl_jax.rl.generate import Rows, draw_noise, sample_chunk
+from solrl_jax.rl.sampler import Stage
+from solrl_jax.rl.state import TrainState
+from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.update import update
 
 
 def config_of(task: Task) -> Config:
@@ -31,22 +31,34 @@ def config_of(task: Task) -> Config:
 
 def sampling(experiment: Experiment, stage: Stage, calls: int) -> Program:
     """A chunk of a stage: candidates of the first prompt."""
-    mesh, config = experiment.backbone.mesh, experiment.config
+    mesh = experiment.backbone.mesh
+    config = experiment.config
     count = stage.chunk * sharding.row_groups(mesh)
     prompts = experiment.train_prompts[: config.train.prompts]
     (seeds,) = experiment.seeds("candidate", prompts[:1], count)
     prompt, seeds = hosts.put((np.zeros(count, np.int32), seeds), sharding.rows(mesh))
     with jax.set_mesh(mesh):
         rows = Rows(prompt, seeds, draw_noise(seeds, stage.shape))
-    legs = tuple(dataclasses.replace(leg, grid=hosts.put(leg.grid, sharding.replicated(mesh))) for leg in stage.legs)
+    legs = tuple(
+        dataclasses.replace(leg, grid=hosts.put(leg.grid, sharding.replicated(mesh)))
+        for leg in stage.legs
+    )
     arguments = (experiment.backbone, legs, experiment.prompted(prompts).conditions, rows)
     return Program(mesh, sample_chunk, arguments, calls)
 
 
 def syncing(experiment: Experiment, adapters: Adapters, form: str) -> Program:
     """Merging `adapters` into the base and quantising it, as `Recipe.policy` does for a format that quantises."""
-    recipe, backbone = experiment.recipe, experiment.backbone
-    arguments = (backbone.mesh, backbone.transformer, adapters, experiment.scale, recipe.quantized, recipe.quantizer(form))
+    recipe = experiment.recipe
+    backbone = experiment.backbone
+    arguments = (
+        backbone.mesh,
+        backbone.transformer,
+        adapters,
+        experiment.scale,
+        recipe.quantized,
+        recipe.quantizer(form),
+    )
     return Program(backbone.mesh, quantize_policy, arguments, 1)
 
 
@@ -58,20 +70,33 @@ def scoring(shapes: Experiment) -> list[Program]:
 
 def shortened(config: Config, groups: int) -> tuple[Config, int, int]:
     """A configuration whose update has two or three micro-batches on each of `groups`; how many; how many the whole has."""
-    whole, least = effective_batch(config, groups), 2 * config.optimizer.micro_batch * groups
+    whole = effective_batch(config, groups)
+    least = 2 * config.optimizer.micro_batch * groups
     kept = -(-least // config.trained_sigmas)
     kept += kept % 2
-    settings = (f"rollout.kept={kept}", f"rollout.candidates={max(kept, config.rollout.candidates)}")
+    settings = (
+        f"rollout.kept={kept}",
+        f"rollout.candidates={max(kept, config.rollout.candidates)}",
+    )
     short = override(config, ("train.prompts=1", "optimizer.steps_per_iteration=1", *settings))
-    return short, effective_batch(short, groups)["accumulation"], whole["accumulation"] * whole["optimizer_steps"]
+    return (
+        short,
+        effective_batch(short, groups)["accumulation"],
+        whole["accumulation"] * whole["optimizer_steps"],
+    )
 
 
 def updating(experiment: Experiment, shapes: Experiment, state: TrainState) -> Program:
     """The update on random samples, all of which count. shapes: an experiment of shapes of the same configuration."""
-    mesh, backbone, config = experiment.backbone.mesh, experiment.backbone, experiment.config
+    mesh = experiment.backbone.mesh
+    backbone = experiment.backbone
+    config = experiment.config
     (program,) = Stages(shapes).programs("update", {})
     batch = fill(program.arguments[4])
-    place = lambda x: hosts.put(x, sharding.replicated(mesh))
+
+    def place(x):
+        return hosts.put(x, sharding.replicated(mesh))
+
     ones = np.ones(len(batch.weight), np.float32)
     batch = dataclasses.replace(batch, weight=place(ones), optimality=place(0.5 * ones))
     grid: Any = place(experiment.grid(config.rollout.steps))

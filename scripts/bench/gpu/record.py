@@ -5,10 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.storage.errors import first_line
+from solrl_jax.errors import first_line
 from solrl_jax.storage.files import atomic_write
 
-RUNNING, DONE, FAILED, SKIPPED, CUT_OFF = "running", "done", "failed", "skipped", "cut off"
+RUNNING = "running"
+DONE = "done"
+FAILED = "failed"
+SKIPPED = "skipped"
+CUT_OFF = "cut off"
 
 
 class Skipped(Exception):
@@ -44,7 +48,9 @@ class Task:
     @classmethod
     def from_json(cls, text: str) -> "Task":
         """What `to_json` wrote."""
-        found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+        found: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()
+        }
         return cls(**found)
 
 

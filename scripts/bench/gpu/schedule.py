@@ -16,7 +16,9 @@ from pathlib import Path
 
 from bench.gpu.record import CUT_OFF, FAILED, RUNNING, SKIPPED, Record, Task
 
-ALL, EACH = ("facts", "parity", "products"), ("steps", "rollout", "update")  # of all models, and of each
+# of all models, and of each
+ALL = ("facts", "parity", "products")
+EACH = ("steps", "rollout", "update")
 PRESETS = {  # of a model: a preset and what is chosen beside it
     "sana": ("sana_sol_rl_pickscore",),
     "flux1": ("flux1_sol_rl_pickscore",),
@@ -27,7 +29,10 @@ PRESETS = {  # of a model: a preset and what is chosen beside it
 }
 QUANTISED = ("nvfp4", "fp8")  # formats that quantise
 LEAST = 15.0  # seconds that a step needs: to start Python and JAX and to compile a first program
-MOST = {"parity": 0.3, "products": 0.3}  # of all the time: a CPU that compiles slowly must not take that of the models
+MOST = {
+    "parity": 0.3,
+    "products": 0.3,
+}  # of all the time: a CPU that compiles slowly must not take that of the models
 SCRIPTS = Path(__file__).parents[2]
 # JAX takes 75% of a GPU by itself; `solrl plan` counts on this much
 MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
@@ -36,7 +41,9 @@ MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 def tasks(of: Task, steps: Sequence[str]) -> Iterator[Task]:
     """The steps among `steps`, in their order. of: what they share."""
     yield from (replace(of, step=step) for step in ALL if step in steps)
-    yield from (replace(of, step=step, model=model) for step in EACH if step in steps for model in of.models)
+    yield from (
+        replace(of, step=step, model=model) for step in EACH if step in steps for model in of.models
+    )
 
 
 def run(todo: Sequence[Task], seconds: float, after: Callable[[Record], None]) -> None:
@@ -45,7 +52,11 @@ def run(todo: Sequence[Task], seconds: float, after: Callable[[Record], None]) -
     for task in todo:
         left = deadline - time.monotonic()
         if left < LEAST:
-            record = Record(task.name, SKIPPED, f"{max(left, 0):.0f} of {seconds:.0f} s left, a step needs {LEAST:.0f}")
+            record = Record(
+                task.name,
+                SKIPPED,
+                f"{max(left, 0):.0f} of {seconds:.0f} s left, a step needs {LEAST:.0f}",
+            )
         else:
             record = run_one(task, min(left, MOST.get(task.step, 1.0) * seconds))
         record.write(task.path)
@@ -54,7 +65,8 @@ def run(todo: Sequence[Task], seconds: float, after: Callable[[Record], None]) -
 
 def run_one(task: Task, most: float) -> Record:
     """One step in its own process, which is ended after `most` seconds. The step writes its figures as it finds them."""
-    began, ended = time.monotonic(), False
+    began = time.monotonic()
+    ended = False
     task.path.unlink(missing_ok=True)
     with started(task, session=True) as process:
         try:
@@ -63,15 +75,21 @@ def run_one(task: Task, most: float) -> Record:
             ended = True
     record = Record.read(task.path) or Record(task.name)
     if ended and record.state == RUNNING:
-        record.state, record.reason = CUT_OFF, f"ended after the {most:.0f} s that it had"
+        record.state = CUT_OFF
+        record.reason = f"ended after the {most:.0f} s that it had"
     elif record.state == RUNNING:
-        record.state, record.reason = FAILED, f"its process ended with {process.returncode}; a negative number is a signal's"
+        record.state = FAILED
+        record.reason = (
+            f"its process ended with {process.returncode}; a negative number is a signal's"
+        )
     record.seconds = round(time.monotonic() - began, 2)
     return record
 
 
 @contextlib.contextmanager
-def started(task: Task, session: bool = False, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
+def started(
+    task: Task, session: bool = False, **environment: str
+) -> Iterator["subprocess.Popen[bytes]"]:
     """The process of a step, ended on leaving if it still runs.
 
     session: with those that it starts, which end with it. Others are in the session of their parent.

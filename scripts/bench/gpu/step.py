@@ -26,7 +26,9 @@ def run(task: Task) -> Record:
     record = Record(task.name)
     record.write(task.path)
     try:
-        for name, find in getattr(importlib.import_module(f"bench.gpu.{MODULES[task.step]}"), task.step)(task):
+        for name, find in getattr(
+            importlib.import_module(f"bench.gpu.{MODULES[task.step]}"), task.step
+        )(task):
             try:
                 record.result[name] = find()
             except Exception as error:
@@ -36,10 +38,12 @@ def run(task: Task) -> Record:
             record.write(task.path)
         record.state = FAILED if record.reason else DONE
     except Skipped as error:
-        record.state, record.reason = SKIPPED, str(error)
+        record.state = SKIPPED
+        record.reason = str(error)
     except Exception as error:
         traceback.print_exc()
-        record.state, record.reason = FAILED, in_words(error)
+        record.state = FAILED
+        record.reason = in_words(error)
     record.write(task.path)
     return record
 

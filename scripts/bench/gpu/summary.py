@@ -13,8 +13,13 @@ UNKNOWN = "-"
 def page(todo: Sequence[Task]) -> str:
     """What is known of all steps, in Markdown. A step without a record has not begun."""
     records = {task.name: Record.read(task.path) or Record(task.name, "not begun") for task in todo}
-    of_models = lambda step: {task.model: records[task.name] for task in todo if task.step == step}
-    whole = lambda step: records.get(step) or Record(step)
+
+    def of_models(step):
+        return {task.model: records[task.name] for task in todo if task.step == step}
+
+    def whole(step):
+        return records.get(step) or Record(step)
+
     parts = [
         ("Steps", table(("step", "state", "seconds", "why"), map(state, records.values()))),
         ("Device", table(("", ""), facts(whole("facts")))),
@@ -25,7 +30,12 @@ def page(todo: Sequence[Task]) -> str:
         ("The update", table(UPDATE, of_each(update, of_models("update")))),
     ]
     note = "measured / plan: of the compiled text of the program that ran, at the device's public peaks. -: not known."
-    return "\n\n".join(["# Measurements", note, *(f"## {title}\n\n{text}" for title, text in parts if text)]) + "\n"
+    return (
+        "\n\n".join(
+            ["# Measurements", note, *(f"## {title}\n\n{text}" for title, text in parts if text)]
+        )
+        + "\n"
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -60,17 +70,35 @@ def state(record: Record) -> Sequence[Any]:
 def facts(record: Record) -> Iterator[Sequence[Any]]:
     """Name and value of all."""
     for part, values in record.figures().items():
-        yield from ((f"{part}: {name}", str(value).replace("\n", " ")) for name, value in values.items() if value is not None)
+        yield from (
+            (f"{part}: {name}", str(value).replace("\n", " "))
+            for name, value in values.items()
+            if value is not None
+        )
 
 
-PARITY = ("what", "largest difference", "range within a prompt", "Spearman", "kept alike", "kernels of libraries here")
+PARITY = (
+    "what",
+    "largest difference",
+    "range within a prompt",
+    "Spearman",
+    "kept alike",
+    "kernels of libraries here",
+)
 
 
 def parity(record: Record) -> Iterator[Sequence[Any]]:
     """A row a way to make rewards."""
     for name, row in record.figures().items():
         kernels = named(row["here"]["native"]) if "native" in row["here"] else None
-        yield name, row["largest_difference"], row["range"], row["spearman"], row.get("kept_alike"), kernels
+        yield (
+            name,
+            row["largest_difference"],
+            row["range"],
+            row["spearman"],
+            row.get("kept_alike"),
+            kernels,
+        )
 
 
 PRODUCTS = (
@@ -104,7 +132,13 @@ STEPS = (
 def sampled(record: Record) -> Iterator[Sequence[Any]]:
     """Regenerating, then a row a format."""
     for name, row in record.figures().items():
-        times = (row["seconds"], row["step_seconds"], row["step_plan"], row["ratio"], row.get("sync", {}).get("seconds"))
+        times = (
+            row["seconds"],
+            row["step_seconds"],
+            row["step_plan"],
+            row["ratio"],
+            row.get("sync", {}).get("seconds"),
+        )
         yield name, row["rows"], row["steps"], *times, *memory(row["memory"]), named(row["native"])
 
 
@@ -113,7 +147,16 @@ def memory(found: dict[str, Any]) -> tuple[Any, ...]:
     return gigabytes(found["peak"]), gigabytes(found["planned"]), found["ratio"]
 
 
-ROLLOUT = ("model", "what", "calls", "seconds", "plan's", "measured / plan", "times as fast as naive_scaling", *MEMORY)
+ROLLOUT = (
+    "model",
+    "what",
+    "calls",
+    "seconds",
+    "plan's",
+    "measured / plan",
+    "times as fast as naive_scaling",
+    *MEMORY,
+)
 
 
 def rollout(record: Record) -> Iterator[Sequence[Any]]:
@@ -121,9 +164,25 @@ def rollout(record: Record) -> Iterator[Sequence[Any]]:
     for name, row in record.figures().items():
         if "memory" in row:
             plan = row["plan"] and row["plan"]["seconds"]
-            yield name, row["calls"], row["seconds"], plan, row["ratio"], None, *memory(row["memory"])
+            yield (
+                name,
+                row["calls"],
+                row["seconds"],
+                plan,
+                row["ratio"],
+                None,
+                *memory(row["memory"]),
+            )
         else:
-            yield name, None, row["seconds"], row["plan_seconds"], row["ratio"], row.get("times"), *[None] * len(MEMORY)
+            yield (
+                name,
+                None,
+                row["seconds"],
+                row["plan_seconds"],
+                row["ratio"],
+                row.get("times"),
+                *[None] * len(MEMORY),
+            )
 
 
 UPDATE = (
@@ -135,8 +194,19 @@ UPDATE = (
 def update(record: Record) -> Iterator[Sequence[Any]]:
     """One row."""
     for row in record.figures().values():
-        each = (row["micro_batches"], row["micro_batch_seconds"], row["micro_batches_of_iteration"], row["iteration_seconds"])
-        yield *each, row["iteration_plan"], row["ratio"], *memory(row["memory"]), named(row["native"])
+        each = (
+            row["micro_batches"],
+            row["micro_batch_seconds"],
+            row["micro_batches_of_iteration"],
+            row["iteration_seconds"],
+        )
+        yield (
+            *each,
+            row["iteration_plan"],
+            row["ratio"],
+            *memory(row["memory"]),
+            named(row["native"]),
+        )
 
 
 def write(todo: Sequence[Task], folder: Path) -> None:

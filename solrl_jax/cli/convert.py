@@ -1,0 +1,351 @@
+"""`solrl convert`: turns a released torch pickle into safetensors, and a native SANA checkpoint into diffusers' layout.
+
+This is the one file that imports PyTorch, and it does so only when it is called. All other files read safetensors, which hold
+numbers and no code. A pickle is read with `weights_only`, which runs none of its code, and is mapped into memory. Bytes go from
+the map to the new file, so the whole is never copied.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from safetensors import SafetensorError, TensorSpec, serialize_file
+
+from solrl_jax.cli.options import PATH, finish, force_option, json_option
+from solrl_jax.errors import InputError, first_line, in_one_line
+from solrl_jax.models.loading.tensor_files import read_json
+from solrl_jax.models.locate import pipeline_files
+from solrl_jax.models.registry import open_pipeline
+from solrl_jax.models.sana import native
+from solrl_jax.models.sana.transformer import SanaConfig
+from solrl_jax.storage import files
+
+# Keys under which checkpoints hold their tensors. The first one found is used: SANA's authors read `state_dict` before `model`.
+CONTAINERS = ("state_dict", "model", "model_state_dict", "module", "net", "weights", "params")
+# dictionaries within each other; bytes of tensors for a byte of the file
+MOST_NESTED = 8
+MOST_GROWTH = 4
+HARMLESS = (type(None), bool, int, float, str)
+INSTALL = "pip install 'solrl_jax[convert]'"
+INDEX = "model_index.json"
+TRANSFORMER = "transformer"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+Tensors = dict[str, Any]  # of torch.Tensor, by name
+
+
+def convert(
+    file: Path, out: Path, base: Path | None = None, *, force: bool = False
+) -> dict[str, Any]:
+    """Writes the tensors of the pickle `file` to `out`. Returns what `--json` prints.
+
+    A native SANA checkpoint becomes the directory of a pipeline, with the other components of the pipeline `base`; that also
+    tells what names and shapes do not, such as the number of heads. Any other file becomes one safetensors file with the same
+    names and dtypes. force: replace `out` if it exists.
+
+    Raises InputError, and leaves no output, for a file that holds more than tensors, or other tensors than the network's.
+    """
+    _check_paths(file, out, base, force)
+    torch = _torch()
+    tensors, took, left = _unwrap(file, _load(torch, file), torch)
+    _check_tensors(file, tensors, torch)
+    summary = {"out": str(out), "took": took, "left_out": left}
+    if native.is_native(tensors):
+        if base is None:
+            raise InputError(
+                f"{file}: is a native SANA checkpoint; name a SANA pipeline of the same width by --base DIR"
+            )
+        return summary | _write_sana(file, Path(os.path.abspath(out)), base, tensors)
+    if base is not None:
+        raise InputError(f"--base {base}: only for native SANA checkpoints, and {file} is none")
+    if out.suffix != ".safetensors" or out.is_dir():
+        raise InputError(
+            f"--out {out}: the tensors of {file} become one file; give it a name that ends in .safetensors"
+        )
+    _write(out, tensors)
+    return summary | {"kind": "tensors", "tensors": len(tensors), "bytes": out.stat().st_size}
+
+
+def describe(summary: Mapping[str, Any]) -> str:
+    """`convert`'s result for a terminal."""
+    lines = [f"took {summary['took']}"] if summary["took"] else []
+    left = [*summary["left_out"], *summary.get("ignored", [])]
+    lines += [f"left out {', '.join(left)}"] if left else []
+    if summary["kind"] == "sana":
+        layers = summary["config"]["num_layers"]
+        lines.append(
+            f"SANA of {layers} layers, {summary['ffn']} MLPs, {summary['parameters']:,} parameters"
+        )
+    return "\n".join(
+        [
+            *lines,
+            f"{summary['tensors']} tensor(s), {summary['bytes'] / 1e9:.2f} GB: {summary['out']}",
+        ]
+    )
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise InputError(
+            f"convert reads pickles with PyTorch, which is not here: {INSTALL}"
+        ) from error
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
+        raise InputError(
+            f"PyTorch {torch.__version__} may run code that a pickle holds (CVE-2025-32434): {INSTALL}"
+        )
+    return torch
+
+
+def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
+    """Raises InputError for paths that cannot be used, or if a file would be lost."""
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    if file.suffix == ".safetensors":
+        raise InputError(f"{file}: is a safetensors file already")
+    if base is not None:
+        with in_one_line(lambda said: f"--base {base}: {said}"):
+            kind = read_json(base / INDEX).get("_class_name")
+        if kind != "SanaPipeline":
+            raise InputError(
+                f"--base {base}: {INDEX} has _class_name={kind!r}; accepted: 'SanaPipeline'"
+            )
+    for path in (file, *([base] if base else [])):
+        if out.resolve() in (path.resolve(), *path.resolve().parents):
+            raise InputError(f"--out {out}: is or holds {path}, which is read; name another one")
+    files.refuse_existing("--out", [out], force, folders=True)
+    if out.is_symlink():
+        raise InputError(f"--out {out}: is a link; name what it is to be")
+    files.writable_directory(out.absolute().parent, "--out")
+
+
+def _load(torch: Any, file: Path) -> Any:
+    """What the pickle holds. Tensors are mapped from the file if its format allows (a zip archive, since PyTorch 1.6)."""
+    try:
+        if zipfile.is_zipfile(
+            file
+        ):  # PyTorch does not compress; what is compressed could be a thousand times larger
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("it is compressed, which torch.save does not do")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they warn of what is refused below
+            return torch.load(
+                file, weights_only=True, mmap=zipfile.is_zipfile(file), map_location="cpu"
+            )
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)|Unsupported operand \d+", str(error))
+        what = (
+            f"it asks for {found[1]}"
+            if found and found[1]
+            else found[0]
+            if found
+            else "of an unknown form"
+        )
+        raise InputError(
+            f"{file}: refused, because reading it may run code ({what}); accepted are tensors alone"
+        ) from error
+    except (
+        Exception
+    ) as error:  # a damaged file raises a dozen unrelated kinds, some with advice that is not ours
+        reason = first_line(error).split(". ")[0]
+        raise InputError(
+            f"{file}: not a readable torch file ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, list[str]]:
+    """The tensors, the key that they were under (dots between nested keys; None: no key), and the entries that are left out.
+
+    Raises InputError that lists entries which are neither tensors nor plain numbers and strings.
+    """
+    took = ""
+    left = []
+    while isinstance(value, Mapping) and (key := _container(value, torch)) is not None:
+        if took.count(".") > MOST_NESTED:
+            raise InputError(f"{file}: its dictionaries are more than {MOST_NESTED} levels deep")
+        left += [f"{took}{k} ({type(v).__name__})" for k, v in value.items() if k != key]
+        took = f"{took}{key}."
+        value = value[key]
+    if not isinstance(value, Mapping):
+        raise InputError(
+            f"{file}: holds one {type(value).__name__}; accepted is a dictionary of tensors"
+        )
+    tensors = {
+        k: v.detach() for k, v in value.items() if isinstance(v, torch.Tensor) and _is_name(k)
+    }
+    others = {f"{took}{k} ({type(v).__name__})": v for k, v in value.items() if k not in tensors}
+    if strange := [shown for shown, v in others.items() if not isinstance(v, HARMLESS)]:
+        raise InputError(
+            f"{file}: {len(strange)} entries are no named tensors: {', '.join(strange)}"
+        )
+    left += others
+    if not tensors:
+        raise InputError(
+            f"{file}: holds no tensor{'; there is ' + ', '.join(left) if left else ''}"
+        )
+    return tensors, took.removesuffix(".") or None, left
+
+
+def _is_name(key: Any) -> bool:
+    """Whether a tensor of a safetensors file can have this name."""
+    return (
+        isinstance(key, str)
+        and key != "__metadata__"
+        and key.encode(errors="replace").decode() == key
+    )
+
+
+def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
+    """The key under which a checkpoint holds its tensors: a known name, or the only key with tensors. None: there is no key."""
+    if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
+        return known[0]
+
+    def has_tensors(entries):
+        return any(isinstance(entry, torch.Tensor) for entry in entries.values())
+
+    inside = [
+        key for key, entry in value.items() if isinstance(entry, Mapping) and has_tensors(entry)
+    ]
+    return inside[0] if len(inside) == 1 and not has_tensors(value) else None
+
+
+def _check_tensors(file: Path, tensors: Tensors, torch: Any) -> None:
+    """Raises InputError that lists the tensors which a safetensors file cannot hold."""
+    if (
+        total := sum(t.nbytes for t in tensors.values() if t.layout == torch.strided)
+    ) > MOST_GROWTH * file.stat().st_size:
+        raise InputError(
+            f"{file}: its tensors claim {total} bytes, and the file has {file.stat().st_size}"
+        )
+    strange = []
+    for name, t in tensors.items():
+        try:
+            if t.layout != torch.strided or t.device.type != "cpu":
+                strange.append(f"{name} is {t.layout} on {t.device}")
+            else:
+                _spec(t)
+        except (
+            SafetensorError,
+            RuntimeError,
+        ):  # the latter for nested tensors, which have no shape
+            strange.append(f"{name} is {t.dtype}")
+    if strange:
+        raise InputError(
+            f"{file}: {len(strange)} tensor(s) that safetensors cannot hold: {', '.join(strange)}"
+        )
+
+
+def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str, Any]:
+    """Writes the directory `out` of a native SANA checkpoint, which the network's own loader checks first."""
+    with in_one_line(lambda said: f"--base {base}: {said}"):
+        config = SanaConfig.read(base / TRANSFORMER)
+    with in_one_line(lambda said: f"{file}: {said}"):
+        plan = native.plan({name: tuple(t.shape) for name, t in tensors.items()}, config)
+    copied = _component_files(base)
+    fields = {"_class_name": plan.config.network, **dataclasses.asdict(plan.config)}
+    _check_directory(out, {TRANSFORMER, *(name.split("/")[0] for name in copied)})
+    with files.atomic_directory(out) as folder:
+        files.atomic_write(
+            folder / TRANSFORMER / "config.json", json.dumps(fields, indent=2) + "\n"
+        )
+        with files.writing(out):
+            for name, source in copied.items():
+                _copy(source, folder / name)
+        # checked before the weights are written, which takes long
+        with in_one_line(lambda said: said.replace(str(folder), str(base))):
+            network = open_pipeline(folder).transformer
+        # views: no weight is read yet
+        parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
+        _write(folder / TRANSFORMER / WEIGHTS, parts)
+        with in_one_line(lambda said: said.replace(str(folder), str(out))):
+            network.check()
+    return {
+        "kind": "sana",
+        "tensors": len(parts),
+        "bytes": (out / TRANSFORMER / WEIGHTS).stat().st_size,
+        "parameters": plan.parameters,
+        "ffn": plan.ffn,
+        "ignored": list(plan.ignored),
+        "config": fields,
+    }
+
+
+def _component_files(base: Path) -> dict[str, Path]:
+    """The files of a pipeline's directory, without its transformer, by their path in it."""
+    there = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
+    return {
+        name: there[name]
+        for name in pipeline_files(list(there))
+        if not name.startswith(f"{TRANSFORMER}/")
+    }
+
+
+def _check_directory(out: Path, names: set[str]) -> None:
+    """Raises InputError if `out` cannot name a directory, or is a directory that holds more than `names`."""
+    if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
+        raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
+    if out.is_dir() and (strange := sorted({path.name for path in out.iterdir()} - names)):
+        raise InputError(
+            f"--out {out}: holds {', '.join(strange)}, which would be removed; name another directory"
+        )
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a file. Weights become a hard link where possible, which takes no room; other files are edited by people."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = source.resolve()  # a hub cache holds links
+    if target.suffix == ".safetensors":
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copyfile(source, target)
+    files.sync(target)
+
+
+def _write(path: Path, tensors: Tensors) -> None:
+    """Writes a safetensors file. Only tensors whose elements are not contiguous are copied first.
+
+    Tensors that share memory are each written: `safetensors.torch` refuses them.
+    """
+    whole = {name: t.contiguous() for name, t in tensors.items()}
+    with files.atomic(path) as partial:
+        serialize_file({name: _spec(t) for name, t in whole.items()}, partial, {"format": "pt"})
+
+
+def _spec(t: Any) -> TensorSpec:
+    """How safetensors finds a contiguous tensor. Raises SafetensorError for a dtype that it lacks."""
+    dtype = str(t.dtype).removeprefix("torch.")
+    return TensorSpec(dtype=dtype, shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
+
+
+@click.command("convert")
+@click.argument("file", metavar="FILE", type=PATH)
+@click.option(
+    "--out", required=True, type=PATH, help="Output file, .safetensors; for SANA, a directory."
+)
+@click.option(
+    "--base", type=PATH, help="For SANA: a pipeline's directory, whose other components are added."
+)
+@force_option
+@json_option
+def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool) -> None:
+    """Turn a torch pickle (.pth, .pt, .bin, .ckpt) into safetensors, or a native SANA checkpoint into diffusers' layout.
+
+    \b
+    solrl convert HPS_v2.1_compressed.pt --out weights/HPS_v2.1_compressed.safetensors
+    solrl convert SANA_LinearFFN.pth --out sana-linear --base Sana_1600M_1024px_BF16_diffusers
+    """
+    summary = convert(file, out, base, force=force)
+    finish(summary, as_json, describe(summary))

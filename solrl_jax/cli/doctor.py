@@ -1,0 +1,304 @@
+"""`solrl doctor`."""
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import jax
+
+from solrl_jax.cli.options import finish, json_option, overrides_argument
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Config
+from solrl_jax.data.prompts import load_prompts
+from solrl_jax.errors import InputError, in_one_line, one_line
+from solrl_jax.models.backbone import DTYPES
+from solrl_jax.models.locate import open_model
+from solrl_jax.models.text_encoders.cache import open_cache
+from solrl_jax.planning.abstract import open_configurations
+from solrl_jax.planning.targets import CUDNN
+from solrl_jax.quant.formats import AUTO, FORMATS, Device
+from solrl_jax.quant.formats import resolve as resolve_format
+from solrl_jax.rewards.registry import open_rewards, reward_names
+from solrl_jax.rewards.sources import SOURCES, Converted, Hub, find
+from solrl_jax.rl.experiment import device_facts, linears_of, open_mesh, read_instruction
+from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
+from solrl_jax.runs.record import PACKAGES
+from solrl_jax.storage import hub
+
+EXTRAS = {
+    "rewards": "rapidocr",
+    "convert": "torch",
+    "wandb": "wandb",
+}  # a package that each extra brings
+DRIVER = Path("/proc/driver/nvidia/version")  # is there where NVIDIA's driver is loaded
+
+
+@click.command("doctor")
+@click.argument("preset", required=False)
+@overrides_argument
+@json_option
+def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """What this machine can do, and what PRESET lacks here. Loads no weights, downloads nothing.
+
+    The exit code is 1 if something is missing.
+
+    \b
+    solrl doctor
+    solrl doctor flux1_sol_rl_hpsv2 mesh.fsdp=8 reward.paths.hpsv2=weights/HPS_v2.1_compressed.safetensors
+    """
+    config = None if preset is None else resolve(preset, overrides)
+    summary = machine()
+    if config is not None:
+        wanted = needs(config)
+        summary |= wanted | {"missing": summary["missing"] + wanted["missing"]}
+    finish(summary, as_json, table(summary))
+    if missing := summary["missing"]:
+        click.echo(f"solrl: {len(missing)} missing, first {one_line(missing[0])}", err=True)
+        sys.exit(1)
+
+
+def machine() -> dict[str, Any]:
+    """The facts of this machine. `missing`: what keeps JAX from its devices. Sizes are in bytes."""
+    device = device_facts()
+    cache = open_cache("")
+    assert cache is not None
+    dnn = cudnn() if device.platform == "gpu" else None
+    missing = []
+    if device.platform == "cpu" and DRIVER.exists():
+        missing.append(
+            "JAX does not see the NVIDIA GPU of this machine; expected pip install 'solrl_jax[cuda13]'"
+        )
+    if device.platform == "gpu" and (dnn is None or _numbers(dnn) < _numbers(CUDNN)):
+        missing.append(f"cuDNN {dnn or 'is not found'}; expected {CUDNN} or newer")
+    return {
+        "versions": {
+            "solrl_jax": importlib.metadata.version("solrl_jax"),
+            "python": platform.python_version(),
+        }
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "extras": {
+            extra: importlib.util.find_spec(package) is not None
+            for extra, package in EXTRAS.items()
+        },
+        "devices": {
+            "count": jax.device_count(),
+            "memory": device_memory(),
+            **dataclasses.asdict(device),
+        },
+        "formats": {name: form.native(device) for name, form in FORMATS.items()},
+        "auto": resolve_format(AUTO, device).name,
+        "cudnn": dnn,
+        "hub": {**_folder(_hub_cache()), "offline": hub.offline()},
+        "prompt_cache": _folder(cache.folder),
+        "missing": missing,
+    }
+
+
+def needs(config: Config) -> dict[str, Any]:
+    """What `config` takes of this machine: `weights` in bytes, what is `missing`, and the `downloads` of its first start.
+
+    Each part is looked at by itself, so that all that is missing is told at once.
+    """
+    missing: list[str] = []
+    downloads = [*_model_download(config), *_reward_downloads(config)]
+    weights: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except InputError as error:
+            missing.append(str(error))
+
+    for field, path, least in (
+        ("prompts.train", config.prompts.train, config.train.prompts),
+        ("prompts.test", config.prompts.test, config.eval.prompts),
+    ):
+        with noted():
+            if len(found := load_prompts(path, field)) < least:
+                raise InputError(
+                    f"{field}={path!r}: has {len(found)} distinct prompts; the preset takes {least} at once"
+                )
+    with noted():
+        read_instruction(config)
+    with noted():
+        open_cache(config.model.cache)
+    for key, source in _reward_sources(config).items():
+        with noted():
+            if isinstance(source, Converted):
+                find(key, config.reward.paths)
+    if not missing and not downloads:
+        with noted():
+            open_rewards(config.reward)
+    with noted():
+        weights |= sizes(config)
+    with noted():
+        if not _model_download(config):
+            _check_weights(config.model.path)
+    if downloads and hub.offline():
+        missing += [
+            f"{name}: is not in the hub's cache, and HF_HUB_OFFLINE is set" for name in downloads
+        ]
+    return {
+        "preset": config.preset,
+        "weights": weights,
+        "downloads": downloads,
+        "missing": list(dict.fromkeys(missing)),
+    }
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """Bytes of the model's parts in the precision that they are loaded in, by their configurations alone.
+
+    Raises InputError for a model without configurations, and for what cannot fit into a device of this machine.
+    """
+    pipeline = open_configurations(config.model.path)
+    dtype = DTYPES[config.rollout.precision]
+    encoders = sum(part.size for part in pipeline.text_encoders.values())
+    found = {
+        "transformer": pipeline.transformer.size * dtype.itemsize,
+        "text encoders": encoders * dtype.itemsize,
+    }
+    found["vae"] = pipeline.vae.size * (pipeline.vae_dtype or dtype).itemsize
+    mesh = open_mesh(config)
+    memory = device_memory()
+    share = found["transformer"] / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    if share > memory:
+        takes = f"a device would hold {share / 1e9:.3g} GB of the transformer and has {memory / 1e9:.3g} GB"
+        raise InputError(
+            f"mesh.fsdp={config.mesh.fsdp}: {takes}; expected more devices and mesh.fsdp, or a smaller model"
+        )
+    targets, _ = linears_of(config, pipeline, device_facts())
+    refuse_what_cannot_fit(config, pipeline, targets)
+    return found
+
+
+def _check_weights(path: str) -> None:
+    """Raises InputError unless the files of all components are there and hold the tensors that they should."""
+    in_hub = not Path(path).is_dir() and hub.is_name(path)
+    pipeline = open_model(str(hub.cached(path)) if in_hub else path)
+    with in_one_line():
+        for component in (pipeline.transformer, pipeline.vae, *pipeline.text_encoders.values()):
+            component.check()
+
+
+def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
+    """The released files that the rewards are read from."""
+    names = reward_names((*config.reward.weights, *config.reward.watched))
+    return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}
+
+
+def _model_download(config: Config) -> list[str]:
+    """The model's name in the hub, if its files are to be downloaded."""
+    path = config.model.path
+    return (
+        [path] if not Path(path).is_dir() and hub.is_name(path) and hub.cached(path) is None else []
+    )
+
+
+def _reward_downloads(config: Config) -> list[str]:
+    """Names in the hub of the repositories whose files the rewards lack."""
+    used = _reward_sources(config)
+    paths = config.reward.paths
+    given = {
+        paths.get(key, source.name): source.files
+        for key, source in used.items()
+        if isinstance(source, Hub)
+    }
+
+    def absent(name, files):
+        return hub.is_name(name) and any(hub.cached(name, file) is None for file in files)
+
+    return [
+        name for name, files in given.items() if not Path(name).is_dir() and absent(name, files)
+    ]
+
+
+def cudnn() -> str | None:
+    """The version of cuDNN that this process loads: "9.12.0". None: there is none."""
+    try:
+        number = int(
+            ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()
+        )  # JAX has loaded it from its wheel, if it came in one
+    except OSError:
+        return None
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    """A folder that need not be there yet, and the bytes that are free where it is or would be."""
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    writable = there.is_dir() and os.access(there, os.W_OK)
+    return {"folder": str(path), "free": shutil.disk_usage(there).free, "writable": writable}
+
+
+def table(summary: dict[str, Any]) -> str:
+    """What `machine` and `needs` found, for a terminal."""
+    versions = summary["versions"]
+    devices = summary["devices"]
+    emulated = [name for name, native in summary["formats"].items() if not native]
+    own = Device(devices["platform"], devices["kind"], tuple(devices["capability"]))
+
+    def state(folder):
+        return "" if folder["writable"] else ", read-only"
+
+    def where(folder):
+        return f"{folder['folder']}, {folder['free'] / 1e9:.0f} GB free{state(folder)}"
+
+    extras = [
+        f"{name} {'installed' if there else 'not installed'}"
+        for name, there in summary["extras"].items()
+    ]
+    rows = [
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("devices", f"{devices['count']} x {own.kind}, {devices['memory'] / 1e9:.3g} GB each"),
+        ("native", ", ".join(name for name, native in summary["formats"].items() if native)),
+        (
+            "emulated",
+            f"{', '.join(emulated)}: the same values, no faster than bf16"
+            if emulated
+            else "nothing",
+        ),
+        ("auto", f"rollout.explore.precision=auto is {FORMATS[summary['auto']].describe(own)}"),
+        (
+            "cuDNN",
+            summary["cudnn"]
+            or ("not found" if own.platform == "gpu" else "not used by this device"),
+        ),
+        ("hub cache", where(summary["hub"]) + (", offline" if summary["hub"]["offline"] else "")),
+        ("extras", ", ".join(extras)),
+        ("prompts", f"encoded ones are kept in {where(summary['prompt_cache'])}"),
+    ]
+    if summary.get("weights"):
+        parts = ", ".join(
+            f"{name} {size / 1e9:.3g} GB" for name, size in summary["weights"].items()
+        )
+        rows.append(
+            (
+                "weights",
+                f"{parts}; `solrl plan {summary['preset']}` says what training takes beside them",
+            )
+        )
+    rows += [("download", f"{name}, at the first start") for name in summary.get("downloads", ())]
+    rows += [("missing", line) for line in summary["missing"]] or [("missing", "nothing")]
+    return "\n".join(f"{name:10} {one_line(text)}" for name, text in rows)

@@ -1,0 +1,69 @@
+"""`solrl encode`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from solrl_jax.cli.options import bar, finish, json_option, overrides_argument
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import Config
+from solrl_jax.errors import InputError
+from solrl_jax.models.backbone import open_text_encoders
+from solrl_jax.models.locate import open_model
+from solrl_jax.rl.experiment import load_prompt_sets, open_mesh, read_instruction
+
+
+@click.command("encode")
+@click.argument("preset")
+@overrides_argument
+@json_option
+def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Fill the cache with PRESET's encoded prompts. Training then never loads the text encoders.
+
+    \b
+    solrl encode flux1_sol_rl_pickscore model.cache=/data/prompts
+    """
+    with bar(None, "encode", "prompt") as shown:
+        summary = fill_cache(resolve(preset, overrides), shown.update)
+    size = f"{summary['bytes_each'] / 1e6:.2g} MB each"
+    finish(
+        summary,
+        as_json,
+        f"{summary['prompts']} prompts, {summary['encoded']} new, {size}: {summary['cache']}",
+    )
+
+
+def fill_cache(
+    config: Config, progress: Callable[[int], None] = lambda prompts: None
+) -> dict[str, Any]:
+    """Encodes both prompt sets of `config` and the empty prompt. Loads only the text encoders.
+
+    progress: called with the number of prompts done since the last call. Returns what `--json` prints.
+    """
+    prompts = list(
+        dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set])
+    )
+    instruction = read_instruction(config)
+    mesh = open_mesh(config)
+    tokens = config.model.max_tokens
+    encoders = open_text_encoders(
+        open_model(config.model.path), config.rollout.precision, mesh, config.model.cache
+    )
+    if encoders.cache is None:
+        raise InputError(
+            "model.cache=None: expected a directory to be filled, or '' for the user's own"
+        )
+    encoders.check_instruction(instruction)
+    empty, encoded = encoders.encode([""], tokens)
+    for start in range(0, len(prompts), encoders.chunk):
+        part = prompts[start : start + encoders.chunk]
+        encoded += encoders.encode(part, tokens, instruction)[1]
+        progress(len(part))
+    size = sum(x.nbytes for x in empty.values())
+    return {
+        "cache": str(encoders.cache.folder),
+        "prompts": len(prompts) + 1,
+        "encoded": encoded,
+        "bytes_each": size,
+    }

@@ -1,0 +1,93 @@
+"""`solrl linears`."""
+
+import dataclasses
+
+import click
+
+from solrl_jax.cli.options import bar, finish, finite, json_option, overrides_argument, trust_option
+from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.models.backbone import DTYPES, load_backbone
+from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.quant.formats import resolve
+from solrl_jax.rl.experiment import build, device_facts, load_prompt_sets
+from solrl_jax.rl.explore import linears
+from solrl_jax.rl.sensitivity import measure, proposed, table
+from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
+
+DROP = 0.02  # Spearman that a proposed rule may cost
+
+
+@click.command("linears")
+@click.argument("target", metavar="RUN_OR_PRESET")
+@overrides_argument
+@click.option(
+    "--errors",
+    is_flag=True,
+    help="Load the weights, merge a run's averaged policy, and measure errors.",
+)
+@click.option(
+    "--sensitivity",
+    type=click.IntRange(1),
+    metavar="PROMPTS",
+    help="Measure what quantising each group does to ranks.",
+)
+@click.option(
+    "--drop",
+    type=click.FloatRange(0, 2),
+    callback=finite,
+    help=f"Spearman that the proposed rule may cost.  [default: {DROP}]",
+)
+@trust_option
+@json_option
+def command(
+    target: str,
+    overrides: tuple[str, ...],
+    sensitivity: int | None,
+    drop: float | None,
+    as_json: bool,
+    **others: bool,
+) -> None:
+    """List the linears of a model: which are quantised, why others are not, and their bytes. Loads no weights.
+
+    \b
+    solrl linears tiny rollout.explore.precision=fp8 --errors
+    solrl linears tiny prompts.test=embedded:shapes-train --sensitivity 16
+    """
+    if others["errors"] and sensitivity is not None:
+        raise InputError("--errors: is another measurement than --sensitivity; ask for one of them")
+    if drop is not None and sensitivity is None:
+        raise InputError(f"--drop {drop}: is of what --sensitivity proposes; leave it out")
+    config, run = configuration(
+        target, overrides, None, trust=others["trust_run"] or sensitivity is None
+    )  # ranks need rewards
+    if sensitivity is not None and sensitivity > (there := len(load_prompt_sets(config)[1])):
+        raise InputError(f"--sensitivity {sensitivity}: there are {there} test prompts")
+    if sensitivity is not None or others["errors"]:
+        find_checkpoint(target, "latest")  # raises before weights are loaded
+    if sensitivity is not None:
+        experiment = build(config)
+        adapters, _ = load_policy(run, config, experiment.backbone)
+        with bar(None, "sensitivity") as shown:
+            exact, groups = measure(
+                experiment, adapters, sensitivity, lambda stage, rows, done: shown.update(done)
+            )
+        skip = proposed(exact, groups, exact - (DROP if drop is None else drop))
+        found = {"exact": exact, "groups": list(map(dataclasses.asdict, groups)), "skip": skip}
+        finish(found, as_json, table(exact, groups, skip))
+        return
+    device = device_facts()
+    form = resolve(config.rollout.explore.precision, device)
+    pipeline = open_model(config.model.path, **attention_of(config.model))
+    shapes = pipeline.transformer.abstract(DTYPES[config.rollout.precision])
+    with in_one_line():
+        rows = linears.report(shapes, config.model.quantize, form, config.rollout.explore)
+    if others["errors"]:
+        backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
+        adapters, _ = load_policy(run, config, backbone)
+        rows = linears.with_errors(
+            rows, backbone.transformer, adapters, config.lora.alpha / config.lora.rank, form
+        )
+    summary = {"exploration": form.describe(device), **linears.totals(rows)}
+    summary["per_linear"] = list(map(dataclasses.asdict, rows))
+    finish(summary, as_json, linears.table(rows, form))

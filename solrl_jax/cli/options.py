@@ -1,0 +1,79 @@
+"""Options that several commands share; how commands show progress and results."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from solrl_jax.config.values import MOST_NUMBER
+from solrl_jax.storage.readers import is_number, strict
+
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
+
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+class _Path(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("expected a path; an empty one would be the working directory", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(path_type=Path)
+
+
+def finite(
+    _context: click.Context, _parameter: click.Parameter, value: float | None
+) -> float | None:
+    """A click callback that refuses infinity and NaN, which ranges accept."""
+    if value is not None and not abs(value) <= MOST_NUMBER:
+        raise click.BadParameter(f"{value} is not finite in float32")
+    return value
+
+
+def iterations(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[int, ...]:
+    """A click callback: iteration numbers, as repeated options or separated by commas."""
+    parts = [part for value in values for part in value.split(",")]
+    if wrong := [part for part in parts if not is_number(part)]:
+        raise click.BadParameter(f"{wrong[0]!r} is no iteration; expected e.g. 3 or 3,10")
+    return tuple(map(int, parts))
+
+
+checkpoint_option = click.option(
+    "--checkpoint", default="latest", show_default=True, metavar="best|latest|ITERATION",
+    help="Checkpoint of a run; best: the one with the highest eval/reward.",
+)  # fmt: skip
+force_option = click.option("--force", is_flag=True, help="Replace what is at --out.")
+trust_option = click.option(
+    "--trust-run",
+    is_flag=True,
+    help="Use the functions and services that the run names as rewards.",
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as one line of JSON."
+)
+
+
+def bar(total: int | None, name: str, unit: str = "img"):
+    """A progress bar on standard error; nothing is shown if that is not a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=name, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty())
+
+
+def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
+    """Prints the result of a command: `summary` as JSON, or `text`."""
+    if as_json:
+        print_json(summary)
+    else:
+        click.echo(text)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as one line of strict JSON."""
+    click.echo(json.dumps(strict(value), allow_nan=False))

@@ -1,0 +1,38 @@
+"""`solrl report`."""
+
+from pathlib import Path
+
+import click
+
+from solrl_jax.cli.options import PATH, finish, force_option, json_option
+from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.runs import report
+from solrl_jax.storage.files import refuse_existing, writable_directory
+
+
+@click.command("report")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--out", type=PATH, help="Output file.  [default: RUN/report.html; of several report.html]"
+)
+@click.option("--plan", type=PATH, help="The JSON of `solrl plan PRESET --json`, to be shown too.")
+@force_option
+@json_option
+def command(
+    runs: tuple[Path, ...], out: Path | None, plan: Path | None, force: bool, as_json: bool
+) -> None:
+    """Show what runs did as one HTML page, which needs no network."""
+    page = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))
+    if page.is_dir():
+        raise InputError(f"--out {page}: is a directory; name a file")
+    if out is not None or not report.is_page(page):
+        refuse_existing("--out", [page], force)
+    if out is not None:
+        writable_directory(page.absolute().parent, "--out")
+    with in_one_line():
+        report.write(runs, page, plan=plan)
+    finish(
+        {"out": str(page), "runs": [str(run) for run in runs]},
+        as_json,
+        f"open in a browser: {page}",
+    )

@@ -1,0 +1,324 @@
+"""`Experiment`: a configuration made real. What training, evaluation and ranking share, checked and loaded once."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import UInt32
+
+from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import evaluated_size, trained_sizes
+from solrl_jax.config.values import Size
+from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
+from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.seeds import candidate_seeds, key, prompt_uid
+from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.models.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone
+from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.parallel import hosts, sharding
+from solrl_jax.quant.formats import Device, resolve, scoring_dtypes
+from solrl_jax.rewards.host import trial
+from solrl_jax.rewards.protocol import Reward, check_prompts
+from solrl_jax.rewards.registry import open_rewards
+from solrl_jax.rl.checkpointing import open_trained
+from solrl_jax.rl.explore.explorer import Recipe
+from solrl_jax.rl.explore.linears import quantized_paths
+from solrl_jax.rl.explore.option import Calibration
+from solrl_jax.rl.generate import Prompted, Rows, prepare
+from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
+from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.state import TrainState, abstract_state, init_state, read_start
+from solrl_jax.rl.trainable.trainable import Adapters, Targets, attach, find_targets
+
+CALIBRATION_PROMPTS = 16  # training prompts that levers of exploration measure on, one sample each
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Experiment:
+    """The parts of a run that never change."""
+
+    config: Config
+    backbone: Backbone
+    reward: Reward
+    evaluated: Reward  # the reward with what is watched beside it
+    targets: Targets  # the parameters that are trained
+    quantized: tuple[str, ...]  # paths of the linears that exploration may quantise
+    device: Device  # all devices of a mesh are of one kind
+    train_prompts: list[Prompt]
+    test_prompts: list[Prompt]
+    size: Size  # height and width of the pictures
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product: alpha / rank."""
+        return self.config.lora.alpha / self.config.lora.rank
+
+    def at(self, size: Size) -> "Experiment":
+        """The same with pictures of another size. There is one for each size, so what levers measure on it is measured once."""
+        return self if size == self.size else self._others(size)
+
+    @cached_property
+    def _others(self) -> Callable[[Size], "Experiment"]:
+        return cache(lambda size: dataclasses.replace(self, size=size))
+
+    def during(self, iteration: int) -> "Experiment":
+        """The same with pictures of the size of an iteration, counted from 1.
+
+        Every cycle of iterations goes through all sizes, in a new order, as the run's seed has it: nothing that recurs falls
+        on one size alone. A resumed run needs no cursor. Raises InputError for an iteration below 1.
+        """
+        if not 1 <= iteration < 2**31:
+            raise InputError(f"iteration={iteration}: accepted: 1 to {2**31 - 1}")
+        sizes = trained_sizes(self.config)
+        cycle, place = divmod(iteration - 1, len(sizes))
+        order = jax.random.permutation(
+            jax.random.fold_in(key(self.config.seed, "sizes"), cycle), len(sizes)
+        )
+        return self.at(sizes[int(order[place])])
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """Hashes of texts that files hold: the prompts in order, with what is known about them, and the instruction."""
+        said = {
+            "prompts": [(str(p), dict(p.metadata)) for p in self.train_prompts],
+            "instruction": self.backbone.instruction,
+        }
+        return {
+            name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+            for name, value in said.items()
+        }
+
+    def policy(self, adapters: Adapters) -> Params:
+        """The policy of `adapters` in the training precision: the base with the adapters beside it."""
+        return attach(self.backbone.transformer, adapters, self.scale)
+
+    def grid(self, steps: int, start: int | None = 0) -> Grid:
+        """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Grid.of`)."""
+        pipeline = self.backbone.pipeline
+        tokens = pipeline.image_tokens(*self.size)
+        return Grid.of(
+            self.config.rollout, steps, tokens, pipeline.embedded_guidance, start, pipeline.mu
+        )
+
+    def stage(self, name: str, adapters: Adapters, steps: int, start: int | None = 0) -> Stage:
+        """What a stage in the training precision rolls out with: regeneration, evaluation, calibration. start: as of `grid`."""
+        config = self.config
+        backbone = self.backbone
+        most = -(
+            -config.train.prompts * config.rollout.candidates // sharding.row_groups(backbone.mesh)
+        )
+        return Stage(
+            name=name,
+            legs=(Leg(self.policy(adapters), self.grid(steps, start)),),
+            decoder=backbone.decoder,
+            shape=backbone.pipeline.latent_shape(*self.size),
+            chunk=min(config.rollout.chunk, most),
+        )
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """How candidates are explored."""
+        config = self.config
+        prompts = self.train_prompts[:CALIBRATION_PROMPTS]
+        calibration = Calibration(
+            backbone=self.backbone,
+            stage=self.stage("calibrate", {}, config.rollout.steps),
+            prompts=prompts,
+            prompted=cache(lambda: self.prompted(prompts)),
+            rows=Rows.of(self.seeds("calibration seeds", prompts, 1)),
+            micro_batch=config.optimizer.micro_batch,
+        )
+        return Recipe(
+            explore=config.rollout.explore,
+            format=resolve(config.rollout.explore.precision, self.device),
+            quantized=self.quantized,
+            scale=self.scale,
+            training_precision=config.rollout.precision,
+            own_grid=self.grid,
+            calibration=calibration,
+        )
+
+    def prompted(self, prompts: Sequence[Prompt], reward: Reward | None = None) -> Prompted:
+        """The prompts, encoded, and prepared for `reward` if there is one."""
+        return prepare(self.backbone, reward, prompts, self.config.model.max_tokens)
+
+    def seeds(
+        self,
+        stream: str,
+        prompts: Sequence[str],
+        candidates: int,
+        *,
+        seed: int | None = None,
+        iteration: int = 0,
+    ) -> UInt32[np.ndarray, "p n 2"]:
+        """As `prompt_seeds`. seed: in place of the run's own."""
+        return prompt_seeds(
+            self.config.seed if seed is None else seed, stream, prompts, candidates, iteration
+        )
+
+
+def prompt_seeds(
+    root: int, stream: str, prompts: Sequence[str], candidates: int, iteration: int = 0
+) -> UInt32[np.ndarray, "p n 2"]:
+    """The seeds of `candidates` candidates of each prompt, on the host, for a stream of `diffusion.seeds.STREAMS`."""
+    uids = np.array([prompt_uid(p) for p in prompts], np.uint32)
+    return np.asarray(
+        candidate_seeds(np.int32(root), stream, np.int32(iteration), uids, np.arange(candidates))
+    )
+
+
+def build(config: Config, *, force: bool = False) -> Experiment:
+    """Checks everything that can be checked cheaply, then loads. Raises InputError in one line.
+
+    force: load also what cannot fit into memory, by the arithmetic of `room`.
+    """
+    model = config.model
+    rollout = config.rollout
+    device = device_facts()
+    decoding, products = scoring_dtypes(rollout.scoring, rollout.precision, device)
+    load_reward = open_rewards(config.reward, products)
+    train, test = load_prompt_sets(config)
+    for field, wanted, there in (
+        ("train.prompts", config.train.prompts, train),
+        ("eval.prompts", config.eval.prompts, test),
+    ):
+        if wanted > len(there):
+            raise InputError(
+                f"{field}={wanted}: must be at most the {len(there)} distinct prompts of its file"
+            )
+    instruction = read_instruction(config)
+    hosts.connect(mesh := open_mesh(config))
+    reward, evaluated = load_reward(sharding.rows_only(mesh))
+    pipeline = open_trained(
+        config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model))
+    )
+    # what cannot be scored is found before the weights are loaded
+    for field, scored, prompts, sizes in (
+        ("prompts.train", reward, train, trained_sizes(config)),
+        ("prompts.test", evaluated, test, (evaluated_size(config),)),
+    ):
+        check_prompts(scored, prompts, field)
+        for size in {*sizes}:
+            _try(scored, prompts[:1], pipeline, size)
+    targets, quantized = linears_of(config, pipeline, device)
+    if not force:
+        refuse_what_cannot_fit(config, pipeline, targets)
+    backbone = load_backbone(
+        pipeline,
+        rollout.precision,
+        mesh,
+        cache=model.cache,
+        instruction=instruction,
+        tile=model.tile,
+        decoding=decoding,
+    )
+    return Experiment(
+        config,
+        backbone,
+        reward,
+        evaluated,
+        targets,
+        quantized,
+        device,
+        train,
+        test,
+        trained_sizes(config)[0],
+    )
+
+
+def _try(scored: Reward, prompts: Sequence[Prompt], pipeline: Pipeline, size: Size) -> None:
+    """Raises InputError in one line if pictures of that size cannot be scored. Only rewards outside JAX run for it."""
+    if scored.score is not None:
+        prepared = scored.prepare([*prompts, *prompts])
+        pictures, latents = (
+            jax.ShapeDtypeStruct((2, *s), np.float32)
+            for s in ((*size, 3), pipeline.latent_shape(*size))
+        )
+        with in_one_line(
+            f"pictures of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}".format
+        ):
+            jax.eval_shape(scored.score, scored.params, scored.seen(pictures, latents), prepared)
+    if scored.host is not None:
+        trial(scored.host, prompts, size)
+
+
+def linears_of(
+    config: Config, pipeline: Pipeline, device: Device
+) -> tuple[Targets, tuple[str, ...]]:
+    """The parameters of the pipeline's transformer that are trained, and those that are quantised on such devices.
+
+    Raises InputError for what `config` asks of a pipeline that is of another kind.
+    """
+    model = config.model
+    rollout = config.rollout
+    if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
+        why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
+        raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
+    field = "true_guidance" if pipeline.embedded_guidance else "guidance"
+    if config.policy.trains_on == "transitions" and getattr(rollout, field) != 1:
+        why = (
+            f"policy.objective={config.policy.objective}, whose steps are the trained policy's own"
+        )
+        raise InputError(f"rollout.{field}={getattr(rollout, field)}: must be 1 with {why}")
+    shapes = pipeline.transformer.abstract(DTYPES[rollout.precision])
+    form = resolve(rollout.explore.precision, device)
+    with in_one_line():
+        return find_targets(pipeline.transformer, config), quantized_paths(
+            shapes, model.quantize, form
+        )
+
+
+def device_facts() -> Device:
+    """The kind of device that JAX runs on here."""
+    return Device.of(jax.devices()[0])
+
+
+def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts to train on and those to test on."""
+    return load_prompts(config.prompts.train, "prompts.train"), load_prompts(
+        config.prompts.test, "prompts.test"
+    )
+
+
+def read_instruction(config: Config) -> str | None:
+    """The text that goes before every prompt, if the configuration names a file with one."""
+    path = config.model.instruction
+    return None if path is None else load_instruction(path, "model.instruction")
+
+
+def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The run's mesh, of all devices or of those given. Raises InputError where they do not come out even."""
+    with in_one_line():
+        return sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+
+
+def fresh_state(experiment: Experiment) -> TrainState:
+    """The state before the first iteration: the base, or the adapters of `lora.init` on it. Raises InputError."""
+    config = experiment.config
+    backbone = experiment.backbone
+    targets = experiment.targets
+    start = read_start(config.lora, targets.adapted, backbone.parameter_table())
+    root = key(config.seed, "adapters")
+    return init_state(
+        root,
+        backbone.transformer,
+        targets,
+        config.lora,
+        config.optimizer,
+        backbone.mesh,
+        start=start,
+    )
+
+
+def state_shapes(experiment: Experiment) -> TrainState:
+    """The shapes, dtypes and shardings of the state; nothing is allocated."""
+    config = experiment.config
+    backbone = experiment.backbone
+    return abstract_state(
+        backbone.transformer, experiment.targets, config.lora, config.optimizer, backbone.mesh
+    )

@@ -1,0 +1,108 @@
+"""`Recipe`: how candidates are explored. The policy, the grid and the format of the exploring stage, levers applied."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache, cached_property
+
+import jax
+
+from solrl_jax.config.schema import Explore
+from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.models.backbone import Params
+from solrl_jax.quant.formats import FORMATS, Format
+from solrl_jax.rl.explore.monitor import Level, levels
+from solrl_jax.rl.explore.option import Calibration, active_levers
+from solrl_jax.rl.explore.sync import Quantizer, merged
+from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.trainable.trainable import Adapters, attach
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recipe:
+    """Exploration as `config.Explore` describes it. What levers measure is measured when first needed, once."""
+
+    explore: Explore
+    format: Format  # the format that `explore.precision` means on these devices
+    quantized: tuple[str, ...]  # paths of the linears that a format quantises
+    scale: float  # of the adapters: alpha / rank
+    training_precision: str
+    own_grid: Callable[
+        ..., Grid
+    ]  # the schedule's own grid with so many steps, the first that adds noise, by number
+    calibration: Calibration
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """How exploration may be done, from what is configured (level 0) to the most faithful."""
+        return levels(
+            self.format, self.explore.steps, self.calibration.grid.steps, self.training_precision
+        )
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether anything is measured on the base."""
+        steps = self.calibration.grid.steps
+        quantizes = self.format.quantize is not None
+        return any(
+            lever.measures(self.explore, steps, quantizes) for lever in active_levers(self.explore)
+        )
+
+    @cached_property
+    def grid(self) -> Callable[..., Grid]:
+        """The grid to explore on with so many steps. start: of the full schedule, the first step that adds noise."""
+
+        @cache
+        def made(steps: int, start: int) -> Grid:
+            grid = self.own_grid(steps, start)
+            for lever in active_levers(self.explore):
+                grid = lever.grid(self.explore, self.calibration, grid)
+            return grid
+
+        return lambda steps, start=0: made(steps, start)
+
+    @cached_property
+    def quantizer(self) -> Callable[[str], Quantizer | None]:
+        """How the linears are quantised in the format of that name; None for a format that quantises nothing."""
+
+        @cache
+        def of(precision: str) -> Quantizer | None:
+            if (quantize := FORMATS[precision].quantize) is None:
+                return None
+            quantizer = Quantizer(quantize)
+            grid = self.grid(self.explore.steps)
+            for lever in active_levers(self.explore):
+                quantizer = lever.quantizer(
+                    self.explore, self.calibration, self.quantized, quantizer, grid
+                )
+            return quantizer
+
+        return of
+
+    def calibrate(self) -> None:
+        """Measures what level 0 explores with."""
+        self.grid(self.explore.steps)
+        jax.block_until_ready(self.quantizer(self.format.name))
+
+    def policy(self, adapters: Adapters, precision: str) -> Params:
+        """The policy that explores: linears merged with their adapters and quantised ("sync" in the paper)."""
+        backbone = self.calibration.backbone
+        if (quantizer := self.quantizer(precision)) is None:
+            return attach(backbone.transformer, adapters, self.scale)
+        return merged(backbone, adapters, self.scale, self.quantized, quantizer)
+
+    def stage(self, adapters: Adapters, level: Level, start: int = 0) -> Stage:
+        """What candidates of the policy with these adapters are explored with. start: as of `grid`."""
+        leg = Leg(self.policy(adapters, level.precision), self.grid(level.steps, start))
+        exact = attach(self.calibration.backbone.transformer, adapters, self.scale)
+        return dataclasses.replace(
+            self.calibration.stage, name="explore", legs=self.legs(leg, exact, level.precision)
+        )
+
+    def legs(self, leg: Leg, exact: Params, precision: str) -> tuple[Leg, ...]:
+        """The legs that a policy in the format `precision` explores in; exact: the policy that regenerates."""
+        if FORMATS[precision].quantize is None:
+            return (leg,)
+        legs: tuple[Leg, ...] = (leg,)
+        for lever in active_levers(self.explore):
+            legs = lever.legs(self.explore, legs, exact)
+        return legs

@@ -1,0 +1,31 @@
+"""`rollout.explore.exact_steps=COUNT`: the policy that regenerates takes the first steps of a format that quantises.
+
+A sample is decided at high noise, and the later steps follow. So the errors of a format cost the ranking most in the first
+step. The policy that regenerates is in memory anyway; the leaves that both policies have are held once.
+"""
+
+import dataclasses
+
+from solrl_jax.config.schema import Explore
+from solrl_jax.models.backbone import Params
+from solrl_jax.rl.explore.option import Lever
+from solrl_jax.rl.sampler import Leg
+
+
+class ExactSteps(Lever):
+    """Splits the exploring leg in two."""
+
+    def active(self, explore: Explore) -> bool:
+        return explore.exact_steps > 0
+
+    def legs(self, explore: Explore, legs: tuple[Leg, ...], exact: Params) -> tuple[Leg, ...]:
+        count = explore.exact_steps
+        (first, *others) = legs
+        return (
+            Leg(exact, first.grid.part(0, count)),
+            dataclasses.replace(first, grid=first.grid.part(count)),
+            *others,
+        )
+
+
+LEVER = ExactSteps()

@@ -1,0 +1,46 @@
+"""Advantage Weighted Matching (arXiv 2509.25050): flow matching in place of the log-probability of a sample."""
+
+import jax
+import jax.numpy as jnp
+
+from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.rl.objective import (
+    PerRow,
+    Target,
+    Velocities,
+    clipped_policy,
+    matching_error,
+    matching_gap,
+    row_mean,
+)
+
+# of the released code's weighting, "ghuber": robust to large errors
+POWER = 0.25
+FLOOR = 1e-10
+ANCHOR = (
+    1.0  # weight of the distance to the old policy, which is the slow copy of the released code
+)
+
+
+def awm(
+    velocities: Velocities, target: Target, policy: PolicyConfig
+) -> tuple[PerRow, dict[str, PerRow]]:
+    """Fits good samples better than the old policy does, and bad ones worse.
+
+    l    = mean((v - (noise - x0))^2)       log p = -sigma ((l + 1e-10)^p - 1e-10^p) / p,  p = 1/4
+    R    = p / p_old                        A in [-1, 1]
+    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((v - v_ref)^2) + mean((v - v_old)^2)
+    """
+    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    error_old = matching_error(v_old, target)
+    error = error_old + matching_gap(
+        v, v_old, target
+    )  # so that at the old policy the ratio is 1 to the last bit
+    log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER
+    loss, metrics = clipped_policy(log_r, target, policy, 1.0)
+    kl = row_mean(jnp.square(v - v_ref))
+    drift = row_mean(jnp.square(v - v_old))
+    return loss + policy.kl_weight * kl + ANCHOR * drift, metrics | {
+        "loss/kl": kl,
+        "loss/drift": drift,
+    }

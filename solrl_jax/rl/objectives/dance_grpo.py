@@ -1,0 +1,26 @@
+"""DanceGRPO (arXiv 2505.07818): PPO's loss on some steps of an SDE of constant noise; no KL."""
+
+import jax
+import jax.numpy as jnp
+
+from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.rl.objective import PerRow, Target, Velocities, clipped_policy, log_ratio, row_mean
+
+
+def dance_grpo(
+    velocities: Velocities, target: Target, policy: PolicyConfig
+) -> tuple[PerRow, dict[str, PerRow]]:
+    """Makes the steps to good samples more probable, and those to bad ones less.
+
+    R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
+    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((v - v_ref)^2)       kl_weight is 0 in the paper
+    """
+    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    loss, metrics = clipped_policy(
+        log_ratio(v, v_old, target), target, policy, policy.advantage_clip
+    )
+    kl = row_mean(jnp.square(v - v_ref))
+    return loss + policy.kl_weight * kl, metrics | {
+        "loss/kl": kl,
+        "loss/drift": row_mean(jnp.square(v - v_old)),
+    }

@@ -1,0 +1,37 @@
+"""Flow-GRPO (arXiv 2505.05470): PPO's loss on the steps of an SDE, and a KL to the base model.
+
+Source: the paper's equations 5 and 9, and its released code, whose KL divides by `2 g^2` for a step of `std = g sqrt(length)`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.rl.objective import PerRow, Target, Velocities, clipped_policy, log_ratio, row_mean
+
+
+def flow_grpo(
+    velocities: Velocities, target: Target, policy: PolicyConfig
+) -> tuple[PerRow, dict[str, PerRow]]:
+    """Makes the steps to good samples more probable, and those to bad ones less.
+
+    R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
+    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((m - m_ref)^2) length / (2 std^2)
+    m    = a x + b (x - sigma v)                 the mean of the step
+    """
+    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    step = target.step
+    assert step is not None
+    loss, metrics = clipped_policy(
+        log_ratio(v, v_old, target), target, policy, policy.advantage_clip
+    )
+    kl = (
+        row_mean(jnp.square(v - v_ref))
+        * (step.b * target.sigma) ** 2
+        * step.length
+        / (2 * step.std**2)
+    )
+    return loss + policy.kl_weight * kl, metrics | {
+        "loss/kl": kl,
+        "loss/drift": row_mean(jnp.square(v - v_old)),
+    }

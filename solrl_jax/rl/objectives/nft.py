@@ -1,0 +1,54 @@
+"""The forward-process loss of DiffusionNFT (arXiv 2509.16117, eq. 5 and section 3.3; docs/method.md, section 4)."""
+
+import jax
+import jax.numpy as jnp
+
+from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.rl.objective import Latents, PerRow, Target, Velocities, along, row_mean
+
+SMALLEST_DENOMINATOR = 1e-5
+
+
+def nft(
+    velocities: Velocities, target: Target, policy: PolicyConfig
+) -> tuple[PerRow, dict[str, PerRow]]:
+    """The objective of Sol-RL: `nft_loss` with the configured weights."""
+    return nft_loss(
+        velocities,
+        target,
+        beta=policy.beta,
+        kl_weight=policy.kl_weight,
+        advantage_clip=policy.advantage_clip,
+    )
+
+
+def nft_loss(
+    velocities: Velocities, target: Target, *, beta: float, kl_weight: float, advantage_clip: float
+) -> tuple[PerRow, dict[str, PerRow]]:
+    """Pulls the policy towards good samples and away from bad ones, mirrored about the old policy.
+
+        v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
+        l(u)  = mean((x - sigma u - x0)^2) / max(mean|x - sigma u - x0|, 1e-5)
+        loss  = advantage_clip (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_weight mean((v - v_ref)^2)
+
+    The denominator of l has no gradient. It weights a sample by its error, in place of a hand-made weight on sigma.
+    `beta` is the paper's mixing weight, `advantage_clip` its advantage scale. Returns one loss a row, and its parts: that of
+    the reference only if it has a weight.
+    """
+    v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
+    positive = _self_weighted(target, beta * v + (1 - beta) * v_old)
+    negative = _self_weighted(target, (1 + beta) * v_old - beta * v)
+    policy = (
+        advantage_clip * (target.optimality * positive + (1 - target.optimality) * negative) / beta
+    )
+    parts = {"loss/policy": policy, "loss/drift": row_mean(jnp.square(v - v_old))}
+    if kl_weight == 0:  # then nothing reads the reference, and XLA does not compute it
+        return policy, parts
+    kl = row_mean(jnp.square(v - v_ref))
+    return policy + kl_weight * kl, parts | {"loss/kl": kl}
+
+
+def _self_weighted(target: Target, velocity: Latents) -> PerRow:
+    error = target.x - along(target.sigma, target.x) * velocity - target.x0
+    weight = jax.lax.stop_gradient(jnp.maximum(row_mean(jnp.abs(error)), SMALLEST_DENOMINATOR))
+    return row_mean(jnp.square(error)) / weight

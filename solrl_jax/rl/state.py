@@ -1,0 +1,149 @@
+"""`TrainState`: everything that training changes. A checkpoint holds it, and the cursor through the prompts."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from solrl_jax.config.schema import Lora, Optimizer
+from solrl_jax.errors import InputError
+from solrl_jax.models.backbone import Params
+from solrl_jax.parallel import sharding
+from solrl_jax.rl.trainable.lora_files import import_lora
+from solrl_jax.rl.trainable.lora_settings import Table
+from solrl_jax.rl.trainable.trainable import Adapter, Adapters, Targets, flatten, init_adapters
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Three trees of what is trained, of one structure (`rl.trainable.trainable.Adapters`), float32 but for the whole arrays in `old`.
+
+    These have the base's dtype, in which they are used.
+    """
+
+    step: Int[Array | np.ndarray, ""]  # optimiser steps taken
+    adapters: Adapters  # trained ("default" in the paper)
+    old: Adapters  # samples the rollouts
+    ema: Adapters  # is evaluated
+    opt_state: Any
+
+
+def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101) after a clip of the global norm."""
+    rate = (
+        optax.linear_schedule(config.learning_rate, 0.0, config.decay_steps)
+        if config.decay_steps
+        else config.learning_rate
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            rate, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=config.weight_decay
+        ),
+    )
+
+
+def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, Adapter]:
+    """The adapters in the file that `lora.init` names, on some of the paths `adapted`; none if it is null.
+
+    table: `Backbone.parameter_table`. Raises InputError in one line for a file that `import_lora` refuses, that has adapters
+    elsewhere, or whose rank or alpha differs from the run's.
+    """
+    if lora.init is None:
+        return {}
+    name = f"lora.init={lora.init!r}"
+    try:
+        adapters, settings = import_lora(Path(lora.init), table)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    if outside := sorted(adapters.keys() - set(adapted)):
+        raise InputError(
+            f"{name}: has adapters on what has none by lora.targets and train.parameters: {', '.join(outside)}"
+        )
+    pairs = (("rank", settings.rank, lora.rank), ("alpha", settings.alpha, lora.alpha))
+    if other := [
+        f"{field} {theirs}, but lora.{field}={ours}"
+        for field, theirs, ours in pairs
+        if theirs != ours
+    ]:
+        raise InputError(f"{name}: is of {', and of '.join(other)}; they must be equal")
+    return adapters
+
+
+def init_state(
+    key: Array,
+    base: Params,
+    targets: Targets,
+    lora: Lora,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    start: Mapping[str, Adapter] | None = None,
+) -> TrainState:
+    """The state before the first step, placed on `mesh` as `abstract_state` says: three policies that equal the base.
+
+    start: adapters that all three have instead (`read_start`).
+    """
+    return jax.jit(
+        lambda key, base, start: _fresh(key, base, targets, lora, optimizer, start),
+        out_shardings=jax.tree.map(
+            lambda s: s.sharding, abstract_state(base, targets, lora, optimizer, mesh)
+        ),
+    )(key, base, start or {})
+
+
+def abstract_state(
+    base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, mesh: Mesh
+) -> Any:
+    """The state's shapes, dtypes and shardings; nothing is allocated."""
+    shapes = jax.eval_shape(
+        lambda key, base: _fresh(key, base, targets, lora, optimizer, {}), jax.random.key(0), base
+    )
+
+    def place(leaf, where):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree.map(place, shapes, sharding.parameter_sharding(mesh, shapes))
+
+
+def _fresh(
+    key: Array,
+    base: Params,
+    targets: Targets,
+    lora: Lora,
+    optimizer: Optimizer,
+    start: Mapping[str, Adapter],
+) -> TrainState:
+    flat = flatten(base)
+    adapters = init_adapters(key, base, targets.adapted, lora.rank)
+    adapters |= {path: _filled(ab, adapters[path]) for path, ab in start.items()}
+    trained: Adapters = {
+        **adapters,
+        **{path: flat[path].astype(jnp.float32) for path in targets.whole},
+    }
+    old: Adapters = {**adapters, **{path: flat[path] for path in targets.whole}}
+
+    def copy(tree):
+        return jax.tree.map(jnp.copy, tree)  # separate buffers: the state is donated
+
+    return TrainState(
+        jnp.zeros((), jnp.int32),
+        trained,
+        copy(old),
+        copy(trained),
+        make_optimizer(optimizer).init(trained),
+    )
+
+
+def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
+    """`adapter`, with `fresh` in the layers where both its factors are zero: no gradient would move these."""
+    used = adapter["a"].any((-2, -1)) | adapter["b"].any((-2, -1))
+    return {k: jnp.where(used[..., None, None], adapter[k], fresh[k]) for k in adapter}

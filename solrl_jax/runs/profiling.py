@@ -1,0 +1,48 @@
+"""Traces of iterations, for TensorBoard and Perfetto.
+
+    run.dir/profile/iteration-000003/plugins/profile/TIME/    *.xplane.pb; perfetto_trace.json.gz for ui.perfetto.dev
+
+A trace names the stages of the iteration (`rl.clock.Clock`). Of several processes, only the first writes one, of itself.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import jax
+
+from solrl_jax.runs import checkpoint
+from solrl_jax.storage import files
+from solrl_jax.errors import InputError
+
+
+def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
+    """Raises InputError if the run in `folder` has done an iteration of `profile` already, or ends before it."""
+    shown = lambda found: ",".join(map(str, found))
+    if outside := sorted(i for i in profile if not 1 <= i <= iterations):
+        raise InputError(f"--profile {shown(outside)}: must be in 1..{iterations} (train.iterations)")
+    newest = next(checkpoint.whole(folder / "checkpoints"), None) if profile else None
+    if newest is not None and (done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))):
+        raise InputError(f"--profile {shown(done)}: done already, see {newest}; name later ones or another run.dir")
+
+
+@contextlib.contextmanager
+def traced(folder: Path, iteration: int, profile: Collection[int]) -> Iterator[None]:
+    """Writes a trace of the body to the run directory `folder`, if `iteration` is in `profile` and the body does not raise.
+
+    Raises RunError if the disk refuses.
+    """
+    if iteration not in profile or jax.process_index() > 0:
+        yield
+        return
+    target = folder / "profile" / f"iteration-{iteration:06d}"
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a trace of every Python call would be large and slow
+    with files.atomic_directory(target) as partial:
+        jax.profiler.start_trace(partial, create_perfetto_trace=True, profiler_options=options)
+        try:
+            with jax.profiler.StepTraceAnnotation("iteration", step_num=iteration):
+                yield
+        finally:
+            with files.writing(target):
+                jax.profiler.stop_trace()

@@ -1,0 +1,151 @@
+"""`solrl doctor`: what this machine can do, and what a preset lacks here."""
+
+import json
+import shutil
+
+import jax
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import constants
+
+from solrl_jax.cli import doctor, main
+from solrl_jax.config.presets import resolve
+from solrl_jax.errors import InputError
+from solrl_jax.models.locate import EMBEDDED_FOLDER
+from solrl_jax.quant.formats import Device
+from solrl_jax.rl import memory_check
+from solrl_jax.storage import hub
+
+HPS = "HPS_v2.1_compressed"
+PROMPTS = (
+    "prompts.train=embedded:shapes-train",
+    "prompts.test=embedded:shapes-test",
+    "eval.prompts=8",
+)
+
+
+@pytest.fixture
+def diagnosed(monkeypatch, tmp_path):
+    """Calls the command in an empty folder, with an empty cache of the hub: (exit code, its JSON)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "no driver")
+
+    def call(*arguments):
+        result = CliRunner().invoke(main.cli, ["doctor", *arguments, "--json"])
+        assert result.exception is None or isinstance(result.exception, SystemExit), (
+            result.exception
+        )
+        return result.exit_code, json.loads(result.stdout)
+
+    return call
+
+
+def test_it_says_what_the_machine_has(diagnosed):
+    code, said = diagnosed()
+    assert (code, said["missing"]) == (0, [])
+    assert said["versions"]["jax"] == jax.__version__
+    assert said["devices"]["count"] == jax.device_count()
+    assert said["devices"]["memory"] == memory_check.device_memory()
+    assert said["formats"] == {"fp32": True, "bf16": True, "fp8": False, "nvfp4": False}
+    assert (said["auto"], said["cudnn"]) == ("bf16", None)
+
+
+def test_the_embedded_preset_lacks_nothing(diagnosed):
+    code, said = diagnosed("tiny")
+    assert (code, said["missing"], said["downloads"]) == (0, [], [])
+    pipeline = doctor.open_configurations("embedded:tiny-sana")
+    assert said["weights"]["transformer"] == 2 * pipeline.transformer.size
+
+
+def test_all_that_a_released_preset_lacks_is_told_at_once(diagnosed):
+    code, said = diagnosed("flux1_sol_rl_hpsv2", "model.instruction=absent.txt")
+    assert code == 1
+    assert said["downloads"] == [
+        "black-forest-labs/FLUX.1-dev",
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+    ]
+    expected = ("prompts.train=", "prompts.test=", "model.instruction=", "reward 'hpsv2'")
+    assert [
+        line.startswith(begin) for line, begin in zip(said["missing"], expected, strict=True)
+    ] == [True] * 4
+    assert said["weights"]["transformer"] == 2 * 11_901_408_320  # FLUX.1-dev's parameters in BF16
+    assert said["weights"]["vae"] == 4 * 49_545_475  # of its decoder, which decodes in float32
+
+
+def test_offline_a_download_is_missing(diagnosed, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, said = diagnosed("flux1_sol_rl_clipscore", *PROMPTS, "train.prompts=4")
+    assert code == 1
+    names = ("black-forest-labs/FLUX.1-dev", "openai/clip-vit-large-patch14")
+    assert said["missing"] == [
+        f"{name}: is not in the hub's cache, and HF_HUB_OFFLINE is set" for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "offline"), [("1", True), ("yes", True), ("0", False), ("", False)]
+)
+def test_offline_is_what_the_hubs_client_takes_for_it(monkeypatch, said, offline):
+    monkeypatch.setenv("HF_HUB_OFFLINE", said)
+    assert hub.offline() == offline
+
+
+def test_weights_that_are_not_whole_are_missing(diagnosed, tmp_path):
+    shutil.copytree(EMBEDDED_FOLDER / "tiny-sana", tmp_path / "model")
+    assert diagnosed("tiny", f"model.path={tmp_path / 'model'}")[0] == 0
+    (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    code, said = diagnosed("tiny", f"model.path={tmp_path / 'model'}")
+    assert code == 1
+    (line,) = said["missing"]
+    assert "vae" in line
+    assert ".safetensors" in line
+
+
+def test_too_few_prompts_and_an_unknown_reward_are_missing(diagnosed, tmp_path):
+    (tmp_path / "few.txt").write_text("a cat\na dog\n")
+    _, said = diagnosed("tiny", "prompts.train=few.txt")
+    assert said["missing"] == [
+        "prompts.train='few.txt': has 2 distinct prompts; the preset takes 6 at once"
+    ]
+    _, said = diagnosed("tiny", "reward=nowhere:score")
+    assert "reward 'nowhere:score': cannot be imported" in said["missing"][0]
+
+
+def test_a_model_that_no_device_holds_is_told_of_with_its_size(monkeypatch):
+    monkeypatch.setattr(doctor, "device_memory", lambda: 16_000_000_000)
+    with pytest.raises(
+        InputError,
+        match=r"mesh\.fsdp=1: a device would hold 23.8 GB of the transformer and has 16 GB",
+    ):
+        doctor.sizes(resolve("flux1_sol_rl_hpsv2", ("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1")))
+    assert doctor.sizes(resolve("flux1_sol_rl_hpsv2", ("mesh.fsdp=8",)))["transformer"] > 16e9
+
+
+@pytest.mark.parametrize(
+    ("platform", "driver", "dnn", "missing"),
+    [
+        ("cpu", True, None, "JAX does not see the NVIDIA GPU"),
+        ("gpu", True, None, "cuDNN is not found; expected 9.12.0"),
+        ("gpu", True, "9.8.1", "cuDNN 9.8.1; expected 9.12.0 or newer"),
+        ("gpu", True, "9.12.0", None),
+        ("gpu", True, "10.0.0", None),
+    ],
+)
+def test_what_keeps_jax_from_a_gpu_is_missing(
+    monkeypatch, tmp_path, platform, driver, dnn, missing
+):
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(doctor, "device_facts", lambda: Device(platform, "NVIDIA B200", (10, 0)))
+    monkeypatch.setattr(doctor, "cudnn", lambda: dnn)
+    found = doctor.machine()
+    assert (
+        [line.startswith(missing) for line in found["missing"]] == [True]
+        if missing
+        else found["missing"] == []
+    )
+    assert found["auto"] == ("nvfp4" if platform == "gpu" else "bf16")
+    assert "NVIDIA B200" in doctor.table(found)
+    assert ("emulated   nothing" in doctor.table(found)) == (platform == "gpu")

@@ -1,0 +1,243 @@
+"""`Pending`: the kernel and its twin are one function, bit for bit; and what a quantised product reads is written once."""
+
+from functools import cache, partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from solrl_jax.models.layers.core import RMSNorm
+from solrl_jax.parallel.sharding import jit
+from solrl_jax.quant import compile_target, fp8, nvfp4
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.quant.lazy import Columns, Part, Pending, kernel, layer_norm, twin, written
+from solrl_jax.quant.matmul import deferred, matmul
+from tests.lowering import cuda_text
+
+B = 2
+S = 3
+ENCODERS = {
+    "nvfp4": nvfp4.encode,
+    "fp8": fp8.encode,
+    "bf16": lambda parts: ([x.astype(jnp.bfloat16) for x in parts],),
+}
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def inputs(n):
+    x = normal(B, S, n)
+    heavy = np.random.default_rng(1).standard_cauchy((B, S, n)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        sizes = {
+            "zero": x * 0,
+            "subnormal": x * np.float32(1e-39),
+            "small": x * np.float32(1e-33),
+            "huge": x * np.float32(3e38),
+        }
+    one = x.copy()
+    one[0, 1, 3] = np.inf
+    return {"normal": x, "heavy-tailed": heavy, "infinite": one, "zero": x * 0, **sizes}
+
+
+def modulated(x, v):
+    norm = partial(layer_norm, eps=1e-6, width=x.shape[-1])
+    return [Pending.of(x).map(norm).map(lambda x, shift, scale: x * (1 + scale) + shift, v, 2 * v)]
+
+
+def beside(x, v):
+    product = Pending.of(x[..., :48]).map(
+        lambda x, bias: jax.nn.gelu(x + bias, approximate=True), v[..., :48]
+    )
+    return [product.beside(Pending.of(x))]
+
+
+def a_scale_a_row(x, v):
+    return [
+        Pending(
+            (Part(lambda y, row, column: y * row * column, (x, x[..., :1], v[:1]), exact=False),),
+            x.dtype,
+        )
+    ]
+
+
+def gated(x, v):
+    return [Pending.of(x).map(jax.nn.silu).join(jnp.multiply, a_scale_a_row(x, v)[0])]
+
+
+def rms_normed(x, v):
+    norm = RMSNorm(x.shape[-1], eps=1e-6)
+    norm.scale.set_value(v[0, 0])
+    return [norm.pending(x).map(jnp.multiply, 1 + v)]
+
+
+def fused(x, v):
+    product = Pending((Part(lambda y, row: y * row, (x, x[..., 3:4]), exact=False),), x.dtype).map(
+        jnp.add, v
+    )
+    _, gate, value, _ = product.columns(16, 48, 48, x.shape[-1] - 112)
+    return [
+        Pending.of(x[..., :32]).beside(
+            gate.join(lambda gate, value: jax.nn.sigmoid(gate) * value, value)
+        )
+    ]
+
+
+FORMS = {  # from an array and a vector a sample to stretches, and the widths that are tried
+    "as it is": (lambda x, v: [Pending.of(x)], (48, 128, 144)),
+    "modulated norm": (modulated, (128,)),
+    "two parts": (beside, (112,)),
+    "a scale a row": (a_scale_a_row, (144,)),
+    "a gate": (gated, (144,)),
+    "RMS norm": (rms_normed, (128,)),
+    "some rows": (lambda x, v: [Pending.of(x, rows=(1, 3)).map(jax.nn.silu)], (144,)),
+    "columns of a product": (fused, (144,)),
+    "two stretches": (
+        lambda x, v: [Pending.of(x).map(jnp.add, v), Pending.of(x[:, :2]).map(jnp.tanh)],
+        (144,),
+    ),
+}
+CASES = [(form, n) for form, (_, widths) in FORMS.items() for n in widths]
+
+
+@cache
+def both(encoder, form):
+    def parts(x, v):
+        return [pending.parts for pending in FORMS[form][0](x, v)]
+
+    def run(make):
+        return jit(lambda x, v: make(ENCODERS[encoder], parts(x, v)))
+
+    return run(twin), run(partial(kernel, interpret=True))
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize(("form", "n"), CASES)
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_the_kernel_is_its_twin_bit_for_bit(encoder, form, n, dtype):
+    of_twin, of_kernel = both(encoder, form)
+    v = jnp.asarray(normal(B, 1, n, seed=2), dtype)
+    for name, x in inputs(n).items():
+        ours = of_kernel(jnp.asarray(x, dtype), v)
+        theirs = of_twin(jnp.asarray(x, dtype), v)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            np.testing.assert_array_equal(
+                np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8), err_msg=name
+            )
+
+
+@pytest.mark.parametrize("normed", [modulated, rms_normed])
+def test_a_norm_of_a_row_that_zeros_fill_up_is_that_of_the_row(normed):
+    """Its sums run in another order, so that the last bits may differ."""
+    x = jnp.asarray(normal(B, S, 144))
+    v = jnp.asarray(normal(B, 1, 144, seed=2))
+
+    def encode(parts):
+        return (list(parts),)
+
+    ours, theirs = (
+        make(encode, [normed(x, v)[0].parts])[0] for make in (partial(kernel, interpret=True), twin)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(theirs, normed(x, v)[0].value, rtol=1e-6, atol=1e-6)
+
+
+def test_columns_joined_are_the_function_of_the_columns():
+    x = jnp.asarray(normal(B, S, 144))
+    v = jnp.asarray(normal(B, 1, 144, seed=2))
+    y = x * x[..., 3:4] + v
+    want = jnp.concatenate([x[..., :32], jax.nn.sigmoid(y[..., 16:64]) * y[..., 64:112]], axis=-1)
+    np.testing.assert_allclose(fused(x, v)[0].value, want, rtol=1e-6)
+    whole = Pending.of(x).columns(100, 44)
+    assert [part.rows for part in whole] == [S, S]
+    assert all(part.exact for part in whole)
+    assert not fused(x, v)[0].exact
+    np.testing.assert_array_equal(jnp.concatenate([part.value for part in whole], axis=-1), x)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+def test_products_of_one_input_encode_it_once(name):
+    x = Pending.of(jnp.asarray(normal(B, S, 128)))
+    w = FORMATS[name].quantize(normal(128, 64, seed=3))
+    calls = []
+    original = ENCODERS[name]
+
+    def counted(parts):
+        return calls.append(1) or original(parts)
+
+    assert x.encoded(counted) is x.encoded(counted)
+    assert len(calls) == 1
+    assert deferred(x, w).exact is False
+    np.testing.assert_array_equal(deferred(x, w).value, matmul(x.value, w))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8"])
+def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
+    w = FORMATS[name].quantize(normal(128, 64, seed=3))
+    up = FORMATS[name].quantize(normal(64, 128, seed=4))
+
+    def network(x, v):
+        first = (
+            deferred(deferred(modulated(x, v)[0], up).map(jax.nn.silu), w)
+            if x.shape[-1] == 64
+            else None
+        )
+        return written([first, first], 16)
+
+    def shape(*s):
+        return jax.ShapeDtypeStruct(s, jnp.bfloat16)
+
+    text = cuda_text(jax.jit(network).trace(shape(B, S, 64), shape(B, 1, 64)))
+    assert (
+        text.count("__gpu$xla.gpu.triton") == 3
+    )  # the norm's codes, the activation's, and both stretches
+    assert (
+        "__gpu$xla.gpu.triton"
+        not in jax.jit(network).lower(shape(B, S, 64), shape(B, 1, 64)).as_text()
+    )
+
+
+def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch):
+    w = FORMATS["fp8"].quantize(normal(128, 64, seed=3))
+
+    def lower():
+        return cuda_text(jax.jit(lambda x: matmul(x, w)).trace(normal(4, 128)))
+
+    for capability, kernels in (("8.0", 0), ("9.0", 1)):
+        device = SimpleNamespace(platform="gpu", compute_capability=capability)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "devices", lambda device=device: [device])
+            assert compile_target.converts_fp8() == bool(kernels)
+            assert lower().count("__gpu$xla.gpu.triton") == kernels
+
+
+def test_nibbles_are_the_codes_of_four_bits():
+    halfway = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    near = np.concatenate(
+        [
+            np.nextafter(halfway, np.float32(0)),
+            halfway,
+            np.nextafter(halfway, np.float32(9)),
+            [0, 6, 1e-30],
+        ]
+    )
+    values = jnp.asarray(np.resize(np.concatenate([near, -near]), 48).astype(np.float32))
+    np.testing.assert_array_equal(
+        nvfp4.nibbles(values), nvfp4.pack(values.astype(jnp.float4_e2m1fn))
+    )
+
+
+def test_columns_of_a_product_that_is_filled_up_are_columns_of_it():
+    y = jnp.arange(60.0).reshape(2, 3, 10)
+    scale = jnp.arange(7.0)[None, None]
+    first, second = Pending((Part(jnp.multiply, (Columns(y, 0, 7), scale)),), y.dtype).columns(3, 4)
+    np.testing.assert_array_equal(first.value, (y[..., :7] * scale)[..., :3])
+    np.testing.assert_array_equal(second.value, (y[..., :7] * scale)[..., 3:])
+    assert second.parts[0].arrays[0].array is y

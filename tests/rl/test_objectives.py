@@ -1,0 +1,291 @@
+"""Every objective against NumPy in float64, written from its paper: losses, log-probabilities, and gradients by differences."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import OBJECTIVES
+from solrl_jax.rl.objective import Objective, Step, Target, Velocities, find_objective, log_ratio
+
+ROWS = 6
+SHAPE = (2, 2, 3)
+# of the largest value of a row; float32, through an exponential
+TOLERANCE = 2e-5
+GRADIENT_TOLERANCE = 2e-4
+WIDE_CLIP = 0.02  # some ratios lie within it and some beyond, none at its ends
+
+
+def policy_of(name, **changes):
+    return dataclasses.replace(resolve("tiny", [f"objective={name}"]).policy, **changes)
+
+
+# --- references, one row at a time; names are the papers' ---
+
+
+def clipped(log_ratio, advantage, c):
+    ratio = np.exp(log_ratio)
+    return max(-advantage * ratio, -advantage * np.clip(ratio, 1 - c, 1 + c))
+
+
+def gaussian(v, r):
+    """The mean over dimensions of ln N(after; a x + b (x - sigma v), std^2)."""
+    error = r["after"] - step_mean(v, r)
+    return np.mean(
+        -(error**2) / (2 * r["std"] ** 2) - np.log(r["std"]) - np.log(np.sqrt(2 * np.pi))
+    )
+
+
+def step_mean(v, r):
+    return r["a"] * r["x"] + r["b"] * (r["x"] - r["sigma"] * v)
+
+
+def flow_grpo(v, r, p):
+    g = r["std"] / np.sqrt(r["length"])
+    kl = np.mean((step_mean(v, r) - step_mean(r["v_ref"], r)) ** 2) / (2 * g**2)
+    return (
+        clipped(
+            gaussian(v, r) - gaussian(r["v_old"], r),
+            p.advantage_clip * (2 * r["q"] - 1),
+            p.ratio_clip,
+        )
+        + p.kl_weight * kl
+    )
+
+
+def dance_grpo(v, r, p):
+    ratio = gaussian(v, r) - gaussian(r["v_old"], r)
+    kl = np.mean((v - r["v_ref"]) ** 2)
+    return clipped(ratio, p.advantage_clip * (2 * r["q"] - 1), p.ratio_clip) + p.kl_weight * kl
+
+
+def awm(v, r, p):
+    def log_p(v):
+        error = np.mean((v - (r["noise"] - r["x0"])) ** 2)
+        return -r["sigma"] * ((error + 1e-10) ** 0.25 - 1e-10**0.25) / 0.25
+
+    anchors = p.kl_weight * np.mean((v - r["v_ref"]) ** 2) + np.mean((v - r["v_old"]) ** 2)
+    return clipped(log_p(v) - log_p(r["v_old"]), 2 * r["q"] - 1, p.ratio_clip) + anchors
+
+
+def dpo(v, r, p):
+    """Of the better row, with the worse one, which does not move, in `r["other"]`; or the other way round."""
+
+    def error(v, r):
+        return np.mean((v - (r["noise"] - r["x0"])) ** 2)
+
+    gained = error(v, r) - error(r["v_ref"], r)
+    other = error(r["other"]["v"], r["other"]) - error(r["other"]["v_ref"], r["other"])
+    margin = -p.beta / 2 * (gained - other if r["better"] else other - gained)
+    return np.logaddexp(0, -margin) + p.kl_weight * np.mean((v - r["v_ref"]) ** 2)
+
+
+REFERENCES = {
+    "flow_grpo": flow_grpo,
+    "mix_grpo": flow_grpo,
+    "dance_grpo": dance_grpo,
+    "awm": awm,
+    "dpo": dpo,
+}
+POLICIES = {
+    "flow_grpo": {"kl_weight": 0.3, "ratio_clip": WIDE_CLIP}, "mix_grpo": {"kl_weight": 0.1, "ratio_clip": WIDE_CLIP},
+    "dance_grpo": {"kl_weight": 0.2, "ratio_clip": WIDE_CLIP}, "awm": {"kl_weight": 0.2}, 
+    "dpo": {"kl_weight": 0.2, "beta": 7.0},
+}  # fmt: skip
+
+
+def inputs(seed=0, apart=0.3):
+    """Rows whose ratios lie on both sides of the clip; small sigmas and deviations; advantages at both ends and at 0."""
+    rng = np.random.default_rng(seed)
+    v, v_old, v_ref, x0, noise = rng.standard_normal((5, ROWS, *SHAPE))
+    v_old = v + apart * v_old
+    v_ref = v + apart * v_ref
+    sigma = np.array([1.0, 0.7, 0.5, 0.3, 0.1, 2.0**-10])
+    per_row = {
+        "sigma": sigma, "q": np.array([1.0, 0.0, 0.9, 0.3, 0.5, 0.75]),
+        "length": np.array([0.1, 0.1, 0.2, 0.1, 0.05, 1e-3]),
+        "a": np.array([0.6, 0.8, 0.7, 0.6, 0.3, 0.0]), "b": np.array([0.1, 0.2, 0.3, 0.4, 0.7, 1.0]),
+        "std": np.array([0.7, 0.4, 0.3, 0.1, 0.02, 1e-3]),
+    }  # fmt: skip
+
+    def along(values):
+        return values.reshape(-1, 1, 1, 1)
+
+    x = (1 - along(sigma)) * x0 + along(sigma) * noise
+    mean = along(per_row["a"]) * x + along(per_row["b"]) * (x - along(sigma) * v_old)
+    after = mean + along(per_row["std"]) * rng.standard_normal(v.shape)
+    given = {"v": v, "v_old": v_old, "v_ref": v_ref, "x": x, "x0": x0, "after": after} | per_row
+    rounded = {name: value.astype(np.float32) for name, value in given.items()}
+    # noise that float32 latents stand for
+    exact = {name: value.astype(np.float64) for name, value in rounded.items()}
+    exact["noise"] = exact["x0"] + (exact["x"] - exact["x0"]) / along(exact["sigma"])
+    return rounded, exact
+
+
+def target_of(name, data):
+    step = Step(*(data[field] for field in ("after", "a", "b", "std", "length")))
+    transitions = OBJECTIVES[name] == "transitions"
+    return Target(data["x"], data["x0"], data["sigma"], data["q"], step if transitions else None)
+
+
+def ours(name, data, policy):
+    """Loss a row, metrics, and the gradient of the sum of the losses by all three predictions."""
+    data = {field: jnp.asarray(value) for field, value in data.items()}
+
+    def total(velocities):
+        loss, metrics = find_objective(name)(velocities, target_of(name, data), policy)
+        return loss.sum(), (loss, metrics)
+
+    velocities = Velocities(data["v"], data["v_old"], data["v_ref"])
+    gradient, (loss, metrics) = jax.jit(jax.grad(total, has_aux=True))(velocities)
+    return np.asarray(loss, np.float64), metrics, jax.tree.map(np.asarray, gradient)
+
+
+def references(name, exact, policy):
+    """Loss a row, and its gradient by central differences."""
+    rows = [{field: values[i] for field, values in exact.items()} for i in range(ROWS)]
+    for i, row in enumerate(rows):
+        row |= {"other": rows[i ^ 1], "better": i % 2 == 0}
+    loss = []
+    gradient = []
+    h = 1e-5
+    for row in rows:
+
+        def f(v, row=row):
+            return REFERENCES[name](v, row, policy)
+
+        bumps = h * np.eye(np.prod(SHAPE)).reshape(-1, *SHAPE)
+        slopes = [(f(row["v"] + bump) - f(row["v"] - bump)) / (2 * h) for bump in bumps]
+        loss.append(f(row["v"]))
+        gradient.append(np.reshape(slopes, SHAPE))
+    return np.array(loss), np.array(gradient)
+
+
+def error(got, want):
+    return np.abs(got - want).max() / np.abs(want).max()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", REFERENCES)
+def test_loss_and_gradient_equal_the_formula(name, seed):
+    data, exact = inputs(seed)
+    policy = policy_of(name, **POLICIES[name])
+    want, want_gradient = references(name, exact, policy)
+    loss, _, gradient = ours(name, data, policy)
+    rows = (
+        range(ROWS - 1) if OBJECTIVES[name] == "samples" or name == "dpo" else range(ROWS)
+    )  # x - x0 of the last is rounding
+    for row in rows:
+        assert error(loss[row], want[row]) < TOLERANCE, row
+        count = 2 if name == "dpo" else 1  # the sum has the pair's loss twice, but the KL once
+        expected = want_gradient[row]
+        if name == "dpo":
+            pull = 2 * policy.kl_weight * (exact["v"][row] - exact["v_ref"][row]) / np.prod(SHAPE)
+            expected = count * (expected - pull) + pull
+        assert error(gradient.trained[row], expected) < GRADIENT_TOLERANCE, row
+    assert not gradient.old.any()
+    assert not gradient.reference.any()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, kind in OBJECTIVES.items() if kind == "transitions"]
+)
+def test_a_planted_mistake_is_seen(name):
+    """A sum for a mean, a clip that is none, a KL by another variance: each is many tolerances away."""
+    data, exact = inputs()
+    policy = policy_of(name, **POLICIES[name])
+    loss, metrics, _ = ours(name, data, policy)
+    assert 0 < float(metrics["ratio/clipped"].mean()) < 1
+    for planted in (
+        dataclasses.replace(policy, ratio_clip=1e6),
+        dataclasses.replace(policy, kl_weight=0.0),
+    ):
+        want, _ = references(name, exact, planted)
+        assert (np.abs(loss - want) / np.maximum(np.abs(want), 1e-6)).max() > 100 * TOLERANCE
+
+
+def test_a_log_ratio_is_the_difference_of_log_densities():
+    """The mean over dimensions; exactly 0 at the old policy."""
+    data, exact = inputs()
+    v = jnp.asarray(data["v"])
+    old = jnp.asarray(data["v_old"])
+    target = target_of("flow_grpo", jax.tree.map(jnp.asarray, data))
+    rows = [{field: values[i] for field, values in exact.items()} for i in range(ROWS)]
+    want = np.array([gaussian(row["v"], row) - gaussian(row["v_old"], row) for row in rows])
+    np.testing.assert_allclose(log_ratio(v, old, target), want, rtol=TOLERANCE, atol=1e-7)
+    np.testing.assert_array_equal(log_ratio(v, v, target), 0.0)
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "mix_grpo", "dance_grpo", "awm"])
+def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(name):
+    data = {field: jnp.asarray(value) for field, value in inputs()[0].items()}
+    data["v_old"] = data["v"]
+    policy = policy_of(name, kl_weight=0.0)
+    loss, metrics, gradient = ours(name, data, policy)
+    np.testing.assert_array_equal(metrics["ratio"], 1.0)
+    np.testing.assert_array_equal(metrics["ratio/clipped"], 0.0)
+    scale = 1.0 if name == "awm" else policy.advantage_clip
+    np.testing.assert_array_equal(loss, -scale * (2 * data["q"] - 1))
+
+    def log_p(v):
+        if OBJECTIVES[name] == "transitions":
+            return log_ratio(v, data["v_old"], target_of(name, data)).sum()
+        better = {**data, "v": v, "q": jnp.ones(ROWS)}  # -loss + constants at advantage 1
+        return -find_objective(name)(
+            Velocities(v, data["v_old"], data["v_ref"]), target_of(name, better), policy
+        )[0].sum()
+
+    slope = np.asarray(jax.grad(log_p)(jnp.asarray(data["v"])))
+    weight = scale * (2 * data["q"] - 1).reshape(-1, 1, 1, 1)
+    np.testing.assert_allclose(
+        gradient.trained, -weight * slope, rtol=1e-4, atol=1e-6 * np.abs(slope).max()
+    )
+    assert not gradient.trained[4].any()  # advantage 0
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
+def test_a_ratio_past_the_clip_has_no_gradient(name):
+    """Only where it has gone the way that its advantage pushes."""
+    data, exact = inputs(apart=1.0)
+    policy = policy_of(name, kl_weight=0.0, ratio_clip=0.01)
+    _, metrics, gradient = ours(name, data, policy)
+    ratio = np.asarray(metrics["ratio"])
+    advantage = 2 * exact["q"] - 1
+    done = (advantage * (ratio - 1) > 0.01 * np.abs(advantage)) & (advantage != 0)
+    assert 0 < done.sum() < ROWS - 1
+    assert not gradient.trained[done].any()
+    assert all(gradient.trained[row].any() for row in np.flatnonzero(~done & (advantage != 0)))
+
+
+def test_dpo_prefers_the_better_sample_of_a_pair():
+    data, _ = inputs()
+    data["v_ref"] = data["v"]
+    loss, metrics, gradient = ours("dpo", data, policy_of("dpo"))
+    np.testing.assert_allclose(loss, np.log(2), rtol=1e-6)
+    lead = (data["x"] - data["x0"]) / data["sigma"].reshape(-1, 1, 1, 1)
+    for row in range(ROWS - 1):
+        towards = (gradient.trained[row] * (data["v"][row] - lead[row])).sum()
+        assert towards > 0 if row % 2 == 0 else towards < 0
+    data["v"] = data["v"] - 1e-3 * gradient.trained / np.abs(gradient.trained).max()
+    after, metrics, _ = ours("dpo", data, policy_of("dpo"))
+    assert (after < loss).all()
+    np.testing.assert_array_equal(metrics["preferred"], 1.0)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_row_is_a_function_of_itself_or_of_its_pair(name):
+    assert isinstance(find_objective(name), Objective)
+    data, _ = inputs()
+    policy = policy_of(name)
+    loss, _, gradient = ours(name, data, policy)
+    poisoned = {
+        field: np.concatenate([np.full_like(a[:1], np.nan), a[1:]]) for field, a in data.items()
+    }
+    got, _, got_gradient = ours(name, poisoned, policy)
+    others = slice(2 if name == "dpo" else 1, None)
+    np.testing.assert_array_equal(got[others], loss[others])
+    np.testing.assert_array_equal(got_gradient.trained[others], gradient.trained[others])
+    assert np.isnan(got[0])

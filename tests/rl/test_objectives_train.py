@@ -1,0 +1,223 @@
+"""Every objective through whole iterations, under the families that can supply it; and what each is given."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.schema import OBJECTIVES
+from solrl_jax.config.values import ConfigError
+from solrl_jax.errors import InputError
+from solrl_jax.rl import experiment as experiments
+from solrl_jax.rl import iteration as iterations
+from solrl_jax.rl.experiment import fresh_state
+from solrl_jax.rl.generate import sample_chunk
+from solrl_jax.rl.iteration import iterate
+from solrl_jax.rl.update import update
+from solrl_jax.runs.evaluate import evaluate
+from tests.small import small_config
+from tests.toys import toy_experiment
+
+TRANSITIONS = [name for name, kind in OBJECTIVES.items() if kind == "transitions"]
+EXPLORED = {
+    "sol_rl": (),
+    "naive_scaling": ("rollout.explore.steps=3",),
+    "naive_quant": ("rollout.explore.steps=3",),
+}
+EXPLORED["diffusionnft"] = ("rollout.explore.steps=3", "rollout.kept=8")
+SHORT = {
+    "mix_grpo": ("rollout.window=1", "rollout.window_every=1", "policy.timestep_fraction=0.34")
+}
+
+
+def settings(objective, family):
+    return (f"objective={objective}", f"family={family}", "rollout.candidates=8", "policy.timestep_fraction=0.67",
+            *EXPLORED[family], *SHORT.get(objective, ()))  # fmt: skip
+
+
+# every objective, family and kind of data once; a combination takes seconds to compile, so the others are for the whole suite
+QUICK = {
+    ("awm", "naive_quant"),
+    ("dance_grpo", "naive_scaling"),
+    ("dpo", "diffusionnft"),
+    ("mix_grpo", "sol_rl"),
+}
+QUICK |= {("flow_grpo", "sol_rl"), ("flow_grpo", "naive_quant")}
+COMBINATIONS = [
+    pytest.param(
+        objective, family, marks=[] if (objective, family) in QUICK else pytest.mark.exhaustive
+    )
+    for objective in OBJECTIVES
+    for family in EXPLORED
+]
+
+
+@pytest.mark.parametrize(("objective", "family"), COMBINATIONS)
+def test_every_objective_trains_under_every_family_that_can_supply_it(objective, family):
+    if OBJECTIVES[objective] == "transitions" and family == "naive_quant":
+        with pytest.raises(
+            ConfigError,
+            match=f"rollout.regenerate=False: must be true, .* policy.objective={objective} trains on",
+        ):
+            toy_experiment(*settings(objective, family))
+        return
+    toy = toy_experiment(*settings(objective, family))
+    state = fresh_state(toy)
+    sizes = []
+    for i in (1, 2, 3):
+        state, outcome = iterate(toy, state, i)
+        sizes.append((update._cache_size(), sample_chunk._cache_size()))
+        assert np.isfinite(outcome.metrics["loss"])
+        assert outcome.metrics["grad_norm"] > 0
+        assert outcome.metrics["skipped_micro_batches"] == 0
+        first_of_two = toy.config.optimizer.steps_per_iteration > 1
+        if (
+            "ratio" in outcome.metrics and not first_of_two
+        ):  # 1, but for the rounding of a mean over terms
+            assert (outcome.metrics["ratio"], outcome.metrics["loss/drift"]) == (
+                pytest.approx(1, abs=1e-6),
+                0,
+            )
+    assert sizes[1:] == sizes[:1] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["sol_rl", "naive_scaling"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_trains_the_embedded_pipeline_and_recompiles_nothing(objective, family):
+    built = experiments.build(small_config("unused", *settings(objective, family)))
+    state = fresh_state(built)
+    state, outcome = iterate(built, state, 1)
+    if "ratio" in outcome.metrics and built.config.optimizer.steps_per_iteration == 1:
+        assert (outcome.metrics["ratio"], outcome.metrics["loss/drift"]) == (
+            pytest.approx(1, abs=1e-6),
+            0,
+        )
+    state, outcome = iterate(built, state, 2)
+    assert outcome.metrics["seconds/compile"] == 0
+    assert np.isfinite(outcome.metrics["loss"])
+
+
+@pytest.fixture
+def spied(monkeypatch):
+    """Batches, and samples of each roll-out, in their order."""
+    batches = []
+    pools = []
+    make = iterations.policy_batch
+    roll_out = iterations.roll_out
+    monkeypatch.setattr(
+        iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
+    )
+    monkeypatch.setattr(iterations, "roll_out", lambda *a: pools.append(roll_out(*a)) or pools[-1])
+    return batches, pools
+
+
+def test_trajectories_are_those_of_the_regeneration(spied):
+    batches, pools = spied
+    toy = toy_experiment(*settings("flow_grpo", "sol_rl"))
+    iterate(toy, fresh_state(toy), 1)
+    (explored, regenerated), (batch,) = pools, batches
+    assert explored.states is None
+    assert batch.states.shape == (8, 3, *batch.latents.shape[1:])  # two of three steps add noise
+    np.testing.assert_array_equal(batch.states, regenerated.states)
+    table = toy.grid(3).table
+    predicted = regenerated.states[:, -1]  # from there an ODE's step leads to the sample
+    assert table[-1, 4] == 0
+    assert np.abs(predicted - regenerated.latents).max() > 1e-3
+
+
+def test_without_regeneration_the_kept_trajectories_are_those_explored(spied):
+    batches, pools = spied
+    toy = toy_experiment(*settings("dance_grpo", "naive_scaling"))
+    _, outcome = iterate(toy, fresh_state(toy), 1)
+    (pool,), (batch,) = pools, batches
+    assert pool.states.shape[0] == 16
+    np.testing.assert_array_equal(batch.states, pool.states[outcome.ledger["kept"]])
+
+
+def test_a_seed_is_the_same_path_explored_and_regenerated(spied):
+    """Explored in the training precision with all steps, a candidate is what it will be regenerated to, noise and all."""
+    _, pools = spied
+    toy = toy_experiment(
+        *settings("flow_grpo", "sol_rl"),
+        "rollout.explore.precision=bf16",
+        "rollout.explore.steps=3",
+    )
+    _, outcome = iterate(toy, fresh_state(toy), 1)
+    explored, regenerated = pools
+    np.testing.assert_array_equal(regenerated.latents, explored.latents[outcome.ledger["kept"]])
+
+
+def test_pairs_are_best_and_worst_at_the_same_noise(spied):
+    batches, pools = spied
+    toy = toy_experiment(*settings("dpo", "sol_rl"))
+    iterate(toy, fresh_state(toy), 1)
+    (_, regenerated), (batch,) = pools, batches
+    rewards = regenerated.reward.reshape(2, 4)
+    rows = [
+        int(np.flatnonzero((regenerated.latents == x).all((1, 2, 3)))[0])
+        for x in np.asarray(batch.latents)
+    ]
+    expected = []
+    for prompt in range(2):
+        best = (prompt * 4 + np.argsort(-rewards[prompt])).tolist()
+        expected += [best[0], best[3], best[1], best[2]]
+    assert rows == expected
+    np.testing.assert_array_equal(batch.seeds[::2], batch.seeds[1::2])
+    np.testing.assert_array_equal(batch.prompt, [0] * 4 + [1] * 4)
+    assert (np.asarray(batch.optimality[::2]) > np.asarray(batch.optimality[1::2])).all()
+    assert np.asarray(batch.weight).all()
+
+
+def test_a_pair_without_a_better_one_does_not_count(spied):
+    batches, _ = spied
+    toy = toy_experiment(*settings("dpo", "sol_rl"))
+    flat = dataclasses.replace(
+        toy.reward, score=lambda params, images, prompt: {"reward": 0.0 * images.mean((1, 2, 3))}
+    )
+    iterate(dataclasses.replace(toy, reward=flat), fresh_state(toy), 1)
+    assert not np.asarray(batches[0].weight).any()
+
+
+def test_a_pair_that_differs_by_rounding_does_not_count(spied):
+    """Devices may round otherwise, and that must not decide which of two samples is preferred."""
+    batches, _ = spied
+    toy = toy_experiment(*settings("dpo", "sol_rl"))
+    flat = dataclasses.replace(
+        toy.reward, score=lambda params, images, _: {"reward": 1 + 1e-6 * images.mean((1, 2, 3))}
+    )
+    _, outcome = iterate(dataclasses.replace(toy, reward=flat), fresh_state(toy), 1)
+    assert outcome.metrics["kept/spread"] > 0
+    assert not np.asarray(batches[0].weight).any()
+
+
+def test_an_evaluation_follows_the_ode():
+    sde = toy_experiment(*settings("flow_grpo", "sol_rl"))
+    ode = toy_experiment()
+    scores = [evaluate(toy, fresh_state(toy).ema).scores["reward"] for toy in (sde, ode)]
+    np.testing.assert_allclose(*scores, atol=1e-6)
+
+
+def test_classifier_free_guidance_is_refused_where_steps_are_trained():
+    with pytest.raises(
+        InputError, match=r"^rollout.guidance=4.5: must be 1 with policy.objective=flow_grpo, "
+    ):
+        experiments.build(
+            small_config("unused", *settings("flow_grpo", "sol_rl"), "rollout.guidance=4.5")
+        )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    "preset", ["tiny", "sana_sol_rl_hpsv2", "flux1_sol_rl_hpsv2", "sd3_naive_scaling_pickscore"]
+)
+def test_every_preset_takes_every_objective(preset, objective):
+    config = resolve(preset, [f"objective={objective}"])
+    assert config.policy.objective == objective
+    assert config.recorded_steps == (
+        0 if objective not in TRANSITIONS else 4 if objective == "mix_grpo" else 9
+    )
+    assert config.trained_sigmas == {"mix_grpo": 4, "flow_grpo": 9, "dance_grpo": 5, "awm": 6}.get(
+        objective, 4 if preset.startswith("flux1") else 6
+    )

@@ -1,0 +1,334 @@
+"""Each lever of exploration changes one thing, and goes with its file: nothing else knows it by name."""
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import solrl_jax
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.quant.low_rank import LowRank
+from solrl_jax.quant.nvfp4 import QTensor
+from solrl_jax.rl.experiment import fresh_state
+from solrl_jax.rl.explore import option as discovery
+from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.explore.options.correction import Corrected
+from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
+from solrl_jax.rl.iteration import iterate
+from solrl_jax.rl.trainable.trainable import flatten
+from tests.toys import KERNELS, toy_experiment
+
+SETTINGS = {
+    "preview": "rollout.explore.sigmas=first",
+    "exact_steps": "rollout.explore.exact_steps=1",
+    "correction": "rollout.explore.correction=4",
+    "attention": "rollout.explore.attention=fp8",
+}
+STEPS = ("rollout.steps=6", "rollout.explore.steps=4")
+FORMAT = Level("nvfp4", 4)
+PACKAGE = Path(solrl_jax.__file__).parent
+FOLDER = PACKAGE / "explore" / "levers"
+
+
+@pytest.fixture(scope="module")
+def paper():
+    return toy_experiment(*STEPS)
+
+
+@pytest.fixture(scope="module")
+def adapters(paper):
+    """Both factors are away from zero, so that merging is seen."""
+    return jax.tree.map(lambda x: x + 0.1, fresh_state(paper).old)
+
+
+def with_levers(experiment, *names, extra=()):
+    """The same experiment, backbone and all, with some levers."""
+    config = toy_experiment(*STEPS, *(SETTINGS[name] for name in names), *extra).config
+    return dataclasses.replace(experiment, config=config)
+
+
+def arrays(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def facts(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def same(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        map(np.array_equal, arrays(a), arrays(b))
+    )
+
+
+def whole_grid(stage):
+    """The steps of all legs."""
+    return tuple(
+        np.concatenate([getattr(leg.grid, name) for leg in stage.legs])
+        for name in ("sigmas", "times", "table")
+    )
+
+
+def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format(paper, adapters):
+    recipe = paper.recipe
+    assert not recipe.calibrates
+    stage = recipe.stage(adapters, FORMAT)
+    regenerating = paper.stage("regenerate", adapters, 6)
+    (leg,) = stage.legs
+    assert same(leg.grid, paper.grid(4))
+    flat = flatten(leg.policy)
+    assert {path for path in flat if type(flat[path]) is QTensor} == set(KERNELS)
+    assert (stage.name, stage.decoder, stage.shape, stage.chunk) == (
+        "explore", regenerating.decoder, regenerating.shape, regenerating.chunk,
+    )  # fmt: skip
+    (exact,) = regenerating.legs
+    assert all(type(flatten(exact.policy)[path]) is LowRank for path in KERNELS)
+    assert same(exact.grid, paper.grid(6))
+
+
+def test_a_preview_changes_the_grid_alone(paper, adapters):
+    recipe = with_levers(paper, "preview").recipe
+    stage = recipe.stage(adapters, FORMAT)
+    plain = paper.recipe.stage(adapters, FORMAT)
+    (leg,), (own,) = stage.legs, plain.legs
+    full = paper.grid(6)
+    np.testing.assert_array_equal(leg.grid.sigmas, full.sigmas[[0, 1, 2, 4]])
+    np.testing.assert_array_equal(leg.grid.times, full.times[[0, 1, 2, 4]])
+    np.testing.assert_array_equal(leg.grid.table[:2], full.table[:2])
+    assert np.abs(leg.grid.sigmas - own.grid.sigmas).max() > 0.05
+    assert (leg.grid.guidance, leg.grid.scale, leg.grid.guided) == (
+        own.grid.guidance,
+        own.grid.scale,
+        own.grid.guided,
+    )
+    assert same(leg.policy, own.policy)
+    assert dataclasses.replace(stage, legs=()) == dataclasses.replace(plain, legs=())
+    assert same(
+        recipe.stage(adapters, Level("nvfp4", 6)).legs[0].grid, full
+    )  # with all steps there is nothing to preview
+    assert same(
+        recipe.stage(adapters, Level("bf16", 4)).legs[0].grid, leg.grid
+    )  # and the format is no matter
+
+
+def test_exact_steps_change_the_legs_alone(paper, adapters):
+    stage = with_levers(paper, "exact_steps").recipe.stage(adapters, FORMAT)
+    plain = paper.recipe.stage(adapters, FORMAT)
+    first, rest = stage.legs
+    assert (first.grid.steps, rest.grid.steps) == (1, 3)
+    assert same(whole_grid(stage), whole_grid(plain))
+    assert same(first.policy, paper.policy(adapters))
+    assert same(rest.policy, plain.legs[0].policy)
+    assert dataclasses.replace(stage, legs=()) == dataclasses.replace(plain, legs=())
+    others = flatten(first.policy).keys() - set(KERNELS)
+    assert all(
+        flatten(first.policy)[path] is flatten(rest.policy)[path] for path in others
+    )  # held once
+
+
+def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
+    def marked(stage):
+        return [leg.in_fp8 for leg in stage.legs]
+
+    stage, plain = (
+        experiment.recipe.stage(adapters, FORMAT)
+        for experiment in (with_levers(paper, "attention"), paper)
+    )
+    assert (marked(stage), marked(plain)) == ([True], [False])
+    assert same(stage.legs, tuple(dataclasses.replace(leg, in_fp8=True) for leg in plain.legs))
+    both = with_levers(paper, "attention", "exact_steps").recipe
+    assert marked(both.stage(adapters, FORMAT)) == [False, True]
+    assert marked(both.stage(adapters, Level("bf16", 4))) == [False]
+
+
+def test_a_correction_changes_the_leaves_alone(paper, adapters):
+    stage = with_levers(paper, "correction").recipe.stage(adapters, FORMAT)
+    plain = paper.recipe.stage(adapters, FORMAT)
+    (leg,), (own,) = stage.legs, plain.legs
+    assert same(leg.grid, own.grid)
+    flat = flatten(leg.policy)
+    base = flatten(paper.backbone.transformer)
+    for path in KERNELS:
+        assert type(flat[path]) is Corrected
+        assert type(flat[path].remainder) is QTensor
+        assert flat[path].basis.shape == (base[path].shape[0], 4)
+        merged = np.asarray(base[path]) + paper.scale * np.asarray(
+            adapters[path]["a"] @ adapters[path]["b"]
+        )
+
+        def error(leaf, w=merged):
+            return np.linalg.norm(leaf.dequantize() - w) / np.linalg.norm(w)
+
+        assert 0 < error(flat[path]) < error(flatten(own.policy)[path]) < 0.12
+    assert dataclasses.replace(stage, legs=()) == dataclasses.replace(plain, legs=())
+
+
+def test_levers_go_together(paper, adapters):
+    stage = with_levers(paper, *SETTINGS).recipe.stage(adapters, FORMAT)
+    first, rest = stage.legs
+    alone = {
+        name: with_levers(paper, name).recipe.stage(adapters, FORMAT)
+        for name in ("preview", "correction")
+    }
+    assert same(whole_grid(stage), whole_grid(alone["preview"]))
+    assert same(first.policy, paper.policy(adapters))
+    for (
+        path
+    ) in KERNELS:  # measured on the preview's samples: other directions than on the schedule's own
+        assert type(flatten(rest.policy)[path]) is Corrected
+    assert not same(rest.policy, alone["correction"].legs[0].policy)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_relieve(
+    paper, adapters, precision
+):
+    level = Level(precision, 4)
+    stage = with_levers(paper, "exact_steps", "correction").recipe.stage(adapters, level)
+    plain = paper.recipe.stage(adapters, level)
+    assert len(stage.legs) == 1
+    assert same(stage.legs, plain.legs)
+    assert same(stage.legs[0].policy, paper.policy(adapters))
+
+
+@pytest.mark.parametrize(
+    ("names", "extra", "expected"),
+    [
+        ((), (), False),
+        (("exact_steps",), (), False),
+        (("preview",), (), True),
+        (("preview",), ("rollout.explore.precision=bf16",), True),
+        (("preview",), ("rollout.explore.steps=6",), False),
+        (("correction",), (), True),
+        (("correction",), ("rollout.explore.precision=bf16",), False),
+        (("correction", "exact_steps"), ("rollout.explore.precision=fp8",), True),
+    ],
+)
+def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
+    """The prompts are encoded and the base is sampled then, and only then; once."""
+    recipe = with_levers(paper, *names, extra=extra).recipe
+    sampled = []
+    original = discovery.Calibration.sample
+    monkeypatch.setattr(
+        discovery.Calibration, "sample", lambda *a: sampled.append(1) or original(*a)
+    )
+    assert recipe.calibrates == expected
+    recipe.calibrate()
+    count = len(sampled)
+    assert (count > 0) == expected
+    recipe.calibrate()
+    recipe.stage(fresh_state(paper).old, recipe.levels[0])
+    assert len(sampled) == count
+    assert recipe.calibration.prompts == paper.train_prompts[:16]
+    assert len(recipe.calibration.rows) == 16
+
+
+def test_quantisers_are_one_object_so_that_nothing_is_traced_again(paper, adapters):
+    recipe = with_levers(paper, "correction").recipe
+    assert recipe.quantizer("nvfp4") is recipe.quantizer("nvfp4")
+    assert recipe.grid(4) is recipe.grid(4) is recipe.grid(4, 0)
+    recipe.policy(adapters, "nvfp4")
+    before = quantize_policy._cache_size()
+    for _ in range(2):
+        recipe.policy(jax.tree.map(lambda x: x + 0.1, adapters), "nvfp4")
+    assert quantize_policy._cache_size() == before
+
+
+def test_shapes_stand_for_arrays_where_nothing_is_measured(paper, adapters):
+    """For plans and reports: the leaves that a recipe makes, without calibration."""
+    for names in ((), ("exact_steps", "preview"), ("correction",), tuple(SETTINGS)):
+        recipe = with_levers(paper, *names).recipe
+        weights = {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for path, x in flatten(paper.backbone.transformer).items()
+        }
+        quantizer = discovery.shaped_quantizer(
+            recipe.explore, Quantizer(FORMATS["nvfp4"].quantize), weights
+        )
+        made = flatten(recipe.policy(adapters, "nvfp4"))
+        for path, weight in weights.items():
+            single = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
+            shaped = jax.eval_shape(quantizer.quantize, single, *quantizer.beside.get(path, ()))
+            assert facts(shaped) == facts(made[path])
+
+
+# --- a lever is its file ---
+
+
+@pytest.fixture
+def without(tmp_path, monkeypatch):
+    """Takes the files of some levers out of the folder, as far as discovery sees."""
+
+    def take(*names):
+        folder = tmp_path / "levers"
+        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in names:
+            (folder / f"{name}.py").unlink()
+        monkeypatch.setattr(discovery.folder, "__path__", [str(folder)])
+        discovery.levers.cache_clear()
+
+    yield take
+    monkeypatch.undo()
+    discovery.levers.cache_clear()
+
+
+def test_the_levers_are_the_files_of_the_folder():
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
+    assert files == set(SETTINGS)
+    assert {type(lever).__module__.rpartition(".")[2] for lever in discovery.levers()} == files
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_without_a_levers_file_the_others_work(paper, adapters, without, name):
+    others = tuple(other for other in SETTINGS if other != name)
+    want = with_levers(paper, *others).recipe.stage(adapters, FORMAT)
+    without(name)
+    assert len(discovery.levers()) == len(SETTINGS) - 1
+    got = with_levers(paper, *others).recipe.stage(adapters, FORMAT)
+    assert same(got.legs, want.legs)
+    still = with_levers(paper, *SETTINGS).recipe.stage(
+        adapters, FORMAT
+    )  # asked for, it is not there
+    assert same(still.legs, want.legs)
+
+
+def test_without_any_lever_an_iteration_is_the_papers(paper, without):
+    state, outcome = iterate(paper, fresh_state(paper), 1)
+    without(*SETTINGS)
+    assert discovery.levers() == ()
+    bare = with_levers(paper)
+    again, same_outcome = iterate(bare, fresh_state(bare), 1)
+    assert same(again, state)
+    np.testing.assert_array_equal(
+        same_outcome.ledger["proxy_reward"], outcome.ledger["proxy_reward"]
+    )
+
+
+def test_nothing_else_knows_a_lever_by_name():
+    """Neither the loop nor the iteration, the experiment, the rollout or the ranking; and nobody imports a lever's file."""
+    name = re.compile(
+        r"\b(exact_steps|correction|preview|fitted_table|Corrected|Probe)\b|sigmas =="
+    )
+    readers = [
+        PACKAGE / "run" / "loop.py",
+        PACKAGE / "run" / "record.py",
+        PACKAGE / "explore" / "recipe.py",
+    ]
+    readers += [
+        path
+        for room in ("training", "rollout", "policy", "flow")
+        for path in (PACKAGE / room).glob("*.py")
+    ]
+    assert len(readers) > 15
+    told = {
+        path.name: found.group() for path in readers if (found := name.search(path.read_text()))
+    }
+    assert not told
+    imported = re.compile(r"explore\.levers(\.| import )(preview|exact_steps|correction)")
+    assert imported.search(Path(__file__).read_text())
+    assert not [path.name for path in PACKAGE.rglob("*.py") if imported.search(path.read_text())]

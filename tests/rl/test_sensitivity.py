@@ -1,0 +1,83 @@
+"""Which linears stand a format, measured by ranks on a tiny pipeline, and the rule that follows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.errors import RunError
+from solrl_jax.rl import sensitivity
+from solrl_jax.rl.experiment import build, fresh_state
+from solrl_jax.rl.explore import linears
+from solrl_jax.rl.sensitivity import Sensitivity, group_of, measure, proposed, table
+from tests.toys import toy_experiment
+
+GROUPS = {"/attn1/", "/ff/"}
+
+
+@pytest.mark.parametrize(
+    ("path", "group"),
+    [
+        ("transformer_blocks/attn1/to_out/0/kernel", "/attn1/"),
+        ("transformer_blocks/0-36/ff/net/2/kernel", "/ff/"),
+        ("single_transformer_blocks/proj_mlp/kernel", "/proj_mlp/"),
+        ("time_embed/emb/timestep_embedder/linear_1/kernel", "time_embed/"),
+    ],
+)
+def test_a_group_is_a_part_of_its_paths(path, group):
+    assert group_of(path) == group
+    assert group in path
+
+
+def test_the_proposal_takes_what_costs_least_for_its_share():
+    groups = [
+        Sensitivity("/ff/", 8, 0.6, 0.98),
+        Sensitivity("/attn/", 8, 0.3, 0.985),
+        Sensitivity("/norm1/", 2, 0.1, 0.7),
+    ]
+    assert proposed(0.99, groups, 0.97) == ["/norm1/"]
+    assert proposed(0.99, groups, 0.98) == ["/attn/", "/norm1/"]
+    assert proposed(0.99, groups, 0.5) == []
+    assert "model.quantize.skip=[/norm1/]" in table(0.99, groups, ["/norm1/"])
+
+
+def test_each_group_is_measured_alone(monkeypatch):
+    def some(*of):
+        return [
+            row for row in linears.report(*of) if group_of(row.path) in GROUPS
+        ]  # each is a program to compile
+
+    monkeypatch.setattr(sensitivity, "report", some)
+    small = ("train.prompts=2", "eval.prompts=2", "rollout.candidates=8", "rollout.kept=4")
+    config = resolve("tiny", (*small, "rollout.steps=2", "rollout.explore.steps=2"))
+    experiment = build(config)
+    exact, groups = measure(experiment, fresh_state(experiment).old, 2, lambda *_: None)
+    assert exact == 1.0  # nothing quantised and as many steps: the candidates themselves
+    assert sum(group.share for group in groups) == pytest.approx(1)
+    assert {group.group for group in groups} == GROUPS
+    assert any(group.spearman < 1 for group in groups)
+    assert all(-1 <= group.spearman <= 1 for group in groups)
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
+    toy = toy_experiment("rollout.steps=2", "rollout.explore.steps=2", "eval.prompts=2")
+    monkeypatch.setattr(
+        sensitivity,
+        "roll_out",
+        lambda of, stage, prompted, seeds, progress: SimpleNamespace(
+            reward=np.full(seeds[..., 0].size, value)
+        ),
+    )
+    with pytest.raises(
+        RunError,
+        match=r"^the rewards of all candidates of 2 prompt\(s\) tie, so nothing ranks them; take more",
+    ):
+        measure(toy, fresh_state(toy).old, 2, lambda *_: None)
+
+
+def test_a_group_whose_rewards_tie_is_not_quantised():
+    groups = [Sensitivity("/ff/", 8, 0.6, 0.98), Sensitivity("/attn/", 8, 0.4, float("nan"))]
+    assert proposed(0.99, groups, 0.5) == ["/attn/"]
+    assert proposed(0.99, groups[::-1], 0.5) == ["/attn/"]

@@ -1,0 +1,301 @@
+"""Parameters that are trained in full: which they are, where they go, and an update against PyTorch in float64."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from solrl_jax.config.presets import resolve
+from solrl_jax.config.values import ConfigError
+from solrl_jax.diffusion.seeds import normal, permutations
+from solrl_jax.errors import InputError
+from solrl_jax.models.locate import open_model
+from solrl_jax.parallel.sharding import make_mesh
+from solrl_jax.quant.formats import FORMATS
+from solrl_jax.quant.matmul import LowRank, dequantize
+from solrl_jax.rl import memory_check
+from solrl_jax.rl.checkpointing import held
+from solrl_jax.rl.explore.sync import Quantizer, merged
+from solrl_jax.rl.state import init_state
+from solrl_jax.rl.trainable.trainable import Targets, attach, find_targets, flatten
+from solrl_jax.rl.update import blend, update
+from tests.rl.test_update import (
+    CONFIG,
+    MESHES,
+    ROWS,
+    SHAPE,
+    SLOTS,
+    STEPS,
+    TOLERANCE,
+    batch_of,
+    norm,
+)
+from tests.toys import KERNELS, toy_backbone, toy_grid
+
+BLOCK, OUT = KERNELS
+TARGETS = {"all": Targets((), KERNELS), "one beside an adapter": Targets((BLOCK,), (OUT,))}
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    return open_model("embedded:tiny-sana").transformer
+
+
+def targets_of(transformer, parameters):
+    return find_targets(transformer, resolve("tiny", [f"train.parameters={parameters}"]))
+
+
+def test_what_is_trained_is_what_the_configuration_names(transformer):
+    every = flatten(transformer.abstract("float32"))
+    lora = targets_of(transformer, "adapters")
+    assert lora.whole == ()
+    assert len(lora.adapted) == 8
+    assert targets_of(transformer, "all") == Targets((), tuple(sorted(every)))
+    some = targets_of(transformer, "transformer_blocks/(attn1/to_[qk]/kernel|scale_shift_table)")
+    q, k = (f"transformer_blocks/attn1/to_{x}/kernel" for x in "qk")
+    assert some.whole == (k, q, "transformer_blocks/scale_shift_table")
+    assert set(some.adapted) == set(lora.adapted) - {q, k}  # never both
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(transformer):
+    said = "train.parameters: 'blocks/attn' matches no parameter; there are caption_norm/scale, caption_projection/"
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        targets_of(transformer, "blocks/attn")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("", "must not be empty"), ("'a(b'", "must be a regular expression"), ("7", "expected text")],
+)
+def test_a_value_that_is_no_pattern_is_refused(value, said):
+    with pytest.raises(ConfigError, match=rf"^train.parameters=.*: {said}"):
+        resolve("tiny", [f"train.parameters={value}"])
+
+
+def test_an_old_policy_that_bf16_could_not_move_is_refused():
+    slow = ("train.parameters=all", "policy.decay_type=2")
+    with pytest.raises(
+        ConfigError,
+        match=r"policy.decay_type=2: must be 0 or 1, or rollout.precision=fp32, where param",
+    ):
+        resolve("tiny", slow)
+    assert resolve("tiny", (*slow, "rollout.precision=fp32")).policy.decay_type == 2
+    assert resolve("tiny", slow[1:]).train.parameters == "adapters"
+
+
+def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, monkeypatch):
+    """Six float32 copies divided over two devices, and a gradient: 16 bytes a parameter."""
+    pipeline = open_model("embedded:tiny-sana")
+    config = resolve("tiny", ["train.parameters=all", "mesh.fsdp=2"])
+    targets = find_targets(transformer, config)
+    least = 16 * transformer.size
+    monkeypatch.setattr(memory_check, "device_memory", lambda: least)
+    memory_check.refuse_what_cannot_fit(config, pipeline, targets)
+    monkeypatch.setattr(memory_check, "device_memory", lambda: least - 1)
+    with pytest.raises(
+        InputError,
+        match=r"^train.parameters=all: 0.00\d+ billion parameters in full take .* GB of a device, which",
+    ):
+        memory_check.refuse_what_cannot_fit(config, pipeline, targets)
+
+
+def test_auto_counts_what_is_trained_in_full(transformer):
+    config = resolve("tiny", ["train.parameters=all", "optimizer.micro_batch=1"])
+    one, two = (held(config, open_model("embedded:tiny-sana"), make_mesh(1, n)) for n in (1, 2))
+    assert (
+        one - two == (2 + 4 * 4) * transformer.size / 2
+    )  # the base in BF16, and four float32 copies
+
+
+def fresh(backbone, targets, config=CONFIG):
+    return init_state(
+        jax.random.key(0),
+        backbone.transformer,
+        targets,
+        config.lora,
+        config.optimizer,
+        backbone.mesh,
+    )
+
+
+def test_masters_are_float32_and_the_old_policy_has_the_bases_dtype():
+    backbone = toy_backbone(dtype="bfloat16")
+    state = fresh(backbone, TARGETS["one beside an adapter"])
+    base = flatten(backbone.transformer)
+    for tree, dtype in (
+        (state.adapters, "float32"),
+        (state.ema, "float32"),
+        (state.old, "bfloat16"),
+    ):
+        assert tree.keys() == {BLOCK, OUT}
+        assert tree[BLOCK].keys() == {"a", "b"}
+        assert (tree[OUT].dtype, tree[BLOCK]["a"].dtype) == (dtype, "float32")
+        np.testing.assert_array_equal(tree[OUT], base[OUT])
+    policy = flatten(attach(backbone.transformer, state.adapters, 2.0))
+    assert isinstance(policy[BLOCK], LowRank)
+    assert policy[OUT].dtype == jnp.bfloat16
+
+
+def test_a_copy_in_bf16_follows_in_float32_and_is_rounded_once():
+    kept = jnp.asarray([1.0, 3.0], jnp.bfloat16)
+    new = jnp.asarray([1 + 2**-7, 3.01], jnp.float32)
+    got = blend({"w": kept}, {"w": new}, jnp.float32(0.25))["w"]
+    want = (0.25 * np.asarray(kept, np.float64) + 0.75 * np.asarray(new, np.float64)).astype(
+        jnp.bfloat16
+    )
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, want)
+
+
+def test_exploration_quantises_the_arrays_that_are_trained_and_reads_them_elsewhere():
+    backbone = toy_backbone()
+    form = FORMATS["nvfp4"]
+    own = {path: leaf + 0.5 for path, leaf in flatten(backbone.transformer).items()}
+    policy = flatten(merged(backbone, own, 2.0, (BLOCK,), Quantizer(form.quantize)))
+    np.testing.assert_array_equal(
+        dequantize(policy[BLOCK]), dequantize(jax.jit(form.quantize)(own[BLOCK]))
+    )
+    np.testing.assert_array_equal(policy[OUT], own[OUT])
+
+
+def torch_update(backbone, trained, old, batch, targets):
+    """One step in PyTorch, float64: DiffusionNFT's loss by its formula, autograd, the clip, AdamW. -> trained, loss, norm"""
+    import torch
+
+    def t(x):
+        return torch.tensor(np.array(x, np.float64))
+
+    def tree(own):
+        return {
+            p: {k: t(v) for k, v in ab.items()} if isinstance(ab, dict) else t(ab)
+            for p, ab in own.items()
+        }
+
+    base = flatten(backbone.transformer)
+    lora = CONFIG.lora
+    rule = CONFIG.policy
+    adam = CONFIG.optimizer
+    text = t(batch.conditioning["text"])[np.asarray(batch.prompt)]
+    grid = toy_grid(STEPS)
+
+    def weight(own, p):
+        return (
+            t(base[p]) + lora.alpha / lora.rank * own["a"] @ own["b"]
+            if isinstance(own, dict)
+            else own
+        )
+
+    own = tree(trained)
+    kept = tree(old)
+    leaves = [
+        x
+        for p in targets.adapted + targets.whole
+        for x in (own[p].values() if isinstance(own[p], dict) else [own[p]])
+    ]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def along(x):
+        return x[:, None, None, None]
+
+    visited = np.asarray(permutations(batch.seeds, "sigmas", STEPS))
+    losses = []
+    for slot in range(SLOTS):
+        sigma, time = (along(t(np.asarray(x)[visited[:, slot]])) for x in (grid.sigmas, grid.times))
+        x0 = t(batch.latents)
+        noise = t(normal(batch.seeds, "training", SHAPE, jnp.full(ROWS, slot)))
+        x = (1 - sigma) * x0 + sigma * noise
+
+        def hidden(w, x=x, time=time):
+            return torch.tanh(x @ w + text[:, None, None] + time / 1000)
+
+        def of(w, v, f=hidden):
+            return f(w) @ v
+
+        v, v_old, v_ref = (
+            of(*(weight(q[p], p) for p in KERNELS))
+            for q in (own, kept, tree({p: base[p] for p in KERNELS}))
+        )
+
+        def matching(u, x=x, x0=x0, sigma=sigma):
+            error = x - sigma * u - x0
+            return (
+                error.square().mean((1, 2, 3))
+                / error.abs().mean((1, 2, 3)).clamp(min=1e-5).detach()
+            )
+
+        q = t(batch.optimality)
+        b = rule.beta
+        pull = q * matching(b * v + (1 - b) * v_old) + (1 - q) * matching((1 + b) * v_old - b * v)
+        losses.append(
+            rule.advantage_clip * pull / b + rule.kl_weight * (v - v_ref).square().mean((1, 2, 3))
+        )
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    length = torch.nn.utils.clip_grad_norm_(leaves, adam.max_grad_norm)
+    torch.optim.AdamW(
+        leaves,
+        adam.learning_rate,
+        (adam.beta1, adam.beta2),
+        adam.eps,
+        weight_decay=adam.weight_decay,
+    ).step()
+    numbers = jax.tree.map(lambda x: x.detach().numpy(), own)
+    return numbers, loss.item(), length.item()
+
+
+def started(backbone, targets):
+    """A state whose three policies differ from the base and from each other."""
+    state = fresh(backbone, targets)
+
+    def noise(tree, seed):
+        return jax.tree.map(
+            lambda x: (
+                x + 0.3 * np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32)
+            ),
+            tree,
+        )
+
+    return dataclasses.replace(
+        state, adapters=noise(state.adapters, 1), old=noise(state.old, 2), ema=noise(state.ema, 3)
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("which", TARGETS)
+def test_an_update_is_that_of_pytorch_in_float64(which, mesh):
+    """On one device and on meshes; micro-batches that do not come out even."""
+    backbone = toy_backbone(*MESHES[mesh])
+    targets = TARGETS[which]
+    start = started(backbone, targets)
+    batch = batch_of(backbone)
+    before, old, ema = jax.device_get((start.adapters, start.old, start.ema))
+    want, loss, length = torch_update(backbone, before, old, batch, targets)
+    config = dataclasses.replace(
+        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, micro_batch=4)
+    )
+    with jax.set_mesh(backbone.mesh):
+        state, metrics = update(
+            backbone, config, start, backbone.transformer, batch, toy_grid(STEPS)
+        )
+    state, metrics = jax.device_get((state, metrics))
+    assert length > 2 * CONFIG.optimizer.max_grad_norm  # the clip counts
+    assert metrics["loss"] == pytest.approx(loss, rel=TOLERANCE)
+    assert metrics["grad_norm"] == pytest.approx(length, rel=TOLERANCE)
+
+    def apart(a, b):
+        return norm(jax.tree.map(lambda x, y: np.asarray(x, np.float64) - y, a, b))
+
+    assert apart(state.adapters, want) < 1e-4 * apart(before, want)  # of the step that AdamW took
+
+    def follow(kept, decay):
+        return jax.tree.map(lambda k, n: decay * k + (1 - decay) * n, kept, want)
+
+    assert apart(state.ema, follow(ema, 2 / 11)) < TOLERANCE * norm(ema)
+    assert apart(state.old, follow(old, 0.001)) < TOLERANCE * norm(old)
+    assert jax.tree.leaves(optax.tree.get(state.opt_state, "mu"))[0].dtype == np.float32

@@ -1,0 +1,141 @@
+"""Pictures: exact pixels where they are promised, sensible sizes, and files that appear whole."""
+
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from solrl_jax.runs import image_files
+from solrl_jax.errors import RunError
+from solrl_jax.storage.images import to_uint8
+
+RNG = np.random.default_rng(0)
+
+
+def test_a_pixel_is_255_times_its_value_rounded_and_clipped(tmp_path):
+    image = np.array([[[0.0, 0.5, 1.0], [-1.0, 2.0, np.nan]], [[1 / 255, 1.49 / 255, 1.51 / 255], [0.2, 0.4, np.inf]]])
+    image_files.save_png(tmp_path / "one.png", jnp.asarray(image, jnp.float32))
+    pixels = np.asarray(Image.open(tmp_path / "one.png"))
+    assert pixels.tolist() == [[[0, 128, 255], [0, 255, 0]], [[1, 1, 2], [51, 102, 255]]]
+    assert os.listdir(tmp_path) == ["one.png"]
+
+
+def sheet_of(path) -> np.ndarray:
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def test_a_grid_shows_every_pixel_and_fills_rows(tmp_path):
+    images = RNG.random((5, 24, 30, 3), np.float32)
+    gap = 4
+    image_files.save_grid(tmp_path / "grid.png", images, 3, list("abcde"))
+    sheet = sheet_of(tmp_path / "grid.png")
+    step = (sheet.shape[0] - gap) // 2
+    assert sheet.shape == (2 * step + gap, 3 * (30 + gap) + gap, 3)
+    for index, image in enumerate(images):
+        top = gap + index // 3 * step
+        left = gap + index % 3 * (30 + gap)
+        assert (sheet[top : top + 24, left : left + 30] == to_uint8(image)).all()
+
+
+def test_captions_take_room_below_and_never_leave_their_cell(tmp_path):
+    images = np.zeros((2, 64, 64, 3))
+    path = tmp_path / "grid.png"
+    for captions in (["short", "a caption that is far too long for sixty-four pixels in two lines"], ["", "x" * 300]):
+        image_files.save_grid(path, images, 2, captions)
+        sheet = sheet_of(path)
+        assert sheet.shape[1] == 2 * 68 + 4
+        assert sheet.shape[0] > 64 + 2 * 4
+        below = sheet[68:]
+        assert (below[:, 68:72] == 255).all()
+        assert (below[:, -4:] == 255).all()
+        assert (below < 128).any()
+    with pytest.raises(ValueError, match="zip"):
+        image_files.save_grid(path, images, 2, ["one"])
+
+
+def test_a_grid_has_no_more_columns_than_images(tmp_path):
+    image_files.save_grid(tmp_path / "grid.png", np.zeros((2, 8, 8, 3)), 8, ["", ""])
+    assert Image.open(tmp_path / "grid.png").width == 2 * 12 + 4
+
+
+def test_the_images_of_a_grid_are_read_again_with_their_facts(tmp_path):
+    images = RNG.random((3, 8, 10, 3))
+    facts = [{"prompt": "é </script>", "right": right} for right in (True, False, None)]
+    image_files.save_grid(tmp_path / "grid.png", images, 2, list("abc"), facts)
+    found = image_files.read_grid(tmp_path / "grid.png")
+    assert [fact for _, fact in found] == facts
+    for (image, _), saved in zip(found, images, strict=True):
+        assert (np.asarray(image) == to_uint8(saved)).all()
+    image_files.save_grid(tmp_path / "older.png", images, 2, list("abc"))
+    assert image_files.read_grid(tmp_path / "older.png") == []
+
+
+@pytest.mark.parametrize(("size", "shown"), [(16, 96), (40, 120), (200, 200), (512, 384)])
+def test_before_and_after_stand_side_by_side(tmp_path, size, shown):
+    before = np.zeros((2, 3, size, size, 3))
+    after = np.full((2, 3, size, size, 3), 0.5)
+    image_files.save_before_after(tmp_path / "sheet.png", before, after, ["a red circle", "a prompt " * 100])
+    pixels = sheet_of(tmp_path / "sheet.png")
+    middle = pixels.shape[1] // 2
+    for half, value in ((pixels[:, :middle], 0), (pixels[:, middle:], 128)):
+        assert (half == value).all(-1).sum() >= 6 * shown**2
+    assert pixels.shape[1] == 2 * (16 + 3 * (shown + 8) + 2 * 4) + 24
+    assert Image.open(tmp_path / "sheet.png").text["Title"] == "before training    after training"
+
+
+def test_the_verifiers_verdicts_are_counted_and_marked(tmp_path):
+    images = np.full((2, 2, 96, 96, 3), 0.5)
+    prompts = ["a red circle", "two blue squares"]
+    right = np.array([[True, False], [False, False]])
+    draw = lambda name, *verdicts: image_files.save_before_after(tmp_path / name, images, images, prompts, *verdicts)
+    draw("plain.png")
+    draw("marked.png", right, ~right)
+    draw("half.png", right)
+    title = lambda name: Image.open(tmp_path / name).text["Title"]
+    assert title("marked.png") == "before training: 1 of 4 right    after training: 3 of 4 right"
+    assert title("half.png") == "before training: 1 of 4 right    after training"
+
+    pixels = sheet_of(tmp_path / "marked.png")
+    corners = np.argwhere((sheet_of(tmp_path / "plain.png") == 128).all(-1))  # of the images, whose places do not change
+    top, left = corners.min(0)
+    row_step = np.diff(np.unique(corners[:, 0]))
+    rows = (top, top + 96 + row_step.max() - 1)
+    columns = (left, left + 108)
+    half = (pixels.shape[1] - 2 * 16 - 24) // 2 + 24
+    green = [0, 0x9E, 0x73]
+    orange = [0xD5, 0x5E, 0]
+    for side, verdicts in ((0, right), (half, ~right)):
+        for i, y in enumerate(rows):
+            for j, x in enumerate(columns):
+                frame = pixels[y - 1, x + side : x + side + 96]
+                assert (frame == (green if verdicts[i, j] else orange)).all()
+    # the shape of the mark tells them apart without its colour
+    marks = [(pixels[y + 80 : y + 96, left + 80 : left + 96].sum(-1) > 600) for y in rows]
+    assert marks[0].any()
+    assert marks[1].any()
+    assert (marks[0] != marks[1]).any()
+
+
+def test_the_titles_have_room_however_few_images_there_are(tmp_path):
+    images = np.zeros((1, 1, 8, 8, 3))
+    image_files.save_before_after(tmp_path / "one.png", images, images, ["a"], *[np.array([[True]])] * 2)
+    pixels = sheet_of(tmp_path / "one.png")
+    assert pixels.shape[1] > 2 * (16 + 104) + 24
+    assert (pixels[:, -16:] == 255).all()
+    with pytest.raises(ValueError, match="zip"):
+        image_files.save_before_after(tmp_path / "two.png", images, images, ["a", "b"])
+
+
+def test_the_same_picture_has_the_same_bytes(tmp_path):
+    images = RNG.random((4, 8, 8, 3))
+    for name in ("a.png", "b.png"):
+        image_files.save_grid(tmp_path / name, images, 2, list("abcd"))
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"while writing .*x.png$"):
+        image_files.save_png(tmp_path / "file" / "x.png", np.zeros((2, 2, 3)))
