@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import solrl_jax as solrl
 from solrl_jax.rl.objective import (
     PerRow,
-    PolicyConfig,
+    AlgorithmConfig,
     Target,
     Velocities,
     matching_error,
@@ -19,12 +19,12 @@ from solrl_jax.rl.objective import (
 
 
 def good_half(
-    velocities: Velocities, target: Target, policy: PolicyConfig
+    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
 ) -> tuple[PerRow, dict[str, PerRow]]:
     """Flow matching on samples whose advantage is positive, held near the base by the KL weight. One loss a row."""
     error = matching_error(velocities.trained, target)
     kl = row_mean((velocities.trained - velocities.reference) ** 2)
-    loss = jnp.where(target.optimality > 0.5, error, 0.0) + policy.kl_weight * kl
+    loss = jnp.where(target.optimality > 0.5, error, 0.0) + algorithm.kl_weight * kl
     return loss, {"loss/policy": error, "loss/kl": kl}
 
 

@@ -20,7 +20,7 @@ from bench.timing import finish, parser
 from solrl_jax.config.presets import resolve
 from solrl_jax.rl.iteration import Outcome
 from solrl_jax.runs import trainer
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 
 SETTINGS = ("eval.every=0", "eval.grid=0", "rollout.explore.floor=0.01")
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         return state, real[0]
 
     trainer.iterate = again
-    with tempfile.TemporaryDirectory() as folder, Reporter(bars=False) as report:
+    with tempfile.TemporaryDirectory() as folder, TerminalProgress(bars=False) as report:
         run = f"{folder}/run"
         length = (
             f"train.iterations={args.iterations}",

@@ -33,7 +33,7 @@ from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Program, Stages
 from solrl_jax.planning.topology import tracing
 from solrl_jax.rl.experiment import build, device_facts, fresh_state, open_mesh
-from solrl_jax.rl.generate import Rows, generate
+from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
 
 MODELS = ("tiny-sana", "tiny-flux", "tiny-sd3")
@@ -100,7 +100,7 @@ def sampling(model: str, args: argparse.Namespace) -> dict[str, Any]:
         experiment = build(resolve("tiny", (f"model={model}", f"rollout.precision={precision}")))
         prompts = experiment.train_prompts[: args.pictures]
         prompted = experiment.prompted(prompts)
-        rows = Rows.of(experiment.seeds("candidate", prompts, 1))
+        rows = SeedBatch.of(experiment.seeds("candidate", prompts, 1))
         stage = experiment.stage("sample", fresh_state(experiment).ema, args.steps)
 
         def make():

@@ -32,9 +32,9 @@ from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.formats import resolve as resolve_format
 from solrl_jax.rl.experiment import Experiment, fresh_state
-from solrl_jax.rl.explore.monitor import Level
-from solrl_jax.rl.iteration import roll_out
-from solrl_jax.rl.sampler import Stage
+from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.iteration import generate_candidates
+from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.state import TrainState
 
 
@@ -76,7 +76,7 @@ class Bench:
         """Seconds for exploring all candidates of one prompt in `precision`, and for regenerating those that are kept."""
         rollout = self.experiment.config.rollout
         exploring = self.experiment.recipe.stage(
-            self.state.old, Level(precision, rollout.explore.steps)
+            self.state.old, ExplorationSetting(precision, rollout.explore.steps)
         )
         explore = self._rolled_out(exploring, rollout.candidates)
         regenerate = self._rolled_out(self._full("regenerate"), rollout.kept)
@@ -95,15 +95,17 @@ class Bench:
             "rollout": rollout | {"times_naive_scaling": round(whole / rollout["seconds"], 3)},
         }
 
-    def _full(self, name: str) -> Stage:
+    def _full(self, name: str) -> Sampler:
         return self.experiment.stage(name, self.state.old, self.experiment.config.rollout.steps)
 
-    def _rolled_out(self, stage: Stage, candidates: int) -> float:
+    def _rolled_out(self, stage: Sampler, candidates: int) -> float:
         experiment = self.experiment
         prompts = self.experiment.train_prompts[:1]
         prompted = experiment.prompted(prompts, experiment.reward)
         seeds = experiment.seeds("candidate", prompts, candidates, iteration=1)
-        return seconds(lambda: roll_out(experiment, stage, prompted, seeds).latents, self.repeat)
+        return seconds(
+            lambda: generate_candidates(experiment, stage, prompted, seeds).latents, self.repeat
+        )
 
 
 def run_peer(arguments: list[str]) -> dict[str, Any]:

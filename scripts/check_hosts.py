@@ -41,9 +41,9 @@ DELAY = 0.05  # seconds into the stage
 def child(stage: str, arguments: list[str]) -> None:
     """Runs `solrl` with `arguments`. If a stage is named, the process kills itself in that stage of the second iteration."""
     from solrl_jax.cli import main
-    from solrl_jax.rl.clock import Clock
+    from solrl_jax.rl.clock import PhaseTimer
     from solrl_jax.runs import checkpoint_writer
-    from solrl_jax.runs.progress import Reporter
+    from solrl_jax.runs.progress import TerminalProgress
 
     begun = {"iterations": 0}
 
@@ -65,9 +65,9 @@ def child(stage: str, arguments: list[str]) -> None:
 
         setattr(owner, method, wrapped)
 
-    before(Clock, "start", lambda clock, name: name)
+    before(PhaseTimer, "start", lambda clock, name: name)
     before(
-        Reporter,
+        TerminalProgress,
         "stage",
         lambda report, name, rows, done: name if name == "evaluate" and not done else "",
     )

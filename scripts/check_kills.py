@@ -46,7 +46,7 @@ from solrl_jax.runs import checkpoint, checkpoint_writer, metrics
 
 SMALL = (
     "train.prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.chunk=2", "rollout.steps=3",
-    "rollout.explore.steps=2", "optimizer.micro_batch=2", "policy.timestep_fraction=0.7", "eval.prompts=2",
+    "rollout.explore.steps=2", "optimizer.micro_batch=2", "algorithm.timestep_fraction=0.7", "eval.prompts=2",
     "eval.images_per_prompt=2", "eval.grid=0", "eval.steps=3", "eval.every=5", "run.checkpoint_every=1", "run.keep_best=1",
     "run.tensorboard=false", "mesh.data=1",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from PIL import Image
 
 import solrl_jax as solrl
 from solrl_jax.data.prompts import draw_prompts
-from solrl_jax.rl.generate import Rows, generate
+from solrl_jax.rl.generate import SeedBatch, generate
 
 OUT = Path(__file__).parents[1] / "docs" / "loop.svg"
 FOLLOWED = 2  # of the prompts of the first iteration
@@ -54,7 +54,7 @@ def pictures() -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     prompted = experiment.prompted(prompts, experiment.reward)
 
     def made(stage, chosen):
-        rows = Rows(np.full(len(chosen), FOLLOWED), seeds[chosen])
+        rows = SeedBatch(np.full(len(chosen), FOLLOWED), seeds[chosen])
         return generate(
             experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 import solrl_jax as solrl
 from solrl_jax.data.prompts import draw_prompts
-from solrl_jax.rl.generate import Rows, generate
+from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.runs.evaluate import sample_grid
 
 experiment = solrl.load("tiny")
@@ -45,13 +45,13 @@ prompted = experiment.prompted(prompts, experiment.reward)
 
 def pictures(stage, candidates):
     """Pictures and rewards of some candidates of the prompt that we follow."""
-    rows = Rows(np.full(len(candidates), FOLLOWED), seeds[FOLLOWED, candidates])
+    rows = SeedBatch(np.full(len(candidates), FOLLOWED), seeds[FOLLOWED, candidates])
     made = generate(experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True)
     return made.images, made.reward
 
 
 def show(rows, titles, labels=(), framed=frozenset(), size=0.85):
-    """Rows of pictures, with a title each. framed: positions that get a frame."""
+    """SeedBatch of pictures, with a title each. framed: positions that get a frame."""
     high = len(rows)
     wide = len(rows[0])
     figure, axes = plt.subplots(
@@ -149,9 +149,9 @@ print(
 
 # %%
 advantage = np.asarray(
-    solrl.advantages(true[None], clip=config.policy.advantage_clip, global_std=True, mode="all")
+    solrl.advantages(true[None], clip=config.algorithm.advantage_clip, global_std=True, mode="all")
 )
-probability = np.asarray(solrl.optimality(advantage, config.policy.advantage_clip))[0]
+probability = np.asarray(solrl.optimality(advantage, config.algorithm.advantage_clip))[0]
 for candidate, reward, q in zip(kept, true, probability, strict=True):
     print(
         f"candidate {candidate:2}: proxy {proxy[candidate]:.2f}, regenerated {reward:.2f}, imitate with {q:.2f}"

@@ -18,9 +18,9 @@ from solrl_jax.rl.experiment import Experiment, build
 from solrl_jax.rl.iteration import silent
 from solrl_jax.rl.trainable import lora_files, transformer_files
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
-from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs import trainer
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 
 
 def load(preset: str, *overrides: str) -> Experiment:
@@ -37,7 +37,7 @@ def train(preset: str, *overrides: str) -> dict[str, Any]:
     Raises KeyboardInterrupt if it was interrupted, after the last whole iteration is saved.
     """
     config = resolve(preset, overrides)
-    with Reporter(bars=False) as report:
+    with TerminalProgress(bars=False) as report:
         summary = trainer.run(config, report)
     if summary["interrupted"]:
         raise KeyboardInterrupt(
@@ -48,7 +48,7 @@ def train(preset: str, *overrides: str) -> dict[str, Any]:
 
 def rank(
     experiment: Experiment,
-    adapters: Adapters,
+    adapters: Trainable,
     prompts: int = 8,
     formats: Sequence[str] = (),
     explore: Sequence[str] = (),
@@ -107,7 +107,7 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
 
 def export_lora(
     experiment: Experiment,
-    adapters: Adapters,
+    adapters: Trainable,
     path: str | Path,
     form: Literal["diffusers", "peft"] = "diffusers",
 ) -> None:
@@ -123,16 +123,16 @@ def export_lora(
     export(Path(path), adapters, LoraSettings(lora.rank, lora.alpha), table)
 
 
-def export_transformer(experiment: Experiment, trained: Adapters, folder: str | Path) -> None:
+def export_transformer(experiment: Experiment, trained: Trainable, folder: str | Path) -> None:
     """Writes a policy with parameters trained in full, e.g. `state.ema`: a directory for `from_pretrained` of diffusers.
 
-    Adapters on other parameters become a LoRA in it. Raises InputError for a directory that cannot be written to.
+    Trainable on other parameters become a LoRA in it. Raises InputError for a directory that cannot be written to.
     """
     lora = experiment.config.lora
     settings = LoraSettings(lora.rank, lora.alpha)
     transformer_files.export_transformer(Path(folder), experiment.backbone, trained, settings)
 
 
-def import_lora(experiment: Experiment, path: str | Path) -> tuple[Adapters, LoraSettings]:
+def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, LoraSettings]:
     """Reads a LoRA of diffusers or PEFT: adapters by parameter path, and rank and alpha. Raises InputError."""
     return lora_files.import_lora(Path(path), experiment.backbone.parameter_table())

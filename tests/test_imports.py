@@ -12,9 +12,21 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "solrl_jax"
 # from the floor up; a file may import from its own room and from those before it (ARCHITECTURE.md)
 ROOMS = (
-    "numerics", "storage", "parallel", "models", "config", "conditioning", "backbone", "flow", "shapes", "rewards", "rollout",
-    "policy", "explore", "training", "run", "planning", "study", "commands",
-)  # fmt: skip
+    "errors",
+    "storage",
+    "quant",
+    "parallel",
+    "config",
+    "data",
+    "models",
+    "diffusion",
+    "rewards",
+    "rl",
+    "runs",
+    "planning",
+    "study",
+    "cli",
+)
 ROOF = {
     "__init__",
     "__main__",
@@ -25,7 +37,7 @@ FORBIDDEN = {"torch", "diffusers", "torchao", "torchvision", "tensorflow"}
 # reads pickles, once and on request: it imports PyTorch when it is called
 LATE = {"solrl_jax.cli.convert": {"torch"}}
 # the other rooms see a network only through `Pipeline` and `Backbone`
-MODEL_USERS = {"backbone", "conditioning", "rewards"}
+MODEL_USERS = {"rewards"}
 
 
 def modules() -> dict[str, Path]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from solrl_jax.config.sizes import trained_sizes
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, prompt_uid
 from solrl_jax.diffusion.sigmas import make_sigmas
 from solrl_jax.diffusion.solver import STOCHASTIC, solver_table
@@ -20,7 +20,7 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import matmul
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl.experiment import Experiment, device_facts
-from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.trainable import Targets
 from tests.small import small_config
 
@@ -100,16 +100,16 @@ def toy_backbone(*mesh: int, dtype: str = "float32", seed: int = 0) -> ToyBackbo
 
 def toy_grid(
     steps: int = 3, *, guidance: float = 1.0, scale: float = 1.0, solver: str = "euler"
-) -> Grid:
+) -> Schedule:
     sigmas = make_sigmas("linear", steps, 1.0, 256)
     table = solver_table(solver, sigmas, 1.0 if solver in STOCHASTIC else 0.0)
-    return Grid.from_sigmas(sigmas, table, guidance=guidance, scale=scale, guided=scale != 1.0)
+    return Schedule.from_sigmas(sigmas, table, guidance=guidance, scale=scale, guided=scale != 1.0)
 
 
-def toy_stage(backbone: Backbone, chunk: int, *legs: Leg) -> Stage:
-    return Stage(
+def toy_stage(backbone: Backbone, chunk: int, *segments: Segment) -> Sampler:
+    return Sampler(
         "explore",
-        legs or (Leg(backbone.transformer, toy_grid()),),
+        segments or (Segment(backbone.transformer, toy_grid()),),
         backbone.decoder,
         SHAPE,
         chunk,

@@ -23,19 +23,19 @@ class Settings:
 class Schedule:
     """Steps of a training and their learning rates.
 
-    The first leg warms up to `rate` in 100 steps and falls to a twentieth of it, by a cosine, at step `steps`.
+    The first segment warms up to `rate` in 100 steps and falls to a twentieth of it, by a cosine, at step `steps`.
     """
 
     rate: float
     steps: int
-    stop: int | None = None  # the step at which the first leg is left before its end
+    stop: int | None = None  # the step at which the first segment is left before its end
     more: tuple[
         int, ...
-    ] = ()  # lengths of further legs, each of which falls from half of `rate` to a tenth of it
+    ] = ()  # lengths of further segments, each of which falls from half of `rate` to a tenth of it
 
     @property
     def last(self) -> int:
-        """The number of steps of all legs."""
+        """The number of steps of all segments."""
         return (self.steps if self.stop is None else self.stop) + sum(self.more)
 
     def learning_rate(self) -> optax.Schedule:
@@ -43,11 +43,11 @@ class Schedule:
             0.0, self.rate, 100, self.steps, self.rate / 20
         )
         start = self.last - sum(self.more)
-        for leg in self.more:
+        for segment in self.more:
             schedule = optax.join_schedules(
-                [schedule, optax.cosine_decay_schedule(self.rate / 2, leg, 0.2)], [start]
+                [schedule, optax.cosine_decay_schedule(self.rate / 2, segment, 0.2)], [start]
             )
-            start += leg
+            start += segment
         return schedule
 
 

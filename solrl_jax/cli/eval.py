@@ -20,7 +20,7 @@ from solrl_jax.config.presets import preset_names
 from solrl_jax.config.schema import Config
 from solrl_jax.errors import InputError
 from solrl_jax.rl.experiment import Experiment, build
-from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs.directory import configuration, find_checkpoint, is_run, load_policy
 from solrl_jax.runs.evaluate import (
     Differing,
@@ -150,7 +150,7 @@ def _scored(config: Config, names: str | None) -> Config:
     return dataclasses.replace(config, reward=dataclasses.replace(config.reward, watched=watched))
 
 
-def _evaluate(experiment: Experiment, adapters: Adapters) -> Evaluation:
+def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
     config = experiment.config.eval
     with bar(config.prompts * config.images_per_prompt, "evaluate") as shown:
         return evaluate(experiment, adapters, shown.update)
@@ -158,7 +158,7 @@ def _evaluate(experiment: Experiment, adapters: Adapters) -> Evaluation:
 
 def _of_another(
     experiment: Experiment, config: Config, run: Path | None
-) -> tuple[Experiment, Adapters]:
+) -> tuple[Experiment, Trainable]:
     """The newest policy of another run or model, on the prompts and noise and by the settings of `experiment`."""
     adapters, _ = load_policy(run, config, experiment.backbone)
     return dataclasses.replace(

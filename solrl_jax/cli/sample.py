@@ -26,7 +26,7 @@ from solrl_jax.config.sizes import evaluated_size
 from solrl_jax.config.values import MOST_SIDE, MOST_STEPS, MOST_TOKENS, shown
 from solrl_jax.data.prompts import load_instruction, load_prompts, plain
 from solrl_jax.diffusion.released import read_scheduler
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
 from solrl_jax.errors import InputError, RunError, first_line, in_one_line
 from solrl_jax.models.backbone import DTYPES, Pipeline, entries, load_backbone
@@ -38,10 +38,10 @@ from solrl_jax.quant.formats import resolve as resolve_format
 from solrl_jax.rl.experiment import device_facts, prompt_seeds
 from solrl_jax.rl.explore.linears import quantized_paths
 from solrl_jax.rl.explore.sync import Quantizer, merged
-from solrl_jax.rl.generate import Rows, generate, prepare
-from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.generate import SeedBatch, generate, prepare
+from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.lora_files import import_lora
-from solrl_jax.rl.trainable.trainable import Adapters, attach
+from solrl_jax.rl.trainable.trainable import Trainable, attach
 from solrl_jax.runs import image_files
 from solrl_jax.runs.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage import files
@@ -162,8 +162,8 @@ def sample(
     if form.quantize is not None:
         policy = merged(backbone, adapters, scale, quantized, Quantizer(form.quantize))
     chunk = min(request.chunk, math.ceil(len(prompts) / backbone.mesh.size))
-    stage = Stage("sample", (Leg(policy, grid),), backbone.decoder, shape, chunk)
-    rows = Rows(np.arange(len(prompts)), seeds, noise)
+    stage = Sampler("sample", (Segment(policy, grid),), backbone.decoder, shape, chunk)
+    rows = SeedBatch(np.arange(len(prompts)), seeds, noise)
     samples = generate(backbone, stage, prompted, rows, keep_images=True, progress=progress)
     assert samples.images is not None
     if endless := [
@@ -207,7 +207,7 @@ def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
 
 def _grid(
     request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None
-) -> tuple[Grid, tuple[int, int]]:
+) -> tuple[Schedule, tuple[int, int]]:
     """The grid, and height and width. Raises InputError for options that this model does not support."""
     embedded = pipeline.embedded_guidance
     if request.instruction is not None and pipeline.instruct is None:
@@ -234,11 +234,11 @@ def _grid(
             rollout = dataclasses.replace(
                 config.rollout, guidance=request.guidance, true_guidance=request.true_cfg
             )
-            return Grid.of(rollout, request.steps, tokens, embedded, None, pipeline.mu), size
+            return Schedule.of(rollout, request.steps, tokens, embedded, None, pipeline.mu), size
         sigmas, times, table = read_scheduler(
             pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas, pipeline.mu
         )
-        grid = Grid.from_sigmas(
+        grid = Schedule.from_sigmas(
             sigmas, table, guidance=request.guidance, scale=scale, guided=scale > 1, times=times
         )
         return grid, size
@@ -264,7 +264,7 @@ def _quantized(
         return quantized_paths(pipeline.transformer.abstract(DTYPES[precision]), rules, form)
 
 
-def _lora(path: Path | None, pipeline: Pipeline) -> tuple[Adapters, float]:
+def _lora(path: Path | None, pipeline: Pipeline) -> tuple[Trainable, float]:
     """The adapters of a LoRA file and their scale alpha / rank; none without a file."""
     if path is None:
         return {}, 1.0

@@ -11,7 +11,7 @@ from solrl_jax.cli.options import INTERRUPTED, finish, iterations, json_option, 
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel.hosts import initialise
 from solrl_jax.runs import trainer
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 
 
 @click.command("train")
@@ -66,7 +66,7 @@ def command(
     """
     config = resolve(preset, overrides)
     initialise(**hosts)
-    with Reporter() as report:
+    with TerminalProgress() as report:
         summary = trainer.run(config, report, profile, page, force=force)
     if report.speaks:
         finish(

@@ -260,7 +260,7 @@ class Reward(Section):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(Section):
+class Algorithm(Section):
     """The loss, its advantages, and the two slow copies of the policy."""
 
     objective: Annotated[
@@ -388,7 +388,7 @@ class Config(Section):
     model: Model
     rollout: Rollout
     reward: Reward
-    policy: Policy
+    algorithm: Algorithm
     lora: Lora
     optimizer: Optimizer
     prompts: Prompts
@@ -399,19 +399,19 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         steps = self.optimizer.steps_per_iteration
-        fraction = self.policy.timestep_fraction
+        fraction = self.algorithm.timestep_fraction
         terms = self.train.prompts * self.rollout.kept * self.trained_sigmas
         least = 1 / self.rollout.steps
         enough = f"must be at least 1 / rollout.steps = {least:.3g}"
         whole = self.train.parameters != "adapters" or self.model.attention == "mhla"
-        slow = self.policy.decay_type == 2
+        slow = self.algorithm.decay_type == 2
         # a step of 0.001 of the way is less than half a digit of BF16: the old policy would never move
         follows = not (whole and slow and self.rollout.precision == "bf16")
         other = "must be 0 or 1, or rollout.precision=fp32, where parameters are trained in full"
         even = f"must divide train.prompts * rollout.kept * trained sigmas = {terms}"
         check(
-            (self.trained_sigmas >= 1, "policy.timestep_fraction", fraction, enough),
-            (follows, "policy.decay_type", 2, other),
+            (self.trained_sigmas >= 1, "algorithm.timestep_fraction", fraction, enough),
+            (follows, "algorithm.decay_type", 2, other),
             (terms % steps == 0, "optimizer.steps_per_iteration", steps, even),
             *self._what_the_objective_needs(),
         )
@@ -420,11 +420,11 @@ class Config(Section):
         rollout = self.rollout
         explore = self.rollout.explore
         steps = self.optimizer.steps_per_iteration
-        match self.policy.trains_on:
+        match self.algorithm.trains_on:
             case "pairs":
                 terms = self.train.prompts * rollout.kept * self.trained_sigmas // steps
                 field = "optimizer.micro_batch"
-                needs = f"for the pairs of policy.objective={self.policy.objective}"
+                needs = f"for the pairs of algorithm.objective={self.algorithm.objective}"
                 return [
                     (rollout.kept % 2 == 0, "rollout.kept", rollout.kept, f"must be even {needs}"),
                     (
@@ -441,13 +441,11 @@ class Config(Section):
                     ),
                 ]
             case "transitions":
-                needs = (
-                    f"for the transitions that policy.objective={self.policy.objective} trains on"
-                )
+                needs = f"for the transitions that algorithm.objective={self.algorithm.objective} trains on"
                 exact = rollout.regenerate or explore.precision in ("bf16", "fp32")
                 most = rollout.stochastic_steps
-                field = "policy.timestep_fraction"
-                fraction = self.policy.timestep_fraction
+                field = "algorithm.timestep_fraction"
+                fraction = self.algorithm.timestep_fraction
                 enough = f"must be at most {most / rollout.steps:g} {needs}"
                 return [
                     (
@@ -469,10 +467,10 @@ class Config(Section):
     @property
     def trained_sigmas(self) -> int:
         """Sigmas of the schedule at which each kept sample is trained: `floor(timestep_fraction * steps)`."""
-        # Rounded first, so that 0.29 of 100 steps is 29 although 0.29 * 100 is just below it.
-        return math.floor(round(self.policy.timestep_fraction * self.rollout.steps, 9))
+        # HalfPrecisionWeight first, so that 0.29 of 100 steps is 29 although 0.29 * 100 is just below it.
+        return math.floor(round(self.algorithm.timestep_fraction * self.rollout.steps, 9))
 
     @property
     def recorded_steps(self) -> int:
         """Stochastic steps of each trained sample whose states are kept: all, of an objective that trains on transitions."""
-        return self.rollout.stochastic_steps if self.policy.trains_on == "transitions" else 0
+        return self.rollout.stochastic_steps if self.algorithm.trains_on == "transitions" else 0

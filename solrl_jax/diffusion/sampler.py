@@ -1,4 +1,4 @@
-"""From noise to latents: a scan of solver steps over a `Grid`. No decoding, no reward, no model inside.
+"""From noise to latents: a scan of solver steps over a `Schedule`. No decoding, no reward, no model inside.
 
 Convention (docs/method.md, section 0): `x_sigma = (1 - sigma) x0 + sigma noise`, velocity `v = noise - x0`.
 """
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
 
 # (latents [b, ...] float32, time [] in 0..1000) -> velocities [b, ...]
@@ -26,7 +26,7 @@ def interpolate(
 
 
 def trajectory(
-    legs: Sequence[tuple[Velocity, Grid]],
+    segments: Sequence[tuple[Velocity, Schedule]],
     noise: Float[Array, " b *latent"],
     seeds: UInt32[Array, "b 2"],
     recorded: int,
@@ -35,7 +35,7 @@ def trajectory(
 
     With them, the states before and after each of the first `recorded` stochastic steps, one after another. The steps follow
     each other, so there are `recorded` + 1 states. None if `recorded` is 0: then no state is kept.
-    legs: one after another, each a velocity and the steps that it is followed for. Each leg is a scan of its own.
+    segments: one after another, each a velocity and the steps that it is followed for. Each segment is a scan of its own.
     seeds: one a row; read only where a step adds noise.
     """
 
@@ -51,7 +51,7 @@ def trajectory(
 
     carry = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise))
     path = []
-    for velocity, grid in legs:
+    for velocity, grid in segments:
         inputs = (
             grid.sigmas,
             grid.times,
@@ -62,7 +62,7 @@ def trajectory(
         path.append(states)
     if not recorded:
         return carry[0], None
-    first = jnp.argmax(jnp.concatenate([jnp.asarray(grid.table)[:, 4] for _, grid in legs]) > 0)
+    first = jnp.argmax(jnp.concatenate([jnp.asarray(grid.table)[:, 4] for _, grid in segments]) > 0)
     states = jax.lax.dynamic_slice_in_dim(
         jnp.concatenate([*path, carry[0][None]]), first, recorded + 1
     )

@@ -1,4 +1,4 @@
-"""`Grid`: the noise levels that a sampler visits and the solver that goes from one to the next, as arrays."""
+"""`Schedule`: the noise levels that a sampler visits and the solver that goes from one to the next, as arrays."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ Times = Float[np.ndarray, " steps"]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class Schedule:
     """A schedule and a solver. A compiled program depends on the number of steps and on `guided`, not on the values."""
 
     sigmas: Float[Array | np.ndarray, " steps"]  # where each step starts, in (0, 1], decreasing
@@ -44,7 +44,7 @@ class Grid:
         embedded_guidance: bool,
         start: int | None = 0,
         mu: Mu | None = None,
-    ) -> "Grid":
+    ) -> "Schedule":
         """The grid of `steps` solver steps that a configuration asks for.
 
         tokens: image tokens of one latent, from which FLUX derives its shift, by `mu` (None: FLUX.1's). embedded_guidance: the
@@ -80,7 +80,7 @@ class Grid:
         guidance: float,
         scale: float,
         guided: bool,
-    ) -> "Grid":
+    ) -> "Schedule":
         """A grid on `sigmas`, of which the last is 0; a draw a step. times: 1000 `sigmas` if None."""
         starts = sigmas[:-1].astype(np.float32)
         times = 1000 * starts if times is None else times.astype(np.float32)
@@ -98,7 +98,7 @@ class Grid:
     def steps(self) -> int:
         return len(self.sigmas)
 
-    def on(self, sigmas: Sigmas, table: Table) -> "Grid":
+    def on(self, sigmas: Sigmas, table: Table) -> "Schedule":
         """The same guidance on other sigmas, of which the last is 0."""
         starts = sigmas[:-1].astype(np.float32)
         draws = np.eye(len(starts), dtype=np.float32)
@@ -106,7 +106,7 @@ class Grid:
             self, sigmas=starts, times=1000 * starts, table=table, draws=draws
         )
 
-    def part(self, start: int, stop: int | None = None) -> "Grid":
+    def part(self, start: int, stop: int | None = None) -> "Schedule":
         """The steps from `start` up to `stop`, as a slice counts them."""
         cut = slice(start, stop)
         names = ("sigmas", "times", "table", "draws")

@@ -1,6 +1,6 @@
 """The mesh, and where arrays lie on it. One device is a mesh of size one: there is no other path.
 
-Three axes. Rows (candidates, samples) are split over `data` and `fsdp`. The frozen base and the adapters are split over `fsdp`
+Three axes. SeedBatch (candidates, samples) are split over `data` and `fsdp`. The frozen base and the adapters are split over `fsdp`
 and replicated over `data`. The products of the transformer are divided over `tensor` by their outputs (`quant.tensor_parallel`).
 Other computations on rows have no use for the axis `tensor`: its devices take rows as well (`rows_only`).
 """

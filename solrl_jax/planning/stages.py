@@ -19,8 +19,8 @@ from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rl.experiment import Experiment, state_shapes
 from solrl_jax.rl.explore.option import shaped_quantizer
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
-from solrl_jax.rl.generate import Conditions, Rows, decode_chunk, sample_chunk
-from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.generate import Conditions, SeedBatch, decode_chunk, sample_chunk
+from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.trainable import attach, flatten
 from solrl_jax.rl.update import PolicyBatch, update
 
@@ -98,18 +98,20 @@ class Stages:
             case "sync":
                 return [Program(self.mesh, quantize_policy, self._sync(), 1)]
             case "explore":
-                leg = Leg(self._policy(codes), experiment.grid(rollout.explore.steps))
+                segment = Segment(self._policy(codes), experiment.grid(rollout.explore.steps))
                 recipe = experiment.recipe
-                legs = recipe.legs(leg, self._policy({}), recipe.format.name)
+                segments = recipe.segments(segment, self._policy({}), recipe.format.name)
                 return [
                     self._sample(
-                        legs, drafts, 0 if rollout.regenerate else experiment.config.recorded_steps
+                        segments,
+                        drafts,
+                        0 if rollout.regenerate else experiment.config.recorded_steps,
                     )
                 ]
             case "regenerate":
                 return [
                     self._sample(
-                        (Leg(self._policy({}), experiment.grid(rollout.steps)),),
+                        (Segment(self._policy({}), experiment.grid(rollout.steps)),),
                         redone,
                         experiment.config.recorded_steps,
                     )
@@ -119,12 +121,12 @@ class Stages:
             case "evaluate":  # no part of an iteration: called no time in it
                 larger = copy.copy(self)
                 larger.experiment = experiment.at(evaluated_size(experiment.config))
-                legs = (
-                    Leg(
+                segments = (
+                    Segment(
                         self._policy({}), larger.experiment.grid(experiment.config.eval.steps, None)
                     ),
                 )
-                return [larger._sample(legs, 0, 0), *larger._score(0)]
+                return [larger._sample(segments, 0, 0), *larger._score(0)]
         return [self._update()]
 
     def _encodings(self, count: int) -> Any:
@@ -169,25 +171,26 @@ class Stages:
         return self.mesh, base, self.state.old, experiment.scale, recipe.quantized, quantizer
 
     @property
-    def _stage(self) -> Stage:
+    def _stage(self) -> Sampler:
         return self.experiment.recipe.calibration.stage
 
     def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
         rows = self._stage.chunk * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
 
-    def _sample(self, legs: tuple[Leg, ...], calls: int, recorded: int) -> Program:
+    def _sample(self, segments: tuple[Segment, ...], calls: int, recorded: int) -> Program:
         noise = self._rows(self.mesh, self._stage.shape, jnp.float32)
         rows = shaped(
-            Rows,
+            SeedBatch,
             self._rows(self.mesh, (), jnp.int32),
             self._rows(self.mesh, (2,), jnp.uint32),
             noise,
         )
-        legs = tuple(
-            dataclasses.replace(leg, grid=abstract(leg.grid, self.mesh, self.whole)) for leg in legs
+        segments = tuple(
+            dataclasses.replace(segment, grid=abstract(segment.grid, self.mesh, self.whole))
+            for segment in segments
         )
-        arguments = (self.experiment.backbone, legs, self.conditions, rows, recorded)
+        arguments = (self.experiment.backbone, segments, self.conditions, rows, recorded)
         return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:

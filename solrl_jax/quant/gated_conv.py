@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
-from solrl_jax.quant.lazy import Columns, Pending
-from solrl_jax.quant.sharded_kernel import on_rows, power_of_two
+from solrl_jax.quant.lazy import ColumnView, LazyActivation
+from solrl_jax.quant.sharded_kernel import power_of_two, shard_map_kernel
 
 CHANNELS = 32  # of a block of threads
 # pixels of a row, filled up to a power of two; wider pictures come in twos, too few for a GPU
@@ -26,7 +26,10 @@ WIDEST = 32
 
 
 def gated_conv(
-    x: Pending, grid: tuple[int, int], kernel: Float[Array, "3 3 1 c"], bias: Float[Array, " c"]
+    x: LazyActivation,
+    grid: tuple[int, int],
+    kernel: Float[Array, "3 3 1 c"],
+    bias: Float[Array, " c"],
 ) -> Float[Array, "b n c/2"]:
     """`y silu(g)` in the dtype of `x`, where y and g are the halves of the depthwise convolution of `silu(x)`, zero-padded.
 
@@ -49,7 +52,7 @@ def gated_conv(
 
     # columns after the channels are left where they are: a copy without them would be a pass over memory
     def whole(a):
-        return a if not isinstance(a, Columns) else a.value if a.start else a.array
+        return a if not isinstance(a, ColumnView) else a.value if a.start else a.array
 
     arrays = [whole(a) for a in part.arrays]
     pictures = [a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1) for a in arrays]
@@ -58,10 +61,10 @@ def gated_conv(
     return made.reshape(len(made), height * width, -1)
 
 
-def _written_as_pictures(x: Pending, grid: tuple[int, int]) -> Pending:
+def _written_as_pictures(x: LazyActivation, grid: tuple[int, int]) -> LazyActivation:
     """The same, but a TPU writes the first array, a product, as pictures in its dtype. XLA would write float32 and copy."""
     (part,) = x.parts
-    first, *others = (a.value if isinstance(a, Columns) else a for a in part.arrays)
+    first, *others = (a.value if isinstance(a, ColumnView) else a for a in part.arrays)
     written = jax.lax.optimization_barrier(first.reshape(len(first), *grid, -1)).reshape(
         first.shape
     )
@@ -83,7 +86,7 @@ def widened(
 
 
 def gate(y: Float[Array, "..."], by: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`y silu(by)`. Rounded twice, or XLA would not fuse it with the convolution."""
+    """`y silu(by)`. HalfPrecisionWeight twice, or XLA would not fuse it with the convolution."""
     return y * silu(by).astype(y.dtype)
 
 
@@ -142,7 +145,7 @@ def with_gradient(
 
     It is called with the convolution's kernel [1, 3, 3, 1, c] and bias [1, c], and pictures.
     """
-    one = on_rows(run)
+    one = shard_map_kernel(run)
 
     def before(kernel: Array, bias: Array, *pictures: Array) -> Array:
         wide = function(*(a[..., : bias.shape[-1]].astype(jnp.float32) for a in pictures)).astype(

@@ -1,4 +1,4 @@
-"""`Rounded`: a weight of a network in float32 whose products are in 16 bits."""
+"""`HalfPrecisionWeight`: a weight of a network in float32 whose products are in 16 bits."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from solrl_jax.quant.leaf import Leaf
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rounded(Leaf):
+class HalfPrecisionWeight(Leaf):
     """A weight matrix [in, out] in FP16 or BF16, for input in float32: that is rounded, and the product is summed in float32.
 
     The result has the dtype of the weight, unlike that of other leaves. What the network adds it to, its norms and its softmax

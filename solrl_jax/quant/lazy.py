@@ -1,4 +1,4 @@
-"""`Pending`: an activation that is not in memory yet, so that a quantised product computes, scales and rounds it in one pass.
+"""`LazyActivation`: an activation that is not in memory yet, so that a quantised product computes, scales and rounds it in one pass.
 
 What a quantised product reads are codes and scales. XLA alone writes its input in BF16, reads that for the largest value of
 each row, and reads it again for the codes. Here one kernel (Pallas, in Triton) makes a row of the input, such as a modulated
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
-from solrl_jax.quant.sharded_kernel import on_rows, power_of_two
+from solrl_jax.quant.sharded_kernel import power_of_two, shard_map_kernel
 
 # Of rows [..., n], one array for each part, to outputs. Each output is a list of arrays that lie side by side, a part each.
 Encode = Callable[[Sequence[Float[Array, "..."]]], tuple[list[Array], ...]]
@@ -29,8 +29,8 @@ MOST = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
-    """Columns `start` to `stop` of an array [b, s, n], read where they lie."""
+class ColumnView:
+    """ColumnView `start` to `stop` of an array [b, s, n], read where they lie."""
 
     array: Array
     start: int
@@ -44,28 +44,28 @@ class Columns:
     def value(self) -> Float[Array, "b s columns"]:
         return self.array[..., self.start : self.stop]
 
-    def cut(self, start: int, stop: int) -> "Columns":
-        return Columns(self.array, self.start + start, self.start + stop)
+    def cut(self, start: int, stop: int) -> "ColumnView":
+        return ColumnView(self.array, self.start + start, self.start + stop)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class LazyPart:
     """Some columns of an activation: `function(*arrays)`, where each row depends on its own row of the arrays alone.
 
-    arrays: [b, s, n], or with 1 for b, s or n, or a width of their own; or `Columns` of such an array.
+    arrays: [b, s, n], or with 1 for b, s or n, or a width of their own; or `ColumnView` of such an array.
     exact: in memory it is computed in the dtypes of its arrays, as the released networks do, and not in float32.
     start, stop: which rows of the first array are read.
     """
 
     function: Callable[..., Array]
-    arrays: tuple[Array | Columns, ...]
+    arrays: tuple[Array | ColumnView, ...]
     exact: bool = True
     start: int = 0
     stop: int | None = None
 
     def value(self, dtype: Any = None) -> Array:
         """dtype: what is computed in; None: that of the arrays."""
-        arrays = [x.value if isinstance(x, Columns) else x for x in self.arrays]
+        arrays = [x.value if isinstance(x, ColumnView) else x for x in self.arrays]
         first, *others = arrays if dtype is None else (x.astype(dtype) for x in arrays)
         return self.function(
             first if self.stop is None else first[:, self.start : self.stop], *others
@@ -73,20 +73,20 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pending:
+class LazyActivation:
     """An activation [b, s, n] in parts that lie side by side along n. dtype: that it has in memory."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LazyPart, ...]
     dtype: Any
 
     @classmethod
     def of(
         cls, x: Float[Array, "b s n"], rows: tuple[int, int] | None = None, dtype: Any = None
-    ) -> "Pending":
+    ) -> "LazyActivation":
         """`x`; rows: the first and the end of those that are read. dtype: in place of that of `x`."""
-        return cls((Part(lambda x: x, (x,), True, *(rows or ())),), dtype or x.dtype)
+        return cls((LazyPart(lambda x: x, (x,), True, *(rows or ())),), dtype or x.dtype)
 
-    def map(self, f: Callable[..., Array], *more: Array) -> "Pending":
+    def map(self, f: Callable[..., Array], *more: Array) -> "LazyActivation":
         """`f(this, *more)`, which reads nothing but its own row."""
         (part,) = self.parts
         count = len(part.arrays)
@@ -94,12 +94,12 @@ class Pending:
         def function(*arrays):
             return f(part.function(*arrays[:count]), *arrays[count:])
 
-        return Pending(
+        return LazyActivation(
             (dataclasses.replace(part, function=function, arrays=(*part.arrays, *more)),),
             self.dtype,
         )
 
-    def join(self, f: Callable[[Array, Array], Array], other: "Pending") -> "Pending":
+    def join(self, f: Callable[[Array, Array], Array], other: "LazyActivation") -> "LazyActivation":
         """`f(this, other)`, where neither is some rows of a larger array."""
         (part,), (more,) = self.parts, other.parts
         count = len(part.arrays)
@@ -107,20 +107,21 @@ class Pending:
         def function(*arrays):
             return f(part.function(*arrays[:count]), more.function(*arrays[count:]))
 
-        return Pending(
-            (Part(function, (*part.arrays, *more.arrays), part.exact and more.exact),), self.dtype
+        return LazyActivation(
+            (LazyPart(function, (*part.arrays, *more.arrays), part.exact and more.exact),),
+            self.dtype,
         )
 
-    def beside(self, other: "Pending") -> "Pending":
+    def beside(self, other: "LazyActivation") -> "LazyActivation":
         """This and then `other`, along the last axis."""
-        return Pending((*self.parts, *other.parts), self.dtype)
+        return LazyActivation((*self.parts, *other.parts), self.dtype)
 
-    def columns(self, *widths: int) -> list["Pending"]:
+    def columns(self, *widths: int) -> list["LazyActivation"]:
         """The columns of a product in runs of these widths. Each must depend on its own columns of the arrays alone."""
         (part,) = self.parts
 
         def whole(x):
-            return x if isinstance(x, Columns) else Columns(x, 0, x.shape[2])
+            return x if isinstance(x, ColumnView) else ColumnView(x, 0, x.shape[2])
 
         def cut(x, start, stop):
             return x if x.shape[2] == 1 else whole(x).cut(start, stop)
@@ -167,7 +168,7 @@ class Pending:
 
 
 def written(
-    stretches: Sequence[Pending], head: int, dtype: Any = None
+    stretches: Sequence[LazyActivation], head: int, dtype: Any = None
 ) -> Float[Array, "b s n head"]:
     """Activations one after another along s, in memory: where quantised products are in them, in one pass.
 
@@ -195,7 +196,7 @@ def _rounded(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
     return ([rounded(x, dtype) for x in parts],)
 
 
-def one_pass(encode: Encode, stretches: Sequence[Pending]) -> tuple[Array, ...]:
+def one_pass(encode: Encode, stretches: Sequence[LazyActivation]) -> tuple[Array, ...]:
     """`encode` of activations one after another along s."""
     parts = [x.parts for x in stretches]
 
@@ -204,21 +205,23 @@ def one_pass(encode: Encode, stretches: Sequence[Pending]) -> tuple[Array, ...]:
 
     if not compile_target.converts_fp8():
         return run(twin)(*_arrays(parts))
-    return jax.lax.platform_dependent(*_arrays(parts), cuda=on_rows(run(kernel)), default=run(twin))
+    return jax.lax.platform_dependent(
+        *_arrays(parts), cuda=shard_map_kernel(run(kernel)), default=run(twin)
+    )
 
 
-def _arrays(stretches: Sequence[Sequence[Part]]) -> list[Array]:
+def _arrays(stretches: Sequence[Sequence[LazyPart]]) -> list[Array]:
     arrays = [x for parts in stretches for part in parts for x in part.arrays]
-    return [x.array if isinstance(x, Columns) else x for x in arrays]
+    return [x.array if isinstance(x, ColumnView) else x for x in arrays]
 
 
-def _with(stretches: Sequence[Sequence[Part]], arrays: Iterator[Array]) -> list[list[Part]]:
+def _with(stretches: Sequence[Sequence[LazyPart]], arrays: Iterator[Array]) -> list[list[LazyPart]]:
     """The parts with other arrays, in the order of `_arrays`."""
 
     def new(old):
         return (
             dataclasses.replace(old, array=next(arrays))
-            if isinstance(old, Columns)
+            if isinstance(old, ColumnView)
             else next(arrays)
         )
 
@@ -250,7 +253,7 @@ def largest(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
     return functools.reduce(jnp.maximum, of_parts)
 
 
-def twin(encode: Encode, stretches: Sequence[Sequence[Part]]) -> tuple[Array, ...]:
+def twin(encode: Encode, stretches: Sequence[Sequence[LazyPart]]) -> tuple[Array, ...]:
     """What `kernel` computes, in plain JAX."""
     outputs = [encode([part.value(jnp.float32) for part in parts]) for parts in stretches]
     return tuple(
@@ -260,7 +263,7 @@ def twin(encode: Encode, stretches: Sequence[Sequence[Part]]) -> tuple[Array, ..
 
 
 def kernel(
-    encode: Encode, stretches: Sequence[Sequence[Part]], *, interpret: bool = False
+    encode: Encode, stretches: Sequence[Sequence[LazyPart]], *, interpret: bool = False
 ) -> tuple[Array, ...]:
     """One pass over memory: each row is made and encoded by one block of threads, in float32."""
     from jax.experimental import pallas as pl  # takes a second
@@ -317,7 +320,7 @@ def kernel(
 
 def _row(
     encode: Encode,
-    parts: Sequence[Part],
+    parts: Sequence[LazyPart],
     widths: Sequence[int],
     inputs: Sequence[Sequence[Any]],
     results: Sequence[Any],
@@ -329,7 +332,9 @@ def _row(
     sizes = [power_of_two(width, SMALLEST) for width in ends]
 
     def load(ref: Any, array: Any, width: int, size: int) -> Array:
-        start, stop = (array.start, array.stop) if isinstance(array, Columns) else (0, ref.shape[0])
+        start, stop = (
+            (array.start, array.stop) if isinstance(array, ColumnView) else (0, ref.shape[0])
+        )
         if (n := stop - start) == 1:
             return ref[start].astype(jnp.float32)
         at = jnp.arange(size if n == width else power_of_two(n))

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from solrl_jax.quant import tensor_parallel
-from solrl_jax.quant.lazy import Columns, Part, Pending
+from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
 
 PRODUCT = "product"  # what `jax.checkpoint` knows the results of products with weights by (`models.layers.core.REMAT`)
 Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
@@ -35,13 +35,13 @@ class Leaf(abc.ABC):
     def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         """`x @ w` in the dtype of `x`. On a mesh with an axis `tensor` the outputs may stay divided (`split`)."""
 
-    def product(self, x: Pending) -> Pending:
+    def product(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` of an activation that need not be in memory, to one that need not be."""
         value = x.value
         y = checkpoint_name(
             tensor_parallel.join(self.multiply(value.reshape(-1, value.shape[-1]))), PRODUCT
         )
-        return Pending.of(y.reshape(*value.shape[:2], -1))
+        return LazyActivation.of(y.reshape(*value.shape[:2], -1))
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
@@ -70,16 +70,18 @@ class Quantized(Leaf):
 
 
 class Coded(Quantized):
-    """A quantised leaf that multiplies the codes of its input, which `Pending.encoded` makes."""
+    """A quantised leaf that multiplies the codes of its input, which `LazyActivation.encoded` makes."""
 
     @abc.abstractmethod
-    def product(self, x: Pending) -> Pending: ...
+    def product(self, x: LazyActivation) -> LazyActivation: ...
 
     def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        return self.product(Pending.of(x[:, None])).value[:, 0]
+        return self.product(LazyActivation.of(x[:, None])).value[:, 0]
 
 
-def scaled(y: Float[Array, "b s filled"], *scales: Float[Array, "..."], width: int) -> Pending:
+def scaled(
+    y: Float[Array, "b s filled"], *scales: Float[Array, "..."], width: int
+) -> LazyActivation:
     """A product of codes and the scales [b, s, 1] or [1, 1, n] that are missing in it: applied where it is read, in float32.
 
     width: n, how many of the columns are results; the others are never read.
@@ -89,9 +91,9 @@ def scaled(y: Float[Array, "b s filled"], *scales: Float[Array, "..."], width: i
         return functools.reduce(operator.mul, factors)
 
     whole = tensor_parallel.join(y)
-    results = whole if width == y.shape[-1] else Columns(whole, 0, width)
-    return Pending(
-        (Part(times, (results, *map(tensor_parallel.join, scales)), exact=False),), y.dtype
+    results = whole if width == y.shape[-1] else ColumnView(whole, 0, width)
+    return LazyActivation(
+        (LazyPart(times, (results, *map(tensor_parallel.join, scales)), exact=False),), y.dtype
     )
 
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
-from solrl_jax.quant.lazy import Columns, Pending
-from solrl_jax.quant.sharded_kernel import on_rows, power_of_two
+from solrl_jax.quant.lazy import ColumnView, LazyActivation
+from solrl_jax.quant.sharded_kernel import power_of_two, shard_map_kernel
 
 # tokens that a group of threads holds at a time; of 128, SANA's gradient spills registers
 FEWEST = 16
@@ -52,7 +52,7 @@ class Blocks:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and columns of a block."""
+        """SeedBatch and columns of a block."""
         return self.grid[0] // self.layout[0], self.grid[1] // self.layout[1]
 
     def feature(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -61,9 +61,9 @@ class Blocks:
 
 
 def linear_attention(
-    q: Pending,
-    k: Pending,
-    v: Pending,
+    q: LazyActivation,
+    k: LazyActivation,
+    v: LazyActivation,
     heads: int,
     blocks: Blocks | None = None,
     mix: Float[Array, "m m"] | None = None,
@@ -93,9 +93,9 @@ def linear_attention(
         return plain(q.value, k.value, v.value, heads)
     functions = [x.parts[0].function for x in inputs]
     given = [x.parts[0].arrays for x in inputs]
-    places = [[a.start if isinstance(a, Columns) else 0 for a in arrays] for arrays in given]
+    places = [[a.start if isinstance(a, ColumnView) else 0 for a in arrays] for arrays in given]
     run = functools.partial(in_one_pass, functions, places, (width // heads, width), blocks)
-    arrays = [a.array if isinstance(a, Columns) else a for arrays in given for a in arrays]
+    arrays = [a.array if isinstance(a, ColumnView) else a for arrays in given for a in arrays]
     mix = jnp.pad(mix.astype(jnp.float32), (0, power_of_two(blocks.count) - blocks.count))
     return with_gradient(run, functions, [len(arrays) for arrays in given])(mix[None], *arrays)
 
@@ -174,8 +174,8 @@ def with_gradient(
     run: Callable[..., Any], functions: Sequence[Callable[..., Array]], counts: Sequence[int]
 ) -> Callable[..., Array]:
     """What `run` makes of m [1, m, m] and of `functions` of arrays, `counts` of them; its gradient is the second kernel."""
-    forward = on_rows(functools.partial(run, False))
-    backward = on_rows(functools.partial(run, True))
+    forward = shard_map_kernel(functools.partial(run, False))
+    backward = shard_map_kernel(functools.partial(run, True))
 
     def pulled(arrays: tuple[Array, ...], g: Array) -> tuple[Array, ...]:
         of_mix, *of_inputs = backward(*arrays, g)

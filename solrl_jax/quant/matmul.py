@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from solrl_jax.quant import tensor_parallel
-from solrl_jax.quant.lazy import Pending
+from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.quant.leaf import PRODUCT, Leaf, Quantized
 from solrl_jax.quant.low_rank import LowRank
 
@@ -17,8 +17,8 @@ __all__ = [
     "LowRank",
     "Quantized",
     "Weight",
-    "deferred",
     "dequantize",
+    "lazy_matmul",
     "matmul",
     "outputs_divided",
     "product",
@@ -38,9 +38,9 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     )
 
 
-def deferred(x: Pending, w: Weight) -> Pending:
+def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
     """`x @ w` of an activation that need not be in memory, to one that need not be. A plain weight needs and gives memory."""
-    return w.product(x) if isinstance(w, Leaf) else Pending.of(matmul(x.value, w))
+    return w.product(x) if isinstance(w, Leaf) else LazyActivation.of(matmul(x.value, w))
 
 
 def product(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:

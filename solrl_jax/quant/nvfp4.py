@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt8
 
-from solrl_jax.quant.lazy import Pending, largest
+from solrl_jax.quant.lazy import LazyActivation, largest
 from solrl_jax.quant.leaf import Coded, Matrix, scaled
 
 BLOCK = 16  # values under one E4M3 scale, along the contraction axis
@@ -52,7 +52,7 @@ class QTensor(Coded):
             )
         return super().multiply(x)
 
-    def product(self, x: Pending) -> Pending:
+    def product(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` with both operands in NVFP4, accumulated in float32; float32 scales are applied where the result is read."""
         codes, scales, row_scale = x.encoded(encode)
 

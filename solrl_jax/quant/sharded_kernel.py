@@ -18,7 +18,7 @@ def power_of_two(count: int, least: int = 1) -> int:
     return 1 << (max(count, least) - 1).bit_length()
 
 
-def on_rows(f: Callable[..., Any], *, by_heads: bool = False) -> Callable[..., Any]:
+def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callable[..., Any]:
     """`f` on each device's rows. An axis that `jax.vmap` maps is a part of the rows; arrays with one row belong to all.
 
     by_heads: the second axis of arrays with four, and of the results, is divided too, over the mesh axis `tensor`. An axis that

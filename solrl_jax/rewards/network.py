@@ -15,7 +15,7 @@ from jaxtyping import Array
 from solrl_jax.models.loading.component import Component, Find
 from solrl_jax.models.loading.weights import Params, entries, find_component
 from solrl_jax.parallel import sharding
-from solrl_jax.quant.half_precision import Rounded
+from solrl_jax.quant.half_precision import HalfPrecisionWeight
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
 from solrl_jax.storage import hub
 
@@ -66,7 +66,7 @@ def loader(
 
 
 def rounded(network: Component, params: Params, dtype: DTypeLike) -> Params:
-    """The parameters, or their shapes, with the linears of stacks of layers as `Rounded` to `dtype`."""
+    """The parameters, or their shapes, with the linears of stacks of layers as `HalfPrecisionWeight` to `dtype`."""
 
     def half(x):
         return x.astype(dtype) if isinstance(x, jax.Array) else x.update(dtype=dtype)
@@ -74,5 +74,5 @@ def rounded(network: Component, params: Params, dtype: DTypeLike) -> Params:
     stacked = {e.path for e in entries(network.state) if e.stacked and e.layout == "linear"}
     flat = flatten_dict(params)
     return unflatten_dict(
-        {path: Rounded(half(x)) if path in stacked else x for path, x in flat.items()}
+        {path: HalfPrecisionWeight(half(x)) if path in stacked else x for path, x in flat.items()}
     )

@@ -61,7 +61,7 @@ def advantages(
 def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Float[Array, "..."]:
     """`q = clip(A / clip / 2 + 1/2, 0, 1)`: the probability that a sample is one to imitate rather than to avoid.
 
-    Rounded to a 4096th, which is 0.0012 of a standard deviation at a clip of 5. Rewards on different meshes differ in their
+    HalfPrecisionWeight to a 4096th, which is 0.0012 of a standard deviation at a clip of 5. Rewards on different meshes differ in their
     last bits, and these bits must not decide which way a gradient in BF16 is rounded.
     """
     return jnp.round(jnp.clip(advantages / clip / 2 + 0.5, 0.0, 1.0) * LEVELS) / LEVELS

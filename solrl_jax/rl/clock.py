@@ -9,7 +9,7 @@ import jax
 from solrl_jax.rl.generate import Samples
 
 
-class Clock:
+class PhaseTimer:
     """Seconds by stage. A trace that is being written shows the stages by name."""
 
     def __init__(self) -> None:

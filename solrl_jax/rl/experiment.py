@@ -15,7 +15,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluated_size, trained_sizes
 from solrl_jax.config.values import Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, key, prompt_uid
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone
@@ -26,14 +26,14 @@ from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.protocol import Reward, check_prompts
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rl.checkpointing import open_trained
-from solrl_jax.rl.explore.explorer import Recipe
+from solrl_jax.rl.explore.explorer import Explorer
 from solrl_jax.rl.explore.linears import quantized_paths
 from solrl_jax.rl.explore.option import Calibration
-from solrl_jax.rl.generate import Prompted, Rows, prepare
+from solrl_jax.rl.generate import PromptBatch, SeedBatch, prepare
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
-from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.state import TrainState, abstract_state, init_state, read_start
-from solrl_jax.rl.trainable.trainable import Adapters, Targets, attach, find_targets
+from solrl_jax.rl.trainable.trainable import Targets, Trainable, attach, find_targets
 
 CALIBRATION_PROMPTS = 16  # training prompts that levers of exploration measure on, one sample each
 
@@ -93,35 +93,35 @@ class Experiment:
             for name, value in said.items()
         }
 
-    def policy(self, adapters: Adapters) -> Params:
+    def policy(self, adapters: Trainable) -> Params:
         """The policy of `adapters` in the training precision: the base with the adapters beside it."""
         return attach(self.backbone.transformer, adapters, self.scale)
 
-    def grid(self, steps: int, start: int | None = 0) -> Grid:
-        """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Grid.of`)."""
+    def grid(self, steps: int, start: int | None = 0) -> Schedule:
+        """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Schedule.of`)."""
         pipeline = self.backbone.pipeline
         tokens = pipeline.image_tokens(*self.size)
-        return Grid.of(
+        return Schedule.of(
             self.config.rollout, steps, tokens, pipeline.embedded_guidance, start, pipeline.mu
         )
 
-    def stage(self, name: str, adapters: Adapters, steps: int, start: int | None = 0) -> Stage:
+    def stage(self, name: str, adapters: Trainable, steps: int, start: int | None = 0) -> Sampler:
         """What a stage in the training precision rolls out with: regeneration, evaluation, calibration. start: as of `grid`."""
         config = self.config
         backbone = self.backbone
         most = -(
             -config.train.prompts * config.rollout.candidates // sharding.row_groups(backbone.mesh)
         )
-        return Stage(
+        return Sampler(
             name=name,
-            legs=(Leg(self.policy(adapters), self.grid(steps, start)),),
+            segments=(Segment(self.policy(adapters), self.grid(steps, start)),),
             decoder=backbone.decoder,
             shape=backbone.pipeline.latent_shape(*self.size),
             chunk=min(config.rollout.chunk, most),
         )
 
     @cached_property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> Explorer:
         """How candidates are explored."""
         config = self.config
         prompts = self.train_prompts[:CALIBRATION_PROMPTS]
@@ -130,10 +130,10 @@ class Experiment:
             stage=self.stage("calibrate", {}, config.rollout.steps),
             prompts=prompts,
             prompted=cache(lambda: self.prompted(prompts)),
-            rows=Rows.of(self.seeds("calibration seeds", prompts, 1)),
+            rows=SeedBatch.of(self.seeds("calibration seeds", prompts, 1)),
             micro_batch=config.optimizer.micro_batch,
         )
-        return Recipe(
+        return Explorer(
             explore=config.rollout.explore,
             format=resolve(config.rollout.explore.precision, self.device),
             quantized=self.quantized,
@@ -143,7 +143,7 @@ class Experiment:
             calibration=calibration,
         )
 
-    def prompted(self, prompts: Sequence[Prompt], reward: Reward | None = None) -> Prompted:
+    def prompted(self, prompts: Sequence[Prompt], reward: Reward | None = None) -> PromptBatch:
         """The prompts, encoded, and prepared for `reward` if there is one."""
         return prepare(self.backbone, reward, prompts, self.config.model.max_tokens)
 
@@ -260,10 +260,8 @@ def linears_of(
         why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
         raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
     field = "true_guidance" if pipeline.embedded_guidance else "guidance"
-    if config.policy.trains_on == "transitions" and getattr(rollout, field) != 1:
-        why = (
-            f"policy.objective={config.policy.objective}, whose steps are the trained policy's own"
-        )
+    if config.algorithm.trains_on == "transitions" and getattr(rollout, field) != 1:
+        why = f"algorithm.objective={config.algorithm.objective}, whose steps are the trained policy's own"
         raise InputError(f"rollout.{field}={getattr(rollout, field)}: must be 1 with {why}")
     shapes = pipeline.transformer.abstract(DTYPES[rollout.precision])
     form = resolve(rollout.explore.precision, device)

@@ -24,7 +24,7 @@ from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.division import DividedScoring, divided_scoring
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import Reward, score_images
-from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.sampler import Sampler, Segment
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +37,7 @@ class Conditions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompted:
+class PromptBatch:
     """A set of prompts, encoded for the network and prepared for the reward."""
 
     prompts: tuple[Prompt, ...]
@@ -47,7 +47,7 @@ class Prompted:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class SeedBatch:
     """The samples to make, one a row."""
 
     prompt: Int[Array | np.ndarray, " b"]  # which of the prompts
@@ -57,7 +57,7 @@ class Rows:
     )
 
     @classmethod
-    def of(cls, seeds: UInt32[np.ndarray, "p n 2"]) -> "Rows":
+    def of(cls, seeds: UInt32[np.ndarray, "p n 2"]) -> "SeedBatch":
         """A row a seed, prompt by prompt."""
         prompts, candidates, _ = seeds.shape
         return cls(np.repeat(np.arange(prompts), candidates), seeds.reshape(-1, 2))
@@ -102,19 +102,19 @@ def prepare(
     prompts: Sequence[Prompt],
     max_tokens: int,
     negative: str = "",
-) -> Prompted:
+) -> PromptBatch:
     """Encodes prompts once, for any number of samples of each."""
     prepared = None if reward is None else reward.prepare(prompts)
     positive = backbone.encode(prompts, max_tokens)
     away = backbone.encode((negative,), max_tokens, negative=True)
-    return Prompted(tuple(prompts), Conditions(positive, away), prepared)
+    return PromptBatch(tuple(prompts), Conditions(positive, away), prepared)
 
 
 def generate(
     backbone: Backbone,
-    stage: Stage,
-    prompted: Prompted,
-    rows: Rows,
+    stage: Sampler,
+    prompted: PromptBatch,
+    rows: SeedBatch,
     reward: Reward | None = None,
     *,
     keep_images: bool = False,
@@ -169,9 +169,9 @@ class _Chunks:
     def __init__(
         self,
         backbone: Backbone,
-        stage: Stage,
-        prompted: Prompted,
-        rows: Rows,
+        stage: Sampler,
+        prompted: PromptBatch,
+        rows: SeedBatch,
         reward: Reward | None,
         keep_images: bool,
     ) -> None:
@@ -191,7 +191,9 @@ class _Chunks:
         def place(grid):
             return hosts.put(grid, sharding.replicated(self.mesh))
 
-        self.legs = tuple(dataclasses.replace(leg, grid=place(leg.grid)) for leg in stage.legs)
+        self.segments = tuple(
+            dataclasses.replace(segment, grid=place(segment.grid)) for segment in stage.segments
+        )
         self.prepared = hosts.put(prompted.prepared, sharding.replicated(self.scoring_mesh))
         self.outside: DividedScoring | None = None
         self.made: list[dict[str, Any]] = []  # of each chunk: latents, images and scores
@@ -247,9 +249,9 @@ class _Chunks:
                 if self.rows.noise is None
                 else place(self.rows.noise)
             )
-            rows = Rows(prompt, seeds, noise)
+            rows = SeedBatch(prompt, seeds, noise)
             return sample_chunk(
-                self.backbone, self.legs, self.prompted.conditions, rows, self.stage.recorded
+                self.backbone, self.segments, self.prompted.conditions, rows, self.stage.recorded
             )
 
     def _placed(self, x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
@@ -264,7 +266,11 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
 
 @partial(sharding.jit, static_argnums=(0, 4))
 def sample_chunk(
-    backbone: Backbone, legs: tuple[Leg, ...], conditions: Conditions, rows: Rows, recorded: int = 0
+    backbone: Backbone,
+    segments: tuple[Segment, ...],
+    conditions: Conditions,
+    rows: SeedBatch,
+    recorded: int = 0,
 ) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
     """Noise to clean latents for one chunk, and the states around `recorded` stochastic steps (`sampler.trajectory`)."""
     towards = jax.tree.map(lambda c: c[rows.prompt], conditions.positive)
@@ -272,20 +278,22 @@ def sample_chunk(
         lambda c: jnp.broadcast_to(c, (len(rows), *c.shape[1:])), conditions.negative
     )
 
-    def velocity(leg: Leg, x: Array, time: Array) -> Array:
+    def velocity(segment: Segment, x: Array, time: Array) -> Array:
         def follow(conditioning):
             return backbone.velocity(
-                leg.policy, x, conditioning, time, jnp.asarray(leg.grid.guidance)
+                segment.policy, x, conditioning, time, jnp.asarray(segment.grid.guidance)
             )
 
-        if not leg.grid.guided:
+        if not segment.grid.guided:
             return follow(towards)
         # classifier-free guidance (arXiv 2207.12598)
         without = follow(away).astype(jnp.float32)
-        return without + leg.grid.scale * (follow(towards).astype(jnp.float32) - without)
+        return without + segment.grid.scale * (follow(towards).astype(jnp.float32) - without)
 
     noise = sharding.split_rows(jnp.asarray(rows.noise))
-    followed = [(in_fp8(leg.in_fp8)(partial(velocity, leg)), leg.grid) for leg in legs]
+    followed = [
+        (in_fp8(segment.in_fp8)(partial(velocity, segment)), segment.grid) for segment in segments
+    ]
     return sampler.trajectory(followed, noise, jnp.asarray(rows.seeds), recorded)
 
 

@@ -16,17 +16,17 @@ import numpy as np
 from jaxtyping import Float, Int, UInt32
 
 from solrl_jax.data.prompts import Prompt, draw_prompts
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import prompt_uid, seed_numbers
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rl.advantages import TIE, advantages, optimality
-from solrl_jax.rl.clock import Clock
+from solrl_jax.rl.clock import PhaseTimer
 from solrl_jax.rl.experiment import Experiment
-from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
-from solrl_jax.rl.generate import Prompted, Rows, Samples, generate
+from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
 from solrl_jax.rl.objective import Objective
-from solrl_jax.rl.sampler import Stage
+from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.select import best_and_worst, rank, select
 from solrl_jax.rl.state import TrainState
 from solrl_jax.rl.update import PolicyBatch, update
@@ -84,7 +84,7 @@ def iterate(
     config = experiment.config
     rollout = experiment.config.rollout
     recipe = experiment.recipe
-    clock = Clock()
+    clock = PhaseTimer()
     start = rollout.window_start(iteration)
     recorded = config.recorded_steps
     clock.start("encode")
@@ -98,10 +98,10 @@ def iterate(
     exploring = recipe.stage(state.old, recipe.levels[level], start)
     if not rollout.regenerate:
         exploring = dataclasses.replace(exploring, recorded=recorded)
-    jax.block_until_ready(exploring.legs)
+    jax.block_until_ready(exploring.segments)
 
     clock.start("explore")
-    pool = roll_out(experiment, exploring, prompted, seeds, progress)
+    pool = generate_candidates(experiment, exploring, prompted, seeds, progress)
     del exploring  # frees the quantised copy
     proxy = pool.reward.reshape(len(prompts), rollout.candidates)
     chosen, usable = select(proxy, rollout.kept, rollout.selection, seed=(config.seed, iteration))
@@ -112,19 +112,21 @@ def iterate(
         experiment.stage("regenerate", state.old, rollout.steps, start), recorded=recorded
     )
     if rollout.regenerate:
-        kept = roll_out(experiment, regenerating, prompted, selection.kept_seeds, progress)
+        kept = generate_candidates(
+            experiment, regenerating, prompted, selection.kept_seeds, progress
+        )
     else:
         kept = pool.take(chosen + rollout.candidates * np.arange(len(prompts))[:, None])
 
     clock.start("update")
     rewards = np.where(usable[:, None], kept.reward.reshape(chosen.shape), np.nan)
-    policy = config.policy
+    algorithm = config.algorithm
     advantage = np.asarray(
         advantages(
             jnp.asarray(rewards),
-            clip=policy.advantage_clip,
-            global_std=policy.global_std,
-            mode=policy.advantage_mode,
+            clip=algorithm.advantage_clip,
+            global_std=algorithm.global_std,
+            mode=algorithm.advantage_mode,
         )
     )
     batch = policy_batch(experiment, prompted, selection, kept, rewards, advantage)
@@ -146,15 +148,15 @@ def iterate(
     )
 
 
-def roll_out(
+def generate_candidates(
     experiment: Experiment,
-    stage: Stage,
-    prompted: Prompted,
+    stage: Sampler,
+    prompted: PromptBatch,
     seeds: UInt32[np.ndarray, "p n 2"],
     progress: Progress = silent,
 ) -> Samples:
     """Samples and scores a candidate for each seed; rows prompt by prompt."""
-    rows = Rows.of(seeds)
+    rows = SeedBatch.of(seeds)
     progress(stage.name, len(rows), 0)
 
     def show(done):
@@ -165,7 +167,7 @@ def roll_out(
 
 def policy_batch(
     experiment: Experiment,
-    prompted: Prompted,
+    prompted: PromptBatch,
     selection: Selection,
     samples: Samples,
     rewards: Float[np.ndarray, "p k"],
@@ -180,12 +182,12 @@ def policy_batch(
     def place(x):
         return hosts.put(x, sharding.replicated(experiment.backbone.mesh))
 
-    policy = experiment.config.policy
+    algorithm = experiment.config.algorithm
     flat = rewards.reshape(-1)
     rows = np.arange(flat.size)
     seeds = selection.kept_seeds.reshape(-1, 2)
     counts = np.isfinite(flat)
-    if policy.trains_on == "pairs":
+    if algorithm.trains_on == "pairs":
         best, worst = best_and_worst(rewards)
         rows = np.stack([best, worst], 1).reshape(-1)
         seeds = seeds[best].repeat(2, 0)
@@ -195,7 +197,7 @@ def policy_batch(
     return PolicyBatch(
         latents=place(samples.latents[rows]),
         optimality=place(
-            optimality(jnp.asarray(advantage), policy.advantage_clip).reshape(-1)[rows]
+            optimality(jnp.asarray(advantage), algorithm.advantage_clip).reshape(-1)[rows]
         ),
         weight=place(counts.astype(np.float32)),
         prompt=place((rows // rewards.shape[1]).astype(np.int32)),
@@ -209,7 +211,7 @@ def optimise(
     experiment: Experiment,
     state: TrainState,
     batch: PolicyBatch,
-    grid: Grid,
+    grid: Schedule,
     objective: Objective | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """`rl.update` on the run's mesh, its metrics on the host."""
@@ -264,7 +266,7 @@ def summarise(
 def ledger_columns(
     experiment: Experiment,
     selection: Selection,
-    level: Level,
+    level: ExplorationSetting,
     rewards: Float[np.ndarray, "p k"],
     advantage: Float[np.ndarray, "p k"],
     iteration: int,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 
 Latents: TypeAlias = Float[Array, " b *latent"]
 PerRow: TypeAlias = Float[Array, " b"]
@@ -50,7 +50,7 @@ class Objective(Protocol):
     """One loss a row and metrics a row, from what three policies predict at `target.x`. Pure, and traced by jit."""
 
     def __call__(
-        self, velocities: Velocities, target: Target, policy: PolicyConfig
+        self, velocities: Velocities, target: Target, algorithm: AlgorithmConfig
     ) -> tuple[PerRow, dict[str, PerRow]]: ...
 
 
@@ -97,7 +97,7 @@ def log_ratio(velocity: Latents, old: Latents, target: Target) -> PerRow:
 
 
 def clipped_policy(
-    log_r: PerRow, target: Target, policy: PolicyConfig, scale: float
+    log_r: PerRow, target: Target, algorithm: AlgorithmConfig, scale: float
 ) -> tuple[PerRow, dict[str, PerRow]]:
     """PPO's loss (arXiv 1707.06347, eq. 7) on a ratio of probabilities, trained to old, and what happened to the ratio.
 
@@ -105,7 +105,7 @@ def clipped_policy(
     """
     advantage = scale * (2 * target.optimality - 1)
     ratio = jnp.exp(log_r)
-    c = policy.ratio_clip
+    c = algorithm.ratio_clip
     loss = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1 - c, 1 + c))
     ratio = jax.lax.stop_gradient(ratio)
     return loss, {

@@ -14,11 +14,11 @@ from solrl_jax.config.values import MOST_STEPS
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, FORMATS, resolve
 from solrl_jax.rl.experiment import Experiment, device_facts, linears_of
-from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import mean_true_rank, overlap, rank_correlations, regret
-from solrl_jax.rl.iteration import Progress, roll_out
-from solrl_jax.rl.sampler import Stage
-from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.iteration import Progress, generate_candidates
+from solrl_jax.rl.sampler import Sampler
+from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.storage.readers import is_number
 
 TOP = 4  # of the paper's "top-4 match"
@@ -112,7 +112,7 @@ def _count(text: str) -> int:
 
 def explore_and_regenerate(
     experiment: Experiment,
-    adapters: Adapters,
+    adapters: Trainable,
     prompts: int,
     settings: Sequence[Setting],
     progress: Progress,
@@ -123,8 +123,8 @@ def explore_and_regenerate(
     seeds = experiment.seeds("ranking", chosen, config.rollout.candidates, seed=config.eval.seed)
     prompted = experiment.prompted(chosen, experiment.reward)
 
-    def rewards(stage: Stage) -> Float[np.ndarray, "p n"]:
-        return roll_out(experiment, stage, prompted, seeds, progress).reward.reshape(
+    def rewards(stage: Sampler) -> Float[np.ndarray, "p n"]:
+        return generate_candidates(experiment, stage, prompted, seeds, progress).reward.reshape(
             seeds.shape[:2]
         )
 
@@ -135,7 +135,7 @@ def explore_and_regenerate(
     }
 
     def stage(s):
-        return recipes[s.explore].stage(adapters, Level(s.precision, s.steps))
+        return recipes[s.explore].stage(adapters, ExplorationSetting(s.precision, s.steps))
 
     return Pools(chosen, true, {setting: rewards(stage(setting)) for setting in settings})
 

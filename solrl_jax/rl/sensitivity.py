@@ -12,10 +12,10 @@ import numpy as np
 from solrl_jax.errors import RunError
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.linears import Linear, report
-from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
-from solrl_jax.rl.iteration import Progress, roll_out
-from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.iteration import Progress, generate_candidates
+from solrl_jax.rl.trainable.trainable import Trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ def group_of(path: str) -> str:
 
 
 def measure(
-    experiment: Experiment, adapters: Adapters, prompts: int, progress: Progress
+    experiment: Experiment, adapters: Trainable, prompts: int, progress: Progress
 ) -> tuple[float, list[Sensitivity]]:
     """Mean Spearman correlations over prompts, and first that of exploration with nothing quantised.
 
@@ -52,7 +52,7 @@ def measure(
     form = experiment.recipe.format
 
     def rewards(stage):
-        return roll_out(experiment, stage, prompted, seeds, progress).reward.reshape(
+        return generate_candidates(experiment, stage, prompted, seeds, progress).reward.reshape(
             seeds.shape[:2]
         )
 
@@ -61,7 +61,7 @@ def measure(
     def agreement(paths: Sequence[str], precision: str) -> float:
         recipe = dataclasses.replace(experiment, quantized=tuple(paths)).recipe
         correlations = rank_correlations(
-            rewards(recipe.stage(adapters, Level(precision, steps))), true
+            rewards(recipe.stage(adapters, ExplorationSetting(precision, steps))), true
         )
         known = [spearman for spearman, _ in correlations.per_prompt if not np.isnan(spearman)]
         return float(np.mean(known)) if known else np.nan

@@ -18,21 +18,21 @@ from solrl_jax.models.backbone import Params
 from solrl_jax.parallel import sharding
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.rl.trainable.lora_settings import Table
-from solrl_jax.rl.trainable.trainable import Adapter, Adapters, Targets, flatten, init_adapters
+from solrl_jax.rl.trainable.trainable import Adapter, Targets, Trainable, flatten, init_adapters
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Three trees of what is trained, of one structure (`rl.trainable.trainable.Adapters`), float32 but for the whole arrays in `old`.
+    """Three trees of what is trained, of one structure (`rl.trainable.trainable.Trainable`), float32 but for the whole arrays in `old`.
 
     These have the base's dtype, in which they are used.
     """
 
     step: Int[Array | np.ndarray, ""]  # optimiser steps taken
-    adapters: Adapters  # trained ("default" in the paper)
-    old: Adapters  # samples the rollouts
-    ema: Adapters  # is evaluated
+    adapters: Trainable  # trained ("default" in the paper)
+    old: Trainable  # samples the rollouts
+    ema: Trainable  # is evaluated
     opt_state: Any
 
 
@@ -125,11 +125,11 @@ def _fresh(
     flat = flatten(base)
     adapters = init_adapters(key, base, targets.adapted, lora.rank)
     adapters |= {path: _filled(ab, adapters[path]) for path, ab in start.items()}
-    trained: Adapters = {
+    trained: Trainable = {
         **adapters,
         **{path: flat[path].astype(jnp.float32) for path in targets.whole},
     }
-    old: Adapters = {**adapters, **{path: flat[path] for path in targets.whole}}
+    old: Trainable = {**adapters, **{path: flat[path] for path in targets.whole}}
 
     def copy(tree):
         return jax.tree.map(jnp.copy, tree)  # separate buffers: the state is donated

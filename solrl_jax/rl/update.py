@@ -16,14 +16,14 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from solrl_jax.config.schema import Config
 from solrl_jax.diffusion.sampler import interpolate
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal, permutations
 from solrl_jax.models.backbone import Backbone, Conditioning, Params
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
 from solrl_jax.rl.objective import Objective, Step, Target, Velocities, find_objective
 from solrl_jax.rl.state import TrainState, make_optimizer
-from solrl_jax.rl.trainable.trainable import Adapters, attach, within_bounds
+from solrl_jax.rl.trainable.trainable import Trainable, attach, within_bounds
 
 EMA_WARMUP = 10
 # Decay of `old` by optimiser step t: 0 up to `start`, then min(rate (t - start), cap), as (start, rate, cap) by `decay_type`.
@@ -54,9 +54,9 @@ class _Problem:
     backbone: Backbone
     config: Config
     base: Params
-    old: Adapters
+    old: Trainable
     batch: PolicyBatch
-    grid: Grid
+    grid: Schedule
     objective: Objective
     chosen: Int[Array, "b slots"]  # the steps of the grid at which each row is trained
 
@@ -68,7 +68,7 @@ def update(
     state: TrainState,
     base: Params,
     batch: PolicyBatch,
-    grid: Grid,
+    grid: Schedule,
     objective: Objective | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One iteration's optimiser step(s) on the kept samples; then the EMA and the old policy follow.
@@ -86,7 +86,7 @@ def update(
             chosen, jnp.argsort(jnp.asarray(grid.table)[chosen, 4] == 0, axis=1), axis=1
         )
     chosen = chosen[:, :slots]
-    objective = objective or find_objective(config.policy.objective)
+    objective = objective or find_objective(config.algorithm.objective)
     problem = _Problem(backbone, config, base, state.old, batch, grid, objective, chosen)
     terms = jnp.arange(rows * slots).reshape(config.optimizer.steps_per_iteration, -1)
     state, metrics = jax.lax.scan(partial(_optimizer_step, problem), state, terms)
@@ -94,7 +94,7 @@ def update(
         name: values.sum() if name == "skipped_micro_batches" else values.mean()
         for name, values in metrics.items()
     }
-    decay = old_decay(jnp.asarray(state.step), config.policy.decay_type)
+    decay = old_decay(jnp.asarray(state.step), config.algorithm.decay_type)
     state = dataclasses.replace(state, old=blend(state.old, state.adapters, decay))
     # where the state came from, so that the next iteration runs the same programs
     state = jax.lax.with_sharding_constraint(
@@ -109,7 +109,7 @@ def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
     return jnp.clip((step - start).astype(jnp.float32) * rate, 0.0, cap)
 
 
-def blend(kept: Adapters, new: Adapters, decay: Float[Array, ""]) -> Adapters:
+def blend(kept: Trainable, new: Trainable, decay: Float[Array, ""]) -> Trainable:
     """`decay * kept + (1 - decay) * new`, leaf by leaf, in float32; in the dtypes of `kept`."""
     return jax.tree.map(lambda k, n: (decay * k + (1 - decay) * n).astype(k.dtype), kept, new)
 
@@ -134,7 +134,7 @@ def _optimizer_step(
     adapters = optax.apply_updates(state.adapters, change)
     step = state.step + 1
     adapters = within_bounds(adapters, problem.backbone.parameter_table())
-    decay = jnp.minimum((1 + step) / (EMA_WARMUP + step), config.policy.ema_decay)
+    decay = jnp.minimum((1 + step) / (EMA_WARMUP + step), config.algorithm.ema_decay)
     return TrainState(
         step, adapters, state.old, blend(state.ema, adapters, decay), opt_state
     ), metrics
@@ -142,11 +142,11 @@ def _optimizer_step(
 
 def _accumulate(
     loss: Callable[..., tuple[Array, Metrics]],
-    adapters: Adapters,
+    adapters: Trainable,
     terms: Int[Array, " terms"],
     micro: int,
     mesh: Mesh,
-) -> tuple[Adapters, Metrics]:
+) -> tuple[Trainable, Metrics]:
     """The gradient of the loss over all `terms`, `micro` of them at a time on each group of devices that shares rows.
 
     Micro-batches are the same on every mesh, and the sums do not depend on the order of their terms (`parallel.sums`). So the
@@ -209,7 +209,7 @@ def _dealt(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_si
 
 def _micro_batch_loss(
     problem: _Problem,
-    adapters: Adapters,
+    adapters: Trainable,
     terms: Int[Array, " m"],
     valid: Float[Array, " m"],
     total: Float[Array, ""],
@@ -222,7 +222,7 @@ def _micro_batch_loss(
     config = problem.config
     row = terms % len(batch.weight)
     slot = terms // len(batch.weight)
-    # Rows of weight 0 may hold anything. They are zeroed before the loss: the gradient of `where` would be 0 * NaN.
+    # SeedBatch of weight 0 may hold anything. They are zeroed before the loss: the gradient of `where` would be 0 * NaN.
     weight = valid * batch.weight[row]
     counts = (weight > 0).reshape(-1, *(1,) * (batch.latents.ndim - 1))
     time, target = _target(
@@ -242,7 +242,7 @@ def _micro_batch_loss(
         velocity(attach(problem.base, problem.old, scale)),
         velocity(problem.base),
     )
-    losses, metrics = problem.objective(velocities, target, config.policy)
+    losses, metrics = problem.objective(velocities, target, config.algorithm)
 
     def mean(values):
         return jnp.where(weight > 0, values, 0.0).sum() / total

@@ -16,7 +16,7 @@ from solrl_jax.models.backbone import Backbone
 from solrl_jax.config.presets import from_yaml, override, preset_names, resolve, setting
 from solrl_jax.config.schema import Config, Reward
 from solrl_jax.config.values import ConfigError
-from solrl_jax.rl.trainable.trainable import Adapters, find_targets
+from solrl_jax.rl.trainable.trainable import Trainable, find_targets
 from solrl_jax.rl.state import abstract_state, read_start
 from solrl_jax.rewards.registry import REWARDS, reward_names
 from solrl_jax.runs import checkpoint
@@ -116,7 +116,7 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
     return there[int(which)]
 
 
-def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
+def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Trainable, int]:
     """The averaged adapters (EMA) of a run's checkpoint, and its iteration.
 
     path: as `find_checkpoint` returns it. Raises RunError if that checkpoint is damaged, InputError if the run has none.
@@ -140,7 +140,7 @@ def _damage_told() -> Iterator[None]:
         raise RunError(f"checkpoint {error}") from error
 
 
-def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Adapters, int]:
+def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Trainable, int]:
     """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.init`), and 0."""
     if run is not None:
         return load_ema(run, config, backbone, path)

@@ -10,10 +10,10 @@ from jaxtyping import Float, Int, UInt32
 
 from solrl_jax.data.prompts import Prompt, draw_prompts
 from solrl_jax.config.sizes import evaluated_size
-from solrl_jax.rl.explore.monitor import Level
-from solrl_jax.rl.trainable.trainable import Adapters
-from solrl_jax.rl.generate import Rows, Samples, generate
-from solrl_jax.rl.sampler import Stage
+from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.trainable.trainable import Trainable
+from solrl_jax.rl.generate import SeedBatch, Samples, generate
+from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.experiment import Experiment
 
 Show = Callable[[int], None]  # called with rows that are done
@@ -30,7 +30,7 @@ class Evaluation:
     failed: dict[str, int]  # pictures without a score, by reward outside JAX
 
 
-def evaluate(experiment: Experiment, adapters: Adapters, progress: Show = _silent) -> Evaluation:
+def evaluate(experiment: Experiment, adapters: Trainable, progress: Show = _silent) -> Evaluation:
     """Scores `eval.images_per_prompt` pictures of each of the first `eval.prompts` test prompts."""
     config = experiment.config.eval
     samples = _sample(experiment, adapters, *_held_out(experiment, config.prompts, config.images_per_prompt), progress)
@@ -98,7 +98,7 @@ class PictureGrid:
         return [None] * (self.images.shape[0] * self.images.shape[1]) if self.right is None else self.right.reshape(-1).tolist()
 
 
-def sample_grid(experiment: Experiment, adapters: Adapters) -> PictureGrid:
+def sample_grid(experiment: Experiment, adapters: Trainable) -> PictureGrid:
     """`eval.grid` pictures in all, four a prompt."""
     each = min(4, experiment.config.eval.grid)
     count = min(experiment.config.eval.grid // each, len(experiment.test_prompts))
@@ -122,7 +122,7 @@ class Differing:
         most = np.argsort(-size.max(1), kind="stable")[:prompts]
         return cls(most, order[most], np.take_along_axis(gains, order, axis=1)[most])
 
-    def draw(self, experiment: Experiment, adapters: Adapters) -> PictureGrid:
+    def draw(self, experiment: Experiment, adapters: Trainable) -> PictureGrid:
         """The pictures as a policy makes them. A picture is its seed: they look as they did when they were scored."""
         config = experiment.config.eval
         prompts, seeds = _held_out(experiment, config.prompts, config.images_per_prompt)
@@ -140,7 +140,7 @@ class PoolPictures:
 
 
 def pool_pictures(
-    experiment: Experiment, old: Adapters, level: Level, ledger: Mapping[str, Any], iteration: int
+    experiment: Experiment, old: Trainable, level: ExplorationSetting, ledger: Mapping[str, Any], iteration: int
 ) -> PoolPictures:
     """Draws candidates of an iteration again, `eval.grid` in all, four a prompt. A candidate is its seed: it looks the same.
 
@@ -162,9 +162,9 @@ def pool_pictures(
     seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
     # the conditioning of all prompts, and rows of some: the shapes of the iteration, for which the programs are compiled
     prompted = experiment.prompted(prompts, experiment.reward)
-    rows = Rows.of(np.take_along_axis(seeds[:count], candidates[..., None], axis=1))
+    rows = SeedBatch.of(np.take_along_axis(seeds[:count], candidates[..., None], axis=1))
 
-    def draw(stage: Stage) -> PictureGrid:
+    def draw(stage: Sampler) -> PictureGrid:
         samples = generate(experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True)
         return PictureGrid.of(prompts[:count], samples)
 
@@ -182,14 +182,14 @@ def _held_out(experiment: Experiment, prompts: int, pictures: int) -> tuple[Sequ
 
 
 def _pictures(
-    experiment: Experiment, adapters: Adapters, prompts: Sequence[Prompt], seeds: UInt32[np.ndarray, "p m 2"]
+    experiment: Experiment, adapters: Trainable, prompts: Sequence[Prompt], seeds: UInt32[np.ndarray, "p m 2"]
 ) -> PictureGrid:
     return PictureGrid.of(prompts, _sample(experiment, adapters, prompts, seeds, keep_images=True))
 
 
 def _sample(
     experiment: Experiment,
-    adapters: Adapters,
+    adapters: Trainable,
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
     progress: Show = _silent,
@@ -199,4 +199,4 @@ def _sample(
     reward = experiment.evaluated
     stage = experiment.at(evaluated_size(config)).stage("evaluate", adapters, config.eval.steps, start=None)
     prompted = experiment.prompted(prompts, reward)
-    return generate(experiment.backbone, stage, prompted, Rows.of(seeds), reward, keep_images=keep_images, progress=progress)
+    return generate(experiment.backbone, stage, prompted, SeedBatch.of(seeds), reward, keep_images=keep_images, progress=progress)

@@ -25,7 +25,7 @@ class Stopped(Exception):
         self.done = done
 
 
-class Reporter:
+class TerminalProgress:
     """Bars and lines on standard error. As a context manager it also handles Ctrl-C and SIGTERM.
 
     Standard output is for results alone.
@@ -45,7 +45,7 @@ class Reporter:
         self._stopping = False
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "Reporter":
+    def __enter__(self) -> "TerminalProgress":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._interrupt)

@@ -16,9 +16,9 @@ from solrl_jax.rl.explore.linears import report as report_linears
 from solrl_jax.rl.explore.linears import totals
 from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import row_groups
-from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs import image_files
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage.files import atomic_write
 from solrl_jax.runs.evaluate import pool_pictures, setting
 from solrl_jax.rl.experiment import Experiment
@@ -26,7 +26,7 @@ from solrl_jax.rl.experiment import Experiment
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
-def describe(experiment: Experiment, folder: Path, done: int, report: Reporter) -> dict[str, Any]:
+def describe(experiment: Experiment, folder: Path, done: int, report: TerminalProgress) -> dict[str, Any]:
     """Writes `run.json` and prints what runs where. Returns what it wrote."""
     config = experiment.config
     mesh = experiment.backbone.mesh
@@ -82,7 +82,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
 
 
 def draw_pools(
-    experiment: Experiment, folder: Path, old: Adapters, level: int, ledger: Mapping[str, Any], iteration: int
+    experiment: Experiment, folder: Path, old: Trainable, level: int, ledger: Mapping[str, Any], iteration: int
 ) -> None:
     """`pictures/pool-ITERATION.png`: candidates of the iteration, a row a prompt and stage; as `pool_pictures` takes them."""
     made = pool_pictures(experiment, old, experiment.recipe.levels[level], ledger, iteration)

@@ -1,7 +1,7 @@
 """`report.html`: what run directories hold, as one page that needs no network and no server.
 
 The page is `report.html`, `report.css` and `report.js` beside this file, with the runs as JSON in it and the curves as SVG.
-Several runs are laid over each other. A run that is still going on can be reported; `Live` does so from within.
+Several runs are laid over each other. A run that is still going on can be reported; `HtmlReport` does so from within.
 """
 
 import base64
@@ -37,7 +37,7 @@ MOST_VALUES = 2**23  # of the record: 800 metrics in 10 000 iterations
 MOST_ROWS = 20_000  # of the ledgers; of longer ones the newest iterations are shown
 MOST_PICTURED = 12  # iterations of a run with pictures, evenly spaced
 MOST_PIXELS = 160  # the longer side of a picture
-SHARE = 0.01  # of the time of a run that `Live` may take
+SHARE = 0.01  # of the time of a run that `HtmlReport` may take
 _LEDGER = ("iteration", "prompt", "candidate", "seed", "precision", "steps", "proxy_reward", "rank", "kept",
            "regenerated_reward", "advantage")  # fmt: skip
 _SHOWN = ("solrl_jax", "python", "packages", "devices", "mesh", "exploration", "evaluation")  # of run.json
@@ -86,7 +86,7 @@ def is_page(path: Path) -> bool:
         return b"<title>solrl report</title>" in stream.read(1000)
 
 
-class Live:
+class HtmlReport:
     """The report of a run while it trains, refreshed whenever that keeps within `SHARE` of the time."""
 
     def __init__(self, folder: Path) -> None:

@@ -27,7 +27,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import trained_sizes
 from solrl_jax.rl.explore.monitor import WINDOW, level_after
 from solrl_jax.parallel import hosts
-from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.rl.state import TrainState
 from solrl_jax.runs import checkpoint
 from solrl_jax.runs import ledger
@@ -39,8 +39,8 @@ from solrl_jax.runs.hacking import hacking_alarms
 from solrl_jax.runs.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.runs.metrics import Metrics, import_wandb
 from solrl_jax.runs.metrics import read as read_metrics
-from solrl_jax.runs.progress import Reporter, Stopped
-from solrl_jax.runs.report import NAME, Live, is_page
+from solrl_jax.runs.progress import TerminalProgress, Stopped
+from solrl_jax.runs.report import NAME, HtmlReport, is_page
 from solrl_jax.storage import files
 from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.runs.evaluate import evaluate, sample_grid
@@ -63,9 +63,9 @@ class _Run:
     folder: Path
     metrics: Metrics
     saver: Saver
-    report: Reporter
+    report: TerminalProgress
     profile: Collection[int]
-    page: Live | None  # the report that is refreshed; None: not asked for
+    page: HtmlReport | None  # the report that is refreshed; None: not asked for
 
     @property
     def config(self) -> Config:
@@ -80,7 +80,7 @@ class _Run:
 
 
 def run(
-    config: Config, report: Reporter, profile: Collection[int] = (), page: bool = False, *, force: bool = False
+    config: Config, report: TerminalProgress, profile: Collection[int] = (), page: bool = False, *, force: bool = False
 ) -> dict[str, Any]:
     """Trains, or goes on with, the run that `config` describes. Returns what `--json` prints.
 
@@ -111,7 +111,7 @@ def run(
             report.line(f"metrics.jsonl lacks {lost} of {done} iterations, and goes on without them")
         saver = stack.enter_context(Saver(folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best))
         hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
-        this = _Run(experiment, folder, metrics, saver, report, profile, Live(folder) if page else None)
+        this = _Run(experiment, folder, metrics, saver, report, profile, HtmlReport(folder) if page else None)
         interrupted = False
         try:
             state, done = _loop(this, state, done)
@@ -251,7 +251,7 @@ def _prepare(this: _Run, done: int) -> None:
 
 
 def _level(this: _Run) -> int:
-    """How the next iteration explores, of `Recipe.levels`; says so where the level changes."""
+    """How the next iteration explores, of `Explorer.levels`; says so where the level changes."""
     floor = this.config.rollout.explore.floor
     ladder = this.experiment.recipe.levels
     if floor is None:
@@ -266,7 +266,7 @@ def _level(this: _Run) -> int:
 
 
 def _explored(rows: Sequence[Mapping[str, Any]], levels: int) -> list[tuple[int, float]]:
-    """Level and correlation of each iteration of a record, once, in order. A row without a level of these is left out."""
+    """ExplorationSetting and correlation of each iteration of a record, once, in order. A row without a level of these is left out."""
     known = {row["iteration"]: row for row in rows if row["iteration"] > 0 and row.get("fidelity/level") in range(levels)}
     correlation = lambda row: math.nan if (value := row.get("fidelity/spearman")) is None else value
     return [(int(row["fidelity/level"]), correlation(row)) for _, row in sorted(known.items())]
@@ -289,7 +289,7 @@ def _is_saved(config: Config, done: int) -> bool:
     return done == config.train.iterations or done % config.run.checkpoint_every == 0 or evaluated
 
 
-def _evaluate(this: _Run, ema: Adapters, done: int) -> Row:
+def _evaluate(this: _Run, ema: Trainable, done: int) -> Row:
     """Scores of the averaged policy on the test prompts, and its picture."""
     config = this.config
     report = this.report
@@ -317,7 +317,7 @@ def _evaluate(this: _Run, ema: Adapters, done: int) -> Row:
     return row
 
 
-def _restore(experiment: Experiment, folder: Path, report: Reporter, force: bool) -> tuple[TrainState, int]:
+def _restore(experiment: Experiment, folder: Path, report: TerminalProgress, force: bool) -> tuple[TrainState, int]:
     """The state to go on from, and how many iterations it has behind it. force: also if texts have changed."""
     expected = {"fingerprint": fingerprint(experiment.config, experiment.recipe.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)

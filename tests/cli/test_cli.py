@@ -246,7 +246,7 @@ def test_eval_of_a_model_directory(call):
     overrides = [
         o
         for o in SMALL
-        if o.startswith(("eval", "rollout", "train", "optimizer", "mesh", "policy"))
+        if o.startswith(("eval", "rollout", "train", "optimizer", "mesh", "algorithm"))
     ]
     code, out, _ = call("eval", "embedded:tiny-sana", *overrides, "--json")
     result = json.loads(out.strip().splitlines()[-1])
@@ -484,7 +484,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
     overrides = [
         o
         for o in SMALL
-        if o.startswith(("eval", "rollout", "train", "optimizer", "mesh", "policy"))
+        if o.startswith(("eval", "rollout", "train", "optimizer", "mesh", "algorithm"))
     ]
     overrides += ["reward=tiny-clip", "rollout.schedule=sd3", f"lora.init={exported}"]
     code, out, _ = call("eval", "embedded:tiny-sana", *overrides, "--json")

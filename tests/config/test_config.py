@@ -39,7 +39,7 @@ BAD = [
     ),
     (
         ("qqq=1",),
-        "unknown key 'qqq': expected one of version, seed, preset, family, model, rollout, reward, policy, lora, .*, mesh, run",
+        "unknown key 'qqq': expected one of version, seed, preset, family, model, rollout, reward, algorithm, lora, .*, mesh, run",
     ),
     (
         ("mesh.qqqqqqqqq=1",),
@@ -63,8 +63,8 @@ BAD = [
     (("seed=true",), "seed=True: expected an integer"),
     (("lora.alpha=true",), "lora.alpha=True: expected a number"),
     (("lora.alpha=x",), "lora.alpha='x': expected a number"),
-    (("policy.beta=.nan",), "policy.beta=nan: expected a finite number"),
-    (("policy.beta=inf",), "policy.beta=inf: expected a finite number"),
+    (("algorithm.beta=.nan",), "algorithm.beta=nan: expected a finite number"),
+    (("algorithm.beta=inf",), "algorithm.beta=inf: expected a finite number"),
     (("run.wandb=1",), "run.wandb=1: expected true or false"),
     (("run.dir=1",), "run.dir=1: expected text (in quotes if it looks like a number or a date)"),
     (("model.quantize=abc",), "model.quantize='abc': expected a mapping of its fields"),
@@ -111,24 +111,24 @@ BAD = [
     (("rollout.window=10",), "rollout.window=10: must be less than rollout.steps=10"),
     (("objective=flow_grp",), "unknown objective 'flow_grp': did you mean 'flow_grpo'?"),
     (
-        ("policy.objective=ppo",),
-        "policy.objective='ppo': expected one of nft, awm, dpo, flow_grpo, mix_grpo, dance_grpo",
+        ("algorithm.objective=ppo",),
+        "algorithm.objective='ppo': expected one of nft, awm, dpo, flow_grpo, mix_grpo, dance_grpo",
     ),
     (
-        ("policy.objective=flow_grpo",),
-        "rollout.eta=0.0: must be above 0 for the transitions that policy.objective=flow_grpo trains on, .* rollout.solver",
+        ("algorithm.objective=flow_grpo",),
+        "rollout.eta=0.0: must be above 0 for the transitions that algorithm.objective=flow_grpo trains on, .* rollout.solver",
     ),
     (
         ("objective=flow_grpo", "family=naive_quant"),
-        "rollout.regenerate=False: must be true, or rollout.explore.precision=bf16, .* policy.objective=flow_grpo trains on",
+        "rollout.regenerate=False: must be true, or rollout.explore.precision=bf16, .* algorithm.objective=flow_grpo trains on",
     ),
     (
         ("objective=dance_grpo", "family=naive_scaling", "rollout.explore.precision=auto"),
-        "rollout.regenerate=False: must be true, .* policy.objective=dance_grpo trains on",
+        "rollout.regenerate=False: must be true, .* algorithm.objective=dance_grpo trains on",
     ),
     (
-        ("objective=mix_grpo", "policy.timestep_fraction=0.5"),
-        "policy.timestep_fraction=0.5: must be at most 0.4 for .*mix_grpo.*",
+        ("objective=mix_grpo", "algorithm.timestep_fraction=0.5"),
+        "algorithm.timestep_fraction=0.5: must be at most 0.4 for .*mix_grpo.*",
     ),
     (
         ("objective=flow_grpo", "explore=best"),
@@ -136,15 +136,15 @@ BAD = [
     ),
     (
         ("objective=dpo", "rollout.selection=best", "rollout.kept=5"),
-        "rollout.kept=5: must be even for the pairs of policy.objective=dpo",
+        "rollout.kept=5: must be even for the pairs of algorithm.objective=dpo",
     ),
     (
         ("objective=dpo", "optimizer.micro_batch=7"),
-        "optimizer.micro_batch=7: must be even for the pairs of policy.objective=dpo",
+        "optimizer.micro_batch=7: must be even for the pairs of algorithm.objective=dpo",
     ),
     (
         ("objective=dpo", "train.prompts=1", "rollout.kept=6", "optimizer.steps_per_iteration=12"),
-        "optimizer.steps_per_iteration=12: must leave an even number of terms for the pairs of policy.objective=dpo",
+        "optimizer.steps_per_iteration=12: must leave an even number of terms for the pairs of algorithm.objective=dpo",
     ),
     (
         ("rollout.eta=0.5", "rollout.solver=ddim", "rollout.explore.sigmas=first"),
@@ -170,10 +170,10 @@ BAD = [
         "optimizer.steps_per_iteration=7: must divide .* sigmas = 6912",
     ),
     (
-        ("policy.timestep_fraction=0.05",),
-        "policy.timestep_fraction=0.05: must be at least 1 / rollout.steps = 0.1",
+        ("algorithm.timestep_fraction=0.05",),
+        "algorithm.timestep_fraction=0.05: must be at least 1 / rollout.steps = 0.1",
     ),
-    (("policy.timestep_fraction=1.1",), "policy.timestep_fraction=1.1: must be at most 1"),
+    (("algorithm.timestep_fraction=1.1",), "algorithm.timestep_fraction=1.1: must be at most 1"),
     (("lora.targets=['a(b']",), "lora.targets.0='a(b': must be a regular expression (.*)"),
     (
         ("model.quantize.fused=['[']",),
@@ -183,8 +183,8 @@ BAD = [
     (("mesh.data=0",), "mesh.data=0: must be at least 1, or -1 for all devices left"),
     (("mesh.fsdp=0",), "mesh.fsdp=0: must be at least 1"),
     (("seed=-1",), "seed=-1: must be at least 0"),
-    (("policy.ema_decay=1",), "policy.ema_decay=1: must be below 1"),
-    (("policy.decay_type=3",), "policy.decay_type=3: must be at most 2"),
+    (("algorithm.ema_decay=1",), "algorithm.ema_decay=1: must be below 1"),
+    (("algorithm.decay_type=3",), "algorithm.decay_type=3: must be at most 2"),
     (("model.path=",), "model.path='': must not be empty"),
     (
         ("model.cache=1",),
@@ -235,17 +235,17 @@ AT_LEAST_ONE += [
     "run.keep_checkpoints",
 ]
 POSITIVE = [
-    "policy.beta",
-    "policy.ratio_clip",
-    "policy.advantage_clip",
-    "policy.timestep_fraction",
+    "algorithm.beta",
+    "algorithm.ratio_clip",
+    "algorithm.advantage_clip",
+    "algorithm.timestep_fraction",
     "lora.alpha",
 ]
 POSITIVE += ["optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm"]
 NOT_NEGATIVE = [
     "rollout.guidance",
     "rollout.true_guidance",
-    "policy.kl_weight",
+    "algorithm.kl_weight",
     "optimizer.weight_decay",
     "eval.every",
     "eval.grid",
@@ -388,12 +388,12 @@ def test_effective_batch_of_the_paper():
 @example(hundredths=29, steps=100)
 def test_trained_sigmas_are_the_floor_in_exact_arithmetic(hundredths, steps):
     rollout = dataclasses.replace(TINY.rollout, steps=steps)
-    policy = dataclasses.replace(TINY.policy, timestep_fraction=hundredths / 100)
+    algorithm = dataclasses.replace(TINY.algorithm, timestep_fraction=hundredths / 100)
     if hundredths * steps < 100:
-        with pytest.raises(ConfigError, match=r"policy.timestep_fraction"):
-            dataclasses.replace(TINY, rollout=rollout, policy=policy)
+        with pytest.raises(ConfigError, match=r"algorithm.timestep_fraction"):
+            dataclasses.replace(TINY, rollout=rollout, algorithm=algorithm)
         return
-    config = dataclasses.replace(TINY, rollout=rollout, policy=policy)
+    config = dataclasses.replace(TINY, rollout=rollout, algorithm=algorithm)
     assert config.trained_sigmas == hundredths * steps // 100
 
 

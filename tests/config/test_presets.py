@@ -164,13 +164,22 @@ def test_shared_numbers_are_the_papers():
         48,
         "best_worst",
     )
-    assert (c.policy.beta, c.policy.kl_weight, c.policy.advantage_clip, c.policy.decay_type) == (
+    assert (
+        c.algorithm.beta,
+        c.algorithm.kl_weight,
+        c.algorithm.advantage_clip,
+        c.algorithm.decay_type,
+    ) == (
         1.0,
         1e-4,
         5.0,
         1,
     )
-    assert (c.policy.advantage_mode, c.policy.global_std, c.policy.ema_decay) == ("all", True, 0.9)
+    assert (c.algorithm.advantage_mode, c.algorithm.global_std, c.algorithm.ema_decay) == (
+        "all",
+        True,
+        0.9,
+    )
     assert (c.lora.rank, c.lora.alpha) == (32, 64.0)
     o = c.optimizer
     assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (
@@ -413,13 +422,21 @@ def test_resolving_leaves_no_trace_on_the_next():
 def test_an_objective_has_a_file_of_settings_and_a_file_of_code():
     files = {path.stem for path in (presets._configs() / "objective").glob("*.yaml")}
     code = {
-        path.stem for path in (presets._configs().parent / "policy" / "objectives").glob("*.py")
+        path.stem for path in (presets._configs().parent / "rl" / "objectives").glob("*.py")
     } - {"__init__"}
     assert files == code == set(OBJECTIVES)
     assert resolve("tiny", ["objective=nft"]) == resolve("tiny")
     grpo = resolve("sd3_sol_rl_hpsv2", ["objective=flow_grpo"])
-    assert (grpo.rollout.solver, grpo.rollout.eta, grpo.policy.decay_type) == ("flow_sde", 0.7, 0)
-    assert (grpo.policy.kl_weight, grpo.policy.ratio_clip, grpo.trained_sigmas) == (0.01, 1e-4, 9)
+    assert (grpo.rollout.solver, grpo.rollout.eta, grpo.algorithm.decay_type) == (
+        "flow_sde",
+        0.7,
+        0,
+    )
+    assert (grpo.algorithm.kl_weight, grpo.algorithm.ratio_clip, grpo.trained_sigmas) == (
+        0.01,
+        1e-4,
+        9,
+    )
 
     # the limit of SD3's gradients is of its recipe for nft
     def clip(name):
@@ -432,7 +449,7 @@ def test_an_objective_has_a_file_of_settings_and_a_file_of_code():
         1.0,
         1.0,
     ]
-    assert resolve("tiny", ["objective=awm"]).policy.ema_decay == 0.99
+    assert resolve("tiny", ["objective=awm"]).algorithm.ema_decay == 0.99
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -442,8 +459,10 @@ def test_the_recipe_for_ocr_leaves_other_objectives_their_settings(name):
         for reward in ("hpsv2", "ocr")
     )
     assert ocr.optimizer.steps_per_iteration == 2
-    settings = (ocr.policy.beta, ocr.policy.decay_type)
-    assert settings == ((0.1, 2) if name == "nft" else (plain.policy.beta, plain.policy.decay_type))
+    settings = (ocr.algorithm.beta, ocr.algorithm.decay_type)
+    assert settings == (
+        (0.1, 2) if name == "nft" else (plain.algorithm.beta, plain.algorithm.decay_type)
+    )
 
 
 # --- files and text ---

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from solrl_jax.diffusion.sampler import interpolate, trajectory
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, normal
 from solrl_jax.diffusion.sigmas import make_sigmas
 from solrl_jax.diffusion.solver import solver_table
@@ -38,7 +38,7 @@ NOISE = normal(SEEDS, "initial", SHAPE)
 
 
 def grid_of(sigmas, table, times=None):
-    return Grid.from_sigmas(sigmas, table, guidance=1.0, scale=1.0, guided=False, times=times)
+    return Schedule.from_sigmas(sigmas, table, guidance=1.0, scale=1.0, guided=False, times=times)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -112,7 +112,7 @@ def test_the_scan_is_the_loop_over_the_table(name):
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_the_first_steps_may_be_another_velocitys(count):
-    """Two legs equal the loop that asks the one velocity, then the other; with a step more or less it ends elsewhere."""
+    """Two segments equal the loop that asks the one velocity, then the other; with a step more or less it ends elsewhere."""
     starts = SIGMAS[:-1].astype(np.float32)
     grid = grid_of(SIGMAS, TABLES["all predictions"])
 
@@ -132,7 +132,7 @@ def test_the_first_steps_may_be_another_velocitys(count):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_where_a_grid_is_cut_into_legs_changes_nothing(solver):
-    """Earlier predictions and the numbers of the draws go on from leg to leg."""
+    """Earlier predictions and the numbers of the draws go on from segment to segment."""
     grid = grid_of(SIGMAS, solver_table(SOLVERS[solver][0], SIGMAS, SOLVERS[solver][1]))
     whole = None
     for cuts in ((), (1,), (3,), (1, 4), (1, 2, 3, 4, 5)):
@@ -143,7 +143,7 @@ def test_where_a_grid_is_cut_into_legs_changes_nothing(solver):
         np.testing.assert_allclose(got, whole, atol=TOLERANCE, rtol=0)
     if (
         solver == "stochastic ddim"
-    ):  # a step keeps its draw; the first leg's noise again would be seen
+    ):  # a step keeps its draw; the first segment's noise again would be seen
         halfway = compiled((curved,), (grid.part(0, 3),), NOISE, SEEDS)
         np.testing.assert_allclose(
             compiled((curved,), (grid.part(3),), halfway, SEEDS), whole, atol=TOLERANCE, rtol=0
@@ -233,8 +233,8 @@ recording = jax.jit(
 def test_recorded_states_are_the_steps_that_were_drawn(solver, cut):
     """In float64: each state is the mean of the step before, and the seed's draw of that number times its deviation."""
     grid = grid_of(SIGMAS, solver_table(solver, SIGMAS, SDES[solver]))
-    legs = (grid,) if cut is None else (grid.part(0, cut), grid.part(cut))
-    end, states = recording(legs, NOISE, SEEDS, 5)
+    segments = (grid,) if cut is None else (grid.part(0, cut), grid.part(cut))
+    end, states = recording(segments, NOISE, SEEDS, 5)
     assert states.shape == (ROWS, 6, *SHAPE)
     np.testing.assert_array_equal(states[:, 0], NOISE)
     np.testing.assert_allclose(

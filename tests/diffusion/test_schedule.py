@@ -1,4 +1,4 @@
-"""`Grid`: the arrays that a configuration stands for, its parts, and what a compiled program depends on."""
+"""`Schedule`: the arrays that a configuration stands for, its parts, and what a compiled program depends on."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.sigmas import make_sigmas
 from solrl_jax.diffusion.solver import solver_table
 
@@ -15,14 +15,14 @@ FLUX = resolve("flux1_sol_rl_hpsv2").rollout  # dpm2, a shift by tokens
 
 
 def test_a_grid_is_the_configured_schedule_and_solver():
-    grid = Grid.of(FLUX, 6, 1024, True)
+    grid = Schedule.of(FLUX, 6, 1024, True)
     sigmas = make_sigmas("flux", 6, FLUX.shift, 1024)
     assert grid.steps == 6
     np.testing.assert_array_equal(grid.sigmas, sigmas[:-1].astype(np.float32))
     np.testing.assert_array_equal(grid.times, 1000 * grid.sigmas)
     np.testing.assert_array_equal(grid.table, solver_table("dpm2", sigmas))
-    assert np.abs(grid.sigmas - Grid.of(FLUX, 6, 4096, True).sigmas).max() > 0.01
-    noisy = Grid.of(dataclasses.replace(FLUX, solver="ddim", eta=0.5), 6, 1024, True)
+    assert np.abs(grid.sigmas - Schedule.of(FLUX, 6, 4096, True).sigmas).max() > 0.01
+    noisy = Schedule.of(dataclasses.replace(FLUX, solver="ddim", eta=0.5), 6, 1024, True)
     np.testing.assert_array_equal(noisy.table, solver_table("ddim", sigmas, 0.5))
 
 
@@ -39,13 +39,13 @@ def test_guidance_is_told_to_the_network_or_classifier_free(
     guidance, true_guidance, embedded, expected
 ):
     rollout = dataclasses.replace(FLUX, guidance=guidance, true_guidance=true_guidance)
-    grid = Grid.of(rollout, 3, 1024, embedded)
+    grid = Schedule.of(rollout, 3, 1024, embedded)
     assert (grid.guidance, grid.scale, grid.guided) == expected
     assert grid.guidance.dtype == grid.scale.dtype == np.float32
 
 
 def test_parts_are_slices_and_other_sigmas_keep_the_guidance():
-    whole = Grid.of(dataclasses.replace(FLUX, guidance=3.5, true_guidance=2.0), 6, 1024, True)
+    whole = Schedule.of(dataclasses.replace(FLUX, guidance=3.5, true_guidance=2.0), 6, 1024, True)
     for start, stop in ((0, 2), (2, None), (1, 4)):
         part = whole.part(start, stop)
         for name in ("sigmas", "times", "table", "draws"):
@@ -71,15 +71,15 @@ def test_parts_are_slices_and_other_sigmas_keep_the_guidance():
 def test_a_program_depends_on_the_number_of_steps_and_on_whether_there_is_guidance_alone():
     traced = []
     total = jax.jit(lambda grid: traced.append(grid.guided) or grid.sigmas.sum() + grid.scale)
-    grid = Grid.of(FLUX, 6, 1024, True)
+    grid = Schedule.of(FLUX, 6, 1024, True)
     total(grid)
     for same in (
-        Grid.of(FLUX, 6, 4096, True),
-        Grid.of(dataclasses.replace(FLUX, guidance=2.0, solver="euler"), 6, 256, True),
+        Schedule.of(FLUX, 6, 4096, True),
+        Schedule.of(dataclasses.replace(FLUX, guidance=2.0, solver="euler"), 6, 256, True),
     ):
         assert total(same) == pytest.approx(same.sigmas.sum() + same.scale, rel=1e-5)
         assert traced == [False]
-    total(Grid.of(dataclasses.replace(FLUX, true_guidance=2.0), 6, 1024, True))
+    total(Schedule.of(dataclasses.replace(FLUX, true_guidance=2.0), 6, 1024, True))
     assert traced == [False, True]
     total(grid.part(1))
     assert traced == [False, True, False]
@@ -89,16 +89,16 @@ SDE = dataclasses.replace(FLUX, solver="flow_sde", eta=0.7, schedule="linear", s
 
 
 def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
-    grid = Grid.of(SDE, 10, 1024, True)
+    grid = Schedule.of(SDE, 10, 1024, True)
     np.testing.assert_array_equal(grid.draws, np.eye(10, dtype=np.float32) * (np.arange(10) < 9))
     np.testing.assert_allclose(
         grid.table, solver_table("flow_sde", make_sigmas("linear", 10, 1.0, 1024), 0.7), rtol=1e-6
     )
-    quiet = Grid.of(SDE, 28, 1024, True, start=None)
+    quiet = Schedule.of(SDE, 28, 1024, True, start=None)
     np.testing.assert_array_equal(
         quiet.table, solver_table("flow_sde", make_sigmas("linear", 28, 1.0, 1024))
     )
-    finer = Grid.of(
+    finer = Schedule.of(
         SDE, 12, 1024, True
     )  # more steps than the full schedule has: draws of their own
     np.testing.assert_array_equal(finer.draws, np.eye(12, dtype=np.float32) * (np.arange(12) < 11))
@@ -107,8 +107,8 @@ def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
 def test_a_window_is_as_noisy_on_fewer_steps():
     """Full steps 3 to 6 of ten, sigma 0.7 to 0.3; of five steps the second has half of its length in it."""
     window = dataclasses.replace(SDE, window=4)
-    full = Grid.of(window, 10, 1024, True, start=3)
-    coarse = Grid.of(window, 5, 1024, True, start=3)
+    full = Schedule.of(window, 10, 1024, True, start=3)
+    coarse = Schedule.of(window, 5, 1024, True, start=3)
     assert (full.table[:, 4] > 0).tolist() == [3 <= i < 7 for i in range(10)]
     assert (coarse.table[:, 4] > 0).tolist() == [False, True, True, True, False]
     whole = solver_table("flow_sde", make_sigmas("linear", 5, 1.0, 1024), 0.7)

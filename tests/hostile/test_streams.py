@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from solrl_jax.cli import main
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import readers
 
 
@@ -107,7 +107,7 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
     try:
         monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
         main.main()
-        with Reporter(bars=False) as report:
+        with TerminalProgress(bars=False) as report:
             monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115 - as a terminal that is gone
             os.kill(os.getpid(), signal.SIGHUP)
             with contextlib.nullcontext() if ignored else pytest.raises(KeyboardInterrupt):

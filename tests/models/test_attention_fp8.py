@@ -17,7 +17,7 @@ from solrl_jax.models.layers.attention_fp8 import E4M3, PEAK, attention_fp8, in_
 from solrl_jax.models.layers.core import attention_fp8 as module
 from solrl_jax.models.layers.mmdit import JointAttention, SelfAttention
 from solrl_jax.models.locate import open_model
-from solrl_jax.quant.lazy import Pending
+from solrl_jax.quant.lazy import LazyActivation
 from tests.parity import relative
 
 B = 2
@@ -83,7 +83,7 @@ def test_a_network_takes_it_where_it_is_asked_for(joint):
     make = JointAttention if joint else SelfAttention
     attend = make(32, H, normed=True, rngs=nnx.Rngs(0), **({} if joint else {"projected": True}))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 32)), jnp.bfloat16)
-    streams = [Pending.of(x)] * (2 if joint else 1)
+    streams = [LazyActivation.of(x)] * (2 if joint else 1)
 
     def run(asked):
         with in_fp8(asked):

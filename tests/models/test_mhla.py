@@ -17,7 +17,7 @@ from solrl_jax.models.layers.mhla import BlockMixing, Mhla, initial_mix, tiling
 from solrl_jax.models.loading.weights import entries
 from solrl_jax.models.locate import attention_of, open_model
 from solrl_jax.models.sana.transformer import LinearAttention
-from solrl_jax.quant.lazy import Pending
+from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.rl.explore.linears import why_kept
 from solrl_jax.rl.trainable.trainable import Targets, find_targets, flatten, replace, within_bounds
 
@@ -121,7 +121,9 @@ def by_hand(w, x, released, normed, blocks=BLOCKS):
 
 
 def run(module, x):
-    return np.asarray(jax.jit(lambda x: module(Pending.of(x), GRID))(jnp.asarray(x, jnp.float32)))
+    return np.asarray(
+        jax.jit(lambda x: module(LazyActivation.of(x), GRID))(jnp.asarray(x, jnp.float32))
+    )
 
 
 @RELEASED

@@ -18,7 +18,7 @@ from solrl_jax.errors import InputError, RunError
 from solrl_jax.parallel import hosts
 from solrl_jax.runs import metrics
 from solrl_jax.runs import trainer as trainer
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 from tests.runs.test_resume import arrays
 from tests.small import SMALL, small_config
 
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 @pytest.mark.exhaustive
 def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
-    with Reporter(bars=False) as report:
+    with TerminalProgress(bars=False) as report:
         trainer.run(small_config(tmp_path / "one", *REWARD, *CALIBRATED, "mesh.data=8"), report)
 
     port = free_port()

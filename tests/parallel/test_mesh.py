@@ -11,7 +11,7 @@ import pytest
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.generate import Rows, draw_noise, generate
+from solrl_jax.rl.generate import SeedBatch, draw_noise, generate
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.trainable.trainable import flatten
 from tests.small import small_config
@@ -41,7 +41,7 @@ def built():
 
     Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight.
     """
-    # every lever: two are calibrated on each mesh, one explores in two legs
+    # every lever: two are calibrated on each mesh, one explores in two segments
     extra = (
         "rollout.explore.correction=8",
         "rollout.explore.sigmas=first",
@@ -59,7 +59,7 @@ def explore(experiment, rows):
     seeds = experiment.seeds("candidate", prompts[:1], 24, seed=0, iteration=1)[0]
     assert recipe.levels[0].precision == "nvfp4"
     stage = recipe.stage(fresh_state(experiment).old, recipe.levels[0])
-    chosen = Rows(np.zeros(len(rows), int), seeds[rows])
+    chosen = SeedBatch(np.zeros(len(rows), int), seeds[rows])
     return generate(
         experiment.backbone,
         stage,
@@ -136,7 +136,7 @@ def test_initial_noise_is_the_same_to_the_bit(built):
 
 
 def two_iterations(experiment):
-    """Adapters at the start and at the end, who was kept, the last proxy rewards."""
+    """Trainable at the start and at the end, who was kept, the last proxy rewards."""
     assert experiment.config.rollout.precision == "bf16"
     state = fresh_state(experiment)
     kept = []

@@ -11,7 +11,7 @@ from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import gated_conv as module
 from solrl_jax.quant.gated_conv import in_one_pass, twin, with_gradient
-from solrl_jax.quant.lazy import Columns, Part, Pending
+from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
 
 SHAPES = {"small": (2, 3, 5, 64), "of odd sizes": (1, 9, 20, 64), "SANA's": (1, 32, 32, 192)}
 MORE = 6  # as cuDNN's product fills up what it makes
@@ -109,7 +109,7 @@ def test_a_tpu_convolves_in_groups_to_the_same_result(monkeypatch):
     g = operands(b, 1, h * w, c // 2)[2][:, 0, :, : c // 2]
 
     def conv(x, offset):
-        pending = Pending.of(x.reshape(b, h * w, c)).map(jnp.add, offset.reshape(1, 1, c))
+        pending = LazyActivation.of(x.reshape(b, h * w, c)).map(jnp.add, offset.reshape(1, 1, c))
         return module.gated_conv(pending, (h, w), taps[0], bias[0])
 
     results = {}
@@ -136,12 +136,12 @@ def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(monkeypat
         return a.reshape(*a.shape[:-3], -1, a.shape[-1])
 
     def conv(x, row):
-        part = Part(
+        part = LazyPart(
             scaled,
-            (Columns(flat(x), 0, x.shape[-1] - MORE), flat(row), flat(column), flat(offset)),
+            (ColumnView(flat(x), 0, x.shape[-1] - MORE), flat(row), flat(column), flat(offset)),
             exact=False,
         )
-        return module.gated_conv(Pending((part,), x.dtype), (8, 16), taps[0], bias[0])
+        return module.gated_conv(LazyActivation((part,), x.dtype), (8, 16), taps[0], bias[0])
 
     mesh = sharding.make_mesh(2, 2)
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""`Pending`: the kernel and its twin are one function, bit for bit; and what a quantised product reads is written once."""
+"""`LazyActivation`: the kernel and its twin are one function, bit for bit; and what a quantised product reads is written once."""
 
 from functools import cache, partial
 from types import SimpleNamespace
@@ -12,8 +12,16 @@ from solrl_jax.models.layers.core import RMSNorm
 from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import compile_target, fp8, nvfp4
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.quant.lazy import Columns, Part, Pending, kernel, layer_norm, twin, written
-from solrl_jax.quant.matmul import deferred, matmul
+from solrl_jax.quant.lazy import (
+    ColumnView,
+    LazyActivation,
+    LazyPart,
+    kernel,
+    layer_norm,
+    twin,
+    written,
+)
+from solrl_jax.quant.matmul import lazy_matmul, matmul
 from tests.lowering import cuda_text
 
 B = 2
@@ -46,27 +54,35 @@ def inputs(n):
 
 def modulated(x, v):
     norm = partial(layer_norm, eps=1e-6, width=x.shape[-1])
-    return [Pending.of(x).map(norm).map(lambda x, shift, scale: x * (1 + scale) + shift, v, 2 * v)]
+    return [
+        LazyActivation.of(x)
+        .map(norm)
+        .map(lambda x, shift, scale: x * (1 + scale) + shift, v, 2 * v)
+    ]
 
 
 def beside(x, v):
-    product = Pending.of(x[..., :48]).map(
+    product = LazyActivation.of(x[..., :48]).map(
         lambda x, bias: jax.nn.gelu(x + bias, approximate=True), v[..., :48]
     )
-    return [product.beside(Pending.of(x))]
+    return [product.beside(LazyActivation.of(x))]
 
 
 def a_scale_a_row(x, v):
     return [
-        Pending(
-            (Part(lambda y, row, column: y * row * column, (x, x[..., :1], v[:1]), exact=False),),
+        LazyActivation(
+            (
+                LazyPart(
+                    lambda y, row, column: y * row * column, (x, x[..., :1], v[:1]), exact=False
+                ),
+            ),
             x.dtype,
         )
     ]
 
 
 def gated(x, v):
-    return [Pending.of(x).map(jax.nn.silu).join(jnp.multiply, a_scale_a_row(x, v)[0])]
+    return [LazyActivation.of(x).map(jax.nn.silu).join(jnp.multiply, a_scale_a_row(x, v)[0])]
 
 
 def rms_normed(x, v):
@@ -76,28 +92,31 @@ def rms_normed(x, v):
 
 
 def fused(x, v):
-    product = Pending((Part(lambda y, row: y * row, (x, x[..., 3:4]), exact=False),), x.dtype).map(
-        jnp.add, v
-    )
+    product = LazyActivation(
+        (LazyPart(lambda y, row: y * row, (x, x[..., 3:4]), exact=False),), x.dtype
+    ).map(jnp.add, v)
     _, gate, value, _ = product.columns(16, 48, 48, x.shape[-1] - 112)
     return [
-        Pending.of(x[..., :32]).beside(
+        LazyActivation.of(x[..., :32]).beside(
             gate.join(lambda gate, value: jax.nn.sigmoid(gate) * value, value)
         )
     ]
 
 
 FORMS = {  # from an array and a vector a sample to stretches, and the widths that are tried
-    "as it is": (lambda x, v: [Pending.of(x)], (48, 128, 144)),
+    "as it is": (lambda x, v: [LazyActivation.of(x)], (48, 128, 144)),
     "modulated norm": (modulated, (128,)),
     "two parts": (beside, (112,)),
     "a scale a row": (a_scale_a_row, (144,)),
     "a gate": (gated, (144,)),
     "RMS norm": (rms_normed, (128,)),
-    "some rows": (lambda x, v: [Pending.of(x, rows=(1, 3)).map(jax.nn.silu)], (144,)),
+    "some rows": (lambda x, v: [LazyActivation.of(x, rows=(1, 3)).map(jax.nn.silu)], (144,)),
     "columns of a product": (fused, (144,)),
     "two stretches": (
-        lambda x, v: [Pending.of(x).map(jnp.add, v), Pending.of(x[:, :2]).map(jnp.tanh)],
+        lambda x, v: [
+            LazyActivation.of(x).map(jnp.add, v),
+            LazyActivation.of(x[:, :2]).map(jnp.tanh),
+        ],
         (144,),
     ),
 }
@@ -155,7 +174,7 @@ def test_columns_joined_are_the_function_of_the_columns():
     y = x * x[..., 3:4] + v
     want = jnp.concatenate([x[..., :32], jax.nn.sigmoid(y[..., 16:64]) * y[..., 64:112]], axis=-1)
     np.testing.assert_allclose(fused(x, v)[0].value, want, rtol=1e-6)
-    whole = Pending.of(x).columns(100, 44)
+    whole = LazyActivation.of(x).columns(100, 44)
     assert [part.rows for part in whole] == [S, S]
     assert all(part.exact for part in whole)
     assert not fused(x, v)[0].exact
@@ -164,7 +183,7 @@ def test_columns_joined_are_the_function_of_the_columns():
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8"])
 def test_products_of_one_input_encode_it_once(name):
-    x = Pending.of(jnp.asarray(normal(B, S, 128)))
+    x = LazyActivation.of(jnp.asarray(normal(B, S, 128)))
     w = FORMATS[name].quantize(normal(128, 64, seed=3))
     calls = []
     original = ENCODERS[name]
@@ -174,8 +193,8 @@ def test_products_of_one_input_encode_it_once(name):
 
     assert x.encoded(counted) is x.encoded(counted)
     assert len(calls) == 1
-    assert deferred(x, w).exact is False
-    np.testing.assert_array_equal(deferred(x, w).value, matmul(x.value, w))
+    assert lazy_matmul(x, w).exact is False
+    np.testing.assert_array_equal(lazy_matmul(x, w).value, matmul(x.value, w))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8"])
@@ -185,7 +204,7 @@ def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
 
     def network(x, v):
         first = (
-            deferred(deferred(modulated(x, v)[0], up).map(jax.nn.silu), w)
+            lazy_matmul(lazy_matmul(modulated(x, v)[0], up).map(jax.nn.silu), w)
             if x.shape[-1] == 64
             else None
         )
@@ -237,7 +256,9 @@ def test_nibbles_are_the_codes_of_four_bits():
 def test_columns_of_a_product_that_is_filled_up_are_columns_of_it():
     y = jnp.arange(60.0).reshape(2, 3, 10)
     scale = jnp.arange(7.0)[None, None]
-    first, second = Pending((Part(jnp.multiply, (Columns(y, 0, 7), scale)),), y.dtype).columns(3, 4)
+    first, second = LazyActivation(
+        (LazyPart(jnp.multiply, (ColumnView(y, 0, 7), scale)),), y.dtype
+    ).columns(3, 4)
     np.testing.assert_array_equal(first.value, (y[..., :7] * scale)[..., :3])
     np.testing.assert_array_equal(second.value, (y[..., :7] * scale)[..., 3:])
     assert second.parts[0].arrays[0].array is y

@@ -10,7 +10,7 @@ import pytest
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import linear_attention as module
-from solrl_jax.quant.lazy import Columns, Part, Pending
+from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
 from solrl_jax.quant.linear_attention import Blocks, mixed_twin, twin
 
 SHAPES = {"small": (2, 5, 2, 16), "of two blocks": (1, 200, 3, 32), "SANA's": (1, 1024, 2, 32)}
@@ -55,9 +55,11 @@ def pending(arrays, exact=False):
 
     def of(y, *more):
         return (
-            Pending.of(y[..., :-7])
+            LazyActivation.of(y[..., :-7])
             if exact
-            else Pending((Part(scaled, (Columns(y, 0, y.shape[2] - 7), *more), False),), y.dtype)
+            else LazyActivation(
+                (LazyPart(scaled, (ColumnView(y, 0, y.shape[2] - 7), *more), False),), y.dtype
+            )
         )
 
     return [of(*one) for one in arrays]
@@ -127,7 +129,7 @@ def mixed(case):
     arrays = [one[0][..., :-7] for one in operands(2, grid[0] * grid[1], heads, head)]
 
     def attend(m, *arrays):
-        return module.linear_attention(*map(Pending.of, arrays), heads, blocks, m)
+        return module.linear_attention(*map(LazyActivation.of, arrays), heads, blocks, m)
 
     return attend, lambda m, *arrays: mixed_twin(*arrays, heads, blocks=blocks, mix=m), (m, *arrays)
 
@@ -182,7 +184,7 @@ def test_mixed_sums_are_their_twin_where_numbers_are_hard(hard, on_gpu):
 def test_equal_weights_are_one_block(on_gpu):
     """To the rounding of BF16."""
     _, _, (_, *arrays) = mixed(MIXED["MHLA's"])
-    inputs = [Pending.of(x) for x in arrays]
+    inputs = [LazyActivation.of(x) for x in arrays]
     blocks = Blocks((4, 4), (32, 32))
     one, many = (
         jit(f)() for f in (

@@ -24,11 +24,11 @@ from solrl_jax.rewards.protocol import Host, HostReward
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.generate import Rows, generate, prepare
+from solrl_jax.rl.generate import SeedBatch, generate, prepare
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.runs import checkpoint, metrics
 from solrl_jax.runs import trainer as trainer
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 from tests import outside
 from tests.rewards.opening import open_reward
 from tests.small import small_config
@@ -273,7 +273,7 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
             file.touch()
 
     stage = built.stage("some", fresh_state(built).adapters, 3)
-    rows = Rows.of(built.seeds("candidate", built.train_prompts[:1], 6))
+    rows = SeedBatch.of(built.seeds("candidate", built.train_prompts[:1], 6))
     assert stage.chunk == 2
     samples = generate(
         built.backbone,
@@ -344,7 +344,7 @@ def test_if_all_scoring_fails_the_run_goes_on(built):
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
 
 
-class Breaking(Reporter):
+class Breaking(TerminalProgress):
     """Writes a file when a stage begins for the `at`-th time. From then on, the reward fails."""
 
     def __init__(self, file: Path, stage: str, at: int) -> None:

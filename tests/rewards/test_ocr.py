@@ -158,7 +158,7 @@ def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("family", ["sol_rl", "naive_quant", "naive_scaling", "diffusionnft"])
 def test_the_recipes_settings_for_text_come_with_the_reward(family):
     c = resolve(f"sd3_{family}_pickscore", ["reward=ocr"])
-    assert (c.reward.weights, c.policy.beta, c.policy.decay_type) == ({"ocr": 1.0}, 0.1, 2)
+    assert (c.reward.weights, c.algorithm.beta, c.algorithm.decay_type) == ({"ocr": 1.0}, 0.1, 2)
     assert (c.optimizer.steps_per_iteration, c.prompts.train, c.prompts.test) == (
         2,
         "embedded:ocr-train",

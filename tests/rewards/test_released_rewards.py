@@ -12,7 +12,7 @@ from scipy import stats
 
 from solrl_jax.errors import InputError
 from solrl_jax.parallel import sharding
-from solrl_jax.quant.half_precision import Rounded
+from solrl_jax.quant.half_precision import HalfPrecisionWeight
 from solrl_jax.rewards import registry as mixture
 from solrl_jax.rewards.clip import hpsv2
 from solrl_jax.rewards.imagereward import imagereward
@@ -184,13 +184,15 @@ def test_products_in_sixteen_bits_score_and_rank_almost_as_float32(
 ):
     """FP16 has three bits more than BF16. docs/compiled.md has the errors at the released sizes."""
     reward = open_reward(dict.fromkeys(NAMES, 1.0), files[0], dtype)(None).trained
-    leaves = jax.tree.leaves(reward.params, is_leaf=lambda x: isinstance(x, Rounded))
-    assert {leaf.weight.dtype for leaf in leaves if isinstance(leaf, Rounded)} == {jnp.dtype(dtype)}
-    assert {leaf.dtype for leaf in leaves if not isinstance(leaf, Rounded)} == {
+    leaves = jax.tree.leaves(reward.params, is_leaf=lambda x: isinstance(x, HalfPrecisionWeight))
+    assert {leaf.weight.dtype for leaf in leaves if isinstance(leaf, HalfPrecisionWeight)} == {
+        jnp.dtype(dtype)
+    }
+    assert {leaf.dtype for leaf in leaves if not isinstance(leaf, HalfPrecisionWeight)} == {
         jnp.dtype(jnp.float32)
     }
     assert (
-        sum(isinstance(leaf, Rounded) for leaf in leaves) == 3 * 12 + 6 + 4 + 10
+        sum(isinstance(leaf, HalfPrecisionWeight) for leaf in leaves) == 3 * 12 + 6 + 4 + 10
     )  # of three CLIPs, a vision tower, BLIP
     scores = score(reward, *many)
     for name in NAMES:

@@ -8,7 +8,7 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.rl.experiment import build, fresh_state
-from solrl_jax.rl.generate import Rows, generate
+from solrl_jax.rl.generate import SeedBatch, generate
 
 LEAST = {"tiny-sana": 1, "tiny-flux": 5, "tiny-sd3": 4}  # rows a device
 # the verifier's sums round otherwise in other chunks
@@ -30,7 +30,7 @@ def test_from_this_chunk_on_a_candidate_does_not_depend_on_it(model, stage):
         else experiment.stage(stage, old, 10)
     )
     prompted = experiment.prompted(prompts, experiment.reward)
-    rows = Rows.of(experiment.seeds("candidate", prompts, ROWS // 2))
+    rows = SeedBatch.of(experiment.seeds("candidate", prompts, ROWS // 2))
 
     def run(chunk):
         return generate(

@@ -17,11 +17,11 @@ from solrl_jax.quant.matmul import dequantize
 from solrl_jax.quant.nvfp4 import QTensor
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.generate import Rows, generate
-from solrl_jax.rl.sampler import Leg
+from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.sampler import Segment
 from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.runs import identity, record
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 from tests.small import small_config
 
 LEAVES = {"nvfp4": QTensor, "fp8": FP8Tensor}
@@ -74,8 +74,8 @@ def test_levels_go_from_what_is_configured_to_the_policy_that_regenerates(experi
         ("bf16", 3),
     ]
     (last,), (exact,) = (
-        there.recipe.stage(adapters, levels[-1]).legs,
-        there.stage("regenerate", adapters, 3).legs,
+        there.recipe.stage(adapters, levels[-1]).segments,
+        there.stage("regenerate", adapters, 3).segments,
     )
     assert jax.tree.structure(last) == jax.tree.structure(exact)
     assert all(map(np.array_equal, jax.tree.leaves(last), jax.tree.leaves(exact)))
@@ -145,7 +145,8 @@ def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
     for count in (0, 1, 2):
         recipes[count] = explored(there, None, f"rollout.explore.exact_steps={count}").recipe
     first, rest = (
-        flatten(leg.policy) for leg in recipes[1].stage(adapters, recipes[1].levels[0]).legs
+        flatten(segment.policy)
+        for segment in recipes[1].stage(adapters, recipes[1].levels[0]).segments
     )
     assert {path for path in first if first[path] is not rest[path]} >= set(there.recipe.quantized)
     apart = set(there.recipe.quantized) | set(there.targets.adapted)
@@ -154,17 +155,17 @@ def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
     prompts = there.test_prompts[:2]
     prompted = there.prompted(prompts)
     # one picture's error says little: over 16 the ratios are 0.4 to 0.9
-    rows = Rows.of(there.seeds("candidate", prompts, 8))
+    rows = SeedBatch.of(there.seeds("candidate", prompts, 8))
     plain = recipes[0].stage(adapters, recipes[0].levels[0])
 
-    def end(*legs):
+    def end(*segments):
         return generate(
-            there.backbone, dataclasses.replace(plain, legs=legs), prompted, rows
+            there.backbone, dataclasses.replace(plain, segments=segments), prompted, rows
         ).latents
 
-    exact = end(Leg(there.policy(adapters), there.grid(4)))
-    quantised = end(*plain.legs)
-    mixed = {n: end(*recipes[n].stage(adapters, recipes[n].levels[0]).legs) for n in (1, 2)}
+    exact = end(Segment(there.policy(adapters), there.grid(4)))
+    quantised = end(*plain.segments)
+    mixed = {n: end(*recipes[n].stage(adapters, recipes[n].levels[0]).segments) for n in (1, 2)}
     error = [np.linalg.norm(x - exact) for x in (quantised, mixed[1], mixed[2])]
     print(error)
     assert 0 < error[2] < 0.8 * error[1]
@@ -231,8 +232,8 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
         experiment, H200, f"rollout.explore.precision={precision}", "rollout.explore.exact_steps=1"
     )
     said = []
-    monkeypatch.setattr(Reporter, "line", lambda self, text: said.append(text))
-    record.describe(there, tmp_path, 0, Reporter())
+    monkeypatch.setattr(TerminalProgress, "line", lambda self, text: said.append(text))
+    record.describe(there, tmp_path, 0, TerminalProgress())
     facts = json.loads((tmp_path / "run.json").read_text())
     name = {"auto": "fp8"}.get(precision, precision)
     means = FORMATS[name].describe(H200)
@@ -247,7 +248,7 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
         if isinstance(leaf, LEAVES[name])
     )  # fmt: skip
     said.clear()
-    record.describe(explored(experiment, H200), tmp_path, 0, Reporter())
+    record.describe(explored(experiment, H200), tmp_path, 0, TerminalProgress())
     assert json.loads((tmp_path / "run.json").read_text())["exploration"]["levers"] == []
     assert any(line.endswith(FORMATS["fp8"].describe(H200)) for line in said)
 

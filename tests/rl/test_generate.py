@@ -1,4 +1,4 @@
-"""Rows to samples: a row does not depend on its chunk, its batch mates or the mesh, and follows its own prompt and seed."""
+"""SeedBatch to samples: a row does not depend on its chunk, its batch mates or the mesh, and follows its own prompt and seed."""
 
 import dataclasses
 
@@ -14,15 +14,15 @@ from solrl_jax.rewards.mixture import mixture
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl import generate as rollouts
 from solrl_jax.rl.generate import (
-    Rows,
     Samples,
+    SeedBatch,
     decode_chunk,
     draw_noise,
     generate,
     prepare,
     sample_chunk,
 )
-from solrl_jax.rl.sampler import Leg
+from solrl_jax.rl.sampler import Segment
 from tests.toys import (
     SHAPE,
     ToyDecoder,
@@ -49,10 +49,12 @@ def backbone(backbones):
     return backbones["one"]
 
 
-def run(backbone, chunk=4, rows=None, reward=None, legs=(), prompts=PROMPTS, **options):
+def run(backbone, chunk=4, rows=None, reward=None, segments=(), prompts=PROMPTS, **options):
     prompted = prepare(backbone, reward, prompts, 8)
-    rows = Rows.of(toy_seeds(prompts, EACH)) if rows is None else rows
-    return generate(backbone, toy_stage(backbone, chunk, *legs), prompted, rows, reward, **options)
+    rows = SeedBatch.of(toy_seeds(prompts, EACH)) if rows is None else rows
+    return generate(
+        backbone, toy_stage(backbone, chunk, *segments), prompted, rows, reward, **options
+    )
 
 
 def largest(x):
@@ -61,7 +63,7 @@ def largest(x):
 
 def test_rows_are_candidates_prompt_by_prompt():
     seeds = toy_seeds(PROMPTS, EACH)
-    rows = Rows.of(seeds)
+    rows = SeedBatch.of(seeds)
     assert len(rows) == 12
     assert rows.prompt.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     np.testing.assert_array_equal(rows.seeds[4:8], seeds[1])
@@ -106,7 +108,7 @@ def test_every_chunk_runs_the_same_program(backbones, mesh):
     prompted = dataclasses.replace(prompted, prepared=reward.prepare(PROMPTS))
     stage = toy_stage(backbone, 3)
     for count in (12, 1, 5, 40):
-        generate(backbone, stage, prompted, Rows(np.arange(count) % 3, seeds[:count]), reward)
+        generate(backbone, stage, prompted, SeedBatch(np.arange(count) % 3, seeds[:count]), reward)
         counts.append([program._cache_size() for program in programs])
     assert counts == counts[:1] * 4
 
@@ -117,7 +119,7 @@ def test_a_sample_is_the_same_alone_in_company_and_in_any_order(backbone):
     for rows in ([7], [11, 0, 7], [5, 5, 5, 5, 5]):
         prompt = np.array(rows) // EACH
         reward = toy_reward()
-        got = run(backbone, rows=Rows(prompt, seeds[rows]), reward=reward)
+        got = run(backbone, rows=SeedBatch(prompt, seeds[rows]), reward=reward)
         np.testing.assert_allclose(got.latents, everyone.latents[rows], atol=TOLERANCE)
         np.testing.assert_allclose(got.reward, everyone.reward[rows], atol=TOLERANCE)
 
@@ -125,7 +127,7 @@ def test_a_sample_is_the_same_alone_in_company_and_in_any_order(backbone):
 def test_a_row_follows_its_own_prompt_and_is_scored_against_it(backbone):
     seed = toy_seeds(PROMPTS, 1)[:1, 0].repeat(3, 0)
     reward = toy_reward()
-    got = run(backbone, rows=Rows(np.arange(3), seed), reward=reward)
+    got = run(backbone, rows=SeedBatch(np.arange(3), seed), reward=reward)
     assert (
         min(largest(got.latents[i] - got.latents[j]) for i in range(3) for j in range(i))
         > 1e3 * TOLERANCE
@@ -137,7 +139,7 @@ def test_a_row_follows_its_own_prompt_and_is_scored_against_it(backbone):
     )
     turned = run(
         backbone,
-        rows=Rows(np.array([1, 2, 0]), seed),
+        rows=SeedBatch(np.array([1, 2, 0]), seed),
         reward=reward,
         prompts=(PROMPTS[2], *PROMPTS[:2]),
     )
@@ -146,7 +148,7 @@ def test_a_row_follows_its_own_prompt_and_is_scored_against_it(backbone):
 
 
 def test_given_noise_takes_the_place_of_what_the_seeds_stand_for(backbone):
-    rows = Rows.of(toy_seeds(PROMPTS, EACH))
+    rows = SeedBatch.of(toy_seeds(PROMPTS, EACH))
     own = run(backbone).latents
     noise = np.asarray(normal(rows.seeds, "initial", SHAPE))
     np.testing.assert_allclose(
@@ -157,9 +159,9 @@ def test_given_noise_takes_the_place_of_what_the_seeds_stand_for(backbone):
     other = run(backbone, 5, dataclasses.replace(rows, noise=noise[::-1].copy())).latents
     assert largest(other - own) > 0.1
     # the noise that a solver adds is still the seeds'
-    leg = Leg(backbone.transformer, toy_grid(solver="ddim"))
+    segment = Segment(backbone.transformer, toy_grid(solver="ddim"))
     stochastic = [
-        run(backbone, 5, Rows(rows.prompt, seeds, noise), legs=(leg,)).latents
+        run(backbone, 5, SeedBatch(rows.prompt, seeds, noise), segments=(segment,)).latents
         for seeds in (rows.seeds, rows.seeds[::-1])
     ]
     assert largest(stochastic[0] - stochastic[1]) > 0.1
@@ -237,26 +239,26 @@ def test_pictures_are_what_the_decoder_of_the_stage_shows(backbone):
     )
     other = dataclasses.replace(backbone.decoder, params=jnp.float32(-0.7))
     prompted = prepare(backbone, None, PROMPTS, 8)
-    rows = Rows.of(toy_seeds(PROMPTS, EACH))
+    rows = SeedBatch.of(toy_seeds(PROMPTS, EACH))
     stage = dataclasses.replace(toy_stage(backbone, 4), decoder=other)
     shown = generate(backbone, stage, prompted, rows, keep_images=True)
     np.testing.assert_array_equal(shown.latents, got.latents)
     np.testing.assert_allclose(shown.images, 1 - got.images, atol=TOLERANCE)
 
 
-def by_hand(backbone, legs, noise, positive, negative):
+def by_hand(backbone, segments, noise, positive, negative):
     """Euler steps, one row after another."""
     out = []
     for x, text in zip(noise, positive, strict=True):
         x = jnp.asarray(x)[None]
-        for leg in legs:
-            grid = leg.grid
+        for segment in segments:
+            grid = segment.grid
             for sigma, after, time in zip(
                 grid.sigmas, [*grid.sigmas[1:], None], grid.times, strict=True
             ):
                 v, away = (
                     backbone.velocity(
-                        leg.policy,
+                        segment.policy,
                         x,
                         {"text": jnp.asarray(t)[None]},
                         jnp.float32(time),
@@ -265,13 +267,13 @@ def by_hand(backbone, legs, noise, positive, negative):
                     for t in (text, negative)
                 )
                 v = away + grid.scale * (v - away) if grid.guided else v
-                x = x + ((after if after is not None else leg.end) - sigma) * v
+                x = x + ((after if after is not None else segment.end) - sigma) * v
         out.append(x[0])
     return np.stack(out)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part(Leg):
+class Part(Segment):
     end: float  # sigma where it stops
 
 
@@ -286,15 +288,15 @@ def test_samples_are_the_loop_over_legs_with_and_without_guidance(backbone, guid
         else [(backbone.transformer, grid.part(0, cut)), (other, grid.part(cut))]
     )
     ends = [float(part.sigmas[0]) for _, part in parts[1:]] + [0.0]
-    rows = Rows.of(toy_seeds(PROMPTS, EACH))
+    rows = SeedBatch.of(toy_seeds(PROMPTS, EACH))
     prompted = prepare(backbone, None, PROMPTS, 8)
-    got = run(backbone, 5, legs=tuple(Leg(*part) for part in parts)).latents
+    got = run(backbone, 5, segments=tuple(Segment(*part) for part in parts)).latents
     texts = np.asarray(prompted.conditions.positive["text"])[rows.prompt]
-    legs = [Part(*part, end) for part, end in zip(parts, ends, strict=True)]
+    segments = [Part(*part, end) for part, end in zip(parts, ends, strict=True)]
     noise = normal(rows.seeds, "initial", SHAPE)
     want = by_hand(
         backbone,
-        legs,
+        segments,
         noise,
         texts,
         np.asarray(prompted.conditions.negative["text"])[0],
@@ -330,8 +332,10 @@ def test_noise_is_split_over_the_devices_and_is_that_of_the_seeds(backbones, mes
 def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
     """Row by row, whatever the chunk and the mesh; the last leads to the sample by a step without noise."""
     backbone = backbones[mesh]
-    rows = Rows.of(toy_seeds(PROMPTS, EACH))
-    stage = toy_stage(backbone, chunk, Leg(backbone.transformer, toy_grid(3, solver="flow_sde")))
+    rows = SeedBatch.of(toy_seeds(PROMPTS, EACH))
+    stage = toy_stage(
+        backbone, chunk, Segment(backbone.transformer, toy_grid(3, solver="flow_sde"))
+    )
     prompted = prepare(backbone, None, PROMPTS, 8)
     got = generate(backbone, dataclasses.replace(stage, recorded=2), prompted, rows)
     assert got.states.shape == (12, 3, *SHAPE)
@@ -344,7 +348,7 @@ def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
     alone = run(
         backbones["one"],
         12,
-        legs=(Leg(backbones["one"].transformer, toy_grid(3, solver="flow_sde")),),
+        segments=(Segment(backbones["one"].transformer, toy_grid(3, solver="flow_sde")),),
     )
     np.testing.assert_allclose(got.latents, alone.latents, atol=TOLERANCE)
     assert largest(got.states[:, 1:] - got.states[:, :-1]) > 0.1

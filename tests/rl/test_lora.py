@@ -1,4 +1,4 @@
-"""Adapters beside a frozen base: which leaves they are on, what they start as, and how they are attached."""
+"""Trainable beside a frozen base: which leaves they are on, what they start as, and how they are attached."""
 
 import re
 

@@ -33,7 +33,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Lora
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion.released import read_scheduler
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.flux.transformer import transformer as flux
@@ -42,8 +42,8 @@ from solrl_jax.models.loading.weights import entries
 from solrl_jax.models.sd3.transformer import transformer as sd3
 from solrl_jax.models.zimage.transformer import transformer as zimage
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.rl.generate import Rows, generate, prepare
-from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.generate import SeedBatch, generate, prepare
+from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.state import init_state, read_start
 from solrl_jax.rl.trainable import lora_files
 from solrl_jax.rl.trainable.lora_files import export_diffusers, export_peft, import_lora
@@ -71,7 +71,7 @@ Q1 = "transformer_blocks.1.attn1.to_q"
 
 
 def randomise(base, paths, settings=SETTINGS, seed=0):
-    """Adapters whose products are half as large as the weights they are added to."""
+    """Trainable whose products are half as large as the weights they are added to."""
     rng = np.random.default_rng(seed)
     flat = flatten(base)
 
@@ -227,12 +227,12 @@ def test_pictures_of_diffusers_with_our_file_are_ours(
     pipeline.unload_lora_weights()
 
     sigmas, times, solver = read_scheduler(backbone.pipeline.scheduler, steps, 64)
-    grid = Grid.from_sigmas(
+    grid = Schedule.from_sigmas(
         sigmas, solver, guidance=guidance, scale=guidance, guided=True, times=times
     )
-    legs = (Leg(attach(backbone.transformer, adapters, SETTINGS.scale), grid),)
-    stage = Stage("sample", legs, backbone.decoder, backbone.pipeline.latent_shape(*size), 2)
-    rows = Rows(np.arange(2), np.zeros((2, 2), np.uint32), noise.transpose(0, 2, 3, 1))
+    segments = (Segment(attach(backbone.transformer, adapters, SETTINGS.scale), grid),)
+    stage = Sampler("sample", segments, backbone.decoder, backbone.pipeline.latent_shape(*size), 2)
+    rows = SeedBatch(np.arange(2), np.zeros((2, 2), np.uint32), noise.transpose(0, 2, 3, 1))
     prompted = prepare(backbone, None, tuple(map(Prompt, prompts)), MAX_TOKENS)
     got = generate(backbone, stage, prompted, rows, keep_images=True).images
     print(

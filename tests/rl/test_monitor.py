@@ -6,10 +6,16 @@ import pyarrow.parquet as parquet
 import pytest
 
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.rl.explore.monitor import FIRST_RETURN, WINDOW, Level, level_after, levels
+from solrl_jax.rl.explore.monitor import (
+    FIRST_RETURN,
+    WINDOW,
+    ExplorationSetting,
+    level_after,
+    levels,
+)
 from solrl_jax.runs import metrics
 from solrl_jax.runs import trainer as trainer
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 from tests.small import small_config
 
 
@@ -25,9 +31,15 @@ def run(quality, floor=0.8, highest=3):
 def test_levels_are_more_steps_and_then_finer_formats():
     names = [(x.precision, x.steps) for x in levels(FORMATS["nvfp4"], 6, 10, "bf16")]
     assert names == [("nvfp4", 6), ("nvfp4", 10), ("fp8", 10), ("bf16", 10)]
-    assert levels(FORMATS["fp8"], 10, 10, "bf16") == (Level("fp8", 10), Level("bf16", 10))
-    assert levels(FORMATS["bf16"], 6, 10, "bf16") == (Level("bf16", 6), Level("bf16", 10))
-    assert levels(FORMATS["bf16"], 10, 10, "bf16") == (Level("bf16", 10),)
+    assert levels(FORMATS["fp8"], 10, 10, "bf16") == (
+        ExplorationSetting("fp8", 10),
+        ExplorationSetting("bf16", 10),
+    )
+    assert levels(FORMATS["bf16"], 6, 10, "bf16") == (
+        ExplorationSetting("bf16", 6),
+        ExplorationSetting("bf16", 10),
+    )
+    assert levels(FORMATS["bf16"], 10, 10, "bf16") == (ExplorationSetting("bf16", 10),)
 
 
 def test_a_good_proxy_is_left_alone():
@@ -78,7 +90,7 @@ def test_a_run_explores_better_below_the_floor(tmp_path, capsys):
     """The floor is out of reach: two steps do not rank eight kept ones without a fault. The run is stopped in between."""
     settings = ("rollout.explore.floor=1.0", "rollout.candidates=24", "rollout.kept=8")
     for iterations in (2, 5):
-        with Reporter() as report:
+        with TerminalProgress() as report:
             trainer.run(small_config(tmp_path, *settings, f"train.iterations={iterations}"), report)
     rows = metrics.read(tmp_path)[1:]
     assert [row["fidelity/level"] for row in rows] == [0, 0, 0, 1, 1]

@@ -20,7 +20,7 @@ WIDE_CLIP = 0.02  # some ratios lie within it and some beyond, none at its ends
 
 
 def policy_of(name, **changes):
-    return dataclasses.replace(resolve("tiny", [f"objective={name}"]).policy, **changes)
+    return dataclasses.replace(resolve("tiny", [f"objective={name}"]).algorithm, **changes)
 
 
 # --- references, one row at a time; names are the papers' ---
@@ -98,7 +98,7 @@ POLICIES = {
 
 
 def inputs(seed=0, apart=0.3):
-    """Rows whose ratios lie on both sides of the clip; small sigmas and deviations; advantages at both ends and at 0."""
+    """SeedBatch whose ratios lie on both sides of the clip; small sigmas and deviations; advantages at both ends and at 0."""
     rng = np.random.default_rng(seed)
     v, v_old, v_ref, x0, noise = rng.standard_normal((5, ROWS, *SHAPE))
     v_old = v + apart * v_old
@@ -131,12 +131,12 @@ def target_of(name, data):
     return Target(data["x"], data["x0"], data["sigma"], data["q"], step if transitions else None)
 
 
-def ours(name, data, policy):
+def ours(name, data, algorithm):
     """Loss a row, metrics, and the gradient of the sum of the losses by all three predictions."""
     data = {field: jnp.asarray(value) for field, value in data.items()}
 
     def total(velocities):
-        loss, metrics = find_objective(name)(velocities, target_of(name, data), policy)
+        loss, metrics = find_objective(name)(velocities, target_of(name, data), algorithm)
         return loss.sum(), (loss, metrics)
 
     velocities = Velocities(data["v"], data["v_old"], data["v_ref"])
@@ -144,7 +144,7 @@ def ours(name, data, policy):
     return np.asarray(loss, np.float64), metrics, jax.tree.map(np.asarray, gradient)
 
 
-def references(name, exact, policy):
+def references(name, exact, algorithm):
     """Loss a row, and its gradient by central differences."""
     rows = [{field: values[i] for field, values in exact.items()} for i in range(ROWS)]
     for i, row in enumerate(rows):
@@ -155,7 +155,7 @@ def references(name, exact, policy):
     for row in rows:
 
         def f(v, row=row):
-            return REFERENCES[name](v, row, policy)
+            return REFERENCES[name](v, row, algorithm)
 
         bumps = h * np.eye(np.prod(SHAPE)).reshape(-1, *SHAPE)
         slopes = [(f(row["v"] + bump) - f(row["v"] - bump)) / (2 * h) for bump in bumps]
@@ -172,9 +172,9 @@ def error(got, want):
 @pytest.mark.parametrize("name", REFERENCES)
 def test_loss_and_gradient_equal_the_formula(name, seed):
     data, exact = inputs(seed)
-    policy = policy_of(name, **POLICIES[name])
-    want, want_gradient = references(name, exact, policy)
-    loss, _, gradient = ours(name, data, policy)
+    algorithm = policy_of(name, **POLICIES[name])
+    want, want_gradient = references(name, exact, algorithm)
+    loss, _, gradient = ours(name, data, algorithm)
     rows = (
         range(ROWS - 1) if OBJECTIVES[name] == "samples" or name == "dpo" else range(ROWS)
     )  # x - x0 of the last is rounding
@@ -183,7 +183,9 @@ def test_loss_and_gradient_equal_the_formula(name, seed):
         count = 2 if name == "dpo" else 1  # the sum has the pair's loss twice, but the KL once
         expected = want_gradient[row]
         if name == "dpo":
-            pull = 2 * policy.kl_weight * (exact["v"][row] - exact["v_ref"][row]) / np.prod(SHAPE)
+            pull = (
+                2 * algorithm.kl_weight * (exact["v"][row] - exact["v_ref"][row]) / np.prod(SHAPE)
+            )
             expected = count * (expected - pull) + pull
         assert error(gradient.trained[row], expected) < GRADIENT_TOLERANCE, row
     assert not gradient.old.any()
@@ -196,12 +198,12 @@ def test_loss_and_gradient_equal_the_formula(name, seed):
 def test_a_planted_mistake_is_seen(name):
     """A sum for a mean, a clip that is none, a KL by another variance: each is many tolerances away."""
     data, exact = inputs()
-    policy = policy_of(name, **POLICIES[name])
-    loss, metrics, _ = ours(name, data, policy)
+    algorithm = policy_of(name, **POLICIES[name])
+    loss, metrics, _ = ours(name, data, algorithm)
     assert 0 < float(metrics["ratio/clipped"].mean()) < 1
     for planted in (
-        dataclasses.replace(policy, ratio_clip=1e6),
-        dataclasses.replace(policy, kl_weight=0.0),
+        dataclasses.replace(algorithm, ratio_clip=1e6),
+        dataclasses.replace(algorithm, kl_weight=0.0),
     ):
         want, _ = references(name, exact, planted)
         assert (np.abs(loss - want) / np.maximum(np.abs(want), 1e-6)).max() > 100 * TOLERANCE
@@ -223,11 +225,11 @@ def test_a_log_ratio_is_the_difference_of_log_densities():
 def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(name):
     data = {field: jnp.asarray(value) for field, value in inputs()[0].items()}
     data["v_old"] = data["v"]
-    policy = policy_of(name, kl_weight=0.0)
-    loss, metrics, gradient = ours(name, data, policy)
+    algorithm = policy_of(name, kl_weight=0.0)
+    loss, metrics, gradient = ours(name, data, algorithm)
     np.testing.assert_array_equal(metrics["ratio"], 1.0)
     np.testing.assert_array_equal(metrics["ratio/clipped"], 0.0)
-    scale = 1.0 if name == "awm" else policy.advantage_clip
+    scale = 1.0 if name == "awm" else algorithm.advantage_clip
     np.testing.assert_array_equal(loss, -scale * (2 * data["q"] - 1))
 
     def log_p(v):
@@ -235,7 +237,7 @@ def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(
             return log_ratio(v, data["v_old"], target_of(name, data)).sum()
         better = {**data, "v": v, "q": jnp.ones(ROWS)}  # -loss + constants at advantage 1
         return -find_objective(name)(
-            Velocities(v, data["v_old"], data["v_ref"]), target_of(name, better), policy
+            Velocities(v, data["v_old"], data["v_ref"]), target_of(name, better), algorithm
         )[0].sum()
 
     slope = np.asarray(jax.grad(log_p)(jnp.asarray(data["v"])))
@@ -250,8 +252,8 @@ def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(
 def test_a_ratio_past_the_clip_has_no_gradient(name):
     """Only where it has gone the way that its advantage pushes."""
     data, exact = inputs(apart=1.0)
-    policy = policy_of(name, kl_weight=0.0, ratio_clip=0.01)
-    _, metrics, gradient = ours(name, data, policy)
+    algorithm = policy_of(name, kl_weight=0.0, ratio_clip=0.01)
+    _, metrics, gradient = ours(name, data, algorithm)
     ratio = np.asarray(metrics["ratio"])
     advantage = 2 * exact["q"] - 1
     done = (advantage * (ratio - 1) > 0.01 * np.abs(advantage)) & (advantage != 0)
@@ -279,12 +281,12 @@ def test_dpo_prefers_the_better_sample_of_a_pair():
 def test_a_row_is_a_function_of_itself_or_of_its_pair(name):
     assert isinstance(find_objective(name), Objective)
     data, _ = inputs()
-    policy = policy_of(name)
-    loss, _, gradient = ours(name, data, policy)
+    algorithm = policy_of(name)
+    loss, _, gradient = ours(name, data, algorithm)
     poisoned = {
         field: np.concatenate([np.full_like(a[:1], np.nan), a[1:]]) for field, a in data.items()
     }
-    got, _, got_gradient = ours(name, poisoned, policy)
+    got, _, got_gradient = ours(name, poisoned, algorithm)
     others = slice(2 if name == "dpo" else 1, None)
     np.testing.assert_array_equal(got[others], loss[others])
     np.testing.assert_array_equal(got_gradient.trained[others], gradient.trained[others])

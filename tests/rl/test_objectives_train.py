@@ -27,12 +27,12 @@ EXPLORED = {
 }
 EXPLORED["diffusionnft"] = ("rollout.explore.steps=3", "rollout.kept=8")
 SHORT = {
-    "mix_grpo": ("rollout.window=1", "rollout.window_every=1", "policy.timestep_fraction=0.34")
+    "mix_grpo": ("rollout.window=1", "rollout.window_every=1", "algorithm.timestep_fraction=0.34")
 }
 
 
 def settings(objective, family):
-    return (f"objective={objective}", f"family={family}", "rollout.candidates=8", "policy.timestep_fraction=0.67",
+    return (f"objective={objective}", f"family={family}", "rollout.candidates=8", "algorithm.timestep_fraction=0.67",
             *EXPLORED[family], *SHORT.get(objective, ()))  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_every_objective_trains_under_every_family_that_can_supply_it(objective,
     if OBJECTIVES[objective] == "transitions" and family == "naive_quant":
         with pytest.raises(
             ConfigError,
-            match=f"rollout.regenerate=False: must be true, .* policy.objective={objective} trains on",
+            match=f"rollout.regenerate=False: must be true, .* algorithm.objective={objective} trains on",
         ):
             toy_experiment(*settings(objective, family))
         return
@@ -105,11 +105,15 @@ def spied(monkeypatch):
     batches = []
     pools = []
     make = iterations.policy_batch
-    roll_out = iterations.roll_out
+    generate_candidates = iterations.generate_candidates
     monkeypatch.setattr(
         iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
     )
-    monkeypatch.setattr(iterations, "roll_out", lambda *a: pools.append(roll_out(*a)) or pools[-1])
+    monkeypatch.setattr(
+        iterations,
+        "generate_candidates",
+        lambda *a: pools.append(generate_candidates(*a)) or pools[-1],
+    )
     return batches, pools
 
 
@@ -201,7 +205,7 @@ def test_an_evaluation_follows_the_ode():
 
 def test_classifier_free_guidance_is_refused_where_steps_are_trained():
     with pytest.raises(
-        InputError, match=r"^rollout.guidance=4.5: must be 1 with policy.objective=flow_grpo, "
+        InputError, match=r"^rollout.guidance=4.5: must be 1 with algorithm.objective=flow_grpo, "
     ):
         experiments.build(
             small_config("unused", *settings("flow_grpo", "sol_rl"), "rollout.guidance=4.5")
@@ -214,7 +218,7 @@ def test_classifier_free_guidance_is_refused_where_steps_are_trained():
 )
 def test_every_preset_takes_every_objective(preset, objective):
     config = resolve(preset, [f"objective={objective}"])
-    assert config.policy.objective == objective
+    assert config.algorithm.objective == objective
     assert config.recorded_steps == (
         0 if objective not in TRANSITIONS else 4 if objective == "mix_grpo" else 9
     )

@@ -16,7 +16,7 @@ from solrl_jax.quant.low_rank import LowRank
 from solrl_jax.quant.nvfp4 import QTensor
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore import option as discovery
-from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.explore.options.correction import Corrected
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.iteration import iterate
@@ -30,7 +30,7 @@ SETTINGS = {
     "attention": "rollout.explore.attention=fp8",
 }
 STEPS = ("rollout.steps=6", "rollout.explore.steps=4")
-FORMAT = Level("nvfp4", 4)
+FORMAT = ExplorationSetting("nvfp4", 4)
 PACKAGE = Path(solrl_jax.__file__).parent
 FOLDER = PACKAGE / "explore" / "levers"
 
@@ -67,9 +67,9 @@ def same(a, b):
 
 
 def whole_grid(stage):
-    """The steps of all legs."""
+    """The steps of all segments."""
     return tuple(
-        np.concatenate([getattr(leg.grid, name) for leg in stage.legs])
+        np.concatenate([getattr(segment.grid, name) for segment in stage.segments])
         for name in ("sigmas", "times", "table")
     )
 
@@ -79,14 +79,14 @@ def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format
     assert not recipe.calibrates
     stage = recipe.stage(adapters, FORMAT)
     regenerating = paper.stage("regenerate", adapters, 6)
-    (leg,) = stage.legs
-    assert same(leg.grid, paper.grid(4))
-    flat = flatten(leg.policy)
+    (segment,) = stage.segments
+    assert same(segment.grid, paper.grid(4))
+    flat = flatten(segment.policy)
     assert {path for path in flat if type(flat[path]) is QTensor} == set(KERNELS)
     assert (stage.name, stage.decoder, stage.shape, stage.chunk) == (
         "explore", regenerating.decoder, regenerating.shape, regenerating.chunk,
     )  # fmt: skip
-    (exact,) = regenerating.legs
+    (exact,) = regenerating.segments
     assert all(type(flatten(exact.policy)[path]) is LowRank for path in KERNELS)
     assert same(exact.grid, paper.grid(6))
 
@@ -95,36 +95,36 @@ def test_a_preview_changes_the_grid_alone(paper, adapters):
     recipe = with_levers(paper, "preview").recipe
     stage = recipe.stage(adapters, FORMAT)
     plain = paper.recipe.stage(adapters, FORMAT)
-    (leg,), (own,) = stage.legs, plain.legs
+    (segment,), (own,) = stage.segments, plain.segments
     full = paper.grid(6)
-    np.testing.assert_array_equal(leg.grid.sigmas, full.sigmas[[0, 1, 2, 4]])
-    np.testing.assert_array_equal(leg.grid.times, full.times[[0, 1, 2, 4]])
-    np.testing.assert_array_equal(leg.grid.table[:2], full.table[:2])
-    assert np.abs(leg.grid.sigmas - own.grid.sigmas).max() > 0.05
-    assert (leg.grid.guidance, leg.grid.scale, leg.grid.guided) == (
+    np.testing.assert_array_equal(segment.grid.sigmas, full.sigmas[[0, 1, 2, 4]])
+    np.testing.assert_array_equal(segment.grid.times, full.times[[0, 1, 2, 4]])
+    np.testing.assert_array_equal(segment.grid.table[:2], full.table[:2])
+    assert np.abs(segment.grid.sigmas - own.grid.sigmas).max() > 0.05
+    assert (segment.grid.guidance, segment.grid.scale, segment.grid.guided) == (
         own.grid.guidance,
         own.grid.scale,
         own.grid.guided,
     )
-    assert same(leg.policy, own.policy)
-    assert dataclasses.replace(stage, legs=()) == dataclasses.replace(plain, legs=())
+    assert same(segment.policy, own.policy)
+    assert dataclasses.replace(stage, segments=()) == dataclasses.replace(plain, segments=())
     assert same(
-        recipe.stage(adapters, Level("nvfp4", 6)).legs[0].grid, full
+        recipe.stage(adapters, ExplorationSetting("nvfp4", 6)).segments[0].grid, full
     )  # with all steps there is nothing to preview
     assert same(
-        recipe.stage(adapters, Level("bf16", 4)).legs[0].grid, leg.grid
+        recipe.stage(adapters, ExplorationSetting("bf16", 4)).segments[0].grid, segment.grid
     )  # and the format is no matter
 
 
 def test_exact_steps_change_the_legs_alone(paper, adapters):
     stage = with_levers(paper, "exact_steps").recipe.stage(adapters, FORMAT)
     plain = paper.recipe.stage(adapters, FORMAT)
-    first, rest = stage.legs
+    first, rest = stage.segments
     assert (first.grid.steps, rest.grid.steps) == (1, 3)
     assert same(whole_grid(stage), whole_grid(plain))
     assert same(first.policy, paper.policy(adapters))
-    assert same(rest.policy, plain.legs[0].policy)
-    assert dataclasses.replace(stage, legs=()) == dataclasses.replace(plain, legs=())
+    assert same(rest.policy, plain.segments[0].policy)
+    assert dataclasses.replace(stage, segments=()) == dataclasses.replace(plain, segments=())
     others = flatten(first.policy).keys() - set(KERNELS)
     assert all(
         flatten(first.policy)[path] is flatten(rest.policy)[path] for path in others
@@ -133,25 +133,28 @@ def test_exact_steps_change_the_legs_alone(paper, adapters):
 
 def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
     def marked(stage):
-        return [leg.in_fp8 for leg in stage.legs]
+        return [segment.in_fp8 for segment in stage.segments]
 
     stage, plain = (
         experiment.recipe.stage(adapters, FORMAT)
         for experiment in (with_levers(paper, "attention"), paper)
     )
     assert (marked(stage), marked(plain)) == ([True], [False])
-    assert same(stage.legs, tuple(dataclasses.replace(leg, in_fp8=True) for leg in plain.legs))
+    assert same(
+        stage.segments,
+        tuple(dataclasses.replace(segment, in_fp8=True) for segment in plain.segments),
+    )
     both = with_levers(paper, "attention", "exact_steps").recipe
     assert marked(both.stage(adapters, FORMAT)) == [False, True]
-    assert marked(both.stage(adapters, Level("bf16", 4))) == [False]
+    assert marked(both.stage(adapters, ExplorationSetting("bf16", 4))) == [False]
 
 
 def test_a_correction_changes_the_leaves_alone(paper, adapters):
     stage = with_levers(paper, "correction").recipe.stage(adapters, FORMAT)
     plain = paper.recipe.stage(adapters, FORMAT)
-    (leg,), (own,) = stage.legs, plain.legs
-    assert same(leg.grid, own.grid)
-    flat = flatten(leg.policy)
+    (segment,), (own,) = stage.segments, plain.segments
+    assert same(segment.grid, own.grid)
+    flat = flatten(segment.policy)
     base = flatten(paper.backbone.transformer)
     for path in KERNELS:
         assert type(flat[path]) is Corrected
@@ -165,12 +168,12 @@ def test_a_correction_changes_the_leaves_alone(paper, adapters):
             return np.linalg.norm(leaf.dequantize() - w) / np.linalg.norm(w)
 
         assert 0 < error(flat[path]) < error(flatten(own.policy)[path]) < 0.12
-    assert dataclasses.replace(stage, legs=()) == dataclasses.replace(plain, legs=())
+    assert dataclasses.replace(stage, segments=()) == dataclasses.replace(plain, segments=())
 
 
 def test_levers_go_together(paper, adapters):
     stage = with_levers(paper, *SETTINGS).recipe.stage(adapters, FORMAT)
-    first, rest = stage.legs
+    first, rest = stage.segments
     alone = {
         name: with_levers(paper, name).recipe.stage(adapters, FORMAT)
         for name in ("preview", "correction")
@@ -181,19 +184,19 @@ def test_levers_go_together(paper, adapters):
         path
     ) in KERNELS:  # measured on the preview's samples: other directions than on the schedule's own
         assert type(flatten(rest.policy)[path]) is Corrected
-    assert not same(rest.policy, alone["correction"].legs[0].policy)
+    assert not same(rest.policy, alone["correction"].segments[0].policy)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_relieve(
     paper, adapters, precision
 ):
-    level = Level(precision, 4)
+    level = ExplorationSetting(precision, 4)
     stage = with_levers(paper, "exact_steps", "correction").recipe.stage(adapters, level)
     plain = paper.recipe.stage(adapters, level)
-    assert len(stage.legs) == 1
-    assert same(stage.legs, plain.legs)
-    assert same(stage.legs[0].policy, paper.policy(adapters))
+    assert len(stage.segments) == 1
+    assert same(stage.segments, plain.segments)
+    assert same(stage.segments[0].policy, paper.policy(adapters))
 
 
 @pytest.mark.parametrize(
@@ -290,11 +293,11 @@ def test_without_a_levers_file_the_others_work(paper, adapters, without, name):
     without(name)
     assert len(discovery.levers()) == len(SETTINGS) - 1
     got = with_levers(paper, *others).recipe.stage(adapters, FORMAT)
-    assert same(got.legs, want.legs)
+    assert same(got.segments, want.segments)
     still = with_levers(paper, *SETTINGS).recipe.stage(
         adapters, FORMAT
     )  # asked for, it is not there
-    assert same(still.legs, want.legs)
+    assert same(still.segments, want.segments)
 
 
 def test_without_any_lever_an_iteration_is_the_papers(paper, without):
@@ -314,21 +317,13 @@ def test_nothing_else_knows_a_lever_by_name():
     name = re.compile(
         r"\b(exact_steps|correction|preview|fitted_table|Corrected|Probe)\b|sigmas =="
     )
-    readers = [
-        PACKAGE / "run" / "loop.py",
-        PACKAGE / "run" / "record.py",
-        PACKAGE / "explore" / "recipe.py",
-    ]
-    readers += [
-        path
-        for room in ("training", "rollout", "policy", "flow")
-        for path in (PACKAGE / room).glob("*.py")
-    ]
+    readers = [PACKAGE / "runs" / "trainer.py", PACKAGE / "runs" / "record.py"]
+    readers += [path for room in ("rl", "diffusion") for path in (PACKAGE / room).glob("*.py")]
     assert len(readers) > 15
     told = {
         path.name: found.group() for path in readers if (found := name.search(path.read_text()))
     }
     assert not told
-    imported = re.compile(r"explore\.levers(\.| import )(preview|exact_steps|correction)")
+    imported = re.compile(r"explore\.options(\.| import )(preview|exact_steps|correction)")
     assert imported.search(Path(__file__).read_text())
     assert not [path.name for path in PACKAGE.rglob("*.py") if imported.search(path.read_text())]

@@ -16,7 +16,7 @@ from solrl_jax.rewards import registry as rewards
 from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import Experiment, fresh_state
-from solrl_jax.rl.explore.explorer import Recipe
+from solrl_jax.rl.explore.explorer import Explorer
 from solrl_jax.rl.explore.sync import quantize_policy
 from solrl_jax.rl.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.rl.iteration import iterate
@@ -154,9 +154,9 @@ def trained(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         experiment = build(name, folder)
         explored = []
-        original = Recipe.policy
+        original = Explorer.policy
         patch.setattr(
-            Recipe,
+            Explorer,
             "policy",
             lambda self, adapters, precision: (
                 explored.append(original(self, adapters, precision)) or explored[-1]

@@ -9,8 +9,8 @@ from solrl_jax.diffusion.sigmas import make_sigmas
 from solrl_jax.diffusion.solver import SOLVERS, solver_table
 from solrl_jax.rl.experiment import build
 from solrl_jax.rl.explore.options.preview import first_sigmas, fitted_table
-from solrl_jax.rl.generate import Rows, generate
-from solrl_jax.rl.sampler import Leg
+from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.sampler import Segment
 from tests.diffusion.test_solver import GRIDS, START, follow, velocity
 from tests.small import small_config
 
@@ -132,12 +132,12 @@ def test_a_preview_is_fitted_to_what_the_base_does_and_the_same_in_every_run(exp
     assert recipe.grid(6) is grid  # worked out once
     unfitted = dataclasses.replace(grid, table=solver_table("euler", np.append(grid.sigmas, 0)))
     prompts = experiment.test_prompts[:8]
-    rows = Rows.of(experiment.seeds("candidate", prompts, 2))
+    rows = SeedBatch.of(experiment.seeds("candidate", prompts, 2))
     prompted = experiment.prompted(prompts)
 
     def end(grid):
         stage = dataclasses.replace(
-            recipe.calibration.stage, legs=(Leg(backbone.transformer, grid),)
+            recipe.calibration.stage, segments=(Segment(backbone.transformer, grid),)
         )
         return generate(backbone, stage, prompted, rows).latents
 

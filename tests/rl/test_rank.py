@@ -55,10 +55,10 @@ def test_another_recipe_changes_exploration_alone(toy):
         assert other.recipe.calibration.backbone is toy.backbone
     adapters = fresh_state(toy).ema
 
-    def legs(there):
-        return len(there.recipe.stage(adapters, there.recipe.levels[0]).legs)
+    def segments(there):
+        return len(there.recipe.stage(adapters, there.recipe.levels[0]).segments)
 
-    assert (legs(toy), legs(paper), legs(best)) == (1, 1, 2)
+    assert (segments(toy), segments(paper), segments(best)) == (1, 1, 2)
 
 
 # --- figures ---

@@ -119,7 +119,7 @@ def test_a_schedule_by_resolution_is_that_of_the_size():
         there = toy.at((height, width))
         expected = make_sigmas("flux", 3, 1.0, height * width // 64)[:-1].astype(np.float32)
         np.testing.assert_array_equal(there.grid(3).sigmas, expected)
-        explored = there.recipe.stage(fresh_state(toy).old, toy.recipe.levels[0]).legs[0].grid
+        explored = there.recipe.stage(fresh_state(toy).old, toy.recipe.levels[0]).segments[0].grid
         np.testing.assert_array_equal(
             explored.sigmas,
             make_sigmas("flux", 2, 1.0, height * width // 64)[:-1].astype(np.float32),

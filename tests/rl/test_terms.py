@@ -18,8 +18,8 @@ from tests.toys import SHAPE, toy_backbone, toy_grid
 
 SETTINGS = (
     "train.prompts=2", "rollout.candidates=4", f"rollout.kept={KEPT}", "rollout.selection=best", f"rollout.steps={STEPS}",
-    "rollout.explore.steps=2", "policy.timestep_fraction=0.5", "lora.rank=2", "lora.alpha=4", "optimizer.steps_per_iteration=1",
-    "policy.ratio_clip=0.5", "rollout.window=null",
+    "rollout.explore.steps=2", "algorithm.timestep_fraction=0.5", "lora.rank=2", "lora.alpha=4", "optimizer.steps_per_iteration=1",
+    "algorithm.ratio_clip=0.5", "rollout.window=null",
 )  # fmt: skip
 SLOTS = 2
 
@@ -84,9 +84,9 @@ def by_hand(backbone, config, state, batch, grid):
                     batch.optimality[row][None],
                     taken,
                 )
-                total += find_objective(config.policy.objective)(policies, target, config.policy)[
-                    0
-                ][0]
+                total += find_objective(config.algorithm.objective)(
+                    policies, target, config.algorithm
+                )[0][0]
         return total / (SLOTS * ROWS)
 
     return jax.value_and_grad(loss)(state.adapters)

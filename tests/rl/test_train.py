@@ -14,10 +14,10 @@ from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl import iteration as iterations
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.explore.explorer import Recipe
+from solrl_jax.rl.explore.explorer import Explorer
 from solrl_jax.rl.explore.sync import quantize_policy
 from solrl_jax.rl.generate import decode_chunk, draw_noise, sample_chunk
-from solrl_jax.rl.iteration import iterate, roll_out
+from solrl_jax.rl.iteration import generate_candidates, iterate
 from solrl_jax.rl.objectives.nft import nft
 from solrl_jax.rl.select import rank
 from solrl_jax.rl.trainable.trainable import flatten
@@ -73,7 +73,7 @@ def test_nothing_is_traced_after_the_first_iteration(experiment):
     # and the counts can rise: another number of steps is another program
     prompts = experiment.train_prompts[:2]
     prompted = experiment.prompted(prompts, experiment.reward)
-    roll_out(
+    generate_candidates(
         experiment,
         experiment.stage("regenerate", state.old, 4),
         prompted,
@@ -145,7 +145,7 @@ def test_a_level_is_explored_at_and_told(toy):
 
 def test_low_precision_never_enters_the_loss(toy, monkeypatch):
     """Proxies decide who is kept and nothing else: with the same kept seeds, other proxies give the same adapters."""
-    original = Recipe.policy
+    original = Explorer.policy
     seen = []
 
     def spied(self, adapters, precision):
@@ -154,10 +154,10 @@ def test_low_precision_never_enters_the_loss(toy, monkeypatch):
         seen.append(sum(isinstance(leaf, QTensor) for leaf in flatten(params).values()))
         return params
 
-    monkeypatch.setattr(Recipe, "policy", spied)
+    monkeypatch.setattr(Explorer, "policy", spied)
     everything = with_rollout(toy, kept=8)  # all candidates are kept, whatever their proxy
     a, outcome = iterate(everything, fresh_state(toy), 1)
-    monkeypatch.setattr(Recipe, "policy", lambda self, adapters, precision: toy.policy(adapters))
+    monkeypatch.setattr(Explorer, "policy", lambda self, adapters, precision: toy.policy(adapters))
     b, exact = iterate(everything, fresh_state(toy), 1)
     assert seen == [len(toy.recipe.quantized)]
     assert np.abs(outcome.ledger["proxy_reward"] - exact.ledger["proxy_reward"]).max() > 1e-4
@@ -181,7 +181,11 @@ def test_families_that_do_not_regenerate_train_on_what_they_explored(family, mon
     pools = []
     batches = []
     make = iterations.policy_batch
-    monkeypatch.setattr(iterations, "roll_out", lambda *a: pools.append(roll_out(*a)) or pools[-1])
+    monkeypatch.setattr(
+        iterations,
+        "generate_candidates",
+        lambda *a: pools.append(generate_candidates(*a)) or pools[-1],
+    )
     monkeypatch.setattr(
         iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
     )
@@ -202,7 +206,11 @@ def test_what_is_regenerated_is_trained_on(toy, monkeypatch):
     pools = []
     batches = []
     make = iterations.policy_batch
-    monkeypatch.setattr(iterations, "roll_out", lambda *a: pools.append(roll_out(*a)) or pools[-1])
+    monkeypatch.setattr(
+        iterations,
+        "generate_candidates",
+        lambda *a: pools.append(generate_candidates(*a)) or pools[-1],
+    )
     monkeypatch.setattr(
         iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
     )

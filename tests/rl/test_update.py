@@ -26,8 +26,8 @@ ROWS = len(PROMPTS) * KEPT
 CONFIG = resolve(
     "tiny",
     ["train.prompts=2", "rollout.candidates=4", "rollout.kept=3", "rollout.selection=best", "rollout.steps=4",
-     "rollout.explore.steps=2", "policy.timestep_fraction=0.75", "lora.rank=2", "lora.alpha=4", "policy.kl_weight=0.1",
-     "policy.beta=0.5", "optimizer.max_grad_norm=0.1"],
+     "rollout.explore.steps=2", "algorithm.timestep_fraction=0.75", "lora.rank=2", "lora.alpha=4", "algorithm.kl_weight=0.1",
+     "algorithm.beta=0.5", "optimizer.max_grad_norm=0.1"],
 )  # fmt: skip
 SLOTS = CONFIG.trained_sigmas
 assert SLOTS == 3
@@ -56,7 +56,7 @@ def fresh(backbone, config):
 
 
 def state_of(backbone, config=CONFIG):
-    """Adapters that do something, and another old policy: all parts of the loss count."""
+    """Trainable that do something, and another old policy: all parts of the loss count."""
     state = jax.tree.map(
         jnp.copy, fresh(backbone, config)
     )  # an update takes the buffers of its state
@@ -155,7 +155,7 @@ def _term(backbone, state, batch, row, slot):
     """The loss of a row at its sigma number `slot`, and its gradient."""
     grid = toy_grid(STEPS)
     base = backbone.transformer
-    policy = CONFIG.policy
+    algorithm = CONFIG.algorithm
     scale = CONFIG.lora.alpha / CONFIG.lora.rank
     seed = batch.seeds[row][None]
     x0 = batch.latents[row][None]
@@ -174,9 +174,9 @@ def _term(backbone, state, batch, row, slot):
         )
         target = Target(x, x0, sigma[None], batch.optimality[row][None])
         weights = {
-            "beta": policy.beta,
-            "kl_weight": policy.kl_weight,
-            "advantage_clip": policy.advantage_clip,
+            "beta": algorithm.beta,
+            "kl_weight": algorithm.kl_weight,
+            "advantage_clip": algorithm.advantage_clip,
         }
         return nft_loss(policies, target, **weights)[0][0]
 
@@ -362,9 +362,9 @@ def test_the_reference_is_computed_only_if_it_has_a_weight(backbones):
     assert one < operations(0.1) - operations(0.0) < 2 * one
 
 
-def pull_to_the_base(velocities, target, policy):
+def pull_to_the_base(velocities, target, algorithm):
     kl = jnp.square(velocities.trained - velocities.reference).mean((1, 2, 3))
-    return policy.beta * kl, {"loss/mine": 2 * kl}
+    return algorithm.beta * kl, {"loss/mine": 2 * kl}
 
 
 def test_the_objective_is_a_function_that_is_given(backbones):

@@ -78,10 +78,10 @@ def test_a_value_that_is_no_pattern_is_refused(value, said):
 
 
 def test_an_old_policy_that_bf16_could_not_move_is_refused():
-    slow = ("train.parameters=all", "policy.decay_type=2")
+    slow = ("train.parameters=all", "algorithm.decay_type=2")
     with pytest.raises(
         ConfigError,
-        match=r"policy.decay_type=2: must be 0 or 1, or rollout.precision=fp32, where param",
+        match=r"algorithm.decay_type=2: must be 0 or 1, or rollout.precision=fp32, where param",
     ):
         resolve("tiny", slow)
     assert resolve("tiny", (*slow, "rollout.precision=fp32")).policy.decay_type == 2

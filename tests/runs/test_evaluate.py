@@ -12,10 +12,10 @@ from scipy import stats
 from solrl_jax.diffusion.seeds import prompt_uid
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl.generate import Samples
-from solrl_jax.rl.clock import Clock
+from solrl_jax.rl.clock import PhaseTimer
 from solrl_jax.runs.evaluate import Differing, Evaluation, evaluate, paired_difference, pool_pictures, sample_grid, setting
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.iteration import iterate, roll_out
+from solrl_jax.rl.iteration import iterate, generate_candidates
 from tests.toys import toy_experiment
 
 OVERRIDES = ("eval.prompts=3", "eval.images_per_prompt=4", "eval.grid=8", "eval.steps=2")
@@ -45,7 +45,7 @@ def test_scores_are_those_of_the_policy_in_the_training_precision(toy):
     prompts = toy.test_prompts[:3]
     stage = toy.stage("evaluate", adapters, 2)
     prompted = toy.prompted(prompts, toy.evaluated)
-    samples = roll_out(toy, stage, prompted, toy.seeds("evaluation", prompts, 4, seed=toy.config.eval.seed))
+    samples = generate_candidates(toy, stage, prompted, toy.seeds("evaluation", prompts, 4, seed=toy.config.eval.seed))
     for name, scores in samples.scores.items():
         np.testing.assert_array_equal(result.scores[name], scores.reshape(3, 4))
         assert result.means[name] == pytest.approx(scores.mean(), rel=1e-6)
@@ -97,7 +97,7 @@ def test_a_picture_of_any_number_is_filled_as_far_as_prompts_go(count, shape):
 
 
 def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
-    clock = Clock()
+    clock = PhaseTimer()
     for number, stage in enumerate(("explore", "regenerate", "update")):
         clock.start(stage)
         jax.block_until_ready(jax.jit(lambda x, n=number: x * n + 1)(jnp.ones(3)))
@@ -118,8 +118,8 @@ def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
 
 NOT_REGENERATED = ("rollout.regenerate=false", "rollout.explore.steps=3")
 MOVING_WINDOW = (
-    "policy.objective=mix_grpo", "rollout.solver=flow_sde", "rollout.eta=0.7", "rollout.window=1", "rollout.window_every=1",
-    "policy.timestep_fraction=0.4", "rollout.explore.steps=3",
+    "algorithm.objective=mix_grpo", "rollout.solver=flow_sde", "rollout.eta=0.7", "rollout.window=1", "rollout.window_every=1",
+    "algorithm.timestep_fraction=0.4", "rollout.explore.steps=3",
 )  # fmt: skip
 
 

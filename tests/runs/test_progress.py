@@ -26,7 +26,7 @@ def clock(monkeypatch):
 
 def test_a_log_has_the_time_left_of_what_is_left_to_do(monkeypatch, clock):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with progress.Reporter() as report:
+    with progress.TerminalProgress() as report:
         report.start(20, 4)  # resumed: the four before took no time of this start
         report.stage("explore", 12, 0)
         for done in (5, 6):
@@ -39,7 +39,7 @@ def test_a_log_has_the_time_left_of_what_is_left_to_do(monkeypatch, clock):
 
 def test_a_terminal_shows_stage_reward_and_time_left(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with progress.Reporter() as report:
+    with progress.TerminalProgress() as report:
         report.start(20, 0)
         report.iteration(1, ROW)
         report.stage("explore", 12, 0)

@@ -310,7 +310,7 @@ def test_a_live_report_takes_its_share_of_the_time_and_no_more(run, monkeypatch)
         clock[0] += 3.0
 
     monkeypatch.setattr(report, "write", write)
-    live = report.Live(run)
+    live = report.HtmlReport(run)
     for _ in range(2000):
         clock[0] += 1.0
         assert live.refresh() is None
@@ -322,7 +322,7 @@ def test_a_live_report_takes_its_share_of_the_time_and_no_more(run, monkeypatch)
 
 
 def test_a_live_report_that_fails_does_not_end_the_run(tmp_path):
-    problem = report.Live(tmp_path).refresh(last=True)
+    problem = report.HtmlReport(tmp_path).refresh(last=True)
     assert problem.startswith("no report: ")
     assert "not a run directory" in problem
 

@@ -25,7 +25,7 @@ from solrl_jax.runs import checkpoint_writer
 from solrl_jax.runs import metrics
 from solrl_jax.runs import trainer as trainer
 from solrl_jax.runs.directory import find_checkpoint
-from solrl_jax.runs.progress import Reporter
+from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import files
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.rl.experiment import build, state_shapes
@@ -40,7 +40,7 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
 
 
 def run(run_dir: Path, *overrides: str, **options) -> dict:
-    with Reporter(bars=False) as report:
+    with TerminalProgress(bars=False) as report:
         return trainer.run(small_config(run_dir, f"train.iterations={ITERATIONS}", *overrides), report)
 
 
@@ -142,7 +142,7 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
         seal(folder)
 
     def noting(every: int):
-        class Noting(Reporter):
+        class Noting(TerminalProgress):
             def iteration(self, done: int, row: dict[str, float]) -> None:
                 names = [path.name for path in checkpoint.candidates(tmp_path / str(every) / "checkpoints")]
                 on_the_disk[every, done] = f"{done:06d}" in names

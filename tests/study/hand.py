@@ -18,7 +18,7 @@ STEPS = 10
 EVERY = 2  # iterations from evaluation to evaluation
 COMMON = (
     f"train.prompts={PROMPTS}", f"rollout.candidates={N}", f"rollout.kept={KEPT}", f"eval.every={EVERY}",
-    "policy.timestep_fraction=0.5",
+    "algorithm.timestep_fraction=0.5",
 )  # fmt: skip
 
 

@@ -167,7 +167,7 @@ def test_pictures_are_decoded_and_scored_in_sixteen_bits(planned):
 
 
 def test_the_update_takes_the_memory_of_its_state(planned):
-    """Adapters and moments are donated. Only metrics are new."""
+    """Trainable and moments are donated. Only metrics are new."""
     memory = planned.program(UPDATE)["memory"]
     assert memory["aliased"] > 0
     assert memory["outputs"] - memory["aliased"] < 2000

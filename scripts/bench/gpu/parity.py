@@ -22,10 +22,10 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels, native
 from solrl_jax.rl.experiment import Experiment, build, fresh_state
-from solrl_jax.rl.explore.monitor import Level
+from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
-from solrl_jax.rl.iteration import iterate, roll_out
-from solrl_jax.rl.sampler import Stage
+from solrl_jax.rl.iteration import generate_candidates, iterate
+from solrl_jax.rl.sampler import Sampler
 
 SETTINGS = (
     "train.prompts=4", "rollout.candidates=12", "rollout.kept=4", "rollout.chunk=24", "optimizer.micro_batch=24", "mesh.data=1",
@@ -47,17 +47,17 @@ def rewards(task: Task) -> Figures:
     for name in task.formats:
 
         def explored(name=name):
-            return recipe.stage(adapters, Level(name, rollout.explore.steps))
+            return recipe.stage(adapters, ExplorationSetting(name, rollout.explore.steps))
 
         yield name, lambda explored=explored: pool(experiment, explored())
     yield "iteration", partial(iteration, experiment)
 
 
-def pool(experiment: Experiment, stage: Stage) -> dict[str, Any]:
+def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
     """Rewards [prompts, candidates], and the libraries' kernels in the program that sampled."""
     prompts = experiment.train_prompts[: experiment.config.train.prompts]
     seeds = experiment.seeds("candidate", prompts, experiment.config.rollout.candidates)
-    found = roll_out(
+    found = generate_candidates(
         experiment, stage, experiment.prompted(prompts, experiment.reward), seeds
     ).reward
     program = sampling(experiment, stage, 1)

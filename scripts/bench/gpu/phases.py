@@ -12,9 +12,9 @@ from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning.stages import Program, Stages
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl.experiment import Experiment, fresh_state
-from solrl_jax.rl.explore.monitor import Level
-from solrl_jax.rl.sampler import Stage
-from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.sampler import Sampler
+from solrl_jax.rl.trainable.trainable import Trainable
 
 Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
@@ -36,14 +36,19 @@ def steps(task: Task) -> Figures:
         yield (
             name,
             partial(
-                explored, gauge, experiment, adapters, Level(name, rollout.explore.steps), drafts
+                explored,
+                gauge,
+                experiment,
+                adapters,
+                ExplorationSetting(name, rollout.explore.steps),
+                drafts,
             ),
         )
 
 
-def sampled(gauge: Gauge, experiment: Experiment, stage: Stage, calls: int) -> dict[str, Any]:
+def sampled(gauge: Gauge, experiment: Experiment, stage: Sampler, calls: int) -> dict[str, Any]:
     """A chunk of a stage. calls: of an iteration."""
-    count = sum(leg.grid.steps for leg in stage.legs)
+    count = sum(segment.grid.steps for segment in stage.segments)
     figures = gauge.measure(sampling(experiment, stage, calls))
     plan = figures["plan"]
     per_step = {
@@ -54,7 +59,7 @@ def sampled(gauge: Gauge, experiment: Experiment, stage: Stage, calls: int) -> d
 
 
 def explored(
-    gauge: Gauge, experiment: Experiment, adapters: Adapters, level: Level, calls: int
+    gauge: Gauge, experiment: Experiment, adapters: Trainable, level: ExplorationSetting, calls: int
 ) -> dict[str, Any]:
     """A chunk explored at a level, and what makes the policy that explores."""
     sync = gauge.measure(syncing(experiment, adapters, level.precision))

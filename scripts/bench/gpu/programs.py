@@ -16,10 +16,10 @@ from solrl_jax.parallel import hosts, sharding
 from solrl_jax.planning.stages import Program, Stages
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.sync import quantize_policy
-from solrl_jax.rl.generate import Rows, draw_noise, sample_chunk
-from solrl_jax.rl.sampler import Stage
+from solrl_jax.rl.generate import SeedBatch, draw_noise, sample_chunk
+from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.state import TrainState
-from solrl_jax.rl.trainable.trainable import Adapters
+from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.rl.update import update
 
 
@@ -29,7 +29,7 @@ def config_of(task: Task) -> Config:
     return resolve(preset, (*chosen, *task.overrides, "rollout.explore.precision=nvfp4"))
 
 
-def sampling(experiment: Experiment, stage: Stage, calls: int) -> Program:
+def sampling(experiment: Experiment, stage: Sampler, calls: int) -> Program:
     """A chunk of a stage: candidates of the first prompt."""
     mesh = experiment.backbone.mesh
     config = experiment.config
@@ -38,17 +38,17 @@ def sampling(experiment: Experiment, stage: Stage, calls: int) -> Program:
     (seeds,) = experiment.seeds("candidate", prompts[:1], count)
     prompt, seeds = hosts.put((np.zeros(count, np.int32), seeds), sharding.rows(mesh))
     with jax.set_mesh(mesh):
-        rows = Rows(prompt, seeds, draw_noise(seeds, stage.shape))
-    legs = tuple(
-        dataclasses.replace(leg, grid=hosts.put(leg.grid, sharding.replicated(mesh)))
-        for leg in stage.legs
+        rows = SeedBatch(prompt, seeds, draw_noise(seeds, stage.shape))
+    segments = tuple(
+        dataclasses.replace(segment, grid=hosts.put(segment.grid, sharding.replicated(mesh)))
+        for segment in stage.segments
     )
-    arguments = (experiment.backbone, legs, experiment.prompted(prompts).conditions, rows)
+    arguments = (experiment.backbone, segments, experiment.prompted(prompts).conditions, rows)
     return Program(mesh, sample_chunk, arguments, calls)
 
 
-def syncing(experiment: Experiment, adapters: Adapters, form: str) -> Program:
-    """Merging `adapters` into the base and quantising it, as `Recipe.policy` does for a format that quantises."""
+def syncing(experiment: Experiment, adapters: Trainable, form: str) -> Program:
+    """Merging `adapters` into the base and quantising it, as `Explorer.policy` does for a format that quantises."""
     recipe = experiment.recipe
     backbone = experiment.backbone
     arguments = (

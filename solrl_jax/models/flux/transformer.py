@@ -32,7 +32,7 @@ from solrl_jax.models.layers.mmdit import (
     TimeTextEmbedding,
 )
 from solrl_jax.models.loading.config_file import TransformerConfig, unsupported
-from solrl_jax.quant.lazy import Pending
+from solrl_jax.quant.lazy import LazyActivation
 
 PATCH = 2  # latent pixels that a token stands for, each way
 THETA = 10000.0  # of the rotary frequencies
@@ -178,7 +178,7 @@ class FluxSingleBlock(nnx.Module):
     ) -> Float[Array, "b s d"]:
         h, (shift, scale, gate) = self.norm(x, condition)
         h = h.map(modulate, shift, scale)
-        both = Pending.of(self.attn(h, rotate), dtype=h.dtype).beside(
+        both = LazyActivation.of(self.attn(h, rotate), dtype=h.dtype).beside(
             self.proj_mlp.pending(h).map(jax.nn.gelu)
         )
         return x + gate * self.proj_out(both)
@@ -210,7 +210,7 @@ def rotation(
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def rotate(x: Pending, position: int, rotation: Rotation) -> Pending:
+def rotate(x: LazyActivation, position: int, rotation: Rotation) -> LazyActivation:
     """Rotates queries or keys by the angles of their positions. position: of the first row of `x`."""
     return x.map(turn, *(jnp.asarray(r[None, position : position + x.rows]) for r in rotation))
 

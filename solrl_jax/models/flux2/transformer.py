@@ -28,7 +28,7 @@ from solrl_jax.models.layers.core import (
 from solrl_jax.models.layers.embeddings import TimestepMLP
 from solrl_jax.models.layers.mmdit import EPS, AdaLayerNorm, JointAttention, Rotate, attend
 from solrl_jax.models.loading.config_file import TransformerConfig
-from solrl_jax.quant.lazy import Pending
+from solrl_jax.quant.lazy import LazyActivation
 
 ACCEPTED = {
     "patch_size": (1,),
@@ -194,7 +194,7 @@ class FeedForward(nnx.Module):
         self.linear_out = Linear(c.hidden, c.width, bias=False, rngs=rngs)
         self.hidden = c.hidden
 
-    def __call__(self, x: Pending) -> Float[Array, "b s d"]:
+    def __call__(self, x: LazyActivation) -> Float[Array, "b s d"]:
         gate, value = self.linear_in.pending(x).columns(self.hidden, self.hidden)
         return self.linear_out(gate.join(gated, value))
 
@@ -222,13 +222,15 @@ class ParallelAttention(nnx.Module):
         self.to_out = Linear(c.width + c.hidden, c.width, bias=False, rngs=rngs)
         self.config = c
 
-    def __call__(self, x: Pending, rotate: Rotate) -> Float[Array, "b s d"]:
+    def __call__(self, x: LazyActivation, rotate: Rotate) -> Float[Array, "b s d"]:
         d = self.config.width
         hidden = self.config.hidden
         q, k, v, gate, value = self.to_qkv_mlp_proj.pending(x).columns(d, d, d, hidden, hidden)
         heads = [rotate(self.norm_q.by_head(q), 0), rotate(self.norm_k.by_head(k), 0), v]
         attended = attend(self.config.attention_head_dim, heads)
-        return self.to_out(Pending.of(attended, dtype=x.dtype).beside(gate.join(gated, value)))
+        return self.to_out(
+            LazyActivation.of(attended, dtype=x.dtype).beside(gate.join(gated, value))
+        )
 
 
 def rotary(length: int, rows: int, columns: int, c: Flux2Config) -> Rotation:

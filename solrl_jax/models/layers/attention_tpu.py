@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.quant import compile_target
-from solrl_jax.quant.sharded_kernel import on_rows
+from solrl_jax.quant.sharded_kernel import shard_map_kernel
 
 TILE = 128  # positions; a length is filled up to a multiple of it
 LARGEST = 512  # positions of a block that lies in a TPU's vector memory
@@ -62,12 +62,12 @@ def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
     """The kernel with its gradient. The gradient makes the forward pass again: the kernel keeps its statistics to itself."""
     # Mosaic takes no BF16 at a precision above the default
     at = jax.default_matmul_precision("highest" if arrays[0].dtype == jnp.float32 else "default")
-    forward = on_rows(at(functools.partial(_kernel, scale)), by_heads=True)
+    forward = shard_map_kernel(at(functools.partial(_kernel, scale)), by_heads=True)
 
     def gradient(q, k, v, masked, g):
         return jax.vjp(lambda q, k, v: _kernel(scale, q, k, v, masked), q, k, v)[1](g)
 
-    backward = on_rows(at(gradient), by_heads=True)
+    backward = shard_map_kernel(at(gradient), by_heads=True)
     attend = jax.custom_vjp(lambda *a: forward(*a))
     attend.defvjp(lambda *a: (forward(*a), a), lambda a, g: (*backward(*a, g), None))
     return attend(*arrays)

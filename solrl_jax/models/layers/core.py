@@ -23,9 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from solrl_jax.quant import compile_target, tensor_parallel
 from solrl_jax.quant.gated_conv import convolved, gated_conv
-from solrl_jax.quant.lazy import Pending, layer_norm
+from solrl_jax.quant.lazy import LazyActivation, layer_norm
 from solrl_jax.quant.leaf import PRODUCT, Leaf
-from solrl_jax.quant.matmul import deferred, matmul, outputs_divided
+from solrl_jax.quant.matmul import lazy_matmul, matmul, outputs_divided
 
 
 # What the forward pass through a stack of blocks keeps for the gradient; the rest is computed again (arXiv 1604.06174).
@@ -144,15 +144,15 @@ class Linear(nnx.Module):
         self.kernel = param(scale(rngs.params(), (n_in, n_out), jnp.float32), "weight", layout)
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
-    def __call__(self, x: Float[Array, "... n_in"] | Pending) -> Float[Array, "... n_out"]:
-        if isinstance(x, Pending):
+    def __call__(self, x: Float[Array, "... n_in"] | LazyActivation) -> Float[Array, "... n_out"]:
+        if isinstance(x, LazyActivation):
             return self.pending(x).value
         y = matmul(x, self.kernel.get_value())
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
-    def pending(self, x: Pending) -> Pending:
+    def pending(self, x: LazyActivation) -> LazyActivation:
         """The same of an activation that need not be in memory, to one that need not be."""
-        y = deferred(x, self.kernel.get_value())
+        y = lazy_matmul(x, self.kernel.get_value())
         return (
             y
             if self.bias is None
@@ -240,9 +240,9 @@ class GLUMBConv(nnx.Module):
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
         b, h, w, _ = x.shape
-        return self.of(Pending.of(x.reshape(b, h * w, -1)), (h, w)).reshape(b, h, w, -1)
+        return self.of(LazyActivation.of(x.reshape(b, h * w, -1)), (h, w)).reshape(b, h, w, -1)
 
-    def of(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
+    def of(self, x: LazyActivation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """The same of n pixels that need not be in memory. grid: their rows and columns."""
         bias = self.conv_depth.bias
         assert bias is not None
@@ -280,10 +280,10 @@ class LayerNorm(nnx.Module):
             )
         return y.astype(x.dtype)
 
-    def pending(self, x: Float[Array, "b s d"]) -> Pending:
+    def pending(self, x: Float[Array, "b s d"]) -> LazyActivation:
         """The same, not in memory yet."""
         norm = partial(layer_norm, eps=self.eps, width=x.shape[-1])
-        return Pending.of(x).map(norm) if self.scale is None else Pending.of(self(x))
+        return LazyActivation.of(x).map(norm) if self.scale is None else LazyActivation.of(self(x))
 
 
 def rms_norm(
@@ -323,15 +323,15 @@ class RMSNorm(nnx.Module):
             y = y + self.bias.get_value().astype(jnp.float32)
         return y.astype(x.dtype)
 
-    def pending(self, x: Float[Array, "b s d"]) -> Pending:
+    def pending(self, x: Float[Array, "b s d"]) -> LazyActivation:
         """The same without a bias, not in memory yet."""
 
         def f(y, scale):
             return rms_norm(y, self.offset + scale, self.eps, x.shape[-1]).astype(y.dtype)
 
-        return Pending.of(x).map(f, self.scale.get_value()[None, None])
+        return LazyActivation.of(x).map(f, self.scale.get_value()[None, None])
 
-    def by_head(self, x: Pending) -> Pending:
+    def by_head(self, x: LazyActivation) -> LazyActivation:
         """The same of each head, where heads lie side by side."""
 
         def heads(x, scale):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.core import DepthwiseConv, param
 from solrl_jax.models.sana.transformer import Attention
-from solrl_jax.quant.lazy import Pending
+from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.quant.linear_attention import Blocks, linear_attention
 
 EPS = 1e-6  # of the kernel, relu(x) + EPS, and of the denominator
@@ -64,7 +64,7 @@ class BlockMixing(Attention):
             for norm in (self.norm_q, self.norm_k):
                 norm.scale.set_metadata(start=(np.ones, widths[2]))
 
-    def __call__(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
+    def __call__(self, x: LazyActivation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """grid: rows and columns of the n tokens."""
         q, k, v = self.projected(x, x)
         batch, n, width = v.value.shape

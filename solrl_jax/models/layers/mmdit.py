@@ -16,22 +16,22 @@ from solrl_jax.models.layers.attention import attention, attention_forward
 from solrl_jax.models.layers.attention_fp8 import E4M3, asked, attention_fp8
 from solrl_jax.models.layers.core import LayerNorm, Linear, RMSNorm
 from solrl_jax.models.layers.embeddings import TextProjection, TimestepMLP
-from solrl_jax.quant.lazy import Pending, written
+from solrl_jax.quant.lazy import LazyActivation, written
 
 EPS = 1e-6  # of every normalisation
 # of a row, or of rows [b, s, d] with vectors [b, 1, d], shift and scale: `x (1 + scale) + shift`
 Modulate = Callable[[Array, Array, Array], Array]
 Rotate = Callable[
-    [Pending, int], Pending
+    [LazyActivation, int], LazyActivation
 ]  # of queries or keys [b, s, d], from the position of the first of them
 
 
-def unmoved(x: Pending, position: int) -> Pending:
+def unmoved(x: LazyActivation, position: int) -> LazyActivation:
     """Where positions do not turn queries and keys."""
     return x
 
 
-def attend(head: int, *streams: list[Pending]) -> Float[Array, "b s d"]:
+def attend(head: int, *streams: list[LazyActivation]) -> Float[Array, "b s d"]:
     """Attention of queries to keys and values [b, s, d], of streams one after another. head: features of a head.
 
     Where attention in FP8 is asked for, the result is in FP8.
@@ -61,7 +61,7 @@ class Projections(nnx.Module):
         self.norm_q, self.norm_k = (RMSNorm(head, eps=eps) if normed else None for _ in range(2))
         self.head = head
 
-    def heads(self, x: Pending, rotate: Rotate, position: int = 0) -> list[Pending]:
+    def heads(self, x: LazyActivation, rotate: Rotate, position: int = 0) -> list[LazyActivation]:
         """Queries, keys and values [b, s, d], heads side by side. position: of the first token."""
         return _heads(
             x, rotate, position, (self.to_q, self.norm_q), (self.to_k, self.norm_k), self.to_v
@@ -75,9 +75,9 @@ class SelfAttention(Projections):
         super().__init__(d, head, normed=normed, rngs=rngs)
         self.to_out = nnx.List([Linear(d, d, rngs=rngs)]) if projected else None
 
-    def __call__(self, x: Pending, rotate: Rotate = unmoved) -> Float[Array, "b s d"]:
+    def __call__(self, x: LazyActivation, rotate: Rotate = unmoved) -> Float[Array, "b s d"]:
         out = attend(self.head, self.heads(x, rotate))
-        return out if self.to_out is None else self.to_out[0](Pending.of(out, dtype=x.dtype))
+        return out if self.to_out is None else self.to_out[0](LazyActivation.of(out, dtype=x.dtype))
 
 
 class JointAttention(Projections):
@@ -109,7 +109,7 @@ class JointAttention(Projections):
         self.to_add_out = None if last else linear()
 
     def __call__(
-        self, text: Pending, image: Pending, rotate: Rotate = unmoved
+        self, text: LazyActivation, image: LazyActivation, rotate: Rotate = unmoved
     ) -> tuple[Float[Array, "b l d"] | None, Float[Array, "b n d"]]:
         """The outputs for text and image."""
         added = (
@@ -122,19 +122,21 @@ class JointAttention(Projections):
         from_text = (
             None
             if self.to_add_out is None
-            else self.to_add_out(Pending.of(out, (0, length), text.dtype))
+            else self.to_add_out(LazyActivation.of(out, (0, length), text.dtype))
         )
-        return from_text, self.to_out[0](Pending.of(out, (length, out.shape[1]), image.dtype))
+        return from_text, self.to_out[0](
+            LazyActivation.of(out, (length, out.shape[1]), image.dtype)
+        )
 
 
 def _heads(
-    x: Pending,
+    x: LazyActivation,
     rotate: Rotate,
     position: int,
     q: tuple[Linear, RMSNorm | None],
     k: tuple[Linear, RMSNorm | None],
     v: Linear,
-) -> list[Pending]:
+) -> list[LazyActivation]:
     normed = [
         linear.pending(x) if norm is None else norm.by_head(linear.pending(x))
         for linear, norm in (q, k)
@@ -221,7 +223,7 @@ class FeedForward(nnx.Module):
         }
         self.net = nnx.Dict(layers)
 
-    def __call__(self, x: Pending) -> Float[Array, "b s d"]:
+    def __call__(self, x: LazyActivation) -> Float[Array, "b s d"]:
         return self.net["2"](self.net["0"].proj.pending(x).map(jax.nn.gelu))
 
 
@@ -235,7 +237,7 @@ class AdaLayerNorm(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "b s d"], condition: Float[Array, "b d"]
-    ) -> tuple[Pending, list[Float[Array, "b 1 d"]]]:
+    ) -> tuple[LazyActivation, list[Float[Array, "b 1 d"]]]:
         """The normalised `x`, not modulated yet, and the vectors. condition: after its SiLU."""
         return self.norm.pending(x), jnp.split(
             self.linear(condition)[:, None], self.vectors, axis=-1

@@ -34,7 +34,7 @@ from solrl_jax.models.layers.embeddings import (
     unpatch,
 )
 from solrl_jax.models.loading.config_file import TransformerConfig
-from solrl_jax.quant.lazy import Pending
+from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.quant.leaf import Quantized
 from solrl_jax.quant.linear_attention import linear_attention
 
@@ -196,14 +196,14 @@ class Attention(nnx.Module):
         self.to_out = nnx.List([Linear(inner, d, rngs=rngs)])
         self.heads = heads
 
-    def projected(self, x: Pending, source: Pending) -> list[Pending]:
+    def projected(self, x: LazyActivation, source: LazyActivation) -> list[LazyActivation]:
         """Queries, keys and values, heads side by side."""
         q = self.to_q.pending(x)
         k = self.to_k.pending(source)
         v = self.to_v.pending(source)
         if self.norm_q is not None and self.norm_k is not None:
-            q = Pending.of(self.norm_q(q.value))
-            k = Pending.of(self.norm_k(k.value))
+            q = LazyActivation.of(self.norm_q(q.value))
+            k = LazyActivation.of(self.norm_k(k.value))
         return [q, k, v]
 
 
@@ -213,7 +213,7 @@ class LinearAttention(Attention):
     The sums over keys do not depend on the query, so the work is linear in the number of tokens.
     """
 
-    def __call__(self, x: Pending, grid: tuple[int, int]) -> Float[Array, "b n d"]:
+    def __call__(self, x: LazyActivation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """grid: rows and columns of the n tokens, of which nothing depends."""
         q, k, v = self.projected(x, x)
         return self.to_out[0](linear_attention(q, k, v, self.heads))
@@ -225,7 +225,7 @@ class CrossAttention(Attention):
     def __call__(
         self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
     ) -> Float[Array, "b n d"]:
-        projected = self.projected(Pending.of(x), Pending.of(text))
+        projected = self.projected(LazyActivation.of(x), LazyActivation.of(text))
         heads = [y.value.reshape(*y.value.shape[:2], self.heads, -1) for y in projected]
         attend = (
             attention_forward if isinstance(self.to_q.kernel.get_value(), Quantized) else attention

@@ -78,7 +78,7 @@ class Preprocessing:
 
 
 def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n_out n_in"]:
-    """The weight of each input in each output along one axis, float64. Rows sum to 1.
+    """The weight of each input in each output along one axis, float64. SeedBatch sum to 1.
 
     The centre of output i is at (i + 1/2) n_in / n_out. Where the picture shrinks, the kernel is widened by the same factor
     (antialiasing). At the border the kernel is cut off, and the remaining weights are scaled up.

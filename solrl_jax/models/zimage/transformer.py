@@ -28,7 +28,7 @@ from solrl_jax.models.layers.core import (
 from solrl_jax.models.layers.embeddings import patches, sinusoid, unpatch
 from solrl_jax.models.layers.mmdit import Projections
 from solrl_jax.models.loading.config_file import ReleasedConfig
-from solrl_jax.quant.lazy import Pending, written
+from solrl_jax.quant.lazy import LazyActivation, written
 
 Rotation: TypeAlias = tuple[Array, Array]  # cosines and sines [b, s, head / 2], float32
 
@@ -249,7 +249,7 @@ class Attention(Projections):
         self.to_out = nnx.List([Linear(c.dim, c.dim, bias=False, rngs=rngs)])
 
     def __call__(
-        self, x: Pending, rotation: Rotation, seen: Int[Array, " b"] | None
+        self, x: LazyActivation, rotation: Rotation, seen: Int[Array, " b"] | None
     ) -> Float[Array, "b s d"]:
         q, k, v = (
             written([y], self.head) for y in self.heads(x, lambda y, _: y.map(turn, *rotation))
@@ -265,7 +265,7 @@ class FeedForward(nnx.Module):
         self.w1, self.w3 = (Linear(d, hidden, bias=False, rngs=rngs) for _ in range(2))
         self.w2 = Linear(hidden, d, bias=False, rngs=rngs)
 
-    def __call__(self, x: Pending) -> Float[Array, "b s d"]:
+    def __call__(self, x: LazyActivation) -> Float[Array, "b s d"]:
         return self.w2(self.w1.pending(x).join(gated, self.w3.pending(x)))
 
 

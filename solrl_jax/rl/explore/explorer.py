@@ -1,4 +1,4 @@
-"""`Recipe`: how candidates are explored. The policy, the grid and the format of the exploring stage, levers applied."""
+"""`Explorer`: how candidates are explored. The policy, the grid and the format of the exploring stage, levers applied."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,18 +7,18 @@ from functools import cache, cached_property
 import jax
 
 from solrl_jax.config.schema import Explore
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.models.backbone import Params
 from solrl_jax.quant.formats import FORMATS, Format
-from solrl_jax.rl.explore.monitor import Level, levels
+from solrl_jax.rl.explore.monitor import ExplorationSetting, levels
 from solrl_jax.rl.explore.option import Calibration, active_levers
 from solrl_jax.rl.explore.sync import Quantizer, merged
-from solrl_jax.rl.sampler import Leg, Stage
-from solrl_jax.rl.trainable.trainable import Adapters, attach
+from solrl_jax.rl.sampler import Sampler, Segment
+from solrl_jax.rl.trainable.trainable import Trainable, attach
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Recipe:
+class Explorer:
     """Exploration as `config.Explore` describes it. What levers measure is measured when first needed, once."""
 
     explore: Explore
@@ -27,12 +27,12 @@ class Recipe:
     scale: float  # of the adapters: alpha / rank
     training_precision: str
     own_grid: Callable[
-        ..., Grid
+        ..., Schedule
     ]  # the schedule's own grid with so many steps, the first that adds noise, by number
     calibration: Calibration
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[ExplorationSetting, ...]:
         """How exploration may be done, from what is configured (level 0) to the most faithful."""
         return levels(
             self.format, self.explore.steps, self.calibration.grid.steps, self.training_precision
@@ -48,11 +48,11 @@ class Recipe:
         )
 
     @cached_property
-    def grid(self) -> Callable[..., Grid]:
+    def grid(self) -> Callable[..., Schedule]:
         """The grid to explore on with so many steps. start: of the full schedule, the first step that adds noise."""
 
         @cache
-        def made(steps: int, start: int) -> Grid:
+        def made(steps: int, start: int) -> Schedule:
             grid = self.own_grid(steps, start)
             for lever in active_levers(self.explore):
                 grid = lever.grid(self.explore, self.calibration, grid)
@@ -83,26 +83,28 @@ class Recipe:
         self.grid(self.explore.steps)
         jax.block_until_ready(self.quantizer(self.format.name))
 
-    def policy(self, adapters: Adapters, precision: str) -> Params:
+    def policy(self, adapters: Trainable, precision: str) -> Params:
         """The policy that explores: linears merged with their adapters and quantised ("sync" in the paper)."""
         backbone = self.calibration.backbone
         if (quantizer := self.quantizer(precision)) is None:
             return attach(backbone.transformer, adapters, self.scale)
         return merged(backbone, adapters, self.scale, self.quantized, quantizer)
 
-    def stage(self, adapters: Adapters, level: Level, start: int = 0) -> Stage:
+    def stage(self, adapters: Trainable, level: ExplorationSetting, start: int = 0) -> Sampler:
         """What candidates of the policy with these adapters are explored with. start: as of `grid`."""
-        leg = Leg(self.policy(adapters, level.precision), self.grid(level.steps, start))
+        segment = Segment(self.policy(adapters, level.precision), self.grid(level.steps, start))
         exact = attach(self.calibration.backbone.transformer, adapters, self.scale)
         return dataclasses.replace(
-            self.calibration.stage, name="explore", legs=self.legs(leg, exact, level.precision)
+            self.calibration.stage,
+            name="explore",
+            segments=self.segments(segment, exact, level.precision),
         )
 
-    def legs(self, leg: Leg, exact: Params, precision: str) -> tuple[Leg, ...]:
-        """The legs that a policy in the format `precision` explores in; exact: the policy that regenerates."""
+    def segments(self, segment: Segment, exact: Params, precision: str) -> tuple[Segment, ...]:
+        """The segments that a policy in the format `precision` explores in; exact: the policy that regenerates."""
         if FORMATS[precision].quantize is None:
-            return (leg,)
-        legs: tuple[Leg, ...] = (leg,)
+            return (segment,)
+        segments: tuple[Segment, ...] = (segment,)
         for lever in active_levers(self.explore):
-            legs = lever.legs(self.explore, legs, exact)
-        return legs
+            segments = lever.segments(self.explore, segments, exact)
+        return segments

@@ -21,7 +21,7 @@ from solrl_jax.quant.leaf import nbytes
 from solrl_jax.quant.matmul import dequantize
 from solrl_jax.rl.explore.option import shaped_quantizer
 from solrl_jax.rl.explore.sync import Quantizer
-from solrl_jax.rl.trainable.trainable import Adapters, Params, by_layer, flatten
+from solrl_jax.rl.trainable.trainable import Params, Trainable, by_layer, flatten
 
 Shaped = Array | jax.ShapeDtypeStruct
 
@@ -117,7 +117,7 @@ def report(
 
 
 def with_errors(
-    rows: Sequence[Linear], params: Params, adapters: Adapters, scale: float, form: Format
+    rows: Sequence[Linear], params: Params, adapters: Trainable, scale: float, form: Format
 ) -> list[Linear]:
     """The report with what quantising costs each matrix, adapters merged (Frobenius norms, in float32)."""
     norm = jnp.linalg.norm

@@ -20,20 +20,22 @@ FINER = ("fp8",)  # formats between those of four bits and the training precisio
 
 
 @dataclasses.dataclass(frozen=True)
-class Level:
+class ExplorationSetting:
     """How an iteration explores."""
 
     precision: str
     steps: int
 
 
-def levels(form: Format, steps: int, full_steps: int, training: str) -> tuple[Level, ...]:
+def levels(
+    form: Format, steps: int, full_steps: int, training: str
+) -> tuple[ExplorationSetting, ...]:
     """The ladder: as configured; with all steps; then in finer formats, up to the training precision."""
     finer = [name for name in (*FINER, training) if FORMATS[name].bits > form.bits]
     ladder = [
-        Level(form.name, steps),
-        Level(form.name, full_steps),
-        *(Level(name, full_steps) for name in finer),
+        ExplorationSetting(form.name, steps),
+        ExplorationSetting(form.name, full_steps),
+        *(ExplorationSetting(name, full_steps) for name in finer),
     ]
     return tuple(dict.fromkeys(ladder))
 

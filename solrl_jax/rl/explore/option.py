@@ -1,4 +1,4 @@
-"""`Lever`: one departure from the paper's exploration. Each lever is a file in `rl/explore/options/`.
+"""`ExplorationOption`: one departure from the paper's exploration. Each lever is a file in `rl/explore/options/`.
 
 A lever reads its own field of `config.Explore`. Deleting the file and the field deletes the lever.
 """
@@ -16,12 +16,12 @@ from jaxtyping import Float
 
 from solrl_jax.config.schema import Explore
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.models.backbone import Backbone, Params
 from solrl_jax.rl.explore import options as folder
 from solrl_jax.rl.explore.sync import Quantizer
-from solrl_jax.rl.generate import Prompted, Rows, generate
-from solrl_jax.rl.sampler import Leg, Stage
+from solrl_jax.rl.generate import PromptBatch, SeedBatch, generate
+from solrl_jax.rl.sampler import Sampler, Segment
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,28 +32,30 @@ class Calibration:
     """
 
     backbone: Backbone
-    stage: Stage  # of the base, as it regenerates
+    stage: Sampler  # of the base, as it regenerates
     prompts: Sequence[Prompt]
-    prompted: Callable[[], Prompted]  # encodes the prompts, when something is measured
-    rows: Rows  # a sample a prompt
+    prompted: Callable[[], PromptBatch]  # encodes the prompts, when something is measured
+    rows: SeedBatch  # a sample a prompt
     micro_batch: int  # rows that a device differentiates at once, at most
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> Schedule:
         """The grid of the regeneration."""
-        return self.stage.legs[0].grid
+        return self.stage.segments[0].grid
 
     def sample(
-        self, grid: Grid, noise: Float[np.ndarray, "b h w c"] | None = None
+        self, grid: Schedule, noise: Float[np.ndarray, "b h w c"] | None = None
     ) -> Float[np.ndarray, "b h w c"]:
         """Latents of all rows by the base on `grid`; noise: what they start from, in place of the seeds' own."""
-        stage = dataclasses.replace(self.stage, legs=(Leg(self.backbone.transformer, grid),))
+        stage = dataclasses.replace(
+            self.stage, segments=(Segment(self.backbone.transformer, grid),)
+        )
         return generate(
             self.backbone, stage, self.prompted(), dataclasses.replace(self.rows, noise=noise)
         ).latents
 
 
-class Lever(abc.ABC):
+class ExplorationOption(abc.ABC):
     """A lever says when it is active. The default of each other method changes nothing."""
 
     @abc.abstractmethod
@@ -64,7 +66,7 @@ class Lever(abc.ABC):
         """Whether it measures anything on the base. full_steps: of the regeneration; quantizes: whether the format does."""
         return False
 
-    def grid(self, explore: Explore, calibration: Calibration, grid: Grid) -> Grid:
+    def grid(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
         """The grid to explore on, in place of `grid`, which is the schedule's own with as many steps."""
         return grid
 
@@ -74,14 +76,16 @@ class Lever(abc.ABC):
         calibration: Calibration,
         paths: tuple[str, ...],
         quantizer: Quantizer,
-        grid: Grid,
+        grid: Schedule,
     ) -> Quantizer:
         """How to quantise the linears at `paths`, in place of `quantizer`. grid: the one that is explored on."""
         return quantizer
 
-    def legs(self, explore: Explore, legs: tuple[Leg, ...], exact: Params) -> tuple[Leg, ...]:
-        """The legs to explore in, in place of `legs`. exact: the policy that regenerates."""
-        return legs
+    def segments(
+        self, explore: Explore, segments: tuple[Segment, ...], exact: Params
+    ) -> tuple[Segment, ...]:
+        """The segments to explore in, in place of `segments`. exact: the policy that regenerates."""
+        return segments
 
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
@@ -100,7 +104,7 @@ def shaped_quantizer(
 
 
 @cache
-def levers() -> tuple[Lever, ...]:
+def levers() -> tuple[ExplorationOption, ...]:
     """Every lever in `rl/explore/options/`, by name."""
     names = sorted(
         module.name for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}.")
@@ -108,6 +112,6 @@ def levers() -> tuple[Lever, ...]:
     return tuple(importlib.import_module(name).LEVER for name in names)
 
 
-def active_levers(explore: Explore) -> tuple[Lever, ...]:
+def active_levers(explore: Explore) -> tuple[ExplorationOption, ...]:
     """The levers that a configuration asks for."""
     return tuple(lever for lever in levers() if lever.active(explore))

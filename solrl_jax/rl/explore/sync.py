@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from solrl_jax.models.backbone import Backbone
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.matmul import Quantized
-from solrl_jax.rl.trainable.trainable import Adapters, Params, attach, by_layer, flatten
+from solrl_jax.rl.trainable.trainable import Params, Trainable, attach, by_layer, flatten
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["beside"], meta_fields=["quantize"])
@@ -34,7 +34,7 @@ class Quantizer:
 def quantize_policy(
     mesh: Mesh,
     base: Params,
-    adapters: Adapters,
+    adapters: Trainable,
     scale: float,
     paths: Sequence[str],
     quantizer: Quantizer,
@@ -60,7 +60,11 @@ def quantize_policy(
 
 
 def merged(
-    backbone: Backbone, adapters: Adapters, scale: float, paths: Sequence[str], quantizer: Quantizer
+    backbone: Backbone,
+    adapters: Trainable,
+    scale: float,
+    paths: Sequence[str],
+    quantizer: Quantizer,
 ) -> Params:
     """The policy of `adapters` with the linears at `paths` merged and quantised."""
     with jax.set_mesh(backbone.mesh):

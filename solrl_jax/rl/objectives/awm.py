@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
     PerRow,
     Target,
@@ -23,7 +23,7 @@ ANCHOR = (
 
 
 def awm(
-    velocities: Velocities, target: Target, policy: PolicyConfig
+    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
 ) -> tuple[PerRow, dict[str, PerRow]]:
     """Fits good samples better than the old policy does, and bad ones worse.
 
@@ -37,10 +37,10 @@ def awm(
         v, v_old, target
     )  # so that at the old policy the ratio is 1 to the last bit
     log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER
-    loss, metrics = clipped_policy(log_r, target, policy, 1.0)
+    loss, metrics = clipped_policy(log_r, target, algorithm, 1.0)
     kl = row_mean(jnp.square(v - v_ref))
     drift = row_mean(jnp.square(v - v_old))
-    return loss + policy.kl_weight * kl + ANCHOR * drift, metrics | {
+    return loss + algorithm.kl_weight * kl + ANCHOR * drift, metrics | {
         "loss/kl": kl,
         "loss/drift": drift,
     }

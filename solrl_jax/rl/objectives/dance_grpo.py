@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import PerRow, Target, Velocities, clipped_policy, log_ratio, row_mean
 
 
 def dance_grpo(
-    velocities: Velocities, target: Target, policy: PolicyConfig
+    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
 ) -> tuple[PerRow, dict[str, PerRow]]:
     """Makes the steps to good samples more probable, and those to bad ones less.
 
@@ -17,10 +17,10 @@ def dance_grpo(
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     loss, metrics = clipped_policy(
-        log_ratio(v, v_old, target), target, policy, policy.advantage_clip
+        log_ratio(v, v_old, target), target, algorithm, algorithm.advantage_clip
     )
     kl = row_mean(jnp.square(v - v_ref))
-    return loss + policy.kl_weight * kl, metrics | {
+    return loss + algorithm.kl_weight * kl, metrics | {
         "loss/kl": kl,
         "loss/drift": row_mean(jnp.square(v - v_old)),
     }

@@ -3,23 +3,23 @@
 import jax
 import jax.numpy as jnp
 
-from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import PerRow, Target, Velocities, matching_gap, row_mean
 
 
 def dpo(
-    velocities: Velocities, target: Target, policy: PolicyConfig
+    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
 ) -> tuple[PerRow, dict[str, PerRow]]:
     """Fits the better sample of a pair more than the base does, and the worse one less. Both rows have the pair's loss.
 
         d    = mean((v - (noise - x0))^2) - mean((v_ref - (noise - x0))^2)
         loss = -log sigmoid(-beta / 2 (d_better - d_worse)) + kl_weight mean((v - v_ref)^2)
 
-    Rows 2 i and 2 i + 1 are a pair, the better one first. As released, beta stands for the paper's beta, steps and weight.
+    SeedBatch 2 i and 2 i + 1 are a pair, the better one first. As released, beta stands for the paper's beta, steps and weight.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     gained = matching_gap(v, v_ref, target)
-    margin = -policy.beta / 2 * (gained[::2] - gained[1::2])
+    margin = -algorithm.beta / 2 * (gained[::2] - gained[1::2])
     loss = -jax.nn.log_sigmoid(margin).repeat(2)
     kl = row_mean(jnp.square(v - v_ref))
     agreed = (margin > 0).astype(jnp.float32).repeat(2)
@@ -29,4 +29,4 @@ def dpo(
         "loss/drift": row_mean(jnp.square(v - v_old)),
         "preferred": agreed,
     }
-    return loss + policy.kl_weight * kl, parts
+    return loss + algorithm.kl_weight * kl, parts

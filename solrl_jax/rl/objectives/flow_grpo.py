@@ -6,12 +6,12 @@ Source: the paper's equations 5 and 9, and its released code, whose KL divides b
 import jax
 import jax.numpy as jnp
 
-from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import PerRow, Target, Velocities, clipped_policy, log_ratio, row_mean
 
 
 def flow_grpo(
-    velocities: Velocities, target: Target, policy: PolicyConfig
+    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
 ) -> tuple[PerRow, dict[str, PerRow]]:
     """Makes the steps to good samples more probable, and those to bad ones less.
 
@@ -23,7 +23,7 @@ def flow_grpo(
     step = target.step
     assert step is not None
     loss, metrics = clipped_policy(
-        log_ratio(v, v_old, target), target, policy, policy.advantage_clip
+        log_ratio(v, v_old, target), target, algorithm, algorithm.advantage_clip
     )
     kl = (
         row_mean(jnp.square(v - v_ref))
@@ -31,7 +31,7 @@ def flow_grpo(
         * step.length
         / (2 * step.std**2)
     )
-    return loss + policy.kl_weight * kl, metrics | {
+    return loss + algorithm.kl_weight * kl, metrics | {
         "loss/kl": kl,
         "loss/drift": row_mean(jnp.square(v - v_old)),
     }

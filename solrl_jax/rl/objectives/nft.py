@@ -3,22 +3,22 @@
 import jax
 import jax.numpy as jnp
 
-from solrl_jax.config.schema import Policy as PolicyConfig
+from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import Latents, PerRow, Target, Velocities, along, row_mean
 
 SMALLEST_DENOMINATOR = 1e-5
 
 
 def nft(
-    velocities: Velocities, target: Target, policy: PolicyConfig
+    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
 ) -> tuple[PerRow, dict[str, PerRow]]:
     """The objective of Sol-RL: `nft_loss` with the configured weights."""
     return nft_loss(
         velocities,
         target,
-        beta=policy.beta,
-        kl_weight=policy.kl_weight,
-        advantage_clip=policy.advantage_clip,
+        beta=algorithm.beta,
+        kl_weight=algorithm.kl_weight,
+        advantage_clip=algorithm.advantage_clip,
     )
 
 

@@ -1,4 +1,4 @@
-"""Adapters in the files that others read: diffusers' one safetensors file, and the adapter directory of PEFT.
+"""Trainable in the files that others read: diffusers' one safetensors file, and the adapter directory of PEFT.
 
 Both hold two tensors a linear, under its released name: `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank] (for a 1x1
 convolution with two axes of one more), which are our `a` and `b` transposed, one pair a layer where we stack layers. The linear
@@ -30,7 +30,7 @@ from solrl_jax.errors import InputError, RunError, first_line, in_one_line
 from solrl_jax.models.backbone import STORED_DTYPES, read_header
 from solrl_jax.rl.trainable import lora_settings
 from solrl_jax.rl.trainable.lora_settings import PEFT_CONFIG, PEFT_FILE, LoraSettings, Table
-from solrl_jax.rl.trainable.trainable import Adapter, Adapters
+from solrl_jax.rl.trainable.trainable import Adapter, Trainable
 from solrl_jax.storage import files
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
@@ -65,7 +65,7 @@ def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
 
 def export_diffusers(
     path: Path,
-    adapters: Adapters,
+    adapters: Trainable,
     settings: LoraSettings,
     table: Table,
     *,
@@ -92,7 +92,7 @@ def export_diffusers(
 
 def export_peft(
     folder: Path,
-    adapters: Adapters,
+    adapters: Trainable,
     settings: LoraSettings,
     table: Table,
     *,
@@ -202,7 +202,7 @@ def _slots(table: Table) -> dict[str, _Slot]:
     return slots
 
 
-def _of_lora(adapters: Adapters) -> dict[str, Adapter]:
+def _of_lora(adapters: Trainable) -> dict[str, Adapter]:
     """The adapters, if there is nothing else; InputError if there is."""
     if whole := [path for path, own in adapters.items() if not isinstance(own, dict)]:
         raise InputError(

@@ -22,7 +22,7 @@ from solrl_jax.models.backbone import Component, Entry, Params, entries
 from solrl_jax.quant.matmul import LowRank, Quantized
 
 Adapter = dict[str, Array]  # {"a": ..., "b": ...}
-Adapters = Mapping[str, Adapter | Array]
+Trainable = Mapping[str, Adapter | Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
 def init_adapters(
     key: Array, base: Params, targets: Sequence[str], rank: int
 ) -> dict[str, Adapter]:
-    """Adapters on `targets`: A Gaussian of deviation 1 / rank (PEFT's "gaussian"), B zero. They change nothing yet."""
+    """Trainable on `targets`: A Gaussian of deviation 1 / rank (PEFT's "gaussian"), B zero. They change nothing yet."""
     flat = flatten(base)
 
     def one(index: int, path: str) -> dict[str, Array]:
@@ -97,7 +97,10 @@ def init_adapters(
 
 
 def attach(
-    base: Params, adapters: Adapters, scale: float, quantized: Mapping[str, Quantized] | None = None
+    base: Params,
+    adapters: Trainable,
+    scale: float,
+    quantized: Mapping[str, Quantized] | None = None,
 ) -> Params:
     """The policy's parameters: `LowRank` where there is an adapter, the whole array where there is one, in the base's dtype;
     but the merged and quantised leaf where one is given.
@@ -115,7 +118,7 @@ def attach(
     )
 
 
-def within_bounds(trained: Adapters, table: Sequence[Entry]) -> Adapters:
+def within_bounds(trained: Trainable, table: Sequence[Entry]) -> Trainable:
     """The projection of whole arrays onto the bounds of their parameters, where these have any."""
     bounds = {e.key: e.bounds for e in table if e.bounds is not None}
 

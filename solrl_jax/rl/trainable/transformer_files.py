@@ -20,7 +20,7 @@ from solrl_jax.errors import InputError
 from solrl_jax.models.backbone import Backbone, to_torch_order
 from solrl_jax.rl.trainable.lora_files import DIFFUSERS_FILE, export_diffusers
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
-from solrl_jax.rl.trainable.trainable import Adapters, flatten
+from solrl_jax.rl.trainable.trainable import Trainable, flatten
 from solrl_jax.storage import files
 
 NAME = "diffusion_pytorch_model"
@@ -49,7 +49,7 @@ def check_directory(folder: Path) -> None:
 def export_transformer(
     folder: Path,
     backbone: Backbone,
-    trained: Adapters,
+    trained: Trainable,
     settings: LoraSettings,
     *,
     dtype: Any = jnp.float32,

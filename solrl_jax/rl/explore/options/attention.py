@@ -7,18 +7,20 @@ import dataclasses
 
 from solrl_jax.config.schema import Explore
 from solrl_jax.models.backbone import Params
-from solrl_jax.rl.explore.option import Lever
-from solrl_jax.rl.sampler import Leg
+from solrl_jax.rl.explore.option import ExplorationOption
+from solrl_jax.rl.sampler import Segment
 
 
-class Attention(Lever):
-    """Marks the exploring legs."""
+class Attention(ExplorationOption):
+    """Marks the exploring segments."""
 
     def active(self, explore: Explore) -> bool:
         return explore.attention == "fp8"
 
-    def legs(self, explore: Explore, legs: tuple[Leg, ...], exact: Params) -> tuple[Leg, ...]:
-        return tuple(dataclasses.replace(leg, in_fp8=True) for leg in legs)
+    def segments(
+        self, explore: Explore, segments: tuple[Segment, ...], exact: Params
+    ) -> tuple[Segment, ...]:
+        return tuple(dataclasses.replace(segment, in_fp8=True) for segment in segments)
 
 
 LEVER = Attention()

@@ -24,16 +24,16 @@ from jaxtyping import Array, Float
 
 from solrl_jax.config.schema import Explore
 from solrl_jax.diffusion.sampler import interpolate
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
 from solrl_jax.models.backbone import Backbone, Conditioning, Params
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.leaf import Leaf, Quantized
 from solrl_jax.quant.matmul import Weight, dequantize, product
-from solrl_jax.rl.explore.option import Calibration, Lever
+from solrl_jax.rl.explore.option import Calibration, ExplorationOption
 from solrl_jax.rl.explore.sync import Quantizer
-from solrl_jax.rl.generate import Rows
+from solrl_jax.rl.generate import SeedBatch
 from solrl_jax.rl.trainable.trainable import flatten, replace
 
 PASSES = 3  # of the orthogonal iteration; the energy of inputs falls off fast enough
@@ -132,7 +132,7 @@ def _probe_backward(saved, g):
 _probe.defvjp(_probe_forward, _probe_backward)
 
 
-class Correction(Lever):
+class Correction(ExplorationOption):
     """Wraps the quantiser of every linear."""
 
     def active(self, explore: Explore) -> bool:
@@ -147,7 +147,7 @@ class Correction(Lever):
         calibration: Calibration,
         paths: tuple[str, ...],
         quantizer: Quantizer,
-        grid: Grid,
+        grid: Schedule,
     ) -> Quantizer:
         bases = principal_inputs(calibration, paths, explore.correction, grid)
         return Quantizer(
@@ -171,7 +171,7 @@ LEVER = Correction()
 
 
 def principal_inputs(
-    calibration: Calibration, paths: tuple[str, ...], rank: int, grid: Grid
+    calibration: Calibration, paths: tuple[str, ...], rank: int, grid: Schedule
 ) -> Bases:
     """The `rank` directions of largest energy of each linear's inputs, in the backbone's dtype, on every device.
 
@@ -187,7 +187,7 @@ def principal_inputs(
         return hosts.put(tree, sharding.replicated(backbone.mesh))
 
     conditioning = calibration.prompted().conditions.positive
-    clean = place(Rows(rows.prompt, rows.seeds, latents))
+    clean = place(SeedBatch(rows.prompt, rows.seeds, latents))
     bases = _random_directions(backbone.transformer, paths, TURNED * rank)
     grid = place(grid)
     for _ in range(PASSES):
@@ -235,8 +235,8 @@ def probed(
     base: Params,
     conditioning: Conditioning,
     bases: Bases,
-    clean: Rows,
-    grid: Grid,
+    clean: SeedBatch,
+    grid: Schedule,
 ) -> Bases:
     """`X^T X U` of each linear, for its inputs X at every sigma of `grid`.
 

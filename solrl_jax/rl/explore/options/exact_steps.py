@@ -8,21 +8,23 @@ import dataclasses
 
 from solrl_jax.config.schema import Explore
 from solrl_jax.models.backbone import Params
-from solrl_jax.rl.explore.option import Lever
-from solrl_jax.rl.sampler import Leg
+from solrl_jax.rl.explore.option import ExplorationOption
+from solrl_jax.rl.sampler import Segment
 
 
-class ExactSteps(Lever):
-    """Splits the exploring leg in two."""
+class ExactSteps(ExplorationOption):
+    """Splits the exploring segment in two."""
 
     def active(self, explore: Explore) -> bool:
         return explore.exact_steps > 0
 
-    def legs(self, explore: Explore, legs: tuple[Leg, ...], exact: Params) -> tuple[Leg, ...]:
+    def segments(
+        self, explore: Explore, segments: tuple[Segment, ...], exact: Params
+    ) -> tuple[Segment, ...]:
         count = explore.exact_steps
-        (first, *others) = legs
+        (first, *others) = segments
         return (
-            Leg(exact, first.grid.part(0, count)),
+            Segment(exact, first.grid.part(0, count)),
             dataclasses.replace(first, grid=first.grid.part(count)),
             *others,
         )

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Float
 
 from solrl_jax.config.schema import Explore
-from solrl_jax.diffusion.schedule import Grid
+from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.solver import Table
-from solrl_jax.rl.explore.option import Calibration, Lever
+from solrl_jax.rl.explore.option import Calibration, ExplorationOption
 
 Latents = Float[np.ndarray, " b *latent"]
 STAY = (1.0, 0.0, 0.0, 0.0, 0.0)  # the row of a step that ends where it starts
@@ -24,7 +24,7 @@ DIGITS = (
 )
 
 
-class Preview(Lever):
+class Preview(ExplorationOption):
     """Replaces the exploring grid."""
 
     def active(self, explore: Explore) -> bool:
@@ -33,7 +33,7 @@ class Preview(Lever):
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
         return explore.steps < full_steps
 
-    def grid(self, explore: Explore, calibration: Calibration, grid: Grid) -> Grid:
+    def grid(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
         full = calibration.grid
         if grid.steps >= full.steps:
             return full
