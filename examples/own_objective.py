@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 import solrl_jax as solrl
 from solrl_jax.rl.objective import (
-    PerRow,
     AlgorithmConfig,
+    PerRow,
     Target,
     Velocities,
     matching_error,
