@@ -15,6 +15,7 @@ from solrl_jax.models.autoencoders.dc import AutoencoderDCConfig, relu_attention
 from solrl_jax.models.layers.core import depth_to_space, space_to_depth
 from solrl_jax.models.loading.weights import entries
 from tests import carried
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
@@ -100,7 +101,7 @@ def inputs(config, size, seed=0):
     return x.astype(np.float32), z.astype(np.float32)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", first_is_quick(SMALL))
 def test_encode_and_decode_agree_with_diffusers(name):
     config, size = SMALL[name]
     reference = torch_model(config)

@@ -18,6 +18,7 @@ from solrl_jax.models.autoencoders.tiling import decode_tiled
 from solrl_jax.models.layers.core import Conv, conv_of_squares
 from solrl_jax.models.loading.weights import entries
 from tests import carried
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count
 
 # Compilation is most of the time here, and half of it LLVM's optimisation of small kernels.
@@ -116,7 +117,7 @@ def distance(x, reference):
     return np.linalg.norm(np.asarray(x, np.float32) - reference) / np.linalg.norm(reference)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", first_is_quick(SMALL))
 def test_encode_and_decode_and_their_gradients_equal_diffusers(name):
     config, pixels, size = SMALL[name]
     c = AutoencoderKLConfig.from_dict(config)

@@ -16,6 +16,7 @@ from solrl_jax.models.flux2.autoencoder import AutoencoderKLFlux2, AutoencoderKL
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.weights import entries, find_decoder
 from tests import carried
+from tests.cases import first_is_quick
 from tests.models.test_autoencoder_kl import TOLERANCE, error, nchw, nhwc, normal
 from tests.parity import from_torch, parameter_count
 
@@ -90,7 +91,7 @@ def their_decode(model, latent):
     return model.decode(Flux2KleinPipeline._unpatchify_latents(latent)).sample
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", first_is_quick(SMALL))
 def test_decode_and_its_gradient_equal_diffusers(name):
     config, size = SMALL[name]
     reference = torch_model(config)

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from solrl_jax.models.loading.weights import entries, find_component, load_tensors
 from solrl_jax.models.vision.clip import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from tests import carried
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -111,7 +112,7 @@ def outputs(reference, ids) -> list:
     return [out.hidden_states[-2], out.last_hidden_state, pooled]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_outputs_and_gradients_equal_transformers(case):
     """The gradient is that of the table of tokens, by each output: rows of it are the inputs."""
     overrides, length, projected = CASES[case]
@@ -181,7 +182,7 @@ def test_which_token_stands_for_the_text():
     assert relative(pooled[EOS], pooled[2]) > 0.1
 
 
-@pytest.mark.parametrize("case", ["like CLIP-L", "like CLIP-G"])
+@pytest.mark.parametrize("case", first_is_quick(["like CLIP-L", "like CLIP-G"]))
 def test_bfloat16_is_as_near_as_torch(case):
     """Distance of each BF16 network to float32, for each output; ours computes in the dtype of its table."""
     overrides = CASES[case][0] | {

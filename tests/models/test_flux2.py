@@ -18,6 +18,7 @@ from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DMo
 from solrl_jax.models.loading.weights import entries
 from solrl_jax.quant.matmul import LowRank
 from tests import carried
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
@@ -114,7 +115,7 @@ def weighting(overrides: dict, sizes: tuple[int, int, int]) -> np.ndarray:
     return np.random.default_rng(2).standard_normal((2, *sizes[:2], channels)).astype(np.float32)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_output_and_input_gradient_equal_diffusers(case):
     overrides, sizes = CASES[case]
     theirs, graphdef, state, params = build(overrides)

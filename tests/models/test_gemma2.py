@@ -14,6 +14,7 @@ from pretrain.networks import to_torch
 from solrl_jax.models.loading.weights import entries
 from solrl_jax.models.text_encoders.gemma2 import FULL, SLIDING, Gemma2Config, Gemma2Model
 from tests import carried
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5
@@ -75,7 +76,7 @@ def run(model, ids, mask):
     return model(ids, mask)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_hidden_states(case):
     reference = reference_model(seed=list(CASES).index(case), **CASES[case])
     model = port(reference)

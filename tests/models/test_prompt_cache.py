@@ -12,6 +12,7 @@ import pytest
 
 from solrl_jax.errors import RunError
 from solrl_jax.models.text_encoders.cache import Cache, open_cache
+from tests.cases import first_is_quick
 
 KEY = "ab" + "0" * 62
 ENCODING = {
@@ -65,7 +66,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGE)
+@pytest.mark.parametrize("case", first_is_quick(DAMAGE))
 def test_a_damaged_entry_is_none_and_is_replaced(case, tmp_path):
     cache = Cache(tmp_path)
     cache.write(KEY, ENCODING)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from solrl_jax.models.loading.weights import entries
 from solrl_jax.models.text_encoders.qwen3 import Qwen3Config, Qwen3Model, open_qwen3
 from solrl_jax.models.text_encoders.tokenizers import chat, tokenize
+from tests.cases import first_is_quick
 from tests.parity import relative
 from tests.pipelines import make_qwen_tokenizer
 
@@ -92,7 +93,7 @@ def expected(reference, ids, mask, states):
     return np.concatenate([out[state].numpy() for state in states], axis=-1)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_hidden_states(case, tmp_path):
     changes, states = CASES[case]
     reference = reference_model(seed=list(CASES).index(case), **changes)

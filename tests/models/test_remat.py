@@ -12,6 +12,7 @@ from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DMo
 from solrl_jax.models.layers.core import REMAT, rms_norm
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
+from tests.cases import first_is_quick
 
 TOLERANCE = 1e-6  # of the largest gradient: other fusions, the same sums
 ROWS = 4
@@ -59,7 +60,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", first_is_quick(NETWORKS))
 def test_gradients_are_the_same_and_take_less_memory(name):
     make = NETWORKS[name][0]
     told = jax.tree.map(jnp.asarray, NETWORKS[name][1])

@@ -9,6 +9,7 @@ from flax import nnx
 from pretrain.networks import to_torch
 
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 # Heads are 32 wide, as in every released checkpoint: with 8, a query whose few features are nearly all cut off by the ReLU
@@ -85,7 +86,7 @@ def cotangent(*shape: int) -> np.ndarray:
     return np.random.default_rng(2).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_forward_and_input_gradient_equal_diffusers(case):
     theirs, ours, _, _ = build(CASES[case])
     x = inputs()

@@ -8,6 +8,7 @@ from flax import nnx
 from solrl_jax.models.loading.weights import entries
 from solrl_jax.models.sana.native import is_native, mlp_ratio, plan
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
+from tests.cases import first_is_quick
 
 
 def native_shapes(
@@ -76,7 +77,7 @@ NETWORKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NETWORKS)
+@pytest.mark.parametrize("case", first_is_quick(NETWORKS))
 def test_a_released_network_is_mapped_whole_onto_the_one_that_its_config_builds(case):
     changes, config, count = NETWORKS[case]
     shapes = native_shapes(**changes)

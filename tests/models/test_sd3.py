@@ -15,6 +15,7 @@ from solrl_jax.models.layers.embeddings import sincos_positions
 from solrl_jax.models.loading.weights import entries
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from tests import carried
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 BASE = dict(
@@ -151,7 +152,9 @@ def check(case: str, by_params: bool = False):
     return dict(theirs.named_parameters()), *(to_torch(state, r) for r in rest)
 
 
-@pytest.mark.parametrize("case", ["large", "no-qk-norm", "dual-everywhere", "one-layer"])
+@pytest.mark.parametrize(
+    "case", first_is_quick(["large", "no-qk-norm", "dual-everywhere", "one-layer"])
+)
 def test_forward_and_input_gradient_equal_diffusers(case):
     check(case)
 

@@ -15,6 +15,7 @@ from solrl_jax.models.layers.core import attention as attention_module
 from solrl_jax.models.loading.weights import entries, find_component, load_tensors
 from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel, relative_buckets
 from tests import carried
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count, relative
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -75,7 +76,7 @@ def prompts(shape: tuple, seed: int = 1):
     return np.random.default_rng(seed).integers(0, BASE["vocab_size"], shape)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_forward_and_input_gradient_equal_transformers(case):
     overrides, shape = CASES[case]
     reference = reference_model(overrides, seed=list(CASES).index(case))

@@ -23,6 +23,7 @@ from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.parallel import sharding
 from solrl_jax.rl.experiment import build
 from solrl_jax.rl.generate import prepare
+from tests.cases import first_is_quick
 from tests.pipelines import save_flux_pipeline, save_pipeline, save_sd3_pipeline
 from tests.small import small_config
 
@@ -187,7 +188,7 @@ def with_one(folders, tmp_path_factory):
     return cache
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", first_is_quick(OTHERS))
 def test_a_key_stands_for_all_that_an_encoding_depends_on(
     case, folders, with_one, tmp_path, monkeypatch
 ):
