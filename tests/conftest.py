@@ -26,6 +26,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+import tests.checker  # noqa: F401 - the import hook finds it by name
+
 # Shapes and dtypes of annotated functions are checked, in the tests only.
 install_import_hook("solrl_jax", "tests.checker.check")
 
