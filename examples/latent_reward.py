@@ -24,7 +24,7 @@ def calm() -> solrl.Reward:
     def prepare(prompts):
         return np.zeros(len(prompts), np.float32)  # an array with a row a prompt; not read
 
-    return solrl.Reward(None, prepare, score, sees="latents")
+    return solrl.Reward(None, prepare, score, inputs="latents")
 
 
 def main(*overrides: str) -> None:

@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import solrl_jax as solrl
 from solrl_jax.rl.objective import (
     AlgorithmConfig,
-    PerRow,
-    Target,
+    PerSample,
+    TrainingTarget,
     Velocities,
     matching_error,
-    row_mean,
+    mean_per_sample,
 )
 
 
 def good_half(
-    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
-) -> tuple[PerRow, dict[str, PerRow]]:
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
     """Flow matching on samples whose advantage is positive, held near the base by the KL weight. One loss a row."""
     error = matching_error(velocities.trained, target)
-    kl = row_mean((velocities.trained - velocities.reference) ** 2)
+    kl = mean_per_sample((velocities.trained - velocities.reference) ** 2)
     loss = jnp.where(target.optimality > 0.5, error, 0.0) + algorithm.kl_weight * kl
     return loss, {"loss/policy": error, "loss/kl": kl}
 

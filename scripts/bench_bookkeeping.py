@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.timing import finish, parser
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.rl.iteration import Outcome
+from solrl_jax.rl.iteration import IterationResult
 from solrl_jax.runs import trainer
 from solrl_jax.runs.progress import TerminalProgress
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = options.parse_args(arguments)
     iterate = trainer.iterate
     begun = list[float]()
-    real = list[Outcome]()
+    real = list[IterationResult]()
 
     def again(experiment, state, *rest):
         if not real:

@@ -32,7 +32,7 @@ from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Program, Stages
 from solrl_jax.planning.topology import tracing
-from solrl_jax.rl.experiment import build, device_facts, fresh_state, open_mesh
+from solrl_jax.rl.experiment import build, fresh_state, local_device, open_mesh
 from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
 
@@ -60,7 +60,7 @@ def stages(config: Config, repeat: int, best: float) -> dict[str, Any]:
 def counted(config: Config) -> dict[str, int]:
     """Operations of the products of each stage of an iteration. Scoring is a part of the two rollouts."""
     shapes = of_shapes(
-        config, open_configurations(config.model.path), device_facts(), open_mesh(config)
+        config, open_configurations(config.model.path), local_device(), open_mesh(config)
     )
     planned = Stages(shapes)
     counts = Counter[str]()
@@ -99,9 +99,9 @@ def sampling(model: str, args: argparse.Namespace) -> dict[str, Any]:
     for precision in PRECISIONS:
         experiment = build(resolve("tiny", (f"model={model}", f"rollout.precision={precision}")))
         prompts = experiment.train_prompts[: args.pictures]
-        prompted = experiment.prompted(prompts)
-        rows = SeedBatch.of(experiment.seeds("candidate", prompts, 1))
-        stage = experiment.stage("sample", fresh_state(experiment).ema, args.steps)
+        prompted = experiment.encode_prompts(prompts)
+        rows = SeedBatch.from_seeds(experiment.seeds("candidate", prompts, 1))
+        stage = experiment.sampler("sample", fresh_state(experiment).ema, args.steps)
 
         def make():
             return generate(experiment.backbone, stage, prompted, rows, keep_images=True)

@@ -35,7 +35,7 @@ def measure(config: Config, repeat: int) -> dict[str, Any]:
         if name != "seconds/compile"
     }
     return {
-        "exploration": experiment.recipe.format.describe(experiment.device),
+        "exploration": experiment.explorer.format.describe(experiment.device),
         "seconds": medians["seconds"],
         "stages": {
             name.removeprefix("seconds/"): value for name, value in medians.items() if "/" in name

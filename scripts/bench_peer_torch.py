@@ -22,7 +22,7 @@ from bench.random_weights import encoding_shapes
 from solrl_jax.config.presets import resolve
 from solrl_jax.parallel import sharding
 from solrl_jax.planning.abstract import experiment, open_configurations
-from solrl_jax.rl.experiment import device_facts
+from solrl_jax.rl.experiment import local_device
 
 MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 
@@ -31,7 +31,7 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
     """The transformer's config.json, the shape of each encoding of a prompt without its row, and that of a latent [h, w, c]."""
     config = resolve(preset, tuple(overrides))
     pipeline = open_configurations(config.model.path)
-    there = experiment(config, pipeline, device_facts(), sharding.make_mesh(1, 1))
+    there = experiment(config, pipeline, local_device(), sharding.make_mesh(1, 1))
     encodings = {name: leaf.shape[1:] for name, leaf in encoding_shapes(there).items()}
     stored = json.loads((pipeline.transformer.source / "config.json").read_text())
     return stored, encodings, pipeline.latent_shape(*there.size)

@@ -33,7 +33,7 @@ from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.formats import resolve as resolve_format
 from solrl_jax.rl.experiment import Experiment, fresh_state
 from solrl_jax.rl.explore.monitor import ExplorationSetting
-from solrl_jax.rl.iteration import generate_candidates
+from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.state import TrainState
 
@@ -75,7 +75,7 @@ class Bench:
     def rollout(self, precision: str) -> dict[str, float]:
         """Seconds for exploring all candidates of one prompt in `precision`, and for regenerating those that are kept."""
         rollout = self.experiment.config.rollout
-        exploring = self.experiment.recipe.stage(
+        exploring = self.experiment.explorer.sampler(
             self.state.old, ExplorationSetting(precision, rollout.explore.steps)
         )
         explore = self._rolled_out(exploring, rollout.candidates)
@@ -84,9 +84,9 @@ class Bench:
 
     def format(self, name: str, plain: float, whole: float) -> dict[str, Any]:
         """A format's results. plain: seconds of a step of the base in BF16; whole: of the pool in BF16."""
-        recipe = self.experiment.recipe
-        sync = seconds(lambda: recipe.policy(self.state.old, name), self.repeat)
-        step = self.step(recipe.policy(self.state.old, name))
+        explorer = self.experiment.explorer
+        sync = seconds(lambda: explorer.policy(self.state.old, name), self.repeat)
+        step = self.step(explorer.policy(self.state.old, name))
         rollout = self.rollout(name)
         return {
             "means": FORMATS[name].describe(self.experiment.device),
@@ -96,15 +96,24 @@ class Bench:
         }
 
     def _full(self, name: str) -> Sampler:
-        return self.experiment.stage(name, self.state.old, self.experiment.config.rollout.steps)
+        return self.experiment.sampler(name, self.state.old, self.experiment.config.rollout.steps)
 
     def _rolled_out(self, stage: Sampler, candidates: int) -> float:
         experiment = self.experiment
         prompts = self.experiment.train_prompts[:1]
-        prompted = experiment.prompted(prompts, experiment.reward)
+        prompted = experiment.encode_prompts(prompts, experiment.reward)
         seeds = experiment.seeds("candidate", prompts, candidates, iteration=1)
         return seconds(
-            lambda: generate_candidates(experiment, stage, prompted, seeds).latents, self.repeat
+            lambda: (
+                generate(
+                    experiment.backbone,
+                    stage,
+                    prompted,
+                    SeedBatch.from_seeds(seeds),
+                    experiment.reward,
+                ).latents
+            ),
+            self.repeat,
         )
 
 

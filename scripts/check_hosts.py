@@ -41,7 +41,7 @@ DELAY = 0.05  # seconds into the stage
 def child(stage: str, arguments: list[str]) -> None:
     """Runs `solrl` with `arguments`. If a stage is named, the process kills itself in that stage of the second iteration."""
     from solrl_jax.cli import main
-    from solrl_jax.rl.clock import PhaseTimer
+    from solrl_jax.rl.phase_timer import PhaseTimer
     from solrl_jax.runs import checkpoint_writer
     from solrl_jax.runs.progress import TerminalProgress
 

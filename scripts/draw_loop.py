@@ -51,7 +51,7 @@ def pictures() -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     config = experiment.config
     prompts = draw_prompts(experiment.train_prompts, config.seed, 0, config.train.prompts)
     seeds = experiment.seeds("candidate", prompts, config.rollout.candidates, iteration=1)[FOLLOWED]
-    prompted = experiment.prompted(prompts, experiment.reward)
+    prompted = experiment.encode_prompts(prompts, experiment.reward)
 
     def made(stage, chosen):
         rows = SeedBatch(np.full(len(chosen), FOLLOWED), seeds[chosen])
@@ -59,12 +59,12 @@ def pictures() -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
             experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True
         )
 
-    recipe = experiment.recipe
-    explored = made(recipe.stage(state.old, recipe.levels[0]), np.arange(len(seeds)))
+    explorer = experiment.explorer
+    explored = made(explorer.sampler(state.old, explorer.settings[0]), np.arange(len(seeds)))
     order = np.argsort(-explored.reward, kind="stable")
     half = config.rollout.kept // 2
     kept = np.concatenate([order[:half], order[-half:]])
-    again = made(experiment.stage("regenerate", state.old, config.rollout.steps), kept)
+    again = made(experiment.sampler("regenerate", state.old, config.rollout.steps), kept)
     assert explored.images is not None
     assert again.images is not None
     return str(prompts[FOLLOWED]), explored.images, kept, again.images

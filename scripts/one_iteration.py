@@ -40,7 +40,7 @@ for prompt, row in zip(prompts, seeds, strict=True):
 
 # %%
 FOLLOWED = 2
-prompted = experiment.prompted(prompts, experiment.reward)
+prompted = experiment.encode_prompts(prompts, experiment.reward)
 
 
 def pictures(stage, candidates):
@@ -77,8 +77,8 @@ def show(rows, titles, labels=(), framed=frozenset(), size=0.85):
 # best six and the worst six.
 
 # %%
-recipe = experiment.recipe
-exploring = recipe.stage(start.old, recipe.levels[0])
+explorer = experiment.explorer
+exploring = explorer.sampler(start.old, explorer.settings[0])
 everyone = np.arange(rollout.candidates)
 explored, proxy = pictures(exploring, everyone)
 order = np.argsort(-proxy, kind="stable")
@@ -104,7 +104,7 @@ show(
 # the seed decides most of a picture, and four bits and fewer steps change the rest.
 
 # %%
-regenerating = experiment.stage("regenerate", start.old, rollout.steps)
+regenerating = experiment.sampler("regenerate", start.old, rollout.steps)
 regenerated, true = pictures(regenerating, kept)
 show(
     [[explored[i] for i in kept], list(regenerated)],
@@ -174,7 +174,7 @@ print(
     }
 )
 after, reward_after = pictures(
-    experiment.stage("regenerate", state.adapters, rollout.steps), kept[:6]
+    experiment.sampler("regenerate", state.adapters, rollout.steps), kept[:6]
 )
 show(
     [list(before), list(after), list(np.clip(0.5 + 10 * (after - before), 0, 1))],

@@ -15,7 +15,7 @@ from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.leaf import Matrix, Quantized
 from solrl_jax.rl import rank as ranking
 from solrl_jax.rl.experiment import Experiment, build
-from solrl_jax.rl.iteration import silent
+from solrl_jax.rl.iteration import no_progress
 from solrl_jax.rl.trainable import lora_files, transformer_files
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.rl.trainable.trainable import Trainable
@@ -66,7 +66,7 @@ def rank(
         return ",".join([names] if isinstance(names, str) else names) or None
 
     settings = ranking.sweep(experiment.config, explore=joined(explore), formats=joined(formats))
-    pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, silent)
+    pools = ranking.explore_and_regenerate(experiment, adapters, prompts, settings, no_progress)
     return [
         ranking.summarise(pools, setting, experiment.config.rollout.kept) for setting in settings
     ]

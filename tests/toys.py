@@ -19,7 +19,7 @@ from solrl_jax.parallel import hosts, sharding
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import matmul
 from solrl_jax.rewards.protocol import Reward
-from solrl_jax.rl.experiment import Experiment, device_facts
+from solrl_jax.rl.experiment import Experiment, local_device
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.trainable import Targets
 from tests.small import small_config
@@ -103,7 +103,9 @@ def toy_grid(
 ) -> Schedule:
     sigmas = make_sigmas("linear", steps, 1.0, 256)
     table = solver_table(solver, sigmas, 1.0 if solver in STOCHASTIC else 0.0)
-    return Schedule.from_sigmas(sigmas, table, guidance=guidance, scale=scale, guided=scale != 1.0)
+    return Schedule.from_sigmas(
+        sigmas, table, embedded_guidance=guidance, guidance_scale=scale, guided=scale != 1.0
+    )
 
 
 def toy_stage(backbone: Backbone, chunk: int, *segments: Segment) -> Sampler:
@@ -155,7 +157,7 @@ def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experimen
         reward,
         Targets(KERNELS),
         KERNELS,
-        device_facts(),
+        local_device(),
         train,
         test,
         size,

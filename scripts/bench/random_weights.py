@@ -17,7 +17,7 @@ from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Stages
-from solrl_jax.rl.experiment import Experiment, device_facts, open_mesh
+from solrl_jax.rl.experiment import Experiment, local_device, open_mesh
 
 SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no time depends on it
 
@@ -31,14 +31,14 @@ def random_experiment(config: Config) -> Experiment:
     reward = dataclasses.replace(shapes.reward, params=fill(shapes.reward.params))
     backbone = dataclasses.replace(shapes.backbone, decoder=decoder)
     return with_weights(
-        dataclasses.replace(shapes, backbone=backbone, reward=reward, evaluated=reward)
+        dataclasses.replace(shapes, backbone=backbone, reward=reward, evaluation_reward=reward)
     )
 
 
 def shapes_of_experiment(config: Config) -> Experiment:
     """The experiment of `config` on this machine's devices; every array is a shape. Raises InputError."""
     pipeline = open_configurations(config.model.path)
-    return of_shapes(config, pipeline, device_facts(), open_mesh(config))
+    return of_shapes(config, pipeline, local_device(), open_mesh(config))
 
 
 def with_weights(shapes: Experiment) -> Experiment:

@@ -30,7 +30,7 @@ from solrl_jax.quant.formats import AUTO, FORMATS, Device
 from solrl_jax.quant.formats import resolve as resolve_format
 from solrl_jax.rewards.registry import open_rewards, reward_names
 from solrl_jax.rewards.sources import SOURCES, Converted, Hub, find
-from solrl_jax.rl.experiment import device_facts, linears_of, open_mesh, read_instruction
+from solrl_jax.rl.experiment import local_device, open_mesh, read_instruction, select_parameters
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
 from solrl_jax.runs.record import PACKAGES
 from solrl_jax.storage import hub
@@ -69,7 +69,7 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
 def machine() -> dict[str, Any]:
     """The facts of this machine. `missing`: what keeps JAX from its devices. Sizes are in bytes."""
-    device = device_facts()
+    device = local_device()
     cache = open_cache("")
     assert cache is not None
     dnn = cudnn() if device.platform == "gpu" else None
@@ -178,7 +178,7 @@ def sizes(config: Config) -> dict[str, int]:
         raise InputError(
             f"mesh.fsdp={config.mesh.fsdp}: {takes}; expected more devices and mesh.fsdp, or a smaller model"
         )
-    targets, _ = linears_of(config, pipeline, device_facts())
+    targets, _ = select_parameters(config, pipeline, local_device())
     refuse_what_cannot_fit(config, pipeline, targets)
     return found
 

@@ -10,7 +10,7 @@ from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import attention_of, open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve
-from solrl_jax.rl.experiment import build, device_facts, load_prompt_sets
+from solrl_jax.rl.experiment import build, load_prompt_sets, local_device
 from solrl_jax.rl.explore import linears
 from solrl_jax.rl.sensitivity import measure, proposed, table
 from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
@@ -76,7 +76,7 @@ def command(
         found = {"exact": exact, "groups": list(map(dataclasses.asdict, groups)), "skip": skip}
         finish(found, as_json, table(exact, groups, skip))
         return
-    device = device_facts()
+    device = local_device()
     form = resolve(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path, **attention_of(config.model))
     shapes = pipeline.transformer.abstract(DTYPES[config.rollout.precision])

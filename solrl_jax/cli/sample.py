@@ -35,7 +35,7 @@ from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import Format, scoring_dtypes
 from solrl_jax.quant.formats import resolve as resolve_format
-from solrl_jax.rl.experiment import device_facts, prompt_seeds
+from solrl_jax.rl.experiment import local_device, prompt_seeds
 from solrl_jax.rl.explore.linears import quantized_paths
 from solrl_jax.rl.explore.sync import Quantizer, merged
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
@@ -140,7 +140,7 @@ def sample(
         )
     if noise is not None:
         noise = _finite(noise, request.latents)
-    device = device_facts()
+    device = local_device()
     form = resolve_format(request.precision, device)
     computed = "fp32" if form.name == "fp32" else "bf16"
     quantized = _quantized(config, pipeline, form, computed)
@@ -198,7 +198,7 @@ def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
         "instruction": None if path is None else load_instruction(path, field),
         "tile": request.tile or (config.model.tile if config else None),
         "decoding": scoring_dtypes(
-            config.rollout.scoring, config.rollout.precision, device_facts()
+            config.rollout.scoring, config.rollout.precision, local_device()
         )[0]
         if config
         else None,
@@ -234,12 +234,19 @@ def _grid(
             rollout = dataclasses.replace(
                 config.rollout, guidance=request.guidance, true_guidance=request.true_cfg
             )
-            return Schedule.of(rollout, request.steps, tokens, embedded, None, pipeline.mu), size
+            return Schedule.from_config(
+                rollout, request.steps, tokens, embedded, None, pipeline.mu
+            ), size
         sigmas, times, table = read_scheduler(
             pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas, pipeline.mu
         )
         grid = Schedule.from_sigmas(
-            sigmas, table, guidance=request.guidance, scale=scale, guided=scale > 1, times=times
+            sigmas,
+            table,
+            embedded_guidance=request.guidance,
+            guidance_scale=scale,
+            guided=scale > 1,
+            timesteps=times,
         )
         return grid, size
 

@@ -54,9 +54,9 @@ def trajectory(
     for velocity, grid in segments:
         inputs = (
             grid.sigmas,
-            grid.times,
+            grid.timesteps,
             tuple(jnp.asarray(grid.table).T),
-            jnp.asarray(grid.draws),
+            jnp.asarray(grid.noise_weights),
         )
         carry, states = jax.lax.scan(partial(step, velocity), carry, inputs)
         path.append(states)

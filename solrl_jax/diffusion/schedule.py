@@ -10,7 +10,7 @@ from solrl_jax.config.schema import Rollout
 from solrl_jax.diffusion.sigmas import Mu, Sigmas, make_sigmas
 from solrl_jax.diffusion.solver import Table, overlap, shared_noise, solver_table
 
-Times = Float[np.ndarray, " steps"]
+Timesteps = Float[np.ndarray, " steps"]
 
 
 @jax.tree_util.register_dataclass
@@ -19,24 +19,24 @@ class Schedule:
     """A schedule and a solver. A compiled program depends on the number of steps and on `guided`, not on the values."""
 
     sigmas: Float[Array | np.ndarray, " steps"]  # where each step starts, in (0, 1], decreasing
-    times: Float[
+    timesteps: Float[
         Array | np.ndarray, " steps"
     ]  # the timestep that the network is given there, in 0..1000
     table: Float[Array | np.ndarray, "steps 5"]  # the solver's coefficients (`diffusion.solver`)
-    draws: Float[
+    noise_weights: Float[
         Array | np.ndarray, "steps draws"
     ]  # weights of a seed's draws in a step's noise (`solver.shared_noise`)
-    guidance: (
+    embedded_guidance: (
         Float[Array | np.ndarray, ""] | np.float32
     )  # given to networks with embedded guidance (FLUX.1)
-    scale: (
+    guidance_scale: (
         Float[Array | np.ndarray, ""] | np.float32
     )  # of classifier-free guidance (arXiv 2207.12598)
     # whether there is classifier-free guidance: then a step evaluates the network twice
     guided: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         rollout: Rollout,
         steps: int,
@@ -66,31 +66,35 @@ class Schedule:
         scale = rollout.true_guidance if embedded_guidance else rollout.guidance
         table = solver_table(rollout.solver, sigmas, levels)
         grid = cls.from_sigmas(
-            sigmas, table, guidance=rollout.guidance, scale=scale, guided=scale != 1.0
+            sigmas,
+            table,
+            embedded_guidance=rollout.guidance,
+            guidance_scale=scale,
+            guided=scale != 1.0,
         )
-        return dataclasses.replace(grid, draws=shared_noise(sigmas, full, std))
+        return dataclasses.replace(grid, noise_weights=shared_noise(sigmas, full, std))
 
     @classmethod
     def from_sigmas(
         cls,
         sigmas: Sigmas,
         table: Table,
-        times: Times | None = None,
+        timesteps: Timesteps | None = None,
         *,
-        guidance: float,
-        scale: float,
+        embedded_guidance: float,
+        guidance_scale: float,
         guided: bool,
     ) -> "Schedule":
-        """A grid on `sigmas`, of which the last is 0; a draw a step. times: 1000 `sigmas` if None."""
+        """A grid on `sigmas`, of which the last is 0; a draw a step. timesteps: 1000 `sigmas` if None."""
         starts = sigmas[:-1].astype(np.float32)
-        times = 1000 * starts if times is None else times.astype(np.float32)
+        timesteps = 1000 * starts if timesteps is None else timesteps.astype(np.float32)
         return cls(
             starts,
-            times,
+            timesteps,
             table,
             np.eye(len(starts), dtype=np.float32),
-            np.float32(guidance),
-            np.float32(scale),
+            np.float32(embedded_guidance),
+            np.float32(guidance_scale),
             guided,
         )
 
@@ -98,16 +102,16 @@ class Schedule:
     def steps(self) -> int:
         return len(self.sigmas)
 
-    def on(self, sigmas: Sigmas, table: Table) -> "Schedule":
+    def with_sigmas(self, sigmas: Sigmas, table: Table) -> "Schedule":
         """The same guidance on other sigmas, of which the last is 0."""
         starts = sigmas[:-1].astype(np.float32)
         draws = np.eye(len(starts), dtype=np.float32)
         return dataclasses.replace(
-            self, sigmas=starts, times=1000 * starts, table=table, draws=draws
+            self, sigmas=starts, timesteps=1000 * starts, table=table, noise_weights=draws
         )
 
-    def part(self, start: int, stop: int | None = None) -> "Schedule":
+    def slice_steps(self, start: int, stop: int | None = None) -> "Schedule":
         """The steps from `start` up to `stop`, as a slice counts them."""
         cut = slice(start, stop)
-        names = ("sigmas", "times", "table", "draws")
+        names = ("sigmas", "timesteps", "table", "noise_weights")
         return dataclasses.replace(self, **{name: getattr(self, name)[cut] for name in names})

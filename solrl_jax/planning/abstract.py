@@ -23,7 +23,12 @@ from solrl_jax.quant.formats import Device, scoring_dtypes
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rewards.sources import CARRIED
-from solrl_jax.rl.experiment import Experiment, linears_of, load_prompt_sets, read_instruction
+from solrl_jax.rl.experiment import (
+    Experiment,
+    load_prompt_sets,
+    read_instruction,
+    select_parameters,
+)
 from solrl_jax.storage import hub
 
 
@@ -51,7 +56,7 @@ def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -
     model = config.model
     dtype = DTYPES[config.rollout.precision]
     rows = sharding.rows_only(mesh)
-    targets, quantized = linears_of(config, pipeline, device)
+    targets, quantized = select_parameters(config, pipeline, device)
     check_tile(model.tile, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
     instruction = read_instruction(config)

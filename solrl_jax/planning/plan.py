@@ -24,8 +24,8 @@ from solrl_jax.planning.abstract import abstract, experiment, held, open_configu
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import CUDNN, Target
 from solrl_jax.quant.formats import AUTO, Device
-from solrl_jax.rl.checkpointing import open_trained
 from solrl_jax.rl.experiment import open_mesh
+from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.storage import hub
 from solrl_jax.storage.files import atomic_write, writable_directory
 
@@ -70,7 +70,7 @@ class Planner:
             open_pipeline = partial(
                 open_configurations, config.model.path, **attention_of(config.model)
             )
-            self.pipeline = open_trained(config, mesh, USABLE * target.memory, open_pipeline)
+            self.pipeline = open_for_training(config, mesh, USABLE * target.memory, open_pipeline)
         self.device = Device(target.platform, target.kind, target.capability)
         self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
         self.codes = self.stages.codes()
@@ -197,7 +197,7 @@ def plan(
     usable = planner.usable
     largest = max(stages, key=lambda stage: stage["peak"])
     left = {stage["name"]: usable - stage["peak"] for stage in stages}
-    form = planner.stages.experiment.recipe.format
+    form = planner.stages.experiment.explorer.format
     return {
         "preset": config.preset,
         "device": where.target.name,
@@ -235,11 +235,11 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     To keep what products make takes several times the memory of `model.remat=blocks`, so it is named where half is free. Larger
     chunks and micro-batches are not among them: the least time of a row hardly depends on how many run at once.
     """
-    recipe = planner.stages.experiment.recipe
+    explorer = planner.stages.experiment.explorer
     remat = planner.config.model.remat
     found = (
         {}
-        if recipe.format.native(planner.device)
+        if explorer.format.native(planner.device)
         else {"explore": f"rollout.explore.precision={AUTO}"}
     )
     roomy = left["update"] > planner.usable / 2

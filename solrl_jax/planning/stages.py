@@ -63,7 +63,7 @@ class Stages:
     def has(self, stage: str) -> bool:
         """Whether a run has that stage."""
         if stage == "sync":
-            return self.experiment.recipe.format.quantize is not None
+            return self.experiment.explorer.format.quantize is not None
         if stage == "evaluate":  # else its programs take no more than those of the other stages
             return math.prod(evaluated_size(self.experiment.config)) > math.prod(
                 self.experiment.size
@@ -98,9 +98,9 @@ class Stages:
             case "sync":
                 return [Program(self.mesh, quantize_policy, self._sync(), 1)]
             case "explore":
-                segment = Segment(self._policy(codes), experiment.grid(rollout.explore.steps))
-                recipe = experiment.recipe
-                segments = recipe.segments(segment, self._policy({}), recipe.format.name)
+                segment = Segment(self._policy(codes), experiment.schedule(rollout.explore.steps))
+                explorer = experiment.explorer
+                segments = explorer.segments(segment, self._policy({}), explorer.format.name)
                 return [
                     self._sample(
                         segments,
@@ -111,7 +111,7 @@ class Stages:
             case "regenerate":
                 return [
                     self._sample(
-                        (Segment(self._policy({}), experiment.grid(rollout.steps)),),
+                        (Segment(self._policy({}), experiment.schedule(rollout.steps)),),
                         redone,
                         experiment.config.recorded_steps,
                     )
@@ -120,10 +120,11 @@ class Stages:
                 return self._score(sum(self.chunks(self.mesh.size)))
             case "evaluate":  # no part of an iteration: called no time in it
                 larger = copy.copy(self)
-                larger.experiment = experiment.at(evaluated_size(experiment.config))
+                larger.experiment = experiment.with_size(evaluated_size(experiment.config))
                 segments = (
                     Segment(
-                        self._policy({}), larger.experiment.grid(experiment.config.eval.steps, None)
+                        self._policy({}),
+                        larger.experiment.schedule(experiment.config.eval.steps, None),
                     ),
                 )
                 return [larger._sample(segments, 0, 0), *larger._score(0)]
@@ -158,21 +159,21 @@ class Stages:
 
     def _sync(self) -> tuple[Any, ...]:
         experiment = self.experiment
-        recipe = self.experiment.recipe
+        explorer = self.experiment.explorer
         base = experiment.backbone.transformer
-        assert recipe.format.quantize is not None
+        assert explorer.format.quantize is not None
         flat = flatten(base)
         weights = {
             path: jax.ShapeDtypeStruct(flat[path].shape, flat[path].dtype)
-            for path in recipe.quantized
+            for path in explorer.quantized
         }
-        quantizer = shaped_quantizer(recipe.explore, Quantizer(recipe.format.quantize), weights)
+        quantizer = shaped_quantizer(explorer.explore, Quantizer(explorer.format.quantize), weights)
         quantizer = Quantizer(quantizer.quantize, abstract(quantizer.beside, self.mesh, self.whole))
-        return self.mesh, base, self.state.old, experiment.scale, recipe.quantized, quantizer
+        return self.mesh, base, self.state.old, experiment.scale, explorer.quantized, quantizer
 
     @property
     def _stage(self) -> Sampler:
-        return self.experiment.recipe.calibration.stage
+        return self.experiment.explorer.calibration.sampler
 
     def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
         rows = self._stage.chunk * row_groups(mesh)
@@ -187,7 +188,7 @@ class Stages:
             noise,
         )
         segments = tuple(
-            dataclasses.replace(segment, grid=abstract(segment.grid, self.mesh, self.whole))
+            dataclasses.replace(segment, schedule=abstract(segment.schedule, self.mesh, self.whole))
             for segment in segments
         )
         arguments = (self.experiment.backbone, segments, self.conditions, rows, recorded)
@@ -204,7 +205,7 @@ class Stages:
         ] * reward.needs_pictures
         if reward.score is None:
             return decode
-        seen = reward.seen(images, latents)
+        seen = reward.select_inputs(images, latents)
         arguments = (reward, reward.params, seen, self.prepared, self._rows(mesh, (), jnp.int32))
         return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
 
@@ -212,7 +213,7 @@ class Stages:
         experiment = self.experiment
         config = self.experiment.config
         backbone = experiment.backbone
-        grid = experiment.grid(config.rollout.steps)
+        grid = experiment.schedule(config.rollout.steps)
         count = config.train.prompts * config.rollout.kept
 
         def of(shape, dtype):

@@ -33,18 +33,20 @@ def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Hos
 
     weights: of the scores that `parts` make; `host` has the weights of its own. parts: rewards inside JAX, by name.
     """
-    kinds = {part.sees for part in parts.values()}
-    sees = kinds.pop() if len(kinds) == 1 else "both" if kinds else "pictures"
+    kinds = {part.inputs for part in parts.values()}
+    inputs = kinds.pop() if len(kinds) == 1 else "both" if kinds else "pictures"
 
     def score(params: dict[str, Any], seen: Any, prepared: dict[str, Any]) -> Scores:
         out: Scores = {}
         # what is not finite has no score
         sound = jnp.stack([jnp.isfinite(x).all((1, 2, 3)) for x in jax.tree.leaves(seen)]).all(0)
-        images, latents = seen if sees == "both" else (seen, seen)
+        images, latents = seen if inputs == "both" else (seen, seen)
         for name, part in parts.items():
             assert part.score is not None
             with calling(name):
-                scores = part.score(params[name], part.seen(images, latents), prepared[name])
+                scores = part.score(
+                    params[name], part.select_inputs(images, latents), prepared[name]
+                )
                 _check_scores(scores, part.others, len(sound))
             for key, value in scores.items():
                 out[name if key == "reward" else f"{name}/{key}"] = jnp.where(sound, value, jnp.nan)
@@ -70,7 +72,7 @@ def mixture(weights: Mapping[str, float], parts: Mapping[str, Reward], host: Hos
         score=score if parts else None,
         host=host,
         check=_named(checks),
-        sees=sees,
+        inputs=inputs,
     )
 
 

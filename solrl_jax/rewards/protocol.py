@@ -28,7 +28,7 @@ Images = Float[
     np.ndarray, "..."
 ]  # outside JAX: float32 [n, H, W, 3] in [0, 1], which `check_arguments` checks
 Metadata = Mapping[str, Any]  # what a prompt set says about a prompt beside its text
-Sees = Literal["pictures", "latents", "both"]
+Inputs = Literal["pictures", "latents", "both"]
 Check = Callable[
     [Prompt], object
 ]  # raises ValueError, in one line, for a prompt that the reward cannot score
@@ -95,7 +95,7 @@ class Reward:
     prepare: (prompts) -> a pytree of arrays with one row a prompt; runs on the host.
     score: (params, images [b, H, W, 3] in [0, 1], rows [b] of what `prepare` returned) -> Scores. It is traced by jit with the
       rows split over the mesh: the score of a picture must not depend on the other pictures. None: all is scored outside JAX.
-    sees: what `score` gets: pictures; the clean latents [b, h, w, c] that they are decoded from, float32, and then nothing is
+    inputs: what `score` gets: pictures; the clean latents [b, h, w, c] that they are decoded from, float32, and then nothing is
       decoded for it; or both, as a pair, pictures first.
     others: names of the scores beside "reward". They can be watched or trained on too.
     host: what is scored outside JAX in addition.
@@ -108,12 +108,12 @@ class Reward:
     others: tuple[str, ...] = ()
     host: Host | None = None
     check: Check = accept
-    sees: Sees = "pictures"
+    inputs: Inputs = "pictures"
 
     def __post_init__(self) -> None:
-        if self.sees not in get_args(Sees):
+        if self.inputs not in get_args(Inputs):
             raise ValueError(
-                f"sees={shown(self.sees)}: expected one of {', '.join(get_args(Sees))}"
+                f"inputs={shown(self.inputs)}: expected one of {', '.join(get_args(Inputs))}"
             )
         if not isinstance(self.others, tuple) or not all(
             isinstance(name, str) for name in self.others
@@ -129,11 +129,11 @@ class Reward:
     @property
     def needs_pictures(self) -> bool:
         """Whether latents must be decoded to be scored."""
-        return self.host is not None or (self.score is not None and self.sees != "latents")
+        return self.host is not None or (self.score is not None and self.inputs != "latents")
 
-    def seen(self, images: Any, latents: Any) -> Any:
+    def select_inputs(self, images: Any, latents: Any) -> Any:
         """Of pictures and latents, what `score` gets."""
-        return {"pictures": images, "latents": latents, "both": (images, latents)}[self.sees]
+        return {"pictures": images, "latents": latents, "both": (images, latents)}[self.inputs]
 
 
 # reads a reward's weights onto the mesh (None: onto JAX's default device), for products in the dtype
@@ -142,7 +142,7 @@ Loader = Callable[[Mesh | None, DTypeLike], Reward]
 
 @partial(sharding.jit, static_argnums=0)
 def score_images(reward: Reward, params: Any, seen: Any, prepared: Any, index: Array) -> Scores:
-    """The scores of pictures, each against one prompt: `index` [b] is its row in `prepared`. seen: what `reward.seen` says."""
+    """The scores of pictures, each against one prompt: `index` [b] is its row in `prepared`. seen: what `reward.select_inputs` says."""
     assert reward.score is not None
     return reward.score(params, seen, jax.tree.map(lambda x: jnp.asarray(x)[index], prepared))
 

@@ -25,11 +25,11 @@ from solrl_jax.quant.formats import Device, resolve, scoring_dtypes
 from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.protocol import Reward, check_prompts
 from solrl_jax.rewards.registry import open_rewards
-from solrl_jax.rl.checkpointing import open_trained
 from solrl_jax.rl.explore.explorer import Explorer
 from solrl_jax.rl.explore.linears import quantized_paths
 from solrl_jax.rl.explore.option import Calibration
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, prepare
+from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.state import TrainState, abstract_state, init_state, read_start
@@ -45,7 +45,7 @@ class Experiment:
     config: Config
     backbone: Backbone
     reward: Reward
-    evaluated: Reward  # the reward with what is watched beside it
+    evaluation_reward: Reward  # the reward with what is watched beside it
     targets: Targets  # the parameters that are trained
     quantized: tuple[str, ...]  # paths of the linears that exploration may quantise
     device: Device  # all devices of a mesh are of one kind
@@ -58,7 +58,7 @@ class Experiment:
         """The factor of an adapter's product: alpha / rank."""
         return self.config.lora.alpha / self.config.lora.rank
 
-    def at(self, size: Size) -> "Experiment":
+    def with_size(self, size: Size) -> "Experiment":
         """The same with pictures of another size. There is one for each size, so what levers measure on it is measured once."""
         return self if size == self.size else self._others(size)
 
@@ -66,7 +66,7 @@ class Experiment:
     def _others(self) -> Callable[[Size], "Experiment"]:
         return cache(lambda size: dataclasses.replace(self, size=size))
 
-    def during(self, iteration: int) -> "Experiment":
+    def for_iteration(self, iteration: int) -> "Experiment":
         """The same with pictures of the size of an iteration, counted from 1.
 
         Every cycle of iterations goes through all sizes, in a new order, as the run's seed has it: nothing that recurs falls
@@ -79,10 +79,10 @@ class Experiment:
         order = jax.random.permutation(
             jax.random.fold_in(key(self.config.seed, "sizes"), cycle), len(sizes)
         )
-        return self.at(sizes[int(order[place])])
+        return self.with_size(sizes[int(order[place])])
 
     @cached_property
-    def texts(self) -> dict[str, str]:
+    def text_hashes(self) -> dict[str, str]:
         """Hashes of texts that files hold: the prompts in order, with what is known about them, and the instruction."""
         said = {
             "prompts": [(str(p), dict(p.metadata)) for p in self.train_prompts],
@@ -97,15 +97,15 @@ class Experiment:
         """The policy of `adapters` in the training precision: the base with the adapters beside it."""
         return attach(self.backbone.transformer, adapters, self.scale)
 
-    def grid(self, steps: int, start: int | None = 0) -> Schedule:
-        """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Schedule.of`)."""
+    def schedule(self, steps: int, start: int | None = 0) -> Schedule:
+        """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Schedule.from_config`)."""
         pipeline = self.backbone.pipeline
         tokens = pipeline.image_tokens(*self.size)
-        return Schedule.of(
+        return Schedule.from_config(
             self.config.rollout, steps, tokens, pipeline.embedded_guidance, start, pipeline.mu
         )
 
-    def stage(self, name: str, adapters: Trainable, steps: int, start: int | None = 0) -> Sampler:
+    def sampler(self, name: str, adapters: Trainable, steps: int, start: int | None = 0) -> Sampler:
         """What a stage in the training precision rolls out with: regeneration, evaluation, calibration. start: as of `grid`."""
         config = self.config
         backbone = self.backbone
@@ -114,23 +114,23 @@ class Experiment:
         )
         return Sampler(
             name=name,
-            segments=(Segment(self.policy(adapters), self.grid(steps, start)),),
+            segments=(Segment(self.policy(adapters), self.schedule(steps, start)),),
             decoder=backbone.decoder,
             shape=backbone.pipeline.latent_shape(*self.size),
             chunk=min(config.rollout.chunk, most),
         )
 
     @cached_property
-    def recipe(self) -> Explorer:
+    def explorer(self) -> Explorer:
         """How candidates are explored."""
         config = self.config
         prompts = self.train_prompts[:CALIBRATION_PROMPTS]
         calibration = Calibration(
             backbone=self.backbone,
-            stage=self.stage("calibrate", {}, config.rollout.steps),
+            sampler=self.sampler("calibrate", {}, config.rollout.steps),
             prompts=prompts,
-            prompted=cache(lambda: self.prompted(prompts)),
-            rows=SeedBatch.of(self.seeds("calibration seeds", prompts, 1)),
+            prompt_batch=cache(lambda: self.encode_prompts(prompts)),
+            rows=SeedBatch.from_seeds(self.seeds("calibration seeds", prompts, 1)),
             micro_batch=config.optimizer.micro_batch,
         )
         return Explorer(
@@ -139,11 +139,13 @@ class Experiment:
             quantized=self.quantized,
             scale=self.scale,
             training_precision=config.rollout.precision,
-            own_grid=self.grid,
+            make_schedule=self.schedule,
             calibration=calibration,
         )
 
-    def prompted(self, prompts: Sequence[Prompt], reward: Reward | None = None) -> PromptBatch:
+    def encode_prompts(
+        self, prompts: Sequence[Prompt], reward: Reward | None = None
+    ) -> PromptBatch:
         """The prompts, encoded, and prepared for `reward` if there is one."""
         return prepare(self.backbone, reward, prompts, self.config.model.max_tokens)
 
@@ -179,7 +181,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     """
     model = config.model
     rollout = config.rollout
-    device = device_facts()
+    device = local_device()
     decoding, products = scoring_dtypes(rollout.scoring, rollout.precision, device)
     load_reward = open_rewards(config.reward, products)
     train, test = load_prompt_sets(config)
@@ -194,7 +196,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     instruction = read_instruction(config)
     hosts.connect(mesh := open_mesh(config))
     reward, evaluated = load_reward(sharding.rows_only(mesh))
-    pipeline = open_trained(
+    pipeline = open_for_training(
         config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model))
     )
     # what cannot be scored is found before the weights are loaded
@@ -205,7 +207,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         check_prompts(scored, prompts, field)
         for size in {*sizes}:
             _try(scored, prompts[:1], pipeline, size)
-    targets, quantized = linears_of(config, pipeline, device)
+    targets, quantized = select_parameters(config, pipeline, device)
     if not force:
         refuse_what_cannot_fit(config, pipeline, targets)
     backbone = load_backbone(
@@ -242,12 +244,14 @@ def _try(scored: Reward, prompts: Sequence[Prompt], pipeline: Pipeline, size: Si
         with in_one_line(
             f"pictures of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}".format
         ):
-            jax.eval_shape(scored.score, scored.params, scored.seen(pictures, latents), prepared)
+            jax.eval_shape(
+                scored.score, scored.params, scored.select_inputs(pictures, latents), prepared
+            )
     if scored.host is not None:
         trial(scored.host, prompts, size)
 
 
-def linears_of(
+def select_parameters(
     config: Config, pipeline: Pipeline, device: Device
 ) -> tuple[Targets, tuple[str, ...]]:
     """The parameters of the pipeline's transformer that are trained, and those that are quantised on such devices.
@@ -271,7 +275,7 @@ def linears_of(
         )
 
 
-def device_facts() -> Device:
+def local_device() -> Device:
     """The kind of device that JAX runs on here."""
     return Device.of(jax.devices()[0])
 

@@ -57,7 +57,7 @@ class SeedBatch:
     )
 
     @classmethod
-    def of(cls, seeds: UInt32[np.ndarray, "p n 2"]) -> "SeedBatch":
+    def from_seeds(cls, seeds: UInt32[np.ndarray, "p n 2"]) -> "SeedBatch":
         """A row a seed, prompt by prompt."""
         prompts, candidates, _ = seeds.shape
         return cls(np.repeat(np.arange(prompts), candidates), seeds.reshape(-1, 2))
@@ -192,7 +192,8 @@ class _Chunks:
             return hosts.put(grid, sharding.replicated(self.mesh))
 
         self.segments = tuple(
-            dataclasses.replace(segment, grid=place(segment.grid)) for segment in stage.segments
+            dataclasses.replace(segment, schedule=place(segment.schedule))
+            for segment in stage.segments
         )
         self.prepared = hosts.put(prompted.prepared, sharding.replicated(self.scoring_mesh))
         self.outside: DividedScoring | None = None
@@ -218,7 +219,7 @@ class _Chunks:
                 made["images"] = decode_chunk(self.stage.decoder, latents)
             if self.reward is not None and self.reward.score is not None:
                 prompt = self._placed(self.rows.prompt[start:stop], self.scored, self.scoring_mesh)
-                seen = self.reward.seen(made.get("images"), latents)
+                seen = self.reward.select_inputs(made.get("images"), latents)
                 made |= score_images(self.reward, self.reward.params, seen, self.prepared, prompt)
         if not self.keep_images and self.outside is None:
             made.pop("images", None)
@@ -281,18 +282,25 @@ def sample_chunk(
     def velocity(segment: Segment, x: Array, time: Array) -> Array:
         def follow(conditioning):
             return backbone.velocity(
-                segment.policy, x, conditioning, time, jnp.asarray(segment.grid.guidance)
+                segment.policy,
+                x,
+                conditioning,
+                time,
+                jnp.asarray(segment.schedule.embedded_guidance),
             )
 
-        if not segment.grid.guided:
+        if not segment.schedule.guided:
             return follow(towards)
         # classifier-free guidance (arXiv 2207.12598)
         without = follow(away).astype(jnp.float32)
-        return without + segment.grid.scale * (follow(towards).astype(jnp.float32) - without)
+        return without + segment.schedule.guidance_scale * (
+            follow(towards).astype(jnp.float32) - without
+        )
 
     noise = sharding.split_rows(jnp.asarray(rows.noise))
     followed = [
-        (in_fp8(segment.in_fp8)(partial(velocity, segment)), segment.grid) for segment in segments
+        (in_fp8(segment.in_fp8)(partial(velocity, segment)), segment.schedule)
+        for segment in segments
     ]
     return sampler.trajectory(followed, noise, jnp.asarray(rows.seeds), recorded)
 

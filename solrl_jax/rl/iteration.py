@@ -8,6 +8,7 @@ which precision they are explored, and whether the kept ones are regenerated or 
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,13 +21,12 @@ from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import prompt_uid, seed_numbers
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rl.advantages import TIE, advantages, optimality
-from solrl_jax.rl.clock import PhaseTimer
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
 from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
 from solrl_jax.rl.objective import Objective
-from solrl_jax.rl.sampler import Sampler
+from solrl_jax.rl.phase_timer import PhaseTimer
 from solrl_jax.rl.select import best_and_worst, rank, select
 from solrl_jax.rl.state import TrainState
 from solrl_jax.rl.update import PolicyBatch, update
@@ -35,12 +35,12 @@ from solrl_jax.rl.update import PolicyBatch, update
 Progress = Callable[[str, int, int], None]
 
 
-def silent(stage: str, rows: int, done: int) -> None:
+def no_progress(stage: str, rows: int, done: int) -> None:
     """Progress that nobody is shown."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class IterationResult:
     """What an iteration leaves beside the new state."""
 
     metrics: dict[str, float]
@@ -67,23 +67,23 @@ def iterate(
     state: TrainState,
     iteration: int,
     level: int = 0,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     objective: Objective | None = None,
-) -> tuple[TrainState, Outcome]:
+) -> tuple[TrainState, IterationResult]:
     """One iteration. `state` is donated: use the returned state from here on.
 
     The new state depends on the arguments alone, not on devices or chunks (up to rounding).
 
     Args:
       iteration: counted from 1; decides the prompts, the seeds and the size of the pictures.
-      level: of `experiment.recipe.levels`, how to explore; 0 is as configured.
+      level: of `experiment.explorer.settings`, how to explore; 0 is as configured.
       objective: in place of the function that `rl.objective` names; it is given what that one is given. One function object
         for all iterations, or the update is compiled anew.
     """
-    experiment = experiment.during(iteration)
+    experiment = experiment.for_iteration(iteration)
     config = experiment.config
     rollout = experiment.config.rollout
-    recipe = experiment.recipe
+    explorer = experiment.explorer
     clock = PhaseTimer()
     start = rollout.window_start(iteration)
     recorded = config.recorded_steps
@@ -91,17 +91,26 @@ def iterate(
     prompts = draw_prompts(
         experiment.train_prompts, config.seed, iteration - 1, config.train.prompts
     )
-    prompted = experiment.prompted(prompts, experiment.reward)
+    prompted = experiment.encode_prompts(prompts, experiment.reward)
     seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
 
     clock.start("sync")
-    exploring = recipe.stage(state.old, recipe.levels[level], start)
+    exploring = explorer.sampler(state.old, explorer.settings[level], start)
     if not rollout.regenerate:
         exploring = dataclasses.replace(exploring, recorded=recorded)
     jax.block_until_ready(exploring.segments)
 
     clock.start("explore")
-    pool = generate_candidates(experiment, exploring, prompted, seeds, progress)
+    rows = SeedBatch.from_seeds(seeds)
+    progress(exploring.name, len(rows), 0)
+    pool = generate(
+        experiment.backbone,
+        exploring,
+        prompted,
+        rows,
+        experiment.reward,
+        progress=partial(progress, exploring.name, len(rows)),
+    )
     del exploring  # frees the quantised copy
     proxy = pool.reward.reshape(len(prompts), rollout.candidates)
     chosen, usable = select(proxy, rollout.kept, rollout.selection, seed=(config.seed, iteration))
@@ -109,11 +118,18 @@ def iterate(
 
     clock.start("regenerate")
     regenerating = dataclasses.replace(
-        experiment.stage("regenerate", state.old, rollout.steps, start), recorded=recorded
+        experiment.sampler("regenerate", state.old, rollout.steps, start), recorded=recorded
     )
     if rollout.regenerate:
-        kept = generate_candidates(
-            experiment, regenerating, prompted, selection.kept_seeds, progress
+        rows = SeedBatch.from_seeds(selection.kept_seeds)
+        progress(regenerating.name, len(rows), 0)
+        kept = generate(
+            experiment.backbone,
+            regenerating,
+            prompted,
+            rows,
+            experiment.reward,
+            progress=partial(progress, regenerating.name, len(rows)),
         )
     else:
         kept = pool.take(chosen + rollout.candidates * np.arange(len(prompts))[:, None])
@@ -132,7 +148,7 @@ def iterate(
     batch = policy_batch(experiment, prompted, selection, kept, rewards, advantage)
     progress("update", len(batch.weight), 0)
     state, trained = optimise(
-        experiment, state, batch, experiment.grid(rollout.steps, start), objective
+        experiment, state, batch, experiment.schedule(rollout.steps, start), objective
     )
     clock.stop()
 
@@ -142,27 +158,12 @@ def iterate(
         | {"fidelity/level": float(level)}
     )
     metrics |= clock.report(pool, kept if rollout.regenerate else None)
-    return state, Outcome(
+    return state, IterationResult(
         metrics,
-        ledger_columns(experiment, selection, recipe.levels[level], rewards, advantage, iteration),
+        ledger_columns(
+            experiment, selection, explorer.settings[level], rewards, advantage, iteration
+        ),
     )
-
-
-def generate_candidates(
-    experiment: Experiment,
-    stage: Sampler,
-    prompted: PromptBatch,
-    seeds: UInt32[np.ndarray, "p n 2"],
-    progress: Progress = silent,
-) -> Samples:
-    """Samples and scores a candidate for each seed; rows prompt by prompt."""
-    rows = SeedBatch.of(seeds)
-    progress(stage.name, len(rows), 0)
-
-    def show(done):
-        return progress(stage.name, len(rows), done)
-
-    return generate(experiment.backbone, stage, prompted, rows, experiment.reward, progress=show)
 
 
 def policy_batch(

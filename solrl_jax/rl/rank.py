@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.values import MOST_STEPS
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, FORMATS, resolve
-from solrl_jax.rl.experiment import Experiment, device_facts, linears_of
+from solrl_jax.rl.experiment import Experiment, local_device, select_parameters
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import mean_true_rank, overlap, rank_correlations, regret
-from solrl_jax.rl.iteration import Progress, generate_candidates
+from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.iteration import Progress
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.storage.readers import is_number
@@ -61,7 +63,7 @@ def sweep(
     """
 
     def format_name(text):
-        return resolve(text, device_facts()).name
+        return resolve(text, local_device()).name
 
     numbers = _listed("--steps", steps, None, _count, "integers of at least 1")
     found = []
@@ -121,21 +123,30 @@ def explore_and_regenerate(
     config = experiment.config
     chosen = experiment.test_prompts[:prompts]
     seeds = experiment.seeds("ranking", chosen, config.rollout.candidates, seed=config.eval.seed)
-    prompted = experiment.prompted(chosen, experiment.reward)
+    prompted = experiment.encode_prompts(chosen, experiment.reward)
+    seed_batch = SeedBatch.from_seeds(seeds)
 
     def rewards(stage: Sampler) -> Float[np.ndarray, "p n"]:
-        return generate_candidates(experiment, stage, prompted, seeds, progress).reward.reshape(
-            seeds.shape[:2]
+        total = len(seed_batch)
+        progress(stage.name, total, 0)
+        samples = generate(
+            experiment.backbone,
+            stage,
+            prompted,
+            seed_batch,
+            experiment.reward,
+            progress=partial(progress, stage.name, total),
         )
+        return samples.reward.reshape(seeds.shape[:2])
 
-    true = rewards(experiment.stage("regenerate", adapters, config.rollout.steps))
-    recipes = {
-        name: with_recipe(experiment, name).recipe
+    true = rewards(experiment.sampler("regenerate", adapters, config.rollout.steps))
+    explorers = {
+        name: with_recipe(experiment, name).explorer
         for name in dict.fromkeys(s.explore for s in settings)
     }
 
     def stage(s):
-        return recipes[s.explore].stage(adapters, ExplorationSetting(s.precision, s.steps))
+        return explorers[s.explore].sampler(adapters, ExplorationSetting(s.precision, s.steps))
 
     return Pools(chosen, true, {setting: rewards(stage(setting)) for setting in settings})
 
@@ -147,7 +158,7 @@ def with_recipe(experiment: Experiment, name: str) -> Experiment:
     config = override(experiment.config, (f"explore={name}",))
     quantized = experiment.quantized
     if config.model.quantize != experiment.config.model.quantize:
-        _, quantized = linears_of(config, experiment.backbone.pipeline, experiment.device)
+        _, quantized = select_parameters(config, experiment.backbone.pipeline, experiment.device)
     return dataclasses.replace(experiment, config=config, quantized=quantized)
 
 

@@ -15,7 +15,7 @@ class Segment:
     """A policy and the steps that it samples."""
 
     policy: Params  # the base with any of its leaves replaced
-    grid: Schedule
+    schedule: Schedule
     # its attention, in networks that can
     in_fp8: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 

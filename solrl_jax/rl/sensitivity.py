@@ -6,6 +6,7 @@ little: the linears that read the time have small ones, and steer every token.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.linears import Linear, report
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
-from solrl_jax.rl.iteration import Progress, generate_candidates
+from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.iteration import Progress
 from solrl_jax.rl.trainable.trainable import Trainable
 
 
@@ -47,21 +49,30 @@ def measure(
     config = experiment.config
     chosen = experiment.test_prompts[:prompts]
     seeds = experiment.seeds("ranking", chosen, config.rollout.candidates, seed=config.eval.seed)
-    prompted = experiment.prompted(chosen, experiment.reward)
+    prompted = experiment.encode_prompts(chosen, experiment.reward)
+    seed_batch = SeedBatch.from_seeds(seeds)
     steps = config.rollout.explore.steps
-    form = experiment.recipe.format
+    form = experiment.explorer.format
 
     def rewards(stage):
-        return generate_candidates(experiment, stage, prompted, seeds, progress).reward.reshape(
-            seeds.shape[:2]
+        total = len(seed_batch)
+        progress(stage.name, total, 0)
+        samples = generate(
+            experiment.backbone,
+            stage,
+            prompted,
+            seed_batch,
+            experiment.reward,
+            progress=partial(progress, stage.name, total),
         )
+        return samples.reward.reshape(seeds.shape[:2])
 
-    true = rewards(experiment.stage("regenerate", adapters, config.rollout.steps))
+    true = rewards(experiment.sampler("regenerate", adapters, config.rollout.steps))
 
     def agreement(paths: Sequence[str], precision: str) -> float:
-        recipe = dataclasses.replace(experiment, quantized=tuple(paths)).recipe
+        explorer = dataclasses.replace(experiment, quantized=tuple(paths)).explorer
         correlations = rank_correlations(
-            rewards(recipe.stage(adapters, ExplorationSetting(precision, steps))), true
+            rewards(explorer.sampler(adapters, ExplorationSetting(precision, steps))), true
         )
         known = [spearman for spearman, _ in correlations.per_prompt if not np.isnan(spearman)]
         return float(np.mean(known)) if known else np.nan

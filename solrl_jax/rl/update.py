@@ -21,7 +21,7 @@ from solrl_jax.diffusion.seeds import normal, permutations
 from solrl_jax.models.backbone import Backbone, Conditioning, Params
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
-from solrl_jax.rl.objective import Objective, Step, Target, Velocities, find_objective
+from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, find_objective
 from solrl_jax.rl.state import TrainState, make_optimizer
 from solrl_jax.rl.trainable.trainable import Trainable, attach, within_bounds
 
@@ -56,7 +56,7 @@ class _Problem:
     base: Params
     old: Trainable
     batch: PolicyBatch
-    grid: Schedule
+    schedule: Schedule
     objective: Objective
     chosen: Int[Array, "b slots"]  # the steps of the grid at which each row is trained
 
@@ -230,7 +230,7 @@ def _micro_batch_loss(
     )
     of_rows = jax.tree.map(lambda c: c[batch.prompt[row]], batch.conditioning)
     scale = config.lora.alpha / config.lora.rank
-    guidance = jnp.asarray(problem.grid.guidance)
+    guidance = jnp.asarray(problem.schedule.embedded_guidance)
 
     def velocity(params):
         return problem.backbone.velocity(params, target.x, of_rows, time, guidance).astype(
@@ -255,26 +255,26 @@ def _target(
     row: Int[Array, " m"],
     slot: Int[Array, " m"],
     clean: Callable[[Array], Array],
-) -> tuple[Float[Array, " m"], Target]:
+) -> tuple[Float[Array, " m"], TrainingTarget]:
     """What is trained on: a row noised anew, or one of its recorded steps; and the time that the network is told.
 
     clean: zeroes latents of rows that must not count.
     """
     batch = problem.batch
-    grid = problem.grid
+    grid = problem.schedule
     step = problem.chosen[row, slot]
     x0 = clean(batch.latents[row])
     sigmas = jnp.asarray(grid.sigmas)
-    time = jnp.asarray(grid.times)[step]
+    time = jnp.asarray(grid.timesteps)[step]
     sigma = sigmas[step]
     optimality = batch.optimality[row]
     if batch.states is None:
         noise = sharding.replicate(normal(batch.seeds[row], "training", x0.shape[1:], slot))
-        return time, Target(interpolate(x0, noise, sigma), x0, sigma, optimality)
+        return time, TrainingTarget(interpolate(x0, noise, sigma), x0, sigma, optimality)
     table = jnp.asarray(grid.table)
     a, b, _, _, std = table[step].T
     number = step - jnp.argmax(table[:, 4] > 0)  # of the recorded steps
     taken = Step(
         clean(batch.states[row, number + 1]), a, b, std, sigma - jnp.append(sigmas, 0.0)[step + 1]
     )
-    return time, Target(clean(batch.states[row, number]), x0, sigma, optimality, taken)
+    return time, TrainingTarget(clean(batch.states[row, number]), x0, sigma, optimality, taken)

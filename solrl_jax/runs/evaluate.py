@@ -147,12 +147,12 @@ def pool_pictures(
     Args:
       old: the adapters that the iteration explored and regenerated with.
       level: how it explored.
-      ledger: its candidates, `Outcome.ledger`.
+      ledger: its candidates, `IterationResult.ledger`.
     """
-    experiment = experiment.during(iteration)
+    experiment = experiment.for_iteration(iteration)
     config = experiment.config
     rollout = experiment.config.rollout
-    recipe = experiment.recipe
+    explorer = experiment.explorer
     prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
     each = min(4, config.eval.grid, rollout.kept)
     count = min(config.eval.grid // each, len(prompts))
@@ -161,17 +161,17 @@ def pool_pictures(
     candidates = np.concatenate([of_kept[:, : each - each // 2], of_kept[:, rollout.kept - each // 2 :]], axis=1)
     seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
     # the conditioning of all prompts, and rows of some: the shapes of the iteration, for which the programs are compiled
-    prompted = experiment.prompted(prompts, experiment.reward)
-    rows = SeedBatch.of(np.take_along_axis(seeds[:count], candidates[..., None], axis=1))
+    prompted = experiment.encode_prompts(prompts, experiment.reward)
+    rows = SeedBatch.from_seeds(np.take_along_axis(seeds[:count], candidates[..., None], axis=1))
 
     def draw(stage: Sampler) -> PictureGrid:
         samples = generate(experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True)
         return PictureGrid.of(prompts[:count], samples)
 
     start = rollout.window_start(iteration)
-    stages = {"explored": draw(recipe.stage(old, level, start))}
+    stages = {"explored": draw(explorer.sampler(old, level, start))}
     if rollout.regenerate:
-        stages["regenerated"] = draw(experiment.stage("regenerate", old, rollout.steps, start))
+        stages["regenerated"] = draw(experiment.sampler("regenerate", old, rollout.steps, start))
     return PoolPictures(prompts[:count], candidates, stages)
 
 
@@ -196,7 +196,7 @@ def _sample(
     keep_images: bool = False,
 ) -> Samples:
     config = experiment.config
-    reward = experiment.evaluated
-    stage = experiment.at(evaluated_size(config)).stage("evaluate", adapters, config.eval.steps, start=None)
-    prompted = experiment.prompted(prompts, reward)
-    return generate(experiment.backbone, stage, prompted, SeedBatch.of(seeds), reward, keep_images=keep_images, progress=progress)
+    reward = experiment.evaluation_reward
+    stage = experiment.with_size(evaluated_size(config)).sampler("evaluate", adapters, config.eval.steps, start=None)
+    prompted = experiment.encode_prompts(prompts, reward)
+    return generate(experiment.backbone, stage, prompted, SeedBatch.from_seeds(seeds), reward, keep_images=keep_images, progress=progress)

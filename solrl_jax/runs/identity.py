@@ -25,7 +25,7 @@ from solrl_jax.runs.directory import is_run, read_run
 from solrl_jax.errors import InputError
 from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.storage.readers import parse_json, read_text
-from solrl_jax.rl.experiment import device_facts
+from solrl_jax.rl.experiment import local_device
 
 # settings that the adapters do not depend on; the cache holds the very bits that would be computed
 FREE = (
@@ -44,7 +44,7 @@ def refuse_another_run(folder: Path, config: Config) -> None:
             raise InputError(f"{name} has {found[0]} but no config.yaml, so it may not be a run's; name another directory")
         return
     there = read_run(folder)
-    here = resolve(config.rollout.explore.precision, device_facts()).name
+    here = resolve(config.rollout.explore.precision, local_device()).name
     precision = there.rollout.explore.precision
     was = precision if precision != AUTO else _explored_in(folder) or here
     if fingerprint(there, was) == fingerprint(config, here):

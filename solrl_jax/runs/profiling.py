@@ -2,7 +2,7 @@
 
     run.dir/profile/iteration-000003/plugins/profile/TIME/    *.xplane.pb; perfetto_trace.json.gz for ui.perfetto.dev
 
-A trace names the stages of the iteration (`rl.clock.PhaseTimer`). Of several processes, only the first writes one, of itself.
+A trace names the stages of the iteration (`rl.phase_timer.PhaseTimer`). Of several processes, only the first writes one, of itself.
 """
 
 import contextlib

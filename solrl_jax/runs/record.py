@@ -48,10 +48,10 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
 def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
     config = experiment.config
     backbone = experiment.backbone
-    recipe = experiment.recipe
+    explorer = experiment.explorer
     mesh = backbone.mesh
     pipeline = backbone.pipeline
-    rows = report_linears(backbone.transformer, config.model.quantize, recipe.format, recipe.explore)
+    rows = report_linears(backbone.transformer, config.model.quantize, explorer.format, explorer.explore)
     return {
         "solrl_jax": importlib.metadata.version("solrl_jax"),
         "python": platform.python_version(),
@@ -60,11 +60,11 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         "hosts": jax.process_count(),
         "mesh": dict(mesh.shape),
         "exploration": {
-            "precision": recipe.explore.precision,
-            "format": recipe.format.name,
-            "native": recipe.format.native(experiment.device),
-            "levers": [type(lever).__name__ for lever in active_levers(recipe.explore)],
-            "means": recipe.format.describe(experiment.device),
+            "precision": explorer.explore.precision,
+            "format": explorer.format.name,
+            "native": explorer.format.native(experiment.device),
+            "levers": [type(lever).__name__ for lever in active_levers(explorer.explore)],
+            "means": explorer.format.describe(experiment.device),
         },
         "evaluation": setting(experiment),
         "remat": pipeline.remat,
@@ -85,7 +85,7 @@ def draw_pools(
     experiment: Experiment, folder: Path, old: Trainable, level: int, ledger: Mapping[str, Any], iteration: int
 ) -> None:
     """`pictures/pool-ITERATION.png`: candidates of the iteration, a row a prompt and stage; as `pool_pictures` takes them."""
-    made = pool_pictures(experiment, old, experiment.recipe.levels[level], ledger, iteration)
+    made = pool_pictures(experiment, old, experiment.explorer.settings[level], ledger, iteration)
     width = experiment.config.rollout.candidates
     each = made.candidates.shape[1]
     images = []

@@ -234,8 +234,8 @@ def _prepare(this: _Run, done: int) -> None:
     if (last - done) * config.train.prompts < 2 * len(experiment.train_prompts):  # else all of them, or nearly so, are drawn
         drawn = [draw_prompts(experiment.train_prompts, config.seed, i, config.train.prompts) for i in range(done, last)]
     shown = experiment.test_prompts[: max(config.eval.prompts, config.eval.grid)]
-    calibrates = experiment.recipe.calibrates and done < last
-    measured = experiment.recipe.calibration.prompts if calibrates else []
+    calibrates = experiment.explorer.calibrates and done < last
+    measured = experiment.explorer.calibration.prompts if calibrates else []
     prompts = list(dict.fromkeys([p for part in (*drawn, shown, measured) for p in part]))
     show = lambda rows, more: report.stage("encode", rows, more)
     encoders = experiment.backbone.text_encoders
@@ -245,7 +245,7 @@ def _prepare(this: _Run, done: int) -> None:
         report.stage("calibrate", len(measured), 0)
         try:
             for size in trained_sizes(config):
-                experiment.at(size).recipe.calibrate()
+                experiment.with_size(size).explorer.calibrate()
         except np.linalg.LinAlgError as error:
             raise RunError(f"stage 'calibrate': its values are not finite ({first_line(error)})") from error
 
@@ -253,7 +253,7 @@ def _prepare(this: _Run, done: int) -> None:
 def _level(this: _Run) -> int:
     """How the next iteration explores, of `Explorer.levels`; says so where the level changes."""
     floor = this.config.rollout.explore.floor
-    ladder = this.experiment.recipe.levels
+    ladder = this.experiment.explorer.settings
     if floor is None:
         return 0
     history = _explored(this.metrics.rows, len(ladder))
@@ -319,13 +319,13 @@ def _evaluate(this: _Run, ema: Trainable, done: int) -> Row:
 
 def _restore(experiment: Experiment, folder: Path, report: TerminalProgress, force: bool) -> tuple[TrainState, int]:
     """The state to go on from, and how many iterations it has behind it. force: also if texts have changed."""
-    expected = {"fingerprint": fingerprint(experiment.config, experiment.recipe.format.name)}
+    expected = {"fingerprint": fingerprint(experiment.config, experiment.explorer.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)
     if restored is None:
         return fresh_state(experiment), 0
     state, meta, warnings = restored
     config = experiment.config
-    known = experiment.texts
+    known = experiment.text_hashes
     read = {
         "prompts": f"prompts.train={config.prompts.train!r}: its prompts have",
         "instruction": f"model.instruction={config.model.instruction!r}: its text has",
@@ -345,9 +345,9 @@ def _save(this: _Run, state: TrainState, done: int) -> None:
     The key of the run is its seed, and the cursor through the prompts follows from the iteration: both are named for readers.
     """
     config = this.config
-    named = fingerprint(this.config, this.experiment.recipe.format.name)
+    named = fingerprint(this.config, this.experiment.explorer.format.name)
     meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.prompts}
-    this.saver.save(done, state, meta | this.experiment.texts | {"evaluation": _evaluation(this, done) or None})
+    this.saver.save(done, state, meta | this.experiment.text_hashes | {"evaluation": _evaluation(this, done) or None})
 
 
 def _finish(this: _Run, state: TrainState) -> None:

@@ -138,7 +138,7 @@ def test_what_keeps_jax_from_a_gpu_is_missing(
 ):
     (tmp_path / "version").touch()
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(doctor, "device_facts", lambda: Device(platform, "NVIDIA B200", (10, 0)))
+    monkeypatch.setattr(doctor, "local_device", lambda: Device(platform, "NVIDIA B200", (10, 0)))
     monkeypatch.setattr(doctor, "cudnn", lambda: dnn)
     found = doctor.machine()
     assert (

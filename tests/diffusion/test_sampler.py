@@ -38,7 +38,9 @@ NOISE = normal(SEEDS, "initial", SHAPE)
 
 
 def grid_of(sigmas, table, times=None):
-    return Schedule.from_sigmas(sigmas, table, guidance=1.0, scale=1.0, guided=False, times=times)
+    return Schedule.from_sigmas(
+        sigmas, table, embedded_guidance=1.0, guidance_scale=1.0, guided=False, timesteps=times
+    )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -125,7 +127,9 @@ def test_the_first_steps_may_be_another_velocitys(count):
             x, previous, before = a * x + b * x0 + c * previous + d * before, x0, previous
         return x
 
-    got = compiled((target, curved), (grid.part(0, count), grid.part(count)), NOISE, SEEDS)
+    got = compiled(
+        (target, curved), (grid.slice_steps(0, count), grid.slice_steps(count)), NOISE, SEEDS
+    )
     np.testing.assert_allclose(got, loop(count), atol=TOLERANCE, rtol=0)
     assert all(largest(got - loop(other)) > 1e2 * TOLERANCE for other in (count - 1, count + 1))
 
@@ -136,7 +140,7 @@ def test_where_a_grid_is_cut_into_legs_changes_nothing(solver):
     grid = grid_of(SIGMAS, solver_table(SOLVERS[solver][0], SIGMAS, SOLVERS[solver][1]))
     whole = None
     for cuts in ((), (1,), (3,), (1, 4), (1, 2, 3, 4, 5)):
-        parts = [grid.part(*ends) for ends in itertools.pairwise((0, *cuts, None))]
+        parts = [grid.slice_steps(*ends) for ends in itertools.pairwise((0, *cuts, None))]
         assert sum(part.steps for part in parts) == grid.steps
         got = compiled((curved,) * len(parts), tuple(parts), NOISE, SEEDS)
         whole = got if whole is None else whole
@@ -144,12 +148,18 @@ def test_where_a_grid_is_cut_into_legs_changes_nothing(solver):
     if (
         solver == "stochastic ddim"
     ):  # a step keeps its draw; the first segment's noise again would be seen
-        halfway = compiled((curved,), (grid.part(0, 3),), NOISE, SEEDS)
+        halfway = compiled((curved,), (grid.slice_steps(0, 3),), NOISE, SEEDS)
         np.testing.assert_allclose(
-            compiled((curved,), (grid.part(3),), halfway, SEEDS), whole, atol=TOLERANCE, rtol=0
+            compiled((curved,), (grid.slice_steps(3),), halfway, SEEDS),
+            whole,
+            atol=TOLERANCE,
+            rtol=0,
         )
         again = compiled(
-            (curved,), (dataclasses.replace(grid.part(3), draws=grid.draws[:3]),), halfway, SEEDS
+            (curved,),
+            (dataclasses.replace(grid.slice_steps(3), noise_weights=grid.noise_weights[:3]),),
+            halfway,
+            SEEDS,
         )
         assert largest(again - whole) > 1e2 * TOLERANCE
 
@@ -233,7 +243,7 @@ recording = jax.jit(
 def test_recorded_states_are_the_steps_that_were_drawn(solver, cut):
     """In float64: each state is the mean of the step before, and the seed's draw of that number times its deviation."""
     grid = grid_of(SIGMAS, solver_table(solver, SIGMAS, SDES[solver]))
-    segments = (grid,) if cut is None else (grid.part(0, cut), grid.part(cut))
+    segments = (grid,) if cut is None else (grid.slice_steps(0, cut), grid.slice_steps(cut))
     end, states = recording(segments, NOISE, SEEDS, 5)
     assert states.shape == (ROWS, 6, *SHAPE)
     np.testing.assert_array_equal(states[:, 0], NOISE)
@@ -269,7 +279,8 @@ def test_only_the_window_is_recorded_wherever_it_is(start):
 def test_a_step_of_several_draws_adds_them_up_by_weight():
     weights = np.float32([[0.6, 0.0, 0.8]])
     grid = dataclasses.replace(
-        grid_of(np.array([1.0, 0.0]), np.array([[0, 0, 0, 0, 2.0]], np.float32)), draws=weights
+        grid_of(np.array([1.0, 0.0]), np.array([[0, 0, 0, 0, 2.0]], np.float32)),
+        noise_weights=weights,
     )
     got = compiled((lambda x, time: x,), (grid,), NOISE, SEEDS)
 

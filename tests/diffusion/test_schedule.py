@@ -15,14 +15,14 @@ FLUX = resolve("flux1_sol_rl_hpsv2").rollout  # dpm2, a shift by tokens
 
 
 def test_a_grid_is_the_configured_schedule_and_solver():
-    grid = Schedule.of(FLUX, 6, 1024, True)
+    grid = Schedule.from_config(FLUX, 6, 1024, True)
     sigmas = make_sigmas("flux", 6, FLUX.shift, 1024)
     assert grid.steps == 6
     np.testing.assert_array_equal(grid.sigmas, sigmas[:-1].astype(np.float32))
-    np.testing.assert_array_equal(grid.times, 1000 * grid.sigmas)
+    np.testing.assert_array_equal(grid.timesteps, 1000 * grid.sigmas)
     np.testing.assert_array_equal(grid.table, solver_table("dpm2", sigmas))
-    assert np.abs(grid.sigmas - Schedule.of(FLUX, 6, 4096, True).sigmas).max() > 0.01
-    noisy = Schedule.of(dataclasses.replace(FLUX, solver="ddim", eta=0.5), 6, 1024, True)
+    assert np.abs(grid.sigmas - Schedule.from_config(FLUX, 6, 4096, True).sigmas).max() > 0.01
+    noisy = Schedule.from_config(dataclasses.replace(FLUX, solver="ddim", eta=0.5), 6, 1024, True)
     np.testing.assert_array_equal(noisy.table, solver_table("ddim", sigmas, 0.5))
 
 
@@ -39,49 +39,53 @@ def test_guidance_is_told_to_the_network_or_classifier_free(
     guidance, true_guidance, embedded, expected
 ):
     rollout = dataclasses.replace(FLUX, guidance=guidance, true_guidance=true_guidance)
-    grid = Schedule.of(rollout, 3, 1024, embedded)
-    assert (grid.guidance, grid.scale, grid.guided) == expected
-    assert grid.guidance.dtype == grid.scale.dtype == np.float32
+    grid = Schedule.from_config(rollout, 3, 1024, embedded)
+    assert (grid.embedded_guidance, grid.guidance_scale, grid.guided) == expected
+    assert grid.embedded_guidance.dtype == grid.guidance_scale.dtype == np.float32
 
 
 def test_parts_are_slices_and_other_sigmas_keep_the_guidance():
-    whole = Schedule.of(dataclasses.replace(FLUX, guidance=3.5, true_guidance=2.0), 6, 1024, True)
+    whole = Schedule.from_config(
+        dataclasses.replace(FLUX, guidance=3.5, true_guidance=2.0), 6, 1024, True
+    )
     for start, stop in ((0, 2), (2, None), (1, 4)):
-        part = whole.part(start, stop)
-        for name in ("sigmas", "times", "table", "draws"):
+        part = whole.slice_steps(start, stop)
+        for name in ("sigmas", "timesteps", "table", "noise_weights"):
             np.testing.assert_array_equal(getattr(part, name), getattr(whole, name)[start:stop])
-        assert (part.guidance, part.scale, part.guided) == (
-            whole.guidance,
-            whole.scale,
+        assert (part.embedded_guidance, part.guidance_scale, part.guided) == (
+            whole.embedded_guidance,
+            whole.guidance_scale,
             whole.guided,
         )
     sigmas = np.array([1.0, 0.4, 0.0])
     table = np.ones((2, 5), np.float32)
-    other = whole.on(sigmas, table)
+    other = whole.with_sigmas(sigmas, table)
     np.testing.assert_array_equal(other.sigmas, np.float32([1.0, 0.4]))
-    np.testing.assert_array_equal(other.times, 1000 * other.sigmas)
+    np.testing.assert_array_equal(other.timesteps, 1000 * other.sigmas)
     assert other.table is table
-    assert (other.guidance, other.scale, other.guided) == (
-        whole.guidance,
-        whole.scale,
+    assert (other.embedded_guidance, other.guidance_scale, other.guided) == (
+        whole.embedded_guidance,
+        whole.guidance_scale,
         whole.guided,
     )
 
 
 def test_a_program_depends_on_the_number_of_steps_and_on_whether_there_is_guidance_alone():
     traced = []
-    total = jax.jit(lambda grid: traced.append(grid.guided) or grid.sigmas.sum() + grid.scale)
-    grid = Schedule.of(FLUX, 6, 1024, True)
+    total = jax.jit(
+        lambda grid: traced.append(grid.guided) or grid.sigmas.sum() + grid.guidance_scale
+    )
+    grid = Schedule.from_config(FLUX, 6, 1024, True)
     total(grid)
     for same in (
-        Schedule.of(FLUX, 6, 4096, True),
-        Schedule.of(dataclasses.replace(FLUX, guidance=2.0, solver="euler"), 6, 256, True),
+        Schedule.from_config(FLUX, 6, 4096, True),
+        Schedule.from_config(dataclasses.replace(FLUX, guidance=2.0, solver="euler"), 6, 256, True),
     ):
-        assert total(same) == pytest.approx(same.sigmas.sum() + same.scale, rel=1e-5)
+        assert total(same) == pytest.approx(same.sigmas.sum() + same.guidance_scale, rel=1e-5)
         assert traced == [False]
-    total(Schedule.of(dataclasses.replace(FLUX, true_guidance=2.0), 6, 1024, True))
+    total(Schedule.from_config(dataclasses.replace(FLUX, true_guidance=2.0), 6, 1024, True))
     assert traced == [False, True]
-    total(grid.part(1))
+    total(grid.slice_steps(1))
     assert traced == [False, True, False]
 
 
@@ -89,33 +93,43 @@ SDE = dataclasses.replace(FLUX, solver="flow_sde", eta=0.7, schedule="linear", s
 
 
 def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
-    grid = Schedule.of(SDE, 10, 1024, True)
-    np.testing.assert_array_equal(grid.draws, np.eye(10, dtype=np.float32) * (np.arange(10) < 9))
+    grid = Schedule.from_config(SDE, 10, 1024, True)
+    np.testing.assert_array_equal(
+        grid.noise_weights, np.eye(10, dtype=np.float32) * (np.arange(10) < 9)
+    )
     np.testing.assert_allclose(
         grid.table, solver_table("flow_sde", make_sigmas("linear", 10, 1.0, 1024), 0.7), rtol=1e-6
     )
-    quiet = Schedule.of(SDE, 28, 1024, True, start=None)
+    quiet = Schedule.from_config(SDE, 28, 1024, True, start=None)
     np.testing.assert_array_equal(
         quiet.table, solver_table("flow_sde", make_sigmas("linear", 28, 1.0, 1024))
     )
-    finer = Schedule.of(
+    finer = Schedule.from_config(
         SDE, 12, 1024, True
     )  # more steps than the full schedule has: draws of their own
-    np.testing.assert_array_equal(finer.draws, np.eye(12, dtype=np.float32) * (np.arange(12) < 11))
+    np.testing.assert_array_equal(
+        finer.noise_weights, np.eye(12, dtype=np.float32) * (np.arange(12) < 11)
+    )
 
 
 def test_a_window_is_as_noisy_on_fewer_steps():
     """Full steps 3 to 6 of ten, sigma 0.7 to 0.3; of five steps the second has half of its length in it."""
     window = dataclasses.replace(SDE, window=4)
-    full = Schedule.of(window, 10, 1024, True, start=3)
-    coarse = Schedule.of(window, 5, 1024, True, start=3)
+    full = Schedule.from_config(window, 10, 1024, True, start=3)
+    coarse = Schedule.from_config(window, 5, 1024, True, start=3)
     assert (full.table[:, 4] > 0).tolist() == [3 <= i < 7 for i in range(10)]
     assert (coarse.table[:, 4] > 0).tolist() == [False, True, True, True, False]
     whole = solver_table("flow_sde", make_sigmas("linear", 5, 1.0, 1024), 0.7)
     np.testing.assert_allclose(
         coarse.table[:, 4] / whole[:, 4].clip(1e-9), [0, 0.5**0.5, 1, 0.5**0.5, 0], atol=1e-5
     )
-    assert [np.flatnonzero(row).tolist() for row in coarse.draws] == [[], [3], [4, 5], [6], []]
+    assert [np.flatnonzero(row).tolist() for row in coarse.noise_weights] == [
+        [],
+        [3],
+        [4, 5],
+        [6],
+        [],
+    ]
 
 
 def test_the_window_moves_on_and_starts_again():

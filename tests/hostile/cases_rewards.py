@@ -6,7 +6,11 @@ WRONG = {  # function of tests/hostile/inside.py, its options, a part of the lin
     "raises an assertion": ("raising", "{name: AssertionError}", "AssertionError: no"),
     "raises what has no words": ("raising", "{name: Mute}", "Mute"),
     "ends the process as failed": ("raising", "{name: SystemExit}", "SystemExit: 1"),
-    "misspells a name on latents": ("raising", "{name: NameError, sees: latents}", "NameError: no"),
+    "misspells a name on latents": (
+        "raising",
+        "{name: NameError, inputs: latents}",
+        "NameError: no",
+    ),
     "ends the process as it prepares": (
         "raising_when_prepared",
         "{name: SystemExit}",
@@ -34,7 +38,7 @@ WRONG = {  # function of tests/hostile/inside.py, its options, a part of the lin
     ),
     "lacks a score on latents": (
         "returning",
-        "{what: another name, sees: latents}",
+        "{what: another name, inputs: latents}",
         "expected a dict with 'reward'",
     ),
     "lacks the score that it names": ("promising", "{}", "expected a dict with 'reward', 'more'"),

@@ -21,16 +21,16 @@ def _raise(error):
     raise error
 
 
-def raising(name="", sees="pictures"):
+def raising(name="", inputs="pictures"):
     error = {"Mute": Mute(), "SystemExit": SystemExit(1)}.get(name) or getattr(builtins, name)("no")
-    return Reward(None, _rows, lambda *_: _raise(error), sees=sees)
+    return Reward(None, _rows, lambda *_: _raise(error), inputs=inputs)
 
 
 def raising_when_prepared(name=""):
     return Reward(None, lambda prompts: _raise(getattr(builtins, name)(1)), _mean)
 
 
-def returning(what="", sees="pictures"):
+def returning(what="", inputs="pictures"):
     """A reward whose score returns what `what` makes of the mean [b]."""
     made = {
         "one number": lambda mean: {"reward": mean.mean()},
@@ -39,7 +39,7 @@ def returning(what="", sees="pictures"):
         "another name": lambda mean: {"other": mean},
         "nothing": lambda mean: None,
     }[what]
-    return Reward(None, _rows, lambda params, seen, rows: made(seen.mean((1, 2, 3))), sees=sees)
+    return Reward(None, _rows, lambda params, seen, rows: made(seen.mean((1, 2, 3))), inputs=inputs)
 
 
 def bright(least=0.0):

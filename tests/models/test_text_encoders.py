@@ -308,7 +308,7 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
     np.testing.assert_array_equal(
         told.negative["text"], backbone.encode(("",), 24, negative=True)["text"]
     )
-    assert not experiment.grid(3).guided
+    assert not experiment.schedule(3).guided
 
     flux = (
         "model=flux1",
@@ -319,7 +319,7 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
     )
     grid = build(
         small_config("unused", *flux, "rollout.true_guidance=2", "rollout.guidance=3.5")
-    ).grid(3)
+    ).schedule(3)
     assert (grid.guided, grid.guidance, grid.scale) == (True, 3.5, 2.0)
     for overrides, message in [
         (

@@ -55,15 +55,15 @@ def built():
 def explore(experiment, rows):
     """NVFP4 proxy rewards of some of 24 candidates of a prompt."""
     prompts = experiment.test_prompts[:2]
-    recipe = experiment.recipe
+    explorer = experiment.explorer
     seeds = experiment.seeds("candidate", prompts[:1], 24, seed=0, iteration=1)[0]
-    assert recipe.levels[0].precision == "nvfp4"
-    stage = recipe.stage(fresh_state(experiment).old, recipe.levels[0])
+    assert explorer.settings[0].precision == "nvfp4"
+    stage = explorer.sampler(fresh_state(experiment).old, explorer.settings[0])
     chosen = SeedBatch(np.zeros(len(rows), int), seeds[rows])
     return generate(
         experiment.backbone,
         stage,
-        experiment.prompted(prompts, experiment.reward),
+        experiment.encode_prompts(prompts, experiment.reward),
         chosen,
         experiment.reward,
     ).reward
@@ -95,7 +95,7 @@ def test_a_candidate_scores_the_same_alone_in_company_and_on_any_mesh(name, rows
 
 def exploring(experiment):
     adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
-    return jax.device_get(flatten(experiment.recipe.policy(adapters, "nvfp4")))
+    return jax.device_get(flatten(experiment.explorer.policy(adapters, "nvfp4")))
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +107,14 @@ def exploring_on_one(built):
 def test_the_policy_that_explores_is_the_same_to_the_bit_on_any_mesh(name, built, exploring_on_one):
     """Codes, scales and corrections. A sum in parts rounds differently, and can change a code."""
     policy = exploring(built(name))
-    for path in built("one").recipe.quantized:
+    for path in built("one").explorer.quantized:
         chex.assert_trees_all_equal(policy[path], exploring_on_one[path], custom_message=path)
 
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_preview_is_fitted_the_same_on_any_mesh(name, built):
-    table, one = (built(mesh).recipe.grid(2).table for mesh in (name, "one"))
-    assert np.abs(one - built("one").grid(2).table).max() > 0.01
+    table, one = (built(mesh).explorer.schedule(2).table for mesh in (name, "one"))
+    assert np.abs(one - built("one").schedule(2).table).max() > 0.01
     np.testing.assert_array_equal(table, one)
 
 

@@ -75,9 +75,9 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     made, texts = on_blackwell(preset)
     assert [name for name, of in texts.items() if any(CUSTOM in text for text in of)] == ["explore"]
     (explored,), (regenerated,) = texts["explore"], texts["regenerate"]
-    merged = set(made.recipe.quantized) & set(made.targets.adapted)
-    assert len(made.recipe.quantized) >= 4
-    assert products(regenerated) - products(explored) == len(made.recipe.quantized) + 2 * len(
+    merged = set(made.explorer.quantized) & set(made.targets.adapted)
+    assert len(made.explorer.quantized) >= 4
+    assert products(regenerated) - products(explored) == len(made.explorer.quantized) + 2 * len(
         merged
     )
 
@@ -127,7 +127,7 @@ def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
     explored = lowered(program)
     (regenerated,) = on_blackwell(preset)[1]["regenerate"]
     assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (
-        len(made.recipe.quantized),
+        len(made.explorer.quantized),
         0,
     )
     assert products(explored, "f8E4M3FN") == sum(

@@ -113,14 +113,19 @@ def test_parts_are_what_arrays_hold():
     built = experiments.build(config)
     state = fresh_state(built)
     backbone = built.backbone
-    recipe = built.recipe
-    quantizer = recipe.quantizer(recipe.format.name)
+    explorer = built.explorer
+    quantizer = explorer.quantizer(explorer.format.name)
     assert quantizer.beside.keys() == set(
-        recipe.quantized
+        explorer.quantized
     )  # what the correction keeps is part of the copy
     with jax.set_mesh(backbone.mesh):
         codes = quantize_policy(
-            backbone.mesh, backbone.transformer, state.old, built.scale, recipe.quantized, quantizer
+            backbone.mesh,
+            backbone.transformer,
+            state.old,
+            built.scale,
+            explorer.quantized,
+            quantizer,
         )
     trees = {
         "base": backbone.transformer, "quantised copy": codes, "adapters": (state.adapters, state.old, state.ema),
@@ -217,7 +222,7 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
         (8, 12),
         (32, 48),
     )
-    assert sample.arguments[1][0].grid.steps == planner.config.eval.steps
+    assert sample.arguments[1][0].schedule.steps == planner.config.eval.steps
     assert {program.calls for program in (sample, decode, score)} == {0}
     said = list(planning.assumptions(planner))
     assert "every iteration has the largest of rollout.size" in said

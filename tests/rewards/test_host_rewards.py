@@ -241,13 +241,13 @@ def with_reward(built, weights, options=None, skip=False):
     count, timeout = WORKERS
     run = dict(workers=count, timeout=timeout, on_failure="skip" if skip else "stop")
     opened = open_reward(weights, options=options or {}, **run)(built.backbone.mesh)
-    return dataclasses.replace(built, reward=opened.trained, evaluated=opened.evaluated)
+    return dataclasses.replace(built, reward=opened.trained, evaluation_reward=opened.evaluated)
 
 
 def with_config(built, config):
     """The result of `experiments.build`, without loading anything again."""
     trained, evaluated = open_rewards(config.reward)(built.backbone.mesh)
-    return dataclasses.replace(built, config=config, reward=trained, evaluated=evaluated)
+    return dataclasses.replace(built, config=config, reward=trained, evaluation_reward=evaluated)
 
 
 def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatch):
@@ -272,8 +272,8 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
         if len(made) == 3:  # the third chunk is on its way, so the second is made
             file.touch()
 
-    stage = built.stage("some", fresh_state(built).adapters, 3)
-    rows = SeedBatch.of(built.seeds("candidate", built.train_prompts[:1], 6))
+    stage = built.sampler("some", fresh_state(built).adapters, 3)
+    rows = SeedBatch.from_seeds(built.seeds("candidate", built.train_prompts[:1], 6))
     assert stage.chunk == 2
     samples = generate(
         built.backbone,

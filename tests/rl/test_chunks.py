@@ -22,15 +22,15 @@ SCORES = 1e-5
 def test_from_this_chunk_on_a_candidate_does_not_depend_on_it(model, stage):
     experiment = build(resolve("tiny", (f"model={model}", "mesh.data=1")))
     old = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
-    recipe = experiment.recipe
+    explorer = experiment.explorer
     prompts = experiment.train_prompts[:2]
     made = (
-        recipe.stage(old, recipe.levels[0])
+        explorer.sampler(old, explorer.settings[0])
         if stage == "explore"
-        else experiment.stage(stage, old, 10)
+        else experiment.sampler(stage, old, 10)
     )
-    prompted = experiment.prompted(prompts, experiment.reward)
-    rows = SeedBatch.of(experiment.seeds("candidate", prompts, ROWS // 2))
+    prompted = experiment.encode_prompts(prompts, experiment.reward)
+    rows = SeedBatch.from_seeds(experiment.seeds("candidate", prompts, ROWS // 2))
 
     def run(chunk):
         return generate(

@@ -32,11 +32,13 @@ def experiment():
 
 @pytest.fixture(scope="module")
 def bases(experiment):
-    return bases_of(experiment.recipe)
+    return bases_of(experiment.explorer)
 
 
-def bases_of(recipe):
-    return {path: np.asarray(basis) for path, (basis,) in recipe.quantizer("nvfp4").beside.items()}
+def bases_of(explorer):
+    return {
+        path: np.asarray(basis) for path, (basis,) in explorer.quantizer("nvfp4").beside.items()
+    }
 
 
 def shared(a, b):
@@ -47,7 +49,7 @@ def shared(a, b):
 
 def test_every_quantised_linear_has_as_many_orthonormal_directions(experiment, bases):
     flat = flatten(experiment.backbone.transformer)
-    assert bases.keys() == set(experiment.recipe.quantized)
+    assert bases.keys() == set(experiment.explorer.quantized)
     for path, basis in bases.items():
         assert basis.shape == (*flat[path].shape[:-1], RANK)
         assert basis.dtype == experiment.backbone.dtype
@@ -62,11 +64,11 @@ def test_a_linear_has_no_more_directions_than_inputs(rank):
     """Then nothing is left to the format, and the product is the exact one."""
     experiment = toy_experiment(f"rollout.explore.correction={rank}")
     base = flatten(experiment.backbone.transformer)
-    found = bases_of(experiment.recipe)
+    found = bases_of(experiment.explorer)
     assert {path: basis.shape for path, basis in found.items()} == {
         path: (base[path].shape[0], min(rank, base[path].shape[0])) for path in KERNELS
     }
-    policy = flatten(experiment.recipe.policy(fresh_state(experiment).old, "nvfp4"))
+    policy = flatten(experiment.explorer.policy(fresh_state(experiment).old, "nvfp4"))
     for path in KERNELS:
         error = np.linalg.norm(dequantize(policy[path]) - base[path]) / np.linalg.norm(base[path])
         assert error < (1e-5 if rank >= base[path].shape[0] else 0.12), path
@@ -74,13 +76,13 @@ def test_a_linear_has_no_more_directions_than_inputs(rank):
 
 def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases, monkeypatch):
     """Measured at other sigmas, the directions are others: they hold less of what these sigmas see."""
-    calibration = experiment.recipe.calibration
-    paths = experiment.recipe.quantized
-    grid = experiment.recipe.grid(6)
-    latents = calibration.sample(grid)
+    calibration = experiment.explorer.calibration
+    paths = experiment.explorer.quantized
+    grid = experiment.explorer.schedule(6)
+    latents = calibration.generate(grid)
     monkeypatch.setattr(Calibration, "sample", lambda *_: latents)
     found = {
-        start: jax.device_get(principal_inputs(calibration, paths, RANK, grid.part(start)))
+        start: jax.device_get(principal_inputs(calibration, paths, RANK, grid.slice_steps(start)))
         for start in (0, 5)
     }
     for path, basis in bases.items():
@@ -93,7 +95,7 @@ def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases,
 
 
 def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment, bases):
-    again = dataclasses.replace(experiment.recipe)
+    again = dataclasses.replace(experiment.explorer)
     assert "quantizer" not in vars(again)
     for path, basis in bases_of(again).items():
         np.testing.assert_array_equal(basis, bases[path], err_msg=path)
@@ -102,9 +104,9 @@ def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment, bases):
 def test_directions_do_not_depend_on_how_rows_are_grouped(experiment, bases):
     """`optimizer.micro_batch` need not divide the sixteen samples; sums of other groups differ in their last bits."""
     calibration = dataclasses.replace(
-        experiment.recipe.calibration, micro_batch=3
+        experiment.explorer.calibration, micro_batch=3
     )  # one at a time, here two
-    found = bases_of(dataclasses.replace(experiment.recipe, calibration=calibration))
+    found = bases_of(dataclasses.replace(experiment.explorer, calibration=calibration))
     assert all(shared(found[path], bases[path]) > 0.999 for path in bases)
 
 
@@ -113,18 +115,18 @@ def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, base
     """Velocities at noised samples of other prompts than those measured: the error of four bits falls by a fifth or more."""
     backbone = experiment.backbone
     adapters = fresh_state(experiment).old
-    calibration = experiment.recipe.calibration
+    calibration = experiment.explorer.calibration
     prompts = experiment.test_prompts[: len(calibration.rows)]
     conditioning = backbone.encode(prompts, experiment.config.model.max_tokens)
     other_prompts = dataclasses.replace(
         calibration,
-        prompted=lambda: experiment.prompted(prompts),
+        prompted=lambda: experiment.encode_prompts(prompts),
         rows=dataclasses.replace(
             calibration.rows, seeds=experiment.seeds("candidate", prompts, 1)[:, 0]
         ),
     )
-    pictures = other_prompts.sample(
-        experiment.recipe.grid(6)
+    pictures = other_prompts.generate(
+        experiment.explorer.schedule(6)
     )  # by the program that sampled those measured
     latents = (np.asarray(pictures) + jax.random.normal(jax.random.key(1), pictures.shape)) / 2
     others = {
@@ -158,11 +160,13 @@ def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, base
         return float(jnp.linalg.norm(predict(params) - exact) / jnp.linalg.norm(exact))
 
     def explored(quantizer):
-        return merged(backbone, adapters, experiment.scale, experiment.recipe.quantized, quantizer)
+        return merged(
+            backbone, adapters, experiment.scale, experiment.explorer.quantized, quantizer
+        )
 
     with jax.set_mesh(backbone.mesh):
         errors = {name: error(explored(quantizer)) for name, quantizer in quantizers.items()}
-        assert error(experiment.recipe.policy(adapters, "nvfp4")) == errors["measured"]
+        assert error(experiment.explorer.policy(adapters, "nvfp4")) == errors["measured"]
     print(errors)
     assert errors["measured"] < 0.8 * errors["none"]
     assert errors["measured"] < 0.8 * errors["random"]
@@ -172,9 +176,9 @@ def test_the_policy_that_explores_is_corrected_and_the_one_that_trains_is_not(ex
     adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
     exploring, exact = (
         flatten(p)
-        for p in (experiment.recipe.policy(adapters, "nvfp4"), experiment.policy(adapters))
+        for p in (experiment.explorer.policy(adapters, "nvfp4"), experiment.policy(adapters))
     )
-    for path in experiment.recipe.quantized:
+    for path in experiment.explorer.quantized:
         leaf = exploring[path]
         assert isinstance(leaf, Corrected)
         assert isinstance(leaf.remainder, QTensor)
@@ -190,9 +194,9 @@ def test_the_policy_that_explores_is_corrected_and_the_one_that_trains_is_not(ex
 def test_more_turns_would_find_little_more(experiment, bases, monkeypatch):
     """The directions found share nine tenths and more with those that twice the turns find, and one turn's share less."""
     monkeypatch.setattr(correction, "PASSES", 2 * PASSES)
-    further = bases_of(dataclasses.replace(experiment.recipe))
+    further = bases_of(dataclasses.replace(experiment.explorer))
     monkeypatch.setattr(correction, "PASSES", 1)
-    once = bases_of(dataclasses.replace(experiment.recipe))
+    once = bases_of(dataclasses.replace(experiment.explorer))
     assert bases.keys() == further.keys() == once.keys()
     for path in bases:
         best, ours, first = (b[path] for b in (further, bases, once))

@@ -52,12 +52,12 @@ def explored(experiment, device=None, *overrides):
 
 @pytest.mark.parametrize(("device", "name"), [(H200, "fp8"), (B200, "nvfp4"), (None, "bf16")])
 def test_auto_is_what_the_devices_run_natively(experiment, device, name):
-    recipe = explored(experiment, device).recipe
-    assert recipe.explore.precision == "auto"
-    assert recipe.format is FORMATS[name]
-    assert recipe.levels[0].precision == name
+    explorer = explored(experiment, device).explorer
+    assert explorer.explore.precision == "auto"
+    assert explorer.format is FORMATS[name]
+    assert explorer.settings[0].precision == name
     assert (
-        explored(experiment, device, "rollout.explore.precision=fp8").recipe.format
+        explored(experiment, device, "rollout.explore.precision=fp8").explorer.format
         is FORMATS["fp8"]
     )
 
@@ -66,7 +66,7 @@ def test_levels_go_from_what_is_configured_to_the_policy_that_regenerates(experi
     """Two steps of three; then three, in finer formats. The last level is the regeneration itself."""
     there = explored(experiment, B200)
     adapters = fresh_state(experiment).old
-    levels = there.recipe.levels
+    levels = there.explorer.settings
     assert [(level.precision, level.steps) for level in levels] == [
         ("nvfp4", 2),
         ("nvfp4", 3),
@@ -74,8 +74,8 @@ def test_levels_go_from_what_is_configured_to_the_policy_that_regenerates(experi
         ("bf16", 3),
     ]
     (last,), (exact,) = (
-        there.recipe.stage(adapters, levels[-1]).segments,
-        there.stage("regenerate", adapters, 3).segments,
+        there.explorer.sampler(adapters, levels[-1]).segments,
+        there.sampler("regenerate", adapters, 3).segments,
     )
     assert jax.tree.structure(last) == jax.tree.structure(exact)
     assert all(map(np.array_equal, jax.tree.leaves(last), jax.tree.leaves(exact)))
@@ -88,8 +88,8 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
     shape = (4, *experiment.backbone.pipeline.latent_shape(32, 32))
     conditioning = backbone.encode(experiment.test_prompts[:4], experiment.config.model.max_tokens)
     latents = jax.random.normal(jax.random.key(0), shape)
-    policies = {name: experiment.recipe.policy(adapters, name) for name in (*LEAVES, "bf16")}
-    quantized = set(experiment.recipe.quantized)
+    policies = {name: experiment.explorer.policy(adapters, name) for name in (*LEAVES, "bf16")}
+    quantized = set(experiment.explorer.quantized)
 
     @jax.jit
     def predict(policies):
@@ -117,16 +117,16 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
 def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
     """Leaves in the format are the quantised merged weights; every other adapted linear keeps base and adapter apart."""
     adapters = jax.tree.map(lambda x: x + 0.05, fresh_state(experiment).adapters)
-    params = flatten(experiment.recipe.policy(adapters, "nvfp4"))
+    params = flatten(experiment.explorer.policy(adapters, "nvfp4"))
     base = flatten(experiment.backbone.transformer)
-    for path in experiment.recipe.quantized:
+    for path in experiment.explorer.quantized:
         assert isinstance(params[path], QTensor)
         merged = base[path].astype(jnp.float32)
         if path in adapters:
             merged = merged + experiment.scale * adapters[path]["a"] @ adapters[path]["b"]
         error = np.linalg.norm(dequantize(params[path]) - merged) / np.linalg.norm(merged)
         assert error < 0.12
-    for path in set(experiment.targets.adapted) - set(experiment.recipe.quantized):
+    for path in set(experiment.targets.adapted) - set(experiment.explorer.quantized):
         assert isinstance(params[path], LowRank)
 
 
@@ -141,31 +141,35 @@ def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
     )
     there = explored(experiment, None, *steps)
     adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(there).old)
-    recipes = {}
+    explorers = {}
     for count in (0, 1, 2):
-        recipes[count] = explored(there, None, f"rollout.explore.exact_steps={count}").recipe
+        explorers[count] = explored(there, None, f"rollout.explore.exact_steps={count}").explorer
     first, rest = (
         flatten(segment.policy)
-        for segment in recipes[1].stage(adapters, recipes[1].levels[0]).segments
+        for segment in explorers[1].sampler(adapters, explorers[1].settings[0]).segments
     )
-    assert {path for path in first if first[path] is not rest[path]} >= set(there.recipe.quantized)
-    apart = set(there.recipe.quantized) | set(there.targets.adapted)
+    assert {path for path in first if first[path] is not rest[path]} >= set(
+        there.explorer.quantized
+    )
+    apart = set(there.explorer.quantized) | set(there.targets.adapted)
     assert all(first[path] is rest[path] for path in first.keys() - apart)
 
     prompts = there.test_prompts[:2]
-    prompted = there.prompted(prompts)
+    prompted = there.encode_prompts(prompts)
     # one picture's error says little: over 16 the ratios are 0.4 to 0.9
-    rows = SeedBatch.of(there.seeds("candidate", prompts, 8))
-    plain = recipes[0].stage(adapters, recipes[0].levels[0])
+    rows = SeedBatch.from_seeds(there.seeds("candidate", prompts, 8))
+    plain = explorers[0].sampler(adapters, explorers[0].settings[0])
 
     def end(*segments):
         return generate(
             there.backbone, dataclasses.replace(plain, segments=segments), prompted, rows
         ).latents
 
-    exact = end(Segment(there.policy(adapters), there.grid(4)))
+    exact = end(Segment(there.policy(adapters), there.schedule(4)))
     quantised = end(*plain.segments)
-    mixed = {n: end(*recipes[n].stage(adapters, recipes[n].levels[0]).segments) for n in (1, 2)}
+    mixed = {
+        n: end(*explorers[n].sampler(adapters, explorers[n].settings[0]).segments) for n in (1, 2)
+    }
     error = [np.linalg.norm(x - exact) for x in (quantised, mixed[1], mixed[2])]
     print(error)
     assert 0 < error[2] < 0.8 * error[1]
@@ -195,7 +199,7 @@ def refusal(folder, precision):
 
 
 def test_a_run_goes_on_in_the_format_that_it_began_in_or_not_at_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "device_facts", lambda: H200)
+    monkeypatch.setattr(identity, "local_device", lambda: H200)
     folder = directory(tmp_path / "run", "auto", "nvfp4")  # it began on Blackwell
     said = refusal(folder, "auto")
     assert said == (
@@ -204,7 +208,7 @@ def test_a_run_goes_on_in_the_format_that_it_began_in_or_not_at_all(tmp_path, mo
     )
     assert "rollout.explore.precision=fp8 is fp8 here" in refusal(folder, "fp8")
     assert not refusal(folder, "nvfp4")  # as it says
-    monkeypatch.setattr(identity, "device_facts", lambda: B200)
+    monkeypatch.setattr(identity, "local_device", lambda: B200)
     assert not refusal(folder, "auto")
     assert not refusal(directory(tmp_path / "named", "nvfp4", "nvfp4"), "auto")
     assert not refusal(
@@ -241,10 +245,10 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
         "precision": precision, "format": name, "native": name == "fp8", "levers": ["ExactSteps"], "means": means,
     }  # fmt: skip
     assert any(line.endswith(f"exploration in {means}, with ExactSteps") for line in said)
-    assert facts["quantized"] == list(there.recipe.quantized)
+    assert facts["quantized"] == list(there.explorer.quantized)
     assert facts["linears"]["quantized"] == 16
     assert facts["linears"]["quantized_bytes_after"] == sum(
-        leaf.nbytes for leaf in flatten(there.recipe.policy(fresh_state(there).old, name)).values()
+        leaf.nbytes for leaf in flatten(there.explorer.policy(fresh_state(there).old, name)).values()
         if isinstance(leaf, LEAVES[name])
     )  # fmt: skip
     said.clear()

@@ -51,7 +51,7 @@ def backbone(backbones):
 
 def run(backbone, chunk=4, rows=None, reward=None, segments=(), prompts=PROMPTS, **options):
     prompted = prepare(backbone, reward, prompts, 8)
-    rows = SeedBatch.of(toy_seeds(prompts, EACH)) if rows is None else rows
+    rows = SeedBatch.from_seeds(toy_seeds(prompts, EACH)) if rows is None else rows
     return generate(
         backbone, toy_stage(backbone, chunk, *segments), prompted, rows, reward, **options
     )
@@ -63,7 +63,7 @@ def largest(x):
 
 def test_rows_are_candidates_prompt_by_prompt():
     seeds = toy_seeds(PROMPTS, EACH)
-    rows = SeedBatch.of(seeds)
+    rows = SeedBatch.from_seeds(seeds)
     assert len(rows) == 12
     assert rows.prompt.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     np.testing.assert_array_equal(rows.seeds[4:8], seeds[1])
@@ -148,7 +148,7 @@ def test_a_row_follows_its_own_prompt_and_is_scored_against_it(backbone):
 
 
 def test_given_noise_takes_the_place_of_what_the_seeds_stand_for(backbone):
-    rows = SeedBatch.of(toy_seeds(PROMPTS, EACH))
+    rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
     own = run(backbone).latents
     noise = np.asarray(normal(rows.seeds, "initial", SHAPE))
     np.testing.assert_allclose(
@@ -187,7 +187,7 @@ def largest_latent():
     def score(params, latents, wanted):
         return {"reward": jnp.abs(latents).max((1, 2, 3)) - wanted}
 
-    return Reward(None, toy_reward().prepare, score, sees="latents")
+    return Reward(None, toy_reward().prepare, score, inputs="latents")
 
 
 def test_a_reward_on_latents_decodes_nothing(backbone, monkeypatch):
@@ -239,7 +239,7 @@ def test_pictures_are_what_the_decoder_of_the_stage_shows(backbone):
     )
     other = dataclasses.replace(backbone.decoder, params=jnp.float32(-0.7))
     prompted = prepare(backbone, None, PROMPTS, 8)
-    rows = SeedBatch.of(toy_seeds(PROMPTS, EACH))
+    rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
     stage = dataclasses.replace(toy_stage(backbone, 4), decoder=other)
     shown = generate(backbone, stage, prompted, rows, keep_images=True)
     np.testing.assert_array_equal(shown.latents, got.latents)
@@ -252,9 +252,9 @@ def by_hand(backbone, segments, noise, positive, negative):
     for x, text in zip(noise, positive, strict=True):
         x = jnp.asarray(x)[None]
         for segment in segments:
-            grid = segment.grid
+            grid = segment.schedule
             for sigma, after, time in zip(
-                grid.sigmas, [*grid.sigmas[1:], None], grid.times, strict=True
+                grid.sigmas, [*grid.sigmas[1:], None], grid.timesteps, strict=True
             ):
                 v, away = (
                     backbone.velocity(
@@ -262,11 +262,11 @@ def by_hand(backbone, segments, noise, positive, negative):
                         x,
                         {"text": jnp.asarray(t)[None]},
                         jnp.float32(time),
-                        jnp.asarray(grid.guidance),
+                        jnp.asarray(grid.embedded_guidance),
                     )
                     for t in (text, negative)
                 )
-                v = away + grid.scale * (v - away) if grid.guided else v
+                v = away + grid.guidance_scale * (v - away) if grid.guided else v
                 x = x + ((after if after is not None else segment.end) - sigma) * v
         out.append(x[0])
     return np.stack(out)
@@ -285,10 +285,10 @@ def test_samples_are_the_loop_over_legs_with_and_without_guidance(backbone, guid
     parts = (
         [(backbone.transformer, grid)]
         if cut is None
-        else [(backbone.transformer, grid.part(0, cut)), (other, grid.part(cut))]
+        else [(backbone.transformer, grid.slice_steps(0, cut)), (other, grid.slice_steps(cut))]
     )
     ends = [float(part.sigmas[0]) for _, part in parts[1:]] + [0.0]
-    rows = SeedBatch.of(toy_seeds(PROMPTS, EACH))
+    rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
     prompted = prepare(backbone, None, PROMPTS, 8)
     got = run(backbone, 5, segments=tuple(Segment(*part) for part in parts)).latents
     texts = np.asarray(prompted.conditions.positive["text"])[rows.prompt]
@@ -332,7 +332,7 @@ def test_noise_is_split_over_the_devices_and_is_that_of_the_seeds(backbones, mes
 def test_states_are_recorded_if_the_stage_asks(backbones, mesh, chunk):
     """Row by row, whatever the chunk and the mesh; the last leads to the sample by a step without noise."""
     backbone = backbones[mesh]
-    rows = SeedBatch.of(toy_seeds(PROMPTS, EACH))
+    rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
     stage = toy_stage(
         backbone, chunk, Segment(backbone.transformer, toy_grid(3, solver="flow_sde"))
     )

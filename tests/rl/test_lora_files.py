@@ -228,7 +228,12 @@ def test_pictures_of_diffusers_with_our_file_are_ours(
 
     sigmas, times, solver = read_scheduler(backbone.pipeline.scheduler, steps, 64)
     grid = Schedule.from_sigmas(
-        sigmas, solver, guidance=guidance, scale=guidance, guided=True, times=times
+        sigmas,
+        solver,
+        embedded_guidance=guidance,
+        guidance_scale=guidance,
+        guided=True,
+        timesteps=times,
     )
     segments = (Segment(attach(backbone.transformer, adapters, SETTINGS.scale), grid),)
     stage = Sampler("sample", segments, backbone.decoder, backbone.pipeline.latent_shape(*size), 2)

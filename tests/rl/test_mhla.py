@@ -21,7 +21,7 @@ def test_an_iteration_trains_what_it_adds_within_its_bounds():
     assert experiment.targets.whole == (lepe, mix)
     state = fresh_state(experiment)
     exploring = flatten(
-        experiment.recipe.stage(state.old, experiment.recipe.levels[0]).segments[0].policy
+        experiment.explorer.sampler(state.old, experiment.explorer.settings[0]).segments[0].policy
     )
     assert any(isinstance(leaf, Quantized) for leaf in exploring.values())
     assert not any(isinstance(exploring[path], Quantized) for path in (mix, lepe))

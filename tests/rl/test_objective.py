@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from solrl_jax.rl.objective import Target, Velocities
+from solrl_jax.rl.objective import TrainingTarget, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
 
 TOLERANCE = 3e-6  # largest difference over largest value; float32, whose products and sums round apart, against float64
@@ -63,7 +63,7 @@ def loss_of(data, **options):
     x = {name: jnp.asarray(value) for name, value in data.items()}
     return nft_loss(
         Velocities(x["v"], x["v_old"], x["v_ref"]),
-        Target(x["x"], x["x0"], x["sigma"], x["q"]),
+        TrainingTarget(x["x"], x["x0"], x["sigma"], x["q"]),
         **options,
     )
 

@@ -9,7 +9,14 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import OBJECTIVES
-from solrl_jax.rl.objective import Objective, Step, Target, Velocities, find_objective, log_ratio
+from solrl_jax.rl.objective import (
+    Objective,
+    Step,
+    TrainingTarget,
+    Velocities,
+    find_objective,
+    log_ratio,
+)
 
 ROWS = 6
 SHAPE = (2, 2, 3)
@@ -128,7 +135,9 @@ def inputs(seed=0, apart=0.3):
 def target_of(name, data):
     step = Step(*(data[field] for field in ("after", "a", "b", "std", "length")))
     transitions = OBJECTIVES[name] == "transitions"
-    return Target(data["x"], data["x0"], data["sigma"], data["q"], step if transitions else None)
+    return TrainingTarget(
+        data["x"], data["x0"], data["sigma"], data["q"], step if transitions else None
+    )
 
 
 def ours(name, data, algorithm):

@@ -105,14 +105,14 @@ def spied(monkeypatch):
     batches = []
     pools = []
     make = iterations.policy_batch
-    generate_candidates = iterations.generate_candidates
+    generate = iterations.generate
     monkeypatch.setattr(
         iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
     )
     monkeypatch.setattr(
         iterations,
-        "generate_candidates",
-        lambda *a: pools.append(generate_candidates(*a)) or pools[-1],
+        "generate",
+        lambda *a, **k: pools.append(generate(*a, **k)) or pools[-1],
     )
     return batches, pools
 
@@ -125,7 +125,7 @@ def test_trajectories_are_those_of_the_regeneration(spied):
     assert explored.states is None
     assert batch.states.shape == (8, 3, *batch.latents.shape[1:])  # two of three steps add noise
     np.testing.assert_array_equal(batch.states, regenerated.states)
-    table = toy.grid(3).table
+    table = toy.schedule(3).table
     predicted = regenerated.states[:, -1]  # from there an ODE's step leads to the sample
     assert table[-1, 4] == 0
     assert np.abs(predicted - regenerated.latents).max() > 1e-3

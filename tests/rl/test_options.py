@@ -69,18 +69,18 @@ def same(a, b):
 def whole_grid(stage):
     """The steps of all segments."""
     return tuple(
-        np.concatenate([getattr(segment.grid, name) for segment in stage.segments])
-        for name in ("sigmas", "times", "table")
+        np.concatenate([getattr(segment.schedule, name) for segment in stage.segments])
+        for name in ("sigmas", "timesteps", "table")
     )
 
 
 def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format(paper, adapters):
-    recipe = paper.recipe
-    assert not recipe.calibrates
-    stage = recipe.stage(adapters, FORMAT)
-    regenerating = paper.stage("regenerate", adapters, 6)
+    explorer = paper.explorer
+    assert not explorer.calibrates
+    stage = explorer.sampler(adapters, FORMAT)
+    regenerating = paper.sampler("regenerate", adapters, 6)
     (segment,) = stage.segments
-    assert same(segment.grid, paper.grid(4))
+    assert same(segment.schedule, paper.schedule(4))
     flat = flatten(segment.policy)
     assert {path for path in flat if type(flat[path]) is QTensor} == set(KERNELS)
     assert (stage.name, stage.decoder, stage.shape, stage.chunk) == (
@@ -88,39 +88,44 @@ def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format
     )  # fmt: skip
     (exact,) = regenerating.segments
     assert all(type(flatten(exact.policy)[path]) is LowRank for path in KERNELS)
-    assert same(exact.grid, paper.grid(6))
+    assert same(exact.schedule, paper.schedule(6))
 
 
 def test_a_preview_changes_the_grid_alone(paper, adapters):
-    recipe = with_levers(paper, "preview").recipe
-    stage = recipe.stage(adapters, FORMAT)
-    plain = paper.recipe.stage(adapters, FORMAT)
+    explorer = with_levers(paper, "preview").explorer
+    stage = explorer.sampler(adapters, FORMAT)
+    plain = paper.explorer.sampler(adapters, FORMAT)
     (segment,), (own,) = stage.segments, plain.segments
-    full = paper.grid(6)
-    np.testing.assert_array_equal(segment.grid.sigmas, full.sigmas[[0, 1, 2, 4]])
-    np.testing.assert_array_equal(segment.grid.times, full.times[[0, 1, 2, 4]])
-    np.testing.assert_array_equal(segment.grid.table[:2], full.table[:2])
-    assert np.abs(segment.grid.sigmas - own.grid.sigmas).max() > 0.05
-    assert (segment.grid.guidance, segment.grid.scale, segment.grid.guided) == (
-        own.grid.guidance,
-        own.grid.scale,
-        own.grid.guided,
+    full = paper.schedule(6)
+    np.testing.assert_array_equal(segment.schedule.sigmas, full.sigmas[[0, 1, 2, 4]])
+    np.testing.assert_array_equal(segment.schedule.timesteps, full.timesteps[[0, 1, 2, 4]])
+    np.testing.assert_array_equal(segment.schedule.table[:2], full.table[:2])
+    assert np.abs(segment.schedule.sigmas - own.schedule.sigmas).max() > 0.05
+    assert (
+        segment.schedule.embedded_guidance,
+        segment.schedule.guidance_scale,
+        segment.schedule.guided,
+    ) == (
+        own.schedule.embedded_guidance,
+        own.schedule.guidance_scale,
+        own.schedule.guided,
     )
     assert same(segment.policy, own.policy)
     assert dataclasses.replace(stage, segments=()) == dataclasses.replace(plain, segments=())
     assert same(
-        recipe.stage(adapters, ExplorationSetting("nvfp4", 6)).segments[0].grid, full
+        explorer.sampler(adapters, ExplorationSetting("nvfp4", 6)).segments[0].schedule, full
     )  # with all steps there is nothing to preview
     assert same(
-        recipe.stage(adapters, ExplorationSetting("bf16", 4)).segments[0].grid, segment.grid
+        explorer.sampler(adapters, ExplorationSetting("bf16", 4)).segments[0].schedule,
+        segment.schedule,
     )  # and the format is no matter
 
 
 def test_exact_steps_change_the_legs_alone(paper, adapters):
-    stage = with_levers(paper, "exact_steps").recipe.stage(adapters, FORMAT)
-    plain = paper.recipe.stage(adapters, FORMAT)
+    stage = with_levers(paper, "exact_steps").explorer.sampler(adapters, FORMAT)
+    plain = paper.explorer.sampler(adapters, FORMAT)
     first, rest = stage.segments
-    assert (first.grid.steps, rest.grid.steps) == (1, 3)
+    assert (first.schedule.steps, rest.schedule.steps) == (1, 3)
     assert same(whole_grid(stage), whole_grid(plain))
     assert same(first.policy, paper.policy(adapters))
     assert same(rest.policy, plain.segments[0].policy)
@@ -136,7 +141,7 @@ def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
         return [segment.in_fp8 for segment in stage.segments]
 
     stage, plain = (
-        experiment.recipe.stage(adapters, FORMAT)
+        experiment.explorer.sampler(adapters, FORMAT)
         for experiment in (with_levers(paper, "attention"), paper)
     )
     assert (marked(stage), marked(plain)) == ([True], [False])
@@ -144,16 +149,16 @@ def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
         stage.segments,
         tuple(dataclasses.replace(segment, in_fp8=True) for segment in plain.segments),
     )
-    both = with_levers(paper, "attention", "exact_steps").recipe
-    assert marked(both.stage(adapters, FORMAT)) == [False, True]
-    assert marked(both.stage(adapters, ExplorationSetting("bf16", 4))) == [False]
+    both = with_levers(paper, "attention", "exact_steps").explorer
+    assert marked(both.sampler(adapters, FORMAT)) == [False, True]
+    assert marked(both.sampler(adapters, ExplorationSetting("bf16", 4))) == [False]
 
 
 def test_a_correction_changes_the_leaves_alone(paper, adapters):
-    stage = with_levers(paper, "correction").recipe.stage(adapters, FORMAT)
-    plain = paper.recipe.stage(adapters, FORMAT)
+    stage = with_levers(paper, "correction").explorer.sampler(adapters, FORMAT)
+    plain = paper.explorer.sampler(adapters, FORMAT)
     (segment,), (own,) = stage.segments, plain.segments
-    assert same(segment.grid, own.grid)
+    assert same(segment.schedule, own.schedule)
     flat = flatten(segment.policy)
     base = flatten(paper.backbone.transformer)
     for path in KERNELS:
@@ -172,10 +177,10 @@ def test_a_correction_changes_the_leaves_alone(paper, adapters):
 
 
 def test_levers_go_together(paper, adapters):
-    stage = with_levers(paper, *SETTINGS).recipe.stage(adapters, FORMAT)
+    stage = with_levers(paper, *SETTINGS).explorer.sampler(adapters, FORMAT)
     first, rest = stage.segments
     alone = {
-        name: with_levers(paper, name).recipe.stage(adapters, FORMAT)
+        name: with_levers(paper, name).explorer.sampler(adapters, FORMAT)
         for name in ("preview", "correction")
     }
     assert same(whole_grid(stage), whole_grid(alone["preview"]))
@@ -192,8 +197,8 @@ def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_re
     paper, adapters, precision
 ):
     level = ExplorationSetting(precision, 4)
-    stage = with_levers(paper, "exact_steps", "correction").recipe.stage(adapters, level)
-    plain = paper.recipe.stage(adapters, level)
+    stage = with_levers(paper, "exact_steps", "correction").explorer.sampler(adapters, level)
+    plain = paper.explorer.sampler(adapters, level)
     assert len(stage.segments) == 1
     assert same(stage.segments, plain.segments)
     assert same(stage.segments[0].policy, paper.policy(adapters))
@@ -214,46 +219,46 @@ def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_re
 )
 def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
     """The prompts are encoded and the base is sampled then, and only then; once."""
-    recipe = with_levers(paper, *names, extra=extra).recipe
+    explorer = with_levers(paper, *names, extra=extra).explorer
     sampled = []
     original = discovery.Calibration.sample
     monkeypatch.setattr(
         discovery.Calibration, "sample", lambda *a: sampled.append(1) or original(*a)
     )
-    assert recipe.calibrates == expected
-    recipe.calibrate()
+    assert explorer.calibrates == expected
+    explorer.calibrate()
     count = len(sampled)
     assert (count > 0) == expected
-    recipe.calibrate()
-    recipe.stage(fresh_state(paper).old, recipe.levels[0])
+    explorer.calibrate()
+    explorer.sampler(fresh_state(paper).old, explorer.settings[0])
     assert len(sampled) == count
-    assert recipe.calibration.prompts == paper.train_prompts[:16]
-    assert len(recipe.calibration.rows) == 16
+    assert explorer.calibration.prompts == paper.train_prompts[:16]
+    assert len(explorer.calibration.rows) == 16
 
 
 def test_quantisers_are_one_object_so_that_nothing_is_traced_again(paper, adapters):
-    recipe = with_levers(paper, "correction").recipe
-    assert recipe.quantizer("nvfp4") is recipe.quantizer("nvfp4")
-    assert recipe.grid(4) is recipe.grid(4) is recipe.grid(4, 0)
-    recipe.policy(adapters, "nvfp4")
+    explorer = with_levers(paper, "correction").explorer
+    assert explorer.quantizer("nvfp4") is explorer.quantizer("nvfp4")
+    assert explorer.schedule(4) is explorer.schedule(4) is explorer.schedule(4, 0)
+    explorer.policy(adapters, "nvfp4")
     before = quantize_policy._cache_size()
     for _ in range(2):
-        recipe.policy(jax.tree.map(lambda x: x + 0.1, adapters), "nvfp4")
+        explorer.policy(jax.tree.map(lambda x: x + 0.1, adapters), "nvfp4")
     assert quantize_policy._cache_size() == before
 
 
 def test_shapes_stand_for_arrays_where_nothing_is_measured(paper, adapters):
     """For plans and reports: the leaves that a recipe makes, without calibration."""
     for names in ((), ("exact_steps", "preview"), ("correction",), tuple(SETTINGS)):
-        recipe = with_levers(paper, *names).recipe
+        explorer = with_levers(paper, *names).explorer
         weights = {
             path: jax.ShapeDtypeStruct(x.shape, x.dtype)
             for path, x in flatten(paper.backbone.transformer).items()
         }
         quantizer = discovery.shaped_quantizer(
-            recipe.explore, Quantizer(FORMATS["nvfp4"].quantize), weights
+            explorer.explore, Quantizer(FORMATS["nvfp4"].quantize), weights
         )
-        made = flatten(recipe.policy(adapters, "nvfp4"))
+        made = flatten(explorer.policy(adapters, "nvfp4"))
         for path, weight in weights.items():
             single = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
             shaped = jax.eval_shape(quantizer.quantize, single, *quantizer.beside.get(path, ()))
@@ -289,12 +294,12 @@ def test_the_levers_are_the_files_of_the_folder():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_without_a_levers_file_the_others_work(paper, adapters, without, name):
     others = tuple(other for other in SETTINGS if other != name)
-    want = with_levers(paper, *others).recipe.stage(adapters, FORMAT)
+    want = with_levers(paper, *others).explorer.sampler(adapters, FORMAT)
     without(name)
     assert len(discovery.levers()) == len(SETTINGS) - 1
-    got = with_levers(paper, *others).recipe.stage(adapters, FORMAT)
+    got = with_levers(paper, *others).explorer.sampler(adapters, FORMAT)
     assert same(got.segments, want.segments)
-    still = with_levers(paper, *SETTINGS).recipe.stage(
+    still = with_levers(paper, *SETTINGS).explorer.sampler(
         adapters, FORMAT
     )  # asked for, it is not there
     assert same(still.segments, want.segments)

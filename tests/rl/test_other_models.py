@@ -176,7 +176,7 @@ def test_the_recipe_is_the_models_own(trained):
     solver = "euler" if name == "flux2-klein-4b" else "dpm2"
     assert (experiment.config.model.name, experiment.config.rollout.solver) == (name, solver)
     assert experiment.backbone.pipeline.image_tokens(SIZE, SIZE) == TOKENS
-    grid = experiment.grid(3)
+    grid = experiment.schedule(3)
     sigmas = SIGMAS[name]
     np.testing.assert_allclose(grid.sigmas, sigmas[:-1], rtol=1e-6)
     np.testing.assert_array_equal(grid.table, solver_table(solver, sigmas))

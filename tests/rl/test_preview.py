@@ -121,23 +121,23 @@ def test_a_preview_of_all_steps_is_the_full_schedule(name):
 @pytest.mark.exhaustive
 def test_a_preview_is_fitted_to_what_the_base_does_and_the_same_in_every_run(experiment):
     """On prompts and seeds that it was not fitted on, it ends nearer to all ten steps than the solver on its sigmas does."""
-    recipe = experiment.recipe
-    full = experiment.grid(10)
+    explorer = experiment.explorer
+    full = experiment.schedule(10)
     backbone = experiment.backbone
-    grid = recipe.grid(6)
+    grid = explorer.schedule(6)
     np.testing.assert_array_equal(grid.sigmas, full.sigmas[[0, 1, 2, 3, 5, 8]])
-    np.testing.assert_array_equal(grid.times, full.times[[0, 1, 2, 3, 5, 8]])
+    np.testing.assert_array_equal(grid.timesteps, full.timesteps[[0, 1, 2, 3, 5, 8]])
     np.testing.assert_array_equal(grid.table[:3], full.table[:3])
-    np.testing.assert_array_equal(dataclasses.replace(recipe).grid(6).table, grid.table)
-    assert recipe.grid(6) is grid  # worked out once
+    np.testing.assert_array_equal(dataclasses.replace(explorer).schedule(6).table, grid.table)
+    assert explorer.schedule(6) is grid  # worked out once
     unfitted = dataclasses.replace(grid, table=solver_table("euler", np.append(grid.sigmas, 0)))
     prompts = experiment.test_prompts[:8]
-    rows = SeedBatch.of(experiment.seeds("candidate", prompts, 2))
-    prompted = experiment.prompted(prompts)
+    rows = SeedBatch.from_seeds(experiment.seeds("candidate", prompts, 2))
+    prompted = experiment.encode_prompts(prompts)
 
     def end(grid):
         stage = dataclasses.replace(
-            recipe.calibration.stage, segments=(Segment(backbone.transformer, grid),)
+            explorer.calibration.sampler, segments=(Segment(backbone.transformer, grid),)
         )
         return generate(backbone, stage, prompted, rows).latents
 

@@ -46,17 +46,17 @@ def test_another_recipe_changes_exploration_alone(toy):
     best = with_recipe(toy, "best")
     paper = with_recipe(toy, "paper")
     assert best.config.rollout.explore.exact_steps == 1
-    assert best.recipe.explore == best.config.rollout.explore
+    assert best.explorer.explore == best.config.rollout.explore
     assert paper.config == toy.config
     for other in (best, paper):
         for field in dataclasses.fields(other):
-            if field.name not in ("config", "recipe"):
+            if field.name not in ("config", "explorer"):
                 assert getattr(other, field.name) is getattr(toy, field.name)
-        assert other.recipe.calibration.backbone is toy.backbone
+        assert other.explorer.calibration.backbone is toy.backbone
     adapters = fresh_state(toy).ema
 
     def segments(there):
-        return len(there.recipe.stage(adapters, there.recipe.levels[0]).segments)
+        return len(there.explorer.sampler(adapters, there.explorer.settings[0]).segments)
 
     assert (segments(toy), segments(paper), segments(best)) == (1, 1, 2)
 
@@ -165,7 +165,7 @@ def test_a_sweep_is_every_combination_each_once(toy):
 
 
 def test_auto_stands_for_a_format(toy, monkeypatch):
-    monkeypatch.setattr(rank, "device_facts", lambda: Device("gpu", "NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(rank, "local_device", lambda: Device("gpu", "NVIDIA H200", (9, 0)))
     assert [s.precision for s in sweep(toy.config, formats="auto,fp8,nvfp4")] == ["fp8", "nvfp4"]
 
 

@@ -65,9 +65,9 @@ def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
     toy = toy_experiment("rollout.steps=2", "rollout.explore.steps=2", "eval.prompts=2")
     monkeypatch.setattr(
         sensitivity,
-        "generate_candidates",
-        lambda of, stage, prompted, seeds, progress: SimpleNamespace(
-            reward=np.full(seeds[..., 0].size, value)
+        "generate",
+        lambda backbone, sampler, prompts, seeds, *_, **__: SimpleNamespace(
+            reward=np.full(len(seeds), value)
         ),
     )
     with pytest.raises(

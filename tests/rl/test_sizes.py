@@ -35,7 +35,7 @@ def another(toy, *overrides):
 
 
 def sizes_of(toy, count):
-    return [toy.during(iteration).size for iteration in range(1, count + 1)]
+    return [toy.for_iteration(iteration).size for iteration in range(1, count + 1)]
 
 
 def test_every_cycle_goes_through_all_sizes_in_an_order_of_its_own(toy):
@@ -60,7 +60,7 @@ def test_each_size_is_traced_once(toy):
         counts.append(
             [program._cache_size() - b for program, b in zip(PROGRAMS, before, strict=True)]
         )
-        assert (outcome.metrics["size/height"], outcome.metrics["size/width"]) == toy.during(
+        assert (outcome.metrics["size/height"], outcome.metrics["size/width"]) == toy.for_iteration(
             iteration
         ).size
         assert (outcome.metrics["seconds/compile"] > 0) == (iteration <= 3)
@@ -76,7 +76,7 @@ def test_each_size_is_traced_once(toy):
 
 def test_an_iteration_is_that_of_a_run_of_its_size_alone(toy):
     """Bit for bit: the noise of a candidate depends on its address and the size, and on no other size of the run."""
-    iteration = next(i for i in range(1, 4) if toy.during(i).size == (16, 48))
+    iteration = next(i for i in range(1, 4) if toy.for_iteration(i).size == (16, 48))
     alone = another(toy, "rollout.size=[16,48]")
     (state, outcome), (other, expected) = (
         iterate(t, fresh_state(t), iteration) for t in (toy, alone)
@@ -108,23 +108,32 @@ def test_an_evaluation_does_not_depend_on_what_is_trained_on(toy):
     )  # the toy's pictures are a quarter as large
     assert sample_grid(toy, adapters).images.shape[2:4] == (8, 8)
     state, outcome = iterate(toy, fresh_state(toy), 2)
-    made = pool_pictures(toy, state.old, toy.recipe.levels[0], outcome.ledger, 2)
-    height, width = toy.during(2).size
+    made = pool_pictures(toy, state.old, toy.explorer.settings[0], outcome.ledger, 2)
+    height, width = toy.for_iteration(2).size
     assert {grid.images.shape[2:4] for grid in made.stages.values()} == {(height // 4, width // 4)}
 
 
 def test_a_schedule_by_resolution_is_that_of_the_size():
     toy = toy_experiment(SEVERAL, "rollout.schedule=flux")
     for height, width in SIZES:
-        there = toy.at((height, width))
+        there = toy.with_size((height, width))
         expected = make_sigmas("flux", 3, 1.0, height * width // 64)[:-1].astype(np.float32)
-        np.testing.assert_array_equal(there.grid(3).sigmas, expected)
-        explored = there.recipe.stage(fresh_state(toy).old, toy.recipe.levels[0]).segments[0].grid
+        np.testing.assert_array_equal(there.schedule(3).sigmas, expected)
+        explored = (
+            there.explorer.sampler(fresh_state(toy).old, toy.explorer.settings[0])
+            .segments[0]
+            .schedule
+        )
         np.testing.assert_array_equal(
             explored.sigmas,
             make_sigmas("flux", 2, 1.0, height * width // 64)[:-1].astype(np.float32),
         )
         assert (
-            there.recipe is toy.at((height, width)).recipe
+            there.explorer is toy.with_size((height, width)).explorer
         )  # what is measured on a size is measured once
-    assert np.abs(toy.at(SIZES[0]).grid(3).sigmas - toy.at(SIZES[2]).grid(3).sigmas).max() > 1e-4
+    assert (
+        np.abs(
+            toy.with_size(SIZES[0]).schedule(3).sigmas - toy.with_size(SIZES[2]).schedule(3).sigmas
+        ).max()
+        > 1e-4
+    )

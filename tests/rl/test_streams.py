@@ -74,7 +74,7 @@ def test_an_evaluation_and_its_picture_draw_from_their_own_seed_and_stream(toy, 
 
 def test_a_ranking_draws_from_its_own_stream(toy, drawn):
     settings = [rank.Setting("", "nvfp4", 2), rank.Setting("", "nvfp4", 3)]
-    rank.explore_and_regenerate(toy, fresh_state(toy).ema, 2, settings, iterations.silent)
+    rank.explore_and_regenerate(toy, fresh_state(toy).ema, 2, settings, iterations.no_progress)
     want = prompt_seeds(
         SEED, "ranking", toy.test_prompts[:2], toy.config.rollout.candidates
     ).reshape(-1, 2)
@@ -84,7 +84,7 @@ def test_a_ranking_draws_from_its_own_stream(toy, drawn):
 
 
 def test_a_calibration_draws_from_its_own_stream(toy):
-    rows = toy.recipe.calibration.rows
+    rows = toy.explorer.calibration.rows
     prompts = toy.train_prompts[:16]
     np.testing.assert_array_equal(
         rows.seeds, prompt_seeds(SEED, "calibration seeds", prompts, 1)[:, 0]

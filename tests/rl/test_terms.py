@@ -10,7 +10,7 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.diffusion.seeds import permutations
-from solrl_jax.rl.objective import Step, Target, Velocities, find_objective
+from solrl_jax.rl.objective import Step, TrainingTarget, Velocities, find_objective
 from solrl_jax.rl.trainable.trainable import attach
 from solrl_jax.rl.update import update
 from tests.rl.test_update import KEPT, ROWS, STEPS, TOLERANCE, batch_of, norm, state_of
@@ -69,7 +69,7 @@ def by_hand(backbone, config, state, batch, grid):
 
                 def v(params, x=x, text=text, step=step):
                     return backbone.velocity(
-                        params, x, text, jnp.asarray(grid.times)[step], jnp.float32(1)
+                        params, x, text, jnp.asarray(grid.timesteps)[step], jnp.float32(1)
                     )
 
                 policies = Velocities(
@@ -77,7 +77,7 @@ def by_hand(backbone, config, state, batch, grid):
                 )
                 a, b, _, _, std = table[step, :, None]
                 taken = Step(after, a, b, std, (sigmas[step] - sigmas[step + 1])[None])
-                target = Target(
+                target = TrainingTarget(
                     x,
                     batch.latents[row][None],
                     sigmas[step][None],

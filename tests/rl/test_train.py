@@ -16,8 +16,8 @@ from solrl_jax.rl import iteration as iterations
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore.explorer import Explorer
 from solrl_jax.rl.explore.sync import quantize_policy
-from solrl_jax.rl.generate import decode_chunk, draw_noise, sample_chunk
-from solrl_jax.rl.iteration import generate_candidates, iterate
+from solrl_jax.rl.generate import SeedBatch, decode_chunk, draw_noise, generate, sample_chunk
+from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.objectives.nft import nft
 from solrl_jax.rl.select import rank
 from solrl_jax.rl.trainable.trainable import flatten
@@ -72,12 +72,13 @@ def test_nothing_is_traced_after_the_first_iteration(experiment):
     assert [program._cache_size() for program in PROGRAMS] == before
     # and the counts can rise: another number of steps is another program
     prompts = experiment.train_prompts[:2]
-    prompted = experiment.prompted(prompts, experiment.reward)
-    generate_candidates(
-        experiment,
-        experiment.stage("regenerate", state.old, 4),
+    prompted = experiment.encode_prompts(prompts, experiment.reward)
+    generate(
+        experiment.backbone,
+        experiment.sampler("regenerate", state.old, 4),
         prompted,
-        experiment.seeds("candidate", prompts, 4),
+        SeedBatch.from_seeds(experiment.seeds("candidate", prompts, 4)),
+        experiment.reward,
     )
     assert sample_chunk._cache_size() > before[0]
 
@@ -128,7 +129,7 @@ def test_the_clock_waits_for_the_policy_that_explores(toy, monkeypatch):
     )
     iterate(toy, fresh_state(toy), 1)
     scales = [leaf for leaf in waited if getattr(leaf, "dtype", None) == jnp.float8_e4m3fn]
-    assert len(scales) == len(toy.recipe.quantized)
+    assert len(scales) == len(toy.explorer.quantized)
 
 
 def test_a_level_is_explored_at_and_told(toy):
@@ -159,7 +160,7 @@ def test_low_precision_never_enters_the_loss(toy, monkeypatch):
     a, outcome = iterate(everything, fresh_state(toy), 1)
     monkeypatch.setattr(Explorer, "policy", lambda self, adapters, precision: toy.policy(adapters))
     b, exact = iterate(everything, fresh_state(toy), 1)
-    assert seen == [len(toy.recipe.quantized)]
+    assert seen == [len(toy.explorer.quantized)]
     assert np.abs(outcome.ledger["proxy_reward"] - exact.ledger["proxy_reward"]).max() > 1e-4
     same_bits(a.adapters, b.adapters)
     moved = [
@@ -183,8 +184,8 @@ def test_families_that_do_not_regenerate_train_on_what_they_explored(family, mon
     make = iterations.policy_batch
     monkeypatch.setattr(
         iterations,
-        "generate_candidates",
-        lambda *a: pools.append(generate_candidates(*a)) or pools[-1],
+        "generate",
+        lambda *a, **k: pools.append(generate(*a, **k)) or pools[-1],
     )
     monkeypatch.setattr(
         iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
@@ -208,8 +209,8 @@ def test_what_is_regenerated_is_trained_on(toy, monkeypatch):
     make = iterations.policy_batch
     monkeypatch.setattr(
         iterations,
-        "generate_candidates",
-        lambda *a: pools.append(generate_candidates(*a)) or pools[-1],
+        "generate",
+        lambda *a, **k: pools.append(generate(*a, **k)) or pools[-1],
     )
     monkeypatch.setattr(
         iterations, "policy_batch", lambda *a: batches.append(make(*a)) or batches[-1]
@@ -338,7 +339,7 @@ def test_an_iteration_is_a_function_of_its_arguments(toy):
     """Other chunks and micro-batches, which divide nothing, change rounding alone; another seed or iteration changes all."""
     want, told = iterate(toy, fresh_state(toy), 1)
     uneven = toy_experiment("rollout.chunk=3", "optimizer.micro_batch=5")
-    assert uneven.stage("regenerate", want.old, 3).chunk == 3
+    assert uneven.sampler("regenerate", want.old, 3).chunk == 3
     got, outcome = iterate(uneven, fresh_state(uneven), 1)
     np.testing.assert_array_equal(outcome.ledger["kept"], told.ledger["kept"])
     for name in ("proxy_reward", "regenerated_reward"):
@@ -391,8 +392,8 @@ def test_a_chunk_is_no_larger_than_what_an_iteration_explores():
         toy = toy_experiment(f"rollout.chunk={chunk}", mesh=mesh)
         adapters = fresh_state(toy).old
         assert (
-            toy.stage("regenerate", adapters, 3).chunk
-            == toy.recipe.stage(adapters, toy.recipe.levels[0]).chunk
+            toy.sampler("regenerate", adapters, 3).chunk
+            == toy.explorer.sampler(adapters, toy.explorer.settings[0]).chunk
             == expected
         )
 

@@ -11,7 +11,7 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.diffusion.seeds import normal, permutations
-from solrl_jax.rl.objective import Target, Velocities
+from solrl_jax.rl.objective import TrainingTarget, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
 from solrl_jax.rl.state import init_state, make_optimizer
 from solrl_jax.rl.trainable.trainable import Targets, attach
@@ -162,7 +162,7 @@ def _term(backbone, state, batch, row, slot):
     visited = permutations(seed, "sigmas", STEPS)[0, slot]
     text = jax.tree.map(lambda c: c[batch.prompt[row]][None], batch.conditioning)
     sigma = jnp.asarray(grid.sigmas)[visited]
-    time = jnp.asarray(grid.times)[visited]
+    time = jnp.asarray(grid.timesteps)[visited]
     x = (1 - sigma) * x0 + sigma * normal(seed, "training", SHAPE, slot)
 
     def loss(adapters):
@@ -172,7 +172,7 @@ def _term(backbone, state, batch, row, slot):
         policies = Velocities(
             v(attach(base, adapters, scale)), v(attach(base, state.old, scale)), v(base)
         )
-        target = Target(x, x0, sigma[None], batch.optimality[row][None])
+        target = TrainingTarget(x, x0, sigma[None], batch.optimality[row][None])
         weights = {
             "beta": algorithm.beta,
             "kl_weight": algorithm.kl_weight,

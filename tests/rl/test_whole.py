@@ -18,8 +18,8 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.rl import memory_check
-from solrl_jax.rl.checkpointing import held
 from solrl_jax.rl.explore.sync import Quantizer, merged
+from solrl_jax.rl.gradient_checkpointing import held
 from solrl_jax.rl.state import init_state
 from solrl_jax.rl.trainable.trainable import Targets, attach, find_targets, flatten
 from solrl_jax.rl.update import blend, update
@@ -206,7 +206,9 @@ def torch_update(backbone, trained, old, batch, targets):
     visited = np.asarray(permutations(batch.seeds, "sigmas", STEPS))
     losses = []
     for slot in range(SLOTS):
-        sigma, time = (along(t(np.asarray(x)[visited[:, slot]])) for x in (grid.sigmas, grid.times))
+        sigma, time = (
+            along(t(np.asarray(x)[visited[:, slot]])) for x in (grid.sigmas, grid.timesteps)
+        )
         x0 = t(batch.latents)
         noise = t(normal(batch.seeds, "training", SHAPE, jnp.full(ROWS, slot)))
         x = (1 - sigma) * x0 + sigma * noise

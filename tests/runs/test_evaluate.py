@@ -12,10 +12,11 @@ from scipy import stats
 from solrl_jax.diffusion.seeds import prompt_uid
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl.generate import Samples
-from solrl_jax.rl.clock import PhaseTimer
+from solrl_jax.rl.phase_timer import PhaseTimer
 from solrl_jax.runs.evaluate import Differing, Evaluation, evaluate, paired_difference, pool_pictures, sample_grid, setting
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.iteration import iterate, generate_candidates
+from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.iteration import iterate
 from tests.toys import toy_experiment
 
 OVERRIDES = ("eval.prompts=3", "eval.images_per_prompt=4", "eval.grid=8", "eval.steps=2")
@@ -43,9 +44,15 @@ def test_scores_are_those_of_the_policy_in_the_training_precision(toy):
     result = evaluate(toy, adapters)
     done = []
     prompts = toy.test_prompts[:3]
-    stage = toy.stage("evaluate", adapters, 2)
-    prompted = toy.prompted(prompts, toy.evaluated)
-    samples = generate_candidates(toy, stage, prompted, toy.seeds("evaluation", prompts, 4, seed=toy.config.eval.seed))
+    stage = toy.sampler("evaluate", adapters, 2)
+    prompted = toy.encode_prompts(prompts, toy.evaluation_reward)
+    samples = generate(
+        toy.backbone,
+        stage,
+        prompted,
+        SeedBatch.from_seeds(toy.seeds("evaluation", prompts, 4, seed=toy.config.eval.seed)),
+        toy.evaluation_reward,
+    )
     for name, scores in samples.scores.items():
         np.testing.assert_array_equal(result.scores[name], scores.reshape(3, 4))
         assert result.means[name] == pytest.approx(scores.mean(), rel=1e-6)
@@ -57,7 +64,7 @@ def test_scores_are_those_of_the_policy_in_the_training_precision(toy):
 
 
 def test_pictures_without_a_score_are_left_out_of_means(toy):
-    result = evaluate(dataclasses.replace(toy, evaluated=judge()), fresh_state(toy).ema)
+    result = evaluate(dataclasses.replace(toy, evaluation_reward=judge()), fresh_state(toy).ema)
     scores = result.scores["reward"]
     assert np.isfinite(scores[0]).all()
     assert np.isnan(scores[2]).all()
@@ -67,27 +74,27 @@ def test_pictures_without_a_score_are_left_out_of_means(toy):
     assert result.errors["reward"] == pytest.approx(finite.std() / np.sqrt(len(finite)), rel=1e-5)
     assert result.means["toy/strict"] == pytest.approx(result.scores["toy/strict"].mean(), rel=1e-6)  # each by itself
     nothing = Reward(None, lambda prompts: np.zeros(len(prompts)), lambda p, images, _: {"reward": images.mean((1, 2, 3)) / 0})
-    empty = evaluate(dataclasses.replace(toy, evaluated=nothing), fresh_state(toy).ema)
+    empty = evaluate(dataclasses.replace(toy, evaluation_reward=nothing), fresh_state(toy).ema)
     assert np.isnan(empty.means["reward"])
     assert np.isnan(empty.errors["reward"])
 
 
 def test_scores_whose_squares_float32_cannot_hold_have_an_error(toy, recwarn):
     vast = Reward(None, lambda prompts: np.zeros(len(prompts)), lambda p, images, _: {"reward": 3e38 * images.mean((1, 2, 3))})
-    result = evaluate(dataclasses.replace(toy, evaluated=vast), fresh_state(toy).ema)
+    result = evaluate(dataclasses.replace(toy, evaluation_reward=vast), fresh_state(toy).ema)
     assert np.isfinite([result.means["reward"], result.errors["reward"]]).all()
     assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
 
 
 def test_the_picture_has_four_of_each_prompt_and_says_which_are_right(toy):
-    there = dataclasses.replace(toy, evaluated=judge())
+    there = dataclasses.replace(toy, evaluation_reward=judge())
     grid = sample_grid(there, fresh_state(toy).ema)
     assert grid.prompts == toy.test_prompts[:2]
     assert grid.images.shape[:2] == (2, 4)
     assert ((grid.images >= 0) & (grid.images <= 1)).all()
     np.testing.assert_array_equal(grid.right, grid.images.mean((2, 3, 4)) > DARK)
     assert 0 < grid.right.sum() < 8
-    assert sample_grid(dataclasses.replace(toy, evaluated=judge(strict=False)), fresh_state(toy).ema).right is None
+    assert sample_grid(dataclasses.replace(toy, evaluation_reward=judge(strict=False)), fresh_state(toy).ema).right is None
 
 
 @pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (3, (1, 3)), (11, (2, 4)), (400, (6, 4))])
@@ -130,7 +137,7 @@ def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
     state, _ = iterate(toy, fresh_state(toy), 1)  # so that the adapters do something
     old = jax.tree.map(jnp.copy, state.old)
     _, outcome = iterate(toy, state, 2)
-    made = pool_pictures(toy, old, toy.recipe.levels[0], outcome.ledger, 2)
+    made = pool_pictures(toy, old, toy.explorer.settings[0], outcome.ledger, 2)
     columns = {name: np.ma.getdata(values).reshape(2, -1) for name, values in outcome.ledger.items() if np.ndim(values)}
     assert list(made.prompts) == columns["prompt"][:, 0].tolist()
     assert made.stages.keys() == ({"explored"} if settings == NOT_REGENERATED else {"explored", "regenerated"})

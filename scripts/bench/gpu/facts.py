@@ -12,7 +12,7 @@ from bench.gpu.measure import target_of
 from bench.gpu.record import Task
 from bench.timing import PACKAGES
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.rl.experiment import device_facts
+from solrl_jax.rl.experiment import local_device
 
 
 def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -25,7 +25,7 @@ def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 def device() -> dict[str, Any]:
     """The first of JAX's devices, and how many there are."""
     first = jax.devices()[0]
-    found = device_facts()
+    found = local_device()
     memory = first.memory_stats() or {}
     return {
         "platform": first.platform,

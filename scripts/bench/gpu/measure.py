@@ -17,7 +17,7 @@ from solrl_jax.planning.roofline import roofline
 from solrl_jax.planning.stages import Program
 from solrl_jax.planning.targets import TARGETS, Target
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.rl.experiment import device_facts
+from solrl_jax.rl.experiment import local_device
 
 DEFAULT = ("nvfp4", "fp8")  # formats, by the memory that they take: a high-water mark only rises
 LARGEST = 3  # kernels that are listed
@@ -37,7 +37,7 @@ def target_of(kind: str) -> Target | None:
 
 def formats(task: Task) -> list[str]:
     """The quantised formats to measure: those asked for, or those that the device has natively."""
-    here = device_facts()
+    here = local_device()
     return list(task.formats) or [name for name in DEFAULT if FORMATS[name].native(here)]
 
 

@@ -24,7 +24,8 @@ from solrl_jax.planning.kernels import kernels, native
 from solrl_jax.rl.experiment import Experiment, build, fresh_state
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
-from solrl_jax.rl.iteration import generate_candidates, iterate
+from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.sampler import Sampler
 
 SETTINGS = (
@@ -39,15 +40,15 @@ def rewards(task: Task) -> Figures:
     experiment = build(resolve("tiny", SETTINGS))
     adapters = fresh_state(experiment).old
     rollout = experiment.config.rollout
-    recipe = experiment.recipe
+    explorer = experiment.explorer
     yield (
         "regenerate",
-        lambda: pool(experiment, experiment.stage("regenerate", adapters, rollout.steps)),
+        lambda: pool(experiment, experiment.sampler("regenerate", adapters, rollout.steps)),
     )
     for name in task.formats:
 
         def explored(name=name):
-            return recipe.stage(adapters, ExplorationSetting(name, rollout.explore.steps))
+            return explorer.sampler(adapters, ExplorationSetting(name, rollout.explore.steps))
 
         yield name, lambda explored=explored: pool(experiment, explored())
     yield "iteration", partial(iteration, experiment)
@@ -57,8 +58,12 @@ def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
     """Rewards [prompts, candidates], and the libraries' kernels in the program that sampled."""
     prompts = experiment.train_prompts[: experiment.config.train.prompts]
     seeds = experiment.seeds("candidate", prompts, experiment.config.rollout.candidates)
-    found = generate_candidates(
-        experiment, stage, experiment.prompted(prompts, experiment.reward), seeds
+    found = generate(
+        experiment.backbone,
+        stage,
+        experiment.encode_prompts(prompts, experiment.reward),
+        SeedBatch.from_seeds(seeds),
+        experiment.reward,
     ).reward
     program = sampling(experiment, stage, 1)
     with jax.set_mesh(program.mesh):

@@ -29,7 +29,7 @@ def steps(task: Task) -> Figures:
     drafts, redone = Stages(shapes).chunks(row_groups(experiment.backbone.mesh))
 
     def exact():
-        return experiment.stage("regenerate", adapters, rollout.steps)
+        return experiment.sampler("regenerate", adapters, rollout.steps)
 
     yield "regenerate", lambda: sampled(gauge, experiment, exact(), redone)
     for name in formats(task):
@@ -48,7 +48,7 @@ def steps(task: Task) -> Figures:
 
 def sampled(gauge: Gauge, experiment: Experiment, stage: Sampler, calls: int) -> dict[str, Any]:
     """A chunk of a stage. calls: of an iteration."""
-    count = sum(segment.grid.steps for segment in stage.segments)
+    count = sum(segment.schedule.steps for segment in stage.segments)
     figures = gauge.measure(sampling(experiment, stage, calls))
     plan = figures["plan"]
     per_step = {
@@ -63,7 +63,7 @@ def explored(
 ) -> dict[str, Any]:
     """A chunk explored at a level, and what makes the policy that explores."""
     sync = gauge.measure(syncing(experiment, adapters, level.precision))
-    stage = experiment.recipe.stage(adapters, level)
+    stage = experiment.explorer.sampler(adapters, level)
     means = FORMATS[level.precision].describe(experiment.device)
     return {"means": means, "sync": sync} | sampled(gauge, experiment, stage, calls)
 

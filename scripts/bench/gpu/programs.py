@@ -40,24 +40,26 @@ def sampling(experiment: Experiment, stage: Sampler, calls: int) -> Program:
     with jax.set_mesh(mesh):
         rows = SeedBatch(prompt, seeds, draw_noise(seeds, stage.shape))
     segments = tuple(
-        dataclasses.replace(segment, grid=hosts.put(segment.grid, sharding.replicated(mesh)))
+        dataclasses.replace(
+            segment, schedule=hosts.put(segment.schedule, sharding.replicated(mesh))
+        )
         for segment in stage.segments
     )
-    arguments = (experiment.backbone, segments, experiment.prompted(prompts).conditions, rows)
+    arguments = (experiment.backbone, segments, experiment.encode_prompts(prompts).conditions, rows)
     return Program(mesh, sample_chunk, arguments, calls)
 
 
 def syncing(experiment: Experiment, adapters: Trainable, form: str) -> Program:
     """Merging `adapters` into the base and quantising it, as `Explorer.policy` does for a format that quantises."""
-    recipe = experiment.recipe
+    explorer = experiment.explorer
     backbone = experiment.backbone
     arguments = (
         backbone.mesh,
         backbone.transformer,
         adapters,
         experiment.scale,
-        recipe.quantized,
-        recipe.quantizer(form),
+        explorer.quantized,
+        explorer.quantizer(form),
     )
     return Program(backbone.mesh, quantize_policy, arguments, 1)
 
@@ -99,5 +101,5 @@ def updating(experiment: Experiment, shapes: Experiment, state: TrainState) -> P
 
     ones = np.ones(len(batch.weight), np.float32)
     batch = dataclasses.replace(batch, weight=place(ones), optimality=place(0.5 * ones))
-    grid: Any = place(experiment.grid(config.rollout.steps))
+    grid: Any = place(experiment.schedule(config.rollout.steps))
     return Program(mesh, update, (backbone, config, state, backbone.transformer, batch, grid), 1)

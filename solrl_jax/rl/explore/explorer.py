@@ -26,36 +26,39 @@ class Explorer:
     quantized: tuple[str, ...]  # paths of the linears that a format quantises
     scale: float  # of the adapters: alpha / rank
     training_precision: str
-    own_grid: Callable[
+    make_schedule: Callable[
         ..., Schedule
     ]  # the schedule's own grid with so many steps, the first that adds noise, by number
     calibration: Calibration
 
     @cached_property
-    def levels(self) -> tuple[ExplorationSetting, ...]:
+    def settings(self) -> tuple[ExplorationSetting, ...]:
         """How exploration may be done, from what is configured (level 0) to the most faithful."""
         return levels(
-            self.format, self.explore.steps, self.calibration.grid.steps, self.training_precision
+            self.format,
+            self.explore.steps,
+            self.calibration.schedule.steps,
+            self.training_precision,
         )
 
     @property
     def calibrates(self) -> bool:
         """Whether anything is measured on the base."""
-        steps = self.calibration.grid.steps
+        steps = self.calibration.schedule.steps
         quantizes = self.format.quantize is not None
         return any(
             lever.measures(self.explore, steps, quantizes) for lever in active_levers(self.explore)
         )
 
     @cached_property
-    def grid(self) -> Callable[..., Schedule]:
+    def schedule(self) -> Callable[..., Schedule]:
         """The grid to explore on with so many steps. start: of the full schedule, the first step that adds noise."""
 
         @cache
         def made(steps: int, start: int) -> Schedule:
-            grid = self.own_grid(steps, start)
+            grid = self.make_schedule(steps, start)
             for lever in active_levers(self.explore):
-                grid = lever.grid(self.explore, self.calibration, grid)
+                grid = lever.schedule(self.explore, self.calibration, grid)
             return grid
 
         return lambda steps, start=0: made(steps, start)
@@ -69,7 +72,7 @@ class Explorer:
             if (quantize := FORMATS[precision].quantize) is None:
                 return None
             quantizer = Quantizer(quantize)
-            grid = self.grid(self.explore.steps)
+            grid = self.schedule(self.explore.steps)
             for lever in active_levers(self.explore):
                 quantizer = lever.quantizer(
                     self.explore, self.calibration, self.quantized, quantizer, grid
@@ -80,7 +83,7 @@ class Explorer:
 
     def calibrate(self) -> None:
         """Measures what level 0 explores with."""
-        self.grid(self.explore.steps)
+        self.schedule(self.explore.steps)
         jax.block_until_ready(self.quantizer(self.format.name))
 
     def policy(self, adapters: Trainable, precision: str) -> Params:
@@ -90,12 +93,12 @@ class Explorer:
             return attach(backbone.transformer, adapters, self.scale)
         return merged(backbone, adapters, self.scale, self.quantized, quantizer)
 
-    def stage(self, adapters: Trainable, level: ExplorationSetting, start: int = 0) -> Sampler:
+    def sampler(self, adapters: Trainable, level: ExplorationSetting, start: int = 0) -> Sampler:
         """What candidates of the policy with these adapters are explored with. start: as of `grid`."""
-        segment = Segment(self.policy(adapters, level.precision), self.grid(level.steps, start))
+        segment = Segment(self.policy(adapters, level.precision), self.schedule(level.steps, start))
         exact = attach(self.calibration.backbone.transformer, adapters, self.scale)
         return dataclasses.replace(
-            self.calibration.stage,
+            self.calibration.sampler,
             name="explore",
             segments=self.segments(segment, exact, level.precision),
         )

@@ -21,7 +21,7 @@ from solrl_jax.quant.leaf import nbytes
 from solrl_jax.quant.matmul import dequantize
 from solrl_jax.rl.explore.option import shaped_quantizer
 from solrl_jax.rl.explore.sync import Quantizer
-from solrl_jax.rl.trainable.trainable import Params, Trainable, by_layer, flatten
+from solrl_jax.rl.trainable.trainable import Params, Trainable, flatten, map_layers
 
 Shaped = Array | jax.ShapeDtypeStruct
 
@@ -109,7 +109,7 @@ def report(
         elif not kept:
 
             def quantized(w, *beside, f=quantizer.quantize):
-                return by_layer(f, w, None, 1.0, *beside)
+                return map_layers(f, w, None, 1.0, *beside)
 
             after = nbytes(jax.eval_shape(quantized, shapes[path], *quantizer.beside.get(path, ())))
         rows.append(Linear(path, stack[0] if stack else 1, n_in, n_out, kept, before, after))
@@ -126,7 +126,7 @@ def with_errors(
         assert form.quantize is not None
         return norm(dequantize(form.quantize(w)) - w) / norm(w)
 
-    measure = sharding.jit(lambda w, adapter: jnp.atleast_1d(by_layer(error, w, adapter, scale)))
+    measure = sharding.jit(lambda w, adapter: jnp.atleast_1d(map_layers(error, w, adapter, scale)))
     flat = flatten(params)
 
     def measured(path):

@@ -32,26 +32,26 @@ class Calibration:
     """
 
     backbone: Backbone
-    stage: Sampler  # of the base, as it regenerates
+    sampler: Sampler  # of the base, as it regenerates
     prompts: Sequence[Prompt]
-    prompted: Callable[[], PromptBatch]  # encodes the prompts, when something is measured
+    prompt_batch: Callable[[], PromptBatch]  # encodes the prompts, when something is measured
     rows: SeedBatch  # a sample a prompt
     micro_batch: int  # rows that a device differentiates at once, at most
 
     @property
-    def grid(self) -> Schedule:
+    def schedule(self) -> Schedule:
         """The grid of the regeneration."""
-        return self.stage.segments[0].grid
+        return self.sampler.segments[0].schedule
 
-    def sample(
+    def generate(
         self, grid: Schedule, noise: Float[np.ndarray, "b h w c"] | None = None
     ) -> Float[np.ndarray, "b h w c"]:
         """Latents of all rows by the base on `grid`; noise: what they start from, in place of the seeds' own."""
         stage = dataclasses.replace(
-            self.stage, segments=(Segment(self.backbone.transformer, grid),)
+            self.sampler, segments=(Segment(self.backbone.transformer, grid),)
         )
         return generate(
-            self.backbone, stage, self.prompted(), dataclasses.replace(self.rows, noise=noise)
+            self.backbone, stage, self.prompt_batch(), dataclasses.replace(self.rows, noise=noise)
         ).latents
 
 
@@ -66,7 +66,7 @@ class ExplorationOption(abc.ABC):
         """Whether it measures anything on the base. full_steps: of the regeneration; quantizes: whether the format does."""
         return False
 
-    def grid(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
+    def schedule(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
         """The grid to explore on, in place of `grid`, which is the schedule's own with as many steps."""
         return grid
 

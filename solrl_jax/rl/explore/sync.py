@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from solrl_jax.models.backbone import Backbone
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.matmul import Quantized
-from solrl_jax.rl.trainable.trainable import Params, Trainable, attach, by_layer, flatten
+from solrl_jax.rl.trainable.trainable import Params, Trainable, attach, flatten, map_layers
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["beside"], meta_fields=["quantize"])
@@ -47,7 +47,7 @@ def quantize_policy(
     """
     flat = flatten(base)
     codes: dict[str, Any] = {
-        path: by_layer(
+        path: map_layers(
             quantizer.quantize,
             flat[path],
             adapters.get(path),

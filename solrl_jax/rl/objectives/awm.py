@@ -5,13 +5,13 @@ import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
-    PerRow,
-    Target,
+    PerSample,
+    TrainingTarget,
     Velocities,
     clipped_policy,
     matching_error,
     matching_gap,
-    row_mean,
+    mean_per_sample,
 )
 
 # of the released code's weighting, "ghuber": robust to large errors
@@ -23,8 +23,8 @@ ANCHOR = (
 
 
 def awm(
-    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
-) -> tuple[PerRow, dict[str, PerRow]]:
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
     """Fits good samples better than the old policy does, and bad ones worse.
 
     l    = mean((v - (noise - x0))^2)       log p = -sigma ((l + 1e-10)^p - 1e-10^p) / p,  p = 1/4
@@ -38,8 +38,8 @@ def awm(
     )  # so that at the old policy the ratio is 1 to the last bit
     log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER
     loss, metrics = clipped_policy(log_r, target, algorithm, 1.0)
-    kl = row_mean(jnp.square(v - v_ref))
-    drift = row_mean(jnp.square(v - v_old))
+    kl = mean_per_sample(jnp.square(v - v_ref))
+    drift = mean_per_sample(jnp.square(v - v_old))
     return loss + algorithm.kl_weight * kl + ANCHOR * drift, metrics | {
         "loss/kl": kl,
         "loss/drift": drift,

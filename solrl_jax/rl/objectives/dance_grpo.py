@@ -4,12 +4,19 @@ import jax
 import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
-from solrl_jax.rl.objective import PerRow, Target, Velocities, clipped_policy, log_ratio, row_mean
+from solrl_jax.rl.objective import (
+    PerSample,
+    TrainingTarget,
+    Velocities,
+    clipped_policy,
+    log_ratio,
+    mean_per_sample,
+)
 
 
 def dance_grpo(
-    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
-) -> tuple[PerRow, dict[str, PerRow]]:
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
     """Makes the steps to good samples more probable, and those to bad ones less.
 
     R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
@@ -19,8 +26,8 @@ def dance_grpo(
     loss, metrics = clipped_policy(
         log_ratio(v, v_old, target), target, algorithm, algorithm.advantage_clip
     )
-    kl = row_mean(jnp.square(v - v_ref))
+    kl = mean_per_sample(jnp.square(v - v_ref))
     return loss + algorithm.kl_weight * kl, metrics | {
         "loss/kl": kl,
-        "loss/drift": row_mean(jnp.square(v - v_old)),
+        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
     }

@@ -4,12 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
-from solrl_jax.rl.objective import PerRow, Target, Velocities, matching_gap, row_mean
+from solrl_jax.rl.objective import (
+    PerSample,
+    TrainingTarget,
+    Velocities,
+    matching_gap,
+    mean_per_sample,
+)
 
 
 def dpo(
-    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
-) -> tuple[PerRow, dict[str, PerRow]]:
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
     """Fits the better sample of a pair more than the base does, and the worse one less. Both rows have the pair's loss.
 
         d    = mean((v - (noise - x0))^2) - mean((v_ref - (noise - x0))^2)
@@ -21,12 +27,12 @@ def dpo(
     gained = matching_gap(v, v_ref, target)
     margin = -algorithm.beta / 2 * (gained[::2] - gained[1::2])
     loss = -jax.nn.log_sigmoid(margin).repeat(2)
-    kl = row_mean(jnp.square(v - v_ref))
+    kl = mean_per_sample(jnp.square(v - v_ref))
     agreed = (margin > 0).astype(jnp.float32).repeat(2)
     parts = {
         "loss/policy": loss,
         "loss/kl": kl,
-        "loss/drift": row_mean(jnp.square(v - v_old)),
+        "loss/drift": mean_per_sample(jnp.square(v - v_old)),
         "preferred": agreed,
     }
     return loss + algorithm.kl_weight * kl, parts

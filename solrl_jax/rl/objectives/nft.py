@@ -4,14 +4,21 @@ import jax
 import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
-from solrl_jax.rl.objective import Latents, PerRow, Target, Velocities, along, row_mean
+from solrl_jax.rl.objective import (
+    Latents,
+    PerSample,
+    TrainingTarget,
+    Velocities,
+    along,
+    mean_per_sample,
+)
 
 SMALLEST_DENOMINATOR = 1e-5
 
 
 def nft(
-    velocities: Velocities, target: Target, algorithm: AlgorithmConfig
-) -> tuple[PerRow, dict[str, PerRow]]:
+    velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
+) -> tuple[PerSample, dict[str, PerSample]]:
     """The objective of Sol-RL: `nft_loss` with the configured weights."""
     return nft_loss(
         velocities,
@@ -23,8 +30,13 @@ def nft(
 
 
 def nft_loss(
-    velocities: Velocities, target: Target, *, beta: float, kl_weight: float, advantage_clip: float
-) -> tuple[PerRow, dict[str, PerRow]]:
+    velocities: Velocities,
+    target: TrainingTarget,
+    *,
+    beta: float,
+    kl_weight: float,
+    advantage_clip: float,
+) -> tuple[PerSample, dict[str, PerSample]]:
     """Pulls the policy towards good samples and away from bad ones, mirrored about the old policy.
 
         v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
@@ -41,14 +53,16 @@ def nft_loss(
     policy = (
         advantage_clip * (target.optimality * positive + (1 - target.optimality) * negative) / beta
     )
-    parts = {"loss/policy": policy, "loss/drift": row_mean(jnp.square(v - v_old))}
+    parts = {"loss/policy": policy, "loss/drift": mean_per_sample(jnp.square(v - v_old))}
     if kl_weight == 0:  # then nothing reads the reference, and XLA does not compute it
         return policy, parts
-    kl = row_mean(jnp.square(v - v_ref))
+    kl = mean_per_sample(jnp.square(v - v_ref))
     return policy + kl_weight * kl, parts | {"loss/kl": kl}
 
 
-def _self_weighted(target: Target, velocity: Latents) -> PerRow:
+def _self_weighted(target: TrainingTarget, velocity: Latents) -> PerSample:
     error = target.x - along(target.sigma, target.x) * velocity - target.x0
-    weight = jax.lax.stop_gradient(jnp.maximum(row_mean(jnp.abs(error)), SMALLEST_DENOMINATOR))
-    return row_mean(jnp.square(error)) / weight
+    weight = jax.lax.stop_gradient(
+        jnp.maximum(mean_per_sample(jnp.abs(error)), SMALLEST_DENOMINATOR)
+    )
+    return mean_per_sample(jnp.square(error)) / weight

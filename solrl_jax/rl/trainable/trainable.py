@@ -128,7 +128,7 @@ def within_bounds(trained: Trainable, table: Sequence[Entry]) -> Trainable:
     return {path: clip(path, own) for path, own in trained.items()}
 
 
-def by_layer(
+def map_layers(
     f: Callable[..., Any],
     w: Array,
     own: dict[str, Array] | Array | None,

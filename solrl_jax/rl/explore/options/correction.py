@@ -180,13 +180,13 @@ def principal_inputs(
     """
     backbone = calibration.backbone
     rows = calibration.rows
-    latents = calibration.sample(grid)
+    latents = calibration.generate(grid)
     together = math.gcd(len(rows), min(calibration.micro_batch, len(rows)))
 
     def place(tree):
         return hosts.put(tree, sharding.replicated(backbone.mesh))
 
-    conditioning = calibration.prompted().conditions.positive
+    conditioning = calibration.prompt_batch().conditions.positive
     clean = place(SeedBatch(rows.prompt, rows.seeds, latents))
     bases = _random_directions(backbone.transformer, paths, TURNED * rank)
     grid = place(grid)
@@ -261,7 +261,11 @@ def probed(
         def summed_velocity(bases: Bases) -> Array:
             leaves = {path: Probe(flat[path], jnp.asarray(basis)) for path, basis in bases.items()}
             v = backbone.velocity(
-                replace(base, leaves), x, of_rows, grid.times[step], jnp.asarray(grid.guidance)
+                replace(base, leaves),
+                x,
+                of_rows,
+                grid.timesteps[step],
+                jnp.asarray(grid.embedded_guidance),
             )
             return v.astype(jnp.float32).sum()
 

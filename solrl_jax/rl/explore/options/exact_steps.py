@@ -24,8 +24,8 @@ class ExactSteps(ExplorationOption):
         count = explore.exact_steps
         (first, *others) = segments
         return (
-            Segment(exact, first.grid.part(0, count)),
-            dataclasses.replace(first, grid=first.grid.part(count)),
+            Segment(exact, first.schedule.slice_steps(0, count)),
+            dataclasses.replace(first, schedule=first.schedule.slice_steps(count)),
             *others,
         )
 

@@ -33,14 +33,14 @@ class Preview(ExplorationOption):
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
         return explore.steps < full_steps
 
-    def grid(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
-        full = calibration.grid
+    def schedule(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
+        full = calibration.schedule
         if grid.steps >= full.steps:
             return full
 
         def one_step(x: Latents | None, sigma: float, row: tuple[float, ...]) -> Latents:
-            return calibration.sample(
-                full.on(np.array([sigma, 0.0]), np.array([row], np.float32)), x
+            return calibration.generate(
+                full.with_sigmas(np.array([sigma, 0.0]), np.array([row], np.float32)), x
             )
 
         sigmas = np.append(full.sigmas, np.float32(0))
@@ -49,7 +49,7 @@ class Preview(ExplorationOption):
         def predict(x, sigma):
             return one_step(x, sigma, PREDICT)
 
-        return full.on(
+        return full.with_sigmas(
             chosen,
             fitted_table(
                 predict, one_step(None, 1.0, STAY), sigmas, np.asarray(full.table), chosen

@@ -20,7 +20,7 @@ from solrl_jax.rl.trainable.trainable import attach, find_targets
 SHARE = 0.75  # of a device's memory, for the base and what is kept; the rest is for one block's work, decoder and rewards
 
 
-def open_trained(
+def open_for_training(
     config: Config, mesh: Mesh, memory: float, open_pipeline: Callable[[str], Pipeline]
 ) -> Pipeline:
     """The pipeline, with a transformer whose gradient recomputes what `model.remat` says.

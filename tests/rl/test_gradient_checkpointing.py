@@ -13,8 +13,8 @@ from solrl_jax.models.layers.core import REMAT
 from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize
-from solrl_jax.rl.checkpointing import SHARE, held, open_trained
 from solrl_jax.rl.experiment import build
+from solrl_jax.rl.gradient_checkpointing import SHARE, held, open_for_training
 from solrl_jax.rl.objective import Target, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
 from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
@@ -108,7 +108,7 @@ def test_auto_keeps_products_where_they_fit():
     assert none > 1.2 * products > 1.2 * blocks
 
     def chosen(memory):
-        return open_trained(CONFIG, MESH, memory, open_flux).remat
+        return open_for_training(CONFIG, MESH, memory, open_flux).remat
 
     assert [chosen((products + change) / SHARE) for change in (none, 1, -1)] == [
         "products",
