@@ -80,7 +80,7 @@ def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases,
     paths = experiment.explorer.quantized
     grid = experiment.explorer.schedule(6)
     latents = calibration.generate(grid)
-    monkeypatch.setattr(Calibration, "sample", lambda *_: latents)
+    monkeypatch.setattr(Calibration, "generate", lambda *_: latents)
     found = {
         start: jax.device_get(principal_inputs(calibration, paths, RANK, grid.slice_steps(start)))
         for start in (0, 5)

@@ -221,9 +221,9 @@ def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
     """The prompts are encoded and the base is sampled then, and only then; once."""
     explorer = with_levers(paper, *names, extra=extra).explorer
     sampled = []
-    original = discovery.Calibration.sample
+    original = discovery.Calibration.generate
     monkeypatch.setattr(
-        discovery.Calibration, "sample", lambda *a: sampled.append(1) or original(*a)
+        discovery.Calibration, "generate", lambda *a: sampled.append(1) or original(*a)
     )
     assert explorer.calibrates == expected
     explorer.calibrate()
