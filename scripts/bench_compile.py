@@ -23,7 +23,9 @@ from flax import nnx
 from solrl_jax.config.presets import resolve
 from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.layers.attention import attention
-from solrl_jax.models.layers.core import LayerNorm, Linear, scan_blocks, stack
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import LayerNorm
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching

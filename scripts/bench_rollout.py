@@ -29,8 +29,7 @@ from bench.timing import best_matmul_rate, finish, operations, parser, rate, sec
 from solrl_jax.config.presets import resolve
 from solrl_jax.models.backbone import Params
 from solrl_jax.parallel import sharding
-from solrl_jax.quant.formats import FORMATS
-from solrl_jax.quant.formats import resolve as resolve_format
+from solrl_jax.quant.formats import FORMATS, resolve_format
 from solrl_jax.rl.experiment import Experiment, fresh_state
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.generate import SeedBatch, generate

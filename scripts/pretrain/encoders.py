@@ -19,7 +19,9 @@ from solrl_jax.models.autoencoders.kl import (
     UNetMidBlock2D,
     norm_silu,
 )
-from solrl_jax.models.layers.core import Conv, Linear, space_to_depth
+from solrl_jax.models.layers.conv import Conv
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.pixel_shuffle import space_to_depth
 
 LOGVAR_RANGE = (
     -30.0,

@@ -26,8 +26,7 @@ from solrl_jax.models.locate import open_model
 from solrl_jax.models.text_encoders.cache import open_cache
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.targets import CUDNN
-from solrl_jax.quant.formats import AUTO, FORMATS, Device
-from solrl_jax.quant.formats import resolve as resolve_format
+from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format
 from solrl_jax.rewards.registry import open_rewards, reward_names
 from solrl_jax.rewards.sources import SOURCES, Converted, Hub, find
 from solrl_jax.rl.experiment import local_device, open_mesh, read_instruction, select_parameters
@@ -95,7 +94,7 @@ def machine() -> dict[str, Any]:
             "memory": device_memory(),
             **dataclasses.asdict(device),
         },
-        "formats": {name: form.native(device) for name, form in FORMATS.items()},
+        "formats": {name: form.is_native(device) for name, form in FORMATS.items()},
         "auto": resolve_format(AUTO, device).name,
         "cudnn": dnn,
         "hub": {**_folder(_hub_cache()), "offline": hub.offline()},
@@ -257,7 +256,7 @@ def table(summary: dict[str, Any]) -> str:
     versions = summary["versions"]
     devices = summary["devices"]
     emulated = [name for name, native in summary["formats"].items() if not native]
-    own = Device(devices["platform"], devices["kind"], tuple(devices["capability"]))
+    own = DeviceInfo(devices["platform"], devices["kind"], tuple(devices["capability"]))
 
     def state(folder):
         return "" if folder["writable"] else ", read-only"

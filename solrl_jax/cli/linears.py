@@ -9,7 +9,7 @@ from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import attention_of, open_model
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.quant.formats import resolve
+from solrl_jax.quant.formats import resolve_format
 from solrl_jax.rl.experiment import build, load_prompt_sets, local_device
 from solrl_jax.rl.explore import linears
 from solrl_jax.rl.sensitivity import measure, proposed, table
@@ -77,7 +77,7 @@ def command(
         finish(found, as_json, table(exact, groups, skip))
         return
     device = local_device()
-    form = resolve(config.rollout.explore.precision, device)
+    form = resolve_format(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path, **attention_of(config.model))
     shapes = pipeline.transformer.abstract(DTYPES[config.rollout.precision])
     with in_one_line():

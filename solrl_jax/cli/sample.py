@@ -33,8 +33,7 @@ from solrl_jax.models.backbone import DTYPES, Pipeline, entries, load_backbone
 from solrl_jax.models.locate import attention_of, open_model
 from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import make_mesh
-from solrl_jax.quant.formats import Format, scoring_dtypes
-from solrl_jax.quant.formats import resolve as resolve_format
+from solrl_jax.quant.formats import Format, resolve_format, scoring_dtypes
 from solrl_jax.rl.experiment import local_device, prompt_seeds
 from solrl_jax.rl.explore.linears import quantized_paths
 from solrl_jax.rl.explore.sync import Quantizer, merged

@@ -15,7 +15,6 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluated_size, model_size, trained_sizes
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.decoder import Decoder
-from solrl_jax.models.layers.attention_fp8 import in_fp8 as in_fp8
 from solrl_jax.models.loading.component import Component as Component
 from solrl_jax.models.loading.pipeline import Conditioning as Conditioning
 from solrl_jax.models.loading.pipeline import Pipeline as Pipeline
@@ -54,6 +53,7 @@ class Backbone:
         conditioning: Conditioning,
         time: Float[Array, ""] | Float[Array, " b"],
         guidance: Float[Array, ""],
+        fp8_attention: bool = False,
     ) -> Float[Array, " b *latent"]:
         """The policy's velocity in `dtype`; latents come in float32.
 
@@ -66,6 +66,7 @@ class Backbone:
             conditioning,
             time,
             guidance,
+            fp8_attention,
         )
 
     def encode(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from solrl_jax.models.autoencoders.tiling import decode_tiled
-from solrl_jax.models.layers.core import gather
+from solrl_jax.models.layers.stack import gather
 from solrl_jax.models.loading.pipeline import Pipeline
 from solrl_jax.models.loading.weights import Params
 from solrl_jax.parallel import sharding

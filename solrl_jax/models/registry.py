@@ -27,7 +27,7 @@ PIPELINES = {
 def open_pipeline(folder: Path, remat: str = "none", **attention: Any) -> Pipeline:
     """Opens the directory of a released pipeline. No weight is loaded.
 
-    remat: what gradients through the transformer recompute, a key of `models.layers.core.REMAT`. attention: SANA's, in place of its
+    remat: what gradients through the transformer recompute, a key of `models.layers.stack.REMAT`. attention: SANA's, in place of its
     own; keywords of `open_sana`.
     Raises FileNotFoundError or ValueError, in one line, for what is missing, does not fit or is not ported.
     """

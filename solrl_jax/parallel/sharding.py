@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from solrl_jax.quant.leaf import Leaf
-from solrl_jax.quant.matmul import outputs_divided
+from solrl_jax.quant.matmul import output_partition_specs
 from solrl_jax.quant.tensor_parallel import TENSOR
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
         linear = name.rpartition("/")[2] == "kernel" or name == "b"
         divided = linear and (isinstance(leaf, Leaf) or leaf.ndim in (2, 3))
         specs = (
-            outputs_divided(leaf, tensor)
+            output_partition_specs(leaf, tensor)
             if divided
             else jax.tree.map(lambda _: PartitionSpec(), leaf)
         )

@@ -19,7 +19,7 @@ from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.locate import open_model
 from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.parallel import sharding
-from solrl_jax.quant.formats import Device, scoring_dtypes
+from solrl_jax.quant.formats import DeviceInfo, scoring_dtypes
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rewards.sources import CARRIED
@@ -51,7 +51,7 @@ def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pip
     return open_model(str(folder), remat, **attention)
 
 
-def experiment(config: Config, pipeline: Pipeline, device: Device, mesh: Mesh) -> Experiment:
+def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh) -> Experiment:
     """The parts of a run on `mesh`, whose devices are like `device`. Every array is a ShapeDtypeStruct. Raises InputError."""
     model = config.model
     dtype = DTYPES[config.rollout.precision]

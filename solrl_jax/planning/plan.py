@@ -23,7 +23,7 @@ from solrl_jax.planning import roofline, topology
 from solrl_jax.planning.abstract import abstract, experiment, held, open_configurations
 from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import CUDNN, Target
-from solrl_jax.quant.formats import AUTO, Device
+from solrl_jax.quant.formats import AUTO, DeviceInfo
 from solrl_jax.rl.experiment import open_mesh
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.storage import hub
@@ -71,7 +71,7 @@ class Planner:
                 open_configurations, config.model.path, **attention_of(config.model)
             )
             self.pipeline = open_for_training(config, mesh, USABLE * target.memory, open_pipeline)
-        self.device = Device(target.platform, target.kind, target.capability)
+        self.device = DeviceInfo(target.platform, target.kind, target.capability)
         self.stages = Stages(experiment(config, self.pipeline, self.device, mesh))
         self.codes = self.stages.codes()
         self.usable = int(target.memory * USABLE)
@@ -239,7 +239,7 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     remat = planner.config.model.remat
     found = (
         {}
-        if explorer.format.native(planner.device)
+        if explorer.format.is_native(planner.device)
         else {"explore": f"rollout.explore.precision={AUTO}"}
     )
     roomy = left["update"] > planner.usable / 2

@@ -16,7 +16,7 @@ from solrl_jax.quant.leaf import Quantized
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class DeviceInfo:
     """The facts that say which products are native: JAX's platform and device kind, and on CUDA the compute capability."""
 
     platform: str  # "cpu", "gpu", "tpu"
@@ -27,7 +27,7 @@ class Device:
     )  # (9, 0) is Hopper; (0, 0): none, as on GPUs that are not NVIDIA's
 
     @classmethod
-    def of(cls, device: Any) -> "Device":
+    def from_jax(cls, device: Any) -> "DeviceInfo":
         """The facts of a `jax.Device`."""
         found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
         return cls(
@@ -41,34 +41,34 @@ class Format:
 
     name: str
     description: str
-    bits: float  # per weight, with its share of the block scales, without the float32 scales of a matrix or a channel
+    bits_per_weight: float  # per weight, with its share of the block scales, without the float32 scales of a matrix or a channel
     quantize: (
         Callable[[Array], Quantized] | None
     )  # weights [..., in, out] to a leaf; None: nothing is quantised
-    native: Callable[
-        [Device], bool
+    is_native: Callable[
+        [DeviceInfo], bool
     ]  # whether the device multiplies in the format; elsewhere XLA expands the products, exactly
 
-    def describe(self, device: Device) -> str:
+    def describe(self, device: DeviceInfo) -> str:
         """The format on `device` in one line, for the terminal and for a run's record."""
         how = (
             "native"
-            if self.native(device)
+            if self.is_native(device)
             else f"emulated: {device.kind or device.platform} has no units for it"
         )
         return f"{self.name} ({self.description}; {how})"
 
 
-def _cuda(*capability: int) -> Callable[[Device], bool]:
+def _cuda(*capability: int) -> Callable[[DeviceInfo], bool]:
     return lambda device: device.platform == "gpu" and device.capability >= capability
 
 
-def _fp8_units(device: Device) -> bool:
+def _fp8_units(device: DeviceInfo) -> bool:
     """Ada, Hopper and later GPUs, and TPU v7. Earlier TPUs multiply BF16 and integers."""
     return _cuda(8, 9)(device) or device.kind.startswith("TPU7")
 
 
-def _bf16_units(device: Device) -> bool:
+def _bf16_units(device: DeviceInfo) -> bool:
     """Ampere and later GPUs, and TPUs. A CPU takes longer for BF16 than for float32."""
     return _cuda(8)(device) or device.platform == "tpu"
 
@@ -104,14 +104,16 @@ AUTO = "auto"
 _FASTEST_FIRST = ("nvfp4", "fp8")
 
 
-def resolve(name: str, device: Device) -> Format:
+def resolve_format(name: str, device: DeviceInfo) -> Format:
     """The format of that name. "auto" is the fastest one that `device` runs natively, or BF16 if none is faster."""
     if name == AUTO:
-        name = next((fast for fast in _FASTEST_FIRST if FORMATS[fast].native(device)), "bf16")
+        name = next((fast for fast in _FASTEST_FIRST if FORMATS[fast].is_native(device)), "bf16")
     return FORMATS[name]
 
 
-def scoring_dtypes(name: str, precision: str, device: Device) -> tuple[jnp.dtype | None, jnp.dtype]:
+def scoring_dtypes(
+    name: str, precision: str, device: DeviceInfo
+) -> tuple[jnp.dtype | None, jnp.dtype]:
     """What pictures are decoded in, and what the networks that score them multiply in.
 
     name: "half", "fp32", or "auto": half if `device` has units for BF16 and the training precision is BF16. Otherwise auto is

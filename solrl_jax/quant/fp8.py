@@ -37,7 +37,7 @@ class FP8Tensor(Coded):
     codes: Float[Array, "... n_out n_in"]  # float8_e4m3fn
     scales: Float[Array, "... n_out"]  # float32
 
-    def product(self, x: LazyActivation) -> LazyActivation:
+    def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` with both operands in FP8, accumulated in float32; scales are applied where the result is read."""
         codes, scales = x.encoded(encode)
         # Hopper sums the slower at a higher one

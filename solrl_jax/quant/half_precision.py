@@ -25,8 +25,8 @@ class HalfPrecisionWeight(Leaf):
 
     weight: Float[Any, "... n_in n_out"]  # plans hold its shape alone
 
-    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        return tensor_parallel.product(x.astype(self.weight.dtype), self.weight)
+    def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        return tensor_parallel.matmul(x.astype(self.weight.dtype), self.weight)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
         return self.weight.astype(jnp.float32)

@@ -21,25 +21,25 @@ from jaxtyping import Array, Float
 from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
 
-PRODUCT = "product"  # what `jax.checkpoint` knows the results of products with weights by (`models.layers.core.REMAT`)
+MATMUL = "matmul"  # what `jax.checkpoint` knows the results of products with weights by (`models.layers.stack.REMAT`)
 Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
 
 
 class Leaf(abc.ABC):
-    """A weight matrix [in, out] in a form of its own. Leading axes (stacked layers) are free, except for `multiply`."""
+    """A weight matrix [in, out] in a form of its own. Leading axes (stacked layers) are free, except for `matmul`."""
 
     # by field: the axis of its array that holds the outputs, counted from the end; an array without one is not listed
     output_axes: ClassVar[Mapping[str, int]] = {}
 
     @abc.abstractmethod
-    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+    def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         """`x @ w` in the dtype of `x`. On a mesh with an axis `tensor` the outputs may stay divided (`split`)."""
 
-    def product(self, x: LazyActivation) -> LazyActivation:
+    def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` of an activation that need not be in memory, to one that need not be."""
         value = x.value
         y = checkpoint_name(
-            tensor_parallel.join(self.multiply(value.reshape(-1, value.shape[-1]))), PRODUCT
+            tensor_parallel.join(self.matmul(value.reshape(-1, value.shape[-1]))), MATMUL
         )
         return LazyActivation.of(y.reshape(*value.shape[:2], -1))
 
@@ -73,10 +73,10 @@ class Coded(Quantized):
     """A quantised leaf that multiplies the codes of its input, which `LazyActivation.encoded` makes."""
 
     @abc.abstractmethod
-    def product(self, x: LazyActivation) -> LazyActivation: ...
+    def lazy_matmul(self, x: LazyActivation) -> LazyActivation: ...
 
-    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        return self.product(LazyActivation.of(x[:, None])).value[:, 0]
+    def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        return self.lazy_matmul(LazyActivation.of(x[:, None])).value[:, 0]
 
 
 def scaled(

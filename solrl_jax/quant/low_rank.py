@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from solrl_jax.quant import tensor_parallel
-from solrl_jax.quant.leaf import PRODUCT, Leaf
+from solrl_jax.quant.leaf import MATMUL, Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -30,8 +30,8 @@ class LowRank(Leaf):
     b: Float[Array, "... rank n_out"]
     scale: float = dataclasses.field(metadata={"static": True})
 
-    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        return tensor_parallel.product(x, self.base.astype(x.dtype)) + _low_rank(
+    def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+        return tensor_parallel.matmul(x, self.base.astype(x.dtype)) + _low_rank(
             self.scale, x, self.a, self.b
         )
 
@@ -55,9 +55,9 @@ def _low_rank(
 
 
 def _low_rank_forward(scale, x, a, b):
-    inner = checkpoint_name(x @ a.astype(x.dtype), PRODUCT)
+    inner = checkpoint_name(x @ a.astype(x.dtype), MATMUL)
     # the scale goes to the small factor, and to its gradient: a product of its own would read and write all outputs again
-    return inner @ (scale * tensor_parallel.place(b, -1)).astype(x.dtype), (x, inner, a, b)
+    return inner @ (scale * tensor_parallel.shard_weight(b, -1)).astype(x.dtype), (x, inner, a, b)
 
 
 def _low_rank_backward(scale, saved, g):

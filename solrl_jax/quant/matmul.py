@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.lazy import LazyActivation
-from solrl_jax.quant.leaf import PRODUCT, Leaf, Quantized
+from solrl_jax.quant.leaf import MATMUL, Leaf, Quantized
 from solrl_jax.quant.low_rank import LowRank
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "dequantize",
     "lazy_matmul",
     "matmul",
-    "outputs_divided",
-    "product",
+    "matmul_sharded",
+    "output_partition_specs",
 ]
 
 Weight: TypeAlias = Float[Array, "... n_in n_out"] | Leaf
@@ -33,19 +33,19 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
         raise ValueError(f"x: is {x.dtype}; accepted: floating-point numbers")
     # rows flattened: XLA then sees a plain matrix product forwards and backwards, three times faster on CPU
     rows = x.reshape(-1, x.shape[-1])
-    return checkpoint_name(tensor_parallel.join(product(rows, w)), PRODUCT).reshape(
+    return checkpoint_name(tensor_parallel.join(matmul_sharded(rows, w)), MATMUL).reshape(
         *x.shape[:-1], -1
     )
 
 
 def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
     """`x @ w` of an activation that need not be in memory, to one that need not be. A plain weight needs and gives memory."""
-    return w.product(x) if isinstance(w, Leaf) else LazyActivation.of(matmul(x.value, w))
+    return w.lazy_matmul(x) if isinstance(w, Leaf) else LazyActivation.of(matmul(x.value, w))
 
 
-def product(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
+def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
     """`x @ w` in the dtype of `x`, outputs divided over the devices of the mesh axis `tensor`."""
-    return w.multiply(x) if isinstance(w, Leaf) else tensor_parallel.product(x, w.astype(x.dtype))
+    return w.matmul(x) if isinstance(w, Leaf) else tensor_parallel.matmul(x, w.astype(x.dtype))
 
 
 def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
@@ -53,7 +53,7 @@ def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
     return w.dequantize() if isinstance(w, Leaf) else w.astype(jnp.float32)
 
 
-def outputs_divided(w: Weight | np.ndarray | jax.ShapeDtypeStruct, ways: int) -> Any:
+def output_partition_specs(w: Weight | np.ndarray | jax.ShapeDtypeStruct, ways: int) -> Any:
     """A `PartitionSpec` for each array of a weight [..., in, out]: outputs divided `ways` ways over the mesh axis `tensor`."""
     return (
         w.output_specs(ways)

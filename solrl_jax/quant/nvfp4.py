@@ -30,7 +30,7 @@ SMALLEST_SCALE = 2.0**-117
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QTensor(Coded):
+class NVFP4Tensor(Coded):
     """A weight matrix [in, out] in NVFP4, contraction axis last, as the block-scaled dot takes it; 4.5 bits a value.
 
     Invariants: `w[i, o] = e2m1(codes)[o, i] * scales[o, i // 16] * tensor_scale`. Two codes a byte, the even index in the low
@@ -45,14 +45,14 @@ class QTensor(Coded):
     n_in: int = dataclasses.field(metadata={"static": True})
     n_out: int = dataclasses.field(metadata={"static": True})
 
-    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+    def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         if x.shape[-1] != self.n_in:  # a narrower one would be filled up, as the codes are
             raise ValueError(
                 f"x: has {x.shape[-1]} columns; accepted: {self.n_in}, the rows of the weight"
             )
-        return super().multiply(x)
+        return super().matmul(x)
 
-    def product(self, x: LazyActivation) -> LazyActivation:
+    def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
         """`x @ w` with both operands in NVFP4, accumulated in float32; float32 scales are applied where the result is read."""
         codes, scales, row_scale = x.encoded(encode)
 
@@ -78,14 +78,14 @@ class QTensor(Coded):
         return jnp.swapaxes(rows[..., : self.n_out, : self.n_in], -1, -2)
 
 
-def quantize(w: Matrix) -> QTensor:
+def quantize(w: Matrix) -> NVFP4Tensor:
     """NVFP4 of weight matrices [..., in, out], one float32 scale each. Finite input never gives NaN."""
     n_in, n_out = w.shape[-2:]
     rows = jnp.swapaxes(w, -1, -2).astype(jnp.float32)
     tensor_scale = jnp.max(jnp.abs(rows), axis=(-1, -2)) / (E4M3_MAX * E2M1_MAX)
     rows = jnp.pad(rows, [(0, 0)] * (w.ndim - 2) + [(0, -n_out % TILE), (0, -n_in % FILL)])
     values, scales = round_blocks(rows, tensor_scale[..., None, None])
-    return QTensor(pack(values.astype(jnp.float4_e2m1fn)), scales, tensor_scale, n_in, n_out)
+    return NVFP4Tensor(pack(values.astype(jnp.float4_e2m1fn)), scales, tensor_scale, n_in, n_out)
 
 
 def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Array], list[Array]]:

@@ -39,12 +39,12 @@ def spec_of(shape: tuple[int, ...], axis: int | None, ways: int) -> PartitionSpe
     return PartitionSpec(*spec)
 
 
-def place(w: Array, axis: int) -> Array:
+def shard_weight(w: Array, axis: int) -> Array:
     """A parameter with `axis` divided over the devices, and all other axes replicated."""
     return jax.lax.with_sharding_constraint(w, spec_of(w.shape, axis, ways())) if ways() > 1 else w
 
 
-def product(
+def matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
     """`x @ w`, outputs divided over the devices."""
@@ -56,7 +56,7 @@ def _divided(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
     """`x @ w`: each device computes some columns. Likewise for the gradient of `x`, for which it is sent whole rows of `w`."""
-    return x @ place(w, -1)
+    return x @ shard_weight(w, -1)
 
 
 def _divided_forward(x, w):
@@ -65,7 +65,7 @@ def _divided_forward(x, w):
 
 def _divided_backward(saved, g):
     x, w = saved
-    return join(g @ place(w, 0).T), x.T @ g
+    return join(g @ shard_weight(w, 0).T), x.T @ g
 
 
 _divided.defvjp(_divided_forward, _divided_backward)

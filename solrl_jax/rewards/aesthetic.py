@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.layers.core import Linear
+from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.loading.weights import find_component
 from solrl_jax.models.vision.clip import CLIPConfig, VisionModel
 from solrl_jax.models.vision.image_resize import Preprocessing

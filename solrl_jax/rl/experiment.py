@@ -21,7 +21,7 @@ from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone
 from solrl_jax.models.locate import attention_of, open_model
 from solrl_jax.parallel import hosts, sharding
-from solrl_jax.quant.formats import Device, resolve, scoring_dtypes
+from solrl_jax.quant.formats import DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.rewards.host import trial
 from solrl_jax.rewards.protocol import Reward, check_prompts
 from solrl_jax.rewards.registry import open_rewards
@@ -48,7 +48,7 @@ class Experiment:
     evaluation_reward: Reward  # the reward with what is watched beside it
     targets: Targets  # the parameters that are trained
     quantized: tuple[str, ...]  # paths of the linears that exploration may quantise
-    device: Device  # all devices of a mesh are of one kind
+    device: DeviceInfo  # all devices of a mesh are of one kind
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
     size: Size  # height and width of the pictures
@@ -135,7 +135,7 @@ class Experiment:
         )
         return Explorer(
             explore=config.rollout.explore,
-            format=resolve(config.rollout.explore.precision, self.device),
+            format=resolve_format(config.rollout.explore.precision, self.device),
             quantized=self.quantized,
             scale=self.scale,
             training_precision=config.rollout.precision,
@@ -252,7 +252,7 @@ def _try(scored: Reward, prompts: Sequence[Prompt], pipeline: Pipeline, size: Si
 
 
 def select_parameters(
-    config: Config, pipeline: Pipeline, device: Device
+    config: Config, pipeline: Pipeline, device: DeviceInfo
 ) -> tuple[Targets, tuple[str, ...]]:
     """The parameters of the pipeline's transformer that are trained, and those that are quantised on such devices.
 
@@ -268,16 +268,16 @@ def select_parameters(
         why = f"algorithm.objective={config.algorithm.objective}, whose steps are the trained policy's own"
         raise InputError(f"rollout.{field}={getattr(rollout, field)}: must be 1 with {why}")
     shapes = pipeline.transformer.abstract(DTYPES[rollout.precision])
-    form = resolve(rollout.explore.precision, device)
+    form = resolve_format(rollout.explore.precision, device)
     with in_one_line():
         return find_targets(pipeline.transformer, config), quantized_paths(
             shapes, model.quantize, form
         )
 
 
-def local_device() -> Device:
+def local_device() -> DeviceInfo:
     """The kind of device that JAX runs on here."""
-    return Device.of(jax.devices()[0])
+    return DeviceInfo.from_jax(jax.devices()[0])
 
 
 def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:

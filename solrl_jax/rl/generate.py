@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion import sampler
 from solrl_jax.diffusion.seeds import normal
-from solrl_jax.models.backbone import Backbone, Conditioning, in_fp8
+from solrl_jax.models.backbone import Backbone, Conditioning
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.division import DividedScoring, divided_scoring
@@ -287,6 +287,7 @@ def sample_chunk(
                 conditioning,
                 time,
                 jnp.asarray(segment.schedule.embedded_guidance),
+                segment.fp8_attention,
             )
 
         if not segment.schedule.guided:
@@ -298,10 +299,7 @@ def sample_chunk(
         )
 
     noise = sharding.split_rows(jnp.asarray(rows.noise))
-    followed = [
-        (in_fp8(segment.in_fp8)(partial(velocity, segment)), segment.schedule)
-        for segment in segments
-    ]
+    followed = [(partial(velocity, segment), segment.schedule) for segment in segments]
     return sampler.trajectory(followed, noise, jnp.asarray(rows.seeds), recorded)
 
 

@@ -28,7 +28,7 @@ def open_for_training(
     `auto` is `products` where what is `held` fits into `SHARE` of a device's memory, else `blocks`. It depends on shapes and on
     `memory` alone. It is never `none`: to write and read what lies between products takes a GPU longer than to compute it
     again.
-    memory: bytes of a device of `mesh`. open_pipeline: opens the pipeline with a key of `models.layers.core.REMAT`.
+    memory: bytes of a device of `mesh`. open_pipeline: opens the pipeline with a key of `models.layers.stack.REMAT`.
     Raises InputError for a size of pictures that the pipeline does not take.
     """
     automatic = config.model.remat == "auto"

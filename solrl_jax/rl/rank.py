@@ -13,7 +13,7 @@ from solrl_jax.config.presets import override
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import MOST_STEPS
 from solrl_jax.errors import InputError
-from solrl_jax.quant.formats import AUTO, FORMATS, resolve
+from solrl_jax.quant.formats import AUTO, FORMATS, resolve_format
 from solrl_jax.rl.experiment import Experiment, local_device, select_parameters
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import mean_true_rank, overlap, rank_correlations, regret
@@ -63,7 +63,7 @@ def sweep(
     """
 
     def format_name(text):
-        return resolve(text, local_device()).name
+        return resolve_format(text, local_device()).name
 
     numbers = _listed("--steps", steps, None, _count, "integers of at least 1")
     found = []

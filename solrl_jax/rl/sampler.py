@@ -17,7 +17,7 @@ class Segment:
     policy: Params  # the base with any of its leaves replaced
     schedule: Schedule
     # its attention, in networks that can
-    in_fp8: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
+    fp8_attention: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import yaml
 
 from solrl_jax.config.presets import to_yaml
 from solrl_jax.config.schema import Config
-from solrl_jax.quant.formats import AUTO, resolve
+from solrl_jax.quant.formats import AUTO, resolve_format
 from solrl_jax.rewards.registry import reward_name, reward_names
 from solrl_jax.runs import checkpoint
 from solrl_jax.runs import ledger
@@ -44,7 +44,7 @@ def refuse_another_run(folder: Path, config: Config) -> None:
             raise InputError(f"{name} has {found[0]} but no config.yaml, so it may not be a run's; name another directory")
         return
     there = read_run(folder)
-    here = resolve(config.rollout.explore.precision, local_device()).name
+    here = resolve_format(config.rollout.explore.precision, local_device()).name
     precision = there.rollout.explore.precision
     was = precision if precision != AUTO else _explored_in(folder) or here
     if fingerprint(there, was) == fingerprint(config, here):

@@ -62,7 +62,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         "exploration": {
             "precision": explorer.explore.precision,
             "format": explorer.format.name,
-            "native": explorer.format.native(experiment.device),
+            "native": explorer.format.is_native(experiment.device),
             "levers": [type(lever).__name__ for lever in active_levers(explorer.explore)],
             "means": explorer.format.describe(experiment.device),
         },

@@ -12,7 +12,7 @@ from solrl_jax.cli import doctor, main
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
 from solrl_jax.models.locate import EMBEDDED_FOLDER
-from solrl_jax.quant.formats import Device
+from solrl_jax.quant.formats import DeviceInfo
 from solrl_jax.rl import memory_check
 from solrl_jax.storage import hub
 
@@ -138,7 +138,9 @@ def test_what_keeps_jax_from_a_gpu_is_missing(
 ):
     (tmp_path / "version").touch()
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(doctor, "local_device", lambda: Device(platform, "NVIDIA B200", (10, 0)))
+    monkeypatch.setattr(
+        doctor, "local_device", lambda: DeviceInfo(platform, "NVIDIA B200", (10, 0))
+    )
     monkeypatch.setattr(doctor, "cudnn", lambda: dnn)
     found = doctor.machine()
     assert (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from solrl_jax.models.layers import attention as module
 from solrl_jax.models.layers.attention import attention, cudnn_fits
-from solrl_jax.models.layers.core import attention as module
 from solrl_jax.parallel.sharding import make_mesh, rows
 from solrl_jax.quant import compile_target
 from tests.parity import relative

@@ -13,8 +13,8 @@ from flax import nnx
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
 from solrl_jax.models.backbone import check_attention
-from solrl_jax.models.layers.attention_fp8 import E4M3, PEAK, attention_fp8, in_fp8
-from solrl_jax.models.layers.core import attention_fp8 as module
+from solrl_jax.models.layers import attention_fp8 as module
+from solrl_jax.models.layers.attention_fp8 import E4M3, PEAK, attention_fp8
 from solrl_jax.models.layers.mmdit import JointAttention, SelfAttention
 from solrl_jax.models.locate import open_model
 from solrl_jax.quant.lazy import LazyActivation
@@ -85,9 +85,9 @@ def test_a_network_takes_it_where_it_is_asked_for(joint):
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 32)), jnp.bfloat16)
     streams = [LazyActivation.of(x)] * (2 if joint else 1)
 
-    def run(asked):
-        with in_fp8(asked):
-            return jax.tree.leaves(jax.jit(lambda: attend(*streams))())
+    def run(fp8_attention):
+        outputs = jax.jit(lambda: attend(*streams, fp8_attention=fp8_attention))()
+        return jax.tree.leaves(outputs)
 
     own = run(False)
     eight = run(True)

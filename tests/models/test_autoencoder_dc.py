@@ -12,7 +12,7 @@ from flax import nnx
 from pretrain.encoders import AutoencoderDC
 
 from solrl_jax.models.autoencoders.dc import AutoencoderDCConfig, relu_attention
-from solrl_jax.models.layers.core import depth_to_space, space_to_depth
+from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
 from solrl_jax.models.loading.weights import entries
 from tests import carried
 from tests.cases import first_is_quick

@@ -15,7 +15,7 @@ from pretrain.networks import to_torch
 
 from solrl_jax.models.autoencoders.kl import AutoencoderKLConfig
 from solrl_jax.models.autoencoders.tiling import decode_tiled
-from solrl_jax.models.layers.core import Conv, conv_of_squares
+from solrl_jax.models.layers.conv import Conv, conv_upsampled
 from solrl_jax.models.loading.weights import entries
 from tests import carried
 from tests.cases import first_is_quick
@@ -202,10 +202,10 @@ def test_a_convolution_of_squares_is_that_of_repeated_pixels():
     conv.bias.set_value(normal(3, 6))
     x = jnp.asarray(normal(4, 2, 7, 4, 5))
     want = conv(x.repeat(2, axis=1).repeat(2, axis=2))
-    np.testing.assert_array_equal(conv.of_squares(x), want)  # as it is computed here
-    ours = conv_of_squares(x, conv.kernel.get_value()) + conv.bias.get_value()
+    np.testing.assert_array_equal(conv.apply_upsampled(x), want)  # as it is computed here
+    ours = conv_upsampled(x, conv.kernel.get_value()) + conv.bias.get_value()
     np.testing.assert_allclose(ours, want, rtol=0, atol=3e-6)
-    assert conv_of_squares(x.astype(jnp.bfloat16), conv.kernel.get_value()).dtype == jnp.bfloat16
+    assert conv_upsampled(x.astype(jnp.bfloat16), conv.kernel.get_value()).dtype == jnp.bfloat16
 
 
 def test_weights_go_out_as_they_came_in():

@@ -15,7 +15,7 @@ from flax import nnx
 from pretrain.networks import to_torch
 
 from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel, rotary
-from solrl_jax.models.layers.core import depth_to_space, space_to_depth
+from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
 from solrl_jax.models.loading.weights import entries
 from solrl_jax.quant.matmul import LowRank
 from tests import carried

@@ -9,7 +9,8 @@ from jax._src.ad_checkpoint import saved_residuals
 
 from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel
-from solrl_jax.models.layers.core import REMAT, rms_norm
+from solrl_jax.models.layers.norm import rms_norm
+from solrl_jax.models.layers.stack import REMAT
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from tests.cases import first_is_quick

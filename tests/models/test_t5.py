@@ -10,8 +10,8 @@ from flax import nnx
 from pretrain.networks import to_torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from solrl_jax.models.layers import attention as attention_module
 from solrl_jax.models.layers.attention import attention
-from solrl_jax.models.layers.core import attention as attention_module
 from solrl_jax.models.loading.weights import entries, find_component, load_tensors
 from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel, relative_buckets
 from tests import carried

@@ -19,15 +19,12 @@ from pretrain.networks import save_component, to_torch
 from safetensors.numpy import load_file, save_file
 
 from solrl_jax.errors import RunError
-from solrl_jax.models.layers.core import (
-    Conv,
-    DepthwiseConv,
-    Embedding,
-    Linear,
-    RMSNorm,
-    param,
-    stack,
-)
+from solrl_jax.models.layers.conv import Conv, DepthwiseConv
+from solrl_jax.models.layers.embeddings import Embedding
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import RMSNorm
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.stack import stack
 from solrl_jax.models.loading import tensor_files, weights
 from solrl_jax.models.loading.tensor_files import weight_files, without_variants
 from solrl_jax.models.loading.weights import entries, find_component, load_tensors

@@ -16,7 +16,7 @@ from solrl_jax.planning.stages import STAGES, Program, Stages
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.planning.topology import tracing
 from solrl_jax.quant import compile_target
-from solrl_jax.quant.formats import Device
+from solrl_jax.quant.formats import DeviceInfo
 from solrl_jax.rl.experiment import Experiment
 from tests.lowering import cuda_text
 
@@ -43,7 +43,7 @@ def of_shapes(
 ) -> tuple[Experiment, Stages]:
     config = resolve(preset, (f"rollout.explore.precision={precision}", *more))
     pipeline = open_configurations(config.model.path)
-    facts = Device("gpu", TARGETS[device].kind, TARGETS[device].capability)
+    facts = DeviceInfo("gpu", TARGETS[device].kind, TARGETS[device].capability)
     made = experiment(
         config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count])
     )

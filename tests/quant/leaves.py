@@ -25,7 +25,7 @@ class Flipped(Leaf):
 
     rows: jax.Array
 
-    def multiply(self, x):
+    def matmul(self, x):
         return x @ self.rows.T.astype(x.dtype)
 
     def dequantize(self):

@@ -24,9 +24,10 @@ from hypothesis.extra.numpy import arrays
 from solrl_jax.config.presets import resolve as preset
 from solrl_jax.config.schema import Precision
 from solrl_jax.models.backbone import open_model
-from solrl_jax.models.layers.core import Linear, scan_blocks, stack
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding, rows
-from solrl_jax.quant.formats import AUTO, FORMATS, Device, resolve, scoring_dtypes
+from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.quant.matmul import dequantize, matmul
 from solrl_jax.rl.explore.linears import quantized_paths
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
@@ -248,7 +249,7 @@ def test_a_value_takes_the_bits_that_the_format_says(name, bits, more):
         assert q.nbytes == np.prod(shape) * bits / 8 + more * matrices
         # bytes in the memory of the device (here the CPU): float4 arrays of XLA would take twice as much
         assert sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(q)) == q.nbytes
-    assert FORMATS[name].bits == bits
+    assert FORMATS[name].bits_per_weight == bits
 
 
 @pytest.mark.parametrize("name", QUANTISING)
@@ -399,28 +400,28 @@ def test_fp8_products_lower_to_dots_of_fp8_operands(network, lowered):
 # --- devices ---
 
 
-CPU = Device("cpu", "cpu")
-AMD = Device("gpu", "AMD Instinct MI300X")
+CPU = DeviceInfo("cpu", "cpu")
+AMD = DeviceInfo("gpu", "AMD Instinct MI300X")
 DEVICES = [
-    (Device("gpu", "NVIDIA B200", (10, 0)), "nvfp4", {"nvfp4", "fp8"}),
-    (Device("gpu", "NVIDIA GeForce RTX 5090", (12, 0)), "nvfp4", {"nvfp4", "fp8"}),
-    (Device("gpu", "NVIDIA H200", (9, 0)), "fp8", {"fp8"}),
-    (Device("gpu", "NVIDIA L40S", (8, 9)), "fp8", {"fp8"}),
-    (Device("gpu", "NVIDIA A100", (8, 0)), "bf16", set()),
+    (DeviceInfo("gpu", "NVIDIA B200", (10, 0)), "nvfp4", {"nvfp4", "fp8"}),
+    (DeviceInfo("gpu", "NVIDIA GeForce RTX 5090", (12, 0)), "nvfp4", {"nvfp4", "fp8"}),
+    (DeviceInfo("gpu", "NVIDIA H200", (9, 0)), "fp8", {"fp8"}),
+    (DeviceInfo("gpu", "NVIDIA L40S", (8, 9)), "fp8", {"fp8"}),
+    (DeviceInfo("gpu", "NVIDIA A100", (8, 0)), "bf16", set()),
     (AMD, "bf16", set()),
-    (Device("tpu", "TPU7x"), "fp8", {"fp8"}),
-    (Device("tpu", "TPU v6 lite"), "bf16", set()),
-    (Device("tpu", "TPU v5p"), "bf16", set()),
+    (DeviceInfo("tpu", "TPU7x"), "fp8", {"fp8"}),
+    (DeviceInfo("tpu", "TPU v6 lite"), "bf16", set()),
+    (DeviceInfo("tpu", "TPU v5p"), "bf16", set()),
     (CPU, "bf16", set()),
 ]
 
 
 @pytest.mark.parametrize(("device", "auto", "native"), DEVICES, ids=[d.kind for d, *_ in DEVICES])
 def test_what_a_device_runs_natively_and_what_auto_makes_of_it(device, auto, native):
-    assert resolve(AUTO, device).name == auto
-    assert {name for name in QUANTISING if FORMATS[name].native(device)} == native
+    assert resolve_format(AUTO, device).name == auto
+    assert {name for name in QUANTISING if FORMATS[name].is_native(device)} == native
     for name, form in FORMATS.items():
-        assert resolve(name, device) is form
+        assert resolve_format(name, device) is form
         told = form.describe(device)
         assert told.startswith(f"{name} (")
         assert ("emulated" in told) == (name in QUANTISING and name not in native)
@@ -429,13 +430,13 @@ def test_what_a_device_runs_natively_and_what_auto_makes_of_it(device, auto, nat
 @pytest.mark.parametrize(
     ("name", "precision", "device", "decoding", "products"),
     [
-        ("auto", "bf16", Device("gpu", "NVIDIA H200", (9, 0)), "bfloat16", "float16"),
-        ("auto", "fp32", Device("gpu", "NVIDIA H200", (9, 0)), None, "float32"),
-        ("auto", "bf16", Device("gpu", "V100", (7, 0)), None, "float32"),
-        ("auto", "bf16", Device("tpu", "TPU v6e"), "bfloat16", "bfloat16"),
-        ("auto", "bf16", Device("cpu"), None, "float32"),
-        ("half", "fp32", Device("cpu"), "bfloat16", "float16"),
-        ("fp32", "bf16", Device("gpu", "NVIDIA H200", (9, 0)), "float32", "float32"),
+        ("auto", "bf16", DeviceInfo("gpu", "NVIDIA H200", (9, 0)), "bfloat16", "float16"),
+        ("auto", "fp32", DeviceInfo("gpu", "NVIDIA H200", (9, 0)), None, "float32"),
+        ("auto", "bf16", DeviceInfo("gpu", "V100", (7, 0)), None, "float32"),
+        ("auto", "bf16", DeviceInfo("tpu", "TPU v6e"), "bfloat16", "bfloat16"),
+        ("auto", "bf16", DeviceInfo("cpu"), None, "float32"),
+        ("half", "fp32", DeviceInfo("cpu"), "bfloat16", "float16"),
+        ("fp32", "bf16", DeviceInfo("gpu", "NVIDIA H200", (9, 0)), "float32", "float32"),
     ],
 )
 def test_what_pictures_are_decoded_and_scored_in(name, precision, device, decoding, products):
@@ -447,11 +448,11 @@ def test_what_pictures_are_decoded_and_scored_in(name, precision, device, decodi
 
 def test_the_facts_of_a_device_are_jaxs():
     def made(**facts):
-        return Device.of(SimpleNamespace(platform="gpu", device_kind="x", **facts))
+        return DeviceInfo.from_jax(SimpleNamespace(platform="gpu", device_kind="x", **facts))
 
     assert made(compute_capability="10.0").capability == (10, 0)
     assert made(compute_capability="gfx942").capability == made().capability == (0, 0)
-    assert Device.of(jax.devices()[0]).platform == "cpu"
+    assert DeviceInfo.from_jax(jax.devices()[0]).platform == "cpu"
 
 
 def test_every_name_of_the_configuration_is_a_format():

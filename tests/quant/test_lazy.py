@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.models.layers.core import RMSNorm
+from solrl_jax.models.layers.norm import RMSNorm
 from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import compile_target, fp8, nvfp4
 from solrl_jax.quant.formats import FORMATS

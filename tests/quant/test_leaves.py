@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 from solrl_jax.quant.leaf import Leaf, Quantized
-from solrl_jax.quant.matmul import dequantize, matmul, outputs_divided
+from solrl_jax.quant.matmul import dequantize, matmul, output_partition_specs
 from tests.quant.leaves import BOUND, EXACT, MAKE, QUANTISING, normal
 
 ROWS = 24
@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_the_other_rows(kind):
 def test_outputs_are_divided_and_nothing_else(kind, shape):
     leaf = MAKE[kind](normal(*shape, seed=3))
     for ways in (1, 4, 5):
-        specs = outputs_divided(leaf, ways)
+        specs = output_partition_specs(leaf, ways)
         assert jax.tree.structure(specs) == jax.tree.structure(leaf)
         divided = []
         for array, spec in zip(jax.tree.leaves(leaf), jax.tree.leaves(specs), strict=True):
@@ -115,7 +115,9 @@ def test_outputs_are_divided_and_nothing_else(kind, shape):
 def test_placed_on_a_mesh_it_is_the_same_leaf_in_parts(kind):
     leaf = MAKE[kind](W)
     mesh = make_mesh(1, 1, 4, devices=jax.devices()[:4])
-    placements = jax.tree.map(lambda spec: NamedSharding(mesh, spec), outputs_divided(leaf, 4))
+    placements = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), output_partition_specs(leaf, 4)
+    )
     placed = jax.device_put(leaf, placements)
     chex.assert_trees_all_equal(jax.device_get(placed), jax.device_get(leaf))
     held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(placed))
@@ -179,8 +181,8 @@ def test_its_shapes_are_known_before_it_is_made(kind):
     chex.assert_trees_all_equal_shapes_and_dtypes(abstract, leaf)
     assert type(abstract) is type(leaf)
     assert abstract.nbytes == leaf.nbytes == sum(array.nbytes for array in jax.tree.leaves(leaf))
-    assert jax.tree.leaves(outputs_divided(abstract, 4)) == jax.tree.leaves(
-        outputs_divided(leaf, 4)
+    assert jax.tree.leaves(output_partition_specs(abstract, 4)) == jax.tree.leaves(
+        output_partition_specs(leaf, 4)
     )
     assert jax.eval_shape(matmul, jax.ShapeDtypeStruct(X.shape, jnp.bfloat16), abstract).shape == (
         ROWS,

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from solrl_jax.models.layers.attention import attention
-from solrl_jax.models.layers.core import gather
+from solrl_jax.models.layers.stack import gather
 from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding
 from solrl_jax.quant.matmul import LowRank, matmul
 from tests.quant.leaves import MAKE

@@ -10,7 +10,7 @@ import pytest
 
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import LowRank, dequantize
-from solrl_jax.quant.nvfp4 import QTensor
+from solrl_jax.quant.nvfp4 import NVFP4Tensor
 from solrl_jax.rl.experiment import build, fresh_state
 from solrl_jax.rl.explore.option import Calibration
 from solrl_jax.rl.explore.options import correction
@@ -181,7 +181,7 @@ def test_the_policy_that_explores_is_corrected_and_the_one_that_trains_is_not(ex
     for path in experiment.explorer.quantized:
         leaf = exploring[path]
         assert isinstance(leaf, Corrected)
-        assert isinstance(leaf.remainder, QTensor)
+        assert isinstance(leaf.remainder, NVFP4Tensor)
         assert not isinstance(exact[path], Corrected)
         merged = np.float32(exact[path].base if isinstance(exact[path], LowRank) else exact[path])
         if isinstance(exact[path], LowRank):

@@ -10,11 +10,11 @@ import pytest
 
 from solrl_jax.config.presets import override, to_yaml
 from solrl_jax.errors import InputError
-from solrl_jax.quant.formats import FORMATS, Device
+from solrl_jax.quant.formats import FORMATS, DeviceInfo
 from solrl_jax.quant.fp8 import FP8Tensor
 from solrl_jax.quant.low_rank import LowRank
 from solrl_jax.quant.matmul import dequantize
-from solrl_jax.quant.nvfp4 import QTensor
+from solrl_jax.quant.nvfp4 import NVFP4Tensor
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.generate import SeedBatch, generate
@@ -24,10 +24,10 @@ from solrl_jax.runs import identity, record
 from solrl_jax.runs.progress import TerminalProgress
 from tests.small import small_config
 
-LEAVES = {"nvfp4": QTensor, "fp8": FP8Tensor}
+LEAVES = {"nvfp4": NVFP4Tensor, "fp8": FP8Tensor}
 ERRORS = {"nvfp4": 0.09, "fp8": 0.025}  # of velocities, relative
-H200 = Device("gpu", "NVIDIA H200", (9, 0))
-B200 = Device("gpu", "NVIDIA B200", (10, 0))
+H200 = DeviceInfo("gpu", "NVIDIA H200", (9, 0))
+B200 = DeviceInfo("gpu", "NVIDIA B200", (10, 0))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
     params = flatten(experiment.explorer.policy(adapters, "nvfp4"))
     base = flatten(experiment.backbone.transformer)
     for path in experiment.explorer.quantized:
-        assert isinstance(params[path], QTensor)
+        assert isinstance(params[path], NVFP4Tensor)
         merged = base[path].astype(jnp.float32)
         if path in adapters:
             merged = merged + experiment.scale * adapters[path]["a"] @ adapters[path]["b"]

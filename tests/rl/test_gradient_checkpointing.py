@@ -9,7 +9,7 @@ import pytest
 
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.presets import resolve
-from solrl_jax.models.layers.core import REMAT
+from solrl_jax.models.layers.stack import REMAT
 from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize

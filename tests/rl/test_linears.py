@@ -178,7 +178,7 @@ def test_bytes_before_and_after(name):
     weights = 38 * 15360 * 3072
     assert row.bytes_before == 2 * weights
     scales = {"nvfp4": 38 * 4, "fp8": 38 * 3072 * 4}.get(name, 0)
-    assert row.bytes_after == weights * FORMATS[name].bits / 8 + scales
+    assert row.bytes_after == weights * FORMATS[name].bits_per_weight / 8 + scales
     sums = totals(rows)
     assert (
         sums["bytes_before"] - sums["quantized_bytes_before"]
@@ -189,7 +189,7 @@ def test_bytes_before_and_after(name):
         assert {row.kept for row in rows} == {"bf16", *(f"skip {s}" for s in rules("flux1").skip)}
     else:
         assert sums["quantized_bytes_after"] / sums["quantized_bytes_before"] == pytest.approx(
-            FORMATS[name].bits / 16,
+            FORMATS[name].bits_per_weight / 16,
             rel=2e-3,  # the float32 scales
         )
     told = table(rows, FORMATS[name]).splitlines()

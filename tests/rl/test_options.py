@@ -13,7 +13,7 @@ import pytest
 import solrl_jax
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.low_rank import LowRank
-from solrl_jax.quant.nvfp4 import QTensor
+from solrl_jax.quant.nvfp4 import NVFP4Tensor
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore import option as discovery
 from solrl_jax.rl.explore.monitor import ExplorationSetting
@@ -82,7 +82,7 @@ def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format
     (segment,) = stage.segments
     assert same(segment.schedule, paper.schedule(4))
     flat = flatten(segment.policy)
-    assert {path for path in flat if type(flat[path]) is QTensor} == set(KERNELS)
+    assert {path for path in flat if type(flat[path]) is NVFP4Tensor} == set(KERNELS)
     assert (stage.name, stage.decoder, stage.shape, stage.chunk) == (
         "explore", regenerating.decoder, regenerating.shape, regenerating.chunk,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def test_exact_steps_change_the_legs_alone(paper, adapters):
 
 def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
     def marked(stage):
-        return [segment.in_fp8 for segment in stage.segments]
+        return [segment.fp8_attention for segment in stage.segments]
 
     stage, plain = (
         experiment.explorer.sampler(adapters, FORMAT)
@@ -147,7 +147,7 @@ def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
     assert (marked(stage), marked(plain)) == ([True], [False])
     assert same(
         stage.segments,
-        tuple(dataclasses.replace(segment, in_fp8=True) for segment in plain.segments),
+        tuple(dataclasses.replace(segment, fp8_attention=True) for segment in plain.segments),
     )
     both = with_levers(paper, "attention", "exact_steps").explorer
     assert marked(both.sampler(adapters, FORMAT)) == [False, True]
@@ -163,7 +163,7 @@ def test_a_correction_changes_the_leaves_alone(paper, adapters):
     base = flatten(paper.backbone.transformer)
     for path in KERNELS:
         assert type(flat[path]) is Corrected
-        assert type(flat[path].remainder) is QTensor
+        assert type(flat[path].remainder) is NVFP4Tensor
         assert flat[path].basis.shape == (base[path].shape[0], 4)
         merged = np.asarray(base[path]) + paper.scale * np.asarray(
             adapters[path]["a"] @ adapters[path]["b"]

@@ -11,7 +11,7 @@ from solrl_jax.diffusion.sigmas import flux, sd3, shift_sigmas
 from solrl_jax.diffusion.solver import solver_table
 from solrl_jax.models.flux2.pipeline import empirical_mu
 from solrl_jax.quant.matmul import LowRank, dequantize
-from solrl_jax.quant.nvfp4 import QTensor
+from solrl_jax.quant.nvfp4 import NVFP4Tensor
 from solrl_jax.rewards import registry as rewards
 from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rl import experiment as experiments
@@ -189,13 +189,13 @@ def test_exploration_is_quantised_where_the_rule_says_and_nowhere_else(trained):
     assert set(experiment.targets.adapted) == targets
     base = flatten(experiment.backbone.transformer)
     for params in map(flatten, explored):
-        assert {path for path, leaf in params.items() if isinstance(leaf, QTensor)} == quantized
+        assert {path for path, leaf in params.items() if isinstance(leaf, NVFP4Tensor)} == quantized
         assert {
             path for path, leaf in params.items() if isinstance(leaf, LowRank)
         } == targets - quantized
     first, second = ({path: flatten(params)[path] for path in quantized} for params in explored)
     values = jax.jit(
-        lambda tree: jax.tree.map(dequantize, tree, is_leaf=lambda x: isinstance(x, QTensor))
+        lambda tree: jax.tree.map(dequantize, tree, is_leaf=lambda x: isinstance(x, NVFP4Tensor))
     )(first)
     for path in quantized:
         weight = np.asarray(base[path], np.float32)

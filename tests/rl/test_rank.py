@@ -7,7 +7,7 @@ import pytest
 
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
-from solrl_jax.quant.formats import Device
+from solrl_jax.quant.formats import DeviceInfo
 from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.rank import Pools, Setting, explore_and_regenerate, summarise, sweep, with_recipe
@@ -165,7 +165,7 @@ def test_a_sweep_is_every_combination_each_once(toy):
 
 
 def test_auto_stands_for_a_format(toy, monkeypatch):
-    monkeypatch.setattr(rank, "local_device", lambda: Device("gpu", "NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(rank, "local_device", lambda: DeviceInfo("gpu", "NVIDIA H200", (9, 0)))
     assert [s.precision for s in sweep(toy.config, formats="auto,fp8,nvfp4")] == ["fp8", "nvfp4"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize
-from solrl_jax.quant.nvfp4 import QTensor, quantize
+from solrl_jax.quant.nvfp4 import NVFP4Tensor, quantize
 from solrl_jax.rl.explore.sync import Quantizer, merged, quantize_policy
 from solrl_jax.rl.trainable.trainable import attach, flatten, init_adapters
 from tests.rl.test_lora import OUT, RANK, SCALE, K, Q, adapters, base
@@ -25,7 +25,7 @@ def merge_and_quantize(params, adapters, paths, quantizer=None):
         )
 
 
-def same(got: QTensor, want: QTensor):
+def same(got: NVFP4Tensor, want: NVFP4Tensor):
     np.testing.assert_array_equal(got.codes, want.codes)
     np.testing.assert_array_equal(
         np.asarray(got.scales).view(np.uint8), np.asarray(want.scales).view(np.uint8)
@@ -92,7 +92,7 @@ def test_the_policy_of_a_backbone_is_merged_where_it_is_told(mesh):
     fresh = init_adapters(jax.random.key(0), backbone.transformer, list(KERNELS), 2)
     trained = jax.tree.map(lambda x: x + 0.1, fresh)
     flat = flatten(merged(backbone, trained, SCALE, KERNELS[:1], Quantizer(quantize)))
-    assert isinstance(flat[KERNELS[0]], QTensor)
+    assert isinstance(flat[KERNELS[0]], NVFP4Tensor)
     assert isinstance(flat[KERNELS[1]], LowRank)
     assert flat[KERNELS[1]].base is flatten(backbone.transformer)[KERNELS[1]]  # nothing is copied
     one = flatten(merged(toy_backbone(), trained, SCALE, KERNELS[:1], Quantizer(quantize)))

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from solrl_jax.diffusion.seeds import seed_numbers
-from solrl_jax.quant.nvfp4 import QTensor
+from solrl_jax.quant.nvfp4 import NVFP4Tensor
 from solrl_jax.rewards.protocol import Reward, score_images
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl import iteration as iterations
@@ -152,7 +152,7 @@ def test_low_precision_never_enters_the_loss(toy, monkeypatch):
     def spied(self, adapters, precision):
         params = original(self, adapters, precision)
         assert precision == "nvfp4"
-        seen.append(sum(isinstance(leaf, QTensor) for leaf in flatten(params).values()))
+        seen.append(sum(isinstance(leaf, NVFP4Tensor) for leaf in flatten(params).values()))
         return params
 
     monkeypatch.setattr(Explorer, "policy", spied)

@@ -33,7 +33,7 @@ def device() -> dict[str, Any]:
         "count": jax.device_count(),
         "capability": list(found.capability),
         "memory": memory.get("bytes_limit"),
-        "native": [form.name for form in FORMATS.values() if form.native(found)],
+        "native": [form.name for form in FORMATS.values() if form.is_native(found)],
     }
 
 

@@ -38,7 +38,7 @@ def target_of(kind: str) -> Target | None:
 def formats(task: Task) -> list[str]:
     """The quantised formats to measure: those asked for, or those that the device has natively."""
     here = local_device()
-    return list(task.formats) or [name for name in DEFAULT if FORMATS[name].native(here)]
+    return list(task.formats) or [name for name in DEFAULT if FORMATS[name].is_native(here)]
 
 
 def over(measured: float | None, planned: float | None) -> float | None:

@@ -17,15 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.layers.core import (
-    Conv,
-    DepthwiseConv,
-    GLUMBConv,
-    Linear,
-    RMSNorm,
-    depth_to_space,
-    param,
-)
+from solrl_jax.models.layers.conv import Conv, DepthwiseConv
+from solrl_jax.models.layers.feed_forward import GLUMBConv
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import RMSNorm
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.pixel_shuffle import depth_to_space
 from solrl_jax.models.loading.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
 from solrl_jax.quant import compile_target
 
@@ -124,7 +121,7 @@ class UpBlock(nnx.Module):
         self.shuffle = shuffle
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        y = depth_to_space(self.conv(x)) if self.shuffle else self.conv.of_squares(x)
+        y = depth_to_space(self.conv(x)) if self.shuffle else self.conv.apply_upsampled(x)
         return y + depth_to_space(x.repeat(self.repeats, axis=-1))
 
 

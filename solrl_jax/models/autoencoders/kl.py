@@ -14,7 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.attention import attention
-from solrl_jax.models.layers.core import Conv, Linear, param
+from solrl_jax.models.layers.conv import Conv
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.loading.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
 
 NORM_EPS = 1e-6
@@ -223,7 +225,7 @@ class Upsample2D(nnx.Module):
         self.conv = Conv(channels, channels, 3, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:
-        return self.conv.of_squares(x)
+        return self.conv.apply_upsampled(x)
 
 
 class GroupNorm(nnx.Module):

@@ -84,11 +84,21 @@ def open_flux(folder: Path, remat: str) -> Pipeline:
     )
 
     def velocity(
-        params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array
+        params: Params,
+        latent: Array,
+        conditioning: Conditioning,
+        timestep: Array,
+        guidance: Array,
+        fp8_attention: bool = False,
     ) -> Array:
         embedded = jnp.broadcast_to(guidance, timestep.shape) if config.guidance_embeds else None
         return transformer(params)(
-            latent, conditioning["text"], conditioning["pooled"], timestep, embedded
+            latent,
+            conditioning["text"],
+            conditioning["pooled"],
+            timestep,
+            embedded,
+            fp8_attention=fp8_attention,
         )
 
     return Pipeline(

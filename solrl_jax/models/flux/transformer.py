@@ -16,14 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.layers.core import (
-    Linear,
-    depth_to_space,
-    modulate,
-    scan_blocks,
-    space_to_depth,
-    stack,
-)
+from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.mmdit import (
     AdaLayerNorm,
     JointBlock,
@@ -31,6 +24,9 @@ from solrl_jax.models.layers.mmdit import (
     SelfAttention,
     TimeTextEmbedding,
 )
+from solrl_jax.models.layers.modulation import modulate
+from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig, unsupported
 from solrl_jax.quant.lazy import LazyActivation
 
@@ -81,7 +77,7 @@ class FluxConfig(TransformerConfig):
 
 
 class FluxTransformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.core.REMAT`."""
+    """The velocity network. remat: what gradients recompute, a key of `models.layers.stack.REMAT`."""
 
     def __init__(self, config: FluxConfig, *, remat: str = "none", rngs: nnx.Rngs):
         c = config
@@ -111,6 +107,8 @@ class FluxTransformer2DModel(nnx.Module):
         pooled: Float[Array, "b e"],
         timestep: Float[Array, " b"],
         guidance: Float[Array, " b"] | None = None,
+        *,
+        fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
@@ -144,14 +142,14 @@ class FluxTransformer2DModel(nnx.Module):
         streams = text, self.x_embedder(squares.reshape(len(latent), -1, squares.shape[-1]))
 
         def apply(block, streams):
-            return block(*streams, condition, turn)
+            return block(*streams, condition, turn, fp8_attention=fp8_attention)
 
         x = jnp.concatenate(
             scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat), axis=1
         )
         x = scan_blocks(
             self.single_transformer_blocks,
-            lambda block, x: block(x, condition, turn),
+            lambda block, x: block(x, condition, turn, fp8_attention),
             x,
             remat=self.remat,
         )
@@ -174,13 +172,17 @@ class FluxSingleBlock(nnx.Module):
         self.proj_out = Linear(5 * d, d, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "b s d"], condition: Float[Array, "b d"], rotate: Rotate
+        self,
+        x: Float[Array, "b s d"],
+        condition: Float[Array, "b d"],
+        rotate: Rotate,
+        fp8_attention: bool,
     ) -> Float[Array, "b s d"]:
         h, (shift, scale, gate) = self.norm(x, condition)
         h = h.map(modulate, shift, scale)
-        both = LazyActivation.of(self.attn(h, rotate), dtype=h.dtype).beside(
-            self.proj_mlp.pending(h).map(jax.nn.gelu)
-        )
+        both = LazyActivation.of(
+            self.attn(h, rotate, fp8_attention=fp8_attention), dtype=h.dtype
+        ).beside(self.proj_mlp.pending(h).map(jax.nn.gelu))
         return x + gate * self.proj_out(both)
 
 

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.autoencoders.kl import AutoencoderKL, KLConfig
-from solrl_jax.models.layers.core import depth_to_space, param
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.pixel_shuffle import depth_to_space
 
 PATCH = 2  # latents of the network inside that one outside stands for, each way
 

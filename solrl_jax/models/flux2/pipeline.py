@@ -90,9 +90,16 @@ def open_flux2(folder: Path, remat: str) -> Pipeline:
     check_vocabulary(text.tokenizer, text_config.vocab_size)
 
     def velocity(
-        params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array
+        params: Params,
+        latent: Array,
+        conditioning: Conditioning,
+        timestep: Array,
+        guidance: Array,
+        fp8_attention: bool = False,
     ) -> Array:
-        return transformer(params)(latent, conditioning["text"], timestep)
+        return transformer(params)(
+            latent, conditioning["text"], timestep, fp8_attention=fp8_attention
+        )
 
     return Pipeline(
         kind="Flux2KleinPipeline",

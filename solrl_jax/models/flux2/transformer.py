@@ -16,17 +16,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.flux.transformer import Rotation, rotate, rotation
-from solrl_jax.models.layers.core import (
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    gated,
-    modulate,
-    scan_blocks,
-    stack,
-)
 from solrl_jax.models.layers.embeddings import TimestepMLP
+from solrl_jax.models.layers.feed_forward import gated
+from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.mmdit import EPS, AdaLayerNorm, JointAttention, Rotate, attend
+from solrl_jax.models.layers.modulation import modulate
+from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
 from solrl_jax.quant.lazy import LazyActivation
 
@@ -83,7 +79,7 @@ class Flux2Config(TransformerConfig):
 
 
 class Flux2Transformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.core.REMAT`."""
+    """The velocity network. remat: what gradients recompute, a key of `models.layers.stack.REMAT`."""
 
     def __init__(self, config: Flux2Config, *, remat: str = "none", rngs: nnx.Rngs):
         c = config
@@ -112,6 +108,8 @@ class Flux2Transformer2DModel(nnx.Module):
         latent: Float[Array, "b h w c"],
         text: Float[Array, "b l joint"],
         timestep: Float[Array, " b"],
+        *,
+        fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
@@ -137,14 +135,14 @@ class Flux2Transformer2DModel(nnx.Module):
         )
 
         def apply(block, streams):
-            return block(*streams, of_text, of_image, turn)
+            return block(*streams, of_text, of_image, turn, fp8_attention)
 
         x = jnp.concatenate(
             scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat), axis=1
         )
         x = scan_blocks(
             self.single_transformer_blocks,
-            lambda block, x: block(x, of_both, turn),
+            lambda block, x: block(x, of_both, turn, fp8_attention),
             x,
             remat=self.remat,
         )
@@ -171,12 +169,13 @@ class Flux2Block(nnx.Module):
         of_text: list[Array],
         of_image: list[Array],
         rotate: Rotate,
+        fp8_attention: bool,
     ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
         def modulated(x, shift, scale):
             return self.norm.pending(x).map(modulate, shift, scale)
 
         read = modulated(text, *of_text[:2]), modulated(image, *of_image[:2])
-        from_text, from_image = self.attn(*read, rotate)
+        from_text, from_image = self.attn(*read, rotate, fp8_attention=fp8_attention)
         assert (
             from_text is not None
         )  # `JointAttention` leaves it out of a network's last block, where nothing reads it
@@ -207,10 +206,16 @@ class Flux2SingleBlock(nnx.Module):
         self.attn = ParallelAttention(c, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "b s d"], vectors: list[Float[Array, "b 1 d"]], rotate: Rotate
+        self,
+        x: Float[Array, "b s d"],
+        vectors: list[Float[Array, "b 1 d"]],
+        rotate: Rotate,
+        fp8_attention: bool,
     ) -> Float[Array, "b s d"]:
         shift, scale, gate = vectors
-        return x + gate * self.attn(self.norm.pending(x).map(modulate, shift, scale), rotate)
+        return x + gate * self.attn(
+            self.norm.pending(x).map(modulate, shift, scale), rotate, fp8_attention
+        )
 
 
 class ParallelAttention(nnx.Module):
@@ -222,12 +227,14 @@ class ParallelAttention(nnx.Module):
         self.to_out = Linear(c.width + c.hidden, c.width, bias=False, rngs=rngs)
         self.config = c
 
-    def __call__(self, x: LazyActivation, rotate: Rotate) -> Float[Array, "b s d"]:
+    def __call__(
+        self, x: LazyActivation, rotate: Rotate, fp8_attention: bool
+    ) -> Float[Array, "b s d"]:
         d = self.config.width
         hidden = self.config.hidden
         q, k, v, gate, value = self.to_qkv_mlp_proj.pending(x).columns(d, d, d, hidden, hidden)
         heads = [rotate(self.norm_q.by_head(q), 0), rotate(self.norm_k.by_head(k), 0), v]
-        attended = attend(self.config.attention_head_dim, heads)
+        attended = attend(self.config.attention_head_dim, heads, fp8_attention=fp8_attention)
         return self.to_out(
             LazyActivation.of(attended, dtype=x.dtype).beside(gate.join(gated, value))
         )

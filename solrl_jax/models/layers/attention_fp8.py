@@ -6,9 +6,6 @@ keys are normalised before (RMSNorm). Of values nothing is known beforehand; tho
 most 1: they are rounded 256 times as large, and keep their three bits down to 2^-14.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,22 +17,6 @@ from solrl_jax.quant.lazy import rounded
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 PEAK = 256.0  # what a probability of 1 is rounded as
-_asked = ContextVar("attention in FP8", default=False)
-
-
-@contextmanager
-def in_fp8(asked: bool) -> Iterator[None]:
-    """Within it, networks that can are traced with this attention, if `asked`."""
-    token = _asked.set(asked)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
-
-
-def asked() -> bool:
-    """Whether this attention is asked for."""
-    return _asked.get()
 
 
 def attention_fp8(

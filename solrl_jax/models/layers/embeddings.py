@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from solrl_jax.models.layers.core import Linear, param
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.parameter import param
 from solrl_jax.quant.matmul import matmul
 
 
@@ -105,3 +106,13 @@ def sincos_positions(
     return jnp.concatenate(
         [jnp.broadcast_to(by_column, shape), jnp.broadcast_to(by_row, shape)], axis=-1
     )
+
+
+class Embedding(nnx.Module):
+    """A table of `count` vectors, looked up by integer. The result has the table's dtype."""
+
+    def __init__(self, count: int, features: int, *, rngs: nnx.Rngs):
+        self.embedding = param(0.02 * jax.random.normal(rngs.params(), (count, features)), "weight")
+
+    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
+        return self.embedding.get_value()[ids]

@@ -13,7 +13,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.layers.core import DepthwiseConv, param
+from solrl_jax.models.layers.conv import DepthwiseConv
+from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.sana.transformer import Attention
 from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.quant.linear_attention import Blocks, linear_attention

@@ -13,9 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.attention import attention, attention_forward
-from solrl_jax.models.layers.attention_fp8 import E4M3, asked, attention_fp8
-from solrl_jax.models.layers.core import LayerNorm, Linear, RMSNorm
+from solrl_jax.models.layers.attention_fp8 import E4M3, attention_fp8
 from solrl_jax.models.layers.embeddings import TextProjection, TimestepMLP
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
 from solrl_jax.quant.lazy import LazyActivation, written
 
 EPS = 1e-6  # of every normalisation
@@ -31,16 +32,20 @@ def unmoved(x: LazyActivation, position: int) -> LazyActivation:
     return x
 
 
-def attend(head: int, *streams: list[LazyActivation]) -> Float[Array, "b s d"]:
+def attend(
+    head: int, *streams: list[LazyActivation], fp8_attention: bool = False
+) -> Float[Array, "b s d"]:
     """Attention of queries to keys and values [b, s, d], of streams one after another. head: features of a head.
 
     Where attention in FP8 is asked for, the result is in FP8.
     """
     q, k, v = (
-        written(stretches, head, E4M3 if asked() else None)
+        written(stretches, head, E4M3 if fp8_attention else None)
         for stretches in zip(*streams, strict=True)
     )
-    kernel = attention_fp8 if asked() else attention if streams[0][0].exact else attention_forward
+    kernel = (
+        attention_fp8 if fp8_attention else attention if streams[0][0].exact else attention_forward
+    )
     return kernel(q, k, v).reshape(*q.shape[:2], -1)
 
 
@@ -75,8 +80,10 @@ class SelfAttention(Projections):
         super().__init__(d, head, normed=normed, rngs=rngs)
         self.to_out = nnx.List([Linear(d, d, rngs=rngs)]) if projected else None
 
-    def __call__(self, x: LazyActivation, rotate: Rotate = unmoved) -> Float[Array, "b s d"]:
-        out = attend(self.head, self.heads(x, rotate))
+    def __call__(
+        self, x: LazyActivation, rotate: Rotate = unmoved, *, fp8_attention: bool = False
+    ) -> Float[Array, "b s d"]:
+        out = attend(self.head, self.heads(x, rotate), fp8_attention=fp8_attention)
         return out if self.to_out is None else self.to_out[0](LazyActivation.of(out, dtype=x.dtype))
 
 
@@ -109,7 +116,12 @@ class JointAttention(Projections):
         self.to_add_out = None if last else linear()
 
     def __call__(
-        self, text: LazyActivation, image: LazyActivation, rotate: Rotate = unmoved
+        self,
+        text: LazyActivation,
+        image: LazyActivation,
+        rotate: Rotate = unmoved,
+        *,
+        fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"] | None, Float[Array, "b n d"]]:
         """The outputs for text and image."""
         added = (
@@ -118,7 +130,12 @@ class JointAttention(Projections):
             self.add_v_proj,
         )
         length = text.rows
-        out = attend(self.head, _heads(text, rotate, 0, *added), self.heads(image, rotate, length))
+        out = attend(
+            self.head,
+            _heads(text, rotate, 0, *added),
+            self.heads(image, rotate, length),
+            fp8_attention=fp8_attention,
+        )
         from_text = (
             None
             if self.to_add_out is None
@@ -179,6 +196,8 @@ class JointBlock(nnx.Module):
         image: Float[Array, "b n d"],
         condition: Float[Array, "b d"],
         rotate: Rotate = unmoved,
+        *,
+        fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
         modulate = self.modulate
         normed, (shift, scale, gate, shift_ff, scale_ff, gate_ff, *second) = self.norm1(
@@ -192,11 +211,14 @@ class JointBlock(nnx.Module):
             text_normed.map(modulate, text_shift, text_scale),
             normed.map(modulate, shift, scale),
             rotate,
+            fp8_attention=fp8_attention,
         )
         image = image + gate * from_image
         if self.attn2 is not None:  # reads the block's input, not the sum
             shift, scale, gate = second
-            image = image + gate * self.attn2(normed.map(modulate, shift, scale))
+            image = image + gate * self.attn2(
+                normed.map(modulate, shift, scale), fp8_attention=fp8_attention
+            )
         image = image + gate_ff * self.ff(
             self.norm2.pending(image).map(modulate, shift_ff, scale_ff)
         )

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
 
-from solrl_jax.models.layers.core import gather
+from solrl_jax.models.layers.stack import gather
 from solrl_jax.models.loading.tensor_files import Stored
 from solrl_jax.models.loading.weights import (
     Entry,
@@ -76,7 +76,7 @@ class Component:
 
     @functools.cached_property
     def stacks(self) -> frozenset[tuple[str, ...]]:
-        """The path of every stack of blocks (`models.layers.core.stack`) in the tree of parameters."""
+        """The path of every stack of blocks (`models.layers.stack.stack`) in the tree of parameters."""
         depths = [
             (path, variable.get_metadata()["below_stack"])
             for path, variable in nnx.to_flat_state(self.state)

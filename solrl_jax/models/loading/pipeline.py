@@ -7,7 +7,7 @@ holds no parameters: the caller loads these separately, and says where they lie 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +24,33 @@ Conditioning = dict[
     str, Array
 ]  # encoded prompts for the transformer; every array has a leading axis of prompts
 
-# (the transformer's parameters, latent [b, h, w, c], conditioning of b prompts, timestep [b] = `1000 sigma`, guidance []) ->
-# the velocity `v = noise - x0` at the latent, in its dtype. The guidance is for networks that embed it.
-VelocityFn = Callable[[Params, Array, Conditioning, Array, Array], Array]
+
+class VelocityFn(Protocol):
+    """A velocity network as a pure function of its parameters and inputs."""
+
+    def __call__(
+        self,
+        params: Params,
+        latent: Array,
+        conditioning: Conditioning,
+        timestep: Array,
+        guidance: Array,
+        fp8_attention: bool = False,
+    ) -> Array:
+        """Predicts the velocity `noise - x0`.
+
+        Args:
+          params: The transformer's parameters.
+          latent: The noisy latents [b, h, w, c], in the dtype that the network computes in.
+          conditioning: The prompt embeddings, one row per latent.
+          timestep: `1000 * sigma` [b], float32.
+          guidance: The guidance scale (a scalar array). Only networks that embed the guidance scale read it.
+          fp8_attention: Whether softmax attention runs in FP8. Accepted only if the pipeline sets `attends_in_fp8`.
+
+        Returns:
+          The velocity [b, h, w, c] in the dtype of `latent`.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: a static argument of jit
@@ -63,7 +87,7 @@ class Pipeline:
     instruct: Callable[[Sequence[str], int, str], Tokens] | None = (
         None  # as `tokenize`, for prompts after an instruction
     )
-    remat: str = "none"  # what gradients through the transformer compute again, a key of `models.layers.core.REMAT`
+    remat: str = "none"  # what gradients through the transformer compute again, a key of `models.layers.stack.REMAT`
     own_sigmas: bool = False  # the pipeline gives its scheduler `linspace(1, 1/n, n)` instead of taking the default grid
     mu: Callable[[int, int], float] | None = (
         None  # of a shift by resolution, from steps and image tokens; None: FLUX.1's

@@ -1,6 +1,6 @@
 """Parameters from released files and back: a bijection between our parameters and PyTorch's tensors.
 
-The metadata of each parameter says how PyTorch names it and orders its axes (`models.layers.core.param`). So one function derives
+The metadata of each parameter says how PyTorch names it and orders its axes (`models.layers.parameter.param`). So one function derives
 the table of every network: our paths, the names of the tensors, their shapes in the file. Loading checks the whole table before
 it reads a value. It lists all tensors that are missing, unexpected or of another shape at once. Then each tensor goes from its
 file to the devices that hold a part of it. Only small parameters are ever whole on the host.
@@ -59,7 +59,7 @@ class Entry:
     shape: tuple[int, ...]  # of one tensor, in our order of axes
     stacked: bool
     start: tuple[Any, ...] | None = (
-        None  # what it begins with, and its bounds: see `models.layers.core.param`
+        None  # what it begins with, and its bounds: see `models.layers.parameter.param`
     )
     bounds: tuple[float, float] | None = None
 

@@ -105,8 +105,17 @@ def open_sana(
     check_vocabulary(text.tokenizer, text_config.vocab_size)
 
     def velocity(
-        params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array
+        params: Params,
+        latent: Array,
+        conditioning: Conditioning,
+        timestep: Array,
+        guidance: Array,
+        fp8_attention: bool = False,
     ) -> Array:
+        if fp8_attention:
+            raise ValueError(
+                "fp8_attention: this network attends with a mask; FP8 attention has none"
+            )
         return transformer(params)(
             latent, conditioning["text"], conditioning["mask"], timestep * config.timestep_scale
         )

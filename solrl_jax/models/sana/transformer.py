@@ -16,16 +16,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from solrl_jax.models.layers.attention import attention, attention_forward
-from solrl_jax.models.layers.core import (
-    GLUMBConv,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    modulate,
-    param,
-    scan_blocks,
-    stack,
-)
 from solrl_jax.models.layers.embeddings import (
     PatchProjection,
     TextProjection,
@@ -33,6 +23,12 @@ from solrl_jax.models.layers.embeddings import (
     sincos_positions,
     unpatch,
 )
+from solrl_jax.models.layers.feed_forward import GLUMBConv
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.modulation import modulate
+from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
 from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.quant.leaf import Quantized
@@ -74,7 +70,7 @@ class SanaConfig(TransformerConfig):
 class SanaTransformer2DModel(nnx.Module):
     """The velocity network.
 
-    remat: what gradients recompute, a key of `models.layers.core.REMAT`. attention: among image tokens, made as `LinearAttention`
+    remat: what gradients recompute, a key of `models.layers.stack.REMAT`. attention: among image tokens, made as `LinearAttention`
     is; None: that.
     """
 

@@ -122,9 +122,20 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
     compression = vae_config.spatial_compression
 
     def velocity(
-        params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array
+        params: Params,
+        latent: Array,
+        conditioning: Conditioning,
+        timestep: Array,
+        guidance: Array,
+        fp8_attention: bool = False,
     ) -> Array:
-        return transformer(params)(latent, conditioning["text"], conditioning["pooled"], timestep)
+        return transformer(params)(
+            latent,
+            conditioning["text"],
+            conditioning["pooled"],
+            timestep,
+            fp8_attention=fp8_attention,
+        )
 
     return Pipeline(
         kind="StableDiffusion3Pipeline",

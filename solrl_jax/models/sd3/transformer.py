@@ -13,9 +13,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.layers.core import Linear, param, scan_blocks, stack
 from solrl_jax.models.layers.embeddings import PatchProjection, sincos_positions, unpatch
+from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.mmdit import AdaLayerNorm, JointBlock, TimeTextEmbedding, silu
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
 
 
@@ -50,7 +52,7 @@ class SD3Config(TransformerConfig):
 
 
 class SD3Transformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.core.REMAT`.
+    """The velocity network. remat: what gradients recompute, a key of `models.layers.stack.REMAT`.
 
     The blocks are of up to three kinds (see `models.layers.mmdit.JointBlock`). Each run of equal blocks is a stack. The container
     `transformer_blocks` holds the stacks by their first and last layer: "0-12", "13-22", "23-23".
@@ -74,6 +76,8 @@ class SD3Transformer2DModel(nnx.Module):
         text: Float[Array, "b l joint"],
         pooled: Float[Array, "b e"],
         timestep: Float[Array, " b"],
+        *,
+        fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
         """The velocity at `latent`, in the dtype of `latent`.
 
@@ -86,7 +90,7 @@ class SD3Transformer2DModel(nnx.Module):
         streams: Any = self.context_embedder(text.astype(dtype)), self.pos_embed(latent)
 
         def apply(block, streams):
-            return block(*streams, condition)
+            return block(*streams, condition, fp8_attention=fp8_attention)
 
         for key in sorted(
             self.transformer_blocks, key=lambda key: int(key.split("-")[0])

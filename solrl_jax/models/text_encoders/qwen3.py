@@ -16,7 +16,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.layers.attention import attention
-from solrl_jax.models.layers.core import Embedding, Linear, RMSNorm, scan_blocks, stack
+from solrl_jax.models.layers.embeddings import Embedding
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import RMSNorm
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported, with_rope_theta
 from solrl_jax.models.loading.weights import find_component

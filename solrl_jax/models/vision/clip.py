@@ -18,8 +18,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.layers.attention import attention_forward
-from solrl_jax.models.layers.core import Embedding, LayerNorm, Linear, param, scan_blocks, stack
-from solrl_jax.models.layers.embeddings import PatchProjection
+from solrl_jax.models.layers.embeddings import Embedding, PatchProjection
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import LayerNorm
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import ReleasedConfig
 
 

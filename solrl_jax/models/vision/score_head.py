@@ -6,7 +6,7 @@ Five linears in a row. Only dropout lies between them, and no activation: the wh
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.layers.core import Linear
+from solrl_jax.models.layers.linear import Linear
 
 WIDTHS = (1024, 128, 64, 16, 1)
 PLACES = (0, 2, 4, 6, 7)  # indices of the linears in PyTorch's list; the others are dropouts

@@ -81,8 +81,17 @@ def open_zimage(folder: Path, remat: str) -> Pipeline:
     check_vocabulary(text.tokenizer, text_config.vocab_size)
 
     def velocity(
-        params: Params, latent: Array, conditioning: Conditioning, timestep: Array, guidance: Array
+        params: Params,
+        latent: Array,
+        conditioning: Conditioning,
+        timestep: Array,
+        guidance: Array,
+        fp8_attention: bool = False,
     ) -> Array:
+        if fp8_attention:
+            raise ValueError(
+                "fp8_attention: this network attends with a mask; FP8 attention has none"
+            )
         return transformer(params)(latent, conditioning["text"], conditioning["mask"], timestep)
 
     largest = min(config.axes_lens[1:]) * PATCH * vae_config.spatial_compression

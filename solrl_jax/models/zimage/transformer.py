@@ -16,17 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.models.flux.transformer import turn
 from solrl_jax.models.layers.attention import attention, attention_forward
-from solrl_jax.models.layers.core import (
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    gated,
-    param,
-    scan_blocks,
-    stack,
-)
 from solrl_jax.models.layers.embeddings import patches, sinusoid, unpatch
+from solrl_jax.models.layers.feed_forward import gated
+from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.mmdit import Projections
+from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
+from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import ReleasedConfig
 from solrl_jax.quant.lazy import LazyActivation, written
 
@@ -96,7 +92,7 @@ class ZImageConfig(ReleasedConfig):
 
 
 class ZImageTransformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.core.REMAT`."""
+    """The velocity network. remat: what gradients recompute, a key of `models.layers.stack.REMAT`."""
 
     def __init__(self, config: ZImageConfig, *, remat: str = "none", rngs: nnx.Rngs):
         c = config

@@ -31,7 +31,9 @@ def levels(
     form: Format, steps: int, full_steps: int, training: str
 ) -> tuple[ExplorationSetting, ...]:
     """The ladder: as configured; with all steps; then in finer formats, up to the training precision."""
-    finer = [name for name in (*FINER, training) if FORMATS[name].bits > form.bits]
+    finer = [
+        name for name in (*FINER, training) if FORMATS[name].bits_per_weight > form.bits_per_weight
+    ]
     ladder = [
         ExplorationSetting(form.name, steps),
         ExplorationSetting(form.name, full_steps),

@@ -20,7 +20,7 @@ class Attention(ExplorationOption):
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        return tuple(dataclasses.replace(segment, in_fp8=True) for segment in segments)
+        return tuple(dataclasses.replace(segment, fp8_attention=True) for segment in segments)
 
 
 LEVER = Attention()

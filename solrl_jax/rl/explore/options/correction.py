@@ -30,7 +30,7 @@ from solrl_jax.models.backbone import Backbone, Conditioning, Params
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.leaf import Leaf, Quantized
-from solrl_jax.quant.matmul import Weight, dequantize, product
+from solrl_jax.quant.matmul import Weight, dequantize, matmul_sharded
 from solrl_jax.rl.explore.option import Calibration, ExplorationOption
 from solrl_jax.rl.explore.sync import Quantizer
 from solrl_jax.rl.generate import SeedBatch
@@ -58,12 +58,12 @@ class Corrected(Quantized):
     basis: Float[Array, "... n_in r"]
     carried: Float[Array, "... r n_out"]
 
-    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+    def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         basis = self.basis.astype(x.dtype)
         inner = x @ basis
         along = jnp.dot(inner, basis.T, preferred_element_type=jnp.float32)
         rest = (x.astype(jnp.float32) - along).astype(x.dtype)
-        return product(rest, self.remainder) + inner @ tensor_parallel.place(
+        return matmul_sharded(rest, self.remainder) + inner @ tensor_parallel.shard_weight(
             self.carried, -1
         ).astype(x.dtype)
 
@@ -104,7 +104,7 @@ class Probe(Leaf):
     weight: Float[Array, "... n_in n_out"]
     basis: Float[Array, "... n_in r"]
 
-    def multiply(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
+    def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         return _probe(x, self.weight.astype(x.dtype), self.basis)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
