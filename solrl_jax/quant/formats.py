@@ -1,6 +1,7 @@
-"""The formats that exploration may run in, by name: how a weight is quantised, its size, and the devices that have it.
+"""The number formats that exploration can run in.
 
-Sources: NVFP4 (arXiv 2509.25149), FP8 (arXiv 2209.05433). `docs/choices.md` says why the MX formats are not among them.
+Sources: NVFP4 (arXiv 2509.25149), FP8 (arXiv 2209.05433). `docs/choices.md` explains why the MX formats
+are not among them.
 """
 
 import dataclasses
@@ -14,114 +15,140 @@ from jaxtyping import Array
 from solrl_jax.quant import fp8, nvfp4
 from solrl_jax.quant.leaf import Quantized
 
+AUTO = "auto"  # accepted by `resolve_format` and `scoring_dtypes` in place of a name
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """The facts that say which products are native: JAX's platform and device kind, and on CUDA the compute capability."""
+    """The properties of a device that decide which matmuls it runs natively.
 
-    platform: str  # "cpu", "gpu", "tpu"
+    Attributes:
+      platform: JAX's name of the platform: "cpu", "gpu" or "tpu".
+      kind: JAX's `device_kind`, for example "NVIDIA H200" or "TPU v6 lite".
+      capability: The CUDA compute capability, for example (9, 0) for Hopper. (0, 0) for all other devices.
+    """
+
+    platform: str
     kind: str = ""
-    capability: tuple[int, int] = (
-        0,
-        0,
-    )  # (9, 0) is Hopper; (0, 0): none, as on GPUs that are not NVIDIA's
+    capability: tuple[int, int] = (0, 0)
 
     @classmethod
     def from_jax(cls, device: Any) -> "DeviceInfo":
-        """The facts of a `jax.Device`."""
-        found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-        return cls(
-            device.platform, device.device_kind, (int(found[1]), int(found[2])) if found else (0, 0)
-        )
+        """Reads the properties of a `jax.Device`."""
+        version = str(getattr(device, "compute_capability", ""))
+        match = re.fullmatch(r"(\d+)\.(\d+)", version)
+        capability = (int(match[1]), int(match[2])) if match else (0, 0)
+        return cls(device.platform, device.device_kind, capability)
+
+    def is_cuda_from(self, capability: tuple[int, int]) -> bool:
+        """Whether the device is an NVIDIA GPU of this compute capability or a higher one."""
+        return self.platform == "gpu" and self.capability >= capability
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One way to hold the quantised linears. The rest of a network stays in the training precision."""
+    """A number format for the quantized linear layers. The rest of a network keeps the training precision.
+
+    Attributes:
+      name: The name in configurations, for example "nvfp4".
+      description: Half a sentence about the format for progress output and run records.
+      bits_per_weight: The storage of one weight, including its share of the block scales but not the
+        float32 scales per matrix or channel.
+      quantize: Converts weights [..., in, out] to a leaf. None for formats that quantize nothing.
+      cuda_capability: The lowest CUDA compute capability with matmul units for the format. None if every
+        device runs the format natively.
+      tpu_kind: The prefix of the `device_kind` of TPUs with matmul units for the format. None if no TPU
+        has them.
+    """
 
     name: str
     description: str
-    bits_per_weight: float  # per weight, with its share of the block scales, without the float32 scales of a matrix or a channel
-    quantize: (
-        Callable[[Array], Quantized] | None
-    )  # weights [..., in, out] to a leaf; None: nothing is quantised
-    is_native: Callable[
-        [DeviceInfo], bool
-    ]  # whether the device multiplies in the format; elsewhere XLA expands the products, exactly
+    bits_per_weight: float
+    quantize: Callable[[Array], Quantized] | None = None
+    cuda_capability: tuple[int, int] | None = None
+    tpu_kind: str | None = None
+
+    def is_native(self, device: DeviceInfo) -> bool:
+        """Whether `device` has matmul units for the format. Elsewhere XLA converts the operands, exactly."""
+        if self.cuda_capability is None:
+            return True
+        if self.tpu_kind is not None and device.kind.startswith(self.tpu_kind):
+            return True
+        return device.is_cuda_from(self.cuda_capability)
 
     def describe(self, device: DeviceInfo) -> str:
-        """The format on `device` in one line, for the terminal and for a run's record."""
-        how = (
-            "native"
-            if self.is_native(device)
-            else f"emulated: {device.kind or device.platform} has no units for it"
-        )
-        return f"{self.name} ({self.description}; {how})"
+        """One line about the format on `device`, for the terminal and for a run's record."""
+        if self.is_native(device):
+            support = "native"
+        else:
+            support = f"emulated: {device.kind or device.platform} has no units for it"
+        return f"{self.name} ({self.description}; {support})"
 
 
-def _cuda(*capability: int) -> Callable[[DeviceInfo], bool]:
-    return lambda device: device.platform == "gpu" and device.capability >= capability
-
-
-def _fp8_units(device: DeviceInfo) -> bool:
-    """Ada, Hopper and later GPUs, and TPU v7. Earlier TPUs multiply BF16 and integers."""
-    return _cuda(8, 9)(device) or device.kind.startswith("TPU7")
-
-
-def _bf16_units(device: DeviceInfo) -> bool:
-    """Ampere and later GPUs, and TPUs. A CPU takes longer for BF16 than for float32."""
-    return _cuda(8)(device) or device.platform == "tpu"
-
-
-def _everywhere(device):
-    return True
-
-
-_block_scaled_units = _cuda(10, 0)  # Blackwell
-
-FORMATS = {
-    f.name: f
-    for f in (
-        Format("fp32", "no linear is quantised", 32.0, None, _everywhere),
-        Format("bf16", "no linear is quantised", 16.0, None, _everywhere),
-        Format(
-            "fp8",
-            "weights a channel and activations a token in E4M3",
-            8.0,
-            fp8.quantize,
-            _fp8_units,
-        ),
-        Format(
-            "nvfp4",
-            "weights and activations in E2M1, blocks of 16",
-            4.5,
-            nvfp4.quantize,
-            _block_scaled_units,
-        ),
-    )
-}
-AUTO = "auto"
+_FORMATS = (
+    Format("fp32", "no linear layer is quantized", bits_per_weight=32.0),
+    Format("bf16", "no linear layer is quantized", bits_per_weight=16.0),
+    Format(
+        "fp8",
+        "weights and activations in E4M3, one scale per channel and per token",
+        bits_per_weight=8.0,
+        quantize=fp8.quantize,
+        cuda_capability=(8, 9),  # Ada, Hopper and later
+        tpu_kind="TPU7",  # earlier TPUs multiply BF16 and integers only
+    ),
+    Format(
+        "nvfp4",
+        "weights and activations in E2M1, blocks of 16",
+        bits_per_weight=4.5,
+        quantize=nvfp4.quantize,
+        cuda_capability=(10, 0),  # Blackwell
+    ),
+)
+FORMATS = {format.name: format for format in _FORMATS}
 _FASTEST_FIRST = ("nvfp4", "fp8")
 
 
 def resolve_format(name: str, device: DeviceInfo) -> Format:
-    """The format of that name. "auto" is the fastest one that `device` runs natively, or BF16 if none is faster."""
+    """Looks up a format.
+
+    Args:
+      name: A key of `FORMATS`, or "auto" for the fastest format that `device` runs natively (BF16 if
+        neither NVFP4 nor FP8 is native).
+      device: The device that the program will run on. It matters only for "auto".
+
+    Returns:
+      The format.
+
+    Raises:
+      KeyError: If there is no format of this name.
+    """
     if name == AUTO:
-        name = next((fast for fast in _FASTEST_FIRST if FORMATS[fast].is_native(device)), "bf16")
+        native = (fast for fast in _FASTEST_FIRST if FORMATS[fast].is_native(device))
+        name = next(native, "bf16")
     return FORMATS[name]
 
 
 def scoring_dtypes(
     name: str, precision: str, device: DeviceInfo
 ) -> tuple[jnp.dtype | None, jnp.dtype]:
-    """What pictures are decoded in, and what the networks that score them multiply in.
+    """The dtypes that images are decoded and scored in.
 
-    name: "half", "fp32", or "auto": half if `device` has units for BF16 and the training precision is BF16. Otherwise auto is
-    None, what the autoencoder was released for, and float32. Half is BF16 for decoding, whose range it needs, and FP16 for
-    networks that score, which has three bits more; TPUs have no FP16.
+    Args:
+      name: "fp32", "half" or "auto". "half" decodes in BF16, whose range the autoencoder needs, and
+        multiplies in FP16 in reward networks, which has three more bits of precision (BF16 on TPUs, which
+        have no FP16). "auto" is "half" if the training precision is BF16 and `device` has units for it.
+        Otherwise "auto" decodes in the dtype that the autoencoder was released for, and scores in float32.
+      precision: The training precision, "bf16" or "fp32".
+      device: The device that decodes and scores.
+
+    Returns:
+      The dtype of the decoder (None: the dtype that the autoencoder was released for) and the dtype of
+      the matmuls in reward networks.
     """
-    half = jnp.dtype(jnp.bfloat16)
-    whole = jnp.dtype(jnp.float32)
-    if name == "half" or (name == AUTO and precision == "bf16" and _bf16_units(device)):
-        return half, half if device.platform == "tpu" else jnp.dtype(jnp.float16)
-    return whole if name == "fp32" else None, whole
+    # Ampere and later GPUs, and TPUs. CPUs are slower in BF16 than in float32.
+    has_bf16_units = device.is_cuda_from((8, 0)) or device.platform == "tpu"
+    if name == "half" or (name == AUTO and precision == "bf16" and has_bf16_units):
+        bf16 = jnp.dtype(jnp.bfloat16)
+        return bf16, bf16 if device.platform == "tpu" else jnp.dtype(jnp.float16)
+    float32 = jnp.dtype(jnp.float32)
+    return float32 if name == "fp32" else None, float32

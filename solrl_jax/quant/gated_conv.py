@@ -1,7 +1,9 @@
-"""The middle of SANA's MLP in one pass over memory: SiLU, a depthwise 3x3 convolution, and a gate (arXiv 2410.10629, 2.2).
+"""The middle of SANA's MLP in one pass over memory: SiLU, depthwise 3x3 convolution, gate.
 
-XLA writes the SiLU before the convolution reads it, and it is five times as wide as the network. Here one kernel (Pallas, in
-Triton) makes some channels of a picture, row by row, from what the linear before wrote. Elsewhere its twin is plain JAX.
+See arXiv 2410.10629, section 2.2. XLA writes the result of the SiLU before the convolution reads it, and it
+has five times as many channels as the network. On GPUs, one Triton kernel (written in Pallas) computes some
+channels of an image, row by row, from the output of the linear layer before. Elsewhere `reference` computes
+the same in plain JAX.
 """
 
 import dataclasses
@@ -19,10 +21,9 @@ from solrl_jax.quant import compile_target
 from solrl_jax.quant.lazy import ColumnView, LazyActivation
 from solrl_jax.quant.sharded_kernel import power_of_two, shard_map_kernel
 
-CHANNELS = 32  # of a block of threads
-# pixels of a row, filled up to a power of two; wider pictures come in twos, too few for a GPU
-FEWEST = 16
-WIDEST = 32
+CHANNELS = 32  # channels that one Triton program computes
+MIN_WIDTH = 16  # the kernel pads rows of pixels to a power of two that is at least this
+MAX_WIDTH = 32  # wider images come in batches of two, too few programs for a GPU
 
 
 def gated_conv(
@@ -31,94 +32,117 @@ def gated_conv(
     kernel: Float[Array, "3 3 1 c"],
     bias: Float[Array, " c"],
 ) -> Float[Array, "b n c/2"]:
-    """`y silu(g)` in the dtype of `x`, where y and g are the halves of the depthwise convolution of `silu(x)`, zero-padded.
+    """Computes `y * silu(g)`, where y and g are the halves of the depthwise convolution of `silu(x)`.
 
-    x: [b, n, c], of one part, each number of which depends on what lies at its own place. grid: the n pixels' rows and columns.
+    Args:
+      x: The pixels [b, n, c] as one lazy part, each value of which depends only on the same place of the
+        part's arrays, as after a linear layer.
+      grid: The number of rows and of columns of the n pixels.
+      kernel: The filters of the convolution, which has zero padding.
+      bias: The bias of the convolution.
+
+    Returns:
+      The gated pixels, in the dtype of `x`.
     """
-    (part,), (height, width), dtype = x.parts, grid, jnp.dtype(x.dtype)
+    (part,) = x.parts
+    height, width = grid
+    dtype = jnp.dtype(x.dtype)
     channels = len(bias)
     if compile_target.platform() == "tpu":
-        x = _written_as_pictures(x, grid)
-    if (
-        compile_target.platform() != "gpu"
-        or dtype.itemsize != 2
-        or channels % (2 * CHANNELS)
-        or not 1 < width <= WIDEST
-    ):
+        x = _materialize_matmul(x, grid)
+    fits = dtype.itemsize == 2 and channels % (2 * CHANNELS) == 0 and 1 < width <= MAX_WIDTH
+    if compile_target.platform() != "gpu" or not fits:
         value = x.value
-        return twin(value.reshape(len(value), *grid, -1), kernel, bias).reshape(
-            *value.shape[:2], -1
-        )
+        images = value.reshape(len(value), *grid, -1)
+        return reference(images, kernel, bias).reshape(*value.shape[:2], -1)
 
-    # columns after the channels are left where they are: a copy without them would be a pass over memory
-    def whole(a):
-        return a if not isinstance(a, ColumnView) else a.value if a.start else a.array
+    def to_images(a: Array | ColumnView) -> Array:
+        # Padding after the channels stays where it is: a copy without it would be a pass over memory.
+        if isinstance(a, ColumnView):
+            a = a.value if a.start else a.array
+        return a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1)
 
-    arrays = [whole(a) for a in part.arrays]
-    pictures = [a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1) for a in arrays]
-    run = functools.partial(in_one_pass, part.function, dtype)
-    made = with_gradient(run, part.function, dtype)(kernel[None], bias[None], *pictures)
-    return made.reshape(len(made), height * width, -1)
+    images = [to_images(a) for a in part.arrays]
+    run = functools.partial(triton_kernel, part.function, dtype)
+    out = with_gradient(run, part.function, dtype)(kernel[None], bias[None], *images)
+    return out.reshape(len(out), height * width, -1)
 
 
-def _written_as_pictures(x: LazyActivation, grid: tuple[int, int]) -> LazyActivation:
-    """The same, but a TPU writes the first array, a product, as pictures in its dtype. XLA would write float32 and copy."""
+def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivation:
+    """The same activation, whose first array (a matmul) a TPU writes as images in its own dtype.
+
+    XLA would write it in float32, and copy it.
+    """
     (part,) = x.parts
     first, *others = (a.value if isinstance(a, ColumnView) else a for a in part.arrays)
-    written = jax.lax.optimization_barrier(first.reshape(len(first), *grid, -1)).reshape(
-        first.shape
-    )
-    return dataclasses.replace(x, parts=(dataclasses.replace(part, arrays=(written, *others)),))
+    images = jax.lax.optimization_barrier(first.reshape(len(first), *grid, -1))
+    arrays = (images.reshape(first.shape), *others)
+    return dataclasses.replace(x, parts=(dataclasses.replace(part, arrays=arrays),))
 
 
-def twin(
+def reference(
     x: Float[Array, "b h w c"], kernel: Float[Array, "3 3 1 c"], bias: Float[Array, " c"]
 ) -> Float[Array, "b h w c/2"]:
-    """What the kernel computes, in plain JAX."""
-    return gate(*jnp.split(widened(x, kernel, bias), 2, axis=-1))
+    """Computes what the kernel computes, in plain JAX."""
+    y, gate = jnp.split(_activated_conv(x, kernel, bias), 2, axis=-1)
+    return apply_gate(y, gate)
 
 
-def widened(
+def _activated_conv(
     x: Float[Array, "b h w c"], kernel: Float[Array, "3 3 1 c"], bias: Float[Array, " c"]
 ) -> Float[Array, "b h w c"]:
-    """What is gated."""
-    return convolved(silu(x).astype(x.dtype), kernel, bias)
+    """The convolution of `silu(x)`, before the gate."""
+    return depthwise_conv(silu(x).astype(x.dtype), kernel, bias)
 
 
-def gate(y: Float[Array, "..."], by: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`y silu(by)`. HalfPrecisionWeight twice, or XLA would not fuse it with the convolution."""
-    return y * silu(by).astype(y.dtype)
+def apply_gate(y: Float[Array, "..."], gate: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`y * silu(gate)`. The SiLU is rounded before the product; XLA fuses it with the convolution so."""
+    return y * silu(gate).astype(y.dtype)
 
 
 def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """SiLU in float32."""
+    """`x sigmoid(x)` in float32."""
     x32 = x.astype(jnp.float32)
     return x32 * jax.lax.logistic(x32)
 
 
-def convolved(
+def depthwise_conv(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"], bias: Float[Array, " c"] | None
 ) -> Float[Array, "b h w c"]:
-    """A convolution with one filter for each channel; stride 1, zero padding.
+    """A convolution with one filter per channel, stride 1 and zero padding.
 
-    A sum of shifted products, which XLA fuses into one pass over memory. Its grouped convolution is far slower on CPU, above
-    all the gradient. On a TPU it takes a third of the sum's cycles, by the compiler's count, and two thirds of its traffic.
+    On CPUs and GPUs, it is a sum of shifted products, which XLA fuses into one pass over memory. XLA's grouped
+    convolution is far slower on CPU, above all its gradient. On a TPU, the grouped convolution takes a third
+    of the cycles of the sum (by the compiler's count) and two thirds of its memory traffic.
+
+    Args:
+      x: The images.
+      kernel: The filters. k is odd.
+      bias: The bias, or None.
+
+    Returns:
+      The convolved images, in the dtype of `x`, rounded once.
     """
-    # float32 inside, rounded once, as in a convolution; in BF16, rounding every product takes 2.5 times as long on CPU
-    wide = x.astype(jnp.float32)
-    k = kernel.astype(jnp.float32)
-    y = (
-        by_groups if compile_target.platform() == "tpu" and x.dtype == jnp.bfloat16 else by_shifts
-    )(wide, k)
-    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+    # in float32, rounded once: in BF16, rounding each product takes 2.5 times as long on CPU
+    x32 = x.astype(jnp.float32)
+    kernel32 = kernel.astype(jnp.float32)
+    if compile_target.platform() == "tpu" and x.dtype == jnp.bfloat16:
+        y = conv_by_groups(x32, kernel32)
+    else:
+        y = conv_by_shifts(x32, kernel32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
 
 
-def by_shifts(
+def conv_by_shifts(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]
 ) -> Float[Array, "b h w c"]:
-    """The convolution as a sum of shifted products."""
-    (height, width), size = x.shape[1:3], len(kernel)
-    padded = jnp.pad(x, ((0, 0), (size // 2,) * 2, (size // 2,) * 2, (0, 0)))
+    """The depthwise convolution as a sum of shifted products."""
+    height, width = x.shape[1:3]
+    size = len(kernel)
+    margin = (size // 2, size // 2)
+    padded = jnp.pad(x, ((0, 0), margin, margin, (0, 0)))
     products = (
         padded[:, i : i + height, j : j + width] * kernel[i, j]
         for i in range(size)
@@ -127,147 +151,208 @@ def by_shifts(
     return functools.reduce(operator.add, products)
 
 
-def by_groups(
+def conv_by_groups(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]
 ) -> Float[Array, "b h w c"]:
-    """The convolution as XLA's, a group for each channel. Where no precision is asked for, a TPU multiplies in BF16."""
-    padding = [(len(kernel) // 2,) * 2] * 2
-    layout = ("NHWC", "HWIO", "NHWC")
+    """The depthwise convolution as XLA's grouped convolution, with one group per channel.
+
+    At the default precision, a TPU multiplies in BF16.
+    """
+    margin = (len(kernel) // 2, len(kernel) // 2)
     return jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), padding, dimension_numbers=layout, feature_group_count=x.shape[-1]
+        x,
+        kernel,
+        window_strides=(1, 1),
+        padding=[margin, margin],
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=x.shape[-1],
     )
 
 
 def with_gradient(
     run: Callable[..., Array], function: Callable[..., Array], dtype: DTypeLike
 ) -> Callable[..., Array]:
-    """`twin` of `function(*pictures)` by the kernel that `run` runs, with its gradient: of the gate by the kernel, else by XLA.
+    """Adds a gradient and sharding to the kernel.
 
-    It is called with the convolution's kernel [1, 3, 3, 1, c] and bias [1, c], and pictures.
+    The kernel computes the gradient of the gate, and XLA computes the rest.
+
+    Args:
+      run: The kernel: `triton_kernel` with its first two arguments.
+      function: Computes the input of the layer from arrays of images.
+      dtype: The dtype of the result.
+
+    Returns:
+      A differentiable function of the filters [1, 3, 3, 1, c], the bias [1, c] and arrays of images. It equals
+      `reference` of `function` of the images.
     """
-    one = shard_map_kernel(run)
+    sharded = shard_map_kernel(run)
 
-    def before(kernel: Array, bias: Array, *pictures: Array) -> Array:
-        wide = function(*(a[..., : bias.shape[-1]].astype(jnp.float32) for a in pictures)).astype(
-            dtype
-        )
-        return widened(wide, kernel[0], bias[0])
+    def ungated(kernel: Array, bias: Array, *images: Array) -> Array:
+        x = function(*(a[..., : bias.shape[-1]].astype(jnp.float32) for a in images))
+        return _activated_conv(x.astype(dtype), kernel[0], bias[0])
 
-    f = jax.custom_vjp(lambda *arrays: one(*arrays))
-    f.defvjp(
-        lambda *arrays: (one(*arrays), arrays),
-        lambda arrays, g: jax.vjp(before, *arrays)[1](one(*arrays, g)),
-    )
+    def forward(*arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+        return sharded(*arrays), arrays
+
+    def backward(arrays: tuple[Array, ...], g: Array) -> tuple[Array, ...]:
+        return jax.vjp(ungated, *arrays)[1](sharded(*arrays, g))
+
+    f = jax.custom_vjp(lambda *arrays: sharded(*arrays))
+    f.defvjp(forward, backward)
     return f
 
 
-def in_one_pass(
+def triton_kernel(
     function: Callable[..., Array],
     dtype: DTypeLike,
     kernel: Array,
     bias: Array,
-    *pictures: Array,
+    *images: Array,
     interpret: bool = False,
 ) -> Float[Array, "b h w _"]:
-    """The kernel. c is a multiple of twice `CHANNELS`, and w at most `WIDEST`.
+    """Computes the layer, or the gradient of its gate, in one pass over memory.
 
-    pictures: what `function` takes, [b, h, w, c] or with 1 for some; channels after c are not read. One more is the gradient
-    [b, h, w, c / 2] of the result: then the gradient [b, h, w, c] of what is gated is made instead.
+    Args:
+      function: Computes the input of the layer from `images`, elementwise.
+      dtype: The dtype of the result, of 16 bits.
+      kernel: The filters [1, 3, 3, 1, c]. c is a multiple of `2 * CHANNELS`.
+      bias: The bias [1, c].
+      *images: Arrays [b, h, w, c], where any axis may have size 1. w is at most `MAX_WIDTH`. Channels after
+        the first c are not read. One more array [b, h, w, c / 2] is the gradient of the result.
+      interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
+
+    Returns:
+      The gated images [b, h, w, c / 2], or, if their gradient is given, the gradient [b, h, w, c] of what
+      the gate reads.
     """
-    from jax.experimental import pallas as pl  # takes a second
+    from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
 
-    (batch, height, width, _), channels = pictures[0].shape, bias.shape[-1]
-    backward = pictures[-1].shape[-1] == channels // 2
-    made = channels if backward else channels // 2
+    batch, height, width, _ = images[0].shape
+    channels = bias.shape[-1]
+    backward = images[-1].shape[-1] == channels // 2
+    out_channels = channels if backward else channels // 2
 
-    def spec(a):
-        return pl.BlockSpec(
-            (None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, *(0,) * (a.ndim - 1))
-        )
+    def spec(a: Any) -> Any:
+        """One whole image per program."""
+        zeros = (0,) * (a.ndim - 1)
+        return pl.BlockSpec((None, *a.shape[1:]), lambda b, c: (b if len(a) > 1 else 0, *zeros))
 
-    arrays = (kernel[:, :, :, 0], bias, *pictures)
-    filled = power_of_two(width, FEWEST)
-    out = jax.ShapeDtypeStruct((batch, height, width, made), dtype)
-    return pl.pallas_call(
-        functools.partial(_body, pl, plgpu, filled, function, backward), grid=(batch, channels // 2 // CHANNELS),
-        in_specs=[spec(a) for a in arrays], out_specs=spec(out), out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1), interpret=interpret, name="gated_conv",
-    )(*arrays)  # fmt: skip
+    arrays = (kernel[:, :, :, 0], bias, *images)
+    padded_width = power_of_two(width, MIN_WIDTH)
+    out = jax.ShapeDtypeStruct((batch, height, width, out_channels), dtype)
+    call = pl.pallas_call(
+        functools.partial(_kernel_body, pl, plgpu, padded_width, function, backward),
+        grid=(batch, channels // 2 // CHANNELS),
+        in_specs=[spec(a) for a in arrays],
+        out_specs=spec(out),
+        out_shape=out,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="gated_conv",
+    )
+    return call(*arrays)
 
 
-def _body(
-    pl: Any, plgpu: Any, filled: int, function: Callable[..., Array], backward: bool, *refs: Any
+def _kernel_body(
+    pl: Any,
+    plgpu: Any,
+    padded_width: int,
+    function: Callable[..., Array],
+    backward: bool,
+    *refs: Any,
 ) -> None:
-    """Within the kernel: `CHANNELS` channels of a picture, row by row, from references to the operands and to the result."""
-    kernel, bias, *pictures, out = refs
-    gradient = pictures.pop() if backward else None
-    (height, width, _), channels, dtype = pictures[0].shape, bias.shape[0], out.dtype
+    """Runs inside the kernel: computes `CHANNELS` channels of both halves of one image, row by row.
+
+    Args:
+      pl: The module `jax.experimental.pallas`.
+      plgpu: The module `jax.experimental.pallas.triton`.
+      padded_width: The number of pixels of a row, padded to a power of two.
+      function: Computes the input of the layer.
+      backward: Whether the last input is the gradient of the result.
+      *refs: References to the operands, then to the result.
+    """
+    kernel, bias, *images, out = refs
+    gradient = images.pop() if backward else None
+    height, width, _ = images[0].shape
+    channels = bias.shape[0]
+    dtype = out.dtype
+    # the first channel of each half: of the values, and of the gates
     starts = [pl.program_id(1) * CHANNELS + half for half in (0, channels // 2)]
-    column = jnp.arange(filled)
-    # a row of pixels moved by one is a product with zeros and ones, exact
-    to_left, to_right = ((column[None] == column[:, None] + by).astype(dtype) for by in (-1, 1))
-
-    def at(row, start):
-        return (row, pl.ds(0, filled), pl.ds(start, CHANNELS))
-
+    column = jnp.arange(padded_width)
     inside = column[:, None] < width
-    taps = [
-        [[kernel[i, j, pl.ds(n, CHANNELS)].astype(jnp.float32) for j in range(3)] for i in range(3)]
-        for n in starts
-    ]
-    offsets = [bias[pl.ds(n, CHANNELS)].astype(jnp.float32) for n in starts]
+    # A row of pixels is shifted by a matmul with zeros and ones, which is exact.
+    shift_left, shift_right = (
+        (column[None] == column[:, None] + by).astype(dtype) for by in (-1, 1)
+    )
 
-    def load(ref: Any, row: Any, start: Any) -> Array:  # of one row [filled or 1, CHANNELS or 1]
+    taps = []
+    biases = []
+    for start in starts:
+        block = pl.ds(start, CHANNELS)
+        taps.append(
+            [[kernel[i, j, block].astype(jnp.float32) for j in range(3)] for i in range(3)]
+        )
+        biases.append(bias[block].astype(jnp.float32))
+
+    def load(ref: Any, row: Any, start: Any) -> Array:
+        """One row [padded_width or 1, CHANNELS or 1] of an operand, in float32."""
         h, w, c = ref.shape
         if c == w == 1:
             return ref[0, 0, 0].astype(jnp.float32)
-        one = jnp.int32(0)
+        zero = jnp.int32(0)
         place = (
-            row if h > 1 else one,
-            pl.ds(0, filled) if w > 1 else one,
-            pl.ds(start, CHANNELS) if c > 1 else one,
+            row if h > 1 else zero,
+            pl.ds(0, padded_width) if w > 1 else zero,
+            pl.ds(start, CHANNELS) if c > 1 else zero,
         )
-        mask = None if w == 1 else inside if c > 1 else inside[:, 0]
-        values = plgpu.load(ref.at[place], mask=mask, other=None if w == 1 else 0).astype(
-            jnp.float32
-        )
-        return values if w > 1 and c > 1 else values[:, None] if w > 1 else values[None]
+        if w == 1:
+            return plgpu.load(ref.at[place], mask=None, other=None).astype(jnp.float32)[None]
+        if c == 1:
+            values = plgpu.load(ref.at[place], mask=inside[:, 0], other=0).astype(jnp.float32)
+            return values[:, None]
+        return plgpu.load(ref.at[place], mask=inside, other=0).astype(jnp.float32)
 
-    def moved(row: Any, start: Any) -> tuple[Array, ...]:
-        there = inside & (row < height)
-        last = jnp.minimum(row, height - 1)
-        x = function(*(load(ref, last, start) for ref in pictures)).astype(dtype)
-        y = jnp.where(there, silu(x), 0.0).astype(dtype)
+    def load_shifted(row: Any, start: Any) -> tuple[Array, ...]:
+        """One row of `silu(input)`, shifted by -1, 0 and 1 pixels. Zeros outside of the image."""
+        inside_image = inside & (row < height)
+        last_row = jnp.minimum(row, height - 1)
+        x = function(*(load(ref, last_row, start) for ref in images)).astype(dtype)
+        y = jnp.where(inside_image, silu(x), 0.0).astype(dtype)
 
-        def by(shift):
-            return jnp.dot(shift, y, preferred_element_type=jnp.float32)
+        def shift(matrix: Array) -> Array:
+            return jnp.dot(matrix, y, preferred_element_type=jnp.float32)
 
-        return by(to_left), y.astype(jnp.float32), by(to_right)
+        return shift(shift_left), y.astype(jnp.float32), shift(shift_right)
 
-    def step(row: Array, before: Any) -> Any:
-        rows = [(*of_half, moved(row + 1, n)) for of_half, n in zip(before, starts, strict=True)]
+    def step(row: Array, previous: Any) -> Any:
+        """Computes one row of the result. `previous`: the two input rows before, for each half."""
+        rows = [
+            (*two_rows, load_shifted(row + 1, start))
+            for two_rows, start in zip(previous, starts, strict=True)
+        ]
 
-        def product(half, i, j):
-            return rows[half][i][j] * taps[half][i][j]
+        def convolve(half: int) -> Array:
+            products = (rows[half][i][j] * taps[half][i][j] for i in range(3) for j in range(3))
+            return sum(products) + biases[half]
 
-        def summed(half):
-            return sum(product(half, i, j) for i in range(3) for j in range(3)) + offsets[half]
-
-        y = summed(0).astype(dtype)
-        by = summed(1).astype(dtype)
-        results = [gate(y, by)]
+        y = convolve(0).astype(dtype)
+        gate = convolve(1).astype(dtype)
+        results = [apply_gate(y, gate)]
         if gradient is not None:
             g = load(gradient, row, starts[0]).astype(dtype)
-            wide = by.astype(jnp.float32)
-            slope = jax.lax.logistic(wide) * (1 + wide * (1 - jax.lax.logistic(wide)))
+            gate32 = gate.astype(jnp.float32)
+            sigmoid = jax.lax.logistic(gate32)
+            slope = sigmoid * (1 + gate32 * (1 - jax.lax.logistic(gate32)))
             results = [
-                g * silu(by).astype(dtype),
+                g * silu(gate).astype(dtype),
                 ((g * y).astype(jnp.float32) * slope).astype(dtype),
             ]
         for start, result in zip(starts, results, strict=False):
-            plgpu.store(out.at[at(row, start)], result, mask=inside)
-        return tuple(of_half[1:] for of_half in rows)
+            place = (row, pl.ds(0, padded_width), pl.ds(start, CHANNELS))
+            plgpu.store(out.at[place], result, mask=inside)
+        return tuple(three_rows[1:] for three_rows in rows)
 
-    nothing = (jnp.zeros((filled, CHANNELS), jnp.float32),) * 3
-    jax.lax.fori_loop(0, height, step, tuple((nothing, moved(0, n)) for n in starts))
+    zeros = (jnp.zeros((padded_width, CHANNELS), jnp.float32),) * 3
+    first_rows = tuple((zeros, load_shifted(0, start)) for start in starts)
+    jax.lax.fori_loop(0, height, step, first_rows)

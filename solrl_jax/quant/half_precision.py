@@ -1,4 +1,4 @@
-"""`HalfPrecisionWeight`: a weight of a network in float32 whose products are in 16 bits."""
+"""`HalfPrecisionWeight`: a 16-bit weight in a network whose activations are float32."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,15 +15,19 @@ from solrl_jax.quant.leaf import Leaf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HalfPrecisionWeight(Leaf):
-    """A weight matrix [in, out] in FP16 or BF16, for input in float32: that is rounded, and the product is summed in float32.
+    """A weight matrix [in, out] in FP16 or BF16 for float32 inputs.
 
-    The result has the dtype of the weight, unlike that of other leaves. What the network adds it to, its norms and its softmax
-    stay in float32. A stream in 16 bits would round at each layer, and the errors of all layers would add up.
+    The input is cast to the dtype of the weight, and the matmul accumulates in float32. Unlike that of other leaves, the result
+    has the dtype of the weight. The residual stream, norms and softmax of the network stay in float32. A 16-bit residual stream
+    would be rounded in each layer, and the errors of all layers would add up.
+
+    Attributes:
+      weight: The matrix [..., in, out] in FP16 or BF16. Programs that are only planned hold a `jax.ShapeDtypeStruct`.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"weight": -1}
 
-    weight: Float[Any, "... n_in n_out"]  # plans hold its shape alone
+    weight: Float[Any, "... n_in n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
         return tensor_parallel.matmul(x.astype(self.weight.dtype), self.weight)

@@ -1,8 +1,11 @@
-"""`LazyActivation`: an activation that is not in memory yet, so that a quantised product computes, scales and rounds it in one pass.
+"""`LazyActivation`: an activation that is computed by the kernel that reads it, not by the kernel before it.
 
-What a quantised product reads are codes and scales. XLA alone writes its input in BF16, reads that for the largest value of
-each row, and reads it again for the codes. Here one kernel (Pallas, in Triton) makes a row of the input, such as a modulated
-norm or a GELU, keeps it in registers, and writes codes and scales. Where there is no CUDA, its twin does so in plain JAX.
+A quantized matmul reads codes and scales. Without help, XLA writes the input of the matmul in BF16, reads it to find the largest
+magnitude of each row, and reads it again to compute the codes. Here one Triton kernel (written in Pallas) computes a row of the
+input, for example a modulated norm or a GELU, keeps it in registers, and writes only codes and scales. On other platforms
+`reference` computes the same in plain JAX.
+
+Only `quant` and `models.layers` use this module. Networks call layers, and a layer passes a lazy activation to the next layer.
 """
 
 import dataclasses
@@ -19,18 +22,25 @@ from jaxtyping import Array, Float
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.sharded_kernel import power_of_two, shard_map_kernel
 
-# Of rows [..., n], one array for each part, to outputs. Each output is a list of arrays that lie side by side, a part each.
+# An encoder of rows. It takes float32 arrays [..., n], which lie side by side along the last axis (one array per `LazyPart`). It
+# returns a tuple of outputs, for example (codes, scales). Each output is again a list of arrays that lie side by side.
 Encode = Callable[[Sequence[Float[Array, "..."]]], tuple[list[Array], ...]]
-SMALLEST = 64  # a row in the kernel is filled up to it at least
-# values of a row in the registers of a warp, and warps for a row
-IN_A_WARP = 1024
-FEWEST = 4
-MOST = 16
+
+MIN_ROW_WIDTH = 64  # the kernel pads a row to at least this many values
+VALUES_PER_WARP = 1024  # values of a row that the registers of one warp hold
+MIN_WARPS = 4
+MAX_WARPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnView:
-    """ColumnView `start` to `stop` of an array [b, s, n], read where they lie."""
+    """Some columns of an array [b, s, n] that kernels read in place, without a copy.
+
+    Attributes:
+      array: The whole array [b, s, n].
+      start: The first column of the view.
+      stop: The column after the last one of the view.
+    """
 
     array: Array
     start: int
@@ -38,23 +48,31 @@ class ColumnView:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape [b, s, stop - start] of the view."""
         return (*self.array.shape[:2], self.stop - self.start)
 
     @property
     def value(self) -> Float[Array, "b s columns"]:
+        """The columns as an array of their own."""
         return self.array[..., self.start : self.stop]
 
-    def cut(self, start: int, stop: int) -> "ColumnView":
+    def slice(self, start: int, stop: int) -> "ColumnView":
+        """Columns `start` to `stop` of this view, counted from its first column."""
         return ColumnView(self.array, self.start + start, self.start + stop)
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyPart:
-    """Some columns of an activation: `function(*arrays)`, where each row depends on its own row of the arrays alone.
+    """Some columns of a lazy activation: `function(*arrays)`, evaluated where the columns are read.
 
-    arrays: [b, s, n], or with 1 for b, s or n, or a width of their own; or `ColumnView` of such an array.
-    exact: in memory it is computed in the dtypes of its arrays, as the released networks do, and not in float32.
-    start, stop: which rows of the first array are read.
+    Attributes:
+      function: Computes the columns from `arrays`. Row i of the result depends only on row i of each array.
+      arrays: Arrays [b, s, n], or `ColumnView`s of such arrays. The sizes b, s and n may also be 1 (broadcast), and each array may
+        have a width n of its own.
+      exact: Whether the part contains no quantized matmul. An exact part is computed in the dtypes of its arrays, as in the
+        released networks. Other parts are computed in float32.
+      start: The first row of the first array that is read.
+      stop: The row after the last one of the first array that is read. None reads all rows.
     """
 
     function: Callable[..., Array]
@@ -63,293 +81,397 @@ class LazyPart:
     start: int = 0
     stop: int | None = None
 
-    def value(self, dtype: Any = None) -> Array:
-        """dtype: what is computed in; None: that of the arrays."""
+    def compute(self, dtype: Any = None) -> Array:
+        """Evaluates the part with plain JAX operations.
+
+        Args:
+          dtype: The dtype that the arrays are cast to first. None keeps their own dtypes.
+
+        Returns:
+          The columns [b, s, n].
+        """
         arrays = [x.value if isinstance(x, ColumnView) else x for x in self.arrays]
-        first, *others = arrays if dtype is None else (x.astype(dtype) for x in arrays)
-        return self.function(
-            first if self.stop is None else first[:, self.start : self.stop], *others
-        )
+        if dtype is not None:
+            arrays = [x.astype(dtype) for x in arrays]
+        first, *others = arrays
+        if self.stop is not None:
+            first = first[:, self.start : self.stop]
+        return self.function(first, *others)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LazyActivation:
-    """An activation [b, s, n] in parts that lie side by side along n. dtype: that it has in memory."""
+    """An activation [b, s, n] that need not exist in memory.
+
+    Attributes:
+      parts: The columns of the activation, as parts that lie side by side along the last axis.
+      dtype: The dtype of the activation once it is materialized.
+    """
 
     parts: tuple[LazyPart, ...]
     dtype: Any
 
     @classmethod
-    def of(
+    def from_array(
         cls, x: Float[Array, "b s n"], rows: tuple[int, int] | None = None, dtype: Any = None
     ) -> "LazyActivation":
-        """`x`; rows: the first and the end of those that are read. dtype: in place of that of `x`."""
-        return cls((LazyPart(lambda x: x, (x,), True, *(rows or ())),), dtype or x.dtype)
+        """Wraps an array that exists in memory.
+
+        Args:
+          x: The array [b, s, n].
+          rows: The first row (along s) to read and the row after the last one. None reads all rows.
+          dtype: The dtype of the activation. None: the dtype of `x`.
+
+        Returns:
+          The lazy activation with one part that returns `x` itself.
+        """
+        return cls((LazyPart(_identity, (x,), True, *(rows or ())),), dtype or x.dtype)
 
     def map(self, f: Callable[..., Array], *more: Array) -> "LazyActivation":
-        """`f(this, *more)`, which reads nothing but its own row."""
+        """Applies a function of rows.
+
+        Args:
+          f: Called as `f(activation, *more)`. Row i of its result may depend only on row i of its arguments.
+          *more: Further arrays [b, s, n], any of whose axes may have size 1.
+
+        Returns:
+          The lazy result, with the dtype of this activation.
+        """
         (part,) = self.parts
         count = len(part.arrays)
 
-        def function(*arrays):
+        def function(*arrays: Array) -> Array:
             return f(part.function(*arrays[:count]), *arrays[count:])
 
-        return LazyActivation(
-            (dataclasses.replace(part, function=function, arrays=(*part.arrays, *more)),),
-            self.dtype,
-        )
+        mapped = dataclasses.replace(part, function=function, arrays=(*part.arrays, *more))
+        return LazyActivation((mapped,), self.dtype)
 
-    def join(self, f: Callable[[Array, Array], Array], other: "LazyActivation") -> "LazyActivation":
-        """`f(this, other)`, where neither is some rows of a larger array."""
-        (part,), (more,) = self.parts, other.parts
+    def combine(
+        self, f: Callable[[Array, Array], Array], other: "LazyActivation"
+    ) -> "LazyActivation":
+        """Applies a function of rows to two activations.
+
+        Args:
+          f: Called as `f(this, other)`. Row i of its result may depend only on row i of its arguments.
+          other: An activation of the same shape. Neither activation may read a range of rows of a larger array.
+
+        Returns:
+          The lazy result, with the dtype of this activation.
+        """
+        (part,), (other_part,) = self.parts, other.parts
         count = len(part.arrays)
 
-        def function(*arrays):
-            return f(part.function(*arrays[:count]), more.function(*arrays[count:]))
+        def function(*arrays: Array) -> Array:
+            return f(part.function(*arrays[:count]), other_part.function(*arrays[count:]))
 
-        return LazyActivation(
-            (LazyPart(function, (*part.arrays, *more.arrays), part.exact and more.exact),),
-            self.dtype,
-        )
+        exact = part.exact and other_part.exact
+        combined = LazyPart(function, (*part.arrays, *other_part.arrays), exact)
+        return LazyActivation((combined,), self.dtype)
 
-    def beside(self, other: "LazyActivation") -> "LazyActivation":
-        """This and then `other`, along the last axis."""
+    def concat(self, other: "LazyActivation") -> "LazyActivation":
+        """This activation, followed by `other` along the last axis. The result has the dtype of this activation."""
         return LazyActivation((*self.parts, *other.parts), self.dtype)
 
-    def columns(self, *widths: int) -> list["LazyActivation"]:
-        """The columns of a product in runs of these widths. Each must depend on its own columns of the arrays alone."""
+    def split_columns(self, *widths: int) -> list["LazyActivation"]:
+        """Splits the activation along its last axis.
+
+        Args:
+          *widths: The number of columns of each result, from the first column on. Column j of the activation must depend only on
+            column j of its arrays, as it does after a matmul and a bias.
+
+        Returns:
+          One lazy activation per width.
+        """
         (part,) = self.parts
 
-        def whole(x):
-            return x if isinstance(x, ColumnView) else ColumnView(x, 0, x.shape[2])
+        def columns(x: Array | ColumnView, start: int, stop: int) -> Array | ColumnView:
+            if x.shape[2] == 1:
+                return x
+            view = x if isinstance(x, ColumnView) else ColumnView(x, 0, x.shape[2])
+            return view.slice(start, stop)
 
-        def cut(x, start, stop):
-            return x if x.shape[2] == 1 else whole(x).cut(start, stop)
-
-        ends = list(itertools.accumulate(widths))
-        runs = [
-            tuple(cut(x, end - n, end) for x in part.arrays)
-            for n, end in zip(widths, ends, strict=True)
-        ]
-        return [
-            dataclasses.replace(self, parts=(dataclasses.replace(part, arrays=arrays),))
-            for arrays in runs
-        ]
+        activations = []
+        stop = 0
+        for width in widths:
+            start = stop
+            stop = start + width
+            arrays = tuple(columns(x, start, stop) for x in part.arrays)
+            parts = (dataclasses.replace(part, arrays=arrays),)
+            activations.append(dataclasses.replace(self, parts=parts))
+        return activations
 
     @property
-    def rows(self) -> int:
-        """How many there are: s."""
+    def num_rows(self) -> int:
+        """The number of rows s of the activation [b, s, n]."""
         part = self.parts[0]
-        return max(x.shape[1] for x in part.arrays) if part.stop is None else part.stop - part.start
+        if part.stop is None:
+            return max(x.shape[1] for x in part.arrays)
+        return part.stop - part.start
 
     @property
     def exact(self) -> bool:
-        """Whether no quantised product is in it."""
+        """Whether the activation contains no quantized matmul."""
         return all(part.exact for part in self.parts)
 
     @cached_property
     def value(self) -> Float[Array, "b s n"]:
-        """The activation in memory."""
+        """The activation as an array in memory, in `dtype`. Computed once."""
         values = [
-            part.value(None if part.exact else jnp.float32).astype(self.dtype)
+            part.compute(None if part.exact else jnp.float32).astype(self.dtype)
             for part in self.parts
         ]
         return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
 
     @cached_property
-    def _codes(self) -> dict[Encode, tuple[Array, ...]]:
+    def _encodings(self) -> dict[Encode, tuple[Array, ...]]:
         return {}
 
-    def encoded(self, encode: Encode) -> tuple[Array, ...]:
-        """The outputs of `encode` [b, s, m]: made once, however many products read them."""
-        if encode not in self._codes:
-            self._codes[encode] = one_pass(encode, [self])
-        return self._codes[encode]
+    def encode(self, encode: Encode) -> tuple[Array, ...]:
+        """Encodes the rows of the activation in one pass over memory.
+
+        Args:
+          encode: The encoder, for example `solrl_jax.quant.nvfp4.encode`.
+
+        Returns:
+          The outputs of the encoder, each [b, s, m]. They are computed once, however many matmuls read them.
+        """
+        if encode not in self._encodings:
+            self._encodings[encode] = encode_in_one_pass(encode, [self])
+        return self._encodings[encode]
 
 
-def written(
-    stretches: Sequence[LazyActivation], head: int, dtype: Any = None
+def _identity(x: Array) -> Array:
+    return x
+
+
+def materialize_heads(
+    pieces: Sequence[LazyActivation], head_dim: int, dtype: Any = None
 ) -> Float[Array, "b s n head"]:
-    """Activations one after another along s, in memory: where quantised products are in them, in one pass.
+    """Writes activations to memory as one sequence of attention heads.
 
-    head: features of a head; heads lie side by side. dtype: in place of that of the activations.
+    If any of the activations contains a quantized matmul, one kernel computes and writes all of them.
+
+    Args:
+      pieces: Activations [b, s_i, n * head_dim] that follow each other along the sequence axis.
+      head_dim: The number of features of one head. Heads lie side by side in the last axis.
+      dtype: The dtype of the result. None: the dtype of the first activation. Casts to FP8 saturate.
+
+    Returns:
+      The array [b, sum of s_i, n, head_dim].
     """
 
-    def by_head(x):
-        return x.reshape(*x.shape[:2], -1, head)
+    def split_heads(x: Array) -> Array:
+        return x.reshape(*x.shape[:2], -1, head_dim)
 
-    dtype = dtype or stretches[0].dtype
-    if all(x.exact for x in stretches):
-        values = [by_head(rounded(x.value, dtype)) for x in stretches]
+    dtype = dtype or pieces[0].dtype
+    if all(x.exact for x in pieces):
+        values = [split_heads(cast_saturating(x.value, dtype)) for x in pieces]
         return values[0] if len(values) == 1 else jnp.concatenate(values, axis=1)
-    return by_head(one_pass(partial(_rounded, dtype), stretches)[0])
+    return split_heads(encode_in_one_pass(partial(_cast_parts, dtype), pieces)[0])
 
 
-def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """`x` in `dtype`. In eight bits it saturates: E4M3 has no infinity, and above 464 it would be NaN."""
+def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """Casts `x` to `dtype`. Values beyond the range of an 8-bit dtype become its largest finite value.
+
+    E4M3 has no infinity: without the clipping, magnitudes above 464 would become NaN.
+    """
     if jnp.dtype(dtype).itemsize == 1:
-        x = jnp.clip(x, -float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).max))
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -largest, largest)
     return x.astype(dtype)
 
 
-def _rounded(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    return ([rounded(x, dtype) for x in parts],)
+def _cast_parts(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
+    """An `Encode` with one output: the rows themselves, in `dtype`."""
+    return ([cast_saturating(x, dtype) for x in parts],)
 
 
-def one_pass(encode: Encode, stretches: Sequence[LazyActivation]) -> tuple[Array, ...]:
-    """`encode` of activations one after another along s."""
-    parts = [x.parts for x in stretches]
+def row_amax(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
+    """The largest magnitude [..., 1] of each row of arrays [..., n_i] that lie side by side."""
+    maxima = [jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in parts]
+    return functools.reduce(jnp.maximum, maxima)
 
-    def run(make):
-        return lambda *arrays: make(encode, _with(parts, iter(arrays)))
 
-    if not compile_target.converts_fp8():
-        return run(twin)(*_arrays(parts))
+def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tuple[Array, ...]:
+    """Encodes the rows of activations that follow each other along the sequence axis.
+
+    Args:
+      encode: The encoder of a row.
+      pieces: Activations [b, s_i, n].
+
+    Returns:
+      The outputs of the encoder, each [b, sum of s_i, m]. CUDA programs compute them with `triton_kernel`, all others with
+      `reference`.
+    """
+    parts = [x.parts for x in pieces]
+
+    def reference_on(*arrays: Array) -> tuple[Array, ...]:
+        return reference(encode, _replace_arrays(parts, iter(arrays)))
+
+    def kernel_on(*arrays: Array) -> tuple[Array, ...]:
+        return triton_kernel(encode, _replace_arrays(parts, iter(arrays)))
+
+    if not compile_target.triton_converts_fp8():
+        return reference_on(*_arrays(parts))
     return jax.lax.platform_dependent(
-        *_arrays(parts), cuda=shard_map_kernel(run(kernel)), default=run(twin)
+        *_arrays(parts), cuda=shard_map_kernel(kernel_on), default=reference_on
     )
 
 
-def _arrays(stretches: Sequence[Sequence[LazyPart]]) -> list[Array]:
-    arrays = [x for parts in stretches for part in parts for x in part.arrays]
+def _arrays(pieces: Sequence[Sequence[LazyPart]]) -> list[Array]:
+    """The arrays in memory that the parts of all pieces read, in order."""
+    arrays = [x for parts in pieces for part in parts for x in part.arrays]
     return [x.array if isinstance(x, ColumnView) else x for x in arrays]
 
 
-def _with(stretches: Sequence[Sequence[LazyPart]], arrays: Iterator[Array]) -> list[list[LazyPart]]:
-    """The parts with other arrays, in the order of `_arrays`."""
+def _replace_arrays(
+    pieces: Sequence[Sequence[LazyPart]], arrays: Iterator[Array]
+) -> list[list[LazyPart]]:
+    """The same parts reading other arrays, given in the order of `_arrays`."""
 
-    def new(old):
-        return (
-            dataclasses.replace(old, array=next(arrays))
-            if isinstance(old, ColumnView)
-            else next(arrays)
-        )
+    def replace(old: Array | ColumnView) -> Array | ColumnView:
+        if isinstance(old, ColumnView):
+            return dataclasses.replace(old, array=next(arrays))
+        return next(arrays)
 
-    def take(part):
-        return dataclasses.replace(part, arrays=tuple(map(new, part.arrays)))
+    def replace_part(part: LazyPart) -> LazyPart:
+        return dataclasses.replace(part, arrays=tuple(map(replace, part.arrays)))
 
-    return [[take(part) for part in parts] for parts in stretches]
-
-
-def layer_norm(
-    x: Float[Array, "... n"], eps: float, width: int | None = None
-) -> Float[Array, "... n"]:
-    """Layer normalisation (arXiv 1607.06450) without weights, float32 inside. width: that of `x` before zeros filled it up."""
-    x32 = x.astype(jnp.float32)
-    n = x.shape[-1] if width is None else width
-    from_mean = x32 - x32.sum(-1, keepdims=True) / n
-    if n < x.shape[-1]:
-        from_mean = jnp.where(
-            jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < n, from_mean, 0.0
-        )
-    return (from_mean * jax.lax.rsqrt((from_mean**2).sum(-1, keepdims=True) / n + eps)).astype(
-        x.dtype
-    )
+    return [[replace_part(part) for part in parts] for parts in pieces]
 
 
-def largest(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
-    """The largest magnitude of each row, in all parts: [..., 1]."""
-    of_parts = [jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in parts]
-    return functools.reduce(jnp.maximum, of_parts)
+def reference(encode: Encode, pieces: Sequence[Sequence[LazyPart]]) -> tuple[Array, ...]:
+    """Computes what `triton_kernel` computes, in plain JAX. Arguments and result are the same."""
+    encoded = [encode([part.compute(jnp.float32) for part in parts]) for parts in pieces]
+    outputs = []
+    for columns_of_pieces in zip(*encoded, strict=True):
+        rows = [jnp.concatenate(columns, axis=-1) for columns in columns_of_pieces]
+        outputs.append(jnp.concatenate(rows, axis=1))
+    return tuple(outputs)
 
 
-def twin(encode: Encode, stretches: Sequence[Sequence[LazyPart]]) -> tuple[Array, ...]:
-    """What `kernel` computes, in plain JAX."""
-    outputs = [encode([part.value(jnp.float32) for part in parts]) for parts in stretches]
-    return tuple(
-        jnp.concatenate([jnp.concatenate(made, axis=-1) for made in of_stretches], axis=1)
-        for of_stretches in zip(*outputs, strict=True)
-    )
-
-
-def kernel(
-    encode: Encode, stretches: Sequence[Sequence[LazyPart]], *, interpret: bool = False
+def triton_kernel(
+    encode: Encode, pieces: Sequence[Sequence[LazyPart]], *, interpret: bool = False
 ) -> tuple[Array, ...]:
-    """One pass over memory: each row is made and encoded by one block of threads, in float32."""
-    from jax.experimental import pallas as pl  # takes a second
+    """Computes and encodes every row in one pass over memory. One Triton program handles one row, in float32.
+
+    Args:
+      encode: The encoder of a row.
+      pieces: The parts of each activation. Activations follow each other along the sequence axis.
+      interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
+
+    Returns:
+      The outputs of the encoder, each [b, s, m], where s is the number of rows of all pieces together.
+    """
+    from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
 
-    outs = jax.eval_shape(
-        lambda arrays: twin(encode, _with(stretches, iter(arrays))), _arrays(stretches)
-    )
+    def encode_reference(arrays: list[Array]) -> tuple[Array, ...]:
+        return reference(encode, _replace_arrays(pieces, iter(arrays)))
 
-    def values(arrays):
-        return [[part.value() for part in parts] for parts in _with(stretches, iter(arrays))]
+    def compute_parts(arrays: list[Array]) -> list[list[Array]]:
+        return [
+            [part.compute() for part in parts] for parts in _replace_arrays(pieces, iter(arrays))
+        ]
 
-    shapes = jax.eval_shape(values, _arrays(stretches))
-    ends = list(itertools.accumulate(of_stretch[0].shape[1] for of_stretch in shapes))
+    outs = jax.eval_shape(encode_reference, _arrays(pieces))
+    part_shapes = jax.eval_shape(compute_parts, _arrays(pieces))
+    ends = list(itertools.accumulate(shapes[0].shape[1] for shapes in part_shapes))
+    starts = [0, *ends[:-1]]
 
     def body(*refs: Any) -> None:
-        left = iter(refs)
-        inputs = [[[next(left) for _ in part.arrays] for part in parts] for parts in stretches]
-        results = [*left]
+        remaining = iter(refs)
+        inputs = [[[next(remaining) for _ in part.arrays] for part in parts] for parts in pieces]
+        results = [*remaining]
         row = pl.program_id(1)
-        for parts, of_stretch, given, start, end in zip(
-            stretches, shapes, inputs, [0, *ends], ends, strict=False
+        for parts, shapes, piece_refs, start, end in zip(
+            pieces, part_shapes, inputs, starts, ends, strict=True
         ):
-            write = partial(_row, encode, parts, [x.shape[-1] for x in of_stretch], given, results)
+            widths = [x.shape[-1] for x in shapes]
+            write = partial(_encode_row, encode, parts, widths, piece_refs, results)
             if len(ends) == 1:
                 write()
             else:
                 pl.when((row >= start) & (row < end))(write)
 
-    def spec(x: Any, start: int, count: int, skipped: int) -> Any:
-        def at(s):
+    def row_spec(x: Any, start: int, count: int, skipped: int) -> Any:
+        """One row of `x` per program: rows `skipped` to `skipped + count`, for the programs from `start` on."""
+
+        def row_of(s: Any) -> Any:
             return skipped + jnp.clip(s - start, 0, count - 1) if x.shape[1] > 1 else 0
 
         return pl.BlockSpec(
-            (None, None, x.shape[2]), lambda b, s: (b if x.shape[0] > 1 else 0, at(s), 0)
+            (None, None, x.shape[2]), lambda b, s: (b if x.shape[0] > 1 else 0, row_of(s), 0)
         )
 
-    ins = [
-        spec(x, start, end - start, part.start if i == 0 else 0)
-        for parts, start, end in zip(stretches, [0, *ends], ends, strict=False)
-        for part in parts for i, x in enumerate(_arrays([[part]]))
-    ]  # fmt: skip
-    largest_row = max(
-        sum(power_of_two(x.shape[-1], SMALLEST) for x in of_stretch) for of_stretch in shapes
+    in_specs = []
+    for parts, start, end in zip(pieces, starts, ends, strict=True):
+        for part in parts:
+            for i, x in enumerate(_arrays([[part]])):
+                in_specs.append(row_spec(x, start, end - start, part.start if i == 0 else 0))
+    widest_row = max(
+        sum(power_of_two(x.shape[-1], MIN_ROW_WIDTH) for x in shapes) for shapes in part_shapes
     )
-    threads = plgpu.CompilerParams(
-        num_warps=min(max(largest_row // IN_A_WARP, FEWEST), MOST), num_stages=1
-    )
+    num_warps = min(max(widest_row // VALUES_PER_WARP, MIN_WARPS), MAX_WARPS)
     call = pl.pallas_call(
-        body, grid=(outs[0].shape[0], ends[-1]), in_specs=ins, out_specs=[spec(x, 0, ends[-1], 0) for x in outs],
-        out_shape=list(outs), compiler_params=threads, interpret=interpret, name="one_pass")  # fmt: skip
-    return tuple(call(*_arrays(stretches)))
+        body,
+        grid=(outs[0].shape[0], ends[-1]),
+        in_specs=in_specs,
+        out_specs=[row_spec(x, 0, ends[-1], 0) for x in outs],
+        out_shape=list(outs),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name="one_pass",
+    )
+    return tuple(call(*_arrays(pieces)))
 
 
-def _row(
+def _encode_row(
     encode: Encode,
     parts: Sequence[LazyPart],
     widths: Sequence[int],
     inputs: Sequence[Sequence[Any]],
     results: Sequence[Any],
 ) -> None:
-    """Within the kernel: makes a row of the parts from references to its inputs, and writes it."""
+    """Runs inside the kernel: computes one row of an activation, encodes it, and stores it.
+
+    Args:
+      encode: The encoder of a row.
+      parts: The parts of the activation.
+      widths: The number of columns of each part.
+      inputs: For each part, references to one row of each of its arrays.
+      results: References to one row of each output of the encoder.
+    """
     from jax.experimental.pallas import triton as plgpu
 
-    ends = (*widths[:-1], widths[-1] + -sum(widths) % SMALLEST)  # formats fill up whole rows
-    sizes = [power_of_two(width, SMALLEST) for width in ends]
+    # formats pad whole rows, so the padding is added to the last part
+    padded = (*widths[:-1], widths[-1] + -sum(widths) % MIN_ROW_WIDTH)
+    sizes = [power_of_two(width, MIN_ROW_WIDTH) for width in padded]
 
     def load(ref: Any, array: Any, width: int, size: int) -> Array:
-        start, stop = (
-            (array.start, array.stop) if isinstance(array, ColumnView) else (0, ref.shape[0])
-        )
-        if (n := stop - start) == 1:
+        start = 0
+        stop = ref.shape[0]
+        if isinstance(array, ColumnView):
+            start = array.start
+            stop = array.stop
+        n = stop - start
+        if n == 1:
             return ref[start].astype(jnp.float32)
-        at = jnp.arange(size if n == width else power_of_two(n))
-        return plgpu.load(ref.at[start + at], mask=at < n, other=0.0).astype(jnp.float32)
+        column = jnp.arange(size if n == width else power_of_two(n))
+        values = plgpu.load(ref.at[start + column], mask=column < n, other=0.0)
+        return values.astype(jnp.float32)
 
     values = []
     for part, width, size, refs in zip(parts, widths, sizes, inputs, strict=True):
-        value = part.function(
-            *(load(ref, x, width, size) for ref, x in zip(refs, part.arrays, strict=True))
-        )
+        arrays = [load(ref, x, width, size) for ref, x in zip(refs, part.arrays, strict=True)]
+        value = part.function(*arrays)
         values.append(jnp.where(jnp.arange(size) < width, value, 0.0))
-    for made, ref in zip(encode(values), results, strict=True):
+    for columns, ref in zip(encode(values), results, strict=True):
         start = 0
-        for piece, width, size in zip(made, widths, sizes, strict=False):
-            at = start + jnp.arange(piece.shape[-1])
-            end = ref.shape[0] if piece is made[-1] else start + width * piece.shape[-1] // size
-            plgpu.store(ref.at[at], piece, mask=at < end)
+        for piece, width, size in zip(columns, widths, sizes, strict=False):
+            column = start + jnp.arange(piece.shape[-1])
+            end = start + width * piece.shape[-1] // size
+            if piece is columns[-1]:
+                end = ref.shape[0]
+            plgpu.store(ref.at[column], piece, mask=column < end)
             start = end

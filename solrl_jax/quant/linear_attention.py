@@ -83,7 +83,7 @@ def linear_attention(
         else functools.partial(mixed_twin, blocks=blocks, mix=mix)
     )
     if blocks is None or mix is None:
-        blocks = Blocks((1, 1), (1, q.rows))
+        blocks = Blocks((1, 1), (1, q.num_rows))
         mix = jnp.ones((1, 1))
     whole = (
         all(len(x.parts) == 1 and x.parts[0].stop is None for x in inputs) and not blocks.released

@@ -1,4 +1,4 @@
-"""`LowRank`: a frozen weight with a trained low-rank correction beside it (LoRA)."""
+"""`LowRank`: a frozen weight with a trainable low-rank update beside it (LoRA, arXiv 2106.09685)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,12 +17,16 @@ from solrl_jax.quant.leaf import MATMUL, Leaf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank(Leaf):
-    """`base + scale * a b` (Hu et al. 2021, eq. 3, with our a, b = A^T, B^T).
+    """The weight `base + scale * a @ b` (arXiv 2106.09685, equation 3; our `a` and `b` are the paper's A and B, transposed).
 
-    base: [..., in, out], frozen, any dtype; a: [..., in, rank] and b: [..., rank, out], float32, trained; scale = alpha / rank.
+    Attributes:
+      base: The frozen matrix [..., in, out], of any floating-point dtype.
+      a: The trainable factor [..., in, rank], float32.
+      b: The trainable factor [..., rank, out], float32.
+      scale: alpha / rank.
     """
 
-    # adapters are small, and their gradients are sums over outputs: they are replicated
+    # The adapters are replicated: they are small, and their gradients are sums over the outputs.
     output_axes: ClassVar[Mapping[str, int]] = {"base": -1}
 
     base: Float[Array, "... n_in n_out"]
@@ -31,47 +35,47 @@ class LowRank(Leaf):
     scale: float = dataclasses.field(metadata={"static": True})
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        return tensor_parallel.matmul(x, self.base.astype(x.dtype)) + _low_rank(
-            self.scale, x, self.a, self.b
-        )
+        y = tensor_parallel.matmul(x, self.base.astype(x.dtype))
+        return y + _low_rank_matmul(self.scale, x, self.a, self.b)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
         return self.base.astype(jnp.float32) + self.scale * self.a @ self.b
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _low_rank(
+def _low_rank_matmul(
     scale: float,
     x: Float[Array, "rows n_in"],
     a: Float[Array, "n_in rank"],
     b: Float[Array, "rank n_out"],
 ) -> Float[Array, "rows n_out"]:
-    """`scale x a b` in the dtype of `x`, with gradients of `a` and `b` summed over rows in float32.
+    """`scale * x @ a @ b` in the dtype of `x`. The gradients of `a` and `b` are summed over the rows in float32.
 
-    JAX's own gradient of a product in BF16 rounds the gradient of the weight to BF16, once a micro-batch. The result would
-    depend on how rows are grouped, and small contributions would be lost.
+    JAX's own gradient of a BF16 matmul would round the gradient of the weight to BF16 once per micro-batch. The result would
+    depend on how the rows are grouped into micro-batches, and small contributions would be lost.
     """
     return _low_rank_forward(scale, x, a, b)[0]
 
 
 def _low_rank_forward(scale, x, a, b):
     inner = checkpoint_name(x @ a.astype(x.dtype), MATMUL)
-    # the scale goes to the small factor, and to its gradient: a product of its own would read and write all outputs again
-    return inner @ (scale * tensor_parallel.shard_weight(b, -1)).astype(x.dtype), (x, inner, a, b)
+    # The scale is applied to the small factor `b`: applied to the result, it would read and write all outputs once more.
+    scaled_b = (scale * tensor_parallel.shard_weight(b, -1)).astype(x.dtype)
+    return inner @ scaled_b, (x, inner, a, b)
 
 
-def _low_rank_backward(scale, saved, g):
-    x, inner, a, b = saved
+def _low_rank_backward(scale, residuals, g):
+    x, inner, a, b = residuals
     g_inner = g @ (scale * b).astype(g.dtype).T
-
-    def over_rows(left, right):
-        return jnp.dot(left.T, right, preferred_element_type=jnp.float32)
-
-    return (
-        g_inner @ a.astype(g.dtype).T,
-        over_rows(x, g_inner).astype(a.dtype),
-        (scale * over_rows(inner, g)).astype(b.dtype),
-    )
+    g_x = g_inner @ a.astype(g.dtype).T
+    g_a = _sum_over_rows(x, g_inner).astype(a.dtype)
+    g_b = (scale * _sum_over_rows(inner, g)).astype(b.dtype)
+    return g_x, g_a, g_b
 
 
-_low_rank.defvjp(_low_rank_forward, _low_rank_backward)
+def _sum_over_rows(left, right):
+    """`left.T @ right`, accumulated in float32."""
+    return jnp.dot(left.T, right, preferred_element_type=jnp.float32)
+
+
+_low_rank_matmul.defvjp(_low_rank_forward, _low_rank_backward)

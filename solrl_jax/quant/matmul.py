@@ -1,4 +1,4 @@
-"""`matmul(x, w)`: the product of every linear layer. `w` is an array, or a `Leaf` that knows how it multiplies."""
+"""The matmul of every linear layer. A weight is an array, or a `Leaf` that defines its own matmul."""
 
 from typing import Any, TypeAlias
 
@@ -28,35 +28,56 @@ Weight: TypeAlias = Float[Array, "... n_in n_out"] | Leaf
 
 
 def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
-    """`x @ w` in the dtype of `x`."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):  # the product would be rounded to whole numbers
-        raise ValueError(f"x: is {x.dtype}; accepted: floating-point numbers")
-    # rows flattened: XLA then sees a plain matrix product forwards and backwards, three times faster on CPU
+    """Multiplies activations by a weight matrix.
+
+    Args:
+      x: Activations [..., in] of a floating-point dtype.
+      w: A weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a `Leaf`, for example a quantized matrix.
+
+    Returns:
+      `x @ w` [..., out] in the dtype of `x`, complete on every device of the mesh axis `tensor`.
+
+    Raises:
+      ValueError: If `x` is not of a floating-point dtype.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x has dtype {x.dtype}; matmul takes floating-point activations")
+    # With flattened rows, XLA sees a plain matmul forwards and backwards, which is three times faster on CPU.
     rows = x.reshape(-1, x.shape[-1])
-    return checkpoint_name(tensor_parallel.join(matmul_sharded(rows, w)), MATMUL).reshape(
-        *x.shape[:-1], -1
-    )
+    y = checkpoint_name(tensor_parallel.gather_axis(matmul_sharded(rows, w)), MATMUL)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
-    """`x @ w` of an activation that need not be in memory, to one that need not be. A plain weight needs and gives memory."""
-    return w.lazy_matmul(x) if isinstance(w, Leaf) else LazyActivation.of(matmul(x.value, w))
+    """`x @ w` for a lazy activation. If `w` is a plain array, both the input and the output are materialized."""
+    if isinstance(w, Leaf):
+        return w.lazy_matmul(x)
+    return LazyActivation.from_array(matmul(x.value, w))
 
 
 def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
-    """`x @ w` in the dtype of `x`, outputs divided over the devices of the mesh axis `tensor`."""
-    return w.matmul(x) if isinstance(w, Leaf) else tensor_parallel.matmul(x, w.astype(x.dtype))
+    """`x @ w` in the dtype of `x`. The outputs may stay sharded over the mesh axis `tensor`, unlike those of `matmul`."""
+    if isinstance(w, Leaf):
+        return w.matmul(x)
+    return tensor_parallel.matmul(x, w.astype(x.dtype))
 
 
 def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
-    """The float32 matrix that a weight stands for."""
+    """The matrix that a weight represents, in float32. Leading axes are kept."""
     return w.dequantize() if isinstance(w, Leaf) else w.astype(jnp.float32)
 
 
-def output_partition_specs(w: Weight | np.ndarray | jax.ShapeDtypeStruct, ways: int) -> Any:
-    """A `PartitionSpec` for each array of a weight [..., in, out]: outputs divided `ways` ways over the mesh axis `tensor`."""
-    return (
-        w.output_specs(ways)
-        if isinstance(w, Leaf)
-        else tensor_parallel.spec_of(w.shape, w.ndim - 1, ways)
-    )
+def output_partition_specs(w: Weight | np.ndarray | jax.ShapeDtypeStruct, shards: int) -> Any:
+    """The sharding of a weight [..., in, out] over the mesh axis `tensor`.
+
+    Args:
+      w: An array, an abstract array or a leaf.
+      shards: The number of shards along the axis.
+
+    Returns:
+      `w` with a `PartitionSpec` in place of each array. The outputs are sharded where their number is a multiple of `shards`, and
+      everything else is replicated.
+    """
+    if isinstance(w, Leaf):
+        return w.partition_specs(shards)
+    return tensor_parallel.partition_spec(w.shape, w.ndim - 1, shards)

@@ -1,4 +1,4 @@
-"""Kernels in Pallas on several devices: XLA cannot divide one, so each device is given its rows."""
+"""Runs Pallas kernels on several devices. XLA cannot partition a kernel, so each device gets its own rows."""
 
 import math
 from collections.abc import Callable
@@ -14,53 +14,62 @@ from solrl_jax.quant import tensor_parallel
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The power of two that holds `count` elements, `least` or more: Triton's arrays have no other sizes."""
+    """The smallest power of two that is at least `count` and `least`. Triton arrays have no other sizes."""
     return 1 << (max(count, least) - 1).bit_length()
 
 
 def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callable[..., Any]:
-    """`f` on each device's rows. An axis that `jax.vmap` maps is a part of the rows; arrays with one row belong to all.
+    """Wraps a kernel so that each device of the mesh of `jax.set_mesh` runs it on its own rows.
 
-    by_heads: the second axis of arrays with four, and of the results, is divided too, over the mesh axis `tensor`. An axis that
-    does not come out even is whole on every device.
+    The first axis of every array is the batch ("rows"). An array with a single row is given to every
+    device. Under `jax.vmap`, the mapped axis is merged into the rows. Axes whose sizes are not multiples of
+    the number of devices are replicated.
+
+    Args:
+      f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
+      by_heads: Whether the second axis of the results, and of inputs with four axes, holds attention
+        heads. Heads are then sharded over the mesh axis `tensor`.
+
+    Returns:
+      A function with the arguments and results of `f`.
     """
 
     @custom_vmap
-    def mapped(*arrays: Array) -> Any:
+    def on_shards(*arrays: Array) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         batch = max(x.shape[0] for x in arrays)
-        names = tuple(name for name in mesh.axis_names if name != tensor_parallel.TENSOR)
-        rows = names if batch % math.prod(mesh.shape[name] for name in names) == 0 else None
+        row_axes = tuple(name for name in mesh.axis_names if name != tensor_parallel.TENSOR)
+        num_row_shards = math.prod(mesh.shape[name] for name in row_axes)
+        rows = row_axes if batch % num_row_shards == 0 else None
         if mesh.empty or (rows is None and not by_heads):
             return f(*arrays)
-        heads = (
-            tensor_parallel.TENSOR
-            if by_heads and arrays[0].shape[1] % mesh.shape[tensor_parallel.TENSOR] == 0
-            else None
+        heads = None
+        if by_heads and arrays[0].shape[1] % mesh.shape[tensor_parallel.TENSOR] == 0:
+            heads = tensor_parallel.TENSOR
+
+        def input_spec(x: Array) -> PartitionSpec:
+            first = rows if x.shape[0] == batch else None
+            return PartitionSpec(first, heads) if x.ndim == 4 else PartitionSpec(first)
+
+        out_spec = PartitionSpec(rows, heads) if by_heads else PartitionSpec(rows)
+        sharded = jax.shard_map(
+            f, in_specs=tuple(map(input_spec, arrays)), out_specs=out_spec, check_vma=False
         )
+        return sharded(*arrays)
 
-        def of(x):
-            return PartitionSpec(rows if x.shape[0] == batch else None, *(heads,) * (x.ndim == 4))
+    @on_shards.def_vmap
+    def merge_mapped_axis(size: int, is_mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
+        batch = max(x.shape[mapped] for x, mapped in zip(arrays, is_mapped, strict=True))
 
-        out = PartitionSpec(rows, heads) if by_heads else PartitionSpec(rows)
-        return jax.shard_map(f, in_specs=tuple(map(of, arrays)), out_specs=out, check_vma=False)(
-            *arrays
-        )
-
-    @mapped.def_vmap
-    def fold(size: int, is_mapped: list[bool], *arrays: Array) -> tuple[Any, Any]:
-        batch = max(x.shape[has] for x, has in zip(arrays, is_mapped, strict=True))
-
-        def folded(x: Array, has: bool) -> Array:
-            if not has and len(x) == 1 and not by_heads:
+        def merge(x: Array, mapped: bool) -> Array:
+            if not mapped and len(x) == 1 and not by_heads:
                 return x
-            of_row = x.shape[1 + has :]
-            return jnp.broadcast_to(x if has else x[None], (size, batch, *of_row)).reshape(
-                size * batch, *of_row
-            )
+            row_shape = x.shape[1 + mapped :]
+            x = jnp.broadcast_to(x if mapped else x[None], (size, batch, *row_shape))
+            return x.reshape(size * batch, *row_shape)
 
-        out = mapped(*map(folded, arrays, is_mapped))
+        out = on_shards(*map(merge, arrays, is_mapped))
         out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
-    return mapped
+    return on_shards

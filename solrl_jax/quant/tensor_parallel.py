@@ -1,9 +1,10 @@
-"""Products divided over devices by their outputs: tensor parallelism that splits no sum.
+"""Tensor parallelism that shards the outputs of every matmul and splits no sum.
 
-Along the mesh axis `tensor`, each device computes some outputs of a linear, or some of the heads, from all of the inputs, and
-is then sent the others. Megatron (arXiv 1909.08053) divides every second product along its contraction instead. That sends
-less, but adds partial sums, so that results would depend on the mesh. Where the ambient mesh has no such axis, or one of size
-one, nothing is divided.
+Along the mesh axis `tensor`, each device computes some of the outputs of a linear layer, or some attention heads, from all of the
+inputs. The outputs are then all-gathered. Megatron (arXiv 1909.08053) shards every second matmul along its contraction instead.
+That communicates less, but it adds partial sums, so results would depend on the mesh.
+
+All functions read the mesh of `jax.set_mesh`. If it has no axis `tensor`, or one of size 1, they leave arrays as they are.
 """
 
 import jax
@@ -13,65 +14,88 @@ from jaxtyping import Array, Float
 TENSOR = "tensor"
 
 
-def ways() -> int:
-    """Over how many devices products are divided."""
+def num_shards() -> int:
+    """The number of devices that share each matmul: the size of the mesh axis `tensor`, or 1."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape.get(TENSOR, 1)
 
 
-def split(x: Array, axis: int) -> Array:
-    """`x` with `axis` divided over the devices, or replicated if it does not come out even; other axes stay as they are."""
-    return (
-        _constrain(x, axis, TENSOR) if ways() > 1 and x.shape[axis] % ways() == 0 else join(x, axis)
-    )
+def shard_axis(x: Array, axis: int) -> Array:
+    """Shards one axis of an activation over the mesh axis `tensor`.
+
+    Args:
+      x: Any array. The sharding of its other axes stays as it is.
+      axis: The axis to shard. If its size is not a multiple of the number of shards, the axis is replicated instead.
+
+    Returns:
+      `x` with a sharding constraint.
+    """
+    if num_shards() > 1 and x.shape[axis] % num_shards() == 0:
+        return _constrain(x, axis, TENSOR)
+    return gather_axis(x, axis)
 
 
-def join(x: Array, axis: int = -1) -> Array:
-    """`x` with all of `axis` on every device; other axes stay as they are."""
-    return _constrain(x, axis, None) if ways() > 1 else x
+def gather_axis(x: Array, axis: int = -1) -> Array:
+    """`x` with all of `axis` on every device. The sharding of the other axes stays as it is."""
+    return _constrain(x, axis, None) if num_shards() > 1 else x
 
 
-def spec_of(shape: tuple[int, ...], axis: int | None, ways: int) -> PartitionSpec:
-    """The placement of a parameter: `axis` divided `ways` ways if it comes out even, all other axes replicated."""
+def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> PartitionSpec:
+    """The sharding of a parameter.
+
+    Args:
+      shape: The shape of the parameter.
+      axis: The axis to shard over the mesh axis `tensor`. None replicates the parameter.
+      shards: The number of shards. If the size of the axis is not a multiple of it, the parameter is replicated.
+
+    Returns:
+      A spec that shards `axis` and replicates all other axes.
+    """
     spec: list[str | None] = [None] * len(shape)
-    if axis is not None and ways > 1 and shape[axis] % ways == 0:
+    if axis is not None and shards > 1 and shape[axis] % shards == 0:
         spec[axis] = TENSOR
     return PartitionSpec(*spec)
 
 
 def shard_weight(w: Array, axis: int) -> Array:
-    """A parameter with `axis` divided over the devices, and all other axes replicated."""
-    return jax.lax.with_sharding_constraint(w, spec_of(w.shape, axis, ways())) if ways() > 1 else w
+    """`w` with `axis` sharded over the mesh axis `tensor` and all other axes replicated (see `partition_spec`)."""
+    if num_shards() == 1:
+        return w
+    return jax.lax.with_sharding_constraint(w, partition_spec(w.shape, axis, num_shards()))
 
 
 def matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w`, outputs divided over the devices."""
-    return x @ w if ways() == 1 else _divided(x, w)
+    """`x @ w` with the outputs sharded over the mesh axis `tensor`."""
+    return x @ w if num_shards() == 1 else _sharded_matmul(x, w)
 
 
 @jax.custom_vjp
-def _divided(
+def _sharded_matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w`: each device computes some columns. Likewise for the gradient of `x`, for which it is sent whole rows of `w`."""
+    """`x @ w`: each device computes some columns.
+
+    The gradient of `x` is sharded by its columns, too. For it, each device receives whole rows of `w`.
+    """
     return x @ shard_weight(w, -1)
 
 
-def _divided_forward(x, w):
-    return _divided(x, w), (x, w)
+def _sharded_matmul_forward(x, w):
+    return _sharded_matmul(x, w), (x, w)
 
 
-def _divided_backward(saved, g):
-    x, w = saved
-    return join(g @ shard_weight(w, 0).T), x.T @ g
+def _sharded_matmul_backward(residuals, g):
+    x, w = residuals
+    return gather_axis(g @ shard_weight(w, 0).T), x.T @ g
 
 
-_divided.defvjp(_divided_forward, _divided_backward)
+_sharded_matmul.defvjp(_sharded_matmul_forward, _sharded_matmul_backward)
 
 
 def _constrain(x: Array, axis: int, name: str | None) -> Array:
+    """Shards `axis` over the mesh axis `name` (None: replicates it) and leaves the other axes to the partitioner."""
     spec: list = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[axis] = name
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

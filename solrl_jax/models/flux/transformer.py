@@ -1,14 +1,12 @@
-"""FLUX.1's diffusion transformer (Black Forest Labs, 2024): `FluxTransformer2DModel` of diffusers in Flax NNX.
+"""FLUX.1's diffusion transformer (Black Forest Labs, 2024): diffusers' `FluxTransformer2DModel` in NNX.
 
-A multimodal diffusion transformer (arXiv 2403.03206, section 4) with rotary positions (arXiv 2104.09864). In the first blocks,
-text and image are two streams (`models.layers.mmdit`). The later blocks treat both as one sequence, and run attention and MLP side by
-side (arXiv 2302.05442, section 2). Time, guidance scale and pooled text modulate all blocks. The network predicts the velocity
-`v = noise - x0` of a flow.
+A multimodal diffusion transformer (arXiv 2403.03206, section 4) with rotary positions (arXiv 2104.09864).
+In the first blocks, text and image are two streams (`models.layers.mmdit`). The later blocks treat both as
+one sequence, and run attention and MLP side by side (arXiv 2302.05442, section 2). Timestep, guidance scale
+and pooled text modulate all blocks. The network predicts the velocity `v = noise - x0` of a flow.
 """
 
 import dataclasses
-from functools import partial
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +14,25 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from solrl_jax.models.layers.activation import concat_features
+from solrl_jax.models.layers.ada_layer_norm import AdaLayerNorm
 from solrl_jax.models.layers.linear import Linear
-from solrl_jax.models.layers.mmdit import (
-    AdaLayerNorm,
-    JointBlock,
-    Rotate,
-    SelfAttention,
-    TimeTextEmbedding,
-)
+from solrl_jax.models.layers.mmdit import JointBlock, TimeTextEmbedding
 from solrl_jax.models.layers.modulation import modulate
 from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
+from solrl_jax.models.layers.rotary import Rotation, rotation_table
+from solrl_jax.models.layers.softmax_attention import SelfAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig, unsupported
-from solrl_jax.quant.lazy import LazyActivation
 
-PATCH = 2  # latent pixels that a token stands for, each way
-THETA = 10000.0  # of the rotary frequencies
-Rotation: TypeAlias = tuple[
-    np.ndarray, np.ndarray
-]  # cosines and sines [positions, head / 2], float32
+PATCH = 2  # the side of the square of latent pixels that one token represents
+THETA = 10000.0  # the base of the rotary frequencies
 
 
 @dataclasses.dataclass(frozen=True)
 class FluxConfig(TransformerConfig):
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
+
     network = "FluxTransformer2DModel"
 
     patch_size: int = 1
@@ -54,51 +48,52 @@ class FluxConfig(TransformerConfig):
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
 
     def check(self) -> None:
+        """Rejects configurations that this port does not implement."""
         self.require(
             self.patch_size == 1, "patch_size", "1 (latents are packed two by two before it)"
         )
-        for name, channels in (
-            ("in_channels", self.in_channels),
-            ("out_channels", self.features_out),
-        ):
-            self.require(channels % PATCH**2 == 0, name, f"a positive multiple of {PATCH**2}")
+        channels = {"in_channels": self.in_channels, "out_channels": self.features_out}
+        for name, count in channels.items():
+            self.require(count % PATCH**2 == 0, name, f"a positive multiple of {PATCH**2}")
         axes = self.axes_dims_rope
-        head = self.attention_head_dim
-        fits = (
-            len(axes) == 3
-            and all(type(a) is int and a > 0 and a % 2 == 0 for a in axes)
-            and sum(axes) == head
-        )
+        head_dim = self.attention_head_dim
+        are_even = all(type(dim) is int and dim > 0 and dim % 2 == 0 for dim in axes)
         self.require(
-            fits,
+            len(axes) == 3 and are_even and sum(axes) == head_dim,
             "axes_dims_rope",
-            f"three positive even numbers whose sum is attention_head_dim={head}",
+            f"three positive even numbers whose sum is attention_head_dim={head_dim}",
         )
 
 
 class FluxTransformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.stack.REMAT`."""
+    """The velocity network.
+
+    Args:
+      config: The sizes of the network.
+      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
+      rngs: Random number generators for the initial weights.
+    """
 
     def __init__(self, config: FluxConfig, *, remat: str = "none", rngs: nnx.Rngs):
-        c = config
         d = config.width
+        head_dim = config.attention_head_dim
         self.config = config
         self.remat = remat
         self.time_text_embed = TimeTextEmbedding(
-            d, c.pooled_projection_dim, guided=c.guidance_embeds, rngs=rngs
+            d, config.pooled_projection_dim, guided=config.guidance_embeds, rngs=rngs
         )
-
-        def joint(r):
-            return JointBlock(d, c.attention_head_dim, modulate, normed=True, rngs=r)
-
-        self.context_embedder = Linear(c.joint_attention_dim, d, rngs=rngs)
-        self.x_embedder = Linear(c.in_channels, d, rngs=rngs)
-        self.transformer_blocks = stack(c.num_layers, joint, rngs)
+        self.context_embedder = Linear(config.joint_attention_dim, d, rngs=rngs)
+        self.x_embedder = Linear(config.in_channels, d, rngs=rngs)
+        self.transformer_blocks = stack(
+            config.num_layers,
+            lambda rngs: JointBlock(d, head_dim, modulate, normed=True, rngs=rngs),
+            rngs,
+        )
         self.single_transformer_blocks = stack(
-            c.num_single_layers, lambda r: FluxSingleBlock(c, rngs=r), rngs
+            config.num_single_layers, lambda rngs: FluxSingleBlock(d, head_dim, rngs=rngs), rngs
         )
         self.norm_out = AdaLayerNorm(d, 2, rngs=rngs)
-        self.proj_out = Linear(d, c.features_out, rngs=rngs)
+        self.proj_out = Linear(d, config.features_out, rngs=rngs)
 
     def __call__(
         self,
@@ -110,12 +105,22 @@ class FluxTransformer2DModel(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
-        """The velocity at `latent`, in the dtype of `latent`.
+        """Predicts the velocity at `latent`.
 
-        latent: not packed, c = in_channels / 4; height and width are even. text: T5's states; padding is not masked, as in the
-        released pipeline. pooled: CLIP's vector for the whole text. timestep: `1000 sigma`. guidance: the scale itself (3.5,
-        say), if and only if the network has `guidance_embeds`.
-        Raises ValueError for an odd size, or for a missing or needless guidance.
+        Args:
+          latent: The noisy latents, not packed: c is `in_channels / 4`. Height and width are even.
+          text: The last hidden states of T5. Padding is not masked, as in the released pipeline.
+          pooled: CLIP's embedding of the whole prompt.
+          timestep: `1000 * sigma`.
+          guidance: The guidance scale itself, for example 3.5, if and only if the config sets
+            `guidance_embeds`.
+          fp8_attention: Whether the attention runs in FP8.
+
+        Returns:
+          The velocity, in the dtype of `latent`.
+
+        Raises:
+          ValueError: For odd sizes, or if `guidance` is missing or unexpected.
         """
         (_, height, width, _), dtype = latent.shape, latent.dtype
         if height % PATCH or width % PATCH:
@@ -123,51 +128,53 @@ class FluxTransformer2DModel(nnx.Module):
                 f"FluxTransformer2DModel: latents of {height} x {width}; accepted: even sizes"
             )
         if self.config.guidance_embeds != (guidance is not None):
-            wanted = "a scale" if self.config.guidance_embeds else "None"
+            expected = "a scale" if self.config.guidance_embeds else "None"
             raise unsupported(
-                "FluxTransformer2DModel", "guidance", guidance, f"{wanted}, with this config"
+                "FluxTransformer2DModel", "guidance", guidance, f"{expected}, with this config"
             )
         rows = height // PATCH
         columns = width // PATCH
         length = text.shape[1]
-        # in float32, because it modulates every token of every block: its rounding error would not average out
-        condition = jax.nn.silu(
-            self.time_text_embed(timestep, pooled.astype(jnp.float32), guidance)
-        ).astype(dtype)
-        turn = partial(rotate, rotation=rotary(length, rows, columns, self.config.axes_dims_rope))
+        # In float32, because the condition modulates every token of every block, so that its rounding
+        # error would not average out.
+        embedded = self.time_text_embed(timestep, pooled.astype(jnp.float32), guidance)
+        condition = jax.nn.silu(embedded).astype(dtype)
+        rotation = rotary_table(length, rows, columns, self.config.axes_dims_rope)
 
-        # an image token for each 2 x 2 pixels, row by row
         text = self.context_embedder(text.astype(dtype))
+        # one image token for each 2 x 2 pixels, row by row
         squares = space_to_depth(latent)
-        streams = text, self.x_embedder(squares.reshape(len(latent), -1, squares.shape[-1]))
+        image = self.x_embedder(squares.reshape(len(latent), -1, squares.shape[-1]))
 
-        def apply(block, streams):
-            return block(*streams, condition, turn, fp8_attention=fp8_attention)
+        def apply_joint(block, streams):
+            return block(*streams, condition, rotation, fp8_attention=fp8_attention)
 
-        x = jnp.concatenate(
-            scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat), axis=1
-        )
-        x = scan_blocks(
-            self.single_transformer_blocks,
-            lambda block, x: block(x, condition, turn, fp8_attention),
-            x,
-            remat=self.remat,
-        )
-        normed, (scale, shift) = self.norm_out(x[:, length:], condition)
-        return depth_to_space(
-            self.proj_out(normed.map(modulate, shift, scale)).reshape(
-                len(latent), rows, columns, -1
-            )
-        )
+        def apply_single(block, x):
+            return block(x, condition, rotation, fp8_attention=fp8_attention)
+
+        streams = scan_blocks(self.transformer_blocks, apply_joint, (text, image), remat=self.remat)
+        x = jnp.concatenate(streams, axis=1)
+        x = scan_blocks(self.single_transformer_blocks, apply_single, x, remat=self.remat)
+        x = x[:, length:]
+        scale, shift = self.norm_out.vectors(condition)
+        x = self.proj_out(self.norm_out(x, shift, scale))
+        return depth_to_space(x.reshape(len(latent), rows, columns, -1))
 
 
 class FluxSingleBlock(nnx.Module):
-    """A block with one stream, text before image. Attention and MLP read the same input, and one linear reads both results."""
+    """A block with one stream, text before image.
 
-    def __init__(self, c: FluxConfig, *, rngs: nnx.Rngs):
-        d = c.width
+    Attention and MLP read the same input, and one linear layer reads the results of both.
+
+    Args:
+      d: The number of features of the tokens.
+      head_dim: The number of features of one attention head.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(self, d: int, head_dim: int, *, rngs: nnx.Rngs):
         self.norm = AdaLayerNorm(d, 3, rngs=rngs)
-        self.attn = SelfAttention(d, c.attention_head_dim, normed=True, projected=False, rngs=rngs)
+        self.attn = SelfAttention(d, head_dim, normed=True, projected=False, rngs=rngs)
         self.proj_mlp = Linear(d, 4 * d, rngs=rngs)
         self.proj_out = Linear(5 * d, d, rngs=rngs)
 
@@ -175,61 +182,43 @@ class FluxSingleBlock(nnx.Module):
         self,
         x: Float[Array, "b s d"],
         condition: Float[Array, "b d"],
-        rotate: Rotate,
-        fp8_attention: bool,
+        rotation: Rotation,
+        *,
+        fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
-        h, (shift, scale, gate) = self.norm(x, condition)
-        h = h.map(modulate, shift, scale)
-        both = LazyActivation.of(
-            self.attn(h, rotate, fp8_attention=fp8_attention), dtype=h.dtype
-        ).beside(self.proj_mlp.pending(h).map(jax.nn.gelu))
-        return x + gate * self.proj_out(both)
+        """Applies the block.
+
+        Args:
+          x: The text tokens, then the image tokens.
+          condition: The vector that modulates the block, after its SiLU.
+          rotation: The rotary angles of the s positions.
+          fp8_attention: Whether the attention runs in FP8.
+
+        Returns:
+          The tokens after the block.
+        """
+        shift, scale, gate = self.norm.vectors(condition)
+        h = self.norm(x, shift, scale)
+        attended = self.attn(h, rotation, fp8_attention=fp8_attention)
+        hidden = self.proj_mlp.activated(h, jax.nn.gelu)
+        return x + gate * self.proj_out(concat_features(attended, hidden, dtype=x.dtype))
 
 
-def rotary(length: int, rows: int, columns: int, axes: tuple[int, ...]) -> Rotation:
-    """Cosines and sines of the angle of each position: `length` tokens of text, then `rows * columns` of the image, row by row.
+def rotary_table(length: int, rows: int, columns: int, axes_dims: tuple[int, ...]) -> Rotation:
+    """The rotary angles of the text tokens, then of the image tokens, row by row.
 
-    A position has three coordinates: (0, row, column) for the image, and (0, 0, 0) for text, which is thus not rotated.
-    axes: how many features of a head each coordinate rotates.
+    A position has three coordinates: (0, row, column) for image tokens, and (0, 0, 0) for text tokens, which
+    are thus not rotated.
+
+    Args:
+      length: The number of text tokens.
+      rows: The number of rows of image tokens.
+      columns: The number of columns of image tokens.
+      axes_dims: The number of features of a head that each coordinate rotates.
+
+    Returns:
+      Cosines and sines [1, length + rows * columns, head_dim / 2].
     """
-    position = np.zeros((3, length + rows * columns))
-    position[1:, length:] = np.indices((rows, columns)).reshape(2, -1)
-    return rotation(position, axes, THETA)
-
-
-def rotation(
-    position: Float[np.ndarray, "axes s"], axes: tuple[int, ...], theta: float
-) -> Rotation:
-    """Cosines and sines of the angles of positions with a coordinate for each of `axes` (arXiv 2104.09864, section 3.3).
-
-    axes: how many features of a head each coordinate rotates, in pairs. theta: of the frequencies.
-    """
-    # on the host in float64, rounded once, as in the released code
-    angle = [
-        np.outer(p, theta ** (-np.arange(0, d, 2) / d)) for p, d in zip(position, axes, strict=True)
-    ]
-    angles = np.concatenate(angle, axis=-1)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def rotate(x: LazyActivation, position: int, rotation: Rotation) -> LazyActivation:
-    """Rotates queries or keys by the angles of their positions. position: of the first row of `x`."""
-    return x.map(turn, *(jnp.asarray(r[None, position : position + x.rows]) for r in rotation))
-
-
-def turn(
-    x: Float[Array, "... d"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
-) -> Float[Array, "... d"]:
-    """Rotates each pair of neighbouring features of each head by an angle, in float32 (arXiv 2104.09864, eq. 34).
-
-    x: heads side by side, each of `2 half` features.
-    """
-    cos = cos[..., None, :]
-    sin = sin[..., None, :]
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1], 2)
-    first, second = jnp.unstack(pairs, axis=-1)
-    return (
-        jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        .reshape(x.shape)
-        .astype(x.dtype)
-    )
+    positions = np.zeros((3, length + rows * columns))
+    positions[1:, length:] = np.indices((rows, columns)).reshape(2, -1)
+    return rotation_table(positions, axes_dims, THETA)

@@ -1,13 +1,13 @@
-"""FLUX.2's diffusion transformer (Black Forest Labs, 2025): `Flux2Transformer2DModel` of diffusers in Flax NNX.
+"""FLUX.2's diffusion transformer (Black Forest Labs, 2025): `Flux2Transformer2DModel` of diffusers in NNX.
 
-FLUX.1's two kinds of blocks (`models.flux.transformer`), with four differences. All blocks of a kind share their modulation. The MLPs are
-SiLU-gated (arXiv 2002.05202). In a block with one stream, one linear makes queries, keys, values and the MLP's input. Positions
-have four coordinates, and the words of the text have positions, too. No linear has a bias. The network predicts the velocity
-`v = noise - x0` of a flow, from text alone: reference pictures are not ported.
+It has FLUX.1's two kinds of blocks (`models.flux.transformer`), with four differences. All blocks of a kind
+share their modulation. The MLPs are SiLU-gated (arXiv 2002.05202). In a block with one stream, one linear
+layer computes queries, keys, values and the MLP's input. Positions have four coordinates, and text tokens
+have positions, too. No linear layer has a bias. The network predicts the velocity `v = noise - x0` of a
+flow, from text alone: reference images are not ported.
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.flux.transformer import Rotation, rotate, rotation
+from solrl_jax.models.layers.ada_layer_norm import EPS, AdaLayerNorm
 from solrl_jax.models.layers.embeddings import TimestepMLP
-from solrl_jax.models.layers.feed_forward import gated
+from solrl_jax.models.layers.feed_forward import FusedGatedFeedForward
 from solrl_jax.models.layers.linear import Linear
-from solrl_jax.models.layers.mmdit import EPS, AdaLayerNorm, JointAttention, Rotate, attend
-from solrl_jax.models.layers.modulation import modulate
-from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
+from solrl_jax.models.layers.norm import LayerNorm
+from solrl_jax.models.layers.rotary import Rotation, rotation_table
+from solrl_jax.models.layers.softmax_attention import JointAttention, ParallelAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
-from solrl_jax.quant.lazy import LazyActivation
 
+# The values of configuration fields that this port implements.
 ACCEPTED = {
     "patch_size": (1,),
     "timestep_guidance_channels": (256,),
@@ -36,6 +36,8 @@ ACCEPTED = {
 
 @dataclasses.dataclass(frozen=True)
 class Flux2Config(TransformerConfig):
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
+
     network = "Flux2Transformer2DModel"
 
     patch_size: int = 1
@@ -54,19 +56,16 @@ class Flux2Config(TransformerConfig):
     guidance_embeds: bool = True
 
     def check(self) -> None:
+        """Rejects configurations that this port does not implement."""
         for name, accepted in ACCEPTED.items():
             self.require_one_of(name, accepted)
         axes = self.axes_dims_rope
-        head = self.attention_head_dim
-        fits = (
-            len(axes) == 4
-            and all(type(a) is int and a > 0 and a % 2 == 0 for a in axes)
-            and sum(axes) == head
-        )
+        head_dim = self.attention_head_dim
+        are_even = all(type(dim) is int and dim > 0 and dim % 2 == 0 for dim in axes)
         self.require(
-            fits,
+            len(axes) == 4 and are_even and sum(axes) == head_dim,
             "axes_dims_rope",
-            f"four positive even numbers whose sum is attention_head_dim={head}",
+            f"four positive even numbers whose sum is attention_head_dim={head_dim}",
         )
         self.require(
             self.hidden > 0, "mlp_ratio", "a number that gives the MLP a width of 1 or more"
@@ -74,34 +73,41 @@ class Flux2Config(TransformerConfig):
 
     @property
     def hidden(self) -> int:
-        """The width of the MLPs after their gate."""
+        """The number of features of the MLPs after their gate."""
         return int(self.width * self.mlp_ratio)
 
 
 class Flux2Transformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.stack.REMAT`."""
+    """The velocity network.
+
+    Args:
+      config: The sizes of the network.
+      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
+      rngs: Random number generators for the initial weights.
+    """
 
     def __init__(self, config: Flux2Config, *, remat: str = "none", rngs: nnx.Rngs):
-        c = config
         d = config.width
         self.config = config
         self.remat = remat
 
-        def linear(n_in, n_out):
+        def linear(n_in: int, n_out: int) -> Linear:
             return Linear(n_in, n_out, bias=False, rngs=rngs)
 
         self.time_guidance_embed = nnx.Dict(timestep_embedder=TimestepMLP(d, bias=False, rngs=rngs))
         self.double_stream_modulation_img = nnx.Dict(linear=linear(d, 6 * d))
         self.double_stream_modulation_txt = nnx.Dict(linear=linear(d, 6 * d))
         self.single_stream_modulation = nnx.Dict(linear=linear(d, 3 * d))
-        self.x_embedder = linear(c.in_channels, d)
-        self.context_embedder = linear(c.joint_attention_dim, d)
-        self.transformer_blocks = stack(c.num_layers, lambda r: Flux2Block(c, rngs=r), rngs)
+        self.x_embedder = linear(config.in_channels, d)
+        self.context_embedder = linear(config.joint_attention_dim, d)
+        self.transformer_blocks = stack(
+            config.num_layers, lambda rngs: Flux2Block(config, rngs=rngs), rngs
+        )
         self.single_transformer_blocks = stack(
-            c.num_single_layers, lambda r: Flux2SingleBlock(c, rngs=r), rngs
+            config.num_single_layers, lambda rngs: Flux2SingleBlock(config, rngs=rngs), rngs
         )
         self.norm_out = AdaLayerNorm(d, 2, bias=False, rngs=rngs)
-        self.proj_out = linear(d, c.features_out)
+        self.proj_out = linear(d, config.features_out)
 
     def __call__(
         self,
@@ -111,142 +117,164 @@ class Flux2Transformer2DModel(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
-        """The velocity at `latent`, in the dtype of `latent`.
+        """Predicts the velocity at `latent`.
 
-        latent: one token a latent pixel. text: the encoder's states; padding is not masked, as in the released pipeline.
-        timestep: `1000 sigma`.
+        Args:
+          latent: The noisy latents. Each pixel becomes one token.
+          text: The hidden states of the text encoder. Padding is not masked, as in the released pipeline.
+          timestep: `1000 * sigma`.
+          fp8_attention: Whether the attention runs in FP8.
+
+        Returns:
+          The velocity, in the dtype of `latent`.
         """
-        (_, height, width, c), dtype, length = latent.shape, latent.dtype, text.shape[1]
-        # in float32, because it modulates every token of every block: its rounding error would not average out
+        (batch, height, width, channels), dtype = latent.shape, latent.dtype
+        length = text.shape[1]
+        # In float32, because the condition modulates every token of every block, so that its rounding
+        # error would not average out.
         embedded = self.time_guidance_embed.timestep_embedder(timestep, jnp.float32)
         condition = jax.nn.silu(embedded).astype(dtype)
+        image_vectors = _vectors(self.double_stream_modulation_img.linear, condition, 6)
+        text_vectors = _vectors(self.double_stream_modulation_txt.linear, condition, 6)
+        single_vectors = _vectors(self.single_stream_modulation.linear, condition, 3)
+        rotation = rotary_table(length, height, width, self.config)
 
-        def vectors(module, count):
-            return jnp.split(module.linear(condition)[:, None], count, axis=-1)
+        text = self.context_embedder(text.astype(dtype))
+        image = self.x_embedder(latent.reshape(batch, -1, channels))
 
-        of_image = vectors(self.double_stream_modulation_img, 6)
-        of_text = vectors(self.double_stream_modulation_txt, 6)
-        of_both = vectors(self.single_stream_modulation, 3)
-        turn = partial(rotate, rotation=rotary(length, height, width, self.config))
+        def apply_joint(block, streams):
+            return block(
+                *streams, text_vectors, image_vectors, rotation, fp8_attention=fp8_attention
+            )
 
-        streams = (
-            self.context_embedder(text.astype(dtype)),
-            self.x_embedder(latent.reshape(len(latent), -1, c)),
-        )
+        def apply_single(block, x):
+            return block(x, single_vectors, rotation, fp8_attention=fp8_attention)
 
-        def apply(block, streams):
-            return block(*streams, of_text, of_image, turn, fp8_attention)
+        streams = scan_blocks(self.transformer_blocks, apply_joint, (text, image), remat=self.remat)
+        x = jnp.concatenate(streams, axis=1)
+        x = scan_blocks(self.single_transformer_blocks, apply_single, x, remat=self.remat)
+        x = x[:, length:]
+        scale, shift = self.norm_out.vectors(condition)
+        x = self.proj_out(self.norm_out(x, shift, scale))
+        return x.reshape(batch, height, width, -1)
 
-        x = jnp.concatenate(
-            scan_blocks(self.transformer_blocks, apply, streams, remat=self.remat), axis=1
-        )
-        x = scan_blocks(
-            self.single_transformer_blocks,
-            lambda block, x: block(x, of_both, turn, fp8_attention),
-            x,
-            remat=self.remat,
-        )
-        normed, (scale, shift) = self.norm_out(x[:, length:], condition)
-        return self.proj_out(normed.map(modulate, shift, scale)).reshape(
-            len(latent), height, width, -1
-        )
+
+def _vectors(
+    linear: Linear, condition: Float[Array, "b d"], count: int
+) -> list[Float[Array, "b 1 d"]]:
+    """`count` modulation vectors of a condition."""
+    return jnp.split(linear(condition)[:, None], count, axis=-1)
 
 
 class Flux2Block(nnx.Module):
-    """One layer of both streams. of_text, of_image: shift, scale and gate [b, 1, d] of the attention, then of the MLP."""
+    """One layer of both streams.
 
-    def __init__(self, c: Flux2Config, *, rngs: nnx.Rngs):
-        self.norm = LayerNorm(c.width, eps=EPS, affine=False)
-        self.attn = JointAttention(
-            c.width, c.attention_head_dim, normed=True, bias=False, rngs=rngs
+    Args:
+      config: The sizes of the network.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(self, config: Flux2Config, *, rngs: nnx.Rngs):
+        d = config.width
+        self.norm = LayerNorm(d, eps=EPS, affine=False)
+        self.attn = JointAttention(d, config.attention_head_dim, normed=True, bias=False, rngs=rngs)
+        self.ff, self.ff_context = (
+            FusedGatedFeedForward(d, config.hidden, rngs=rngs) for _ in range(2)
         )
-        self.ff, self.ff_context = (FeedForward(c, rngs=rngs) for _ in range(2))
 
     def __call__(
         self,
         text: Float[Array, "b l d"],
         image: Float[Array, "b n d"],
-        of_text: list[Array],
-        of_image: list[Array],
-        rotate: Rotate,
-        fp8_attention: bool,
+        text_vectors: list[Float[Array, "b 1 d"]],
+        image_vectors: list[Float[Array, "b 1 d"]],
+        rotation: Rotation,
+        *,
+        fp8_attention: bool = False,
     ) -> tuple[Float[Array, "b l d"], Float[Array, "b n d"]]:
-        def modulated(x, shift, scale):
-            return self.norm.pending(x).map(modulate, shift, scale)
+        """Applies the layer.
 
-        read = modulated(text, *of_text[:2]), modulated(image, *of_image[:2])
-        from_text, from_image = self.attn(*read, rotate, fp8_attention=fp8_attention)
-        assert (
-            from_text is not None
-        )  # `JointAttention` leaves it out of a network's last block, where nothing reads it
-        text = text + of_text[2] * from_text
-        image = image + of_image[2] * from_image
-        text = text + of_text[5] * self.ff_context(modulated(text, *of_text[3:5]))
-        return text, image + of_image[5] * self.ff(modulated(image, *of_image[3:5]))
+        Args:
+          text: The text tokens.
+          image: The image tokens.
+          text_vectors: The modulation of the text: shift, scale and gate of the attention, then of the MLP.
+          image_vectors: The modulation of the image, in the same order.
+          rotation: The rotary angles of the l + n positions, text first.
+          fp8_attention: Whether the attention runs in FP8.
 
-
-class FeedForward(nnx.Module):
-    """A SiLU-gated MLP. One linear makes the gate and, after it, what is gated."""
-
-    def __init__(self, c: Flux2Config, *, rngs: nnx.Rngs):
-        self.linear_in = Linear(c.width, 2 * c.hidden, bias=False, rngs=rngs)
-        self.linear_out = Linear(c.hidden, c.width, bias=False, rngs=rngs)
-        self.hidden = c.hidden
-
-    def __call__(self, x: LazyActivation) -> Float[Array, "b s d"]:
-        gate, value = self.linear_in.pending(x).columns(self.hidden, self.hidden)
-        return self.linear_out(gate.join(gated, value))
+        Returns:
+          The text tokens and the image tokens after the layer.
+        """
+        text_shift, text_scale, text_gate, text_shift_ff, text_scale_ff, text_gate_ff = text_vectors
+        shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors
+        text_attended, image_attended = self.attn(
+            self.norm.modulated(text, text_shift, text_scale),
+            self.norm.modulated(image, shift, scale),
+            rotation,
+            fp8_attention=fp8_attention,
+        )
+        assert text_attended is not None  # only a `last` layer returns None
+        text = text + text_gate * text_attended
+        image = image + gate * image_attended
+        text_hidden = self.norm.modulated(text, text_shift_ff, text_scale_ff)
+        text = text + text_gate_ff * self.ff_context(text_hidden)
+        image_hidden = self.norm.modulated(image, shift_ff, scale_ff)
+        return text, image + gate_ff * self.ff(image_hidden)
 
 
 class Flux2SingleBlock(nnx.Module):
-    """A block with one stream, text before image. vectors: shift, scale and gate [b, 1, d]."""
+    """A block with one stream, text before image.
 
-    def __init__(self, c: Flux2Config, *, rngs: nnx.Rngs):
-        self.norm = LayerNorm(c.width, eps=EPS, affine=False)
-        self.attn = ParallelAttention(c, rngs=rngs)
+    Args:
+      config: The sizes of the network.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(self, config: Flux2Config, *, rngs: nnx.Rngs):
+        d = config.width
+        self.norm = LayerNorm(d, eps=EPS, affine=False)
+        self.attn = ParallelAttention(d, config.attention_head_dim, config.hidden, rngs=rngs)
 
     def __call__(
         self,
         x: Float[Array, "b s d"],
         vectors: list[Float[Array, "b 1 d"]],
-        rotate: Rotate,
-        fp8_attention: bool,
+        rotation: Rotation,
+        *,
+        fp8_attention: bool = False,
     ) -> Float[Array, "b s d"]:
+        """Applies the block.
+
+        Args:
+          x: The text tokens, then the image tokens.
+          vectors: The modulation: shift, scale and gate.
+          rotation: The rotary angles of the s positions.
+          fp8_attention: Whether the attention runs in FP8.
+
+        Returns:
+          The tokens after the block.
+        """
         shift, scale, gate = vectors
-        return x + gate * self.attn(
-            self.norm.pending(x).map(modulate, shift, scale), rotate, fp8_attention
-        )
+        h = self.norm.modulated(x, shift, scale)
+        return x + gate * self.attn(h, rotation, fp8_attention=fp8_attention)
 
 
-class ParallelAttention(nnx.Module):
-    """Attention and a gated MLP side by side (arXiv 2302.05442, section 2): one linear before both, one after."""
+def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> Rotation:
+    """The rotary angles of the text tokens, then of the image tokens, row by row.
 
-    def __init__(self, c: Flux2Config, *, rngs: nnx.Rngs):
-        self.to_qkv_mlp_proj = Linear(c.width, 3 * c.width + 2 * c.hidden, bias=False, rngs=rngs)
-        self.norm_q, self.norm_k = (RMSNorm(c.attention_head_dim, eps=EPS) for _ in range(2))
-        self.to_out = Linear(c.width + c.hidden, c.width, bias=False, rngs=rngs)
-        self.config = c
+    A position has four coordinates: (0, row, column, 0) for image tokens, and (0, 0, 0, index) for text
+    tokens. The first coordinate distinguishes reference images.
 
-    def __call__(
-        self, x: LazyActivation, rotate: Rotate, fp8_attention: bool
-    ) -> Float[Array, "b s d"]:
-        d = self.config.width
-        hidden = self.config.hidden
-        q, k, v, gate, value = self.to_qkv_mlp_proj.pending(x).columns(d, d, d, hidden, hidden)
-        heads = [rotate(self.norm_q.by_head(q), 0), rotate(self.norm_k.by_head(k), 0), v]
-        attended = attend(self.config.attention_head_dim, heads, fp8_attention=fp8_attention)
-        return self.to_out(
-            LazyActivation.of(attended, dtype=x.dtype).beside(gate.join(gated, value))
-        )
+    Args:
+      length: The number of text tokens.
+      rows: The number of rows of image tokens.
+      columns: The number of columns of image tokens.
+      config: Read are `axes_dims_rope` and `rope_theta`.
 
-
-def rotary(length: int, rows: int, columns: int, c: Flux2Config) -> Rotation:
-    """Cosines and sines of the angle of each position: `length` tokens of text, then `rows * columns` of the image, row by row.
-
-    A position has four coordinates: (0, row, column, 0) for the image, and (0, 0, 0, index) for text. The first one tells
-    reference pictures apart.
+    Returns:
+      Cosines and sines [1, length + rows * columns, head_dim / 2].
     """
-    position = np.zeros((4, length + rows * columns))
-    position[3, :length] = np.arange(length)
-    position[1:3, length:] = np.indices((rows, columns)).reshape(2, -1)
-    return rotation(position, c.axes_dims_rope, c.rope_theta)
+    positions = np.zeros((4, length + rows * columns))
+    positions[3, :length] = np.arange(length)
+    positions[1:3, length:] = np.indices((rows, columns)).reshape(2, -1)
+    return rotation_table(positions, config.axes_dims_rope, config.rope_theta)

@@ -1,8 +1,9 @@
-"""Softmax attention for all networks. The kernel is chosen here and nowhere else.
+"""Softmax attention for all networks. Only this module chooses the kernel.
 
-Scaled dot products (arXiv 1706.03762, section 3.2.1). Several query heads may share the keys and values of one head (arXiv
-2305.13245). Two options act on the logits: the soft cap of Gemma 2 (arXiv 2408.00118, section 2), and an added bias, which T5
-uses for relative positions (arXiv 1910.10683, section 2.1).
+Scaled dot-product attention (arXiv 1706.03762, section 3.2.1). Several query heads may share the keys and
+values of one head (arXiv 2305.13245). Two options change the logits: the soft cap of Gemma 2 (arXiv
+2408.00118, section 2), and an added bias, which T5 uses for relative positions (arXiv 1910.10683, section
+2.1).
 """
 
 from typing import TypeAlias
@@ -14,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from solrl_jax.models.layers import attention_tpu
 from solrl_jax.quant import compile_target, tensor_parallel
 
-# Where a query may look: true there; or of how many keys, from the first, in each row, which no kernel has to read as a matrix.
+# Either a Boolean matrix, True where a query may attend to a key; or the number of keys, counted from the
+# first, that all queries of a sample attend to. No kernel has to read the latter as a matrix.
 Mask: TypeAlias = Bool[Array, "#b #n #t s"] | Int[Array, " b"]
 
 
@@ -28,21 +30,27 @@ def attention(
     softcap: float | None = None,
     bias: Float[Array, "#b #n t s"] | None = None,
 ) -> Float[Array, "b t n h"]:
-    """`softmax(scale * q k^T + bias) v` for each head, in the dtype of `q`, with the softmax in float32.
+    """Computes `softmax(scale * q k^T + bias) v` for each head. The softmax is in float32.
 
     Args:
-      q, k, v: t queries and s keys and values; query head `i` reads key head `i // (n / kv)`.
-      mask: None: anywhere. A query that may look nowhere gets the mean of the values, so that padding is finite; of a number of
-        keys, at least one.
-      scale: `h ** -0.5` unless given.
-      softcap: with a cap c, the logits become `c tanh(logits / c)`, before the mask.
-      bias: cuDNN reads it in the dtype of `q`. Not with a soft cap: no network has both.
+      q: Queries: batch, query positions, heads, features of a head.
+      k: Keys: batch, key positions, key heads, features. Query head `i` reads key head `i // (n / kv)`.
+      v: Values, with the axes of the keys.
+      mask: The keys that queries attend to, see `Mask`. None: all. A query that attends to no key of a
+        matrix gets the mean of the values, so that the outputs of padding are finite. A number of keys
+        must be at least 1.
+      scale: The factor of the logits. None: `h ** -0.5`.
+      softcap: A cap c turns the logits into `c tanh(logits / c)`, before the mask is applied.
+      bias: Added to the logits; cuDNN reads it in the dtype of `q`. Cannot be combined with `softcap`.
+
+    Returns:
+      The attended values, in the dtype of `q`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None:
-        assert bias is None
-        q, k, v = (tensor_parallel.split(tensor_parallel.join(x, 2), 2) for x in (q, k, v))
-        return _softcapped(q, k, v, _as_matrix(mask, k), scale, softcap)
+        assert bias is None, "no network has both a soft cap and a bias"
+        q, k, v = (_shard_heads(tensor_parallel.gather_axis(x, 2)) for x in (q, k, v))
+        return _softcapped(q, k, v, _mask_matrix(mask, k), scale, softcap)
     return _attend(q, k, v, mask, scale, bias, gradient=True)
 
 
@@ -52,8 +60,16 @@ def attention_forward(
     v: Float[Array, "b s kv h"],
     mask: Mask | None = None,
 ) -> Float[Array, "b t n h"]:
-    """`attention` of which no gradient is asked for: cuDNN then takes odd lengths and one mask for all heads."""
+    """`attention` for programs that take no gradient of it.
+
+    Without a gradient, cuDNN takes odd lengths, and one mask for all heads. Arguments and result are those
+    of `attention`.
+    """
     return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)
+
+
+def _shard_heads(x: Array) -> Array:
+    return tensor_parallel.shard_axis(x, 2)
 
 
 def _attend(
@@ -65,85 +81,118 @@ def _attend(
     bias: Array | None,
     gradient: bool,
 ) -> Float[Array, "b t n h"]:
-    q, k, v = (
-        tensor_parallel.join(x, 2) for x in (q, k, v)
-    )  # whole, so that a norm before the attention sees all features
-    rows = q[:, 0, 0, 0] if gradient else None
-    q, k, v = (
-        tensor_parallel.split(x, 2) for x in (q, k, v)
-    )  # divided by heads over the mesh axis `tensor`
-    matrix = _as_matrix(mask, k)
+    """Chooses and calls the kernel. `gradient`: whether a gradient may be taken."""
+    # First complete, so that a norm before the attention sees all features, then sharded by heads.
+    q, k, v = (tensor_parallel.gather_axis(x, 2) for x in (q, k, v))
+    row_values = q[:, 0, 0, 0] if gradient else None
+    q, k, v = (_shard_heads(x) for x in (q, k, v))
+    matrix = _mask_matrix(mask, k)
+    has_matrix = mask is not None and mask is matrix
     if attention_tpu.fits(q, k, matrix, bias):
-        out = attention_tpu.flash(q, k, v, matrix, scale)
-    elif cudnn_fits(q, k, biased=bias is not None or (mask is not None and mask is matrix)):
-        out = _cudnn(q, k, v, mask, scale, bias, rows)
+        out = attention_tpu.flash_attention(q, k, v, matrix, scale)
+    elif cudnn_fits(q, k, biased=bias is not None or has_matrix):
+        out = _cudnn_attention(q, k, v, mask, scale, bias, row_values)
     else:
-        if bias is not None:
-            bias = jnp.broadcast_to(
-                bias, (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])
-            ).astype(jnp.float32)
-        dtype = q.dtype
-        if dtype == jnp.float16:  # a CPU has no such product
-            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        out = jax.nn.dot_product_attention(
-            q, k, v, bias, matrix, scale=scale, implementation="xla"
-        ).astype(dtype)
-    return tensor_parallel.join(tensor_parallel.split(out, 2), 2)
+        out = _xla_attention(q, k, v, matrix, scale, bias)
+    return tensor_parallel.gather_axis(_shard_heads(out), 2)
 
 
-def _as_matrix(mask: Mask | None, k: Float[Array, "b s kv h"]) -> Bool[Array, "#b #n #t s"] | None:
+def _mask_matrix(
+    mask: Mask | None, k: Float[Array, "b s kv h"]
+) -> Bool[Array, "#b #n #t s"] | None:
+    """The mask as a Boolean matrix."""
     if mask is None or mask.ndim > 1:
         return mask
     return (jnp.arange(k.shape[1]) < mask[:, None])[:, None, None]
 
 
+def _xla_attention(
+    q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None
+) -> Array:
+    """Attention without a fused kernel: all scores are in memory."""
+    if bias is not None:
+        shape = (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        bias = jnp.broadcast_to(bias, shape).astype(jnp.float32)
+    dtype = q.dtype
+    if dtype == jnp.float16:  # CPUs have no FP16 matmul
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(q, k, v, bias, mask, scale=scale, implementation="xla")
+    return out.astype(dtype)
+
+
 def cudnn_fits(
     q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, biased: bool
 ) -> bool:
-    """Whether cuDNN's flash attention takes these operands, on the platform that is traced for, and computes their gradient.
+    """Whether cuDNN's flash attention takes these operands and computes their gradient.
 
-    biased: with a bias or a mask; cuDNN reads a mask as a bias.
-    Heads are at most 128 wide, the limit of all cards (Hopper takes 256). Odd lengths have no gradient. `_cudnn` makes them
-    even, but cannot do so with a bias. Whether a gradient is needed is not known here, so it is always required.
+    Heads may have up to 128 features, the limit that all GPUs share (Hopper takes 256). Odd lengths have no
+    gradient. `_cudnn_attention` pads them to even lengths, but not if there is a bias. It is not known here
+    whether a gradient will be taken, so its conditions are always required.
+
+    Args:
+      q: Queries [b, t, n, h].
+      k: Keys [b, s, kv, h].
+      biased: Whether there is a bias or a mask matrix, which cuDNN reads as a bias.
+
+    Returns:
+      Whether the program is traced for a GPU and cuDNN takes the operands.
     """
-    head = q.shape[-1]
-    lengths = (q.shape[1], k.shape[1])
-    half = q.dtype in (jnp.bfloat16, jnp.float16)
-    even = not biased or all(n % 2 == 0 for n in lengths)
-    return compile_target.platform() == "gpu" and half and even and head % 8 == 0 and head <= 128
+    head_dim = q.shape[-1]
+    if compile_target.platform() != "gpu":
+        return False
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    if biased and (q.shape[1] % 2 or k.shape[1] % 2):
+        return False
+    return head_dim % 8 == 0 and head_dim <= 128
 
 
-def _cudnn(
+def _cudnn_attention(
     q: Array,
     k: Array,
     v: Array,
     mask: Mask | None,
     scale: float,
     bias: Array | None,
-    rows: Float[Array, " b"] | None,
+    row_values: Float[Array, " b"] | None,
 ) -> Array:
-    """cuDNN's flash attention (arXiv 2205.14135), with operands as it requires them.
+    """cuDNN's flash attention (arXiv 2205.14135), with its operands in the form that it requires.
 
-    It requires a bias in the dtype of `q` and, for the gradient, a mask of the full shape and even lengths. An odd one gets one
-    more position, and the kernel is told the true length of each row, so that it ignores that position.
-    rows: one number for each row, of any value; None: no gradient is needed.
+    cuDNN requires a bias in the dtype of `q` and, for the gradient, a mask of the full shape and even
+    lengths. Odd lengths are padded by one position, and the kernel receives the true length of each row,
+    so that it ignores the padding.
+
+    Args:
+      q: Queries [b, t, n, h].
+      k: Keys [b, s, kv, h].
+      v: Values [b, s, kv, h].
+      mask: The keys that queries attend to, see `Mask`.
+      scale: The factor of the logits.
+      bias: Added to the logits, or None.
+      row_values: Any number for each row; see the comment below. None: no gradient is taken.
+
+    Returns:
+      The attended values [b, t, n, h].
     """
     (batch, t, heads, _), s = q.shape, k.shape[1]
-    queries = keys = None
+    query_lengths = key_lengths = None
     if mask is not None and mask.ndim == 1:
-        # t for every row, but computed from its number of keys, for the reason that is given below
-        queries = jnp.maximum(jnp.minimum(mask, 1), t)
-        keys = mask
+        # t for every row, but computed from the mask, for the reason that is given below
+        query_lengths = jnp.maximum(jnp.minimum(mask, 1), t)
+        key_lengths = mask
         mask = None
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (batch, 1 if rows is None else heads, t, s))
+        mask = jnp.broadcast_to(mask, (batch, 1 if row_values is None else heads, t, s))
     if bias is not None:
         bias = jnp.broadcast_to(bias, (bias.shape[0], heads, t, s)).astype(q.dtype)
-    if rows is not None and (t % 2 or s % 2):
-        # The lengths must be split over devices and mapped by `jax.vmap` as the rows are. A constant is not, so each length is
-        # computed from the row's number: 0 or 1, and the larger of this and the length is the length.
-        if keys is None:
-            queries, keys = (jnp.maximum(jnp.isnan(rows).astype(jnp.int32), n) for n in (t, s))
+    if row_values is not None and (t % 2 or s % 2):
+        # The lengths must be sharded over devices, and mapped by `jax.vmap`, in the way the rows are. A
+        # constant would not be. So each length is computed from a value of the row: `isnan` gives 0 or 1,
+        # and the maximum of that and the length is the length.
+        if key_lengths is None:
+            query_lengths, key_lengths = (
+                jnp.maximum(jnp.isnan(row_values).astype(jnp.int32), n) for n in (t, s)
+            )
         q, k, v = (
             jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x for x in (q, k, v)
         )
@@ -154,8 +203,8 @@ def _cudnn(
         bias,
         mask,
         scale=scale,
-        query_seq_lengths=queries,
-        key_value_seq_lengths=keys,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
         implementation="cudnn",
     )
     return out[:, :t]
@@ -164,15 +213,14 @@ def _cudnn(
 def _softcapped(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float
 ) -> Array:
-    """The same, written out: no fused kernel has a soft cap."""
-    (batch, t, heads, head), (s, kv) = q.shape, k.shape[1:3]
-    q = q.reshape(batch, t, kv, heads // kv, head)
+    """Attention with a soft cap, written out because no fused kernel has one."""
+    (batch, t, heads, head_dim), (s, kv) = q.shape, k.shape[1:3]
+    q = q.reshape(batch, t, kv, heads // kv, head_dim)
     logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = softcap * jnp.tanh(logits / softcap)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (batch, heads, t, s)).reshape(logits.shape)
-        logits = jnp.where(
-            mask, logits, jnp.finfo(jnp.float32).min
-        )  # finite: a row of -inf would be NaN
+        # a finite number, because a row of -inf would become NaN
+        logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, t, heads, head)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, t, heads, head_dim)

@@ -1,9 +1,9 @@
-"""Softmax attention in FP8 (E4M3), for exploration: cuDNN's on Hopper and later, and its twin on a CPU.
+"""Softmax attention in FP8 (E4M3) for exploration: cuDNN's on Hopper and later, plain JAX on CPUs.
 
-Both products have operands of eight bits, and the result has eight, too. They stand under no scale. E4M3 has three bits after
-the first from 2^-6 to 448, so that a scale would change what saturates and what vanishes, and nothing between. Queries and
-keys are normalised before (RMSNorm). Of values nothing is known beforehand; those beyond 448 saturate. Probabilities are at
-most 1: they are rounded 256 times as large, and keep their three bits down to 2^-14.
+Both matmuls have 8-bit operands, and the result has 8 bits, too. There are no scales: E4M3 keeps three
+mantissa bits from 2^-6 to 448, so a scale would change only which values saturate or vanish. Queries and
+keys are normalized before (RMSNorm). Values are not bounded, and saturate beyond 448. Probabilities are at
+most 1: they are quantized 256 times as large, and so keep their mantissa bits down to 2^-14.
 """
 
 from typing import Any
@@ -13,47 +13,59 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.attention import attention_forward
 from solrl_jax.quant import compile_target, tensor_parallel
-from solrl_jax.quant.lazy import rounded
+from solrl_jax.quant.lazy import cast_saturating
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-PEAK = 256.0  # what a probability of 1 is rounded as
+PROBABILITY_SCALE = 256.0  # the value that a probability of 1 is quantized as
 
 
 def attention_fp8(
     q: Float[Array, "b t n h"], k: Float[Array, "b s n h"], v: Float[Array, "b s n h"]
 ) -> Float[Array, "b t n h"]:
-    """`softmax(h ** -0.5 q k^T) v` for each head, operands and result in E4M3. It has no gradient, no mask and no bias."""
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8.
+
+    There is no gradient, no mask and no bias. On GPUs older than Hopper and for head sizes that cuDNN does
+    not take, the attention runs in BF16, which rounds the probabilities less.
+
+    Args:
+      q: Queries in E4M3: batch, query positions, heads, features of a head.
+      k: Keys in E4M3: batch, key positions, heads, features.
+      v: Values in E4M3, with the axes of the keys.
+
+    Returns:
+      The attended values in E4M3.
+    """
     if compile_target.platform() == "cpu":
-        return twin(q, k, v)
-    if not compile_target.attends_in_fp8() or q.shape[-1] % 16 or q.shape[-1] > 128:
-        # the twin would write all scores: BF16's kernel, which rounds probabilities less
-        return rounded(attention_forward(*(x.astype(jnp.bfloat16) for x in (q, k, v))), E4M3)
-    q, k, v = (tensor_parallel.split(tensor_parallel.join(x, 2), 2) for x in (q, k, v))
-    return tensor_parallel.join(tensor_parallel.split(_cudnn(q, k, v), 2), 2)
+        return reference(q, k, v)
+    if not compile_target.cudnn_attends_in_fp8() or q.shape[-1] % 16 or q.shape[-1] > 128:
+        out = attention_forward(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+        return cast_saturating(out, E4M3)
+    q, k, v = (tensor_parallel.shard_axis(tensor_parallel.gather_axis(x, 2), 2) for x in (q, k, v))
+    out = tensor_parallel.shard_axis(_cudnn_attention(q, k, v), 2)
+    return tensor_parallel.gather_axis(out, 2)
 
 
-def _cudnn(q: Array, k: Array, v: Array) -> Array:
-    from jax._src.cudnn import (
-        fused_attention_stablehlo as cudnn,
-    )  # `jax.nn` passes no operands of eight bits
+def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
+    # From `jax._src`, because `jax.nn.dot_product_attention` accepts no 8-bit operands.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    def number(x):
+    def scalar(x: float) -> Array:
         return jnp.full((1, 1, 1, 1), x, jnp.float32)
 
-    scales: Any = dict.fromkeys(cudnn.fp8_params_keys, number(1)) | {
-        "scale_s": number(PEAK),
-        "descale_s": number(1 / PEAK),
-    }
-    return cudnn.dot_product_attention(
+    scales: Any = dict.fromkeys(cudnn.fp8_params_keys, scalar(1))
+    scales["scale_s"] = scalar(PROBABILITY_SCALE)
+    scales["descale_s"] = scalar(1 / PROBABILITY_SCALE)
+    out, *_ = cudnn.dot_product_attention(
         q, k, v, fp8_params=scales, scale=q.shape[-1] ** -0.5, use_fp8=True
-    )[0]
+    )
+    return out
 
 
-def twin(q: Array, k: Array, v: Array) -> Array:
-    """What cuDNN computes, in plain JAX with all scores in memory."""
-    wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    scores = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", *wide[:2])
-    powers = jnp.exp(scores - scores.max(-1, keepdims=True))
-    codes = (PEAK * powers).astype(E4M3).astype(jnp.float32)
-    sums = PEAK * powers.sum(-1).swapaxes(1, 2)[..., None]
-    return rounded(jnp.einsum("bnts,bsnh->btnh", codes, wide[2]) / sums, E4M3)
+def reference(q: Array, k: Array, v: Array) -> Array:
+    """Computes what cuDNN computes, in plain JAX with all scores in memory."""
+    q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
+    logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q32, k32)
+    powers = jnp.exp(logits - logits.max(-1, keepdims=True))
+    codes = (PROBABILITY_SCALE * powers).astype(E4M3).astype(jnp.float32)
+    sums = PROBABILITY_SCALE * powers.sum(-1).swapaxes(1, 2)[..., None]
+    return cast_saturating(jnp.einsum("bnts,bsnh->btnh", codes, v32) / sums, E4M3)

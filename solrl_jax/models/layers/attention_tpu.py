@@ -1,7 +1,7 @@
-"""Flash attention on TPUs: JAX's kernel in Pallas (`jax.experimental.pallas.ops.tpu.flash_attention`), one call a device.
+"""Flash attention on TPUs: JAX's Pallas kernel, called on each device with its own rows and heads.
 
-XLA cannot divide a kernel in Pallas over devices, so each device is given its rows and heads. The kernel takes lengths that
-are multiples of 128. Positions that fill them up are told from tokens as masked keys are: by a segment number.
+The kernel (`jax.experimental.pallas.ops.tpu.flash_attention`) takes lengths that are multiples of 128.
+Padding is distinguished from tokens in the same way as masked keys are: by a segment number.
 """
 
 import functools
@@ -13,8 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.sharded_kernel import shard_map_kernel
 
-TILE = 128  # positions; a length is filled up to a multiple of it
-LARGEST = 512  # positions of a block that lies in a TPU's vector memory
+TILE = 128  # lengths are padded to multiples of this
+BLOCK_SIZES = (
+    512,
+    256,
+    TILE,
+)  # positions per block: the largest one that divides the length is used
 
 
 def fits(
@@ -23,79 +27,101 @@ def fits(
     mask: Bool[Array, "#b #n #t s"] | None,
     bias: Float[Array, "#b #n t s"] | None,
 ) -> bool:
-    """Whether a program is traced for TPUs, and the kernel takes these operands.
+    """Whether the program is traced for TPUs and the kernel takes these operands.
 
-    It wants as many heads of keys as of queries, at most 128 wide or a multiple of that; a mask of keys alone; no bias.
+    The kernel requires as many key heads as query heads, with up to 128 features or a multiple of 128; a
+    mask that is the same for all queries and heads; and no bias.
     """
-    head = q.shape[-1]
-    of_keys = mask is None or mask.shape[1:3] == (1, 1)
-    shaped = k.shape[2] == q.shape[2] and (head <= TILE or head % TILE == 0)
-    return compile_target.platform() == "tpu" and shaped and of_keys and bias is None
+    head_dim = q.shape[-1]
+    if compile_target.platform() != "tpu" or bias is not None:
+        return False
+    if mask is not None and mask.shape[1:3] != (1, 1):
+        return False
+    return k.shape[2] == q.shape[2] and (head_dim <= TILE or head_dim % TILE == 0)
 
 
-def flash(
+def flash_attention(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s n h"],
     v: Float[Array, "b s n h"],
     mask: Bool[Array, "#b 1 1 s"] | None,
     scale: float,
 ) -> Float[Array, "b t n h"]:
-    """`softmax(scale * q k^T) v` over the keys that `mask` has, in the dtype of `q`; softmax in float32.
+    """Computes `softmax(scale * q k^T) v` over the keys of the mask. The softmax is in float32.
 
-    Where the mask has no key, the result is the mean of the values and of the zeros that fill them up.
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      mask: True for keys that queries attend to. None: all keys. If a sample has none, its result is the
+        mean of the values and of the zeros that pad them.
+      scale: The factor of the logits.
+
+    Returns:
+      The attended values, in the dtype of `q`.
     """
     (batch, t), s = q.shape[:2], k.shape[1]
     masked = jnp.zeros((1, s), jnp.int32) if mask is None else 1 - mask[:, 0, 0].astype(jnp.int32)
-    masked = jnp.pad(
-        jnp.broadcast_to(masked, (batch, s)), ((0, 0), (0, -s % TILE)), constant_values=1
-    )
+    masked = jnp.broadcast_to(masked, (batch, s))
+    masked = jnp.pad(masked, ((0, 0), (0, -s % TILE)), constant_values=1)
 
-    def fill(x):
+    def pad(x: Array) -> Array:
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE), (0, 0), (0, 0)))
 
-    return _attend(scale, *(fill(x).swapaxes(1, 2) for x in (q, k, v)), masked).swapaxes(1, 2)[
-        :, :t
-    ]
+    q, k, v = (pad(x).swapaxes(1, 2) for x in (q, k, v))
+    return _attend(scale, q, k, v, masked).swapaxes(1, 2)[:, :t]
 
 
 def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
-    """The kernel with its gradient. The gradient makes the forward pass again: the kernel keeps its statistics to itself."""
-    # Mosaic takes no BF16 at a precision above the default
-    at = jax.default_matmul_precision("highest" if arrays[0].dtype == jnp.float32 else "default")
-    forward = shard_map_kernel(at(functools.partial(_kernel, scale)), by_heads=True)
+    """The kernel with its gradient.
+
+    The gradient runs the forward pass again, because the kernel does not return its statistics.
+    """
+    # Mosaic takes no BF16 operands at a precision above the default
+    precision = "highest" if arrays[0].dtype == jnp.float32 else "default"
+    with_precision = jax.default_matmul_precision(precision)
+    forward = shard_map_kernel(with_precision(functools.partial(_kernel, scale)), by_heads=True)
 
     def gradient(q, k, v, masked, g):
         return jax.vjp(lambda q, k, v: _kernel(scale, q, k, v, masked), q, k, v)[1](g)
 
-    backward = shard_map_kernel(at(gradient), by_heads=True)
-    attend = jax.custom_vjp(lambda *a: forward(*a))
-    attend.defvjp(lambda *a: (forward(*a), a), lambda a, g: (*backward(*a, g), None))
+    backward = shard_map_kernel(with_precision(gradient), by_heads=True)
+    attend = jax.custom_vjp(lambda *operands: forward(*operands))
+    attend.defvjp(
+        lambda *operands: (forward(*operands), operands),
+        lambda operands, g: (*backward(*operands, g), None),
+    )
     return attend(*arrays)
 
 
 def _kernel(
     scale: float, q: Array, k: Array, v: Array, masked: Int[Array, "b s"]
 ) -> Float[Array, "b n t h"]:
-    """q, k, v: [rows, heads, positions, head]; masked: 0 for keys that are looked at, else 1."""
-    from jax.experimental.pallas.ops.tpu.flash_attention import (
-        BlockSizes,
-        SegmentIds,
-        flash_attention,
-    )  # takes a second
+    """Calls JAX's kernel.
 
-    t, s = (
-        next(size for size in (LARGEST, 256, TILE) if n % size == 0)
-        for n in (q.shape[2], k.shape[2])
-    )
+    Args:
+      scale: The factor of the logits.
+      q: Queries [b, n, t, h].
+      k: Keys [b, n, s, h].
+      v: Values [b, n, s, h].
+      masked: 0 for keys that queries attend to, 1 for all others.
+
+    Returns:
+      The attended values.
+    """
+    # imported here because the import takes a second
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    t, s = (next(size for size in BLOCK_SIZES if n % size == 0) for n in (q.shape[2], k.shape[2]))
     forward = {"block_q": t, "block_k_major": s, "block_k": s, "block_b": 1}
     dkv = {"block_q_major_dkv": t, "block_q_dkv": t, "block_k_major_dkv": s, "block_k_dkv": s}
     dq = {"block_q_dq": t, "block_k_major_dq": s, "block_k_dq": s}
-    segments = SegmentIds(jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), masked)
-    return flash_attention(
+    query_segments = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
+    return pallas.flash_attention(
         q,
         k,
         v,
-        segment_ids=segments,
+        segment_ids=pallas.SegmentIds(query_segments, masked),
         sm_scale=scale,
-        block_sizes=BlockSizes(**forward, **dkv, **dq),
+        block_sizes=pallas.BlockSizes(**forward, **dkv, **dq),
     )

@@ -7,11 +7,22 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.quant import compile_target
-from solrl_jax.quant.gated_conv import convolved
+from solrl_jax.quant.gated_conv import depthwise_conv
+
+_LAYOUT = ("NHWC", "HWIO", "NHWC")  # of inputs, kernels and outputs
 
 
 class Conv(nnx.Module):
-    """A 2-D convolution with zero padding of `kernel // 2`: stride 1 keeps the size, stride 2 halves an even one."""
+    """A 2-D convolution with zero padding of `kernel // 2` on each side.
+
+    Args:
+      n_in: The number of input channels.
+      n_out: The number of output channels.
+      kernel: The side of the kernel, an odd number.
+      stride: The stride. 1 keeps the size of images, 2 halves even sizes.
+      bias: Whether to add a bias.
+      rngs: Random number generators for the initial weight, which has PyTorch's default distribution.
+    """
 
     def __init__(
         self,
@@ -23,58 +34,81 @@ class Conv(nnx.Module):
         bias: bool = True,
         rngs: nnx.Rngs,
     ):
-        scale = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        self.kernel = param(
-            scale(rngs.params(), (kernel, kernel, n_in, n_out), jnp.float32), "weight", "conv"
-        )
+        init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        shape = (kernel, kernel, n_in, n_out)
+        self.kernel = param(init(rngs.params(), shape, jnp.float32), "weight", "conv")
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
         self.stride = stride
         self.padding = kernel // 2
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
         y = jax.lax.conv_general_dilated(
-            x, self.kernel.get_value().astype(x.dtype), (self.stride, self.stride), [(self.padding, self.padding)] * 2,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+            x,
+            self.kernel.get_value().astype(x.dtype),
+            window_strides=(self.stride, self.stride),
+            padding=[(self.padding, self.padding)] * 2,
+            dimension_numbers=_LAYOUT,
+        )
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
     def apply_upsampled(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """The convolution (stride 1) of `x` with each pixel as a square of 2 x 2."""
+        """The convolution (stride 1) of `x` upsampled by two with nearest-neighbor interpolation."""
         if compile_target.platform() == "cpu":
             return self(x.repeat(2, axis=1).repeat(2, axis=2))
         y = conv_upsampled(x, self.kernel.get_value())
-        # written in the dtype of `x`: XLA would write the float32 that a norm after it reads
-        return jax.lax.optimization_barrier(
-            y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
-        )
+        if self.bias is not None:
+            y = y + self.bias.get_value().astype(x.dtype)
+        # Without the barrier, XLA would write the float32 that a norm after this layer reads.
+        return jax.lax.optimization_barrier(y)
 
 
 def conv_upsampled(
     x: Float[Array, "b h w n_in"], kernel: Float[Array, "3 3 n_in n_out"]
 ) -> Float[Array, "b 2*h 2*w n_out"]:
-    """A 3x3 convolution of `x` with each pixel as a square of 2 x 2, as one transposed convolution.
+    """A 3x3 convolution of `x` upsampled by two (nearest neighbor), as one transposed convolution.
 
-    A tap of it is the sum of those that meet the same pixel: four products for nine, and no squares in memory. A CPU is slower
-    so.
+    Each tap of the transposed convolution is the sum of the taps that meet the same pixel of `x`. This takes
+    four multiplications instead of nine, and no upsampled image in memory. On a CPU it is slower.
+
+    Args:
+      x: The images before upsampling.
+      kernel: The kernel of the 3x3 convolution, with stride 1 and zero padding of 1.
+
+    Returns:
+      The convolved images, twice as high and wide as `x`, in the dtype of `x`.
     """
-    wide = jnp.pad(kernel.astype(jnp.float32), ((1, 1), (1, 1), (0, 0), (0, 0)))
-    rows = wide[:-1] + wide[1:]
+    padded = jnp.pad(kernel.astype(jnp.float32), ((1, 1), (1, 1), (0, 0), (0, 0)))
+    rows = padded[:-1] + padded[1:]
     taps = (rows[:, :-1] + rows[:, 1:]).astype(x.dtype)
-    # turned twice: XLA knows a transposed convolution for cuDNN by a kernel that is turned
-    turned = jax.lax.rev(jax.lax.optimization_barrier(jax.lax.rev(taps, (0, 1))), (0, 1))
+    # The kernel is reversed twice because XLA recognizes a transposed convolution, which cuDNN then runs
+    # natively, by the reversal of its kernel.
+    reversed_taps = jax.lax.optimization_barrier(jax.lax.rev(taps, (0, 1)))
     return jax.lax.conv_general_dilated(
-        x, turned, (1, 1), [(2, 2)] * 2, lhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+        x,
+        jax.lax.rev(reversed_taps, (0, 1)),
+        window_strides=(1, 1),
+        padding=[(2, 2)] * 2,
+        lhs_dilation=(2, 2),
+        dimension_numbers=_LAYOUT,
+    )
 
 
 class DepthwiseConv(nnx.Module):
-    """A convolution with one `kernel` x `kernel` filter for each channel; stride 1, zero padding."""
+    """A convolution with one filter per channel, stride 1 and zero padding.
+
+    Args:
+      channels: The number of channels.
+      kernel: The side of the filters, an odd number.
+      bias: Whether to add a bias.
+      rngs: Random number generators for the initial weight, which has PyTorch's default distribution.
+    """
 
     def __init__(self, channels: int, kernel: int, *, bias: bool = True, rngs: nnx.Rngs):
-        scale = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        self.kernel = param(
-            scale(rngs.params(), (kernel, kernel, 1, channels), jnp.float32), "weight", "conv"
-        )
+        init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        shape = (kernel, kernel, 1, channels)
+        self.kernel = param(init(rngs.params(), shape, jnp.float32), "weight", "conv")
         self.bias = param(jnp.zeros(channels), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
         bias = None if self.bias is None else self.bias.get_value()
-        return convolved(x, self.kernel.get_value(), bias)
+        return depthwise_conv(x, self.kernel.get_value(), bias)

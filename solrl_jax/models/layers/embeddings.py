@@ -1,4 +1,4 @@
-"""What surrounds the blocks of a transformer: patches, positions, timesteps and texts as vectors of the network's width."""
+"""Embeddings of patches, positions, timesteps and text as vectors of a network's width."""
 
 import math
 from collections.abc import Callable
@@ -16,14 +16,20 @@ from solrl_jax.quant.matmul import matmul
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose stride is its kernel size. Computed as a matrix product over flattened patches."""
+    """A convolution whose stride equals its kernel size, computed as a matmul over flattened patches.
+
+    Args:
+      patch: The side of a patch in pixels.
+      n_in: The number of input channels.
+      n_out: The number of features of a token.
+      bias: Whether to add a bias.
+      rngs: Random number generators for the initial weight.
+    """
 
     def __init__(self, patch: int, n_in: int, n_out: int, *, bias: bool = True, rngs: nnx.Rngs):
         init = nnx.initializers.xavier_uniform()
-        kernel = init(rngs.params(), (patch * patch * n_in, n_out)).reshape(
-            patch, patch, n_in, n_out
-        )
-        self.kernel = param(kernel, "weight", "conv")
+        kernel = init(rngs.params(), (patch * patch * n_in, n_out))
+        self.kernel = param(kernel.reshape(patch, patch, n_in, n_out), "weight", "conv")
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
         self.patch = patch
 
@@ -34,7 +40,15 @@ class PatchProjection(nnx.Module):
 
 
 def patches(x: Float[Array, "b h w c"], patch: int) -> Float[Array, "b rows columns f"]:
-    """Square patches with sides of `patch` pixels. Features are ordered (row, column, channel) within a patch."""
+    """Cuts images into square patches.
+
+    Args:
+      x: The images. Height and width are multiples of `patch`.
+      patch: The side of a patch in pixels.
+
+    Returns:
+      One vector per patch. Its features are ordered (row, column, channel).
+    """
     b, h, w, c = x.shape
     x = x.reshape(b, h // patch, patch, w // patch, patch, c).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(b, h // patch, w // patch, patch**2 * c)
@@ -43,13 +57,30 @@ def patches(x: Float[Array, "b h w c"], patch: int) -> Float[Array, "b rows colu
 def unpatch(
     tokens: Float[Array, "b n f"], rows: int, columns: int, patch: int
 ) -> Float[Array, "b h w c"]:
-    """The inverse of `patches`: one patch for each token, row by row."""
+    """The inverse of `patches`.
+
+    Args:
+      tokens: One vector per patch, row by row.
+      rows: The number of patches from top to bottom.
+      columns: The number of patches from left to right.
+      patch: The side of a patch in pixels.
+
+    Returns:
+      The images, of `rows * patch` by `columns * patch` pixels.
+    """
     x = tokens.reshape(len(tokens), rows, columns, patch, patch, -1).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(len(tokens), rows * patch, columns * patch, -1)
 
 
 class TextProjection(nnx.Module):
-    """Two linears with an activation between them: `PixArtAlphaTextProjection` of diffusers."""
+    """Two linear layers with an activation between them (`PixArtAlphaTextProjection` of diffusers).
+
+    Args:
+      n_in: The number of features of the text embedding.
+      d: The number of hidden and output features.
+      act: The activation function.
+      rngs: Random number generators for the initial weights.
+    """
 
     def __init__(
         self, n_in: int, d: int, *, act: Callable[[Array], Array] = jax.nn.gelu, rngs: nnx.Rngs
@@ -63,22 +94,37 @@ class TextProjection(nnx.Module):
 
 
 class TimestepMLP(nnx.Module):
-    """A vector for a number (a time, a guidance scale): sinusoids, then two linears with SiLU between them."""
+    """Embeds a number per sample (a timestep or a guidance scale): sinusoids, then an MLP with SiLU.
+
+    Args:
+      d: The number of hidden and output features.
+      bias: Whether the linear layers have biases.
+      rngs: Random number generators for the initial weights.
+    """
 
     def __init__(self, d: int, *, bias: bool = True, rngs: nnx.Rngs):
         self.linear_1, self.linear_2 = (Linear(n, d, bias=bias, rngs=rngs) for n in (256, d))
 
     def __call__(self, value: Float[Array, " b"], dtype: DTypeLike) -> Float[Array, "b d"]:
+        """Embeds `value`. The sinusoids are cast to `dtype`, which the MLP computes in."""
         return self.linear_2(jax.nn.silu(self.linear_1(sinusoid(value).astype(dtype))))
 
 
 def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}"]:
-    """Cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000; float32."""
-    # On the host, with the exponent in float32 as in the released code, and its exponential rounded once. NumPy's own float32
-    # `exp` is often wrong in the last bit; at t = 1000 one bit of a frequency changes the angle by 1e-4.
-    exponent = (
-        np.float32(-math.log(10000)) * np.arange(dim // 2, dtype=np.float32) / np.float32(dim // 2)
-    )
+    """Sinusoidal features of numbers.
+
+    Args:
+      value: One number per sample, for example a timestep in 0..1000.
+      dim: The number of features, an even number.
+
+    Returns:
+      Float32 cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000.
+    """
+    # Computed on the host, with the exponent in float32 as in the released code and its exponential rounded
+    # once. NumPy's float32 `exp` is often wrong in the last bit, and at t = 1000 one bit of a frequency
+    # changes the angle by 1e-4.
+    index = np.arange(dim // 2, dtype=np.float32)
+    exponent = np.float32(-math.log(10000)) * index / np.float32(dim // 2)
     frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
     angle = value.astype(jnp.float32)[:, None] * frequency
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
@@ -87,29 +133,39 @@ def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}
 def sincos_positions(
     d: int, rows: Float[np.ndarray, " rows"], columns: Float[np.ndarray, " columns"]
 ) -> Float[Array, "rows columns {d}"]:
-    """Fixed positions of a grid, float32. Half of the features encode the column, the other half the row.
+    """Fixed position embeddings of a token grid.
 
-    rows, columns: the coordinates along each axis. Of each axis, a quarter of all features are sines and a quarter cosines.
+    Args:
+      d: The number of features, a multiple of 4.
+      rows: The vertical coordinate of each row.
+      columns: The horizontal coordinate of each column.
+
+    Returns:
+      Float32 features. The first half encodes the column and the second half the row; each half consists
+      of sines, then cosines.
     """
-    # The waves of an axis are made on the host in float64. The grid has up to a gigabyte: JAX makes it, so that it is not
-    # allocated where a network is traced for its shapes.
+    # The waves of each axis are computed on the host in float64. The whole grid takes up to a gigabyte, so
+    # JAX computes it: then it is not allocated when a network is only traced for its shapes.
     omega = 1.0 / 10000 ** (np.arange(d // 4) / (d // 4))
 
-    def waves(at):
-        return jnp.asarray(
-            np.concatenate([f(np.outer(at, omega)) for f in (np.sin, np.cos)], axis=-1), jnp.float32
-        )
+    def waves(coordinates: np.ndarray) -> Array:
+        angle = np.outer(coordinates, omega)
+        return jnp.asarray(np.concatenate([np.sin(angle), np.cos(angle)], axis=-1), jnp.float32)
 
     shape = (len(rows), len(columns), d // 2)
-    by_column = waves(columns)[None]
-    by_row = waves(rows)[:, None]
-    return jnp.concatenate(
-        [jnp.broadcast_to(by_column, shape), jnp.broadcast_to(by_row, shape)], axis=-1
-    )
+    column_waves = jnp.broadcast_to(waves(columns)[None], shape)
+    row_waves = jnp.broadcast_to(waves(rows)[:, None], shape)
+    return jnp.concatenate([column_waves, row_waves], axis=-1)
 
 
 class Embedding(nnx.Module):
-    """A table of `count` vectors, looked up by integer. The result has the table's dtype."""
+    """A table of vectors, looked up by index. The result has the dtype of the table.
+
+    Args:
+      count: The number of vectors.
+      features: The size of each vector.
+      rngs: Random number generators for the initial table.
+    """
 
     def __init__(self, count: int, features: int, *, rngs: nnx.Rngs):
         self.embedding = param(0.02 * jax.random.normal(rngs.params(), (count, features)), "weight")

@@ -1,17 +1,89 @@
-"""Feed-forward layers."""
+"""The feed-forward layers (MLPs) of the networks."""
+
+from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from solrl_jax.models.layers.activation import Activation
 from solrl_jax.models.layers.conv import DepthwiseConv
 from solrl_jax.models.layers.linear import Linear
 from solrl_jax.quant.gated_conv import gated_conv
-from solrl_jax.quant.lazy import LazyActivation
+
+
+def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`silu(gate) * value`, the middle of a SiLU-gated linear unit (SwiGLU, arXiv 2002.05202)."""
+    return jax.nn.silu(gate) * value
+
+
+class FeedForward(nnx.Module):
+    """A linear layer to four times the width, GELU (tanh form, arXiv 1606.08415), a linear layer back.
+
+    `net` is a list in PyTorch, whose index 1 is a dropout layer.
+
+    Args:
+      d: The number of input and output features.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(self, d: int, *, rngs: nnx.Rngs):
+        layers: dict[str, Any] = {
+            "0": nnx.Dict(proj=Linear(d, 4 * d, rngs=rngs)),
+            "2": Linear(4 * d, d, rngs=rngs),
+        }
+        self.net = nnx.Dict(layers)
+
+    def __call__(self, x: Activation) -> Float[Array, "b s d"]:
+        return self.net["2"](self.net["0"].proj.activated(x, jax.nn.gelu))
+
+
+class GatedFeedForward(nnx.Module):
+    """A SiLU-gated linear unit (arXiv 2002.05202): `w2(silu(w1(x)) * w3(x))`, without biases.
+
+    Args:
+      d: The number of input and output features.
+      hidden: The number of hidden features.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
+        self.w1, self.w3 = (Linear(d, hidden, bias=False, rngs=rngs) for _ in range(2))
+        self.w2 = Linear(hidden, d, bias=False, rngs=rngs)
+
+    def __call__(self, x: Activation) -> Float[Array, "b s d"]:
+        return self.w2(self.w1.lazy(x).combine(silu_gate, self.w3.lazy(x)))
+
+
+class FusedGatedFeedForward(nnx.Module):
+    """`GatedFeedForward` whose gate and value come from one linear layer, the gate first.
+
+    Args:
+      d: The number of input and output features.
+      hidden: The number of hidden features.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
+        self.linear_in = Linear(d, 2 * hidden, bias=False, rngs=rngs)
+        self.linear_out = Linear(hidden, d, bias=False, rngs=rngs)
+        self.hidden = hidden
+
+    def __call__(self, x: Activation) -> Float[Array, "b s d"]:
+        gate, value = self.linear_in.lazy(x).split_columns(self.hidden, self.hidden)
+        return self.linear_out(gate.combine(silu_gate, value))
 
 
 class GLUMBConv(nnx.Module):
-    """SANA's gated MLP with a depthwise 3x3 convolution inside: `GLUMBConv` of diffusers (arXiv 2410.10629, section 2.2)."""
+    """SANA's gated MLP with a depthwise 3x3 convolution inside (arXiv 2410.10629, section 2.2).
+
+    The class has the name of its counterpart in diffusers.
+
+    Args:
+      d: The number of input and output features.
+      hidden: The number of features after the gate.
+      rngs: Random number generators for the initial weights.
+    """
 
     def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
         self.conv_inverted = Linear(d, 2 * hidden, layout="pointwise", rngs=rngs)
@@ -19,19 +91,22 @@ class GLUMBConv(nnx.Module):
         self.conv_point = Linear(hidden, d, bias=False, layout="pointwise", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w d"]) -> Float[Array, "b h w d"]:
-        b, h, w, _ = x.shape
-        return self.of(LazyActivation.of(x.reshape(b, h * w, -1)), (h, w)).reshape(b, h, w, -1)
+        """Applies the layer to images."""
+        b, h, w, d = x.shape
+        return self.on_tokens(x.reshape(b, h * w, d), (h, w)).reshape(b, h, w, -1)
 
-    def of(self, x: LazyActivation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """The same of n pixels that need not be in memory. grid: their rows and columns."""
+    def on_tokens(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
+        """Applies the layer to images that are given as tokens.
+
+        Args:
+          x: The pixels [b, n, d], row by row.
+          grid: The number of rows and of columns of the n pixels.
+
+        Returns:
+          The output [b, n, d].
+        """
         bias = self.conv_depth.bias
         assert bias is not None
-        taps = self.conv_depth.kernel.get_value()
-        return self.conv_point(
-            gated_conv(self.conv_inverted.pending(x), grid, taps, bias.get_value())
-        )
-
-
-def gated(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A SiLU-gated linear unit's middle (arXiv 2002.05202): `silu(gate) value`."""
-    return jax.nn.silu(gate) * value
+        kernel = self.conv_depth.kernel.get_value()
+        hidden = gated_conv(self.conv_inverted.lazy(x), grid, kernel, bias.get_value())
+        return self.conv_point(hidden)

@@ -1,40 +1,64 @@
 """Linear layers."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from solrl_jax.models.layers.activation import Activation, as_lazy
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.quant.lazy import LazyActivation
+from solrl_jax.quant.leaf import Quantized
 from solrl_jax.quant.matmul import lazy_matmul, matmul
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`. `kernel` [in, out] may be any leaf that `quant.matmul` takes.
+    """`y = x W + b`. The weight `kernel` [in, out] may be any leaf that `quant.matmul` accepts.
 
-    layout: "linear", or "pointwise" for a 1x1 convolution of the released network.
+    Args:
+      n_in: The number of input features.
+      n_out: The number of output features.
+      bias: Whether to add a bias.
+      layout: The layout of the weight in PyTorch: "linear", or "pointwise" for a 1x1 convolution.
+      rngs: Random number generators for the initial weight, which has PyTorch's default distribution.
     """
 
     def __init__(
         self, n_in: int, n_out: int, *, bias: bool = True, layout: str = "linear", rngs: nnx.Rngs
     ):
-        scale = nnx.initializers.variance_scaling(
-            1 / 3, "fan_in", "uniform"
-        )  # PyTorch's default for nn.Linear
-        self.kernel = param(scale(rngs.params(), (n_in, n_out), jnp.float32), "weight", layout)
+        init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        self.kernel = param(init(rngs.params(), (n_in, n_out), jnp.float32), "weight", layout)
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "... n_in"] | LazyActivation) -> Float[Array, "... n_out"]:
+        """Applies the layer to an array of any rank, or to an activation, and returns an array."""
         if isinstance(x, LazyActivation):
-            return self.pending(x).value
+            return self.lazy(x).value
         y = matmul(x, self.kernel.get_value())
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
-    def pending(self, x: LazyActivation) -> LazyActivation:
-        """The same of an activation that need not be in memory, to one that need not be."""
+    def lazy(self, x: Activation) -> LazyActivation:
+        """Applies the layer. Scales and bias are left to the layer that reads the result."""
+        x = as_lazy(x)
         y = lazy_matmul(x, self.kernel.get_value())
-        return (
-            y
-            if self.bias is None
-            else y.map(jnp.add, self.bias.get_value().astype(x.dtype)[None, None])
-        )
+        if self.bias is None:
+            return y
+        return y.map(jnp.add, self.bias.get_value().astype(x.dtype)[None, None])
+
+    def activated(self, x: Activation, f: Callable[[Array], Array]) -> Activation:
+        """`f(x W + b)`, computed by the layer that reads the result.
+
+        Args:
+          x: The input [b, s, in].
+          f: An elementwise function, for example `jax.nn.gelu`.
+
+        Returns:
+          The activation [b, s, out].
+        """
+        return self.lazy(x).map(f)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight is quantized. Quantized weights are used only where no gradient is taken."""
+        return isinstance(self.kernel.get_value(), Quantized)

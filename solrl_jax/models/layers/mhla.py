@@ -1,8 +1,9 @@
-"""MHLA: token-level multi-head linear attention (arXiv 2601.07832) in place of SANA's linear attention.
+"""MHLA: token-level multi-head linear attention (arXiv 2601.07832), a replacement for SANA's attention.
 
-The tokens of an image are divided into M equal blocks. Linear attention has one sum over all keys; here each block has its own,
-and each block of queries reads its own mixture of the M sums, by a trained matrix m [M, M]. With all entries of m equal, that
-is linear attention. The released DiT code (DAGroup-PKU/MHLA) departs from the paper in three places: `Mhla.released`.
+The tokens of an image are divided into M equal blocks. Linear attention has one sum over all keys. In MHLA
+each block has its own sum, and the queries of each block read their own mixture of the M sums, given by a
+trained matrix m [M, M]. If all entries of m are equal, MHLA is linear attention. The released DiT code
+(DAGroup-PKU/MHLA) departs from the paper in three places, see `Mhla.released`.
 """
 
 import dataclasses
@@ -13,31 +14,46 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from solrl_jax.models.layers.activation import Activation, as_lazy
 from solrl_jax.models.layers.conv import DepthwiseConv
+from solrl_jax.models.layers.linear_attention import CrossProjection
 from solrl_jax.models.layers.parameter import param
-from solrl_jax.models.sana.transformer import Attention
-from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.quant.linear_attention import Blocks, linear_attention
 
-EPS = 1e-6  # of the kernel, relu(x) + EPS, and of the denominator
+EPS = 1e-6  # added to the ReLU of queries and keys, and to the denominator
 
 
 @dataclasses.dataclass(frozen=True)
 class Mhla:
-    """How SANA's attention is replaced (`config.Model`)."""
+    """How MHLA replaces SANA's linear attention (configuration section `model`).
 
-    blocks: int  # M
-    released: bool = False  # the variant of the released code
-    normed: bool = (
-        False  # queries and keys are normalised, all heads as one, as by SANA's own option
-    )
+    Attributes:
+      blocks: The number M of blocks that the tokens of an image are divided into.
+      released: Whether to follow the released code instead of the paper: m is normalized by columns and is
+        not bounded, `lepe` starts as the identity, and each query position has its own denominator.
+      normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+    """
+
+    blocks: int
+    released: bool = False
+    normed: bool = False
 
 
-class BlockMixing(Attention):
-    """Linear attention whose sums over keys are mixed among blocks. A depthwise convolution of the values, `lepe`, is added.
+class BlockMixing(CrossProjection):
+    """Linear attention that mixes the sums over keys among blocks, plus a convolution of the values.
 
-    layout: blocks down and across, for images of any size: m is about places. `lepe` begins as the identity in the released
-    variant. Here it begins as zero, so that the network begins near the one that it was.
+    The depthwise convolution `lepe` of the values is added to the attention. It starts as zero, so that the
+    network starts near the one that it was; in the released variant it starts as the identity.
+
+    Args:
+      mhla: The variant of MHLA.
+      layout: The number of blocks from top to bottom and from left to right. It is the same for images of
+        every size, because m is about places in the image.
+      widths: The number of features of the tokens (twice), and of all heads together.
+      heads: The number of heads.
+      normed: Whether the checkpoint normalizes queries and keys, regardless of `mhla.normed`.
+      bias: Whether the projections to queries, keys and values have biases.
+      rngs: Random number generators for the initial weights.
     """
 
     def __init__(
@@ -54,10 +70,11 @@ class BlockMixing(Attention):
         super().__init__(widths, heads, normed=normed or mhla.normed, bias=bias, rngs=rngs)
         self.mhla = mhla
         self.layout = layout
-        size = (mhla.blocks, mhla.blocks)
-        start = (initial_mix, layout, mhla.released)
         self.mix = param(
-            jnp.zeros(size), "mix", start=start, bounds=None if mhla.released else (0.0, 1.0)
+            jnp.zeros((mhla.blocks, mhla.blocks)),
+            "mix",
+            start=(initial_mix, layout, mhla.released),
+            bounds=None if mhla.released else (0.0, 1.0),
         )
         self.lepe = DepthwiseConv(widths[2], 3, bias=False, rngs=rngs)
         self.lepe.kernel.set_metadata(start=(initial_filter, mhla.released))
@@ -65,9 +82,18 @@ class BlockMixing(Attention):
             for norm in (self.norm_q, self.norm_k):
                 norm.scale.set_metadata(start=(np.ones, widths[2]))
 
-    def __call__(self, x: LazyActivation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
-        """grid: rows and columns of the n tokens."""
-        q, k, v = self.projected(x, x)
+    def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
+        """Applies the attention.
+
+        Args:
+          x: The image tokens [b, n, d], row by row.
+          grid: The number of rows and of columns of the tokens.
+
+        Returns:
+          The output [b, n, d].
+        """
+        x = as_lazy(x)
+        q, k, v = self.project(x, x)
         batch, n, width = v.value.shape
         local = self.lepe(v.value.reshape(batch, *grid, width)).reshape(batch, n, width)
         blocks = Blocks(self.layout, grid, EPS, EPS, self.mhla.released)
@@ -76,34 +102,58 @@ class BlockMixing(Attention):
 
 
 def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
-    """Blocks down and across that divide a grid of tokens into `blocks` equal ones, as square as possible. Else ValueError."""
+    """Divides a grid of tokens into equal blocks that are as square as possible.
+
+    Args:
+      blocks: The number of blocks.
+      grid: The number of rows and of columns of tokens.
+
+    Returns:
+      The number of blocks from top to bottom and from left to right.
+
+    Raises:
+      ValueError: If the grid does not divide into so many equal blocks.
+    """
     rows, columns = grid
-    fits = [
-        d
-        for d in range(1, blocks + 1)
-        if blocks % d == 0 and rows % d == 0 and columns % (blocks // d) == 0
-    ]
-    if not fits:
+
+    def divides(down: int) -> bool:
+        return blocks % down == 0 and rows % down == 0 and columns % (blocks // down) == 0
+
+    def elongation(down: int) -> float:
+        block_rows = rows / down
+        block_columns = columns / (blocks // down)
+        return abs(math.log(block_rows / block_columns))
+
+    candidates = [down for down in range(1, blocks + 1) if divides(down)]
+    if not candidates:
         raise ValueError(
-            f"model.mhla_blocks={blocks}: {rows} x {columns} tokens do not divide into so many equal blocks"
+            f"model.mhla_blocks={blocks}: {rows} x {columns} tokens do not divide into so many "
+            f"equal blocks"
         )
-    down = min(fits, key=lambda d: abs(math.log(rows / d / (columns / (blocks // d)))))
+    down = min(candidates, key=elongation)
     return down, blocks // down
 
 
 def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m m"]:
-    """m before training: it falls linearly with the distance of blocks that lie as `layout` says, down and across.
+    """The mixing matrix before training. It falls linearly with the distance between blocks.
 
-    The paper: m_ij proportional to 1 - dist(i, j) / max_k dist(i, k), rows summing to 1. Released: the maximum is over all
-    pairs, and columns sum to 1.
+    In the paper, m_ij is proportional to 1 - dist(i, j) / max_k dist(i, k), and rows sum to 1. In the
+    released code, the maximum is over all pairs, and columns sum to 1.
+
+    Args:
+      layout: The number of blocks from top to bottom and from left to right.
+      released: Whether to follow the released code.
+
+    Returns:
+      The matrix m.
     """
     places = np.indices(layout).reshape(2, -1).T
     distance = np.linalg.norm(places[:, None] - places[None], axis=-1)
     largest = distance.max() if released else distance.max(1, keepdims=True)
-    near = 1 - distance / np.maximum(largest, 1)  # of a single block, whose distance is 0
+    near = 1 - distance / np.maximum(largest, 1)  # a single block has distance 0
     return near / near.sum(0 if released else 1, keepdims=True)
 
 
 def initial_filter(released: bool) -> Float[np.ndarray, "3 3 1 1"]:
-    """`lepe` before training, the same for all channels: the identity in the released variant, else nothing."""
+    """The filter of `lepe` before training, for every channel: the identity if `released`, else zero."""
     return np.pad(np.full((1, 1), float(released)), 1)[..., None, None]

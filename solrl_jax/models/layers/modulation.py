@@ -1,10 +1,34 @@
-"""Modulation of normalised activations."""
+"""Modulation of normalized activations by a shift and a scale (arXiv 2212.09748, section 3.2)."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+# (x, shift, scale) -> `x (1 + scale) + shift`. Networks differ in how they round it.
+Modulate: TypeAlias = Callable[[Array, Array, Array], Array]
 
 
 def modulate(
     x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]
 ) -> Float[Array, "... d"]:
-    """`x (1 + scale) + shift`, rounded at each step, as in the released code of SANA and FLUX."""
+    """`x (1 + scale) + shift`, rounded after each operation, as in the released code of SANA and FLUX."""
     return x * (1 + scale) + shift
+
+
+def modulate_rounding_once(
+    x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]
+) -> Float[Array, "... d"]:
+    """`x (1 + scale) + shift`, computed in float32 and rounded once to the dtype of `x`."""
+    wide = jnp.float32
+    return (x.astype(wide) * (1 + scale.astype(wide)) + shift.astype(wide)).astype(x.dtype)
+
+
+def silu_rounding_once(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x sigmoid(x)`, computed in float32 and rounded once to the dtype of `x`.
+
+    For the condition vector that modulates every block: its rounding error would not average out.
+    """
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Normalisation layers."""
+"""Normalization layers. All of them compute in float32."""
 
 from functools import partial
 
@@ -8,14 +8,46 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from solrl_jax.models.layers.activation import Activation
+from solrl_jax.models.layers.modulation import Modulate, modulate
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.quant import compile_target
-from solrl_jax.quant.lazy import LazyActivation, layer_norm
+from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.quant.leaf import MATMUL
 
 
+def layer_norm(
+    x: Float[Array, "... n"], eps: float, width: int | None = None
+) -> Float[Array, "... n"]:
+    """Layer normalization over the last axis (arXiv 1607.06450), without weights.
+
+    Args:
+      x: The input, of any floating-point dtype.
+      eps: Added to the variance.
+      width: The number of columns that are not padding. Kernels pad rows with zeros; padded columns
+        of the result are not meaningful. None: all columns.
+
+    Returns:
+      The normalized input, in the dtype of `x`.
+    """
+    x32 = x.astype(jnp.float32)
+    n = x.shape[-1] if width is None else width
+    centered = x32 - x32.sum(-1, keepdims=True) / n
+    if n < x.shape[-1]:
+        column = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+        centered = jnp.where(column < n, centered, 0.0)
+    variance = (centered**2).sum(-1, keepdims=True) / n
+    return (centered * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
-    """Layer normalisation over the last axis (arXiv 1607.06450), float32 inside. affine: with a weight and a bias."""
+    """Layer normalization over the last axis (arXiv 1607.06450).
+
+    Args:
+      features: The size of the last axis.
+      eps: Added to the variance.
+      affine: Whether there are a weight and a bias.
+    """
 
     def __init__(self, features: int, *, eps: float, affine: bool = True):
         self.scale = param(jnp.ones(features), "weight") if affine else None
@@ -25,15 +57,39 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         y = layer_norm(x.astype(jnp.float32), self.eps)
         if self.scale is not None and self.bias is not None:
-            y = y * self.scale.get_value().astype(jnp.float32) + self.bias.get_value().astype(
-                jnp.float32
-            )
+            scale = self.scale.get_value().astype(jnp.float32)
+            y = y * scale + self.bias.get_value().astype(jnp.float32)
         return y.astype(x.dtype)
 
-    def pending(self, x: Float[Array, "b s d"]) -> LazyActivation:
-        """The same, not in memory yet."""
+    def modulated(
+        self,
+        x: Float[Array, "b s d"],
+        shift: Float[Array, "b 1 d"],
+        scale: Float[Array, "b 1 d"],
+        modulate: Modulate = modulate,
+    ) -> Activation:
+        """`norm(x) (1 + scale) + shift`, computed by the layer that reads it.
+
+        Args:
+          x: The input.
+          shift: The shift of each sample and feature.
+          scale: The scale of each sample and feature.
+          modulate: The function that applies shift and scale.
+
+        Returns:
+          The activation [b, s, d].
+        """
+        return self._lazy(x).map(modulate, shift, scale)
+
+    def scaled(self, x: Float[Array, "b s d"], factor: Float[Array, "b 1 d"]) -> Activation:
+        """`norm(x) * factor`, computed by the layer that reads it."""
+        return self._lazy(x).map(jnp.multiply, factor)
+
+    def _lazy(self, x: Float[Array, "b s d"]) -> LazyActivation:
+        if self.scale is not None:
+            return LazyActivation.from_array(self(x))
         norm = partial(layer_norm, eps=self.eps, width=x.shape[-1])
-        return LazyActivation.of(x).map(norm) if self.scale is None else LazyActivation.of(self(x))
+        return LazyActivation.from_array(x).map(norm)
 
 
 def rms_norm(
@@ -41,24 +97,37 @@ def rms_norm(
     scale: Float[Array, "..."],
     eps: float,
     width: int | None = None,
-    keep: bool = False,
+    save_squares: bool = False,
 ) -> Float[Array, "... d"]:
-    """`scale x / rms(x)` in float32.
+    """Root-mean-square normalization over the last axis (arXiv 1910.07467).
 
-    width: that of `x` before zeros filled it up. keep: sums of squares are written to memory, and kept for the gradient.
+    Args:
+      x: The input, of any floating-point dtype.
+      scale: The weight; it broadcasts against `x`.
+      eps: Added to the mean of the squares.
+      width: The number of columns that are not padding. Kernels pad rows with zeros. None: all columns.
+      save_squares: Whether to write the sums of squares to memory, under the checkpoint name of matmuls,
+        so that the gradient does not recompute them.
+
+    Returns:
+      `scale * x / rms(x)` in float32.
     """
     x32 = x.astype(jnp.float32)
     n = x.shape[-1] if width is None else width
     squares = (x32**2).sum(-1, keepdims=True)
-    if keep:
+    if save_squares:
         squares = checkpoint_name(jax.lax.optimization_barrier(squares), MATMUL)
     return x32 * jax.lax.rsqrt(squares / n + eps) * scale
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last axis (arXiv 1910.07467): `x / rms(x) * (offset + scale) + bias`, in float32.
+    """Root-mean-square normalization (arXiv 1910.07467): `x / rms(x) * (offset + scale) + bias`.
 
-    offset: 1 where the file stores the weight minus one (Gemma), else 0.
+    Args:
+      features: The size of the last axis.
+      eps: Added to the mean of the squares.
+      bias: Whether to add a bias.
+      offset: 1.0 if checkpoints store the weight minus one (Gemma), otherwise 0.0.
     """
 
     def __init__(self, features: int, *, eps: float, bias: bool = False, offset: float = 0.0):
@@ -73,29 +142,41 @@ class RMSNorm(nnx.Module):
             y = y + self.bias.get_value().astype(jnp.float32)
         return y.astype(x.dtype)
 
-    def pending(self, x: Float[Array, "b s d"]) -> LazyActivation:
-        """The same without a bias, not in memory yet."""
+    def scaled(
+        self, x: Float[Array, "b s d"], factor: Float[Array, "b 1 d"] | None = None
+    ) -> Activation:
+        """`norm(x) * factor`, computed by the layer that reads it. For norms without a bias.
 
-        def f(y, scale):
-            return rms_norm(y, self.offset + scale, self.eps, x.shape[-1]).astype(y.dtype)
+        Args:
+          x: The input.
+          factor: A factor for each sample and feature. None: 1.
 
-        return LazyActivation.of(x).map(f, self.scale.get_value()[None, None])
+        Returns:
+          The activation [b, s, d].
+        """
+        width = x.shape[-1]
 
-    def by_head(self, x: LazyActivation) -> LazyActivation:
-        """The same of each head, where heads lie side by side."""
+        def norm(y: Array, scale: Array) -> Array:
+            return rms_norm(y, self.offset + scale, self.eps, width).astype(y.dtype)
 
-        def heads(x, scale):
-            return x.reshape(*x.shape[:-1], -1, scale.shape[-1])
+        normed = LazyActivation.from_array(x).map(norm, self.scale.get_value()[None, None])
+        return normed if factor is None else normed.map(jnp.multiply, factor)
 
-        keep = (
-            x.exact and compile_target.platform() == "gpu"
-        )  # there it saves a pass over `x` (docs/compiled.md)
+    def per_head(self, x: LazyActivation) -> LazyActivation:
+        """Normalizes each attention head by itself, without bias and offset.
 
-        def f(x, scale):
-            return (
-                rms_norm(heads(x, scale), scale, self.eps, keep=keep)
-                .astype(x.dtype)
-                .reshape(x.shape)
-            )
+        Args:
+          x: Queries or keys [b, s, n * features], heads side by side.
 
-        return x.map(f, self.scale.get_value()[None, None])
+        Returns:
+          The normalized activation, of the same shape.
+        """
+        # on a GPU, the saved sums spare the gradient one pass over `x` (docs/compiled.md)
+        save_squares = x.exact and compile_target.platform() == "gpu"
+
+        def norm(y: Array, scale: Array) -> Array:
+            heads = y.reshape(*y.shape[:-1], -1, scale.shape[-1])
+            normed = rms_norm(heads, scale, self.eps, save_squares=save_squares)
+            return normed.astype(y.dtype).reshape(y.shape)
+
+        return x.map(norm, self.scale.get_value()[None, None])

@@ -1,4 +1,4 @@
-"""Parameters that know their name and axis order in a PyTorch checkpoint."""
+"""Parameters that know their name and their axis order in a PyTorch checkpoint."""
 
 from typing import Any
 
@@ -13,11 +13,21 @@ def param(
     start: tuple[Any, ...] | None = None,
     bounds: tuple[float, float] | None = None,
 ) -> nnx.Param:
-    """A parameter that knows how PyTorch stores it. layout: "same", or a key of `models.loading.weights.OUR_AXES`.
+    """Creates a parameter with the metadata that `models.loading.weights` reads.
 
-    start: (function, *arguments) that gives an array to begin with, where files may not have the parameter; it is broadcast.
-    bounds: that training keeps the values in. The metadata also says where the parameter lies in a stack of layers: see
-    `stack`.
+    `models.layers.stack.stack` adds the position of the parameter in a stack of layers.
+
+    Args:
+      value: The initial value.
+      torch_name: The last part of the parameter's name in PyTorch, for example "weight".
+      layout: The order of the axes in PyTorch: "same" as ours, or a key of
+        `models.loading.weights.OUR_AXES`.
+      start: `(function, *arguments)`, for a parameter that checkpoints may lack. The call
+        `function(*arguments)` returns its initial value, which is broadcast to the parameter's shape.
+      bounds: The smallest and the largest value that training keeps the parameter between.
+
+    Returns:
+      The parameter.
     """
     return nnx.Param(
         value,

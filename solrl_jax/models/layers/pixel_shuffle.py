@@ -4,20 +4,14 @@ from jaxtyping import Array, Float
 
 
 def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
-    """Each 2 x 2 square of pixels as one, with four times the channels, ordered (channel, row, column)."""
+    """Merges each 2 x 2 square of pixels into one. Its channels are ordered (channel, row, column)."""
     b, h, w, c = x.shape
-    return (
-        x.reshape(b, h // 2, 2, w // 2, 2, c)
-        .transpose(0, 1, 3, 5, 2, 4)
-        .reshape(b, h // 2, w // 2, 4 * c)
-    )
+    squares = x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 5, 2, 4)
+    return squares.reshape(b, h // 2, w // 2, 4 * c)
 
 
 def depth_to_space(x: Float[Array, "b h w c4"]) -> Float[Array, "b 2*h 2*w c4/4"]:
-    """The inverse of `space_to_depth`."""
+    """The inverse of `space_to_depth`: splits each pixel into a 2 x 2 square."""
     b, h, w, c = x.shape
-    return (
-        x.reshape(b, h, w, c // 4, 2, 2)
-        .transpose(0, 1, 4, 2, 5, 3)
-        .reshape(b, 2 * h, 2 * w, c // 4)
-    )
+    squares = x.reshape(b, h, w, c // 4, 2, 2).transpose(0, 1, 4, 2, 5, 3)
+    return squares.reshape(b, 2 * h, 2 * w, c // 4)

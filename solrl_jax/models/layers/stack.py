@@ -1,4 +1,4 @@
-"""Stacks of equal blocks: built once, applied by a scan, gathered one layer at a time."""
+"""Stacks of equal blocks: built together, applied by one scan, gathered one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,86 +12,101 @@ from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.leaf import MATMUL, Leaf
 from solrl_jax.quant.matmul import output_partition_specs
 
-
-# What the forward pass through a stack of blocks keeps for the gradient; the rest is computed again (arXiv 1604.06174).
-#   "none": keeps every intermediate, also the gathered weights under FSDP;  "products": the outputs of linears and of attention
-#   kernels, as far as the gradient reads them;  "blocks": only the input of each block.
-def _kernels(primitive, *_, **__):
-    return primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
-
-
-_products = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names(MATMUL), _kernels
-)
-
-
-REMAT = {"none": None, "products": _products, "blocks": None}
-
-
 M = TypeVar("M", bound=nnx.Module)
-
-
 P = TypeVar("P")
-
-
 X = TypeVar("X")
 
 
-def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int | None = None) -> M:
-    """`n` modules of one kind as one module, whose parameters have a leading axis of `n`. `scan_blocks` applies it.
+def _saves_kernel_outputs(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
 
-    In PyTorch the layers are a list, and a parameter's name holds the layer's index.
-    first: for a list with layers of several kinds. Each run of equal layers is then a stack of its own. Its layers have the
-    indices `first`, `first + 1`, ... in the list. All stacks lie in one container with the list's name, under any keys.
+
+_SAVE_MATMULS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(MATMUL), _saves_kernel_outputs
+)
+
+# What the forward pass through a stack of blocks saves for the gradient. Everything else is recomputed
+# (gradient checkpointing, arXiv 1604.06174).
+#   "none": saves every intermediate, including the gathered weights under FSDP.
+#   "matmuls": saves the outputs of matmuls and of attention kernels that the gradient reads.
+#   "blocks": saves only the input of each block.
+REMAT = {"none": None, "matmuls": _SAVE_MATMULS, "blocks": None}
+
+
+def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int | None = None) -> M:
+    """Builds `n` modules of one kind as a single module, to be applied by `scan_blocks`.
+
+    In PyTorch the layers form a list, and the name of a parameter contains the index of its layer.
+
+    Args:
+      n: The number of modules.
+      make: Builds one module from random number generators.
+      rngs: Random number generators, which are split for the modules.
+      first: For a list with layers of several kinds, the index in the list of this stack's first layer.
+        Each run of equal layers is then a stack of its own, and one container with the name of the list
+        holds all stacks, under any keys. None: the list holds only this stack.
+
+    Returns:
+      The module, whose parameters have a leading axis of size `n`.
     """
     build = nnx.split_rngs(splits=n)(nnx.vmap(make, in_axes=(0,), out_axes=0))
     blocks = build(rngs)
     for path, variable in nnx.to_flat_state(nnx.state(blocks, nnx.Param)):
-        # how many parts of the path follow the layer's index, and which index is the first
+        # the number of path parts after the layer's index, and the index of the first layer
         variable.set_metadata(below_stack=len(path), first_layer=first)
     return blocks
 
 
 def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat: str = "none") -> X:
-    """Applies a stack of blocks in order: `x = apply(block, x)`. One block is compiled, however many there are.
+    """Applies a stack of blocks in order: `x = apply(block, x)`. Only one block is compiled.
 
-    x: an array, or a tree of arrays where several streams run side by side. each: arrays with a row for each block, which
-    `apply` gets after `x`. remat: a key of `REMAT`.
+    Args:
+      blocks: A module built by `stack`.
+      apply: Called as `apply(block, x, *rows)`, returns the next `x`.
+      x: The input of the first block: an array, or a tree of arrays for several streams.
+      *each: Arrays with one row per block. `apply` receives the block's rows after `x`.
+      remat: What the gradient recomputes, a key of `REMAT`.
+
+    Returns:
+      The output of the last block.
     """
     graphdef, params = nnx.split(blocks)
 
     def step(x, layer):
-        return (apply(nnx.merge(graphdef, gather(layer[0])), x, *layer[1]), None)
+        layer_params, rows = layer
+        return (apply(nnx.merge(graphdef, gather(layer_params)), x, *rows), None)
 
     if remat != "none":
-        step = jax.checkpoint(
-            step, policy=REMAT[remat], prevent_cse=False
-        )  # needless inside a scan
+        # preventing common subexpression elimination is unnecessary inside a scan
+        step = jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)
     return jax.lax.scan(step, x, (params, each))[0]
 
 
 def gather(params: P) -> P:
-    """Makes weights whole on every device of the ambient mesh, so that no contraction is split over devices.
+    """Replicates weights over the mesh of `jax.set_mesh`, so that no contraction is split over devices.
 
-    Each device then runs the same products on its own rows, and a row's result does not depend on the mesh. `scan_blocks`
-    gathers one layer at a time; this is how FSDP saves memory. If the mesh has an axis `tensor`, the outputs of linears stay
-    divided along it (`quant.tensor_parallel`).
+    Each device then runs the same matmuls on its own rows, and the result of a row does not depend on the
+    mesh. `scan_blocks` gathers one layer at a time, which is how FSDP saves memory. If the mesh has an axis
+    `tensor`, the outputs of linear layers stay sharded over it (`quant.tensor_parallel`).
+
+    Args:
+      params: A tree of weights: arrays or leaves.
+
+    Returns:
+      The tree with sharding constraints. Without a mesh, `params` itself.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return params
-    if tensor_parallel.ways() == 1:
+    if tensor_parallel.num_shards() == 1:
         return jax.lax.with_sharding_constraint(params, PartitionSpec())
 
-    def place(path: tuple[Any, ...], leaf: Any) -> Any:
-        matrix = (
-            not isinstance(leaf, jax.Array) or leaf.ndim == 2
-        )  # the kernel of a convolution has four axes
-        linear = matrix and any(getattr(key, "key", None) == "kernel" for key in path)
-        return output_partition_specs(leaf, tensor_parallel.ways()) if linear else PartitionSpec()
+    def specs(path: tuple[Any, ...], weight: Any) -> Any:
+        # the kernels of convolutions have four axes and are replicated
+        is_matrix = not isinstance(weight, jax.Array) or weight.ndim == 2
+        is_linear = is_matrix and any(getattr(key, "key", None) == "kernel" for key in path)
+        if not is_linear:
+            return PartitionSpec()
+        return output_partition_specs(weight, tensor_parallel.num_shards())
 
-    def is_leaf(x):
-        return isinstance(x, Leaf)
-
-    return jax.lax.with_sharding_constraint(
-        params, jax.tree_util.tree_map_with_path(place, params, is_leaf=is_leaf)
-    )
+    tree = jax.tree_util.tree_map_with_path(specs, params, is_leaf=lambda x: isinstance(x, Leaf))
+    return jax.lax.with_sharding_constraint(params, tree)

@@ -1,21 +1,23 @@
-"""Stable Diffusion 3's transformer (MMDiT; arXiv 2403.03206, section 4): `SD3Transformer2DModel` of diffusers in Flax NNX.
+"""Stable Diffusion 3's transformer (MMDiT): `SD3Transformer2DModel` of diffusers in Flax NNX.
 
-Image and text tokens are two streams with weights of their own, which attend as one sequence (`models.layers.mmdit`). Time and pooled
-text modulate every block. The network predicts the velocity `v = noise - x0` of a flow.
+Image and text tokens are two streams with weights of their own, which attend as one sequence (arXiv
+2403.03206, section 4; `models.layers.mmdit`). Timestep and pooled text modulate every block. The network
+predicts the velocity `v = noise - x0` of a flow.
 """
 
 import dataclasses
 import itertools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from solrl_jax.models.layers.ada_layer_norm import AdaLayerNorm
 from solrl_jax.models.layers.embeddings import PatchProjection, sincos_positions, unpatch
 from solrl_jax.models.layers.linear import Linear
-from solrl_jax.models.layers.mmdit import AdaLayerNorm, JointBlock, TimeTextEmbedding, silu
+from solrl_jax.models.layers.mmdit import JointBlock, TimeTextEmbedding
+from solrl_jax.models.layers.modulation import modulate_rounding_once, silu_rounding_once
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import TransformerConfig
@@ -23,6 +25,8 @@ from solrl_jax.models.loading.config_file import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class SD3Config(TransformerConfig):
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
+
     network = "SD3Transformer2DModel"
 
     sample_size: int = 128
@@ -40,6 +44,7 @@ class SD3Config(TransformerConfig):
     qk_norm: str | None = None
 
     def check(self) -> None:
+        """Rejects configurations that this port does not implement."""
         self.require_one_of("qk_norm", (None, "rms_norm"))
         # both streams have the network's width
         accepted = f"num_attention_heads * attention_head_dim = {self.width}"
@@ -52,23 +57,28 @@ class SD3Config(TransformerConfig):
 
 
 class SD3Transformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.stack.REMAT`.
+    """The velocity network.
 
-    The blocks are of up to three kinds (see `models.layers.mmdit.JointBlock`). Each run of equal blocks is a stack. The container
-    `transformer_blocks` holds the stacks by their first and last layer: "0-12", "13-22", "23-23".
+    The blocks are of up to three kinds (see `models.layers.mmdit.JointBlock`), and each run of equal blocks
+    is a stack. `transformer_blocks` holds the stacks by their first and last layer: "0-12", "13-22",
+    "23-23".
+
+    Args:
+      config: The sizes of the network.
+      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
+      rngs: Random number generators for the initial weights.
     """
 
     def __init__(self, config: SD3Config, *, remat: str = "none", rngs: nnx.Rngs):
-        c = config
         d = config.width
         self.config = config
         self.remat = remat
-        self.pos_embed = PatchEmbed(c, rngs=rngs)
-        self.time_text_embed = TimeTextEmbedding(d, c.pooled_projection_dim, rngs=rngs)
-        self.context_embedder = Linear(c.joint_attention_dim, d, rngs=rngs)
-        self.transformer_blocks = nnx.Dict(_runs(c, rngs))
-        self.norm_out = AdaLayerNorm(d, 2, rngs=rngs)
-        self.proj_out = Linear(d, c.patch_size**2 * c.features_out, rngs=rngs)
+        self.pos_embed = PatchEmbed(config, rngs=rngs)
+        self.time_text_embed = TimeTextEmbedding(d, config.pooled_projection_dim, rngs=rngs)
+        self.context_embedder = Linear(config.joint_attention_dim, d, rngs=rngs)
+        self.transformer_blocks = nnx.Dict(_stacks(config, rngs))
+        self.norm_out = AdaLayerNorm(d, 2, modulate=modulate_rounding_once, rngs=rngs)
+        self.proj_out = Linear(d, config.patch_size**2 * config.features_out, rngs=rngs)
 
     def __call__(
         self,
@@ -79,68 +89,93 @@ class SD3Transformer2DModel(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
-        """The velocity at `latent`, in the dtype of `latent`.
+        """Predicts the velocity at `latent`.
 
-        text: no token is masked, not even padding, as in the released pipeline. pooled: one vector for the whole prompt.
-        timestep: `1000 sigma`.
-        Raises ValueError for a size that is no whole number of patches or larger than the stored positions.
+        Args:
+          latent: The noisy latents.
+          text: The text embeddings. Nothing is masked, not even padding, as in the released pipeline.
+          pooled: One embedding of the whole prompt.
+          timestep: `1000 * sigma`.
+          fp8_attention: Whether the attention runs in FP8.
+
+        Returns:
+          The velocity, in the dtype of `latent`.
+
+        Raises:
+          ValueError: For a size that is not a whole number of patches, or larger than the stored positions.
         """
-        (_, height, width, _), p, dtype = latent.shape, self.config.patch_size, latent.dtype
-        condition = silu(self.time_text_embed(timestep, pooled.astype(dtype)))
+        (_, height, width, _), dtype = latent.shape, latent.dtype
+        patch = self.config.patch_size
+        condition = silu_rounding_once(self.time_text_embed(timestep, pooled.astype(dtype)))
         streams: Any = self.context_embedder(text.astype(dtype)), self.pos_embed(latent)
 
         def apply(block, streams):
             return block(*streams, condition, fp8_attention=fp8_attention)
 
-        for key in sorted(
-            self.transformer_blocks, key=lambda key: int(key.split("-")[0])
-        ):  # a dict's own order is by letters
+        # by the index of the first layer: the dict itself is ordered alphabetically
+        for key in sorted(self.transformer_blocks, key=lambda key: int(key.split("-")[0])):
             streams = scan_blocks(self.transformer_blocks[key], apply, streams, remat=self.remat)
-        x, (scale, shift) = self.norm_out(streams[1], condition)
-        return unpatch(self.proj_out(x.map(modulate, shift, scale)), height // p, width // p, p)
+        _, image = streams
+        scale, shift = self.norm_out.vectors(condition)
+        x = self.proj_out(self.norm_out(image, shift, scale))
+        return unpatch(x, height // patch, width // patch, patch)
 
 
-def _runs(c: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
-    """A stack for each run of equal layers, by its first and last layer."""
+def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
+    """One stack for each run of equal layers, by the run's first and last layer."""
 
-    def run(layers: list[int], dual: bool, last: bool) -> JointBlock:
-        normed = c.qk_norm is not None
+    def kind(layer: int) -> tuple[bool, bool]:
+        return layer in config.dual_attention_layers, layer == config.num_layers - 1
 
-        def make(r):
+    stacks = {}
+    for (dual, last), run in itertools.groupby(range(config.num_layers), kind):
+        layers = list(run)
+
+        def make(rngs: nnx.Rngs, dual: bool = dual, last: bool = last) -> JointBlock:
             return JointBlock(
-                c.width, c.attention_head_dim, modulate, normed=normed, dual=dual, last=last, rngs=r
+                config.width,
+                config.attention_head_dim,
+                modulate_rounding_once,
+                normed=config.qk_norm is not None,
+                dual=dual,
+                last=last,
+                rngs=rngs,
             )
 
-        return stack(len(layers), make, rngs, first=layers[0])
-
-    def kind(i):
-        return (i in c.dual_attention_layers, i == c.num_layers - 1)
-
-    grouped = [(list(layers), *of) for of, layers in itertools.groupby(range(c.num_layers), kind)]
-    return {f"{layers[0]}-{layers[-1]}": run(layers, dual, last) for layers, dual, last in grouped}
+        stacks[f"{layers[0]}-{layers[-1]}"] = stack(len(layers), make, rngs, first=layers[0])
+    return stacks
 
 
 class PatchEmbed(nnx.Module):
-    """Patches to tokens, plus positions. These are the middle of a stored square, `pos_embed_max_size` positions a side.
+    """Converts patches to tokens and adds fixed positions.
 
-    `pos_embed` is a parameter because released files hold it under this name. Nothing trains it.
+    The positions are the center of a stored square of `pos_embed_max_size` positions on each side. The
+    square is a parameter because published checkpoints hold it under this name; it is not trained.
+
+    Args:
+      config: The sizes of the network.
+      rngs: Random number generators for the initial weights.
     """
 
-    def __init__(self, c: SD3Config, *, rngs: nnx.Rngs):
-        self.side = c.pos_embed_max_size
-        self.proj = PatchProjection(c.patch_size, c.in_channels, c.width, rngs=rngs)
-        positions = np.arange(self.side) * (c.sample_size // c.patch_size / self.side)
-        self.pos_embed = param(
-            sincos_positions(c.width, positions, positions).reshape(1, -1, c.width), "pos_embed"
-        )
+    def __init__(self, config: SD3Config, *, rngs: nnx.Rngs):
+        self.side = config.pos_embed_max_size
+        self.proj = PatchProjection(config.patch_size, config.in_channels, config.width, rngs=rngs)
+        spacing = config.sample_size // config.patch_size / self.side
+        coordinates = np.arange(self.side) * spacing
+        positions = sincos_positions(config.width, coordinates, coordinates)
+        self.pos_embed = param(positions.reshape(1, -1, config.width), "pos_embed")
 
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        (_, height, width, _), p, side = latent.shape, self.proj.patch, self.side
-        rows = height // p
-        columns = width // p
-        if height % p or width % p or max(rows, columns) > side:
+        """The tokens of the latents, row by row. Raises ValueError for sizes that do not fit."""
+        _, height, width, _ = latent.shape
+        patch = self.proj.patch
+        side = self.side
+        rows = height // patch
+        columns = width // patch
+        if height % patch or width % patch or max(rows, columns) > side:
             raise ValueError(
-                f"SD3Transformer2DModel: latent {height}x{width}; accepted: multiples of {p} up to {p * side}"
+                f"SD3Transformer2DModel: latents of {height} x {width}; accepted: multiples of "
+                f"{patch} up to {patch * side}"
             )
         top = (side - rows) // 2
         left = (side - columns) // 2
@@ -148,11 +183,3 @@ class PatchEmbed(nnx.Module):
         x = self.proj(latent)
         x = x + square[top : top + rows, left : left + columns].astype(x.dtype)
         return x.reshape(x.shape[0], rows * columns, -1)
-
-
-def modulate(
-    x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]
-) -> Float[Array, "... d"]:
-    """`x (1 + scale) + shift`, rounded once."""
-    wide = jnp.float32
-    return (x.astype(wide) * (1 + scale.astype(wide)) + shift.astype(wide)).astype(x.dtype)

@@ -1,12 +1,12 @@
 """Z-Image's diffusion transformer (arXiv 2511.22699): `ZImageTransformer2DModel` of diffusers in Flax NNX.
 
-A transformer with one stream: image tokens, then text tokens, with rotary positions along three axes. Two small stacks refine
-image and text apart before they meet. Time modulates the scales and gates of every block but those that refine text. Both
-sequences are filled up to a multiple of 32 tokens with a learned one, which takes part in the attention.
+A transformer with one stream: image tokens, then text tokens, with rotary positions along three axes. Two
+small stacks refine image and text separately before they meet. The timestep modulates the scales and gates
+of every block except those that refine the text. Both sequences are padded to a multiple of 32 tokens with
+a learned token, which takes part in the attention.
 """
 
 import dataclasses
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,33 +14,27 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from solrl_jax.models.flux.transformer import turn
-from solrl_jax.models.layers.attention import attention, attention_forward
 from solrl_jax.models.layers.embeddings import patches, sinusoid, unpatch
-from solrl_jax.models.layers.feed_forward import gated
+from solrl_jax.models.layers.feed_forward import GatedFeedForward
 from solrl_jax.models.layers.linear import Linear
-from solrl_jax.models.layers.mmdit import Projections
 from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
 from solrl_jax.models.layers.parameter import param
+from solrl_jax.models.layers.rotary import Rotation
+from solrl_jax.models.layers.softmax_attention import SelfAttention
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.config_file import ReleasedConfig
-from solrl_jax.quant.lazy import LazyActivation, written
 
-Rotation: TypeAlias = tuple[Array, Array]  # cosines and sines [b, s, head / 2], float32
-
-PATCH = 2  # latent pixels that a token stands for, each way
-MULTIPLE = 32  # of tokens that a sequence is filled up to
-# of the embedded time, at most, and within its MLP
-TIME_WIDTH = 256
-TIME_HIDDEN = 1024
-# of the norms of queries and keys, and of the last norm
-HEAD_EPS = 1e-5
-FINAL_EPS = 1e-6
+PATCH = 2  # the side of the square of latent pixels that one token represents
+MULTIPLE = 32  # sequences are padded to multiples of this many tokens
+MAX_TIME_WIDTH = 256  # the largest number of features of the embedded timestep
+TIME_HIDDEN = 1024  # the number of hidden features of the timestep's MLP
+HEAD_EPS = 1e-5  # of the norms of queries and keys
+FINAL_EPS = 1e-6  # of the last norm
 
 
 @dataclasses.dataclass(frozen=True)
 class ZImageConfig(ReleasedConfig):
-    """The fields of a released `transformer/config.json`. The defaults are those of diffusers."""
+    """The fields of a published `transformer/config.json`. The defaults are those of diffusers."""
 
     network = "ZImageTransformer2DModel"
 
@@ -62,6 +56,7 @@ class ZImageConfig(ReleasedConfig):
     axes_lens: tuple[int, ...] = (1024, 512, 512)
 
     def check(self) -> None:
+        """Rejects configurations that this port does not implement."""
         self.require(self.all_patch_size == (PATCH,), "all_patch_size", f"[{PATCH}]")
         self.require(self.all_f_patch_size == (1,), "all_f_patch_size", "[1]")
         self.require(self.dim % self.n_heads == 0, "n_heads", f"a divisor of dim={self.dim}")
@@ -69,58 +64,77 @@ class ZImageConfig(ReleasedConfig):
         self.require(
             self.siglip_feat_dim is None,
             "siglip_feat_dim",
-            "None (pictures are no part of the prompt)",
+            "None (images as part of the prompt are not ported)",
         )
         axes = self.axes_dims
-        fits = len(axes) == 3 and all(a > 0 and a % 2 == 0 for a in axes) and sum(axes) == self.head
+        are_even = all(dim > 0 and dim % 2 == 0 for dim in axes)
         self.require(
-            fits, "axes_dims", f"three positive even numbers whose sum is dim / n_heads={self.head}"
+            len(axes) == 3 and are_even and sum(axes) == self.head_dim,
+            "axes_dims",
+            f"three positive even numbers whose sum is dim / n_heads={self.head_dim}",
         )
-        enough = len(self.axes_lens) == 3 and min(self.axes_lens) > 0 and self.most_tokens > 0
         self.require(
-            enough, "axes_lens", f"three positive integers, the first one {MULTIPLE + 2} or more"
+            len(self.axes_lens) == 3 and min(self.axes_lens) > 0 and self.max_text_tokens > 0,
+            "axes_lens",
+            f"three positive integers, the first one {MULTIPLE + 2} or more",
         )
 
     @property
-    def head(self) -> int:
+    def head_dim(self) -> int:
+        """The number of features of one attention head."""
         return self.dim // self.n_heads
 
     @property
-    def most_tokens(self) -> int:
-        """Of a text: the image comes one position after it, which must be one of those that are stored."""
+    def time_width(self) -> int:
+        """The number of features of the embedded timestep."""
+        return min(self.dim, MAX_TIME_WIDTH)
+
+    @property
+    def max_text_tokens(self) -> int:
+        """The longest text. The image has the position after it, which must be a stored one."""
         return (self.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
 
 
 class ZImageTransformer2DModel(nnx.Module):
-    """The velocity network. remat: what gradients recompute, a key of `models.layers.stack.REMAT`."""
+    """The velocity network.
+
+    Args:
+      config: The sizes of the network.
+      remat: What gradients recompute, a key of `models.layers.stack.REMAT`.
+      rngs: Random number generators for the initial weights.
+    """
 
     def __init__(self, config: ZImageConfig, *, remat: str = "none", rngs: nnx.Rngs):
-        c = config
         d = config.dim
         self.config = config
         self.remat = remat
-        features = PATCH**2 * c.in_channels
-        time = min(d, TIME_WIDTH)
+        features = PATCH**2 * config.in_channels
 
-        def block(modulated):
-            return lambda r: Block(c, modulated, rngs=r)
+        def modulated_block(rngs: nnx.Rngs) -> Block:
+            return Block(config, modulated=True, rngs=rngs)
+
+        def plain_block(rngs: nnx.Rngs) -> Block:
+            return Block(config, modulated=False, rngs=rngs)
 
         self.all_x_embedder = nnx.Dict({f"{PATCH}-1": Linear(features, d, rngs=rngs)})
-        self.noise_refiner = stack(c.n_refiner_layers, block(True), rngs)
-        self.context_refiner = stack(c.n_refiner_layers, block(False), rngs)
+        self.noise_refiner = stack(config.n_refiner_layers, modulated_block, rngs)
+        self.context_refiner = stack(config.n_refiner_layers, plain_block, rngs)
         mlp = {
-            "0": Linear(TIME_WIDTH, TIME_HIDDEN, rngs=rngs),
-            "2": Linear(TIME_HIDDEN, time, rngs=rngs),
+            "0": Linear(MAX_TIME_WIDTH, TIME_HIDDEN, rngs=rngs),
+            "2": Linear(TIME_HIDDEN, config.time_width, rngs=rngs),
         }
         self.t_embedder = nnx.Dict(mlp=nnx.Dict(mlp))
         self.cap_embedder = nnx.List(
-            [RMSNorm(c.cap_feat_dim, eps=c.norm_eps), Linear(c.cap_feat_dim, d, rngs=rngs)]
+            [
+                RMSNorm(config.cap_feat_dim, eps=config.norm_eps),
+                Linear(config.cap_feat_dim, d, rngs=rngs),
+            ]
         )
-        self.x_pad_token, self.cap_pad_token = (
-            param(jnp.zeros((1, d)), name) for name in ("x_pad_token", "cap_pad_token")
-        )
-        self.layers = stack(c.n_layers, block(True), rngs)
-        self.all_final_layer = nnx.Dict({f"{PATCH}-1": FinalLayer(d, features, time, rngs=rngs)})
+        self.x_pad_token = param(jnp.zeros((1, d)), "x_pad_token")
+        self.cap_pad_token = param(jnp.zeros((1, d)), "cap_pad_token")
+        self.layers = stack(config.n_layers, modulated_block, rngs)
+        final = FinalLayer(d, features, config.time_width, rngs=rngs)
+        self.all_final_layer = nnx.Dict({f"{PATCH}-1": final})
 
     def __call__(
         self,
@@ -129,190 +143,226 @@ class ZImageTransformer2DModel(nnx.Module):
         mask: Bool[Array, "b l"],
         timestep: Float[Array, " b"],
     ) -> Float[Array, "b h w c"]:
-        """The velocity `v = noise - x0` at `latent`, in the dtype of `latent`.
+        """Predicts the velocity `v = noise - x0` at `latent`.
 
-        text: states of Qwen3. mask: true on tokens, false on the padding after them. timestep: `1000 sigma`. The released
-        network is told `1 - sigma`, times `t_scale`, and predicts `x0 - noise`.
-        Raises ValueError for an odd size, and for more tokens than there are stored positions along an axis.
+        The released network takes `t_scale * (1 - sigma)` and predicts `x0 - noise`.
+
+        Args:
+          latent: The noisy latents. Height and width are even.
+          text: The hidden states of Qwen3.
+          mask: True for tokens, False for the padding after them.
+          timestep: `1000 * sigma`.
+
+        Returns:
+          The velocity, in the dtype of `latent`.
+
+        Raises:
+          ValueError: For odd sizes, and for more tokens than there are stored positions along an axis.
         """
-        (_, height, width, _), c, dtype = latent.shape, self.config, latent.dtype
+        (batch, height, width, _), dtype = latent.shape, latent.dtype
+        config = self.config
         rows = height // PATCH
         columns = width // PATCH
-        if height % PATCH or width % PATCH or rows > c.axes_lens[1] or columns > c.axes_lens[2]:
-            accepted = f"even sizes up to {PATCH * c.axes_lens[1]} x {PATCH * c.axes_lens[2]}"
-            raise ValueError(f"{c.network}: latents of {height} x {width}; accepted: {accepted}")
-        if text.shape[1] > c.most_tokens:
+        num_image_tokens = rows * columns
+        max_rows, max_columns = config.axes_lens[1:]
+        if height % PATCH or width % PATCH or rows > max_rows or columns > max_columns:
             raise ValueError(
-                f"{c.network}: text of {text.shape[1]} tokens; accepted: up to {c.most_tokens}"
+                f"{config.network}: latents of {height} x {width}; accepted: even sizes up to "
+                f"{PATCH * max_rows} x {PATCH * max_columns}"
             )
-        # of each text's positions: the tokens, and those that fill them up
-        seen = -(-mask.sum(-1, dtype=jnp.int32) // MULTIPLE) * MULTIPLE
-        of_image, of_text = rotary(c, rows, columns, text.shape[1], seen)
-
+        if text.shape[1] > config.max_text_tokens:
+            raise ValueError(
+                f"{config.network}: text of {text.shape[1]} tokens; accepted: up to "
+                f"{config.max_text_tokens}"
+            )
+        # the number of tokens of each text, padded to a multiple of 32
+        text_lengths = -(-mask.sum(-1, dtype=jnp.int32) // MULTIPLE) * MULTIPLE
+        image_rotation, text_rotation = rotary_tables(
+            config, rows, columns, text.shape[1], text_lengths
+        )
         condition = self._condition(timestep).astype(dtype)
-        x = self.all_x_embedder[f"{PATCH}-1"](
-            patches(latent, PATCH).reshape(len(latent), rows * columns, -1)
-        )
-        x = jnp.concatenate([x, self._filling(self.x_pad_token, x, -x.shape[1] % MULTIPLE)], axis=1)
-        x = scan_blocks(
-            self.noise_refiner,
-            lambda block, x: block(x, of_image, None, condition),
-            x,
-            remat=self.remat,
-        )
+
+        def refine_image(block, x):
+            return block(x, image_rotation, None, condition)
+
+        x = patches(latent, PATCH).reshape(batch, num_image_tokens, -1)
+        x = self.all_x_embedder[f"{PATCH}-1"](x)
+        padding = _repeat_token(self.x_pad_token, x, -x.shape[1] % MULTIPLE)
+        x = jnp.concatenate([x, padding], axis=1)
+        x = scan_blocks(self.noise_refiner, refine_image, x, remat=self.remat)
+
+        def refine_text(block, text):
+            return block(text, text_rotation, text_lengths)
 
         norm, linear = self.cap_embedder
         text = linear(norm(text.astype(dtype)))
-        text = jnp.where(
-            mask[..., None], text, self._filling(self.cap_pad_token, text, text.shape[1])
-        )
-        text = jnp.concatenate(
-            [text, self._filling(self.cap_pad_token, text, -text.shape[1] % MULTIPLE)], axis=1
-        )
-        text = scan_blocks(
-            self.context_refiner, lambda block, x: block(x, of_text, seen), text, remat=self.remat
+        pad_tokens = _repeat_token(self.cap_pad_token, text, text.shape[1])
+        text = jnp.where(mask[..., None], text, pad_tokens)
+        padding = _repeat_token(self.cap_pad_token, text, -text.shape[1] % MULTIPLE)
+        text = jnp.concatenate([text, padding], axis=1)
+        text = scan_blocks(self.context_refiner, refine_text, text, remat=self.remat)
+
+        lengths = x.shape[1] + text_lengths
+        image_cos, image_sin = image_rotation
+        text_cos, text_sin = text_rotation
+        rotation = (
+            jnp.concatenate([image_cos, text_cos], axis=1),
+            jnp.concatenate([image_sin, text_sin], axis=1),
         )
 
-        seen = x.shape[1] + seen
-        both = tuple(
-            jnp.concatenate(parts, axis=1) for parts in zip(of_image, of_text, strict=True)
-        )
+        def apply(block, x):
+            return block(x, rotation, lengths, condition)
+
         x = jnp.concatenate([x, text], axis=1)
-        x = scan_blocks(
-            self.layers, lambda block, x: block(x, both, seen, condition), x, remat=self.remat
-        )
-        out = self.all_final_layer[f"{PATCH}-1"](x[:, : rows * columns], condition)
+        x = scan_blocks(self.layers, apply, x, remat=self.remat)
+        out = self.all_final_layer[f"{PATCH}-1"](x[:, :num_image_tokens], condition)
         return -unpatch(out, rows, columns, PATCH)
 
     def _condition(self, timestep: Float[Array, " b"]) -> Float[Array, "b time"]:
-        """The embedded time, float32: it modulates every block, so that its rounding error would not average out."""
+        """The embedded timestep in float32.
+
+        It modulates every block, so that its rounding error would not average out.
+        """
         time = (1000 - timestep.astype(jnp.float32)) * (self.config.t_scale / 1000)
         mlp = self.t_embedder.mlp
         return mlp["2"](jax.nn.silu(mlp["0"](sinusoid(time))))
 
-    def _filling(
-        self, token: nnx.Param, like: Float[Array, "b s d"], count: int
-    ) -> Float[Array, "b {count} d"]:
-        return jnp.broadcast_to(
-            token.get_value().astype(like.dtype), (like.shape[0], count, like.shape[2])
-        )
+
+def _repeat_token(
+    token: nnx.Param, like: Float[Array, "b s d"], count: int
+) -> Float[Array, "b {count} d"]:
+    """`count` copies of a learned token [1, d] for each sample of `like`, in the dtype of `like`."""
+    batch, _, d = like.shape
+    return jnp.broadcast_to(token.get_value().astype(like.dtype), (batch, count, d))
 
 
 class Block(nnx.Module):
-    """Attention, then MLP, each normalised before and after and added to its input. modulated: with scales and gates."""
+    """Attention, then MLP. Each is normalized before and after, and added to its input.
 
-    def __init__(self, c: ZImageConfig, modulated: bool, *, rngs: nnx.Rngs):
-        def norm():
-            return RMSNorm(c.dim, eps=c.norm_eps)
+    Args:
+      config: The sizes of the network.
+      modulated: Whether the timestep modulates scales and gates.
+      rngs: Random number generators for the initial weights.
+    """
 
-        self.attention = Attention(c, rngs=rngs)
-        self.feed_forward = FeedForward(c.dim, int(c.dim / 3 * 8), rngs=rngs)
+    def __init__(self, config: ZImageConfig, *, modulated: bool, rngs: nnx.Rngs):
+        d = config.dim
+        self.attention = SelfAttention(
+            d, config.head_dim, normed=config.qk_norm, bias=False, eps=HEAD_EPS, rngs=rngs
+        )
+        self.feed_forward = GatedFeedForward(d, int(d / 3 * 8), rngs=rngs)
         self.attention_norm1, self.attention_norm2, self.ffn_norm1, self.ffn_norm2 = (
-            norm() for _ in range(4)
+            RMSNorm(d, eps=config.norm_eps) for _ in range(4)
         )
-        time = min(c.dim, TIME_WIDTH)
-        self.adaLN_modulation = (
-            nnx.List([Linear(time, 4 * c.dim, rngs=rngs)]) if modulated else None
-        )
+        self.adaLN_modulation = None
+        if modulated:
+            self.adaLN_modulation = nnx.List([Linear(config.time_width, 4 * d, rngs=rngs)])
 
     def __call__(
         self,
         x: Float[Array, "b s d"],
         rotation: Rotation,
-        seen: Int[Array, " b"] | None,
+        key_lengths: Int[Array, " b"] | None,
         condition: Float[Array, "b time"] | None = None,
     ) -> Float[Array, "b s d"]:
-        """seen: how many tokens, from the first, all look at; None: all. condition: the embedded time, for modulated blocks."""
+        """Applies the block.
+
+        Args:
+          x: The tokens.
+          rotation: The rotary angles of the s positions.
+          key_lengths: How many tokens, from the first, each sample attends to. None: all.
+          condition: The embedded timestep. Only modulated blocks read it.
+
+        Returns:
+          The tokens after the block.
+        """
         if self.adaLN_modulation is None or condition is None:
-            x = x + self.attention_norm2(
-                self.attention(self.attention_norm1.pending(x), rotation, seen)
-            )
-            return x + self.ffn_norm2(self.feed_forward(self.ffn_norm1.pending(x)))
-        scale, gate, scale_ff, gate_ff = jnp.split(
-            self.adaLN_modulation[0](condition)[:, None], 4, axis=-1
-        )
-        h = self.attention_norm1.pending(x).map(jnp.multiply, 1 + scale)
-        x = x + jnp.tanh(gate) * self.attention_norm2(self.attention(h, rotation, seen))
-        h = self.ffn_norm1.pending(x).map(jnp.multiply, 1 + scale_ff)
+            attended = self.attention(self.attention_norm1.scaled(x), rotation, key_lengths)
+            x = x + self.attention_norm2(attended)
+            return x + self.ffn_norm2(self.feed_forward(self.ffn_norm1.scaled(x)))
+        vectors = self.adaLN_modulation[0](condition)[:, None]
+        scale, gate, scale_ff, gate_ff = jnp.split(vectors, 4, axis=-1)
+        h = self.attention_norm1.scaled(x, 1 + scale)
+        attended = self.attention(h, rotation, key_lengths)
+        x = x + jnp.tanh(gate) * self.attention_norm2(attended)
+        h = self.ffn_norm1.scaled(x, 1 + scale_ff)
         return x + jnp.tanh(gate_ff) * self.ffn_norm2(self.feed_forward(h))
 
 
-class Attention(Projections):
-    """Softmax attention with rotary positions. `qk_norm`: each head of queries and keys is normalised on its own."""
-
-    def __init__(self, c: ZImageConfig, *, rngs: nnx.Rngs):
-        super().__init__(c.dim, c.head, normed=c.qk_norm, bias=False, eps=HEAD_EPS, rngs=rngs)
-        self.to_out = nnx.List([Linear(c.dim, c.dim, bias=False, rngs=rngs)])
-
-    def __call__(
-        self, x: LazyActivation, rotation: Rotation, seen: Int[Array, " b"] | None
-    ) -> Float[Array, "b s d"]:
-        q, k, v = (
-            written([y], self.head) for y in self.heads(x, lambda y, _: y.map(turn, *rotation))
-        )
-        attend = attention if x.exact else attention_forward
-        return self.to_out[0](attend(q, k, v, seen).reshape(*q.shape[:2], -1))
-
-
-class FeedForward(nnx.Module):
-    """A SiLU-gated linear unit (arXiv 2002.05202)."""
-
-    def __init__(self, d: int, hidden: int, *, rngs: nnx.Rngs):
-        self.w1, self.w3 = (Linear(d, hidden, bias=False, rngs=rngs) for _ in range(2))
-        self.w2 = Linear(hidden, d, bias=False, rngs=rngs)
-
-    def __call__(self, x: LazyActivation) -> Float[Array, "b s d"]:
-        return self.w2(self.w1.pending(x).join(gated, self.w3.pending(x)))
-
-
 class FinalLayer(nnx.Module):
-    """A norm without weights, scaled by the time, and a linear to the features of a patch."""
+    """A norm without weights, scaled by the timestep, and a linear layer to the features of a patch.
 
-    def __init__(self, d: int, features: int, time: int, *, rngs: nnx.Rngs):
+    Args:
+      d: The number of features of the tokens.
+      features: The number of features of a patch.
+      time_width: The number of features of the embedded timestep.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(self, d: int, features: int, time_width: int, *, rngs: nnx.Rngs):
         self.norm_final = LayerNorm(d, eps=FINAL_EPS, affine=False)
         self.linear = Linear(d, features, rngs=rngs)
-        self.adaLN_modulation = nnx.Dict({"1": Linear(time, d, rngs=rngs)})
+        self.adaLN_modulation = nnx.Dict({"1": Linear(time_width, d, rngs=rngs)})
 
     def __call__(
         self, x: Float[Array, "b n d"], condition: Float[Array, "b time"]
     ) -> Float[Array, "b n features"]:
         scale = 1 + self.adaLN_modulation["1"](jax.nn.silu(condition))[:, None]
-        return self.linear(self.norm_final.pending(x).map(jnp.multiply, scale))
+        return self.linear(self.norm_final.scaled(x, scale))
 
 
-def rotary(
-    c: ZImageConfig, rows: int, columns: int, length: int, seen: Int[Array, " b"]
+def rotary_tables(
+    config: ZImageConfig, rows: int, columns: int, length: int, text_lengths: Int[Array, " b"]
 ) -> tuple[Rotation, Rotation]:
-    """Cosines and sines of the angle of each position, of the image and of the text, filled up.
+    """The rotary angles of the image tokens and of the text tokens, including their padding.
 
-    A position has three coordinates: (i, 0, 0) for the `i`-th position of the text, counted from 1; (seen + 1, row, column) for
-    the image, row by row, where `seen` is the number of positions of its text; and (0, 0, 0) for what fills the image up.
+    A position has three coordinates: (i, 0, 0) for text token i, counted from 1; (p + 1, row, column) for
+    image tokens, row by row, where p is the padded length of the sample's text; and (0, 0, 0) for the
+    padding of the image.
+
+    Args:
+      config: Read are `axes_dims` and `rope_theta`.
+      rows: The number of rows of image tokens.
+      columns: The number of columns of image tokens.
+      length: The number of text tokens, including masked ones.
+      text_lengths: The padded length p of each sample's text.
+
+    Returns:
+      For the image and for the text, cosines and sines [b, positions, head_dim / 2].
     """
 
-    def waves(axis: int, at: np.ndarray) -> np.ndarray:
-        """[2, positions, features / 2]: cosines and sines. Angles are rounded to float32 first, as in the released code."""
-        frequency = c.rope_theta ** (-np.arange(0, c.axes_dims[axis], 2) / c.axes_dims[axis])
-        angle = np.outer(at, frequency).astype(np.float32).astype(np.float64)
+    def waves(axis: int, coordinates: np.ndarray) -> np.ndarray:
+        """Cosines and sines [2, positions, features / 2] of the angles along one axis.
+
+        Angles are rounded to float32 before, as in the released code.
+        """
+        dim = config.axes_dims[axis]
+        frequencies = config.rope_theta ** (-np.arange(0, dim, 2) / dim)
+        angle = np.outer(coordinates, frequencies).astype(np.float32).astype(np.float64)
         return np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32)
 
-    def still(axes, count):
+    def zero_waves(axes: tuple[int, ...], count: int) -> np.ndarray:
         return np.concatenate([waves(axis, np.zeros(count)) for axis in axes], axis=-1)
 
+    batch = len(text_lengths)
+
+    def per_sample(x: Array | np.ndarray, *positions: int) -> Array:
+        return jnp.broadcast_to(x, (2, batch, *positions, x.shape[-1]))
+
     length = length + -length % MULTIPLE
-    (b, count) = (len(seen), rows * columns)
-    of_text = np.concatenate([waves(0, np.arange(1, length + 1)), still((1, 2), length)], axis=-1)
-    within = np.concatenate(
-        [waves(axis, at.ravel()) for axis, at in enumerate(np.indices((rows, columns)), 1)], axis=-1
-    )
-    after = jnp.asarray(waves(0, np.arange(length + 2)))[:, seen + 1]  # [2, b, features / 2]
+    text_index = waves(0, np.arange(1, length + 1))
+    text = np.concatenate([text_index, zero_waves((1, 2), length)], axis=-1)
 
-    def spread(x, *shape):
-        return jnp.broadcast_to(x, (2, b, *shape, x.shape[-1]))
-
-    of_image = jnp.concatenate(
-        [spread(after[:, :, None], count), spread(within[:, None], count)], axis=-1
+    count = rows * columns
+    padding = -count % MULTIPLE
+    row, column = np.indices((rows, columns))
+    within_image = np.concatenate([waves(1, row.ravel()), waves(2, column.ravel())], axis=-1)
+    after_text = jnp.asarray(waves(0, np.arange(length + 2)))[:, text_lengths + 1]
+    image = jnp.concatenate(
+        [per_sample(after_text[:, :, None], count), per_sample(within_image[:, None], count)],
+        axis=-1,
     )
-    of_image = jnp.concatenate(
-        [of_image, spread(still((0, 1, 2), -count % MULTIPLE)[:, None], -count % MULTIPLE)], axis=2
-    )
-    return tuple(of_image), tuple(spread(of_text[:, None], length))
+    zeros = per_sample(zero_waves((0, 1, 2), padding)[:, None], padding)
+    image = jnp.concatenate([image, zeros], axis=2)
+    text = per_sample(text[:, None], length)
+    return (image[0], image[1]), (text[0], text[1])

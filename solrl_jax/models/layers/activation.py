@@ -1,0 +1,47 @@
+"""`Activation`: what layers pass to each other, an array or a value that the next layer computes.
+
+A quantized linear layer reads its input once, and computes, scales and encodes it in one kernel
+(`solrl_jax.quant.lazy`). So the layer before it, for example a modulated norm, may leave the computation
+to it. Networks do not distinguish the two cases: they pass activations from layer to layer.
+"""
+
+from typing import TypeAlias
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from solrl_jax.quant.lazy import LazyActivation
+
+Activation: TypeAlias = Float[Array, "b s d"] | LazyActivation
+
+
+def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
+    """The activation as a `LazyActivation`.
+
+    Args:
+      x: An array [b, s, d] or a lazy activation.
+      dtype: The dtype that an array is read in. None: its own.
+
+    Returns:
+      A lazy activation that returns `x`.
+    """
+    if isinstance(x, LazyActivation):
+        return x
+    return LazyActivation.from_array(x, dtype=dtype)
+
+
+def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) -> Activation:
+    """Concatenates activations along the feature axis, without writing the result to memory.
+
+    Args:
+      first: An activation [b, s, d].
+      *others: Activations [b, s, d_i] that follow it.
+      dtype: The dtype of the result. FP8 attention returns E4M3 values, which are read in this dtype.
+
+    Returns:
+      The activation [b, s, d + sum of d_i].
+    """
+    result = as_lazy(first, dtype)
+    for other in others:
+        result = result.concat(as_lazy(other, dtype))
+    return result

@@ -1,0 +1,51 @@
+"""Adaptive layer normalization: a norm whose shift, scale and gate come from a condition vector."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from solrl_jax.models.layers.activation import Activation
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.modulation import Modulate, modulate
+from solrl_jax.models.layers.norm import LayerNorm
+
+EPS = 1e-6  # the epsilon of every norm in FLUX and Stable Diffusion 3
+
+
+class AdaLayerNorm(nnx.Module):
+    """adaLN-Zero (arXiv 2212.09748, section 3.2): a layer norm, and a linear layer for its modulation.
+
+    Args:
+      d: The number of features of the tokens and of the condition.
+      num_vectors: The number of modulation vectors, for example 6: shift, scale and gate, twice.
+      bias: Whether the linear layer has a bias.
+      modulate: The function that applies shift and scale.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        num_vectors: int,
+        *,
+        bias: bool = True,
+        modulate: Modulate = modulate,
+        rngs: nnx.Rngs,
+    ):
+        self.linear = Linear(d, num_vectors * d, bias=bias, rngs=rngs)
+        self.norm = LayerNorm(d, eps=EPS, affine=False)
+        self.num_vectors = num_vectors
+        self.modulate = modulate
+
+    def vectors(self, condition: Float[Array, "b d"]) -> list[Float[Array, "b 1 d"]]:
+        """The modulation vectors of a condition to which SiLU has been applied."""
+        return jnp.split(self.linear(condition)[:, None], self.num_vectors, axis=-1)
+
+    def __call__(
+        self,
+        x: Float[Array, "b s d"],
+        shift: Float[Array, "b 1 d"],
+        scale: Float[Array, "b 1 d"],
+    ) -> Activation:
+        """`norm(x) (1 + scale) + shift`, computed by the layer that reads it."""
+        return self.norm.modulated(x, shift, scale, self.modulate)

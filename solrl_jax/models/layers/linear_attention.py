@@ -1,0 +1,99 @@
+"""SANA's attention layers: linear attention among image tokens, and cross-attention to the text."""
+
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from solrl_jax.models.layers.activation import Activation, as_lazy
+from solrl_jax.models.layers.attention import attention, attention_forward
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import RMSNorm
+from solrl_jax.quant.lazy import LazyActivation
+from solrl_jax.quant.linear_attention import linear_attention
+
+
+class CrossProjection(nnx.Module):
+    """The projections of an attention whose queries and keys may come from different sequences.
+
+    Args:
+      widths: The number of features of the query sequence, of the key sequence, and of all heads together.
+      heads: The number of heads.
+      normed: Whether queries and keys are normalized (RMSNorm), all heads together.
+      bias: Whether the projections to queries, keys and values have biases.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        widths: tuple[int, int, int],
+        heads: int,
+        *,
+        normed: bool,
+        bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        d, source, inner = widths
+        self.to_q, self.to_k, self.to_v = (
+            Linear(n, inner, bias=bias, rngs=rngs) for n in (d, source, source)
+        )
+        self.norm_q, self.norm_k = (RMSNorm(inner, eps=1e-5) if normed else None for _ in range(2))
+        self.to_out = nnx.List([Linear(inner, d, rngs=rngs)])
+        self.heads = heads
+
+    def project(self, x: Activation, source: Activation) -> list[LazyActivation]:
+        """Queries of `x`, and keys and values of `source`; heads lie side by side in the last axis."""
+        q = self.to_q.lazy(x)
+        k = self.to_k.lazy(source)
+        v = self.to_v.lazy(source)
+        if self.norm_q is not None and self.norm_k is not None:
+            q = as_lazy(self.norm_q(q.value))
+            k = as_lazy(self.norm_k(k.value))
+        return [q, k, v]
+
+
+class LinearAttention(CrossProjection):
+    """Attention with weights `relu(q) . relu(k)` instead of a softmax (arXiv 2410.10629, equation 1).
+
+    The sums over the keys do not depend on the query, so the work is linear in the number of tokens. They
+    are computed in float32. The constructor takes the arguments of `CrossProjection`.
+    """
+
+    def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
+        """Applies the attention.
+
+        Args:
+          x: The image tokens [b, n, d].
+          grid: The number of rows and of columns of the tokens. Unused: it is for layers that replace this
+            one and depend on positions (`models.layers.mhla`).
+
+        Returns:
+          The output [b, n, d].
+        """
+        x = as_lazy(x)
+        q, k, v = self.project(x, x)
+        return self.to_out[0](linear_attention(q, k, v, self.heads))
+
+
+class CrossAttention(CrossProjection):
+    """Softmax attention from image tokens to text tokens."""
+
+    def __call__(
+        self, x: Float[Array, "b n d"], text: Float[Array, "b l d"], mask: Bool[Array, "b l"]
+    ) -> Float[Array, "b n d"]:
+        """Applies the attention.
+
+        Args:
+          x: The image tokens.
+          text: The text tokens.
+          mask: True for tokens, False for padding.
+
+        Returns:
+          The output for each image token.
+        """
+        q, k, v = (
+            y.value.reshape(*y.value.shape[:2], self.heads, -1)
+            for y in self.project(x, as_lazy(text))
+        )
+        # no gradient is taken of quantized layers
+        attend = attention_forward if self.to_q.is_quantized else attention
+        out = attend(q, k, v, mask=mask[:, None, None, :])
+        return self.to_out[0](out.reshape(*x.shape[:2], -1))

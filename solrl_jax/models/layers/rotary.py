@@ -1,0 +1,76 @@
+"""Rotary position embeddings (RoPE, arXiv 2104.09864) with several coordinates per position."""
+
+from typing import TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from solrl_jax.quant.lazy import LazyActivation
+
+# Cosines and sines of the rotation angles: two float32 arrays [b or 1, positions, head_dim / 2].
+Rotation: TypeAlias = tuple[Array | np.ndarray, Array | np.ndarray]
+
+
+def rotation_table(
+    positions: Float[np.ndarray, "axes s"], axes_dims: tuple[int, ...], theta: float
+) -> Rotation:
+    """The rotation angles of positions that have one coordinate per axis (arXiv 2104.09864, section 3.3).
+
+    Args:
+      positions: The coordinates of each of s positions.
+      axes_dims: The number of features of a head that each coordinate rotates (even numbers).
+      theta: The base of the rotation frequencies.
+
+    Returns:
+      Cosines and sines [1, s, sum of axes_dims / 2].
+    """
+    # computed in float64 and rounded once, as in the released code
+    angles = []
+    for coordinate, dim in zip(positions, axes_dims, strict=True):
+        frequencies = theta ** (-np.arange(0, dim, 2) / dim)
+        angles.append(np.outer(coordinate, frequencies))
+    angle = np.concatenate(angles, axis=-1)[None]
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def rotate_pairs(
+    x: Float[Array, "... d"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
+) -> Float[Array, "... d"]:
+    """Rotates each pair of neighboring features of each head, in float32 (arXiv 2104.09864, equation 34).
+
+    Args:
+      x: Queries or keys. The last axis holds heads of `2 * half` features side by side.
+      cos: The cosines of the angles of each position.
+      sin: The sines of the angles of each position.
+
+    Returns:
+      The rotated array, in the dtype of `x`.
+    """
+    cos = cos[..., None, :]
+    sin = sin[..., None, :]
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1], 2)
+    first, second = jnp.unstack(pairs, axis=-1)
+    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> LazyActivation:
+    """Rotates queries or keys by the angles of their positions.
+
+    Args:
+      x: Queries or keys [b, s, d], heads side by side.
+      rotation: The angles of all positions of the sequence. None leaves `x` as it is.
+      start: The position of the first row of `x`.
+
+    Returns:
+      The rotated activation.
+    """
+    if rotation is None:
+        return x
+    cos, sin = rotation
+    stop = start + x.num_rows
+    if start > 0 or stop < cos.shape[1]:
+        cos = cos[:, start:stop]
+        sin = sin[:, start:stop]
+    return x.map(rotate_pairs, jnp.asarray(cos), jnp.asarray(sin))

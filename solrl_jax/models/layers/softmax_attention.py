@@ -1,0 +1,291 @@
+"""Softmax attention layers: projections to queries, keys and values, attention, output projection."""
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from solrl_jax.models.layers.activation import Activation, as_lazy, concat_features
+from solrl_jax.models.layers.ada_layer_norm import EPS
+from solrl_jax.models.layers.attention import attention, attention_forward
+from solrl_jax.models.layers.attention_fp8 import E4M3, attention_fp8
+from solrl_jax.models.layers.feed_forward import silu_gate
+from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.layers.norm import RMSNorm
+from solrl_jax.models.layers.rotary import Rotation, rotate
+from solrl_jax.quant.lazy import LazyActivation, materialize_heads
+
+
+def project_qkv(
+    x: LazyActivation,
+    to_q: Linear,
+    to_k: Linear,
+    to_v: Linear,
+    norm_q: RMSNorm | None,
+    norm_k: RMSNorm | None,
+    rotation: Rotation | None,
+    start: int,
+) -> list[LazyActivation]:
+    """Queries, keys and values [b, s, d] of a sequence, heads side by side.
+
+    Args:
+      x: The input of the attention [b, s, d].
+      to_q: The projection to queries.
+      to_k: The projection to keys.
+      to_v: The projection to values.
+      norm_q: The norm of each head of the queries, or None.
+      norm_k: The norm of each head of the keys, or None.
+      rotation: The rotary angles of all positions, or None.
+      start: The position of the first token of `x`.
+
+    Returns:
+      Queries, keys and values, which the attention materializes.
+    """
+    q = to_q.lazy(x)
+    if norm_q is not None:
+        q = norm_q.per_head(q)
+    k = to_k.lazy(x)
+    if norm_k is not None:
+        k = norm_k.per_head(k)
+    return [rotate(q, rotation, start), rotate(k, rotation, start), to_v.lazy(x)]
+
+
+def attend(
+    head_dim: int,
+    *streams: list[LazyActivation],
+    key_lengths: Int[Array, " b"] | None = None,
+    fp8_attention: bool = False,
+) -> Float[Array, "b s d"]:
+    """Softmax attention over streams of tokens that form one sequence.
+
+    Args:
+      head_dim: The number of features of one head.
+      *streams: Queries, keys and values [b, s_i, d] of each stream, in the order of the sequence.
+      key_lengths: How many keys, from the first, each sample attends to. None: all. Not with FP8.
+      fp8_attention: Whether the attention runs in FP8.
+
+    Returns:
+      The attended values [b, sum of s_i, d], heads side by side. In E4M3 if `fp8_attention` is set.
+    """
+    q, k, v = (
+        materialize_heads(pieces, head_dim, E4M3 if fp8_attention else None)
+        for pieces in zip(*streams, strict=True)
+    )
+    if fp8_attention:
+        out = attention_fp8(q, k, v)
+    elif streams[0][0].exact:
+        out = attention(q, k, v, key_lengths)
+    else:
+        out = attention_forward(q, k, v, key_lengths)  # no gradient is taken of quantized layers
+    return out.reshape(*q.shape[:2], -1)
+
+
+class QKVProjection(nnx.Module):
+    """The projections of one sequence to queries, keys and values.
+
+    Args:
+      d: The number of features of the tokens, and of all heads together.
+      head_dim: The number of features of one head.
+      normed: Whether each head of queries and keys is normalized (RMSNorm).
+      bias: Whether the projections have biases.
+      eps: The epsilon of the norms.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        head_dim: int,
+        *,
+        normed: bool,
+        bias: bool = True,
+        eps: float = EPS,
+        rngs: nnx.Rngs,
+    ):
+        self.to_q, self.to_k, self.to_v = (Linear(d, d, bias=bias, rngs=rngs) for _ in range(3))
+        self.norm_q, self.norm_k = (
+            RMSNorm(head_dim, eps=eps) if normed else None for _ in range(2)
+        )
+        self.head_dim = head_dim
+
+    def project(
+        self, x: LazyActivation, rotation: Rotation | None, start: int = 0
+    ) -> list[LazyActivation]:
+        """Queries, keys and values of `x` (see `project_qkv`)."""
+        return project_qkv(
+            x, self.to_q, self.to_k, self.to_v, self.norm_q, self.norm_k, rotation, start
+        )
+
+
+class SelfAttention(QKVProjection):
+    """Softmax attention of one sequence to itself.
+
+    Args:
+      d: The number of features of the tokens, and of all heads together.
+      head_dim: The number of features of one head.
+      normed: Whether each head of queries and keys is normalized (RMSNorm).
+      projected: Whether there is an output projection `to_out`.
+      bias: Whether the projections have biases.
+      eps: The epsilon of the norms.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        head_dim: int,
+        *,
+        normed: bool,
+        projected: bool = True,
+        bias: bool = True,
+        eps: float = EPS,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(d, head_dim, normed=normed, bias=bias, eps=eps, rngs=rngs)
+        self.to_out = nnx.List([Linear(d, d, bias=bias, rngs=rngs)]) if projected else None
+
+    def __call__(
+        self,
+        x: Activation,
+        rotation: Rotation | None = None,
+        key_lengths: Int[Array, " b"] | None = None,
+        *,
+        fp8_attention: bool = False,
+    ) -> Float[Array, "b s d"]:
+        """Applies the attention.
+
+        Args:
+          x: The input [b, s, d].
+          rotation: The rotary angles of the s positions, or None.
+          key_lengths: How many tokens, from the first, each sample attends to. None: all.
+          fp8_attention: Whether the attention runs in FP8. Without an output projection, the result is
+            then in E4M3.
+
+        Returns:
+          The output [b, s, d].
+        """
+        x = as_lazy(x)
+        out = attend(
+            self.head_dim,
+            self.project(x, rotation),
+            key_lengths=key_lengths,
+            fp8_attention=fp8_attention,
+        )
+        return out if self.to_out is None else self.to_out[0](as_lazy(out, x.dtype))
+
+
+class JointAttention(QKVProjection):
+    """Softmax attention over text and image as one sequence, text first (arXiv 2403.03206, section 4).
+
+    The weights of the text stream are those with `add` in their names.
+
+    Args:
+      d: The number of features of the tokens, and of all heads together.
+      head_dim: The number of features of one head.
+      normed: Whether each head of queries and keys is normalized (RMSNorm).
+      bias: Whether the projections have biases.
+      last: Whether nothing reads the text's output, so that it is not computed.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        head_dim: int,
+        *,
+        normed: bool,
+        bias: bool = True,
+        last: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(d, head_dim, normed=normed, bias=bias, rngs=rngs)
+
+        def linear() -> Linear:
+            return Linear(d, d, bias=bias, rngs=rngs)
+
+        self.to_out = nnx.List([linear()])
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (linear() for _ in range(3))
+        self.norm_added_q, self.norm_added_k = (
+            RMSNorm(head_dim, eps=EPS) if normed else None for _ in range(2)
+        )
+        self.to_add_out = None if last else linear()
+
+    def __call__(
+        self,
+        text: Activation,
+        image: Activation,
+        rotation: Rotation | None = None,
+        *,
+        fp8_attention: bool = False,
+    ) -> tuple[Float[Array, "b l d"] | None, Float[Array, "b n d"]]:
+        """Applies the attention.
+
+        Args:
+          text: The text tokens [b, l, d].
+          image: The image tokens [b, n, d].
+          rotation: The rotary angles of the l + n positions, or None.
+          fp8_attention: Whether the attention runs in FP8.
+
+        Returns:
+          The outputs for the text (None if this is the `last` layer) and for the image.
+        """
+        text = as_lazy(text)
+        image = as_lazy(image)
+        length = text.num_rows
+        text_qkv = project_qkv(
+            text,
+            self.add_q_proj,
+            self.add_k_proj,
+            self.add_v_proj,
+            self.norm_added_q,
+            self.norm_added_k,
+            rotation,
+            start=0,
+        )
+        image_qkv = self.project(image, rotation, start=length)
+        out = attend(self.head_dim, text_qkv, image_qkv, fp8_attention=fp8_attention)
+        text_out = None
+        if self.to_add_out is not None:
+            text_out = self.to_add_out(LazyActivation.from_array(out, (0, length), text.dtype))
+        image_rows = LazyActivation.from_array(out, (length, out.shape[1]), image.dtype)
+        return text_out, self.to_out[0](image_rows)
+
+
+class ParallelAttention(nnx.Module):
+    """Self-attention and a SiLU-gated MLP side by side (arXiv 2302.05442, section 2), without biases.
+
+    One linear layer computes queries, keys, values and the MLP's gate and value. One linear layer reads
+    the results of both.
+
+    Args:
+      d: The number of features of the tokens, and of all heads together.
+      head_dim: The number of features of one head.
+      hidden: The number of features of the MLP after its gate.
+      rngs: Random number generators for the initial weights.
+    """
+
+    def __init__(self, d: int, head_dim: int, hidden: int, *, rngs: nnx.Rngs):
+        self.to_qkv_mlp_proj = Linear(d, 3 * d + 2 * hidden, bias=False, rngs=rngs)
+        self.norm_q, self.norm_k = (RMSNorm(head_dim, eps=EPS) for _ in range(2))
+        self.to_out = Linear(d + hidden, d, bias=False, rngs=rngs)
+        self.widths = (d, d, d, hidden, hidden)
+        self.head_dim = head_dim
+
+    def __call__(
+        self, x: Activation, rotation: Rotation, *, fp8_attention: bool = False
+    ) -> Float[Array, "b s d"]:
+        """Applies attention and MLP.
+
+        Args:
+          x: The input [b, s, d].
+          rotation: The rotary angles of the s positions.
+          fp8_attention: Whether the attention runs in FP8.
+
+        Returns:
+          The output [b, s, d].
+        """
+        x = as_lazy(x)
+        q, k, v, gate, value = self.to_qkv_mlp_proj.lazy(x).split_columns(*self.widths)
+        q = rotate(self.norm_q.per_head(q), rotation)
+        k = rotate(self.norm_k.per_head(k), rotation)
+        attended = attend(self.head_dim, [q, k, v], fp8_attention=fp8_attention)
+        hidden = gate.combine(silu_gate, value)
+        return self.to_out(concat_features(attended, hidden, dtype=x.dtype))
