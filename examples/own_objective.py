@@ -24,7 +24,7 @@ def good_half(
     """Flow matching on samples whose advantage is positive, held near the base by the KL weight. One loss a row."""
     error = matching_error(velocities.trained, target)
     kl = mean_per_sample((velocities.trained - velocities.reference) ** 2)
-    loss = jnp.where(target.optimality > 0.5, error, 0.0) + algorithm.kl_weight * kl
+    loss = jnp.where(target.optimality > 0.5, error, 0.0) + algorithm.kl_coef * kl
     return loss, {"loss/policy": error, "loss/kl": kl}
 
 

@@ -120,8 +120,8 @@ def needs(config: Config) -> dict[str, Any]:
             missing.append(str(error))
 
     for field, path, least in (
-        ("prompts.train", config.prompts.train, config.train.prompts),
-        ("prompts.test", config.prompts.test, config.eval.prompts),
+        ("prompts.train", config.prompts.train, config.train.num_prompts),
+        ("prompts.test", config.prompts.test, config.eval.num_prompts),
     ):
         with noted():
             if len(found := load_prompts(path, field)) < least:
@@ -131,7 +131,7 @@ def needs(config: Config) -> dict[str, Any]:
     with noted():
         read_instruction(config)
     with noted():
-        open_cache(config.model.cache)
+        open_cache(config.model.prompt_cache_dir)
     for key, source in _reward_sources(config).items():
         with noted():
             if isinstance(source, Converted):
@@ -193,7 +193,7 @@ def _check_weights(path: str) -> None:
 
 def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
     """The released files that the rewards are read from."""
-    names = reward_names((*config.reward.weights, *config.reward.watched))
+    names = reward_names((*config.reward.weights, *config.reward.eval_only))
     return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}
 
 

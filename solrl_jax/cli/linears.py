@@ -81,7 +81,7 @@ def command(
     pipeline = open_model(config.model.path, **attention_of(config.model))
     shapes = pipeline.transformer.abstract(DTYPES[config.rollout.precision])
     with in_one_line():
-        rows = linears.report(shapes, config.model.quantize, form, config.rollout.explore)
+        rows = linears.report(shapes, config.model.quantization, form, config.rollout.explore)
     if others["errors"]:
         backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
         adapters, _ = load_policy(run, config, backbone)

@@ -45,7 +45,7 @@ def command(show: str | None, overrides: tuple[str, ...], as_json: bool) -> None
 def describe_prompts(config: Config) -> dict[str, Any]:
     """The numbers of distinct prompts to train and to test on, their files, and the prompts of the first iteration."""
     train, test = load_prompt_sets(config)
-    first = draw_prompts(train, config.seed, 0, min(config.train.prompts, len(train)))
+    first = draw_prompts(train, config.seed, 0, min(config.train.num_prompts, len(train)))
     return {
         "files": dataclasses.asdict(config.prompts),
         "train": len(train),

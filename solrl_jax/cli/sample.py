@@ -80,9 +80,9 @@ def requested(target: str, **given: Any) -> Request:
     if is_run(target):
         config = read_run(target)
         own |= {
-            "steps": config.eval.steps,
-            "guidance": config.rollout.guidance,
-            "true_cfg": config.rollout.true_guidance,
+            "steps": config.eval.num_steps,
+            "guidance": config.rollout.guidance_scale,
+            "true_cfg": config.rollout.true_cfg_scale,
         }
     return Request(
         **own | {name: _checked(name, value) for name, value in given.items() if value is not None}
@@ -150,7 +150,7 @@ def sample(
     if noise is None:
         noise = np.asarray(jax.jit(normal, static_argnums=(1, 2))(seeds, "initial", shape))
     max_tokens = request.max_tokens or (
-        config.model.max_tokens if config else pipeline.default_max_tokens
+        config.model.max_sequence_length if config else pipeline.default_max_tokens
     )
     prompted = prepare(backbone, None, prompts, max_tokens, request.negative)
     backbone.text_encoders.release()  # there is nothing more to encode
@@ -193,11 +193,11 @@ def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
         path = config.model.instruction
         field = "model.instruction"
     return {
-        "cache": config.model.cache if config else None,
+        "cache": config.model.prompt_cache_dir if config else None,
         "instruction": None if path is None else load_instruction(path, field),
-        "tile": request.tile or (config.model.tile if config else None),
+        "tile": request.tile or (config.model.vae_tile_size if config else None),
         "decoding": scoring_dtypes(
-            config.rollout.scoring, config.rollout.precision, local_device()
+            config.rollout.scoring_precision, config.rollout.precision, local_device()
         )[0]
         if config
         else None,
@@ -231,7 +231,7 @@ def _grid(
         tokens = pipeline.image_tokens(*size)
         if config:
             rollout = dataclasses.replace(
-                config.rollout, guidance=request.guidance, true_guidance=request.true_cfg
+                config.rollout, guidance_scale=request.guidance, true_cfg_scale=request.true_cfg
             )
             return Schedule.from_config(
                 rollout, request.steps, tokens, embedded, None, pipeline.mu
@@ -265,7 +265,7 @@ def _quantized(
 
     rules = (
         config or next(preset for preset in presets if kind(preset) == pipeline.kind)
-    ).model.quantize
+    ).model.quantization
     with in_one_line():
         return quantized_paths(pipeline.transformer.abstract(DTYPES[precision]), rules, form)
 

@@ -21,7 +21,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from solrl_jax.config.migrations import migrate
+from solrl_jax.config.migrations import migrate, migrate_override
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import ConfigError, Section, shown
 from solrl_jax.storage.readers import parse_yaml
@@ -159,8 +159,8 @@ def _described(config: Config) -> dict[str, str]:
         "family": config.family,
         "reward": "+".join(config.reward.weights),
         "candidates": f"{rollout.kept}-in-{rollout.candidates}",
-        "explore": f"{explore.precision}, {explore.steps} steps",
-        "train on": f"{rollout.precision}, {rollout.steps} steps"
+        "explore": f"{explore.precision}, {explore.num_steps} steps",
+        "train on": f"{rollout.precision}, {rollout.num_steps} steps"
         if rollout.regenerate
         else "the explored samples",
     }
@@ -288,6 +288,7 @@ def _parse_overrides(
             continue
         if isinstance(value, str) and raw[:1] not in _QUOTES:
             value = raw
+        key, value = migrate_override(key, value)
         if key in PARTS and not isinstance(value, Mapping):
             if raw in _choices(key):
                 chosen[key], plugged = raw, None if key == "reward" else plugged

@@ -49,7 +49,7 @@ OBJECTIVES = {
 
 # of exploration: the formats of `quant/formats.py`; auto: the fastest of them that the device runs natively
 Precision = Literal["auto", "nvfp4", "fp8", "bf16", "fp32"]
-PreviewSigmas = Literal["own", "first"]
+PreviewSigmas = Literal["default", "first"]
 
 
 def _objective(name: str) -> str:
@@ -59,11 +59,11 @@ def _objective(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantize(Section):
+class Quantization(Section):
     """Which linears a format that quantises leaves in the training precision; all others it takes (`rl/explore/linears.py`)."""
 
-    skip: tuple[Text, ...]  # parts of their paths
-    min_dim: NotNegative  # those whose larger side is at most this many times the width of the network's blocks
+    modules_to_not_convert: tuple[Text, ...]  # parts of their paths
+    min_width_ratio: NotNegative  # those whose larger side is at most this many times the width of the network's blocks
     fused: tuple[
         Regex, ...
     ]  # linears of one module that count as one, outputs together, as the rule's authors hold them
@@ -79,30 +79,30 @@ class Model(Section):
     )
     height: Side
     width: Side
-    max_tokens: Annotated[
+    max_sequence_length: Annotated[
         Integer, Field(ge=1, le=MOST_TOKENS)
     ]  # length of the text that conditions it
     instruction: (
         Text | None
     )  # a file with the text that goes before every prompt (SANA); null: none
-    cache: (
+    prompt_cache_dir: (
         Free | None
     )  # a directory that keeps what prompts were encoded to; '': the user's own; null: nothing is kept
-    tile: (
+    vae_tile_size: (
         Side | None
     )  # pixels a side of what is decoded at once, neighbours sharing a quarter; null: whole images
     attention: Literal[
-        "own", "mhla"
+        "default", "mhla"
     ]  # mhla: in place of SANA's (`models/layers/mhla.py`), which reads the next three
     mhla_blocks: Annotated[
         Integer, Field(ge=1, le=2**12)
     ]  # equal ones that an image's tokens are divided into
     mhla_released: Flag  # the variant of the authors' released code; false: the paper's
     mhla_norm: Flag  # normalise queries and keys, where the network does not
-    remat: Literal[
+    gradient_checkpointing: Literal[
         "auto", "none", "products", "blocks"
     ]  # what gradients compute again; auto: by the device's memory
-    quantize: Quantize
+    quantization: Quantization
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,16 +110,16 @@ class Explore(Section):
     """How the N candidates are explored. The paper's recipe is `configs/explore/paper.yaml`."""
 
     precision: Precision  # a format of `quant/formats.py`; auto: the fastest format that the device runs natively
-    steps: Steps
+    num_steps: Steps
     sigmas: PreviewSigmas  # own: the schedule's own with so many steps; first: half are the full schedule's first
     exact_steps: Natural  # the first steps that the policy in `rollout.precision` takes; 0: none
-    correction: Annotated[
+    correction_rank: Annotated[
         Integer, Field(ge=0, le=2**12)
     ]  # rank of what goes past each quantised product; 0: nothing
     attention: Literal[
-        "own", "fp8"
+        "default", "fp8"
     ]  # fp8: softmax attention without a mask is in E4M3, of FLUX.1, FLUX.2 and SD3
-    floor: (
+    min_rank_correlation: (
         Annotated[Number, Field(ge=-1, le=1)] | None
     )  # of the Spearman correlation over kept samples; null: not watched
 
@@ -137,48 +137,48 @@ class Rollout(Section):
         Sizes | None
     )  # of what is trained on: [height, width], or several, of which an iteration takes one; null: the model's
     regenerate: Flag  # false: the explored samples themselves are trained on
-    steps: (
+    num_steps: (
         Steps  # full step count: of the regeneration, and of the schedule that the update trains on
     )
     solver: Literal[
         "euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde"
     ]  # evaluation takes a stochastic one without noise
-    eta: Annotated[Number, Field(ge=0, le=1)]  # noise level of a stochastic solver
-    window: (
+    noise_level: Annotated[Number, Field(ge=0, le=1)]  # noise level of a stochastic solver
+    sde_window_size: (
         Steps | None
     )  # steps in a row that add noise, the others add none; null: all but the last
-    window_every: (
+    sde_window_every: (
         Count  # iterations after which the window moves on by a step; past the end it starts again
     )
     schedule: Literal["linear", "sd3", "flux"]
     shift: Annotated[
         Number, Field(ge=1e-3, le=1e3)
     ]  # of the sigmas; not read by 'flux', whose shift is of the resolution
-    guidance: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
-    true_guidance: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
-    chunk: Count  # rows that a device runs at once, at most
+    guidance_scale: NotNegative  # 1.0: no classifier-free guidance; FLUX.1: the embedded guidance
+    true_cfg_scale: NotNegative  # classifier-free guidance where `guidance` is embedded; 1.0: none
+    per_device_batch_size: Count  # rows that a device runs at once, at most
     precision: Literal["bf16", "fp32"]  # of regeneration, update and evaluation
-    scoring: Literal[
+    scoring_precision: Literal[
         "auto", "half", "fp32"
     ]  # decoding in BF16 and scoring in FP16, or both in float32; auto: by the device
 
     def __post_init__(self) -> None:
         n = self.candidates
         k = self.kept
-        explored = self.explore.steps
-        field = "rollout.explore.steps"
-        full = f"rollout.steps={self.steps}"
-        floor = self.explore.floor
+        explored = self.explore.num_steps
+        field = "rollout.explore.num_steps"
+        full = f"rollout.num_steps={self.num_steps}"
+        floor = self.explore.min_rank_correlation
         exact = self.explore.exact_steps
         compared = "must be null with rollout.regenerate=false, which has nothing to compare with"
         even = self.selection != "best_worst" or k % 2 == 0
-        own = self.explore.sigmas == "own"
+        own = self.explore.sigmas == "default"
         stochastic = self.solver in ("ddim", "flow_sde", "dance_sde")
         check(
             (k <= n, "rollout.kept", k, f"must be at most rollout.candidates={n}"),
             (even or k > n, "rollout.kept", k, "must be even with rollout.selection=best_worst"),
             (
-                not self.regenerate or explored <= self.steps,
+                not self.regenerate or explored <= self.num_steps,
                 field,
                 explored,
                 f"must be at most {full}",
@@ -189,30 +189,35 @@ class Rollout(Section):
                 exact,
                 f"must be less than {field}={explored}",
             ),
-            (self.regenerate or floor is None, "rollout.explore.floor", floor, compared),
+            (
+                self.regenerate or floor is None,
+                "rollout.explore.min_rank_correlation",
+                floor,
+                compared,
+            ),
             # The update trains at the sigmas of the full schedule: samples that are not regenerated must have followed it.
             (
-                self.regenerate or explored == self.steps,
+                self.regenerate or explored == self.num_steps,
                 field,
                 explored,
                 f"must equal {full} with rollout.regenerate=false",
             ),
             (
-                self.eta == 0 or stochastic,
-                "rollout.eta",
-                self.eta,
+                self.noise_level == 0 or stochastic,
+                "rollout.noise_level",
+                self.noise_level,
                 f"must be 0 with rollout.solver={self.solver}",
             ),
             (
-                self.eta == 0 or own,
-                "rollout.eta",
-                self.eta,
+                self.noise_level == 0 or own,
+                "rollout.noise_level",
+                self.noise_level,
                 "must be 0 with rollout.explore.sigmas=first",
             ),
             (
-                (self.window or 0) < self.steps,
-                "rollout.window",
-                self.window,
+                (self.sde_window_size or 0) < self.num_steps,
+                "rollout.sde_window_size",
+                self.sde_window_size,
                 f"must be less than {full}",
             ),
         )
@@ -220,14 +225,14 @@ class Rollout(Section):
     @property
     def stochastic_steps(self) -> int:
         """How many steps of the full schedule add noise. They follow each other."""
-        return 0 if self.eta == 0 else self.window or self.steps - 1
+        return 0 if self.noise_level == 0 else self.sde_window_size or self.num_steps - 1
 
     def window_start(self, iteration: int) -> int:
         """The first step that adds noise, in an iteration counted from 1."""
         return (
             0
-            if self.window is None
-            else (iteration - 1) // self.window_every % (self.steps - self.window)
+            if self.sde_window_size is None
+            else (iteration - 1) // self.sde_window_every % (self.num_steps - self.sde_window_size)
         )
 
 
@@ -242,7 +247,7 @@ class Reward(Section):
     options: dict[str, dict[str, Json]] = dataclasses.field(
         hash=False
     )  # keywords of plug-ins and of rewards outside JAX
-    watched: tuple[Text, ...]  # scored at evaluations, never trained on
+    eval_only: tuple[Text, ...]  # scored at evaluations, never trained on
     # of rewards outside JAX:
     workers: Annotated[Integer, Field(ge=1, le=2**8)]  # processes that score
     timeout: Annotated[
@@ -252,11 +257,11 @@ class Reward(Section):
 
     def __post_init__(self) -> None:
         # what a run records, everybody reads who reads the run
-        secret = sum(holds_secret(name) for name in (*self.weights, *self.watched, *self.options))
+        secret = sum(holds_secret(name) for name in (*self.weights, *self.eval_only, *self.options))
         rule = "must hold no user, password or token, which are recorded; put them into ~/.netrc"
         check((not secret, "reward.weights", "the address of a service", rule))
-        both = [name for name in self.watched if name in self.weights]
-        check((not both, "reward.watched", both, "must not name what reward.weights trains on"))
+        both = [name for name in self.eval_only if name in self.weights]
+        check((not both, "reward.eval_only", both, "must not name what reward.weights trains on"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,10 +272,10 @@ class Algorithm(Section):
         str, AfterValidator(_objective)
     ]  # of `rl/objectives/`; `configs/objective/` has their settings
     beta: Positive  # nft: how far the implicit positive policy leans to the trained one; dpo: how much a preference weighs
-    kl_weight: NotNegative  # of the distance to the base model: of velocities, or of the means of an SDE's steps
-    ratio_clip: Positive  # of grpo and awm: how far from 1 the ratio of probabilities, trained to old, has a gradient
-    advantage_clip: Positive  # standard deviations
-    advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+    kl_coef: NotNegative  # of the distance to the base model: of velocities, or of the means of an SDE's steps
+    clip_range: Positive  # of grpo and awm: how far from 1 the ratio of probabilities, trained to old, has a gradient
+    adv_clip_max: Positive  # standard deviations
+    adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"]
     global_std: Flag  # true: one standard deviation over the iteration; false: one a prompt
     timestep_fraction: Annotated[
         Number, Field(gt=0, le=1)
@@ -292,8 +297,8 @@ class Lora(Section):
 
     rank: Annotated[Integer, Field(ge=1, le=2**12)]
     alpha: Positive
-    targets: Annotated[tuple[Regex, ...], Field(min_length=1)]
-    init: Text | None  # a LoRA of diffusers or PEFT to start from; null: start from the base
+    target_modules: Annotated[tuple[Regex, ...], Field(min_length=1)]
+    path: Text | None  # a LoRA of diffusers or PEFT to start from; null: start from the base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,7 +315,7 @@ class Optimizer(Section):
     weight_decay: NotNegative
     max_grad_norm: Positive  # global norm that gradients are clipped to
     steps_per_iteration: Count
-    micro_batch: Count  # rows that a device differentiates at once, at most
+    per_device_batch_size: Count  # rows that a device differentiates at once, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,7 +331,7 @@ class Train(Section):
     """The length of a run, the prompt groups of an iteration, and what is trained."""
 
     iterations: Count
-    prompts: Count  # G
+    num_prompts: Count  # G
     # adapters: those of `lora`; a regex: what it matches is trained in full, beside adapters on others; all: all in full
     parameters: Annotated[Regex, Field(min_length=1)]
 
@@ -337,11 +342,11 @@ class Eval(Section):
 
     every: Natural  # iterations; 0: only before and after the run
     size: Size | None  # [height, width]; null: the model's
-    steps: Steps
-    prompts: Count
-    images_per_prompt: Many
+    num_steps: Steps
+    num_prompts: Count
+    num_images_per_prompt: Many
     seed: Seed
-    grid: Annotated[
+    num_grid_images: Annotated[
         Integer, Field(ge=0, le=2**10)
     ]  # images in the picture of fixed prompts; 0: no picture
 
@@ -381,7 +386,7 @@ class Run(Section):
 class Config(Section):
     """A run. `preset` and `family` are for the record: what they stand for is in the sections."""
 
-    version: Literal[2]  # of this layout; `config.migrations` reads older ones
+    version: Literal[3]  # of this layout; `config.migrations` reads older ones
     seed: Seed
     preset: Text
     family: Text
@@ -400,15 +405,15 @@ class Config(Section):
     def __post_init__(self) -> None:
         steps = self.optimizer.steps_per_iteration
         fraction = self.algorithm.timestep_fraction
-        terms = self.train.prompts * self.rollout.kept * self.trained_sigmas
-        least = 1 / self.rollout.steps
-        enough = f"must be at least 1 / rollout.steps = {least:.3g}"
+        terms = self.train.num_prompts * self.rollout.kept * self.trained_sigmas
+        least = 1 / self.rollout.num_steps
+        enough = f"must be at least 1 / rollout.num_steps = {least:.3g}"
         whole = self.train.parameters != "adapters" or self.model.attention == "mhla"
         slow = self.algorithm.decay_type == 2
         # a step of 0.001 of the way is less than half a digit of BF16: the old policy would never move
         follows = not (whole and slow and self.rollout.precision == "bf16")
         other = "must be 0 or 1, or rollout.precision=fp32, where parameters are trained in full"
-        even = f"must divide train.prompts * rollout.kept * trained sigmas = {terms}"
+        even = f"must divide train.num_prompts * rollout.kept * trained sigmas = {terms}"
         check(
             (self.trained_sigmas >= 1, "algorithm.timestep_fraction", fraction, enough),
             (follows, "algorithm.decay_type", 2, other),
@@ -422,15 +427,15 @@ class Config(Section):
         steps = self.optimizer.steps_per_iteration
         match self.algorithm.trains_on:
             case "pairs":
-                terms = self.train.prompts * rollout.kept * self.trained_sigmas // steps
-                field = "optimizer.micro_batch"
+                terms = self.train.num_prompts * rollout.kept * self.trained_sigmas // steps
+                field = "optimizer.per_device_batch_size"
                 needs = f"for the pairs of algorithm.objective={self.algorithm.objective}"
                 return [
                     (rollout.kept % 2 == 0, "rollout.kept", rollout.kept, f"must be even {needs}"),
                     (
-                        self.optimizer.micro_batch % 2 == 0,
+                        self.optimizer.per_device_batch_size % 2 == 0,
                         field,
-                        self.optimizer.micro_batch,
+                        self.optimizer.per_device_batch_size,
                         f"must be even {needs}",
                     ),
                     (
@@ -446,12 +451,12 @@ class Config(Section):
                 most = rollout.stochastic_steps
                 field = "algorithm.timestep_fraction"
                 fraction = self.algorithm.timestep_fraction
-                enough = f"must be at most {most / rollout.steps:g} {needs}"
+                enough = f"must be at most {most / rollout.num_steps:g} {needs}"
                 return [
                     (
                         most > 0,
-                        "rollout.eta",
-                        rollout.eta,
+                        "rollout.noise_level",
+                        rollout.noise_level,
                         f"must be above 0 {needs}, with a stochastic rollout.solver",
                     ),
                     (
@@ -460,7 +465,7 @@ class Config(Section):
                         False,
                         f"must be true, or rollout.explore.precision=bf16, {needs}",
                     ),
-                    (self.trained_sigmas <= (most or rollout.steps), field, fraction, enough),
+                    (self.trained_sigmas <= (most or rollout.num_steps), field, fraction, enough),
                 ]
         return []
 
@@ -468,7 +473,7 @@ class Config(Section):
     def trained_sigmas(self) -> int:
         """Sigmas of the schedule at which each kept sample is trained: `floor(timestep_fraction * steps)`."""
         # HalfPrecisionWeight first, so that 0.29 of 100 steps is 29 although 0.29 * 100 is just below it.
-        return math.floor(round(self.algorithm.timestep_fraction * self.rollout.steps, 9))
+        return math.floor(round(self.algorithm.timestep_fraction * self.rollout.num_steps, 9))
 
     @property
     def recorded_steps(self) -> int:

@@ -48,7 +48,7 @@ class Schedule:
         """The grid of `steps` solver steps that a configuration asks for.
 
         tokens: image tokens of one latent, from which FLUX derives its shift, by `mu` (None: FLUX.1's). embedded_guidance: the
-        network is given `rollout.guidance`; classifier-free guidance is then `true_guidance`. start: of the full schedule's
+        network is given `rollout.guidance_scale`; classifier-free guidance is then `true_guidance`. start: of the full schedule's
         `rollout.stochastic_steps` steps, the first; None: no step adds noise. Fewer steps add the noise of the full schedule.
         """
 
@@ -56,19 +56,21 @@ class Schedule:
             return make_sigmas(rollout.schedule, steps, rollout.shift, tokens, mu)
 
         sigmas = schedule(steps)
-        full = sigmas if steps > rollout.steps else schedule(rollout.steps)
+        full = sigmas if steps > rollout.num_steps else schedule(rollout.num_steps)
         noisy = np.zeros(len(full) - 1)
         if start is not None:
-            noisy[start : start + (rollout.window or len(noisy))] = 1.0
+            noisy[start : start + (rollout.sde_window_size or len(noisy))] = 1.0
         # a step within which the full schedule adds noise for a while alone adds as much less
-        levels = rollout.eta * np.sqrt(overlap(sigmas, full) @ noisy / -np.diff(sigmas))
-        std = solver_table(rollout.solver, full, rollout.eta * noisy)[:, 4].astype(np.float64)
-        scale = rollout.true_guidance if embedded_guidance else rollout.guidance
+        levels = rollout.noise_level * np.sqrt(overlap(sigmas, full) @ noisy / -np.diff(sigmas))
+        std = solver_table(rollout.solver, full, rollout.noise_level * noisy)[:, 4].astype(
+            np.float64
+        )
+        scale = rollout.true_cfg_scale if embedded_guidance else rollout.guidance_scale
         table = solver_table(rollout.solver, sigmas, levels)
         grid = cls.from_sigmas(
             sigmas,
             table,
-            embedded_guidance=rollout.guidance,
+            embedded_guidance=rollout.guidance_scale,
             guidance_scale=scale,
             guided=scale != 1.0,
         )

@@ -38,7 +38,7 @@ def solver_table(
         raise ValueError(f"rollout.solver={name!r}: accepted are {', '.join(SOLVERS)}")
     if np.any(eta) and name not in STOCHASTIC:
         raise ValueError(
-            f"rollout.eta={eta}: only {', '.join(STOCHASTIC)} take noise; {name} is deterministic"
+            f"rollout.noise_level={eta}: only {', '.join(STOCHASTIC)} take noise; {name} is deterministic"
         )
     steps = list(itertools.pairwise(sigmas))
     levels = np.broadcast_to(eta, len(steps)) * (np.arange(len(steps)) < len(steps) - 1)

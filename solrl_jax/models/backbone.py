@@ -119,7 +119,7 @@ def check_tile(tile: int | None, pipeline: Pipeline) -> None:
     """Raises InputError for a tile whose side is not a whole number of latents."""
     if tile is not None and tile % pipeline.compression:
         raise InputError(
-            f"model.tile={tile}: must be a multiple of {pipeline.compression}, the pixels of a latent, or null"
+            f"model.vae_tile_size={tile}: must be a multiple of {pipeline.compression}, the pixels of a latent, or null"
         )
 
 

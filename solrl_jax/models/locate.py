@@ -30,7 +30,7 @@ def open_model(path: str, remat: str = "none", **attention: Any) -> Pipeline:
 
 def attention_of(model: Model) -> dict[str, Any]:
     """What of a pipeline's attention a configuration replaces: keywords of `open_model`."""
-    if model.attention == "own":
+    if model.attention == "default":
         return {}
     return {
         "mhla": Mhla(model.mhla_blocks, model.mhla_released, model.mhla_norm),

@@ -57,14 +57,19 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
     dtype = DTYPES[config.rollout.precision]
     rows = sharding.rows_only(mesh)
     targets, quantized = select_parameters(config, pipeline, device)
-    check_tile(model.tile, pipeline)
+    check_tile(model.vae_tile_size, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
     instruction = read_instruction(config)
     encoders.check_instruction(instruction)
-    decoding, products = scoring_dtypes(config.rollout.scoring, config.rollout.precision, device)
+    decoding, products = scoring_dtypes(
+        config.rollout.scoring_precision, config.rollout.precision, device
+    )
     vae_dtype = decoding or pipeline.vae_dtype or dtype
     decoder = Decoder(
-        pipeline.vae.abstract(vae_dtype, sharding.placement(rows)), pipeline, vae_dtype, model.tile
+        pipeline.vae.abstract(vae_dtype, sharding.placement(rows)),
+        pipeline,
+        vae_dtype,
+        model.vae_tile_size,
     )
     transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
@@ -86,7 +91,7 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
 
 def some_prompts(config: Config) -> list[Prompt]:
     """An iteration's number of prompts: those of the file if it is there, whose texts do not matter; else empty ones."""
-    count = config.train.prompts
+    count = config.train.num_prompts
     try:
         found = load_prompt_sets(config)[0][:count]
     except InputError:
@@ -96,9 +101,9 @@ def some_prompts(config: Config) -> list[Prompt]:
 
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     """What is trained on, its networks as they are released. What is scored outside JAX takes nothing of a device."""
-    loaded = open_rewards(dataclasses.replace(config.reward, paths=CARRIED, watched=()), products)(
-        mesh
-    ).trained
+    loaded = open_rewards(
+        dataclasses.replace(config.reward, paths=CARRIED, eval_only=()), products
+    )(mesh).trained
     return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
 
 

@@ -57,7 +57,7 @@ class Stages:
             experiment.reward.prepare(experiment.train_prompts), self.rows_mesh, everywhere
         )
         self.conditions = shaped(
-            Conditions, self._encodings(experiment.config.train.prompts), self._encodings(1)
+            Conditions, self._encodings(experiment.config.train.num_prompts), self._encodings(1)
         )
 
     def has(self, stage: str) -> bool:
@@ -81,7 +81,7 @@ class Stages:
     def chunks(self, groups: int) -> tuple[int, int]:
         """How many chunks of rows an iteration explores and regenerates, where rows are divided among `groups` devices."""
         rollout = self.experiment.config.rollout
-        prompts = self.experiment.config.train.prompts
+        prompts = self.experiment.config.train.num_prompts
         rows = self._stage.chunk * groups
         return -(-prompts * rollout.candidates // rows), -(
             -prompts * rollout.kept * rollout.regenerate // rows
@@ -98,7 +98,9 @@ class Stages:
             case "sync":
                 return [Program(self.mesh, quantize_policy, self._sync(), 1)]
             case "explore":
-                segment = Segment(self._policy(codes), experiment.schedule(rollout.explore.steps))
+                segment = Segment(
+                    self._policy(codes), experiment.schedule(rollout.explore.num_steps)
+                )
                 explorer = experiment.explorer
                 segments = explorer.segments(segment, self._policy({}), explorer.format.name)
                 return [
@@ -111,7 +113,7 @@ class Stages:
             case "regenerate":
                 return [
                     self._sample(
-                        (Segment(self._policy({}), experiment.schedule(rollout.steps)),),
+                        (Segment(self._policy({}), experiment.schedule(rollout.num_steps)),),
                         redone,
                         experiment.config.recorded_steps,
                     )
@@ -124,7 +126,7 @@ class Stages:
                 segments = (
                     Segment(
                         self._policy({}),
-                        larger.experiment.schedule(experiment.config.eval.steps, None),
+                        larger.experiment.schedule(experiment.config.eval.num_steps, None),
                     ),
                 )
                 return [larger._sample(segments, 0, 0), *larger._score(0)]
@@ -150,10 +152,12 @@ class Stages:
         model = self.experiment.config.model
         mesh = self.rows_mesh
         encoders = backbone.text_encoders
-        tokens = encoders.tokenize([""] * encoders.chunk, model.max_tokens, backbone.instruction)
+        tokens = encoders.tokenize(
+            [""] * encoders.chunk, model.max_sequence_length, backbone.instruction
+        )
         placed = abstract(tokens, mesh, sharding.rows(mesh))
         calls = (
-            -(-self.experiment.config.train.prompts // encoders.chunk) + 1
+            -(-self.experiment.config.train.num_prompts // encoders.chunk) + 1
         )  # and the empty prompt
         return Program(mesh, encode_chunk, (encoders, self.encoders, placed), calls)
 
@@ -213,8 +217,8 @@ class Stages:
         experiment = self.experiment
         config = self.experiment.config
         backbone = experiment.backbone
-        grid = experiment.schedule(config.rollout.steps)
-        count = config.train.prompts * config.rollout.kept
+        grid = experiment.schedule(config.rollout.num_steps)
+        count = config.train.num_prompts * config.rollout.kept
 
         def of(shape, dtype):
             return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)

@@ -140,7 +140,7 @@ def open_rewards(
     function that is returned reads the files. dtype: of the products of networks. Raises InputError in one line.
     """
     weights = settings.weights
-    watched = settings.watched
+    watched = settings.eval_only
     options = settings.options
     if strange := [name for name in settings.paths if name not in SOURCES]:
         raise InputError(
@@ -151,7 +151,9 @@ def open_rewards(
 
     def field(wrong):
         return (
-            "reward.weights" if {*wrong} & {*weights, *reward_names(weights)} else "reward.watched"
+            "reward.weights"
+            if {*wrong} & {*weights, *reward_names(weights)}
+            else "reward.eval_only"
         )
 
     if unknown := [name for name in names if name not in available and ":" not in name]:

@@ -110,14 +110,16 @@ class Experiment:
         config = self.config
         backbone = self.backbone
         most = -(
-            -config.train.prompts * config.rollout.candidates // sharding.row_groups(backbone.mesh)
+            -config.train.num_prompts
+            * config.rollout.candidates
+            // sharding.row_groups(backbone.mesh)
         )
         return Sampler(
             name=name,
             segments=(Segment(self.policy(adapters), self.schedule(steps, start)),),
             decoder=backbone.decoder,
             shape=backbone.pipeline.latent_shape(*self.size),
-            chunk=min(config.rollout.chunk, most),
+            chunk=min(config.rollout.per_device_batch_size, most),
         )
 
     @cached_property
@@ -127,11 +129,11 @@ class Experiment:
         prompts = self.train_prompts[:CALIBRATION_PROMPTS]
         calibration = Calibration(
             backbone=self.backbone,
-            sampler=self.sampler("calibrate", {}, config.rollout.steps),
+            sampler=self.sampler("calibrate", {}, config.rollout.num_steps),
             prompts=prompts,
             prompt_batch=cache(lambda: self.encode_prompts(prompts)),
             rows=SeedBatch.from_seeds(self.seeds("calibration seeds", prompts, 1)),
-            micro_batch=config.optimizer.micro_batch,
+            micro_batch=config.optimizer.per_device_batch_size,
         )
         return Explorer(
             explore=config.rollout.explore,
@@ -147,7 +149,7 @@ class Experiment:
         self, prompts: Sequence[Prompt], reward: Reward | None = None
     ) -> PromptBatch:
         """The prompts, encoded, and prepared for `reward` if there is one."""
-        return prepare(self.backbone, reward, prompts, self.config.model.max_tokens)
+        return prepare(self.backbone, reward, prompts, self.config.model.max_sequence_length)
 
     def seeds(
         self,
@@ -182,12 +184,12 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     model = config.model
     rollout = config.rollout
     device = local_device()
-    decoding, products = scoring_dtypes(rollout.scoring, rollout.precision, device)
+    decoding, products = scoring_dtypes(rollout.scoring_precision, rollout.precision, device)
     load_reward = open_rewards(config.reward, products)
     train, test = load_prompt_sets(config)
     for field, wanted, there in (
-        ("train.prompts", config.train.prompts, train),
-        ("eval.prompts", config.eval.prompts, test),
+        ("train.num_prompts", config.train.num_prompts, train),
+        ("eval.num_prompts", config.eval.num_prompts, test),
     ):
         if wanted > len(there):
             raise InputError(
@@ -214,9 +216,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         pipeline,
         rollout.precision,
         mesh,
-        cache=model.cache,
+        cache=model.prompt_cache_dir,
         instruction=instruction,
-        tile=model.tile,
+        tile=model.vae_tile_size,
         decoding=decoding,
     )
     return Experiment(
@@ -260,10 +262,10 @@ def select_parameters(
     """
     model = config.model
     rollout = config.rollout
-    if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
-        why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
-        raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
-    field = "true_guidance" if pipeline.embedded_guidance else "guidance"
+    if rollout.true_cfg_scale != 1 and not pipeline.embedded_guidance:
+        why = f"a {pipeline.kind}, whose rollout.guidance_scale is classifier-free"
+        raise InputError(f"rollout.true_cfg_scale={rollout.true_cfg_scale}: must be 1 for {why}")
+    field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
     if config.algorithm.trains_on == "transitions" and getattr(rollout, field) != 1:
         why = f"algorithm.objective={config.algorithm.objective}, whose steps are the trained policy's own"
         raise InputError(f"rollout.{field}={getattr(rollout, field)}: must be 1 with {why}")
@@ -271,7 +273,7 @@ def select_parameters(
     form = resolve_format(rollout.explore.precision, device)
     with in_one_line():
         return find_targets(pipeline.transformer, config), quantized_paths(
-            shapes, model.quantize, form
+            shapes, model.quantization, form
         )
 
 
@@ -300,7 +302,7 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
-    """The state before the first iteration: the base, or the adapters of `lora.init` on it. Raises InputError."""
+    """The state before the first iteration: the base, or the adapters of `lora.path` on it. Raises InputError."""
     config = experiment.config
     backbone = experiment.backbone
     targets = experiment.targets

@@ -1,4 +1,4 @@
-"""What the update keeps for its gradient, and what it computes again: `model.remat`, and what `auto` stands for on a device."""
+"""What the update keeps for its gradient, and what it computes again: `model.gradient_checkpointing`, and what `auto` stands for on a device."""
 
 import math
 from collections.abc import Callable
@@ -23,16 +23,16 @@ SHARE = 0.75  # of a device's memory, for the base and what is kept; the rest is
 def open_for_training(
     config: Config, mesh: Mesh, memory: float, open_pipeline: Callable[[str], Pipeline]
 ) -> Pipeline:
-    """The pipeline, with a transformer whose gradient recomputes what `model.remat` says.
+    """The pipeline, with a transformer whose gradient recomputes what `model.gradient_checkpointing` says.
 
-    `auto` is `products` where what is `held` fits into `SHARE` of a device's memory, else `blocks`. It depends on shapes and on
+    `auto` is `matmuls` where what is `held` fits into `SHARE` of a device's memory, else `blocks`. It depends on shapes and on
     `memory` alone. It is never `none`: to write and read what lies between products takes a GPU longer than to compute it
     again.
     memory: bytes of a device of `mesh`. open_pipeline: opens the pipeline with a key of `models.layers.stack.REMAT`.
     Raises InputError for a size of pictures that the pipeline does not take.
     """
-    automatic = config.model.remat == "auto"
-    pipeline = open_pipeline("products" if automatic else config.model.remat)
+    automatic = config.model.gradient_checkpointing == "auto"
+    pipeline = open_pipeline("matmuls" if automatic else config.model.gradient_checkpointing)
     check_sizes(config, pipeline)
     check_attention(config, pipeline)
     fits = not automatic or held(config, pipeline, mesh) <= SHARE * memory
@@ -47,7 +47,7 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
     The forward pass is traced, which takes seconds. Nothing is computed or allocated.
     """
     most = effective_batch(config, sharding.row_groups(mesh))["terms_per_step_per_device"]
-    rows = min(config.optimizer.micro_batch, most)
+    rows = min(config.optimizer.per_device_batch_size, most)
     dtype = DTYPES[config.rollout.precision]
     base = pipeline.transformer.abstract(dtype)
     targets = find_targets(pipeline.transformer, config)
@@ -88,7 +88,7 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
 
 def _conditioning(pipeline: Pipeline, rows: int, config: Config) -> Any:
     """The shapes of encoded prompts. An instruction does not change them."""
-    of_one = pipeline.tokenize([""], config.model.max_tokens)
+    of_one = pipeline.tokenize([""], config.model.max_sequence_length)
     tokens = {
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in of_one.items()
     }

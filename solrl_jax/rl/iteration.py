@@ -89,7 +89,7 @@ def iterate(
     recorded = config.recorded_steps
     clock.start("encode")
     prompts = draw_prompts(
-        experiment.train_prompts, config.seed, iteration - 1, config.train.prompts
+        experiment.train_prompts, config.seed, iteration - 1, config.train.num_prompts
     )
     prompted = experiment.encode_prompts(prompts, experiment.reward)
     seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
@@ -118,7 +118,7 @@ def iterate(
 
     clock.start("regenerate")
     regenerating = dataclasses.replace(
-        experiment.sampler("regenerate", state.old, rollout.steps, start), recorded=recorded
+        experiment.sampler("regenerate", state.old, rollout.num_steps, start), recorded=recorded
     )
     if rollout.regenerate:
         rows = SeedBatch.from_seeds(selection.kept_seeds)
@@ -140,15 +140,15 @@ def iterate(
     advantage = np.asarray(
         advantages(
             jnp.asarray(rewards),
-            clip=algorithm.advantage_clip,
+            clip=algorithm.adv_clip_max,
             global_std=algorithm.global_std,
-            mode=algorithm.advantage_mode,
+            mode=algorithm.adv_mode,
         )
     )
     batch = policy_batch(experiment, prompted, selection, kept, rewards, advantage)
     progress("update", len(batch.weight), 0)
     state, trained = optimise(
-        experiment, state, batch, experiment.schedule(rollout.steps, start), objective
+        experiment, state, batch, experiment.schedule(rollout.num_steps, start), objective
     )
     clock.stop()
 
@@ -198,7 +198,7 @@ def policy_batch(
     return PolicyBatch(
         latents=place(samples.latents[rows]),
         optimality=place(
-            optimality(jnp.asarray(advantage), algorithm.advantage_clip).reshape(-1)[rows]
+            optimality(jnp.asarray(advantage), algorithm.adv_clip_max).reshape(-1)[rows]
         ),
         weight=place(counts.astype(np.float32)),
         prompt=place((rows // rewards.shape[1]).astype(np.int32)),

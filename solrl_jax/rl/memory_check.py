@@ -41,7 +41,7 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
         math.prod(shape[:-2]) * (shape[-2] + shape[-1])
         for shape in (shapes[path].shape for path in targets.adapted)
     )
-    chunk = min(rollout.chunk, config.train.prompts * rollout.candidates)
+    chunk = min(rollout.per_device_batch_size, config.train.num_prompts * rollout.candidates)
     device = device_memory()
     host = hosts.memory()
     larger = max(trained, evaluated, key=math.prod)
@@ -49,22 +49,29 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
         (
             "rollout.candidates",
             rollout.candidates,
-            config.train.prompts * latent(trained),
+            config.train.num_prompts * latent(trained),
             trained,
             host,
             "this host",
         ),
         (
-            "eval.images_per_prompt",
-            shown.images_per_prompt,
-            shown.prompts * latent(evaluated),
+            "eval.num_images_per_prompt",
+            shown.num_images_per_prompt,
+            shown.num_prompts * latent(evaluated),
             evaluated,
             host,
             "this host",
         ),
-        ("eval.grid", shown.grid, picture(evaluated), evaluated, host, "this host"),
+        (
+            "eval.num_grid_images",
+            shown.num_grid_images,
+            picture(evaluated),
+            evaluated,
+            host,
+            "this host",
+        ),
         ("lora.rank", config.lora.rank, FLOAT * COPIES * of_rank, None, device, "a device"),
-        ("rollout.chunk", chunk, picture(larger), larger, device, "a device"),
+        ("rollout.per_device_batch_size", chunk, picture(larger), larger, device, "a device"),
     ):
         if value * each > memory:
             pixels = "" if size is None else f" of {size[0]} x {size[1]} pixels"

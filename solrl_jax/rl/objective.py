@@ -105,7 +105,7 @@ def clipped_policy(
     """
     advantage = scale * (2 * target.optimality - 1)
     ratio = jnp.exp(log_r)
-    c = algorithm.ratio_clip
+    c = algorithm.clip_range
     loss = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1 - c, 1 + c))
     ratio = jax.lax.stop_gradient(ratio)
     return loss, {

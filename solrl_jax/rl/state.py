@@ -52,21 +52,21 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
 
 
 def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, Adapter]:
-    """The adapters in the file that `lora.init` names, on some of the paths `adapted`; none if it is null.
+    """The adapters in the file that `lora.path` names, on some of the paths `adapted`; none if it is null.
 
     table: `Backbone.parameter_table`. Raises InputError in one line for a file that `import_lora` refuses, that has adapters
     elsewhere, or whose rank or alpha differs from the run's.
     """
-    if lora.init is None:
+    if lora.path is None:
         return {}
-    name = f"lora.init={lora.init!r}"
+    name = f"lora.path={lora.path!r}"
     try:
-        adapters, settings = import_lora(Path(lora.init), table)
+        adapters, settings = import_lora(Path(lora.path), table)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     if outside := sorted(adapters.keys() - set(adapted)):
         raise InputError(
-            f"{name}: has adapters on what has none by lora.targets and train.parameters: {', '.join(outside)}"
+            f"{name}: has adapters on what has none by lora.target_modules and train.parameters: {', '.join(outside)}"
         )
     pairs = (("rank", settings.rank, lora.rank), ("alpha", settings.alpha, lora.alpha))
     if other := [

@@ -125,7 +125,7 @@ def _optimizer_step(
     def loss(adapters, terms, valid):
         return _micro_batch_loss(problem, adapters, terms, valid, total)
 
-    micro = min(config.optimizer.micro_batch, len(terms))
+    micro = min(config.optimizer.per_device_batch_size, len(terms))
     gradient, metrics = _accumulate(loss, state.adapters, terms, micro, problem.backbone.mesh)
     metrics["grad_norm"] = optax.tree.norm(gradient)
     change, opt_state = make_optimizer(config.optimizer).update(

@@ -44,7 +44,7 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
         for name in (*trained, *(f"lora.{field.name}" for field in dataclasses.fields(own.lora))):
             if (value := operator.attrgetter(name)(config)) != operator.attrgetter(name)(own):
                 raise InputError(f"{name}={value}: {target} is a run and has its own adapters; leave it out")
-        blank = dataclasses.replace(own, reward=dataclasses.replace(own.reward, weights={"": 1.0}, watched=(), options={}))
+        blank = dataclasses.replace(own, reward=dataclasses.replace(own.reward, weights={"": 1.0}, eval_only=(), options={}))
         said = _outside(override(blank, overrides).reward)  # by this command line
         if not trust and (foreign := sorted(_outside(config.reward) - said)):
             how = "add --trust-run if you trust whoever wrote it, or name the rewards yourself: reward.weights={NAME: 1}"
@@ -65,7 +65,7 @@ def _outside(reward: Reward) -> set[str]:
         yield from [value] if isinstance(value, str) and ":" in value else []
         yield from (text for part in parts for text in texts(part))
 
-    return ({*reward_names((*reward.weights, *reward.watched))} - {*REWARDS}) | {*texts(reward.options)}
+    return ({*reward_names((*reward.weights, *reward.eval_only))} - {*REWARDS}) | {*texts(reward.options)}
 
 
 def is_run(path: str | Path) -> bool:
@@ -141,7 +141,7 @@ def _damage_told() -> Iterator[None]:
 
 
 def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Trainable, int]:
-    """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.init`), and 0."""
+    """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.path`), and 0."""
     if run is not None:
         return load_ema(run, config, backbone, path)
     targets = find_targets(backbone.pipeline.transformer, config)

@@ -29,8 +29,8 @@ from solrl_jax.rl.experiment import local_device
 
 # settings that the adapters do not depend on; the cache holds the very bits that would be computed
 FREE = (
-    "version", "run", "eval", "mesh", "preset", "prompts.test", "train.iterations", "model.cache",
-    "reward.watched", "reward.workers", "reward.timeout", "reward.on_failure",
+    "version", "run", "eval", "mesh", "preset", "prompts.test", "train.iterations", "model.prompt_cache_dir",
+    "reward.eval_only", "reward.workers", "reward.timeout", "reward.on_failure",
 )  # fmt: skip
 # what a run writes besides config.yaml, which it writes first
 RECORDS = ("checkpoints", "ledger", "metrics.jsonl", "pictures", "profile", "report.html", "run.json")

@@ -51,7 +51,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
     explorer = experiment.explorer
     mesh = backbone.mesh
     pipeline = backbone.pipeline
-    rows = report_linears(backbone.transformer, config.model.quantize, explorer.format, explorer.explore)
+    rows = report_linears(backbone.transformer, config.model.quantization, explorer.format, explorer.explore)
     return {
         "solrl_jax": importlib.metadata.version("solrl_jax"),
         "python": platform.python_version(),

@@ -127,7 +127,7 @@ def _run(folder: Path, name: str, most_rows: int) -> dict[str, Any]:
         "preset": _flat(resolve(config.preset, ())) if config.preset in preset_names() else None,
         "facts": read_facts(folder),
         "trained": list(config.reward.weights),
-        "watched": list(config.reward.watched),
+        "watched": list(config.reward.eval_only),
         "metrics": {key: [row.get(key) for row in rows] for key in columns},
         "ledger": _ledger(folder / "ledger", most_rows),
         "grids": _pictures(folder / "pictures", "iteration"),

@@ -35,7 +35,7 @@ BAD = [
     ),
     (
         ("rollout.explore={stepz: 3}",),
-        "unknown key 'rollout.explore.stepz': did you mean 'rollout.explore.steps'?",
+        "unknown key 'rollout.explore.stepz': did you mean 'rollout.explore.num_steps'?",
     ),
     (
         ("qqq=1",),
@@ -67,9 +67,15 @@ BAD = [
     (("algorithm.beta=inf",), "algorithm.beta=inf: expected a finite number"),
     (("run.wandb=1",), "run.wandb=1: expected true or false"),
     (("run.dir=1",), "run.dir=1: expected text (in quotes if it looks like a number or a date)"),
-    (("model.quantize=abc",), "model.quantize='abc': expected a mapping of its fields"),
-    (("model.quantize.skip=abc",), "model.quantize.skip='abc': expected a list"),
-    (("model.quantize.min_dim=-1",), "model.quantize.min_dim=-1: must be at least 0"),
+    (("model.quantization=abc",), "model.quantization='abc': expected a mapping of its fields"),
+    (
+        ("model.quantization.modules_to_not_convert=abc",),
+        "model.quantization.modules_to_not_convert='abc': expected a list",
+    ),
+    (
+        ("model.quantization.min_width_ratio=-1",),
+        "model.quantization.min_width_ratio=-1: must be at least 0",
+    ),
     (
         ("rollout.explore.precision=fp4",),
         "rollout.explore.precision='fp4': expected 'auto', .*did you mean .*",
@@ -83,22 +89,28 @@ BAD = [
     (("rollout.kept=97",), "rollout.kept=97: must be at most rollout.candidates=96"),
     (("rollout.kept=23",), "rollout.kept=23: must be even with rollout.selection=best_worst"),
     (("rollout.kept=1",), "rollout.kept=1: must be at least 2"),
-    (("rollout.explore.steps=11",), "rollout.explore.steps=11: must be at most rollout.steps=10"),
+    (
+        ("rollout.explore.num_steps=11",),
+        "rollout.explore.num_steps=11: must be at most rollout.num_steps=10",
+    ),
     (
         ("rollout.explore.exact_steps=6",),
-        "rollout.explore.exact_steps=6: must be less than rollout.explore.steps=6",
+        "rollout.explore.exact_steps=6: must be less than rollout.explore.num_steps=6",
     ),
     (("rollout.explore.exact_steps=-1",), "rollout.explore.exact_steps=-1: must be at least 0"),
     (
         ("rollout.regenerate=false",),
-        "rollout.explore.steps=6: must equal rollout.steps=10 with rollout.regenerate=false",
+        "rollout.explore.num_steps=6: must equal rollout.num_steps=10 with rollout.regenerate=false",
     ),
     (
-        ("family=naive_scaling", "rollout.steps=12"),
-        "rollout.explore.steps=10: must equal rollout.steps=12 with .*=false",
+        ("family=naive_scaling", "rollout.num_steps=12"),
+        "rollout.explore.num_steps=10: must equal rollout.num_steps=12 with .*=false",
     ),
-    (("rollout.eta=0.5",), "rollout.eta=0.5: must be 0 with rollout.solver=euler"),
-    (("rollout.eta=1.5", "rollout.solver=ddim"), "rollout.eta=1.5: must be at most 1"),
+    (("rollout.noise_level=0.5",), "rollout.noise_level=0.5: must be 0 with rollout.solver=euler"),
+    (
+        ("rollout.noise_level=1.5", "rollout.solver=ddim"),
+        "rollout.noise_level=1.5: must be at most 1",
+    ),
     (("rollout.size=512",), "rollout.size=512: expected a list"),
     (("rollout.size=[512]",), "rollout.size.0=[512]: expected [HEIGHT, WIDTH] in pixels"),
     (
@@ -108,7 +120,10 @@ BAD = [
     (("rollout.size=[512,0]",), "rollout.size.0.1=0: must be at least 1"),
     (("rollout.size=[]",), "rollout.size=[]: must not be empty"),
     (("eval.size=[[512,512]]",), "eval.size=[[512, 512]]: expected [HEIGHT, WIDTH] in pixels"),
-    (("rollout.window=10",), "rollout.window=10: must be less than rollout.steps=10"),
+    (
+        ("rollout.sde_window_size=10",),
+        "rollout.sde_window_size=10: must be less than rollout.num_steps=10",
+    ),
     (("objective=flow_grp",), "unknown objective 'flow_grp': did you mean 'flow_grpo'?"),
     (
         ("algorithm.objective=ppo",),
@@ -116,7 +131,7 @@ BAD = [
     ),
     (
         ("algorithm.objective=flow_grpo",),
-        "rollout.eta=0.0: must be above 0 for the transitions that algorithm.objective=flow_grpo trains on, .* rollout.solver",
+        "rollout.noise_level=0.0: must be above 0 for the transitions that algorithm.objective=flow_grpo trains on, .* rollout.solver",
     ),
     (
         ("objective=flow_grpo", "family=naive_quant"),
@@ -132,23 +147,28 @@ BAD = [
     ),
     (
         ("objective=flow_grpo", "explore=best"),
-        "rollout.eta=0.7: must be 0 with rollout.explore.sigmas=first",
+        "rollout.noise_level=0.7: must be 0 with rollout.explore.sigmas=first",
     ),
     (
         ("objective=dpo", "rollout.selection=best", "rollout.kept=5"),
         "rollout.kept=5: must be even for the pairs of algorithm.objective=dpo",
     ),
     (
-        ("objective=dpo", "optimizer.micro_batch=7"),
-        "optimizer.micro_batch=7: must be even for the pairs of algorithm.objective=dpo",
+        ("objective=dpo", "optimizer.per_device_batch_size=7"),
+        "optimizer.per_device_batch_size=7: must be even for the pairs of algorithm.objective=dpo",
     ),
     (
-        ("objective=dpo", "train.prompts=1", "rollout.kept=6", "optimizer.steps_per_iteration=12"),
+        (
+            "objective=dpo",
+            "train.num_prompts=1",
+            "rollout.kept=6",
+            "optimizer.steps_per_iteration=12",
+        ),
         "optimizer.steps_per_iteration=12: must leave an even number of terms for the pairs of algorithm.objective=dpo",
     ),
     (
-        ("rollout.eta=0.5", "rollout.solver=ddim", "rollout.explore.sigmas=first"),
-        "rollout.eta=0.5: must be 0 with rollout.explore.sigmas=first",
+        ("rollout.noise_level=0.5", "rollout.solver=ddim", "rollout.explore.sigmas=first"),
+        "rollout.noise_level=0.5: must be 0 with rollout.explore.sigmas=first",
     ),
     (("version=1",), "version=1: expected 2"),
     (
@@ -159,11 +179,17 @@ BAD = [
     (("rollout.explore.vae=x",), "unknown key 'rollout.explore.vae': .*"),
     (("explore=papr",), "unknown explore 'papr': did you mean 'paper'?"),
     (
-        ("rollout.explore.floor=0.8", "family=naive_quant"),
-        "rollout.explore.floor=0.8: must be null with .*=false, .*",
+        ("rollout.explore.min_rank_correlation=0.8", "family=naive_quant"),
+        "rollout.explore.min_rank_correlation=0.8: must be null with .*=false, .*",
     ),
-    (("rollout.explore.floor=1.5",), "rollout.explore.floor=1.5: must be at most 1"),
-    (("rollout.explore.correction=-1",), "rollout.explore.correction=-1: must be at least 0"),
+    (
+        ("rollout.explore.min_rank_correlation=1.5",),
+        "rollout.explore.min_rank_correlation=1.5: must be at most 1",
+    ),
+    (
+        ("rollout.explore.correction_rank=-1",),
+        "rollout.explore.correction_rank=-1: must be at least 0",
+    ),
     (("rollout.explore.sigmas=last",), "rollout.explore.sigmas='last': expected 'own' or 'first'"),
     (
         ("optimizer.steps_per_iteration=7",),
@@ -171,15 +197,18 @@ BAD = [
     ),
     (
         ("algorithm.timestep_fraction=0.05",),
-        "algorithm.timestep_fraction=0.05: must be at least 1 / rollout.steps = 0.1",
+        "algorithm.timestep_fraction=0.05: must be at least 1 / rollout.num_steps = 0.1",
     ),
     (("algorithm.timestep_fraction=1.1",), "algorithm.timestep_fraction=1.1: must be at most 1"),
-    (("lora.targets=['a(b']",), "lora.targets.0='a(b': must be a regular expression (.*)"),
     (
-        ("model.quantize.fused=['[']",),
-        "model.quantize.fused.0='[': must be a regular expression (.*)",
+        ("lora.target_modules=['a(b']",),
+        "lora.target_modules.0='a(b': must be a regular expression (.*)",
     ),
-    (("lora.targets=[]",), "lora.targets=[]: must not be empty"),
+    (
+        ("model.quantization.fused=['[']",),
+        "model.quantization.fused.0='[': must be a regular expression (.*)",
+    ),
+    (("lora.target_modules=[]",), "lora.target_modules=[]: must not be empty"),
     (("mesh.data=0",), "mesh.data=0: must be at least 1, or -1 for all devices left"),
     (("mesh.fsdp=0",), "mesh.fsdp=0: must be at least 1"),
     (("seed=-1",), "seed=-1: must be at least 0"),
@@ -187,10 +216,10 @@ BAD = [
     (("algorithm.decay_type=3",), "algorithm.decay_type=3: must be at most 2"),
     (("model.path=",), "model.path='': must not be empty"),
     (
-        ("model.cache=1",),
-        "model.cache=1: expected text (in quotes if it looks like a number or a date)",
+        ("model.prompt_cache_dir=1",),
+        "model.prompt_cache_dir=1: expected text (in quotes if it looks like a number or a date)",
     ),
-    (("model.tile=1.5",), "model.tile=1.5: expected an integer"),
+    (("model.vae_tile_size=1.5",), "model.vae_tile_size=1.5: expected an integer"),
     (("model.instruction=",), "model.instruction='': must not be empty"),
     (
         ("lora.rank=0", "foo", "zeed=1"),
@@ -212,43 +241,43 @@ def test_the_impossible_is_refused_in_one_helpful_line(overrides, expected):
 AT_LEAST_ONE = [
     "model.height",
     "model.width",
-    "model.max_tokens",
-    "model.tile",
-    "rollout.explore.steps",
-    "rollout.steps",
-    "rollout.chunk",
-    "rollout.window",
-    "rollout.window_every",
+    "model.max_sequence_length",
+    "model.vae_tile_size",
+    "rollout.explore.num_steps",
+    "rollout.num_steps",
+    "rollout.per_device_batch_size",
+    "rollout.sde_window_size",
+    "rollout.sde_window_every",
 ]
 AT_LEAST_ONE += [
     "lora.rank",
     "optimizer.steps_per_iteration",
-    "optimizer.micro_batch",
+    "optimizer.per_device_batch_size",
     "train.iterations",
-    "train.prompts",
+    "train.num_prompts",
 ]
 AT_LEAST_ONE += [
-    "eval.steps",
-    "eval.prompts",
-    "eval.images_per_prompt",
+    "eval.num_steps",
+    "eval.num_prompts",
+    "eval.num_images_per_prompt",
     "run.checkpoint_every",
     "run.keep_checkpoints",
 ]
 POSITIVE = [
     "algorithm.beta",
-    "algorithm.ratio_clip",
-    "algorithm.advantage_clip",
+    "algorithm.clip_range",
+    "algorithm.adv_clip_max",
     "algorithm.timestep_fraction",
     "lora.alpha",
 ]
 POSITIVE += ["optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm"]
 NOT_NEGATIVE = [
-    "rollout.guidance",
-    "rollout.true_guidance",
-    "algorithm.kl_weight",
+    "rollout.guidance_scale",
+    "rollout.true_cfg_scale",
+    "algorithm.kl_coef",
     "optimizer.weight_decay",
     "eval.every",
-    "eval.grid",
+    "eval.num_grid_images",
     "eval.seed",
     "run.keep_best",
 ]
@@ -307,7 +336,9 @@ def test_sections_made_by_hand_are_checked_too():
     assert same.candidates == same.kept  # nothing to select is allowed
 
 
-@pytest.mark.parametrize("key", ["rollout.chunk", "optimizer.micro_batch"])
+@pytest.mark.parametrize(
+    "key", ["rollout.per_device_batch_size", "optimizer.per_device_batch_size"]
+)
 def test_numbers_of_rows_at_once_are_upper_limits(key):
     """They need not divide the rows that there are, and may be more than these."""
     section, field = key.split(".")
@@ -369,11 +400,14 @@ def test_effective_batch_of_the_paper():
     assert (batch["terms"], batch["terms_per_step"]) == (6912, 6912)
     assert batch["terms_per_step_per_device"] * 8 == 6912
     assert (
-        batch["accumulation"] * resolve("sana_sol_rl_pickscore").optimizer.micro_batch * 8 == 6912
+        batch["accumulation"] * resolve("sana_sol_rl_pickscore").optimizer.per_device_batch_size * 8
+        == 6912
     )
     two = effective_batch(resolve("tiny", ["optimizer.steps_per_iteration=2"]), 1)
     assert two["terms_per_step"] * 2 == two["terms"]
-    uneven = effective_batch(resolve("sana_sol_rl_pickscore", ["optimizer.micro_batch=7"]), 5)
+    uneven = effective_batch(
+        resolve("sana_sol_rl_pickscore", ["optimizer.per_device_batch_size=7"]), 5
+    )
     assert (uneven["terms_per_step_per_device"], uneven["accumulation"]) == (
         1383,
         198,
@@ -387,7 +421,7 @@ def test_effective_batch_of_the_paper():
 @given(hundredths=st.integers(1, 100), steps=st.sampled_from([10, 50, 100, 200]))
 @example(hundredths=29, steps=100)
 def test_trained_sigmas_are_the_floor_in_exact_arithmetic(hundredths, steps):
-    rollout = dataclasses.replace(TINY.rollout, steps=steps)
+    rollout = dataclasses.replace(TINY.rollout, num_steps=steps)
     algorithm = dataclasses.replace(TINY.algorithm, timestep_fraction=hundredths / 100)
     if hundredths * steps < 100:
         with pytest.raises(ConfigError, match=r"algorithm.timestep_fraction"):

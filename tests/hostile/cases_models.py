@@ -420,8 +420,8 @@ CASES = [
     Case("many tokens", f"{LOAD} --max-tokens 16384", "--max-tokens", files=P),
     Case(
         "many tokens to train on",
-        "train tiny model.max_tokens=16384 run.dir={dir}/r",
-        "model.max_tokens",
+        "train tiny model.max_sequence_length=16384 run.dir={dir}/r",
+        "model.max_sequence_length",
     ),
     Case(
         "an instruction of 10,000 tokens",

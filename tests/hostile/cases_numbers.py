@@ -5,28 +5,28 @@ from tests.hostile.harness import Case
 BIG = 10**9
 FIELDS = (
     "rollout.candidates",
-    "rollout.steps",
-    "rollout.explore.steps",
-    "rollout.explore.correction",
-    "model.max_tokens",
+    "rollout.num_steps",
+    "rollout.explore.num_steps",
+    "rollout.explore.correction_rank",
+    "model.max_sequence_length",
     "model.height",
     "model.width",
     "lora.rank",
-    "eval.steps",
-    "eval.images_per_prompt",
-    "eval.prompts",
-    "eval.grid",
-    "train.prompts",
+    "eval.num_steps",
+    "eval.num_images_per_prompt",
+    "eval.num_prompts",
+    "eval.num_grid_images",
+    "train.num_prompts",
     "reward.workers",
     "run.keep_checkpoints",
     "optimizer.steps_per_iteration",
     "mesh.fsdp",
     "mesh.tensor",
     "mesh.data",
-    "model.tile",
+    "model.vae_tile_size",
 )
 TOGETHER = {
-    "rollout.explore.steps": " rollout.steps=1000000000",
+    "rollout.explore.num_steps": " rollout.num_steps=1000000000",
     "model.height": "",
     "rollout.candidates": "",
 }
@@ -45,11 +45,11 @@ CASES = [
         Case(f"{field} is 10^6", f"train tiny run.dir={{dir}}/run {field}={10**6}", field)
         for field in (
             "rollout.candidates",
-            "rollout.steps",
-            "model.max_tokens",
+            "rollout.num_steps",
+            "model.max_sequence_length",
             "lora.rank",
-            "eval.images_per_prompt",
-            "eval.steps",
+            "eval.num_images_per_prompt",
+            "eval.num_steps",
         )
     ),
     *(
@@ -57,8 +57,8 @@ CASES = [
         for field in (
             *FIELDS,
             "train.iterations",
-            "optimizer.micro_batch",
-            "rollout.chunk",
+            "optimizer.per_device_batch_size",
+            "rollout.per_device_batch_size",
             "eval.every",
             "run.checkpoint_every",
         )
@@ -71,7 +71,7 @@ CASES = [
     Case(
         "evaluation at 16384 px",
         "train tiny run.dir={dir}/run eval.size=[16384,16384]",
-        "eval.images_per_prompt=10",
+        "eval.num_images_per_prompt=10",
     ),
     Case(
         "training at 16384 px",

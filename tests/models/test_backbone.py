@@ -382,7 +382,7 @@ def test_an_image_decoded_in_tiles_is_much_like_the_whole_and_needs_much_less_me
 def test_tiles_are_whole_latents(tile, folder):
     with pytest.raises(
         InputError,
-        match=rf"^model.tile={tile}: must be a multiple of 4, the pixels of a latent, or null$",
+        match=rf"^model.vae_tile_size={tile}: must be a multiple of 4, the pixels of a latent, or null$",
     ):
         load_backbone(str(folder), "fp32", sharding.make_mesh(1, 1), tile=tile)
 

@@ -240,7 +240,12 @@ def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantised():
     params = pipeline.transformer.abstract(jnp.bfloat16)
     assert (
         not set(new)
-        & why_kept(params, dataclasses.replace(config.model.quantize, skip=(), min_dim=0.0)).keys()
+        & why_kept(
+            params,
+            dataclasses.replace(
+                config.model.quantization, modules_to_not_convert=(), min_width_ratio=0.0
+            ),
+        ).keys()
     )
     trained = {path: jnp.asarray([-1.0, 0.5, 2.0]) for path in new}
     trained |= {"x/kernel": {"a": jnp.asarray(-1.0), "b": jnp.asarray(2.0)}}

@@ -338,7 +338,7 @@ def network():
         return jax.ShapeDtypeStruct(s, dtype)
 
     params = pipeline.transformer.abstract(jnp.bfloat16)
-    paths = quantized_paths(params, preset("tiny").model.quantize, FORMATS["nvfp4"])
+    paths = quantized_paths(params, preset("tiny").model.quantization, FORMATS["nvfp4"])
     conditioning = {"text": shape(2, 24, 64), "mask": shape(2, 24, dtype=bool)}
     inputs = (
         shape(2, *pipeline.latent_shape(32, 32)),

@@ -83,7 +83,7 @@ def test_a_reward_on_latents_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "latent_reward", load("latent_reward"))
     monkeypatch.setattr(generate, "decode_chunk", lambda *_: pytest.fail("decoded"))
-    sys.modules["latent_reward"].main(*TWO, "eval.grid=0")
+    sys.modules["latent_reward"].main(*TWO, "eval.num_grid_images=0")
     assert capsys.readouterr().out.count("calmness") == 2
 
 

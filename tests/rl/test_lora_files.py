@@ -367,7 +367,7 @@ def test_layers_that_a_file_has_not_are_zeros_and_are_left_out_again(table, adap
 
 
 def start_of(backbone, file, **changes):
-    """What `lora.init` of that file does: (the adapters read, the first state, the state without a file)."""
+    """What `lora.path` of that file does: (the adapters read, the first state, the state without a file)."""
     targets = Targets((*PATHS, "transformer_blocks/attn1/to_k/kernel"))
     lora = Lora(**{"rank": 4, "alpha": 10.0, "targets": ("unused",), "init": str(file)} | changes)
     optimizer = resolve("tiny").optimizer
@@ -422,7 +422,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     file = tmp_path / "lora.safetensors"
     export_diffusers(file, adapters, SETTINGS, table)
     refused(
-        r"lora.init='.*lora.safetensors': is of rank 4, but lora.rank=8; they must be equal",
+        r"lora.path='.*lora.safetensors': is of rank 4, but lora.rank=8; they must be equal",
         start_of,
         backbone,
         file,
@@ -433,17 +433,17 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     )
     refused(both, start_of, backbone, file, rank=2, alpha=4.0)
     refused(
-        "lora.init='/nowhere': /nowhere: no such file or directory", start_of, backbone, "/nowhere"
+        "lora.path='/nowhere': /nowhere: no such file or directory", start_of, backbone, "/nowhere"
     )
     other = "transformer_blocks/attn2/to_q/kernel"
     export_diffusers(file, adapters | randomise(backbone.transformer, [other]), SETTINGS, table)
     refused(
-        f"has adapters on what has none by lora.targets and train.parameters: {other}$",
+        f"has adapters on what has none by lora.target_modules and train.parameters: {other}$",
         start_of,
         backbone,
         file,
     )
-    assert read_start(Lora(rank=1, alpha=1.0, targets=("a",), init=None), [], table) == {}
+    assert read_start(Lora(rank=1, alpha=1.0, target_modules=("a",), path=None), [], table) == {}
 
 
 # --- FLUX, SD3, Z-Image: other names, layers that differ within a list, and a last linear that is named like each block's

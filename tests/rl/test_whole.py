@@ -84,7 +84,7 @@ def test_an_old_policy_that_bf16_could_not_move_is_refused():
         match=r"algorithm.decay_type=2: must be 0 or 1, or rollout.precision=fp32, where param",
     ):
         resolve("tiny", slow)
-    assert resolve("tiny", (*slow, "rollout.precision=fp32")).policy.decay_type == 2
+    assert resolve("tiny", (*slow, "rollout.precision=fp32")).algorithm.decay_type == 2
     assert resolve("tiny", slow[1:]).train.parameters == "adapters"
 
 
@@ -105,7 +105,7 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
 
 
 def test_auto_counts_what_is_trained_in_full(transformer):
-    config = resolve("tiny", ["train.parameters=all", "optimizer.micro_batch=1"])
+    config = resolve("tiny", ["train.parameters=all", "optimizer.per_device_batch_size=1"])
     one, two = (held(config, open_model("embedded:tiny-sana"), make_mesh(1, n)) for n in (1, 2))
     assert (
         one - two == (2 + 4 * 4) * transformer.size / 2
@@ -178,7 +178,7 @@ def torch_update(backbone, trained, old, batch, targets):
 
     base = flatten(backbone.transformer)
     lora = CONFIG.lora
-    rule = CONFIG.policy
+    rule = CONFIG.algorithm
     adam = CONFIG.optimizer
     text = t(batch.conditioning["text"])[np.asarray(batch.prompt)]
     grid = toy_grid(STEPS)
@@ -235,7 +235,7 @@ def torch_update(backbone, trained, old, batch, targets):
         b = rule.beta
         pull = q * matching(b * v + (1 - b) * v_old) + (1 - q) * matching((1 + b) * v_old - b * v)
         losses.append(
-            rule.advantage_clip * pull / b + rule.kl_weight * (v - v_ref).square().mean((1, 2, 3))
+            rule.adv_clip_max * pull / b + rule.kl_coef * (v - v_ref).square().mean((1, 2, 3))
         )
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -279,7 +279,7 @@ def test_an_update_is_that_of_pytorch_in_float64(which, mesh):
     before, old, ema = jax.device_get((start.adapters, start.old, start.ema))
     want, loss, length = torch_update(backbone, before, old, batch, targets)
     config = dataclasses.replace(
-        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, micro_batch=4)
+        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, per_device_batch_size=4)
     )
     with jax.set_mesh(backbone.mesh):
         state, metrics = update(

@@ -29,7 +29,7 @@ from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.sampler import Sampler
 
 SETTINGS = (
-    "train.prompts=4", "rollout.candidates=12", "rollout.kept=4", "rollout.chunk=24", "optimizer.micro_batch=24", "mesh.data=1",
+    "train.num_prompts=4", "rollout.candidates=12", "rollout.kept=4", "rollout.per_device_batch_size=24", "optimizer.per_device_batch_size=24", "mesh.data=1",
 )  # fmt: skip
 POLL = 0.2  # seconds between looks at the other process's record
 Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
@@ -43,12 +43,12 @@ def rewards(task: Task) -> Figures:
     explorer = experiment.explorer
     yield (
         "regenerate",
-        lambda: pool(experiment, experiment.sampler("regenerate", adapters, rollout.steps)),
+        lambda: pool(experiment, experiment.sampler("regenerate", adapters, rollout.num_steps)),
     )
     for name in task.formats:
 
         def explored(name=name):
-            return explorer.sampler(adapters, ExplorationSetting(name, rollout.explore.steps))
+            return explorer.sampler(adapters, ExplorationSetting(name, rollout.explore.num_steps))
 
         yield name, lambda explored=explored: pool(experiment, explored())
     yield "iteration", partial(iteration, experiment)
@@ -56,7 +56,7 @@ def rewards(task: Task) -> Figures:
 
 def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
     """Rewards [prompts, candidates], and the libraries' kernels in the program that sampled."""
-    prompts = experiment.train_prompts[: experiment.config.train.prompts]
+    prompts = experiment.train_prompts[: experiment.config.train.num_prompts]
     seeds = experiment.seeds("candidate", prompts, experiment.config.rollout.candidates)
     found = generate(
         experiment.backbone,

@@ -14,7 +14,7 @@ from solrl_jax.quant.matmul import output_partition_specs
 
 
 # What the forward pass through a stack of blocks keeps for the gradient; the rest is computed again (arXiv 1604.06174).
-#   "none": keeps every intermediate, also the gathered weights under FSDP;  "products": the outputs of linears and of attention
+#   "none": keeps every intermediate, also the gathered weights under FSDP;  "matmuls": the outputs of linears and of attention
 #   kernels, as far as the gradient reads them;  "blocks": only the input of each block.
 def _kernels(primitive, *_, **__):
     return primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
@@ -25,7 +25,7 @@ _products = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
-REMAT = {"none": None, "products": _products, "blocks": None}
+REMAT = {"none": None, "matmuls": _products, "blocks": None}
 
 
 M = TypeVar("M", bound=nnx.Module)

@@ -94,7 +94,7 @@ class Cache:
         except OSError as error:
             remedy = "name another directory, or null for none"
             raise InputError(
-                f"model.cache={str(self.folder)!r}: cannot be written ({disk_reason(error)}); {remedy}"
+                f"model.prompt_cache_dir={str(self.folder)!r}: cannot be written ({disk_reason(error)}); {remedy}"
             ) from error
 
     def _entry(self, key: str) -> Path:
@@ -102,7 +102,7 @@ class Cache:
 
 
 def open_cache(path: str | None) -> Cache | None:
-    """The cache that `model.cache` names: a folder, '' for the user's own, None for none. Raises InputError if it is a file."""
+    """The cache that `model.prompt_cache_dir` names: a folder, '' for the user's own, None for none. Raises InputError if it is a file."""
     if path is None:
         return None
     own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "solrl_jax" / "prompts"
@@ -110,11 +110,11 @@ def open_cache(path: str | None) -> Cache | None:
         folder = Path(path or own).expanduser()
     except RuntimeError as error:  # a user without one, as containers have them; or ~NAME
         raise InputError(
-            f"model.cache={path!r}: there is no such home; name another directory, or null for none"
+            f"model.prompt_cache_dir={path!r}: there is no such home; name another directory, or null for none"
         ) from error
     if folder.exists() and not folder.is_dir():
         raise InputError(
-            f"model.cache={path!r}: is a file; expected a directory, '' for the user's own, or null for none"
+            f"model.prompt_cache_dir={path!r}: is a file; expected a directory, '' for the user's own, or null for none"
         )
     return Cache(folder)
 

@@ -36,7 +36,7 @@ class Explorer:
         """How exploration may be done, from what is configured (level 0) to the most faithful."""
         return levels(
             self.format,
-            self.explore.steps,
+            self.explore.num_steps,
             self.calibration.schedule.steps,
             self.training_precision,
         )
@@ -72,7 +72,7 @@ class Explorer:
             if (quantize := FORMATS[precision].quantize) is None:
                 return None
             quantizer = Quantizer(quantize)
-            grid = self.schedule(self.explore.steps)
+            grid = self.schedule(self.explore.num_steps)
             for lever in active_levers(self.explore):
                 quantizer = lever.quantizer(
                     self.explore, self.calibration, self.quantized, quantizer, grid
@@ -83,7 +83,7 @@ class Explorer:
 
     def calibrate(self) -> None:
         """Measures what level 0 explores with."""
-        self.schedule(self.explore.steps)
+        self.schedule(self.explore.num_steps)
         jax.block_until_ready(self.quantizer(self.format.name))
 
     def policy(self, adapters: Trainable, precision: str) -> Params:

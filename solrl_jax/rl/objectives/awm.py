@@ -29,7 +29,7 @@ def awm(
 
     l    = mean((v - (noise - x0))^2)       log p = -sigma ((l + 1e-10)^p - 1e-10^p) / p,  p = 1/4
     R    = p / p_old                        A in [-1, 1]
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((v - v_ref)^2) + mean((v - v_old)^2)
+    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2) + mean((v - v_old)^2)
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     error_old = matching_error(v_old, target)
@@ -40,7 +40,7 @@ def awm(
     loss, metrics = clipped_policy(log_r, target, algorithm, 1.0)
     kl = mean_per_sample(jnp.square(v - v_ref))
     drift = mean_per_sample(jnp.square(v - v_old))
-    return loss + algorithm.kl_weight * kl + ANCHOR * drift, metrics | {
+    return loss + algorithm.kl_coef * kl + ANCHOR * drift, metrics | {
         "loss/kl": kl,
         "loss/drift": drift,
     }

@@ -20,14 +20,14 @@ def dance_grpo(
     """Makes the steps to good samples more probable, and those to bad ones less.
 
     R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((v - v_ref)^2)       kl_weight is 0 in the paper
+    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)       kl_coef is 0 in the paper
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     loss, metrics = clipped_policy(
-        log_ratio(v, v_old, target), target, algorithm, algorithm.advantage_clip
+        log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
     kl = mean_per_sample(jnp.square(v - v_ref))
-    return loss + algorithm.kl_weight * kl, metrics | {
+    return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
         "loss/drift": mean_per_sample(jnp.square(v - v_old)),
     }

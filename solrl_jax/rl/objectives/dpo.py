@@ -19,7 +19,7 @@ def dpo(
     """Fits the better sample of a pair more than the base does, and the worse one less. Both rows have the pair's loss.
 
         d    = mean((v - (noise - x0))^2) - mean((v_ref - (noise - x0))^2)
-        loss = -log sigmoid(-beta / 2 (d_better - d_worse)) + kl_weight mean((v - v_ref)^2)
+        loss = -log sigmoid(-beta / 2 (d_better - d_worse)) + kl_coef mean((v - v_ref)^2)
 
     SeedBatch 2 i and 2 i + 1 are a pair, the better one first. As released, beta stands for the paper's beta, steps and weight.
     """
@@ -35,4 +35,4 @@ def dpo(
         "loss/drift": mean_per_sample(jnp.square(v - v_old)),
         "preferred": agreed,
     }
-    return loss + algorithm.kl_weight * kl, parts
+    return loss + algorithm.kl_coef * kl, parts

@@ -23,14 +23,14 @@ def flow_grpo(
     """Makes the steps to good samples more probable, and those to bad ones less.
 
     R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((m - m_ref)^2) length / (2 std^2)
+    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((m - m_ref)^2) length / (2 std^2)
     m    = a x + b (x - sigma v)                 the mean of the step
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     step = target.step
     assert step is not None
     loss, metrics = clipped_policy(
-        log_ratio(v, v_old, target), target, algorithm, algorithm.advantage_clip
+        log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
     kl = (
         mean_per_sample(jnp.square(v - v_ref))
@@ -38,7 +38,7 @@ def flow_grpo(
         * step.length
         / (2 * step.std**2)
     )
-    return loss + algorithm.kl_weight * kl, metrics | {
+    return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
         "loss/drift": mean_per_sample(jnp.square(v - v_old)),
     }

@@ -24,8 +24,8 @@ def nft(
         velocities,
         target,
         beta=algorithm.beta,
-        kl_weight=algorithm.kl_weight,
-        advantage_clip=algorithm.advantage_clip,
+        kl_coef=algorithm.kl_coef,
+        adv_clip_max=algorithm.adv_clip_max,
     )
 
 
@@ -34,30 +34,30 @@ def nft_loss(
     target: TrainingTarget,
     *,
     beta: float,
-    kl_weight: float,
-    advantage_clip: float,
+    kl_coef: float,
+    adv_clip_max: float,
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Pulls the policy towards good samples and away from bad ones, mirrored about the old policy.
 
         v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
         l(u)  = mean((x - sigma u - x0)^2) / max(mean|x - sigma u - x0|, 1e-5)
-        loss  = advantage_clip (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_weight mean((v - v_ref)^2)
+        loss  = adv_clip_max (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_coef mean((v - v_ref)^2)
 
     The denominator of l has no gradient. It weights a sample by its error, in place of a hand-made weight on sigma.
-    `beta` is the paper's mixing weight, `advantage_clip` its advantage scale. Returns one loss a row, and its parts: that of
+    `beta` is the paper's mixing weight, `adv_clip_max` its advantage scale. Returns one loss a row, and its parts: that of
     the reference only if it has a weight.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     positive = _self_weighted(target, beta * v + (1 - beta) * v_old)
     negative = _self_weighted(target, (1 + beta) * v_old - beta * v)
     policy = (
-        advantage_clip * (target.optimality * positive + (1 - target.optimality) * negative) / beta
+        adv_clip_max * (target.optimality * positive + (1 - target.optimality) * negative) / beta
     )
     parts = {"loss/policy": policy, "loss/drift": mean_per_sample(jnp.square(v - v_old))}
-    if kl_weight == 0:  # then nothing reads the reference, and XLA does not compute it
+    if kl_coef == 0:  # then nothing reads the reference, and XLA does not compute it
         return policy, parts
     kl = mean_per_sample(jnp.square(v - v_ref))
-    return policy + kl_weight * kl, parts | {"loss/kl": kl}
+    return policy + kl_coef * kl, parts | {"loss/kl": kl}
 
 
 def _self_weighted(target: TrainingTarget, velocity: Latents) -> PerSample:

@@ -34,7 +34,7 @@ class Targets:
 
 
 def find_targets(transformer: Component, config: Config) -> Targets:
-    """The parameters that `config.train.parameters` and `config.lora.targets` name. Raises ValueError as `matching`.
+    """The parameters that `config.train.parameters` and `config.lora.target_modules` name. Raises ValueError as `matching`.
 
     A parameter that is trained in full has no adapter. What files may not have, because a configuration adds it to a network,
     is always trained in full.
@@ -52,7 +52,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
             f"{field}: {chosen!r} matches no parameter; there are {', '.join(sorted(flatten(params)))}"
         )
     whole |= {e.key for e in entries(transformer.state) if e.start is not None}
-    adapted = matching(params, config.lora.targets, "lora.targets")
+    adapted = matching(params, config.lora.target_modules, "lora.target_modules")
     return Targets(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
 
 
