@@ -70,7 +70,7 @@ def test_every_preset_resolves_and_keeps_the_invariants_of_its_family(preset):
         0,
         None,
     )  # the paper's
-    assert explore.attention == "own"
+    assert explore.attention == "default"
     assert rollout.num_steps == full
     assert rollout.regenerate == (family == "sol_rl")
     assert rollout.candidates == rollout.kept * (1 if family == "diffusionnft" else 4)
