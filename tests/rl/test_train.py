@@ -368,7 +368,7 @@ def test_an_uneven_chunk_and_micro_batch_train_a_real_network_the_same(experimen
     """In BF16 and NVFP4."""
     state, told = first
     there = with_rollout(experiment, chunk=3)
-    optimizer = dataclasses.replace(there.config.optimizer, micro_batch=3)
+    optimizer = dataclasses.replace(there.config.optimizer, per_device_batch_size=3)
     there = dataclasses.replace(
         there, config=dataclasses.replace(there.config, optimizer=optimizer)
     )
