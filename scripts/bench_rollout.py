@@ -27,7 +27,7 @@ from bench.random_weights import random_experiment
 from bench.timing import best_matmul_rate, finish, operations, parser, rate, seconds
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.models.backbone import Params
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import FORMATS, resolve_format
 from solrl_jax.rl.experiment import Experiment, fresh_state
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
         "overrides": args.overrides,
         "size": list(experiment.size),
         "rows": rows,
-        "parameters": experiment.backbone.pipeline.transformer.size,
+        "parameters": experiment.backbone.pipeline.transformer.num_parameters,
         "best_matmul_tflops": round(bench.best / 1e12, 4),
         "plain_step": plain,
         "naive_scaling_seconds": whole,

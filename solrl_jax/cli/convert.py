@@ -270,7 +270,7 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
         with in_one_line(lambda said: said.replace(str(folder), str(out))):
-            network.check()
+            network.check_files()
     return {
         "kind": "sana",
         "tensors": len(parts),

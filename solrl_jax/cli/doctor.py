@@ -163,12 +163,12 @@ def sizes(config: Config) -> dict[str, int]:
     """
     pipeline = open_configurations(config.model.path)
     dtype = DTYPES[config.rollout.precision]
-    encoders = sum(part.size for part in pipeline.text_encoders.values())
+    encoders = sum(part.num_parameters for part in pipeline.text_encoders.values())
     found = {
-        "transformer": pipeline.transformer.size * dtype.itemsize,
+        "transformer": pipeline.transformer.num_parameters * dtype.itemsize,
         "text encoders": encoders * dtype.itemsize,
     }
-    found["vae"] = pipeline.vae.size * (pipeline.vae_dtype or dtype).itemsize
+    found["vae"] = pipeline.vae.num_parameters * (pipeline.vae_dtype or dtype).itemsize
     mesh = open_mesh(config)
     memory = device_memory()
     share = found["transformer"] / (mesh.shape["fsdp"] * mesh.shape["tensor"])
@@ -188,7 +188,7 @@ def _check_weights(path: str) -> None:
     pipeline = open_model(str(hub.cached(path)) if in_hub else path)
     with in_one_line():
         for component in (pipeline.transformer, pipeline.vae, *pipeline.text_encoders.values()):
-            component.check()
+            component.check_files()
 
 
 def _reward_sources(config: Config) -> dict[str, Hub | Converted]:

@@ -29,8 +29,10 @@ from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
 from solrl_jax.errors import InputError, RunError, first_line, in_one_line
-from solrl_jax.models.backbone import DTYPES, Pipeline, entries, load_backbone
-from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.models.backbone import DTYPES, load_backbone
+from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.locate import mhla_override, open_model
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import Format, resolve_format, scoring_dtypes
@@ -125,7 +127,7 @@ def sample(
     files.refuse_existing("--out", (request.out / name for name in made), request.force)
     files.writable_directory(request.out, "--out")
     pipeline = (
-        open_model(config.model.path, **attention_of(config.model))
+        open_model(config.model.path, mhla=mhla_override(config.model))
         if config
         else open_model(target)
     )
@@ -209,7 +211,7 @@ def _grid(
 ) -> tuple[Schedule, tuple[int, int]]:
     """The grid, and height and width. Raises InputError for options that this model does not support."""
     embedded = pipeline.embedded_guidance
-    if request.instruction is not None and pipeline.instruct is None:
+    if request.instruction is not None and not pipeline.accepts_instruction:
         raise InputError(f"--instruction {request.instruction}: a {pipeline.kind} takes none")
     if request.tile and request.tile % pipeline.compression:
         raise InputError(
@@ -237,7 +239,7 @@ def _grid(
                 rollout, request.steps, tokens, embedded, None, pipeline.mu
             ), size
         sigmas, times, table = read_scheduler(
-            pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas, pipeline.mu
+            pipeline.scheduler, request.steps, tokens, pipeline.linear_sigmas, pipeline.mu
         )
         grid = Schedule.from_sigmas(
             sigmas,
@@ -267,7 +269,7 @@ def _quantized(
         config or next(preset for preset in presets if kind(preset) == pipeline.kind)
     ).model.quantization
     with in_one_line():
-        return quantized_paths(pipeline.transformer.abstract(DTYPES[precision]), rules, form)
+        return quantized_paths(pipeline.transformer.abstract_params(DTYPES[precision]), rules, form)
 
 
 def _lora(path: Path | None, pipeline: Pipeline) -> tuple[Trainable, float]:
@@ -275,7 +277,7 @@ def _lora(path: Path | None, pipeline: Pipeline) -> tuple[Trainable, float]:
     if path is None:
         return {}, 1.0
     with in_one_line(lambda said: f"--lora: {said}"):
-        adapters, settings = import_lora(path, entries(pipeline.transformer.state))
+        adapters, settings = import_lora(path, parameter_table(pipeline.transformer.state))
     return adapters, settings.scale
 
 

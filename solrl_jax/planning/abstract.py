@@ -14,9 +14,12 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import largest_size
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import DTYPES, Backbone, Pipeline, check_tile
+from solrl_jax.models.backbone import DTYPES, Backbone
+from solrl_jax.models.checks import check_tile
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.locate import open_model
+from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.models.sana.pipeline import MhlaOverride
 from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import DeviceInfo, scoring_dtypes
@@ -32,13 +35,15 @@ from solrl_jax.rl.experiment import (
 from solrl_jax.storage import hub
 
 
-def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pipeline:
+def open_configurations(
+    path: str, remat: str = "none", mhla: MhlaOverride | None = None
+) -> Pipeline:
     """The pipeline that `model.path` names: a directory's, `embedded:NAME`'s, that of the hub's cache, or the one carried here.
 
     The hub is not asked: nothing is downloaded. Raises InputError.
     """
     if Path(path).is_dir() or not hub.is_name(path):
-        return open_model(path, remat, **attention)
+        return open_model(path, remat, mhla)
     folder = hub.cached(path)
     if folder is None or not (folder / "transformer" / "config.json").is_file():
         folder = hub.CARRIED / path
@@ -48,7 +53,7 @@ def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pip
         )
         there = f"configurations are carried for {', '.join(carried)}"
         raise InputError(f"model.path={path!r}: no such directory, not in the hub's cache; {there}")
-    return open_model(str(folder), remat, **attention)
+    return open_model(str(folder), remat, mhla)
 
 
 def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh) -> Experiment:
@@ -66,12 +71,12 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
     )
     vae_dtype = decoding or pipeline.vae_dtype or dtype
     decoder = Decoder(
-        pipeline.vae.abstract(vae_dtype, sharding.placement(rows)),
+        pipeline.vae.abstract_params(vae_dtype, sharding.placement(rows)),
         pipeline,
         vae_dtype,
         model.vae_tile_size,
     )
-    transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
+    transformer = pipeline.transformer.abstract_params(dtype, sharding.placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
     scorer = reward(config, rows, products)
     prompts = some_prompts(config)
@@ -112,7 +117,7 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
     encoders = backbone.text_encoders
     place = sharding.placement(encoders.mesh)
     return {
-        name: part.abstract(encoders.dtype, place)
+        name: part.abstract_params(encoders.dtype, place)
         for name, part in encoders.pipeline.text_encoders.items()
     }
 

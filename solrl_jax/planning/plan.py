@@ -17,7 +17,7 @@ import jax
 
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import trained_sizes
-from solrl_jax.models.locate import attention_of
+from solrl_jax.models.locate import mhla_override
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning import roofline, topology
 from solrl_jax.planning.abstract import abstract, experiment, held, open_configurations
@@ -73,7 +73,7 @@ class Planner:
         mesh = open_mesh(config, topology.devices(target, where.count, where.hosts))
         with topology.tracing():
             open_pipeline = partial(
-                open_configurations, config.model.path, **attention_of(config.model)
+                open_configurations, config.model.path, mhla=mhla_override(config.model)
             )
             self.pipeline = open_for_training(config, mesh, USABLE * target.memory, open_pipeline)
         self.device = DeviceInfo(target.platform, target.kind, target.capability)

@@ -152,7 +152,7 @@ class Stages:
         model = self.experiment.config.model
         mesh = self.rows_mesh
         encoders = backbone.text_encoders
-        tokens = encoders.tokenize(
+        tokens = backbone.pipeline.tokenize(
             [""] * encoders.chunk, model.max_sequence_length, backbone.instruction
         )
         placed = abstract(tokens, mesh, sharding.rows(mesh))

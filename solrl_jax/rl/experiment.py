@@ -18,8 +18,10 @@ from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, key, prompt_uid
 from solrl_jax.errors import InputError, in_one_line
-from solrl_jax.models.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone
-from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.locate import mhla_override, open_model
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant.formats import DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.rewards.host import trial
@@ -199,7 +201,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     hosts.connect(mesh := open_mesh(config))
     reward, evaluated = load_reward(sharding.rows_only(mesh))
     pipeline = open_for_training(
-        config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model))
+        config, mesh, device_memory(), partial(open_model, model.path, mhla=mhla_override(model))
     )
     # what cannot be scored is found before the weights are loaded
     for field, scored, prompts, sizes in (
@@ -269,7 +271,7 @@ def select_parameters(
     if config.algorithm.trains_on == "transitions" and getattr(rollout, field) != 1:
         why = f"algorithm.objective={config.algorithm.objective}, whose steps are the trained policy's own"
         raise InputError(f"rollout.{field}={getattr(rollout, field)}: must be 1 with {why}")
-    shapes = pipeline.transformer.abstract(DTYPES[rollout.precision])
+    shapes = pipeline.transformer.abstract_params(DTYPES[rollout.precision])
     form = resolve_format(rollout.explore.precision, device)
     with in_one_line():
         return find_targets(pipeline.transformer, config), quantized_paths(

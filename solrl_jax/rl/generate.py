@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion import sampler
 from solrl_jax.diffusion.seeds import normal
-from solrl_jax.models.backbone import Backbone, Conditioning
+from solrl_jax.models.backbone import Backbone
 from solrl_jax.models.decoder import Decoder
+from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.division import DividedScoring, divided_scoring
 from solrl_jax.rewards.mixture import add_total

@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import largest_size
-from solrl_jax.models.backbone import DTYPES, Pipeline, check_attention, check_sizes
+from solrl_jax.models.backbone import DTYPES
+from solrl_jax.models.checks import check_attention, check_sizes
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import sharding
 from solrl_jax.rl.state import abstract_state
 from solrl_jax.rl.trainable.trainable import attach, find_targets
@@ -49,7 +51,7 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
     most = effective_batch(config, sharding.row_groups(mesh))["terms_per_step_per_device"]
     rows = min(config.optimizer.per_device_batch_size, most)
     dtype = DTYPES[config.rollout.precision]
-    base = pipeline.transformer.abstract(dtype)
+    base = pipeline.transformer.abstract_params(dtype)
     targets = find_targets(pipeline.transformer, config)
     adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
     latents = jax.ShapeDtypeStruct((rows, *pipeline.latent_shape(*largest_size(config))), dtype)
@@ -93,7 +95,7 @@ def _conditioning(pipeline: Pipeline, rows: int, config: Config) -> Any:
         name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in of_one.items()
     }
     params = {
-        name: part.abstract(DTYPES[config.rollout.precision])
+        name: part.abstract_params(DTYPES[config.rollout.precision])
         for name, part in pipeline.text_encoders.items()
     }
     return jax.eval_shape(pipeline.encode_text, params, tokens)

@@ -10,7 +10,7 @@ import jax
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluated_size, largest_size
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import Pipeline
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
 from solrl_jax.rl.trainable.trainable import Targets, flatten
 
@@ -36,7 +36,7 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
     def picture(size):
         return 3 * FLOAT * math.prod(size)
 
-    shapes = flatten(pipeline.transformer.abstract("float32"))
+    shapes = flatten(pipeline.transformer.abstract_params("float32"))
     of_rank = sum(
         math.prod(shape[:-2]) * (shape[-2] + shape[-1])
         for shape in (shapes[path].shape for path in targets.adapted)

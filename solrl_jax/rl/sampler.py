@@ -5,8 +5,8 @@ import dataclasses
 import jax
 
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.models.backbone import Params
 from solrl_jax.models.decoder import Decoder
+from solrl_jax.models.loading.weights import Params
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from solrl_jax.config.schema import Lora, Optimizer
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import Params
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.parallel import sharding
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.rl.trainable.lora_settings import Table

@@ -18,7 +18,9 @@ from solrl_jax.config.schema import Config
 from solrl_jax.diffusion.sampler import interpolate
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal, permutations
-from solrl_jax.models.backbone import Backbone, Conditioning, Params
+from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
 from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, find_objective

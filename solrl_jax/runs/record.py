@@ -69,9 +69,9 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         "evaluation": setting(experiment),
         "remat": pipeline.remat,
         "parameters": {
-            "transformer": pipeline.transformer.size,
-            **{name: component.size for name, component in pipeline.text_encoders.items()},
-            "vae": pipeline.vae.size,
+            "transformer": pipeline.transformer.num_parameters,
+            **{name: component.num_parameters for name, component in pipeline.text_encoders.items()},
+            "vae": pipeline.vae.num_parameters,
         },
         "adapted": list(experiment.targets.adapted),
         "trained_in_full": list(experiment.targets.whole),

@@ -673,11 +673,11 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "model.height=30"), "size 30x32"),
         (
             ("train", "tiny", "rollout.size=[[32,32],[24,30]]"),
-            "rollout.size: size 24x30: this model takes multiples of 4 pixels down and 4 across",
+            "rollout.size: size 24x30: this model supports heights in multiples of 4 pixels and widths in multiples of 4",
         ),
         (
             ("eval", "embedded:tiny-sana", "eval.size=[30,32]"),
-            "eval.size: size 30x32: this model takes multiples of 4 pixels",
+            "eval.size: size 30x32: this model supports heights in multiples of 4 pixels",
         ),
         (("train", "tiny", "eval.num_prompts=5000"), "eval.num_prompts=5000: must be at most"),
         (("train", "tiny", "mesh.data=64"), "mesh.data=64"),

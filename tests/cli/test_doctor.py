@@ -56,7 +56,7 @@ def test_the_embedded_preset_lacks_nothing(diagnosed):
     code, said = diagnosed("tiny")
     assert (code, said["missing"], said["downloads"]) == (0, [], [])
     pipeline = doctor.open_configurations("embedded:tiny-sana")
-    assert said["weights"]["transformer"] == 2 * pipeline.transformer.size
+    assert said["weights"]["transformer"] == 2 * pipeline.transformer.num_parameters
 
 
 def test_all_that_a_released_preset_lacks_is_told_at_once(diagnosed):

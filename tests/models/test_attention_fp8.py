@@ -12,7 +12,7 @@ from flax import nnx
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import check_attention
+from solrl_jax.models.checks import check_attention
 from solrl_jax.models.layers import attention_fp8 as module
 from solrl_jax.models.layers.attention_fp8 import E4M3, PEAK, attention_fp8
 from solrl_jax.models.layers.mmdit import JointAttention, SelfAttention

@@ -16,7 +16,7 @@ from pretrain.networks import to_torch
 from solrl_jax.models.autoencoders.kl import AutoencoderKLConfig
 from solrl_jax.models.autoencoders.tiling import decode_tiled
 from solrl_jax.models.layers.conv import Conv, conv_upsampled
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from tests import carried
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count
@@ -232,7 +232,7 @@ def test_released_networks_have_the_released_tensors(fields, count, decoder_coun
     with torch.device("meta"):
         reference = TorchAutoencoderKL(**{k: v for k, v in fields.items() if not k.startswith("_")})
     wanted = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
-    table = [(name, e.torch_shape) for e in entries(state) for name in e.names]
+    table = [(name, e.torch_shape) for e in parameter_table(state) for name in e.names]
     assert len(table) == len(wanted)
     assert dict(table) == wanted
 

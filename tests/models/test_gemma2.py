@@ -11,7 +11,7 @@ import transformers
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.text_encoders.gemma2 import FULL, SLIDING, Gemma2Config, Gemma2Model
 from tests import carried
 from tests.cases import first_is_quick
@@ -170,7 +170,7 @@ def test_released_size(fields):
     with torch.device("meta"):
         reference = transformers.Gemma2Model(transformers.Gemma2Config())
     theirs = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
-    assert {name: e.torch_shape for e in entries(state) for name in e.names} == theirs
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == theirs
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from flax import nnx
 
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.sana.native import is_native, mlp_ratio, plan
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from tests.cases import first_is_quick
@@ -57,7 +57,7 @@ def native_shapes(
 
 def network_shapes(config):
     network = nnx.eval_shape(lambda: SanaTransformer2DModel(config, rngs=nnx.Rngs(0)))
-    return {name: e.torch_shape for e in entries(nnx.split(network)[1]) for name in e.names}
+    return {name: e.torch_shape for e in parameter_table(nnx.split(network)[1]) for name in e.names}
 
 
 NETWORKS = {

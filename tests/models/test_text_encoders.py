@@ -326,7 +326,7 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
     for overrides, message in [
         (
             ("model.vae_tile_size=10",),
-            "model.vae_tile_size=10: must be a multiple of 4, the pixels of a latent, or null",
+            "model.vae_tile_size=10: must be null or a multiple of 4, the pixels per latent pixel",
         ),
         (
             ("model.instruction=absent",),

@@ -67,7 +67,9 @@ def gradient(remat, policy_of=lambda policy: policy):
 
 
 def encoder_arguments(pipeline):
-    params = {name: part.abstract(jnp.float32) for name, part in pipeline.text_encoders.items()}
+    params = {
+        name: part.abstract_params(jnp.float32) for name, part in pipeline.text_encoders.items()
+    }
     return params, pipeline.tokenize([""] * ROWS, CONFIG.model.max_sequence_length)
 
 
@@ -138,7 +140,7 @@ def test_what_is_kept_grows_with_the_micro_batch_and_the_base_is_divided_over_fs
     assert of("optimizer.per_device_batch_size=2147483647") == of(
         f"optimizer.per_device_batch_size={all_terms}"
     )
-    base = 4 * open_flux("blocks").transformer.size
+    base = 4 * open_flux("blocks").transformer.num_parameters
     assert base < one < 1.5 * base
     assert (
         of("optimizer.per_device_batch_size=1")

@@ -247,7 +247,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
         call("--json", "rollout.explore.precision=fp8", "rollout.explore.correction_rank=16")
     )
     of = (
-        open_model("embedded:tiny-sana").transformer.abstract(jnp.bfloat16),
+        open_model("embedded:tiny-sana").transformer.abstract_params(jnp.bfloat16),
         rules("sana"),
         FORMATS["fp8"],
     )
@@ -272,7 +272,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
 
 def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
     """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantised whatever the rank."""
-    params = open_model("embedded:tiny-flux").transformer.abstract(jnp.bfloat16)
+    params = open_model("embedded:tiny-flux").transformer.abstract_params(jnp.bfloat16)
     of = params, resolve("tiny", ["model=tiny-flux"]).model.quantization, FORMATS["nvfp4"]
     plain = {row.path: row for row in report(*of)}
     for rank, counted in ((0, 0), (12, 12), (127, 127), (128, 128), (500, 128)):

@@ -38,7 +38,7 @@ from solrl_jax.errors import InputError, RunError
 from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.flux.transformer import transformer as flux
 from solrl_jax.models.flux2.transformer import transformer as flux2
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.sd3.transformer import transformer as sd3
 from solrl_jax.models.zimage.transformer import transformer as zimage
 from solrl_jax.parallel.sharding import make_mesh
@@ -102,7 +102,7 @@ def backbone(reference):
 
 @pytest.fixture(scope="module")
 def table(backbone):
-    return entries(backbone.pipeline.transformer.state)
+    return parameter_table(backbone.pipeline.transformer.state)
 
 
 @pytest.fixture(scope="module")
@@ -548,7 +548,7 @@ def other(kind) -> Other:
     for p in network.parameters():
         p.copy_(torch.randn_like(p) * (0.5 if p.ndim < 2 else p[0].numel() ** -0.5))
     state = nnx.split(nnx.eval_shape(make))[1]
-    names = {name for e in entries(state) for name in e.names}
+    names = {name for e in parameter_table(state) for name in e.names}
     tensors = {k: v.numpy().copy() for k, v in network.state_dict().items() if k in names}
     return Other(network, state, from_torch(state, tensors), pipeline, inputs)
 
@@ -583,7 +583,7 @@ COUNTS = {
 def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
     """Merged by us and given to PyTorch through the table of released names, which is tested for itself."""
     net = other(kind)
-    table = entries(net.state)
+    table = parameter_table(net.state)
     base = run(net.torch, net.inputs)
     flat = flatten(net.params)
     paths = [p for p in flat if re.fullmatch(TARGETS[kind], p)]

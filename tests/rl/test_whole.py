@@ -50,7 +50,7 @@ def targets_of(transformer, parameters):
 
 
 def test_what_is_trained_is_what_the_configuration_names(transformer):
-    every = flatten(transformer.abstract("float32"))
+    every = flatten(transformer.abstract_params("float32"))
     lora = targets_of(transformer, "adapters")
     assert lora.whole == ()
     assert len(lora.adapted) == 8
@@ -93,7 +93,7 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
     pipeline = open_model("embedded:tiny-sana")
     config = resolve("tiny", ["train.parameters=all", "mesh.fsdp=2"])
     targets = find_targets(transformer, config)
-    least = 16 * transformer.size
+    least = 16 * transformer.num_parameters
     monkeypatch.setattr(memory_check, "device_memory", lambda: least)
     memory_check.refuse_what_cannot_fit(config, pipeline, targets)
     monkeypatch.setattr(memory_check, "device_memory", lambda: least - 1)
@@ -108,7 +108,7 @@ def test_auto_counts_what_is_trained_in_full(transformer):
     config = resolve("tiny", ["train.parameters=all", "optimizer.per_device_batch_size=1"])
     one, two = (held(config, open_model("embedded:tiny-sana"), make_mesh(1, n)) for n in (1, 2))
     assert (
-        one - two == (2 + 4 * 4) * transformer.size / 2
+        one - two == (2 + 4 * 4) * transformer.num_parameters / 2
     )  # the base in BF16, and four float32 copies
 
 

@@ -62,7 +62,7 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
     form = FORMATS[
         "nvfp4"
     ]  # which linears are quantised depends on the model's rule, not on the format
-    linears = report(transformer.abstract(jnp.bfloat16), settings.model.quantization, form)
+    linears = report(transformer.abstract_params(jnp.bfloat16), settings.model.quantization, form)
     count = (
         sum(linear.layers for linear in linears if not linear.kept)
         * settings.rollout.explore.num_steps

@@ -54,7 +54,9 @@ def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
     pipeline = open_configurations(config.model.path)
     shapes = Counter[tuple[int, int]]()
     for linear in report(
-        pipeline.transformer.abstract(jnp.bfloat16), config.model.quantization, FORMATS["nvfp4"]
+        pipeline.transformer.abstract_params(jnp.bfloat16),
+        config.model.quantization,
+        FORMATS["nvfp4"],
     ):
         if not linear.kept:
             shapes[linear.n_in, linear.n_out] += linear.layers

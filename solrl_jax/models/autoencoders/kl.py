@@ -77,7 +77,7 @@ class KLConfig(ReleasedConfig):
             self.require(fits, name, f"a list of {len(widths)}, one for each of block_out_channels")
 
     @property
-    def own_dtype(self) -> jnp.dtype | None:
+    def required_dtype(self) -> jnp.dtype | None:
         """The only dtype that the network works in; None: any."""
         return jnp.dtype(jnp.float32) if self.force_upcast else None
 

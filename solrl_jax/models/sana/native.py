@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from flax import nnx
 
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 
 Shape = tuple[int, ...]
@@ -119,7 +119,9 @@ def plan(shapes: Mapping[str, Shape], base: SanaConfig) -> Plan:
     )
     table = _table(depth, ffn, normed)
     network = nnx.eval_shape(lambda: SanaTransformer2DModel(config, rngs=nnx.Rngs(0)))
-    targets = {name: e.torch_shape for e in entries(nnx.split(network)[1]) for name in e.names}
+    targets = {
+        name: e.torch_shape for e in parameter_table(nnx.split(network)[1]) for name in e.names
+    }
     parts: list[Part] = []
     wanted: dict[str, Shape] = {}
     for native, names in table.items():

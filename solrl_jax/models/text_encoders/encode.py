@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from solrl_jax.errors import InputError, in_one_line
-from solrl_jax.models.loading.pipeline import Conditioning, Pipeline, Tokens, TracedTokens
 from solrl_jax.models.loading.tensor_files import weight_files
 from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens
 from solrl_jax.models.text_encoders.cache import Cache, Encoding, key_of
 from solrl_jax.parallel import hosts, sharding
 
@@ -67,7 +67,7 @@ class TextEncoders:
 
     def check_instruction(self, instruction: str | None) -> None:
         """Raises InputError for an instruction to a model that takes none."""
-        if instruction is not None and self.pipeline.instruct is None:
+        if instruction is not None and not self.pipeline.accepts_instruction:
             raise InputError(
                 f"model.instruction: a {self.pipeline.kind} takes none; accepted: null"
             )
@@ -80,7 +80,7 @@ class TextEncoders:
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> tuple[Encoding, int]:
         """Encodings on the host, a row for each of one or more prompts, and how many were not in the cache."""
-        tokens = self.tokenize(prompts, max_tokens, instruction)
+        tokens = self.pipeline.tokenize(prompts, max_tokens, instruction)
         rows: list[Encoding | None] = [None] * len(prompts)
         if self.cache is not None:
             keys = self._keys(tokens)
@@ -111,7 +111,7 @@ class TextEncoders:
         """
         if self.cache is None:
             return 0
-        keys = self._keys(self.tokenize(prompts, max_tokens, instruction))
+        keys = self._keys(self.pipeline.tokenize(prompts, max_tokens, instruction))
         absent = hosts.anywhere([not self.cache.has(key) for key in keys])
         missing = [prompt for prompt, is_absent in zip(prompts, absent, strict=True) if is_absent]
         for start in range(0, len(missing), self.chunk):
@@ -119,13 +119,6 @@ class TextEncoders:
             self.encode(missing[start : start + self.chunk], max_tokens, instruction)
         self.release()
         return len(missing)
-
-    def tokenize(self, prompts: Sequence[str], max_tokens: int, instruction: str | None) -> Tokens:
-        """What is encoded of prompts, with the instruction before each."""
-        if instruction is None:
-            return self.pipeline.tokenize(prompts, max_tokens)
-        assert self.pipeline.instruct is not None  # see `check_instruction`
-        return self.pipeline.instruct(prompts, max_tokens, instruction)
 
     def _keys(self, tokens: Tokens) -> list[str]:
         """The key of each prompt's entry in the cache."""
@@ -170,6 +163,6 @@ def encode_chunk(
     """The conditioning of a chunk of prompts, split over the mesh."""
     parts = encoders.pipeline.text_encoders
     out = encoders.pipeline.encode_text(
-        {name: parts[name].gathered(p) for name, p in params.items()}, tokens
+        {name: parts[name].gather(p) for name, p in params.items()}, tokens
     )
     return jax.tree.map(sharding.split_rows, out)

@@ -22,7 +22,7 @@ from solrl_jax.models.layers.norm import RMSNorm
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported, with_rope_theta
-from solrl_jax.models.loading.weights import find_component
+from solrl_jax.models.loading.weights import locate_tensors
 from solrl_jax.models.text_encoders.gemma2 import MLP, rotate
 
 
@@ -82,8 +82,8 @@ def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Comp
         )
     above = ["norm.", *(f"layers.{i}." for i in range(last, config.num_hidden_layers))]
     unused = ("lm_head.", *above, *(f"model.{name}" for name in above))
-    return Component.of(
-        folder, lambda r: Qwen3Model(config, states, rngs=r), partial(find_component, unused=unused)
+    return Component.from_builder(
+        folder, lambda r: Qwen3Model(config, states, rngs=r), partial(locate_tensors, unused=unused)
     )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
-from solrl_jax.models.loading.tensor_files import STORED_DTYPES, Stored
-from solrl_jax.models.loading.weights import Entry, entries, find_tensors
+from solrl_jax.models.loading.tensor_files import STORED_DTYPES, StoredTensor
+from solrl_jax.models.loading.weights import ParameterEntry, match_tensors, parameter_table
 
 # transformers' name -> OpenCLIP's name, of the tensors outside the layers
 NAMES = {
@@ -46,13 +46,15 @@ THIRDS = ("q_proj", "k_proj", "v_proj")  # of attn.in_proj_weight and attn.in_pr
 TRANSPOSED = ("text_projection.weight", "visual_projection.weight")
 
 
-def find_open_clip(file: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
+def locate_open_clip_tensors(
+    file: Path, state: nnx.State
+) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
     """The table of a `CLIPModel`, and where in a safetensors file of OpenCLIP each of its tensors lies: for `load_tensors`.
 
     Raises ValueError listing every tensor that is missing, unexpected, of another shape or not floating-point, by its name in
     the file.
     """
-    table = entries(state)
+    table = parameter_table(state)
     shapes = {name: e.torch_shape for e in table for name in e.names}
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -60,7 +62,7 @@ def find_open_clip(file: Path, state: nnx.State) -> tuple[list[Entry], dict[str,
         if third is not None:
             shape = (len(THIRDS) * shape[0], *shape[1:])
         wanted[theirs] = shape[::-1] if name in TRANSPOSED else shape
-    stored = find_tensors([file], wanted, str(file), lambda name: False)
+    stored = match_tensors([file], wanted, str(file), lambda name: False)
     return (
         [dataclasses.replace(e, layout="same") if e.names[0] in TRANSPOSED else e for e in table],
         {
@@ -87,7 +89,7 @@ def open_clip_name(name: str) -> tuple[str, int | None]:
     return f"{block}.{LAYER[inside]}.{last}", None
 
 
-def _part(tensor: Stored, third: int | None) -> Stored:
+def _part(tensor: StoredTensor, third: int | None) -> StoredTensor:
     """A third of a tensor's rows as a tensor: its bytes are contiguous in the file."""
     if third is None:
         return tensor

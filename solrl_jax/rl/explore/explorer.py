@@ -8,7 +8,7 @@ import jax
 
 from solrl_jax.config.schema import Explore
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.models.backbone import Params
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.quant.formats import FORMATS, Format
 from solrl_jax.rl.explore.monitor import ExplorationSetting, levels
 from solrl_jax.rl.explore.option import Calibration, active_levers

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from solrl_jax.errors import InputError, RunError, first_line, in_one_line
-from solrl_jax.models.backbone import STORED_DTYPES, read_header
+from solrl_jax.models.loading.tensor_files import STORED_DTYPES, read_header
 from solrl_jax.rl.trainable import lora_settings
 from solrl_jax.rl.trainable.lora_settings import PEFT_CONFIG, PEFT_FILE, LoraSettings, Table
 from solrl_jax.rl.trainable.trainable import Adapter, Trainable

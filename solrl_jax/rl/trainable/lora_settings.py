@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from solrl_jax.errors import InputError, first_line
-from solrl_jax.models.backbone import Entry
+from solrl_jax.models.loading.weights import ParameterEntry
 from solrl_jax.storage.readers import parse_json, read_text
 
 PEFT_FILE = "adapter_model.safetensors"
@@ -28,7 +28,7 @@ CHANGES_BASE = (
 )  # starts for which PEFT changes the base's weights, too
 MOST_ALPHA = 1e30  # a number of JSON may have more digits than a float holds
 
-Table = Sequence[Entry]  # all parameters of the network that adapters are on
+Table = Sequence[ParameterEntry]  # all parameters of the network that adapters are on
 
 
 @dataclasses.dataclass(frozen=True)

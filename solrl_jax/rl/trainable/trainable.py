@@ -18,7 +18,8 @@ from jaxtyping import Array
 
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import matches
-from solrl_jax.models.backbone import Component, Entry, Params, entries
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.loading.weights import ParameterEntry, Params, parameter_table
 from solrl_jax.quant.matmul import LowRank, Quantized
 
 Adapter = dict[str, Array]  # {"a": ..., "b": ...}
@@ -39,7 +40,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
     A parameter that is trained in full has no adapter. What files may not have, because a configuration adds it to a network,
     is always trained in full.
     """
-    params = transformer.abstract("float32")
+    params = transformer.abstract_params("float32")
     chosen = config.train.parameters
     field = "train.parameters"
     if chosen == "all":
@@ -51,7 +52,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
         raise ValueError(
             f"{field}: {chosen!r} matches no parameter; there are {', '.join(sorted(flatten(params)))}"
         )
-    whole |= {e.key for e in entries(transformer.state) if e.start is not None}
+    whole |= {e.key for e in parameter_table(transformer.state) if e.start is not None}
     adapted = matching(params, config.lora.target_modules, "lora.target_modules")
     return Targets(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
 
@@ -118,7 +119,7 @@ def attach(
     )
 
 
-def within_bounds(trained: Trainable, table: Sequence[Entry]) -> Trainable:
+def within_bounds(trained: Trainable, table: Sequence[ParameterEntry]) -> Trainable:
     """The projection of whole arrays onto the bounds of their parameters, where these have any."""
     bounds = {e.key: e.bounds for e in table if e.bounds is not None}
 

@@ -17,7 +17,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import Backbone, to_torch_order
+from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.loading.weights import to_torch_order
 from solrl_jax.rl.trainable.lora_files import DIFFUSERS_FILE, export_diffusers
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.rl.trainable.trainable import Trainable, flatten

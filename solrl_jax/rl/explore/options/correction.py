@@ -26,7 +26,9 @@ from solrl_jax.config.schema import Explore
 from solrl_jax.diffusion.sampler import interpolate
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
-from solrl_jax.models.backbone import Backbone, Conditioning, Params
+from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.leaf import Leaf, Quantized
