@@ -322,7 +322,7 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
         (
             ("model=tiny-flux",),
             InputError,
-            "tiny-flux is a FluxPipeline; accepted is a SanaPipeline, whose attention is linear",
+            "tiny-flux is a FluxPipeline; only SanaPipeline has linear attention to replace",
         ),
     ],
 )
