@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from solrl_jax.config.sizes import trained_sizes
+from solrl_jax.config.sizes import training_sizes
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, prompt_uid
@@ -157,7 +157,7 @@ def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experimen
     )
     backbone = toy_backbone(*mesh)
     reward = toy_reward()
-    size = trained_sizes(config)[0]
+    size = training_sizes(config)[0]
     train, test = (
         [Prompt(f"{name} {i}") for i in range(count)]
         for name, count in (("to train on", 20), ("to test on", 6))

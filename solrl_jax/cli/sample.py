@@ -22,8 +22,8 @@ from solrl_jax.cli.options import (
 )
 from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision
-from solrl_jax.config.sizes import evaluated_size
-from solrl_jax.config.values import MOST_SIDE, MOST_STEPS, MOST_TOKENS, shown
+from solrl_jax.config.sizes import evaluation_size
+from solrl_jax.config.values import MAX_SIDE, MAX_STEPS, MAX_TOKENS, brief_repr
 from solrl_jax.data.prompts import load_instruction, load_prompts, plain
 from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
@@ -95,12 +95,14 @@ def _checked(name: str, value: Any) -> Any:
     parameters = {x.name: x for x in command.params if x.name in Request.__dataclass_fields__}
     if name not in parameters:
         raise TypeError(
-            f"sample: {name}={shown(value)} is no option; accepted: {', '.join(map(str, parameters))}"
+            f"sample: {name}={brief_repr(value)} is no option; accepted: {', '.join(map(str, parameters))}"
         )
     try:
         accepted = parameters[name].process_value(click.Context(command), value)
     except (click.BadParameter, TypeError, OverflowError) as error:
-        raise InputError(f"{name}={shown(value)}: {getattr(error, 'message', error)}") from error
+        raise InputError(
+            f"{name}={brief_repr(value)}: {getattr(error, 'message', error)}"
+        ) from error
     if isinstance(value, float) and value != accepted:
         raise InputError(f"{name}={value}: accepted: a whole number")
     return accepted
@@ -172,7 +174,7 @@ def sample(
         for prompt, image in zip(prompts, samples.images, strict=True)
         if not np.isfinite(image).all()
     ]:
-        what = f"{len(endless)} of {len(prompts)} pictures are not finite, first that of {shown(str(endless[0]))}"
+        what = f"{len(endless)} of {len(prompts)} pictures are not finite, first that of {brief_repr(str(endless[0]))}"
         raise RunError(
             f"{target}: {what}; its weights or adapters are not, or the guidance is too strong: nothing is written"
         )
@@ -294,7 +296,7 @@ def _size(
     request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None
 ) -> tuple[int, int]:
     """Height and width: of the request, of the latents, of the run, or the model's default."""
-    default = evaluated_size(config) if config else pipeline.default_size
+    default = evaluation_size(config) if config else pipeline.default_size
     size = request.size or default
     if noise is not None:
         of_noise = (noise.shape[1] * pipeline.compression, noise.shape[2] * pipeline.compression)
@@ -304,9 +306,9 @@ def _size(
             )
         size = of_noise
     shape = pipeline.latent_shape(*size)
-    if max(size) > MOST_SIDE:
+    if max(size) > MAX_SIDE:
         raise ValueError(
-            f"size {size[0]}x{size[1]}: accepted: up to {MOST_SIDE} pixels in either direction"
+            f"size {size[0]}x{size[1]}: accepted: up to {MAX_SIDE} pixels in either direction"
         )
     if noise is not None and noise.shape[1:] != shape:
         raise ValueError(f"--latents: have {noise.shape[3]} channels; this model's have {shape[2]}")
@@ -346,9 +348,9 @@ def _height_width(
     if value is None:
         return None
     parts = [*map(str, value)] if isinstance(value, list | tuple) else str(value).lower().split("x")
-    if len(parts) != 2 or not all(is_number(p) and 0 < int(p) <= MOST_SIDE for p in parts):
+    if len(parts) != 2 or not all(is_number(p) and 0 < int(p) <= MAX_SIDE for p in parts):
         raise InputError(
-            f"--size {value!r}: expected HEIGHTxWIDTH in pixels up to {MOST_SIDE}, e.g. 512x768"
+            f"--size {value!r}: expected HEIGHTxWIDTH in pixels up to {MAX_SIDE}, e.g. 512x768"
         )
     return int(parts[0]), int(parts[1])
 
@@ -373,7 +375,7 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @click.option("--out", required=True, type=PATH, help="Directory for the PNGs and arrays.")
 @click.option(
     "--steps",
-    type=click.IntRange(1, MOST_STEPS),
+    type=click.IntRange(1, MAX_STEPS),
     help="(default: the run's, of its evaluation, or 10)",
 )
 @click.option(
@@ -418,7 +420,7 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @click.option("--lora", type=PATH, help="For a model directory: a LoRA of diffusers or PEFT.")
 @click.option(
     "--max-tokens",
-    type=click.IntRange(1, MOST_TOKENS),
+    type=click.IntRange(1, MAX_TOKENS),
     help="Longest prompt (default: the run's or the model's).",
 )
 @checkpoint_option

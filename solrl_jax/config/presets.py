@@ -23,7 +23,7 @@ import yaml
 
 from solrl_jax.config.migrations import migrate, migrate_override
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import ConfigError, Section, shown
+from solrl_jax.config.values import ConfigError, Section, brief_repr
 from solrl_jax.storage.readers import parse_yaml
 
 PARTS = (
@@ -78,10 +78,12 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     """
     if wrong := [given for given in (preset, *overrides) if not isinstance(given, str)]:
         raise ConfigError(
-            f"{shown(wrong[0])}: accepted: the name of a preset and overrides 'key=value', all of them text"
+            f"{brief_repr(wrong[0])}: accepted: the name of a preset and overrides 'key=value', all of them text"
         )
     if preset not in preset_names():
-        raise ConfigError(f"unknown preset {shown(preset)}: {_nearest(preset, preset_names())}")
+        raise ConfigError(
+            f"unknown preset {brief_repr(preset)}: {_nearest(preset, preset_names())}"
+        )
     settings, chosen, problems = _parse_overrides(overrides)
     own = copy.deepcopy(_read(f"{preset}.yaml")) if (_configs() / f"{preset}.yaml").exists() else {}
     parts = DEFAULTS | (own.pop("compose", None) or _composed()[preset]) | chosen
@@ -119,7 +121,7 @@ def _apply(
             _merge(tree, extra)
 
 
-def setting(key: str, text: str) -> str:
+def text_override(key: str, text: str) -> str:
     """The override that gives a field this very text, whatever YAML would read in it."""
     quoted = yaml.safe_dump(text, default_style='"').strip()
     return f"{key}={quoted}"
@@ -177,19 +179,19 @@ def from_yaml(text: str) -> Config:
     return _build(migrate(_parse(text, "configuration")), [])
 
 
-def known_keys(section: type = Config, prefix: str = "") -> list[str]:
+def field_names(section: type = Config, prefix: str = "") -> list[str]:
     """Dotted names of all sections and fields."""
     keys = []
     for field in dataclasses.fields(section):
         keys.append(prefix + field.name)
         if isinstance(field.type, type) and issubclass(field.type, Section):
-            keys += known_keys(field.type, f"{prefix}{field.name}.")
+            keys += field_names(field.type, f"{prefix}{field.name}.")
     return keys
 
 
 @functools.cache
 def _section_keys() -> frozenset[str]:
-    return frozenset(key.rpartition(".")[0] for key in known_keys()) - {""}
+    return frozenset(key.rpartition(".")[0] for key in field_names()) - {""}
 
 
 def _configs() -> Path:
@@ -278,11 +280,11 @@ def _parse_overrides(
         key, equals, raw = (piece.strip() for piece in text.partition("="))
         if not (key and equals):
             problems.append(
-                f"override {shown(text)}: expected key=value, e.g. train.iterations=100"
+                f"override {brief_repr(text)}: expected key=value, e.g. train.iterations=100"
             )
             continue
         try:
-            value = _parse(raw, f"override {shown(text)}") if raw else ""
+            value = _parse(raw, f"override {brief_repr(text)}") if raw else ""
         except ConfigError as error:
             problems.append(str(error))
             continue
@@ -299,8 +301,8 @@ def _parse_overrides(
             else:
                 problems.append(f"unknown {key} '{raw}': {_nearest(raw, _choices(key))}")
         elif key == "preset":
-            problems.append(f"preset={shown(value)}: is chosen by name, not by an override")
-        elif key in known_keys() or _free(key):
+            problems.append(f"preset={brief_repr(value)}: is chosen by name, not by an override")
+        elif key in field_names() or _free(key):
             settings.append((key, value))
         else:
             problems.append(_unknown_key(key))
@@ -315,7 +317,7 @@ def _build(tree: Any, problems: list[str]) -> Config:
     try:
         config = _ADAPTER.validate_python(tree)
     except pydantic.ValidationError as errors:
-        found += [text for error in errors.errors() if (text := problem(error))]
+        found += [text for error in errors.errors() if (text := describe_error(error))]
     if found:
         raise ConfigError("; ".join(dict.fromkeys(found)))
     return config
@@ -339,7 +341,7 @@ _EXPECTED = {
 }
 
 
-def problem(
+def describe_error(
     error: Any, whole: str = "configuration", unknown: Callable[[str], str] | None = None
 ) -> str | None:
     """One of pydantic's errors in our words; None for a mere consequence of another.
@@ -359,21 +361,21 @@ def problem(
     if kind == "value_error" and isinstance(context["error"], ConfigError):
         return str(context["error"])
     if kind == "value_error":
-        return f"{field}={shown(value)}: {context['error']}"
+        return f"{field}={brief_repr(value)}: {context['error']}"
     if kind == "literal_error":
         near = difflib.get_close_matches(
             str(value)[:80], re.findall("'(.*?)'", context["expected"]), n=1
         )
-        return f"{field}={shown(value)}: expected {context['expected']}" + (
+        return f"{field}={brief_repr(value)}: expected {context['expected']}" + (
             f", did you mean '{near[0]}'?" if near else ""
         )
-    return f"{field}={shown(value)}: {_EXPECTED[kind].format(**context) if kind in _EXPECTED else error['msg']}"
+    return f"{field}={brief_repr(value)}: {_EXPECTED[kind].format(**context) if kind in _EXPECTED else error['msg']}"
 
 
 def _unknown_key(key: str) -> str:
     section = key.rpartition(".")[0]
     section = section if section in _section_keys() else ""
-    return f"unknown key '{key}': {_nearest(key, known_keys(), [k for k in known_keys() if k.rpartition('.')[0] == section])}"
+    return f"unknown key '{key}': {_nearest(key, field_names(), [k for k in field_names() if k.rpartition('.')[0] == section])}"
 
 
 def _nearest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from solrl_jax.config.values import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     Count,
     Decay,
     Flag,
@@ -33,7 +33,7 @@ from solrl_jax.config.values import (
     Steps,
     Text,
     check,
-    holds_secret,
+    contains_secret,
 )
 
 # `rl/objectives/`, and what each trains on: clean samples, pairs of a prompt's best and worst, recorded steps of an SDE
@@ -80,7 +80,7 @@ class Model(Section):
     height: Side
     width: Side
     max_sequence_length: Annotated[
-        Integer, Field(ge=1, le=MOST_TOKENS)
+        Integer, Field(ge=1, le=MAX_TOKENS)
     ]  # length of the text that conditions it
     instruction: (
         Text | None
@@ -223,7 +223,7 @@ class Rollout(Section):
         )
 
     @property
-    def stochastic_steps(self) -> int:
+    def num_sde_steps(self) -> int:
         """How many steps of the full schedule add noise. They follow each other."""
         return 0 if self.noise_level == 0 else self.sde_window_size or self.num_steps - 1
 
@@ -257,7 +257,9 @@ class Reward(Section):
 
     def __post_init__(self) -> None:
         # what a run records, everybody reads who reads the run
-        secret = sum(holds_secret(name) for name in (*self.weights, *self.eval_only, *self.options))
+        secret = sum(
+            contains_secret(name) for name in (*self.weights, *self.eval_only, *self.options)
+        )
         rule = "must hold no user, password or token, which are recorded; put them into ~/.netrc"
         check((not secret, "reward.weights", "the address of a service", rule))
         both = [name for name in self.eval_only if name in self.weights]
@@ -405,7 +407,7 @@ class Config(Section):
     def __post_init__(self) -> None:
         steps = self.optimizer.steps_per_iteration
         fraction = self.algorithm.timestep_fraction
-        terms = self.train.num_prompts * self.rollout.kept * self.trained_sigmas
+        terms = self.train.num_prompts * self.rollout.kept * self.num_train_sigmas
         least = 1 / self.rollout.num_steps
         enough = f"must be at least 1 / rollout.num_steps = {least:.3g}"
         whole = self.train.parameters != "adapters" or self.model.attention == "mhla"
@@ -415,7 +417,7 @@ class Config(Section):
         other = "must be 0 or 1, or rollout.precision=fp32, where parameters are trained in full"
         even = f"must divide train.num_prompts * rollout.kept * trained sigmas = {terms}"
         check(
-            (self.trained_sigmas >= 1, "algorithm.timestep_fraction", fraction, enough),
+            (self.num_train_sigmas >= 1, "algorithm.timestep_fraction", fraction, enough),
             (follows, "algorithm.decay_type", 2, other),
             (terms % steps == 0, "optimizer.steps_per_iteration", steps, even),
             *self._what_the_objective_needs(),
@@ -427,7 +429,7 @@ class Config(Section):
         steps = self.optimizer.steps_per_iteration
         match self.algorithm.trains_on:
             case "pairs":
-                terms = self.train.num_prompts * rollout.kept * self.trained_sigmas // steps
+                terms = self.train.num_prompts * rollout.kept * self.num_train_sigmas // steps
                 field = "optimizer.per_device_batch_size"
                 needs = f"for the pairs of algorithm.objective={self.algorithm.objective}"
                 return [
@@ -448,7 +450,7 @@ class Config(Section):
             case "transitions":
                 needs = f"for the transitions that algorithm.objective={self.algorithm.objective} trains on"
                 exact = rollout.regenerate or explore.precision in ("bf16", "fp32")
-                most = rollout.stochastic_steps
+                most = rollout.num_sde_steps
                 field = "algorithm.timestep_fraction"
                 fraction = self.algorithm.timestep_fraction
                 enough = f"must be at most {most / rollout.num_steps:g} {needs}"
@@ -465,17 +467,17 @@ class Config(Section):
                         False,
                         f"must be true, or rollout.explore.precision=bf16, {needs}",
                     ),
-                    (self.trained_sigmas <= (most or rollout.num_steps), field, fraction, enough),
+                    (self.num_train_sigmas <= (most or rollout.num_steps), field, fraction, enough),
                 ]
         return []
 
     @property
-    def trained_sigmas(self) -> int:
+    def num_train_sigmas(self) -> int:
         """Sigmas of the schedule at which each kept sample is trained: `floor(timestep_fraction * steps)`."""
         # HalfPrecisionWeight first, so that 0.29 of 100 steps is 29 although 0.29 * 100 is just below it.
         return math.floor(round(self.algorithm.timestep_fraction * self.rollout.num_steps, 9))
 
     @property
-    def recorded_steps(self) -> int:
+    def num_recorded_steps(self) -> int:
         """Stochastic steps of each trained sample whose states are kept: all, of an objective that trains on transitions."""
-        return self.rollout.stochastic_steps if self.algorithm.trains_on == "transitions" else 0
+        return self.rollout.num_sde_steps if self.algorithm.trains_on == "transitions" else 0

@@ -11,16 +11,16 @@ def model_size(config: Config) -> Size:
     return config.model.height, config.model.width
 
 
-def trained_sizes(config: Config) -> tuple[Size, ...]:
+def training_sizes(config: Config) -> tuple[Size, ...]:
     """What is trained on. An iteration has one of them; one that is listed twice comes twice as often."""
     return config.rollout.size or (model_size(config),)
 
 
-def largest_size(config: Config) -> Size:
+def largest_training_size(config: Config) -> Size:
     """What is trained on with most pixels."""
-    return max(trained_sizes(config), key=math.prod)
+    return max(training_sizes(config), key=math.prod)
 
 
-def evaluated_size(config: Config) -> Size:
+def evaluation_size(config: Config) -> Size:
     """What is evaluated, and what a run's policy draws unless told otherwise."""
     return config.eval.size or model_size(config)

@@ -70,20 +70,20 @@ def _listed(value: Any) -> Any:
 
 
 # of an image in pixels; of a prompt; of one prompt
-MOST_SIDE = 2**14
-MOST_TOKENS = 2**11
+MAX_SIDE = 2**14
+MAX_TOKENS = 2**11
 MOST_PICTURES = 2**16
-MOST_STEPS = 1000  # of a solver: networks are trained on as many levels of noise
+MAX_STEPS = 1000  # of a solver: networks are trained on as many levels of noise
 # what float32 holds in full, but for 0
-MOST_NUMBER = 3.4e38
+MAX_NUMBER = 3.4e38
 LEAST_NUMBER = 2.0**-126
 
 Integer = Annotated[int, Strict(), Field(gt=-(2**31), lt=2**31)]
 Natural = Annotated[Integer, Field(ge=0)]
 Count = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
-Steps = Annotated[Integer, Field(ge=1, le=MOST_STEPS)]
-Side = Annotated[Integer, Field(ge=1, le=MOST_SIDE)]
+Steps = Annotated[Integer, Field(ge=1, le=MAX_STEPS)]
+Side = Annotated[Integer, Field(ge=1, le=MAX_SIDE)]
 Size = Annotated[
     tuple[Side, Side], BeforeValidator(_pair)
 ]  # height and width of a picture in pixels
@@ -93,7 +93,7 @@ Number = Annotated[
     float,
     Strict(),
     AllowInfNan(False),
-    Field(ge=-MOST_NUMBER, le=MOST_NUMBER),
+    Field(ge=-MAX_NUMBER, le=MAX_NUMBER),
     BeforeValidator(_number),
     AfterValidator(_normal),
 ]
@@ -107,7 +107,7 @@ Text = Annotated[Free, Field(min_length=1)]
 Regex = Annotated[str, AfterValidator(_regex)]
 
 
-def holds_secret(name: str) -> bool:
+def contains_secret(name: str) -> bool:
     """Whether the address of a service holds a user's name, a password, or a query that looks like a token."""
     address = urllib.parse.urlsplit(name) if "://" in name else urllib.parse.urlsplit("")
     words = r"key|token|secret|pass|auth|sig"
@@ -128,7 +128,7 @@ def matches(pattern: str, path: str, field: str) -> bool:
         raise ConfigError(f"{field}: {pattern!r} {why}") from None
 
 
-def shown(value: Any) -> str:
+def brief_repr(value: Any) -> str:
     """A value as messages quote it."""
     try:
         text = repr(value)
@@ -149,7 +149,7 @@ class Section:
 def check(*rules: tuple[bool, str, Any, str]) -> None:
     """Each rule is (holds, field, value, what is accepted). Raises ConfigError listing all that do not hold."""
     if broken := [
-        f"{field}={shown(value)}: {accepted}"
+        f"{field}={brief_repr(value)}: {accepted}"
         for holds, field, value, accepted in rules
         if not holds
     ]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import InputError
 from solrl_jax.storage.readers import parse_json, read_text
 
@@ -78,7 +78,7 @@ def plain(text: T, where: str) -> T:
         or text.encode(errors="replace").decode() != text
     ):
         raise InputError(
-            f"{where}: {shown(str(text[:80]))} is no text of up to {MOST_CHARACTERS} characters without controls"
+            f"{where}: {brief_repr(str(text[:80]))} is no text of up to {MOST_CHARACTERS} characters without controls"
         )
     return text
 

@@ -49,7 +49,7 @@ class Schedule:
 
         tokens: image tokens of one latent, from which FLUX derives its shift, by `mu` (None: FLUX.1's). embedded_guidance: the
         network is given `rollout.guidance_scale`; classifier-free guidance is then `true_guidance`. start: of the full schedule's
-        `rollout.stochastic_steps` steps, the first; None: no step adds noise. Fewer steps add the noise of the full schedule.
+        `rollout.num_sde_steps` steps, the first; None: no step adds noise. Fewer steps add the noise of the full schedule.
         """
 
         def schedule(steps):

@@ -1,7 +1,7 @@
 """Checks of a configuration against the model that it names."""
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import evaluated_size, model_size, trained_sizes
+from solrl_jax.config.sizes import evaluation_size, model_size, training_sizes
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.pipeline import Pipeline
 
@@ -30,8 +30,8 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
         InputError: the model does not support one of the sizes.
     """
     sizes = [("model", model_size(config))]
-    sizes += [("rollout.size", size) for size in trained_sizes(config)]
-    sizes += [("eval.size", evaluated_size(config))]
+    sizes += [("rollout.size", size) for size in training_sizes(config)]
+    sizes += [("eval.size", evaluation_size(config))]
     for field, size in sizes:
         with in_one_line(f"{field}: {{}}".format):
             pipeline.latent_shape(*size)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import largest_size
+from solrl_jax.config.sizes import largest_training_size
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.models.backbone import DTYPES, Backbone
@@ -90,7 +90,7 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
         device,
         prompts,
         prompts,
-        largest_size(config),
+        largest_training_size(config),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import trained_sizes
+from solrl_jax.config.sizes import training_sizes
 from solrl_jax.models.locate import mhla_override
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning import roofline, topology
@@ -287,7 +287,7 @@ def assumptions(planner: Planner) -> Iterator[str]:
         else "encode all prompts of a run, then are freed"
     )
     yield f"text encoders {kept}"
-    if len(trained_sizes(config)) > 1:
+    if len(training_sizes(config)) > 1:
         yield "every iteration has the largest of rollout.size"
     if planner.stages.has("evaluate"):
         yield "an evaluation, whose pictures are larger, takes no time of an iteration"

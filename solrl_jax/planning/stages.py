@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from solrl_jax.config.sizes import evaluated_size
+from solrl_jax.config.sizes import evaluation_size
 from solrl_jax.models.text_encoders.encode import encode_chunk
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import row_groups
@@ -65,7 +65,7 @@ class Stages:
         if stage == "sync":
             return self.experiment.explorer.format.quantize is not None
         if stage == "evaluate":  # else its programs take no more than those of the other stages
-            return math.prod(evaluated_size(self.experiment.config)) > math.prod(
+            return math.prod(evaluation_size(self.experiment.config)) > math.prod(
                 self.experiment.size
             )
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
@@ -107,7 +107,7 @@ class Stages:
                     self._sample(
                         segments,
                         drafts,
-                        0 if rollout.regenerate else experiment.config.recorded_steps,
+                        0 if rollout.regenerate else experiment.config.num_recorded_steps,
                     )
                 ]
             case "regenerate":
@@ -115,14 +115,14 @@ class Stages:
                     self._sample(
                         (Segment(self._policy({}), experiment.schedule(rollout.num_steps)),),
                         redone,
-                        experiment.config.recorded_steps,
+                        experiment.config.num_recorded_steps,
                     )
                 ]
             case "score":
                 return self._score(sum(self.chunks(self.mesh.size)))
             case "evaluate":  # no part of an iteration: called no time in it
                 larger = copy.copy(self)
-                larger.experiment = experiment.with_size(evaluated_size(experiment.config))
+                larger.experiment = experiment.with_size(evaluation_size(experiment.config))
                 segments = (
                     Segment(
                         self._policy({}),
@@ -229,7 +229,7 @@ class Stages:
             of((), jnp.float32),
             of((), jnp.int32),
         )
-        recorded = config.recorded_steps
+        recorded = config.num_recorded_steps
         states = of((recorded + 1, *self._stage.shape), jnp.float32) if recorded else None
         batch = shaped(
             PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import evaluated_size, trained_sizes
+from solrl_jax.config.sizes import evaluation_size, training_sizes
 from solrl_jax.config.values import Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
@@ -76,7 +76,7 @@ class Experiment:
         """
         if not 1 <= iteration < 2**31:
             raise InputError(f"iteration={iteration}: accepted: 1 to {2**31 - 1}")
-        sizes = trained_sizes(self.config)
+        sizes = training_sizes(self.config)
         cycle, place = divmod(iteration - 1, len(sizes))
         order = jax.random.permutation(
             jax.random.fold_in(key(self.config.seed, "sizes"), cycle), len(sizes)
@@ -205,8 +205,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     )
     # what cannot be scored is found before the weights are loaded
     for field, scored, prompts, sizes in (
-        ("prompts.train", reward, train, trained_sizes(config)),
-        ("prompts.test", evaluated, test, (evaluated_size(config),)),
+        ("prompts.train", reward, train, training_sizes(config)),
+        ("prompts.test", evaluated, test, (evaluation_size(config),)),
     ):
         check_prompts(scored, prompts, field)
         for size in {*sizes}:
@@ -233,7 +233,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         device,
         train,
         test,
-        trained_sizes(config)[0],
+        training_sizes(config)[0],
     )
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import largest_size
+from solrl_jax.config.sizes import largest_training_size
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.checks import check_attention, check_sizes
 from solrl_jax.models.pipeline import Pipeline
@@ -54,7 +54,9 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
     base = pipeline.transformer.abstract_params(dtype)
     targets = find_targets(pipeline.transformer, config)
     adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
-    latents = jax.ShapeDtypeStruct((rows, *pipeline.latent_shape(*largest_size(config))), dtype)
+    latents = jax.ShapeDtypeStruct(
+        (rows, *pipeline.latent_shape(*largest_training_size(config))), dtype
+    )
 
     def kept(base: Any, adapters: Any, latents: Any, conditioning: Any, time: Any) -> Any:
         def policy(adapters):

@@ -86,7 +86,7 @@ def iterate(
     explorer = experiment.explorer
     clock = PhaseTimer()
     start = rollout.window_start(iteration)
-    recorded = config.recorded_steps
+    recorded = config.num_recorded_steps
     clock.start("encode")
     prompts = draw_prompts(
         experiment.train_prompts, config.seed, iteration - 1, config.train.num_prompts

@@ -8,7 +8,7 @@ import math
 import jax
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import evaluated_size, largest_size
+from solrl_jax.config.sizes import evaluation_size, largest_training_size
 from solrl_jax.errors import InputError
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
@@ -27,8 +27,8 @@ def refuse_what_cannot_fit(config: Config, pipeline: Pipeline, targets: Targets)
     """Raises InputError that names the first field whose array alone is larger than the memory that holds it."""
     rollout = config.rollout
     shown = config.eval
-    trained = largest_size(config)
-    evaluated = evaluated_size(config)
+    trained = largest_training_size(config)
+    evaluated = evaluation_size(config)
 
     def latent(size):
         return FLOAT * math.prod(pipeline.latent_shape(*size))

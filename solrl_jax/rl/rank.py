@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from solrl_jax.config.presets import override
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import MOST_STEPS
+from solrl_jax.config.values import MAX_STEPS
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, FORMATS, resolve_format
 from solrl_jax.rl.experiment import Experiment, local_device, select_parameters
@@ -107,7 +107,7 @@ def _listed(
 
 
 def _count(text: str) -> int:
-    if not (is_number(text) and 1 <= (number := int(text)) <= MOST_STEPS):
+    if not (is_number(text) and 1 <= (number := int(text)) <= MAX_STEPS):
         raise ValueError
     return number
 

@@ -75,13 +75,13 @@ def update(
 ) -> tuple[TrainState, Metrics]:
     """One iteration's optimiser step(s) on the kept samples; then the EMA and the old policy follow.
 
-    A term is a (sample, sigma) pair. Each sample is trained at `config.trained_sigmas` sigmas of the rollout's own `grid`,
+    A term is a (sample, sigma) pair. Each sample is trained at `config.num_train_sigmas` sigmas of the rollout's own `grid`,
     drawn without replacement, with fresh noise; or at as many recorded steps. Gradients are averaged over all terms of a step.
     A micro-batch whose loss is not finite contributes nothing and is counted. `state` is donated. objective: static; None: the
     one that the configuration names.
     """
     rows = len(batch.weight)
-    slots = config.trained_sigmas
+    slots = config.num_train_sigmas
     chosen = permutations(batch.seeds, "sigmas", grid.steps)
     if batch.states is not None:  # steps that add noise come first
         chosen = jnp.take_along_axis(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from solrl_jax.models.backbone import Backbone
-from solrl_jax.config.presets import from_yaml, override, preset_names, resolve, setting
+from solrl_jax.config.presets import from_yaml, override, preset_names, resolve, text_override
 from solrl_jax.config.schema import Config, Reward
 from solrl_jax.config.values import ConfigError
 from solrl_jax.rl.trainable.trainable import Trainable, find_targets
@@ -54,7 +54,7 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
         return resolve(target, overrides), None
     if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):
         raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
-    return resolve(preset, (setting("model.path", target), *overrides)), None
+    return resolve(preset, (text_override("model.path", target), *overrides)), None
 
 
 def _outside(reward: Reward) -> set[str]:

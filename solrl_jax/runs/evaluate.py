@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt32
 
 from solrl_jax.data.prompts import Prompt, draw_prompts
-from solrl_jax.config.sizes import evaluated_size
+from solrl_jax.config.sizes import evaluation_size
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.rl.generate import SeedBatch, Samples, generate
@@ -45,7 +45,7 @@ def setting(experiment: Experiment) -> str:
     """All that a figure of `evaluate` depends on beside the policy, in one line. The hash is of the prompts, a line each."""
     config = experiment.config.eval
     rollout = experiment.config.rollout
-    (height, width) = evaluated_size(experiment.config)
+    (height, width) = evaluation_size(experiment.config)
     prompts = "".join(f"{prompt}\n" for prompt in experiment.test_prompts[: config.num_prompts])
     digest = hashlib.sha256(prompts.encode()).hexdigest()[:12]
     noise = " without noise" if rollout.noise_level else ""
@@ -197,6 +197,6 @@ def _sample(
 ) -> Samples:
     config = experiment.config
     reward = experiment.evaluation_reward
-    stage = experiment.with_size(evaluated_size(config)).sampler("evaluate", adapters, config.eval.num_steps, start=None)
+    stage = experiment.with_size(evaluation_size(config)).sampler("evaluate", adapters, config.eval.num_steps, start=None)
     prompted = experiment.encode_prompts(prompts, reward)
     return generate(experiment.backbone, stage, prompted, SeedBatch.from_seeds(seeds), reward, keep_images=keep_images, progress=progress)

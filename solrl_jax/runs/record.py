@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from solrl_jax.config.batch import batch_line
+from solrl_jax.config.batch import describe_batch
 from solrl_jax.rl.explore.option import active_levers
 from solrl_jax.rl.explore.linears import report as report_linears
 from solrl_jax.rl.explore.linears import totals
@@ -36,7 +36,7 @@ def describe(experiment: Experiment, folder: Path, done: int, report: TerminalPr
     exploration = facts["exploration"]
     levers = f", with {', '.join(exploration['levers'])}" if exploration["levers"] else ""
     report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {exploration['means']}{levers}")
-    report.line(batch_line(config, row_groups(mesh)))
+    report.line(describe_batch(config, row_groups(mesh)))
     return facts
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from solrl_jax.config.presets import preset_names, resolve
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import MOST_NUMBER, shown
+from solrl_jax.config.values import MAX_NUMBER, brief_repr
 from solrl_jax.runs import ledger
 from solrl_jax.runs import metrics
 from solrl_jax.runs.directory import read_run
@@ -178,8 +178,8 @@ def _plan(path: Path) -> dict[str, Any]:
 
 def _number(value: Any) -> float:
     """A number as a float. Raises ValueError for anything else, and for what no float32 holds."""
-    if type(value) not in (int, float) or not abs(value) <= MOST_NUMBER:
-        raise ValueError(f"{shown(value)} is no number")
+    if type(value) not in (int, float) or not abs(value) <= MAX_NUMBER:
+        raise ValueError(f"{brief_repr(value)} is no number")
     return float(value)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from solrl_jax.data.prompts import draw_prompts
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import trained_sizes
+from solrl_jax.config.sizes import training_sizes
 from solrl_jax.rl.explore.monitor import WINDOW, level_after
 from solrl_jax.parallel import hosts
 from solrl_jax.rl.trainable.trainable import Trainable
@@ -244,7 +244,7 @@ def _prepare(this: _Run, done: int) -> None:
     if calibrates:
         report.stage("calibrate", len(measured), 0)
         try:
-            for size in trained_sizes(config):
+            for size in training_sizes(config):
                 experiment.with_size(size).explorer.calibrate()
         except np.linalg.LinAlgError as error:
             raise RunError(f"stage 'calibrate': its values are not finite ({first_line(error)})") from error

@@ -46,7 +46,7 @@ class Prices:
         redone = kept * rollout.regenerate
         explored = pool * ((steps - exact) * self.network.get(precision, nan) + exact * full)
         synced = 0.0 if precision == rollout.precision else self.synced
-        update = kept * config.trained_sigmas * self.trained
+        update = kept * config.num_train_sigmas * self.trained
         return (
             explored
             + redone * rollout.num_steps * full
@@ -83,7 +83,7 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
         f"{config.model.name}-{plan['device']}",
         network,
         seconds["score"] / (pool + kept),
-        seconds["update"] / (kept * config.trained_sigmas),
+        seconds["update"] / (kept * config.num_train_sigmas),
         seconds.get("sync", 0.0),
     )
 

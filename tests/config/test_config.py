@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from solrl_jax.config.batch import batch_line, effective_batch
+from solrl_jax.config.batch import describe_batch, effective_batch
 from solrl_jax.config.presets import from_yaml, resolve, to_yaml
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import evaluated_size, largest_size, trained_sizes
-from solrl_jax.config.values import MOST_NUMBER, ConfigError
+from solrl_jax.config.sizes import evaluation_size, largest_training_size, training_sizes
+from solrl_jax.config.values import MAX_NUMBER, ConfigError
 
 TINY = resolve("tiny")
 
@@ -297,9 +297,9 @@ def test_ranges(key, value, accepted):
 def test_sizes_are_the_models_unless_told_otherwise():
     def sizes(*overrides):
         return (
-            trained_sizes(c := resolve("flux1_sol_rl_hpsv2", overrides)),
-            largest_size(c),
-            evaluated_size(c),
+            training_sizes(c := resolve("flux1_sol_rl_hpsv2", overrides)),
+            largest_training_size(c),
+            evaluation_size(c),
         )
 
     assert sizes() == (((512, 512),), (512, 512), (512, 512))
@@ -376,7 +376,7 @@ WORDS = st.text(
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31 - 1),
-    rate=st.floats(1e-37, MOST_NUMBER),
+    rate=st.floats(1e-37, MAX_NUMBER),
     weights=st.dictionaries(
         WORDS, st.floats(-1e9, 1e9, width=32, allow_subnormal=False), min_size=1, max_size=3
     ),
@@ -412,7 +412,7 @@ def test_effective_batch_of_the_paper():
         1383,
         198,
     )  # 6912 terms, filled up to 6930
-    assert "48 prompts x 24 kept x 6 sigmas = 6912 terms" in batch_line(
+    assert "48 prompts x 24 kept x 6 sigmas = 6912 terms" in describe_batch(
         resolve("sana_sol_rl_pickscore"), 8
     )
 
@@ -428,7 +428,7 @@ def test_trained_sigmas_are_the_floor_in_exact_arithmetic(hundredths, steps):
             dataclasses.replace(TINY, rollout=rollout, algorithm=algorithm)
         return
     config = dataclasses.replace(TINY, rollout=rollout, algorithm=algorithm)
-    assert config.trained_sigmas == hundredths * steps // 100
+    assert config.num_train_sigmas == hundredths * steps // 100
 
 
 def test_neither_module_needs_jax():

@@ -12,8 +12,8 @@ import solrl_jax
 from solrl_jax.config import migrations, presets
 from solrl_jax.config.presets import (
     describe,
+    field_names,
     from_yaml,
-    known_keys,
     override,
     preset_names,
     resolve,
@@ -160,7 +160,7 @@ def test_models_have_the_numbers_of_the_recipe(
         1.0,
     )
     assert (
-        c.trained_sigmas,
+        c.num_train_sigmas,
         c.optimizer.max_grad_norm,
         c.optimizer.per_device_batch_size,
         c.eval.num_steps,
@@ -408,7 +408,7 @@ def test_overrides_win_in_order_and_are_yaml():
 @pytest.mark.parametrize("text", ["a #b", "a\\nb", "/x y/'z'", "- ?", "&a b"])
 def test_text_without_quotes_is_taken_as_it_is(text):
     assert resolve("tiny", [f"run.dir=x{text}"]).run.dir == f"x{text}"
-    assert resolve("tiny", [presets.setting("run.dir", text)]).run.dir == text
+    assert resolve("tiny", [presets.text_override("run.dir", text)]).run.dir == text
     assert (
         resolve("tiny", [f"run.dir='{text.replace(chr(39), 2 * chr(39))}' # of mine"]).run.dir
         == text
@@ -457,7 +457,7 @@ def test_an_objective_has_a_file_of_settings_and_a_file_of_code():
         0.7,
         0,
     )
-    assert (grpo.algorithm.kl_coef, grpo.algorithm.clip_range, grpo.trained_sigmas) == (
+    assert (grpo.algorithm.kl_coef, grpo.algorithm.clip_range, grpo.num_train_sigmas) == (
         0.01,
         1e-4,
         9,
@@ -497,8 +497,8 @@ def test_files_and_fields_agree():
     """Every field is set by a file, and the files set nothing else; but plans of studies, which are no presets."""
     fields = {
         key
-        for key in known_keys()
-        if not any(other.startswith(f"{key}.") for other in known_keys())
+        for key in field_names()
+        if not any(other.startswith(f"{key}.") for other in field_names())
     }
     given = set()
     for path in presets._configs().rglob("*.yaml"):

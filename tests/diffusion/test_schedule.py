@@ -155,4 +155,4 @@ def test_the_window_moves_on_and_starts_again():
         0,
     ]
     assert [SDE.window_start(i) for i in (1, 2, 99)] == [0, 0, 0]
-    assert (window.stochastic_steps, SDE.stochastic_steps, FLUX.stochastic_steps) == (4, 9, 0)
+    assert (window.num_sde_steps, SDE.num_sde_steps, FLUX.num_sde_steps) == (4, 9, 0)

@@ -224,9 +224,12 @@ def test_classifier_free_guidance_is_refused_where_steps_are_trained():
 def test_every_preset_takes_every_objective(preset, objective):
     config = resolve(preset, [f"objective={objective}"])
     assert config.algorithm.objective == objective
-    assert config.recorded_steps == (
+    assert config.num_recorded_steps == (
         0 if objective not in TRANSITIONS else 4 if objective == "mix_grpo" else 9
     )
-    assert config.trained_sigmas == {"mix_grpo": 4, "flow_grpo": 9, "dance_grpo": 5, "awm": 6}.get(
-        objective, 4 if preset.startswith("flux1") else 6
-    )
+    assert config.num_train_sigmas == {
+        "mix_grpo": 4,
+        "flow_grpo": 9,
+        "dance_grpo": 5,
+        "awm": 6,
+    }.get(objective, 4 if preset.startswith("flux1") else 6)

@@ -29,7 +29,7 @@ CONFIG = resolve(
      "rollout.explore.num_steps=2", "algorithm.timestep_fraction=0.75", "lora.rank=2", "lora.alpha=4", "algorithm.kl_coef=0.1",
      "algorithm.beta=0.5", "optimizer.max_grad_norm=0.1"],
 )  # fmt: skip
-SLOTS = CONFIG.trained_sigmas
+SLOTS = CONFIG.num_train_sigmas
 assert SLOTS == 3
 MESHES = {"one": (1, 1), "data=2 fsdp=2": (2, 2), "data=2 tensor=2": (2, 1, 2)}
 

@@ -74,7 +74,7 @@ def shortened(config: Config, groups: int) -> tuple[Config, int, int]:
     """A configuration whose update has two or three micro-batches on each of `groups`; how many; how many the whole has."""
     whole = effective_batch(config, groups)
     least = 2 * config.optimizer.per_device_batch_size * groups
-    kept = -(-least // config.trained_sigmas)
+    kept = -(-least // config.num_train_sigmas)
     kept += kept % 2
     settings = (
         f"rollout.kept={kept}",

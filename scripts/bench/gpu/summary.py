@@ -40,11 +40,11 @@ def page(todo: Sequence[Task]) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Of Markdown; empty without rows."""
-    lines = [f"| {' | '.join(map(shown, row))} |" for row in rows]
+    lines = [f"| {' | '.join(map(brief_repr, row))} |" for row in rows]
     return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines]) if lines else ""
 
 
-def shown(value: Any) -> str:
+def brief_repr(value: Any) -> str:
     """A cell."""
     if value is None:
         return UNKNOWN

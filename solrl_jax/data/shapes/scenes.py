@@ -9,7 +9,7 @@ This is what prompts, rewards and the verifier know of it. `scripts/pretrain/dra
 
 import dataclasses
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "purple", "cyan")
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle")
@@ -98,7 +98,7 @@ def parse(text: str) -> Scene:
                 return Scene((_parse_group(first), _parse_group(second)), relation)
         return Scene((_parse_group(normal),), None)
     except ValueError as error:
-        raise ValueError(f"cannot parse the caption {shown(text)}; want {GRAMMAR}") from error
+        raise ValueError(f"cannot parse the caption {brief_repr(text)}; want {GRAMMAR}") from error
 
 
 def _parse_group(text: str) -> Group:
