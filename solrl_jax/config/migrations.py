@@ -6,9 +6,9 @@ Version 2 used other names for some fields. Files of version 2, and overrides th
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-VERSION = 3
+VERSION: Final = 3
 
 # Sections and fields of version 2 by their dotted names, and the present names. A renamed section renames all its fields.
 RENAMED = {

@@ -1,4 +1,4 @@
-"""Heights and widths of a run's pictures, in pixels: what is trained on and what is evaluated. The default is the model's."""
+"""Image sizes of a run: (height, width) in pixels."""
 
 import math
 
@@ -7,20 +7,20 @@ from solrl_jax.config.values import Size
 
 
 def model_size(config: Config) -> Size:
-    """What the model was made for."""
+    """The size in the section `model`, which training and evaluation use unless they have their own."""
     return config.model.height, config.model.width
 
 
 def training_sizes(config: Config) -> tuple[Size, ...]:
-    """What is trained on. An iteration has one of them; one that is listed twice comes twice as often."""
+    """The sizes that are trained on. Each iteration uses one of them; a size that is listed twice is used twice as often."""
     return config.rollout.size or (model_size(config),)
 
 
 def largest_training_size(config: Config) -> Size:
-    """What is trained on with most pixels."""
+    """The size with most pixels among `training_sizes`."""
     return max(training_sizes(config), key=math.prod)
 
 
 def evaluation_size(config: Config) -> Size:
-    """What is evaluated, and what a run's policy draws unless told otherwise."""
+    """The size of the images of evaluations, which is also the default for images drawn from a run's policy."""
     return config.eval.size or model_size(config)

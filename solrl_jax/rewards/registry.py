@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from solrl_jax.config import schema as config
-from solrl_jax.config.presets import ENTRY_POINTS
+from solrl_jax.config.overrides import ENTRY_POINTS
 from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import InputError, first_line, in_one_line
 from solrl_jax.parallel import hosts, sharding

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from solrl_jax.models.backbone import Backbone
-from solrl_jax.config.presets import from_yaml, override, preset_names, resolve, text_override
+from solrl_jax.config.overrides import text_override
+from solrl_jax.config.presets import override, preset_names, resolve
+from solrl_jax.config.serialization import from_yaml
 from solrl_jax.config.schema import Config, Reward
 from solrl_jax.config.values import ConfigError
 from solrl_jax.rl.trainable.trainable import Trainable, find_targets

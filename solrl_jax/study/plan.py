@@ -8,8 +8,10 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from solrl_jax.config.presets import describe_error, field_names, resolve, text_override
+from solrl_jax.config.overrides import text_override
+from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
+from solrl_jax.config.validation import describe_error, field_names
 from solrl_jax.config.values import ConfigError, Section, Seed, Text, brief_repr
 from solrl_jax.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_YAML, parse_yaml, read_text

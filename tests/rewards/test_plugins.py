@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.config.presets import from_yaml, override, resolve, to_yaml
+from solrl_jax.config.presets import override, resolve
+from solrl_jax.config.serialization import from_yaml, to_yaml
 from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.config.presets import override, to_yaml
+from solrl_jax.config.presets import override
+from solrl_jax.config.serialization import to_yaml
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import FORMATS, DeviceInfo
 from solrl_jax.quant.fp8 import FP8Tensor

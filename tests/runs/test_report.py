@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from solrl_jax.config.presets import to_yaml
+from solrl_jax.config.serialization import to_yaml
 from solrl_jax.runs import ledger
 from solrl_jax.runs import metrics
 from solrl_jax.runs import image_files

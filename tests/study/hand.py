@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from solrl_jax.config.presets import to_yaml
+from solrl_jax.config.serialization import to_yaml
 from solrl_jax.runs import ledger
 from solrl_jax.study.plan import Plan, Quick, Run, runs_of
 

@@ -5,6 +5,7 @@ rules are those of the paper's public recipe, names to skip and a smallest width
 """
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from solrl_jax.config.schema import Explore, Quantization
-from solrl_jax.config.values import matches
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import Format
 from solrl_jax.quant.leaf import nbytes
@@ -65,7 +65,7 @@ def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
                 f"model.quantization.modules_to_not_convert: {name!r} is in no linear's name; there are {', '.join(linears)}"
             )
     for pattern in rules.fused:
-        if not any(matches(pattern, path, "model.quantization.fused") for path in linears):
+        if not any(re.fullmatch(pattern, path) for path in linears):
             raise ValueError(
                 f"model.quantization.fused: {pattern!r} matches no linear; there are {', '.join(linears)}"
             )
@@ -196,11 +196,7 @@ def _widths(linears: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, in
 
     def group(path):
         return next(
-            (
-                (path.rsplit("/", 2)[0], p)
-                for p in fused
-                if matches(p, path, "model.quantization.fused")
-            ),
+            ((path.rsplit("/", 2)[0], p) for p in fused if re.fullmatch(p, path)),
             path,
         )
 

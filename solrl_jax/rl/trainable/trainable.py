@@ -7,6 +7,7 @@ merged `Quantized` leaves for exploration. No layer knows which policy it belong
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import matches
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.weights import ParameterEntry, Params, parameter_table
 from solrl_jax.quant.matmul import LowRank, Quantized
@@ -46,7 +46,7 @@ def find_targets(transformer: Component, config: Config) -> Targets:
     if chosen == "all":
         return Targets((), tuple(sorted(flatten(params))))
     whole = {
-        path for path in flatten(params) if chosen != "adapters" and matches(chosen, path, field)
+        path for path in flatten(params) if chosen != "adapters" and re.fullmatch(chosen, path)
     }
     if chosen != "adapters" and not whole:
         raise ValueError(
@@ -65,7 +65,7 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
     paths = flatten(params)
     found: set[str] = set()
     for pattern in patterns:
-        hits = {p for p in paths if matches(pattern, p, field)}
+        hits = {p for p in paths if re.fullmatch(pattern, p)}
         if not hits:
             kernels = [p for p in paths if p.endswith("kernel")]
             raise ValueError(
