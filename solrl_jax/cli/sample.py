@@ -24,7 +24,7 @@ from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision
 from solrl_jax.config.sizes import evaluation_size
 from solrl_jax.config.values import MAX_SIDE, MAX_STEPS, MAX_TOKENS, brief_repr
-from solrl_jax.data.prompts import load_instruction, load_prompts, plain
+from solrl_jax.data.prompts import check_text, load_instruction, load_prompts
 from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
@@ -116,7 +116,7 @@ def sample(
     Raises InputError in one line; if possible before anything is loaded or written.
     """
     prompts = load_prompts(request.prompts, "--prompts", distinct=False)
-    plain(request.negative, "--negative")
+    check_text(request.negative, "--negative")
     noise = None if request.latents is None else _open_latents(request.latents, len(prompts))
     config = read_run(target) if is_run(target) else None
     if config and request.lora is not None:

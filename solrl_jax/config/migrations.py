@@ -102,7 +102,7 @@ def migrate_override(key: str, value: Any) -> tuple[str, Any]:
             FutureWarning,
             stacklevel=2,
         )
-    elif new_value != value:
+    elif repr(new_value) != repr(value):  # NaN differs from itself
         warnings.warn(
             f"{key}={value} is now written {new_value}; the old form will be refused",
             FutureWarning,

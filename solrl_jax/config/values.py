@@ -96,7 +96,7 @@ MAX_TOKENS = 2**11  # tokens of one prompt
 MAX_STEPS = 1000  # solver steps: the networks were trained on as many noise levels
 MAX_NUMBER = 3.4e38  # the largest float32, about
 
-Integer = Annotated[int, Strict()]
+Integer = Annotated[int, Strict(), Field(gt=-(2**31), lt=2**31)]  # an int32, as in JAX
 NonNegativeInt = Annotated[Integer, Field(ge=0)]
 PositiveInt = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**31)]

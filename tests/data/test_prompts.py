@@ -57,7 +57,8 @@ def test_only_a_line_end_ends_a_prompt(tmp_path, inside):
 def test_a_file_without_a_prompt_is_refused(tmp_path, content):
     path = write(tmp_path, content)
     with pytest.raises(
-        InputError, match=re.escape(f"prompts.train={path!r}: holds no prompt; expected one a line")
+        InputError,
+        match=re.escape(f"prompts.train={path!r}: holds no prompt; expected one per line"),
     ):
         load_prompts(path, "prompts.train")
 
@@ -142,9 +143,7 @@ def test_the_embedded_test_prompts_are_not_trained_on(kind):
 
 
 def test_an_embedded_set_that_is_not_there_is_refused_with_those_that_are():
-    message = (
-        f"prompts.test='embedded:cats': no such embedded prompt set; there are {', '.join(SETS)}"
-    )
+    message = f"prompts.test='embedded:cats': no such embedded prompt set; expected one of {', '.join(SETS)}"
     with pytest.raises(InputError, match=re.escape(message)):
         load_prompts("embedded:cats", "prompts.test")
 

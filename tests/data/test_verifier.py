@@ -42,7 +42,9 @@ def _take(tree, index):
 
 
 def test_targets_read_the_captions():
-    t = verifier.targets(["two small red circles left of a blue square", "three cyan triangles"])
+    t = verifier.parse_targets(
+        ["two small red circles left of a blue square", "three cyan triangles"]
+    )
     np.testing.assert_array_equal(t.count, [[2, 1], [3, 0]])
     np.testing.assert_array_equal(t.colour, [[0, 2], [5, 0]])
     np.testing.assert_array_equal(t.shape, [[0, 1], [2, 0]])
@@ -50,7 +52,7 @@ def test_targets_read_the_captions():
     np.testing.assert_array_equal(t.relation, [2, -1])
     assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(t))
     with pytest.raises(ValueError, match="a red dog"):
-        verifier.targets(["a red dog"])
+        verifier.parse_targets(["a red dog"])
 
 
 def test_a_picture_may_be_large():
@@ -58,7 +60,7 @@ def test_a_picture_may_be_large():
     rng = np.random.default_rng(0)
     scene = drawing.draw_scene(rng)
     verdict = verifier.verify(
-        _pictures([scene], rng, 1024), verifier.targets([drawing.caption(scene)])
+        _pictures([scene], rng, 1024), verifier.parse_targets([drawing.caption(scene)])
     )
     assert verdict.strict.all()
     assert verdict.score[0] > 0.98
@@ -73,7 +75,7 @@ def test_a_picture_need_not_be_a_square():
     )[:FEW]
     wide = np.broadcast_to(blank, (FEW, 24, 43, 3)).copy()
     wide[:, :, 5:37] = pictures[within][:, 4:28]
-    targets = verifier.targets([prompts[i] for i in within])
+    targets = verifier.parse_targets([prompts[i] for i in within])
     square, cut = (verifier.verify(images, targets) for images in (pictures[within], wide))
     assert len(within) == FEW
     assert cut.strict.mean() > 0.95
@@ -84,7 +86,7 @@ def test_a_picture_need_not_be_a_square():
 
 def test_right_pictures_pass():
     _, prompts, pictures = rendered()
-    verdict = verifier.verify(pictures, verifier.targets(prompts))
+    verdict = verifier.verify(pictures, verifier.parse_targets(prompts))
     assert verdict.score.dtype == jnp.float32
     assert verdict.strict.dtype == jnp.bool_
     assert verdict.strict.mean() >= 0.995
@@ -98,7 +100,7 @@ def test_right_pictures_pass():
 )
 def test_right_pictures_pass_degraded(blur, noise, share, score):
     _, prompts, pictures = rendered()
-    verdict = verifier.verify(_degraded(pictures, blur, noise), verifier.targets(prompts))
+    verdict = verifier.verify(_degraded(pictures, blur, noise), verifier.parse_targets(prompts))
     assert verdict.strict.mean() >= share
     assert verdict.score.mean() > score
 
@@ -116,7 +118,7 @@ def test_pictures_wrong_in_one_attribute_fail(attribute, blur, noise):
             asked.append(drawing.caption(scene))
             shown.append(other)
     verdict = verifier.verify(
-        _degraded(_pictures(shown, rng), blur, noise), verifier.targets(asked)
+        _degraded(_pictures(shown, rng), blur, noise), verifier.parse_targets(asked)
     )
     assert verdict.strict.mean() <= 0.001
     assert verdict.score.max() < 0.95  # the lowest score of the right pictures is above it
@@ -152,7 +154,7 @@ def test_an_extra_object_fails_and_costs():
     alone = scenes.Scene(scene.groups[:1], None)
     rng = np.random.default_rng(0)
     pictures = _pictures([scene, alone] * (FEW // 2), rng)
-    verdict = verifier.verify(pictures, verifier.targets([drawing.caption(alone)] * FEW))
+    verdict = verifier.verify(pictures, verifier.parse_targets([drawing.caption(alone)] * FEW))
     assert verdict.strict.tolist() == [False, True] * (FEW // 2)
     assert verdict.score[::2].min() > 0.5
     assert verdict.score[::2].max() < 0.95 < verdict.score[1::2].min()
@@ -160,7 +162,7 @@ def test_an_extra_object_fails_and_costs():
 
 def test_unrelated_and_empty_pictures_score_low():
     _, prompts, pictures = rendered()
-    targets = verifier.targets(prompts)
+    targets = verifier.parse_targets(prompts)
     others = verifier.verify(np.roll(pictures, 1, 0), targets)
     assert others.score.mean() < 0.3
     assert others.strict.mean() < 0.01  # neighbours may happen to show the same scene
@@ -172,7 +174,7 @@ def test_unrelated_and_empty_pictures_score_low():
 
 def test_scores_rank_pictures_without_ties():
     _, prompts, pictures = rendered()
-    first = jax.tree.map(lambda x: jnp.repeat(x[:1], FEW, 0), verifier.targets(prompts))
+    first = jax.tree.map(lambda x: jnp.repeat(x[:1], FEW, 0), verifier.parse_targets(prompts))
     noisy = _degraded(np.repeat(pictures[:1], FEW, 0), 0.5, 0.03)
     assert len(np.unique(verifier.verify(noisy, first).score)) >= 62
     # A right picture that fades into the background loses its score. It may rise a little in between (0.03 measured): a shape
@@ -187,7 +189,7 @@ def test_scores_rank_pictures_without_ties():
     assert (scores - np.minimum.accumulate(scores)).max() < 0.05
     assert (
         verifier.verify(
-            background + 0.55 * (pictures - background), verifier.targets(prompts)
+            background + 0.55 * (pictures - background), verifier.parse_targets(prompts)
         ).strict.sum()
         == 0
     )
@@ -196,7 +198,7 @@ def test_scores_rank_pictures_without_ties():
 def test_larger_pictures_are_judged_alike():
     drawn, prompts, _ = rendered()
     pictures = _pictures(drawn[:FEW], np.random.default_rng(0), 2 * scenes.BASE)
-    verdict = verifier.verify(pictures, verifier.targets(prompts[:FEW]))
+    verdict = verifier.verify(pictures, verifier.parse_targets(prompts[:FEW]))
     assert verdict.strict.all()
     assert verdict.score.min() > 0.95
 
@@ -207,7 +209,7 @@ def test_scores_of_any_picture_are_finite_and_in_range(seed, contrast, grain):
     rng = np.random.default_rng(seed)
     coarse = rng.random((FEW, 32 // grain, 32 // grain, 3)) * contrast
     pictures = coarse.repeat(grain, 1).repeat(grain, 2).astype(np.float32)
-    targets = verifier.targets(drawing.draw_prompts(rng, FEW, held_out=False))
+    targets = verifier.parse_targets(drawing.draw_prompts(rng, FEW, held_out=False))
     score = np.asarray(verifier.verify(pictures, targets).score)
     assert np.isfinite(score).all()
     assert score.min() >= 0
@@ -217,7 +219,7 @@ def test_scores_of_any_picture_are_finite_and_in_range(seed, contrast, grain):
 def test_each_picture_is_judged_alone():
     _, prompts, pictures = rendered()
     pictures = _degraded(pictures, 0.5, 0.05)
-    targets = verifier.targets(prompts)
+    targets = verifier.parse_targets(prompts)
     whole = verifier.verify(pictures, targets)
     order = np.random.default_rng(0).permutation(N)
     shuffled = verifier.verify(pictures[order], _take(targets, order))
@@ -231,7 +233,7 @@ def test_each_picture_is_judged_alone():
 def test_a_sharded_batch_gives_the_same_verdicts():
     _, prompts, pictures = rendered()
     pictures = _degraded(pictures[:FEW], 0.5, 0.03)
-    targets = verifier.targets(prompts[:FEW])
+    targets = verifier.parse_targets(prompts[:FEW])
     mesh = Mesh(np.asarray(jax.devices()), ("data",))
     placed = jax.device_put((pictures, targets), NamedSharding(mesh, PartitionSpec("data")))
     sharded = verifier.verify(*placed)

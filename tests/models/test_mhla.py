@@ -311,7 +311,7 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
         (
             ("model.attention=linear",),
             ConfigError,
-            "model.attention='linear': expected 'own' or 'mhla'",
+            "model.attention='linear': expected 'default' or 'mhla'",
         ),
         (("model.mhla_released=1",), ConfigError, "model.mhla_released=1: expected true or false"),
         (

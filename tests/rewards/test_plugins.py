@@ -234,7 +234,7 @@ def test_a_plugin_is_chosen_as_a_reward_and_survives_the_file(name):
     [
         (
             "reward.eval_only=[shapes]",
-            "reward.eval_only=['shapes']: must not name what reward.weights trains on",
+            "reward.eval_only=['shapes']: must not name scores of reward.weights",
         ),
         ("reward.options.ocr=3", "reward.options.ocr=3: expected a mapping"),
         (

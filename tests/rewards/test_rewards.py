@@ -157,7 +157,7 @@ def test_a_set_of_prompts_that_can_be_scored_passes(weights, set_name):
             "shapes",
             Prompt("a red circle"),
             Prompt("a red dog"),
-            "cannot parse the caption 'a red dog'; want GROUP or GROUP above",
+            "cannot parse the caption 'a red dog'; expected GROUP or GROUP above",
         ),
         (
             "ocr",
