@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from solrl_jax.data.shapes import scenes
+from solrl_jax.data.shapes.components import dilate, label_components, largest_components
 
 # RGB in [0, 1]. A tint is a colour minus the background; a pixel with cover c differs from the background by c times the tint.
 _BACKGROUND = np.asarray(scenes.BACKGROUND, np.float32) / 255
@@ -28,10 +29,6 @@ _TINTS = _PALETTE - _BACKGROUND
 _NUM_COMPONENTS = (
     8  # the largest components of an image that are measured; a correct image has at most four
 )
-# Rounds of label propagation in an image 32 wide; each doubling of the width takes one more. Ragged blobs are labelled in two or
-# three, nearly all random percolation clusters in four. A component that needs more stays in pieces and matches no shape anyway.
-_LABEL_ROUNDS = 4
-_NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 # Smallest area of an object, in pixels of an image 32 wide. The smallest object, a small triangle, has an area of 18.
 _MIN_AREA = 8.0
 # Diameter that separates small from large objects, in pixels of an image 32 wide.
@@ -192,11 +189,11 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
     # One plane per channel, because arrays whose last axis is three long are slow.
     offset = [image[..., channel] - _BACKGROUND[channel] for channel in range(3)]
     pixel_colour = _classify_pixels(offset)
-    labels = _label_components(pixel_colour)
-    area, roots = _largest_components(labels, pixel_colour >= 0)
+    labels = label_components(pixel_colour)
+    area, roots = largest_components(labels, pixel_colour >= 0, _NUM_COMPONENTS)
     solid = (labels == roots[:, None, None]) & (pixel_colour >= 0)
     # The soft mask of an object is the cover by its colour, of its pixels and of background pixels around them, at its edge.
-    reach = _dilate(solid) & (solid | (pixel_colour < 0))
+    reach = dilate(solid) & (solid | (pixel_colour < 0))
     unit_tints = jnp.asarray(_TINTS / np.sum(_TINTS**2, -1, keepdims=True))
     tint = unit_tints[jnp.maximum(pixel_colour.ravel()[roots], 0)]
     cover = sum(offset[channel] * tint[:, channel, None, None] for channel in range(3))
@@ -259,62 +256,6 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
         cover = jnp.where(closer, along, cover)
         smallest = jnp.where(closer, distance, smallest)
     return jnp.where(cover > 0.5, colour, -1)
-
-
-def _label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
-    """Labels each 4-connected component of equal colour by its largest flat index. The background, -1, is labelled too."""
-    labels = jnp.arange(pixel_colour.size).reshape(pixel_colour.shape)
-    connected = [pixel_colour == _shift(pixel_colour, dy, dx, -2) for dy, dx in _NEIGHBOURS]
-    doublings = math.ceil(math.log2(max(pixel_colour.shape) / scenes.BASE))
-    for _ in range(_LABEL_ROUNDS + max(0, doublings)):
-        best = labels
-        for (dy, dx), same in zip(_NEIGHBOURS, connected, strict=True):
-            best = jnp.maximum(best, jnp.where(same, _shift(best, dy, dx, 0), 0))
-        # Hooking: when a pixel gets a larger label, so does the pixel that its old label names. Otherwise labels would move by
-        # one pixel per round along a ragged edge, where every tooth is a local maximum. Pointer jumping then shortens paths.
-        flat = best.ravel().at[labels.ravel()].max(best.ravel())
-        flat = flat[flat]
-        labels = flat[flat].reshape(pixel_colour.shape)
-    return labels
-
-
-def _largest_components(
-    labels: Int[Array, "h w"], covered: Bool[Array, "h w"]
-) -> tuple[Int[Array, " k"], Int[Array, " k"]]:
-    """The areas in pixels and the labels of the largest components, the largest first.
-
-    Args:
-      labels: the label of the component of each pixel.
-      covered: whether the pixel has a colour; others do not count.
-
-    Returns:
-      Areas and labels. An area of 0 or less means that there are no more components.
-    """
-    counts = covered.ravel().astype(jnp.int32)
-    remaining = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(counts)
-    index = jnp.arange(labels.size)
-    areas = []
-    roots = []
-    for _ in range(_NUM_COMPONENTS):  # a few maxima cost less than a general top_k
-        area = remaining.max()
-        root = jnp.where(remaining == area, index, 0).max()  # among equal ones the last
-        remaining = jnp.where(index == root, -1, remaining)
-        areas.append(area)
-        roots.append(root)
-    return jnp.stack(areas), jnp.stack(roots)
-
-
-def _shift(x: Array, dy: int, dx: int, fill: int) -> Array:
-    """`x[..., i + dy, j + dx]` for dy and dx of at most one pixel, with `fill` beyond the edge."""
-    h, w = x.shape[-2:]
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 1), (1, 1)], constant_values=fill)
-    return padded[..., 1 + dy : 1 + dy + h, 1 + dx : 1 + dx + w]
-
-
-def _dilate(mask: Bool[Array, "k h w"]) -> Bool[Array, "k h w"]:
-    """The mask with the eight neighbours of each of its pixels."""
-    rows = mask | _shift(mask, -1, 0, 0) | _shift(mask, 1, 0, 0)
-    return rows | _shift(rows, 0, -1, 0) | _shift(rows, 0, 1, 0)
 
 
 def _iou_with_shapes(
