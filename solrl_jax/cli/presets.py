@@ -66,7 +66,8 @@ def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
 
     Args:
       config: the configuration.
-      show_all: whether to include fields that have no effect in a run with this configuration (`config.inert`).
+      show_all: whether to include fields that have no effect in a run with this configuration
+        (`config.inert`).
     """
     tree = to_tree(config)
     return tree if show_all else _without(tree, inert_fields(config), "")
@@ -87,8 +88,10 @@ def describe_prompts(config: Config) -> dict[str, Any]:
     """Facts about the prompt sets that `config.prompts` names.
 
     Returns:
-      files: the two files; train, test: the number of distinct prompts in each; shared: how many are in both; first: text and
-      metadata of the prompts of the first iteration.
+      files: the two files;
+      train, test: the number of distinct prompts in each;
+      shared: the number of prompts in both;
+      first: text and metadata of the prompts of the first iteration.
 
     Raises:
       InputError: if a file cannot be read or holds no prompt.

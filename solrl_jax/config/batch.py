@@ -31,11 +31,14 @@ def effective_batch(config: Config, devices: int) -> dict[str, int]:
 def describe_batch(config: Config, devices: int) -> str:
     """`effective_batch` as the line that is printed when a run starts."""
     batch = effective_batch(config, devices)
+    prompts = config.train.num_prompts
+    sigmas = config.num_train_sigmas
+    batch_size = config.optimizer.per_device_batch_size
     return (
-        f"batch: {config.train.num_prompts} prompts x {config.rollout.kept} kept x {config.num_train_sigmas} sigmas"
-        f" = {batch['terms']} terms per iteration, in {batch['optimizer_steps']} optimizer step(s) of"
-        f" {batch['terms_per_step']}; {batch['terms_per_step_per_device']} per step on each of {devices} device(s),"
-        f" accumulated over {batch['accumulation']} batch(es) of {config.optimizer.per_device_batch_size}"
+        f"batch: {prompts} prompts x {config.rollout.kept} kept x {sigmas} sigmas"
+        f" = {batch['terms']} terms per iteration, in {batch['optimizer_steps']} optimizer step(s)"
+        f" of {batch['terms_per_step']}; {batch['terms_per_step_per_device']} per step on each of"
+        f" {devices} device(s), accumulated over {batch['accumulation']} batch(es) of {batch_size}"
     )
 
 

@@ -1,7 +1,7 @@
 """The YAML files in `solrl_jax/configs/`, which presets are combined from.
 
-Each part of a preset has a folder with one file per choice, e.g. `configs/model/sana.yaml`. The files directly in `configs/` are
-presets with settings of their own.
+Each part of a preset has a folder with one file per choice, e.g. `configs/model/sana.yaml`. The
+files directly in `configs/` are presets with settings of their own.
 """
 
 import functools
@@ -21,7 +21,11 @@ PARTS = (
 
 
 def part_files(part: str) -> list[str]:
-    """The choices for a part, e.g. for "model": the names of the files in its folder without ending, sorted."""
+    """The choices for a part, sorted: the files in its folder, without their ending.
+
+    Args:
+      part: a name of `PARTS`, e.g. "model".
+    """
     return sorted(path.stem for path in (CONFIGS / part).glob("*.yaml"))
 
 

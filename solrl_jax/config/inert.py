@@ -13,7 +13,8 @@ _QUANTIZING = ("auto", "nvfp4", "fp8")  # values of `rollout.explore.precision`
 def inert_fields(config: Config) -> set[str]:
     """Dotted names of the sections and fields that nothing reads in a run with this configuration.
 
-    A field that switches something off, such as `rollout.noise_level=0`, is not inert; the fields of what it switches off are.
+    A field that switches something off, such as `rollout.noise_level=0`, is not inert; the fields
+    of what it switches off are.
     """
     inert: set[str] = set()
     rollout = config.rollout

@@ -1,7 +1,8 @@
 """Field names of earlier configuration layouts, and how they map to the present ones.
 
-A run directory keeps its resolved configuration in `config.yaml`, whose `version` field says which layout it is written in.
-Version 2 used other names for some fields. Files of version 2, and overrides that use its names, are translated for one version.
+A run directory keeps its resolved configuration in `config.yaml`, whose `version` field says which
+layout it is written in. Version 2 used other names for some fields. Files of version 2, and
+overrides that use its names, are translated for one version.
 """
 
 import warnings
@@ -10,7 +11,8 @@ from typing import Any, Final
 
 VERSION: Final = 3
 
-# Sections and fields of version 2 by their dotted names, and the present names. A renamed section renames all its fields.
+# Sections and fields of version 2 by their dotted names, and the present names. A renamed section
+# renames all its fields.
 RENAMED = {
     "policy": "algorithm",
     "policy.kl_weight": "algorithm.kl_coef",
@@ -75,8 +77,8 @@ def current_value(key: str, value: Any) -> Any:
     """The value of a section or field with all names of version 2 replaced by the present ones.
 
     Args:
-      key: the dotted name that `value` belongs to, in the names of the layout that `value` is written in; "" for a whole
-        configuration.
+      key: the dotted name that `value` belongs to, in the names of the layout that `value` is
+        written in; "" for a whole configuration.
       value: what YAML gives for it. A mapping is a section, whose keys are translated too.
     """
     if isinstance(value, Mapping):
@@ -93,7 +95,10 @@ def current_value(key: str, value: Any) -> Any:
 
 
 def migrate_override(key: str, value: Any) -> tuple[str, Any]:
-    """An override `key=value` in the present names. Warns with a FutureWarning if it uses a name of version 2."""
+    """An override `key=value` in the present names.
+
+    Warns with a FutureWarning if it uses a name of version 2.
+    """
     new_key = current_name(key)
     new_value = current_value(key, value)
     if new_key != key:
@@ -118,8 +123,8 @@ def migrate(tree: Any) -> Any:
       tree: what YAML gives for a configuration file.
 
     Returns:
-      A file of version 2 with the present names and version number. Anything else is returned as it is, and the schema
-      then refuses it if it is not a configuration.
+      A file of version 2 with the present names and version number. Anything else is returned as it
+      is, and the schema then refuses it if it is not a configuration.
     """
     if not isinstance(tree, dict) or tree.get("version") != 2:
         return tree

@@ -1,8 +1,10 @@
 """Overrides `key=value`: parsing them, and writing their values into a configuration tree.
 
-A key is a dotted field name (`rollout.kept=12`), and its value is YAML (`reward.weights={pickscore: 1, clipscore: 1}`). Text needs
-no quotes. `model=`, `family=`, `explore=`, `objective=` and `reward=` choose a file of `solrl_jax/configs/` instead. `reward=` and
-`objective=` also take a function `module:function` or, for rewards, the name of an entry point or the URL of a service.
+A key is a dotted field name (`rollout.kept=12`), and its value is YAML
+(`reward.weights={pickscore: 1}`). Text needs no quotes. `model=`, `family=`, `explore=`,
+`objective=` and `reward=` choose a file of `solrl_jax/configs/` instead. `reward=` and `objective=`
+also take a function `module:function` or, for rewards, the name of an entry point or the URL of a
+service.
 """
 
 import copy
@@ -104,7 +106,14 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
 
 
 def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) -> None:
-    """Records the choice `name` for a part in `parsed` or `plugins`; a later choice replaces an earlier one."""
+    """Records a choice for a part, which replaces an earlier one.
+
+    Args:
+      parsed: gets the choice if it is a file, or a problem if it is nothing that can be chosen.
+      plugins: gets the choice if it names a function or service.
+      part: a name of `PARTS`.
+      name: the choice.
+    """
     if name in part_files(part):
         parsed.choices[part] = name
         plugins.pop(part, None)
@@ -124,9 +133,10 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
 
     Args:
       tree: nested mappings of sections and fields.
-      new: the same for the fields to change. Sections are merged; the value of a field is replaced whole, also if it is a list
-        or a mapping.
-      prefix: the dotted name of the section that both are, with a dot behind; "" for the whole configuration.
+      new: the same for the fields to change. Sections are merged; the value of a field is replaced
+        whole, also if it is a list or a mapping.
+      prefix: the dotted name of the section that both are, with a dot behind; "" for the whole
+        configuration.
     """
     for key, value in new.items():
         name = f"{prefix}{key}"
@@ -143,20 +153,24 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     for name in parents:
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):
-            return  # an earlier override put a value in the place of the section, which validation reports
+            return  # an earlier override replaced the section by a value, which validation reports
     merge(tree, {last: value}, "".join(f"{name}." for name in parents))
 
 
 def _free_field(key: str) -> str | None:
-    """The field with free keys that the dotted `key` lies below, e.g. "reward.weights"; None if there is none."""
+    """The field with free keys that a dotted key lies below, or None.
+
+    For example "reward.weights" for "reward.weights.shapes".
+    """
     return next((field for field in _FREE_FIELDS if key.startswith(f"{field}.")), None)
 
 
 def _split_key(key: str, value: Any) -> list[str]:
     """The names in a dotted key.
 
-    What follows a field with free keys is one name, which may contain dots. `reward.options.NAME.OPTION` sets one option of a
-    reward, unless `value` is a mapping, which holds all options of the reward NAME.OPTION.
+    What follows a field with free keys is one name, which may contain dots.
+    `reward.options.NAME.OPTION` sets one option of a reward, unless `value` is a mapping, which
+    holds all options of the reward NAME.OPTION.
     """
     field = _free_field(key)
     if field is None:

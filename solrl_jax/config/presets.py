@@ -1,14 +1,15 @@
 """Presets: names for configurations that the files in `solrl_jax/configs/` describe.
 
-A preset combines one file for each part, later ones winning over earlier ones, and all of them over the defaults of
-`config.schema`:
+A preset combines one file for each part, later ones winning over earlier ones, and all of them over
+the defaults of `config.schema`:
 
     model <- family <- explore <- objective <- reward <- the preset's own file <- overrides
 
-`<model>_<family>_<reward>` names the combination of these three with the paper's exploration and the objective `nft`, for each
-released model; 48 of these presets are the paper's. A preset with a file of its own, such as `tiny`, names its parts under
-`compose`. Any file may also have settings that apply to one choice of a part, under `when`, e.g. `family=sol_rl: {rollout: ...}`.
-They follow the other settings of all files.
+`<model>_<family>_<reward>` names the combination of these three with the paper's exploration and
+the objective `nft`, for each released model; 48 of these presets are the paper's. A preset with a
+file of its own, such as `tiny`, names its parts under `compose`. Any file may also have settings
+that apply to one choice of a part, under `when`, e.g. `family=sol_rl: {rollout: ...}`. They follow
+the other settings of all files.
 """
 
 import copy
@@ -63,7 +64,7 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     for text in (preset, *overrides):
         if not isinstance(text, str):
             raise ConfigError(
-                f"{brief_repr(text)}: expected the name of a preset and overrides 'key=value' as text"
+                f"{brief_repr(text)}: expected text, a preset's name and overrides 'key=value'"
             )
     if preset not in preset_names():
         raise ConfigError(f"unknown preset {brief_repr(preset)}: {suggest(preset, preset_names())}")
@@ -93,8 +94,9 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
     Args:
       config: the configuration, which stays as it is.
-      overrides: `key=value` for fields, see `config.overrides`. Of the parts only `explore=` can be chosen. It also changes
-        `model.quantization` if the model's file has other rules for this recipe, unless the rules of `config` are of no recipe.
+      overrides: `key=value` for fields, see `config.overrides`. Of the parts only `explore=` can be
+        chosen. It also changes `model.quantization` if the model's file has other rules for this
+        recipe, unless the rules of `config` are of no recipe.
 
     Raises:
       ConfigError: with all problems.
@@ -115,7 +117,12 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def preset_rows() -> list[dict[str, str]]:
-    """One row of a table per preset: its parts, how many candidates it keeps, how it explores, and what it trains on."""
+    """One row per preset, for a table.
+
+    Returns:
+      Text by column: the name, model, family and reward of the preset, how many candidates it
+      keeps, how it explores, and what it trains on.
+    """
     return [_preset_row(resolve(name)) for name in preset_names()]
 
 
@@ -137,15 +144,17 @@ def _preset_row(config: Config) -> dict[str, str]:
 def _apply_files(
     tree: dict[str, Any], files: Mapping[str, Mapping[str, Any]], parts: Mapping[str, str]
 ) -> None:
-    """Merges the settings of files into `tree` in order, then their conditional settings in the same order.
+    """Merges the settings of files into a tree, then their conditional settings.
 
     Args:
       tree: the configuration, changed in place.
-      files: the content of each file by its name.
-      parts: the choice for each part, which decides about the conditions under `when`, e.g. `family=sol_rl`.
+      files: the content of each file by its name, in the order in which they are merged.
+      parts: the choice for each part, which decides about the conditions under `when`, e.g.
+        `family=sol_rl`.
 
     Raises:
-      ConfigError: for a condition on something that is no part or no choice of it, or that `parts` does not decide.
+      ConfigError: for a condition on something that is no part or no choice of it, or that `parts`
+        does not decide.
     """
     for content in files.values():
         merge(tree, {key: value for key, value in content.items() if key != "when"})

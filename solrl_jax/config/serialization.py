@@ -15,7 +15,8 @@ from solrl_jax.storage.readers import parse_yaml
 
 def to_yaml(config: Config) -> str:
     """The configuration as YAML text with all fields, which `from_yaml` reads back exactly."""
-    # ASCII only (the default): PyYAML does not read back all the line breaks that it would write unescaped.
+    # ASCII only (the default): PyYAML does not read back all the line breaks that it would write
+    # unescaped.
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, width=128)
 
 
@@ -41,7 +42,8 @@ def from_yaml(text: str) -> Config:
 def drop_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a configuration that differs from `Config()`.
 
-    What is derived from it, such as a hash, stays the same when a field is added, as long as the field has its default.
+    What is derived from it, such as a hash, stays the same when a field is added, as long as the
+    field has its default.
 
     Args:
       tree: nested mappings of plain values as `to_tree` returns them, also with fields left out.

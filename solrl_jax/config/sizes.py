@@ -7,12 +7,15 @@ from solrl_jax.config.values import Size
 
 
 def model_size(config: Config) -> Size:
-    """The size in the section `model`, which training and evaluation use unless they have their own."""
+    """The model's size, which training and evaluation use unless they have their own."""
     return config.model.height, config.model.width
 
 
 def training_sizes(config: Config) -> tuple[Size, ...]:
-    """The sizes that are trained on. Each iteration uses one of them; a size that is listed twice is used twice as often."""
+    """The sizes that are trained on.
+
+    Each iteration uses one of them; a size that is listed twice is used twice as often.
+    """
     return config.rollout.size or (model_size(config),)
 
 
@@ -22,5 +25,5 @@ def largest_training_size(config: Config) -> Size:
 
 
 def evaluation_size(config: Config) -> Size:
-    """The size of the images of evaluations, which is also the default for images drawn from a run's policy."""
+    """The size of images in evaluations, and by default of images drawn from a run's policy."""
     return config.eval.size or model_size(config)

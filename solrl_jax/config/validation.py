@@ -1,4 +1,4 @@
-"""Builds a `Config` from plain data, and describes what is wrong with it in messages that name the fields."""
+"""Builds a `Config` from plain data, or describes what is wrong with the data."""
 
 import dataclasses
 import difflib
@@ -14,7 +14,8 @@ from solrl_jax.config.values import ConfigError, Section, brief_repr
 
 _ADAPTER = pydantic.TypeAdapter(Config)
 
-# What is accepted in place of a value, by the type of pydantic's error. Braces are filled from the error's context.
+# What is accepted in place of a value, by the type of pydantic's error. Braces are filled from the
+# error's context.
 _ACCEPTED = {
     "int_type": "expected an integer",
     "float_type": "expected a number",
@@ -37,7 +38,8 @@ def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
     """A checked configuration.
 
     Args:
-      tree: nested mappings of the sections and their fields, as YAML gives them. Fields that are missing get their defaults.
+      tree: nested mappings of the sections and their fields, as YAML gives them. Fields that are
+        missing get their defaults.
       problems: messages of problems that were found before, which the error repeats.
 
     Raises:
@@ -63,9 +65,10 @@ def describe_error(
 
     Args:
       error: an entry of `pydantic.ValidationError.errors()`.
-      root: what the message calls the value if the error is about the whole of it and not about a field.
-      describe_unknown_key: makes the message for a key that is no field from its dotted name. By default it proposes the
-        nearest field of `Config`.
+      root: what the message calls the value if the error is about the whole of it and not about a
+        field.
+      describe_unknown_key: makes the message for a key that is no field from its dotted name. By
+        default it proposes the nearest field of `Config`.
 
     Returns:
       The message in one line, or None for an error that only follows from another one.
@@ -114,7 +117,11 @@ def section_names() -> frozenset[str]:
 
 
 def unknown_key_message(key: str) -> str:
-    """The message for a dotted key that is no field: the nearest field, or the fields of the section that it names."""
+    """The message for a dotted key that is no field.
+
+    It proposes the nearest field. If none is near, it lists the fields of the section that the key
+    names.
+    """
     section = key.rpartition(".")[0]
     if section not in section_names():
         section = ""

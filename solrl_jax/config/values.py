@@ -1,7 +1,8 @@
 """Types of configuration fields, the error for values outside them, and helpers that both use.
 
-A field's annotation states which values it accepts. pydantic checks annotations when a configuration is read from YAML or from
-overrides (`config.presets`). Rules between fields are checked by the sections themselves (`config.schema`).
+A field's annotation states which values it accepts. pydantic checks annotations when a
+configuration is read from YAML or from overrides (`config.presets`). Rules between fields are
+checked by the sections themselves (`config.schema`).
 """
 
 import re
@@ -22,8 +23,8 @@ from pydantic import (
 class ConfigError(ValueError):
     """A configuration that cannot be used.
 
-    The message is one line. For each problem it names the field, its value and what is accepted; several problems are joined
-    by "; ".
+    The message is one line. For each problem it names the field, its value and what is accepted;
+    several problems are joined by "; ".
     """
 
     @classmethod
@@ -45,13 +46,14 @@ def brief_repr(value: Any) -> str:
 
 
 def contains_secret(name: str) -> bool:
-    """Whether the URL of a reward service contains credentials, which a run would record in its files.
+    """Whether the name of a reward is a URL with credentials, which a run would record.
 
     Args:
       name: the name of a reward. Only names that contain "://" are URLs.
 
     Returns:
-      True for a URL with a user name or password, and for one whose query or fragment contains a word such as "token" or "key".
+      True for a URL with a user name or password, and for one whose query or fragment contains a
+      word such as "token" or "key".
     """
     if "://" not in name:
         return False
@@ -62,7 +64,10 @@ def contains_secret(name: str) -> bool:
 
 
 def _parse_number(value: Any) -> Any:
-    """Converts integers, and text such as "1e-4" that YAML 1.1 does not read as a number, to float. Leaves all else alone."""
+    """Converts integers and text to float if possible; other values stay as they are.
+
+    YAML 1.1 reads numbers such as 1e-4 as text.
+    """
     if isinstance(value, bool | float):
         return value
     try:
@@ -115,6 +120,9 @@ Json = JsonValue
 
 
 class Section:
-    """Base class of all sections. Unknown keys are refused when a section is read from YAML or overrides."""
+    """Base class of all sections.
+
+    Unknown keys are refused when a section is read from YAML or overrides.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

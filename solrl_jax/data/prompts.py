@@ -20,7 +20,9 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "prompt_sets"
 
 
 class Prompt(str):
-    """The text of a prompt, with `metadata` for rewards that need more than text, such as the objects that GenEval counts.
+    """The text of a prompt, with metadata for rewards that need more than the text.
+
+    GenEval, for instance, needs the objects that it counts.
 
     Args:
       text: the prompt.
@@ -38,8 +40,8 @@ class Prompt(str):
 def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt]:
     """Reads the prompts of a file, in order. Blank lines are skipped.
 
-    A text file has one prompt per line. A `.jsonl` file has one JSON object per line, as GenEval's: the text under "prompt", and
-    everything else is metadata.
+    A text file has one prompt per line. A `.jsonl` file has one JSON object per line, as GenEval's:
+    the text under "prompt", and everything else is metadata.
 
     Args:
       path: a file, or "embedded:NAME" for a set that is shipped with the package.
@@ -47,7 +49,8 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
       distinct: whether a prompt that is repeated is returned only once.
 
     Raises:
-      InputError: if the file does not exist, is not text, holds no prompt or too many, or repeats one with other metadata.
+      InputError: if the file does not exist, is not text, holds no prompt or too many, or repeats
+        one with other metadata.
     """
     where = f"{field}={path!r}"
     file = _embedded_file(path, where) if path.startswith(EMBEDDED) else Path(path)
@@ -83,13 +86,14 @@ def check_text(text: T, where: str) -> T:
       where: where the text comes from, for messages.
 
     Raises:
-      InputError: if the text is longer than 20,000 characters, or has control characters or characters that UTF-8 cannot encode.
+      InputError: if the text is longer than 20,000 characters, or has control characters or
+        characters that UTF-8 cannot encode.
     """
     encodable = text.encode(errors="replace").decode() == text
     if len(text) > MAX_CHARACTERS or CONTROL_CHARACTERS.search(text) or not encodable:
         raise InputError(
-            f"{where}: {brief_repr(str(text[:80]))}: expected text of up to {MAX_CHARACTERS} characters without control"
-            " characters"
+            f"{where}: {brief_repr(str(text[:80]))}: expected text of up to {MAX_CHARACTERS}"
+            " characters without control characters"
         )
     return text
 
@@ -114,8 +118,9 @@ def load_instruction(path: str, field: str) -> str:
 def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) -> list[T]:
     """The prompts of one iteration.
 
-    Every epoch goes through all prompts in a new random order, without repetition; prompts at its end that do not fill an
-    iteration are left out. The result depends on the arguments alone, so a resumed run needs no position in the prompt set.
+    Every epoch goes through all prompts in a new random order, without repetition; prompts at its
+    end that do not fill an iteration are left out. The result depends on the arguments alone, so a
+    resumed run needs no position in the prompt set.
 
     Args:
       prompts: the prompt set, at least `count` prompts.
@@ -140,7 +145,10 @@ def _embedded_file(path: str, where: str) -> Path:
 
 
 def _read_text(file: Path, where: str, expected: str) -> str:
-    """The content of a text file, without a byte-order mark. Raises InputError that says what is `expected`."""
+    """The content of a text file, without a byte-order mark.
+
+    Raises InputError that says what is `expected`.
+    """
     try:
         return read_text(file)
     except FileNotFoundError:

@@ -56,7 +56,8 @@ def test_every_preset_keeps_the_invariants_of_its_family(family):
         assert from_yaml(to_yaml(config)) == config
 
 
-# Height, solver, schedule, shift, trained sigmas, gradient norm, batch size, evaluation steps, tokens, and path.
+# Height, solver, schedule, shift, trained sigmas, gradient norm, batch size, evaluation steps,
+# tokens, and path.
 RECIPES = {
     "sana": (
         *(1024, "euler", "linear", 1.0, 6, 1.0, 16, 40, 300),

@@ -96,7 +96,7 @@ print("added_later" in fields, fingerprint(config, "nvfp4"))
 
 
 def test_a_field_that_is_added_later_leaves_runs_readable_and_resumable(tmp_path):
-    """The run directory is read by the package as it is, and by a copy of it with one field more."""
+    """The package and a copy of it with one more field read the same run directory."""
     package = Path(solrl_jax.__file__).parent
     copy = tmp_path / "later" / "solrl_jax"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "assets"))

@@ -143,7 +143,8 @@ def test_the_embedded_test_prompts_are_not_trained_on(kind):
 
 
 def test_an_embedded_set_that_is_not_there_is_refused_with_those_that_are():
-    message = f"prompts.test='embedded:cats': no such embedded prompt set; expected one of {', '.join(SETS)}"
+    names = ", ".join(SETS)
+    message = f"prompts.test='embedded:cats': no such embedded prompt set; expected one of {names}"
     with pytest.raises(InputError, match=re.escape(message)):
         load_prompts("embedded:cats", "prompts.test")
 
@@ -181,7 +182,7 @@ def test_a_draw_is_a_function_of_its_arguments():
 
 
 def test_over_many_epochs_what_is_dropped_is_not_always_the_same():
-    """Twelve prompts, five an iteration: two are left out of every epoch, each of them equally often."""
+    """With twelve prompts and five per iteration, every epoch leaves out two, in turn."""
     drawn = draw(range(2 * 600), 5)
     counts = [drawn.count(p) for p in PROMPTS]
     assert counts == pytest.approx([500] * 12, abs=40)  # a standard deviation is 9

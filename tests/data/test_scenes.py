@@ -1,4 +1,4 @@
-"""Captions and their grammar, the held-out split, and the properties of images that the verifier relies on."""
+"""Captions and their grammar, the held-out split, and what the verifier needs of images."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def any_scene(draw):
 
 
 def coverage(image, colour):
-    """How much `colour` covers each pixel: its position on the line from the background, 0 for pixels beside this line."""
+    """How much `colour` covers each pixel, [h, w]; 0 for pixels that are no mixture with it."""
     offset = image - BACKGROUND
     tint = np.asarray(scenes.PALETTE[colour]) - BACKGROUND
     share = offset @ tint / (tint @ tint)

@@ -1,4 +1,4 @@
-"""The verifier on rendered scenes: right images pass, clean or degraded; images with one wrong attribute fail."""
+"""The verifier on rendered scenes: correct images pass; images with a wrong attribute fail."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def test_an_image_may_be_large():
 
 
 def test_an_image_need_not_be_a_square():
-    """An image of 24 x 43 pixels has the area of 32 x 32: the middle rows of scenes that fit, between columns of background."""
+    """Scenes that fit are cut to 24 x 43 pixels, which have the area of 32 x 32."""
     _, prompts, images = rendered()
     blank = np.float32(scenes.BACKGROUND) / 255
     within = np.flatnonzero(np.abs(np.delete(images, np.s_[4:28], 1) - blank).max((1, 2, 3)) < 0.1)[
@@ -94,7 +94,8 @@ def test_correct_images_pass():
     assert verdict.score.min() > 0.95
 
 
-# blur, noise: Gaussian standard deviations in pixels and in RGB of [0, 1]; share: least rate of passes; score: least mean
+# blur, noise: Gaussian standard deviations in pixels and in RGB of [0, 1]; share: least rate of
+# passes; score: least mean
 @pytest.mark.parametrize(
     ("blur", "noise", "share", "score"),
     [(0, 0.03, 0.99, 0.98), (0.5, 0.03, 0.99, 0.95), (0.7, 0.05, 0.97, 0.9)],
@@ -127,7 +128,7 @@ def test_images_wrong_in_one_attribute_fail(attribute, blur, noise):
 
 
 def _changed(scene, attribute, rng):
-    """The scene with one attribute of one group changed; None if it has no such attribute or the result is not allowed."""
+    """The scene with an attribute of one group changed; None if the result is not allowed."""
     if attribute == "relation":
         others = [r for r in scenes.RELATIONS if r != scene.relation]
         return scene.relation and scenes.Scene(scene.groups, others[rng.integers(3)])
@@ -178,8 +179,8 @@ def test_scores_rank_images_without_ties():
     first = jax.tree.map(lambda x: jnp.repeat(x[:1], FEW, 0), verifier.parse_targets(prompts))
     noisy = _degraded(np.repeat(images[:1], FEW, 0), 0.5, 0.03)
     assert len(np.unique(verifier.verify(noisy, first).score)) >= 62
-    # A right image that fades into the background loses its score. It may rise a little in between (0.03 measured): a shape
-    # fits better when pixels at its edge drop below half cover.
+    # A right image that fades into the background loses its score. It may rise a little in between
+    # (0.03 measured): a shape fits better when pixels at its edge drop below half cover.
     background = np.asarray(scenes.BACKGROUND, np.float32) / 255
     fade = np.linspace(1, 0, FEW, dtype=np.float32)[:, None, None, None]
     scores = np.asarray(verifier.verify(background + fade * (images[:1] - background), first).score)

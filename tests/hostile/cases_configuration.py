@@ -1,4 +1,4 @@
-"""Settings on the command line, prompt files, and the configuration of a run directory from somebody else: one case per kind."""
+"""Overrides, prompt files, and the configuration in a run directory: one case per kind."""
 
 from tests.hostile.harness import Case, folder, pipe, sparse
 
@@ -53,7 +53,8 @@ JSON_LINES = {
         "different metadata",
     ),
 }
-# By name: the content of a run's config.yaml. Every command that reads runs refuses it in a line with the file's name.
+# By name: the content of a run's config.yaml. Every command that reads runs refuses it in a line
+# with the file's name.
 CONFIG_FILES = {
     "nothing in it": b"",
     "binary": bytes(range(256)),

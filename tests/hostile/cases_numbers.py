@@ -1,4 +1,7 @@
-"""Numbers that no machine can hold: refused before anything is loaded or compiled. One case per way of refusing them."""
+"""Numbers that no machine can hold: refused before anything is loaded or compiled.
+
+One case per way of refusing them.
+"""
 
 from tests.hostile.harness import Case
 

@@ -7,14 +7,17 @@ from jaxtyping import Array, Bool, Int
 
 from solrl_jax.data.shapes import scenes
 
-# Rounds of label propagation in an image 32 wide; each doubling of the width takes one more. Ragged blobs are labelled in two or
-# three, nearly all random percolation clusters in four. A component that needs more stays in pieces and matches no shape anyway.
+# Rounds of label propagation in an image 32 wide; each doubling of the width takes one more. Ragged
+# blobs are labelled in two or three, nearly all random percolation clusters in four. A component
+# that needs more stays in pieces and matches no shape anyway.
 _LABEL_ROUNDS = 4
 _NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
 
 def label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
-    """Labels each 4-connected component of equal colour by its largest flat index. The background is labelled too.
+    """Labels each 4-connected component of equal colour by its largest flat index.
+
+    The background is labelled too.
 
     Args:
       pixel_colour: the index of each pixel's colour, -1 for the background.
@@ -26,8 +29,9 @@ def label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
         best = labels
         for (dy, dx), same in zip(_NEIGHBOURS, connected, strict=True):
             best = jnp.maximum(best, jnp.where(same, _shift(best, dy, dx, 0), 0))
-        # Hooking: when a pixel gets a larger label, so does the pixel that its old label names. Otherwise labels would move by
-        # one pixel per round along a ragged edge, where every tooth is a local maximum. Pointer jumping then shortens paths.
+        # Hooking: when a pixel gets a larger label, so does the pixel that its old label names.
+        # Otherwise labels would move by one pixel per round along a ragged edge, where every tooth
+        # is a local maximum. Pointer jumping then shortens paths.
         flat = best.ravel().at[labels.ravel()].max(best.ravel())
         flat = flat[flat]
         labels = flat[flat].reshape(pixel_colour.shape)

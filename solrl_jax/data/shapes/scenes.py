@@ -1,10 +1,11 @@
-"""The embedded world: captions of coloured shapes, and how the images of 32 x 32 pixels that they describe look.
+"""The embedded world: captions of coloured shapes, and what their images look like.
 
     caption = group [relation group]
     group = count [size] colour shape(s)
     relation = above | below | left of | right of
 
-Prompts, rewards and the verifier share these definitions. `scripts/pretrain/drawing.py` draws captions and images.
+Prompts, rewards and the verifier share these definitions. `scripts/pretrain/drawing.py` draws
+captions and images.
 """
 
 import dataclasses
@@ -19,14 +20,16 @@ COUNTS: tuple[str, ...] = ("a", "two", "three")
 MAX_OBJECTS = 4  # in one image
 
 GRAMMAR = (
-    "GROUP or GROUP above|below|left of|right of GROUP, where GROUP is a|one|two|three [small|large] "
-    f"{'|'.join(COLOURS)} {'|'.join(shape + '(s)' for shape in SHAPES)}; at most {MAX_OBJECTS} objects; the two groups differ "
-    "in colour or shape; no three large shapes beside a second group"
+    "GROUP or GROUP above|below|left of|right of GROUP, where GROUP is a|one|two|three"
+    f" [small|large] {'|'.join(COLOURS)} {'|'.join(shape + '(s)' for shape in SHAPES)};"
+    f" at most {MAX_OBJECTS} objects; the two groups differ in colour or shape;"
+    " no three large shapes beside a second group"
 )
 
-# RGB of the background and of the colours. Seen from the background, the directions of the six colours are at least 40 degrees
-# apart (subtractive axes and face diagonals). A pixel at an edge mixes its object with the background and keeps the direction of
-# the object's colour, so it cannot be taken for another colour.
+# RGB of the background and of the colours. Seen from the background, the directions of the six
+# colours are at least 40 degrees apart (subtractive axes and face diagonals). A pixel at an edge
+# mixes its object with the background and keeps the direction of the object's colour, so it cannot
+# be taken for another colour.
 BACKGROUND: tuple[int, int, int] = (238, 238, 238)
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (225, 25, 25),
@@ -68,11 +71,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """What a caption describes. Raises ValueError for a combination that the grammar does not allow.
+    """What a caption describes. Raises ValueError for what the grammar does not allow.
 
     Attributes:
       groups: one group, or two.
-      relation: a name of `RELATIONS` that says where the first group is relative to the second; None for one group.
+      relation: a name of `RELATIONS` that says where the first group is relative to the second;
+        None for one group.
     """
 
     groups: tuple[Group, ...]

@@ -1,11 +1,14 @@
-"""The verifier of the embedded world, in pure JAX: how well does an image show what its caption asks for?
+"""The verifier of the embedded world: how well does an image show what its caption asks for?
 
-    pixels -> cover by a palette colour -> connected components -> colour, shape, size, position -> score and strict verdict
+    pixels -> cover by a palette colour -> connected components
+           -> colour, shape, size and position of each -> score and strict verdict
 
-The score is continuous in the pixels, because it ranks the candidates of a prompt and ties would waste information. Every image is
-judged by itself; nothing is summed over the batch, so the batch axis may be sharded in any way.
+The score is continuous in the pixels, because it ranks the candidates of a prompt and ties would
+waste information. Every image is judged by itself; nothing is summed over the batch, so the batch
+axis may be sharded in any way.
 
-"Cover" is the share of a pixel that an object covers, in [0, 1]. A "component" is a connected set of pixels of one colour.
+"Cover" is the share of a pixel that an object covers, in [0, 1]. A "component" is a connected set
+of pixels of one colour.
 """
 
 import dataclasses
@@ -21,7 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 from solrl_jax.data.shapes import scenes
 from solrl_jax.data.shapes.components import dilate, label_components, largest_components
 
-# RGB in [0, 1]. A tint is a colour minus the background; a pixel with cover c differs from the background by c times the tint.
+# RGB in [0, 1]. A tint is a colour minus the background; a pixel with cover c differs from the
+# background by c times the tint.
 _BACKGROUND = np.asarray(scenes.BACKGROUND, np.float32) / 255
 _PALETTE = np.asarray([scenes.PALETTE[colour] for colour in scenes.COLOURS], np.float32) / 255
 _TINTS = _PALETTE - _BACKGROUND
@@ -29,24 +33,28 @@ _TINTS = _PALETTE - _BACKGROUND
 _NUM_COMPONENTS = (
     8  # the largest components of an image that are measured; a correct image has at most four
 )
-# Smallest area of an object, in pixels of an image 32 wide. The smallest object, a small triangle, has an area of 18.
+# Smallest area of an object, in pixels of an image 32 wide. The smallest object, a small triangle,
+# has an area of 18.
 _MIN_AREA = 8.0
 # Diameter that separates small from large objects, in pixels of an image 32 wide.
 _SIZE_THRESHOLD = (max(scenes.DIAMETERS["small"]) + min(scenes.DIAMETERS["large"])) / 2
-# Intersection over union with an ideal shape: the ends of the soft ramp, the threshold of the strict verdict, and the temperature
-# of the choice among shapes. The right shape reaches 0.95, or 0.8 if blurred; the second best is 0.12 below it, or 0.02.
+# Intersection over union with an ideal shape: the ends of the soft ramp, the threshold of the
+# strict verdict, and the temperature of the choice among shapes. The right shape reaches 0.95, or
+# 0.8 if blurred; the second best is 0.12 below it, or 0.02.
 _IOU_RAMP = (0.5, 0.8)
 _IOU_STRICT = 0.6
 _IOU_TEMPERATURE = 0.02
 _EDGE_WIDTHS = (1.0, 1.7, 2.4)  # of ideal shapes, in pixels: sharp, and after two Gaussian blurs
-# RGB distance of a component's colour from a colour of the palette. Two colours of the palette are at least 0.6 apart.
+# RGB distance of a component's colour from a colour of the palette. Two colours of the palette are
+# at least 0.6 apart.
 _COLOUR_RAMP = (0.45, 0.15)
 _COLOUR_STRICT = 0.3
 _COLOUR_SCALE = 0.18
 # Cover of an object's most covered pixel: a pale object does not have its colour.
 _PEAK_RAMP = (0.45, 0.8)
 _PEAK_STRICT = 0.6
-# Weights of the terms of the score. For captions without a relation, the other terms share its weight.
+# Weights of the terms of the score. For captions without a relation, the other terms share its
+# weight.
 _WEIGHTS = {"objects": 0.4, "colours": 0.12, "shapes": 0.12, "relation": 0.26, "alone": 0.1}
 
 
@@ -85,7 +93,9 @@ class Verdict(NamedTuple):
 
 
 class Detections(NamedTuple):
-    """The objects in n images as the strict verdict sees them: at most k per image, the largest first.
+    """The objects in n images as the strict verdict sees them.
+
+    There are at most k per image, the largest first.
 
     Attributes:
       colour: index into `scenes.COLOURS`; -1 where no colour is clear or there is no object.
@@ -103,7 +113,9 @@ class Detections(NamedTuple):
 
 
 class _Components(NamedTuple):
-    """Measurements of the k largest components of one image. Lengths are in pixels of an image 32 wide.
+    """Measurements of the k largest components of one image.
+
+    Lengths are in pixels of an image 32 wide.
 
     Attributes:
       area: the number of pixels with a cover above one half.
@@ -131,7 +143,10 @@ class _Components(NamedTuple):
 
 
 def parse_targets(captions: Sequence[str]) -> Targets:
-    """What captions ask for. Raises ValueError for a caption that does not follow the grammar of `scenes`."""
+    """What captions ask for.
+
+    Raises ValueError for a caption that does not follow the grammar of `scenes`.
+    """
     parsed = [scenes.parse(caption) for caption in captions]
     shape = (len(parsed), 2)
     count = np.zeros(shape, np.int32)
@@ -184,7 +199,10 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
 
 
 def _measure(image: Float[Array, "h w 3"]) -> _Components:
-    """Finds the components of one image and measures them. Lengths are scaled as if its area were 32 x 32 pixels."""
+    """Finds the components of one image and measures them.
+
+    Lengths are scaled as if its area were 32 x 32 pixels.
+    """
     unit = math.sqrt(image.shape[0] * image.shape[1]) / scenes.BASE
     # One plane per channel, because arrays whose last axis is three long are slow.
     offset = [image[..., channel] - _BACKGROUND[channel] for channel in range(3)]
@@ -192,7 +210,8 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
     labels = label_components(pixel_colour)
     area, roots = largest_components(labels, pixel_colour >= 0, _NUM_COMPONENTS)
     solid = (labels == roots[:, None, None]) & (pixel_colour >= 0)
-    # The soft mask of an object is the cover by its colour, of its pixels and of background pixels around them, at its edge.
+    # The soft mask of an object is the cover by its colour, of its pixels and of background pixels
+    # around them, at its edge.
     reach = dilate(solid) & (solid | (pixel_colour < 0))
     unit_tints = jnp.asarray(_TINTS / np.sum(_TINTS**2, -1, keepdims=True))
     tint = unit_tints[jnp.maximum(pixel_colour.ravel()[roots], 0)]
@@ -203,7 +222,8 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
     centroid_x = (mask.sum(1) * xs).sum(-1)
     centroid_y = (mask.sum(2) * ys).sum(-1)
     centroid = jnp.stack([centroid_x, centroid_y], -1) / mass[:, None]
-    # Least squares over the object's pixels gives its colour at full cover. Pixels at the edge contribute too.
+    # Least squares over the object's pixels gives its colour at full cover. Pixels at the edge
+    # contribute too.
     power = jnp.maximum((mask**2).sum((1, 2)), 1e-3)
     colour = jnp.stack([(mask * plane).sum((1, 2)) / power for plane in offset], -1)
     colour_distance = jnp.sqrt(jnp.sum((colour[:, None] - _TINTS) ** 2, -1) + 1e-12)
@@ -236,8 +256,9 @@ def _measure(image: Float[Array, "h w 3"]) -> _Components:
 def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
     """The index of each pixel's colour; -1 where it covers at most half of the pixel.
 
-    The colour is the one whose line to the background is nearest to the pixel's RGB value. The nearest colour would be wrong: a
-    pixel at an edge is a mixture with the background, which is close to some paler colour.
+    The colour is the one whose line to the background is nearest to the pixel's RGB value. The
+    nearest colour would be wrong: a pixel at an edge is a mixture with the background, which is
+    close to some paler colour.
 
     Args:
       offset: the image minus the background, one plane per channel.
@@ -249,7 +270,8 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
         power = float(np.sum(tint**2))
         along = sum(plane * float(t / power) for plane, t in zip(offset, tint, strict=True))
         on_line = jnp.clip(along, 0, 1.1)
-        # Squared distance from the line, less the square of the pixel's own offset, which is the same for all colours.
+        # Squared distance from the line, less the square of the pixel's own offset, which is the
+        # same for all colours.
         distance = power * on_line * (on_line - 2 * along)
         closer = distance < smallest
         colour = jnp.where(closer, i, colour)
@@ -261,7 +283,9 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
 def _iou_with_shapes(
     mask: Float[Array, "k h w"], centroid: Float[Array, "k 2"], diameters: Float[Array, "k shapes"]
 ) -> Float[Array, "k shapes"]:
-    """Soft intersection over union of each mask with an ideal circle, square and triangle; the best over three edge widths.
+    """Soft intersection over union of each mask with an ideal circle, square and triangle.
+
+    It is the best over three widths of the ideal edge.
 
     Args:
       mask: the cover of each pixel by each component, in [0, 1].
@@ -273,7 +297,8 @@ def _iou_with_shapes(
     y = (ys - centroid[:, 1:])[:, :, None]
     circle, square, triangle = (diameters[:, i, None, None] for i in range(3))
     radius = jnp.sqrt(x**2 + y**2 + 1e-12)
-    # Distance below the apex of the triangle, whose flanks fall by two pixels for each pixel across.
+    # Distance below the apex of the triangle, whose flanks fall by two pixels for each pixel
+    # across.
     depth = y + 2 * triangle / 3
     slope = 2 / np.sqrt(5)
     ious = []
@@ -293,12 +318,17 @@ def _iou_with_shapes(
 
 
 def _edge_cover(inside: Array, width: float) -> Array:
-    """The cover of a pixel whose centre lies `inside` pixels within a straight edge that is `width` pixels wide."""
+    """The cover of pixels near a straight edge.
+
+    Args:
+      inside: distance of the pixel's centre from the edge in pixels, positive within the shape.
+      width: width of the edge in pixels.
+    """
     return jnp.clip(0.5 + inside / width, 0, 1)
 
 
 def _ramp(x: Array, low: float, high: float) -> Array:
-    """About 0 at `low` and 1 at `high`, strictly rising everywhere; strictly falling if `low > high`."""
+    """About 0 at `low` and 1 at `high`, strictly rising; strictly falling if `low > high`."""
     return jax.nn.sigmoid(8 * (x - (low + high) / 2) / (high - low))
 
 
@@ -316,11 +346,12 @@ def _score(components: _Components, target: Targets) -> Float[Array, ""]:
     num_groups = jnp.maximum(asked.sum(), 1)
 
     def count_score(totals: Array, expected: Array) -> Array:
-        """1 where the number of objects is as expected, less the relative error; the mean over the groups."""
+        """1 less the relative error of the numbers of objects, the mean over the groups."""
         hits = jnp.clip(1 - jnp.abs(expected - totals) / jnp.maximum(expected, 1), 0, 1)
         return jnp.where(asked, hits, 0).sum() / num_groups
 
-    # Two groups of the same colour ask for the sum of their objects in this colour. The same holds for shapes.
+    # Two groups of the same colour ask for the sum of their objects in this colour. The same holds
+    # for shapes.
     same_colour = (target.colour[:, None] == target.colour) & asked
     same_shape = (target.shape[:, None] == target.shape) & asked
     wanted_of_colour = jnp.where(same_colour, wanted, 0).sum(-1)
@@ -369,7 +400,7 @@ def _strict_verdict(components: _Components, target: Targets) -> Bool[Array, ""]
 def _classify_components(
     components: _Components,
 ) -> tuple[Int[Array, " k"], Int[Array, " k"], Int[Array, " k"]]:
-    """Indices of the colour, shape and size of each component; -1 where a colour or shape is not clear."""
+    """Indices of each component's colour, shape and size; -1 where one is not clear."""
     near = components.colour_distance.min(-1) < _COLOUR_STRICT
     coloured = near & (components.peak > _PEAK_STRICT)
     colour = jnp.where(coloured, jnp.argmin(components.colour_distance, -1), -1)
@@ -390,9 +421,11 @@ def _displacement(
       relation: index into `scenes.RELATIONS`.
 
     Returns:
-      The distance along the axis of the relation, positive if it is as asked, and the absolute distance across it.
+      The distance along the axis of the relation, positive if it is as asked, and the absolute
+      distance across it.
     """
-    # A sum instead of a dot product, because accelerators round the operands of a float32 dot product.
+    # A sum instead of a dot product, because accelerators round the operands of a float32 dot
+    # product.
     sums = (member[:, :, None] * centre[:, None]).sum(0)
     middles = sums / jnp.maximum(member.sum(0), 1e-3)[:, None]
     dx, dy = middles[1] - middles[0]
