@@ -23,12 +23,13 @@ DTYPES = {"bf16": jnp.dtype(jnp.bfloat16), "fp32": jnp.dtype(jnp.float32)}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Backbone:
-    """A pipeline with its parameters on a mesh. Compared by identity, because it is a static argument of jit.
+    """A pipeline with its parameters on a mesh. Compared by identity, because it is a static
+    argument of jit.
 
     Attributes:
         pipeline: the model's functions.
-        mesh: mesh of the transformer. Text encoders and decoder are on the same devices, arranged by
-            `sharding.rows_only`.
+        mesh: mesh of the transformer. Text encoders and decoder are on the same devices, arranged
+            by `sharding.rows_only`.
         dtype: dtype in which the transformer computes.
         transformer: the frozen base parameters, sharded over the axis `fsdp`.
         text_encoders: the text encoders, loaded on demand.
@@ -56,12 +57,14 @@ class Backbone:
         """Predicts the velocity `noise - x0` of a policy, in `self.dtype`.
 
         Args:
-            params: the base parameters, any leaves of which may be replaced by quantized or adapted ones.
+            params: the base parameters, any leaves of which may be replaced by quantized or adapted
+                ones.
             latent: noisy latents, float32.
             conditioning: encoded prompts, one row per latent.
             time: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
             guidance: guidance scale for networks that take it as an input.
-            fp8_attention: whether softmax attention runs in FP8, only where `pipeline.attends_in_fp8`.
+            fp8_attention: whether softmax attention runs in FP8, only where
+                `pipeline.attends_in_fp8`.
         """
         time = jnp.broadcast_to(time, latent.shape[:1])
         return self.pipeline.velocity(
@@ -76,7 +79,8 @@ class Backbone:
     def encode(
         self, prompts: Sequence[str], max_tokens: int, *, negative: bool = False
     ) -> Conditioning:
-        """Encodes prompts, through the cache if there is one, and replicates the result on every device.
+        """Encodes prompts, through the cache if there is one, and replicates the result on every
+        device.
 
         Args:
             prompts: one or more prompts.
@@ -102,7 +106,8 @@ def load_backbone(
     tile: int | None = None,
     decoding: jnp.dtype | None = None,
 ) -> Backbone:
-    """Loads a pipeline onto a mesh. Text encoders are only checked; they load when a prompt is not in the cache.
+    """Loads a pipeline onto a mesh. Text encoders are only checked; they load when a prompt is not
+    in the cache.
 
     Args:
         model: an open pipeline, or a path for `open_model`.
@@ -111,7 +116,8 @@ def load_backbone(
         cache: `model.prompt_cache_dir`, the folder of encoded prompts; see `open_cache`.
         instruction: text before every prompt, for models that accept one.
         tile: side in pixels of the square tiles in which images are decoded; None: whole images.
-        decoding: dtype of the autoencoder; None: the dtype that it was released for, otherwise that of `precision`.
+        decoding: dtype of the autoencoder; None: the dtype that it was released for, otherwise that
+            of `precision`.
 
     Raises:
         InputError: the model is missing, incomplete or not supported, or lacks a requested feature.

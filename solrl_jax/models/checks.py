@@ -45,5 +45,6 @@ def check_attention(config: Config, pipeline: Pipeline) -> None:
     """
     if config.rollout.explore.attention == "fp8" and not pipeline.attends_in_fp8:
         raise InputError(
-            f"rollout.explore.attention=fp8: not available for {pipeline.kind}, whose attention is masked or linear"
+            f"rollout.explore.attention=fp8: not available for {pipeline.kind}, "
+            "whose attention is masked or linear"
         )

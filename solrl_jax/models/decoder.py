@@ -13,8 +13,8 @@ from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import sharding
 
-# Limits on the images that a device decodes at once, which bound its memory. They do not depend on the batch size, so
-# that no image depends on it either.
+# Limits on the images that a device decodes at once, which bound its memory. They do not depend on
+# the batch size, so that no image depends on it either.
 MAX_IMAGES = 4
 MAX_PIXELS = 2**21
 
@@ -32,8 +32,8 @@ class Decoder:
         params: parameters of the autoencoder.
         pipeline: the model that the autoencoder belongs to.
         dtype: dtype in which the autoencoder computes.
-        tile: side in pixels of the square tiles that are decoded one after another, which saves memory; None: whole
-            images.
+        tile: side in pixels of the square tiles that are decoded one after another, which saves
+            memory; None: whole images.
     """
 
     params: Params

@@ -1,4 +1,6 @@
-"""Finds and opens the model that `model.path` names: a directory, a repository of the hub, or an embedded pipeline."""
+"""Finds and opens the model that `model.path` names: a directory, a repository of the hub, or an
+embedded pipeline.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,8 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
 
     Args:
         path: see `find_model`.
-        remat: what the gradient of the transformer recomputes, a key of `models.layers.stack.REMAT`.
+        remat: what the gradient of the transformer recomputes, a key of
+            `models.layers.stack.REMAT`.
         mhla: replaces the linear attention of SANA; see `mhla_override`.
 
     Raises:
@@ -33,10 +36,12 @@ def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None)
 
 
 def mhla_override(model: Model) -> MhlaOverride | None:
-    """Returns the attention that a configuration sets in place of the model's own, an argument of `open_model`.
+    """Returns the attention that a configuration sets in place of the model's own, an argument of
+    `open_model`.
 
     Args:
-        model: the configuration section `model`. Its `attention`, `mhla_*`, `height` and `width` are read.
+        model: the configuration section `model`. Its `attention`, `mhla_*`, `height` and `width`
+            are read.
 
     Returns:
         None if `model.attention` is "default".
@@ -48,10 +53,12 @@ def mhla_override(model: Model) -> MhlaOverride | None:
 
 
 def find_model(path: str) -> Path:
-    """Returns the directory of a model. A repository of the hub is downloaded unless it is in the cache.
+    """Returns the directory of a model. A repository of the hub is downloaded unless it is in the
+    cache.
 
     Args:
-        path: a directory, `embedded:NAME` for a pipeline of this package, or OWNER/NAME of a repository of the hub.
+        path: a directory, `embedded:NAME` for a pipeline of this package, or OWNER/NAME of a
+            repository of the hub.
 
     Raises:
         InputError: there is no such model.
@@ -67,7 +74,8 @@ def find_model(path: str) -> Path:
     if folder.is_dir():
         if not (folder / "model_index.json").exists():
             raise InputError(
-                f"model.path={path!r}: has no model_index.json; expected the directory of a diffusers pipeline"
+                f"model.path={path!r}: has no model_index.json; "
+                "expected the directory of a diffusers pipeline"
             )
         return folder
     if hub.is_name(path):
@@ -78,10 +86,12 @@ def find_model(path: str) -> Path:
 
 
 def pipeline_files(files: Sequence[str]) -> list[str]:
-    """Selects the files of a hub repository that a pipeline needs: configurations, tokenizers and weights.
+    """Selects the files of a hub repository that a pipeline needs: configurations, tokenizers and
+    weights.
 
-    Repositories hold other files too: the same weights in another precision, as pickles, or in the layout of another
-    program. Those are at the top level, in a folder without a config, or have a variant in their name.
+    Repositories hold other files too: the same weights in another precision, as pickles, or in the
+    layout of another program. Those are at the top level, in a folder without a config, or have a
+    variant in their name.
 
     Args:
         files: paths of all files of the repository.

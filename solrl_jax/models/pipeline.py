@@ -1,8 +1,10 @@
-"""`Pipeline`: a text-to-image model as pure functions, opened from a directory in the layout of diffusers.
+"""`Pipeline`: a text-to-image model as pure functions, opened from a directory in the layout of
+diffusers.
 
-Such a directory has a `model_index.json` and one folder per component. A `Pipeline` holds network graphs, parameter
-shapes and functions, but no parameters: the caller loads these separately and chooses their dtype and sharding. Each
-model family has one subclass, in `models/<family>/pipeline.py`.
+Such a directory has a `model_index.json` and one folder per component. A `Pipeline` holds network
+graphs, parameter shapes and functions, but no parameters: the caller loads these separately and
+chooses their dtype and sharding. Each model family has one subclass, in
+`models/<family>/pipeline.py`.
 """
 
 import abc
@@ -18,7 +20,8 @@ from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.tensor_files import read_json
 from solrl_jax.models.loading.weights import Params
 
-# Tokenized prompts, the input of the text encoders, by name. Every array has a leading axis of prompts.
+# Tokenized prompts, the input of the text encoders, by name. Every array has a leading axis of
+# prompts.
 Tokens = dict[str, np.ndarray]
 # The same arrays inside a jitted function.
 TracedTokens = Mapping[str, Array | np.ndarray]
@@ -29,17 +32,19 @@ Conditioning = dict[str, Array]
 class Pipeline(abc.ABC):
     """What the rest of `solrl_jax` knows about a model.
 
-    Pipelines are compared by identity, because they are static arguments of jitted functions. Their attributes must not
-    change after the constructor.
+    Pipelines are compared by identity, because they are static arguments of jitted functions. Their
+    attributes must not change after the constructor.
 
     Attributes:
         kind: name of the pipeline class in `model_index.json`.
-        attends_in_fp8: whether the transformer's softmax attention can run in FP8 (`models/layers/attention_fp8.py`).
+        attends_in_fp8: whether the transformer's softmax attention can run in FP8
+            (`models/layers/attention_fp8.py`).
         accepts_instruction: whether `tokenize` accepts an instruction before the prompts.
-        linear_sigmas: whether diffusers' pipeline passes the sigmas `linspace(1, 1/n, n)` to its scheduler, instead of
-            using the scheduler's own.
+        linear_sigmas: whether diffusers' pipeline passes the sigmas `linspace(1, 1/n, n)` to its
+            scheduler, instead of using the scheduler's own.
         folder: the directory that the pipeline was opened from.
-        remat: what the gradient of the transformer recomputes, a key of `models.layers.stack.REMAT`.
+        remat: what the gradient of the transformer recomputes, a key of
+            `models.layers.stack.REMAT`.
         scheduler: contents of `scheduler/scheduler_config.json`.
         transformer: the denoising network.
         text_encoders: the text encoders by the names of their folders.
@@ -49,8 +54,8 @@ class Pipeline(abc.ABC):
         patch: side, in latent pixels, of the square that one transformer token stands for.
         default_size: height and width, in pixels, of the images that the model was made for.
         default_max_tokens: maximum number of prompt tokens when the user gives none.
-        embedded_guidance: whether the transformer takes the guidance scale as an input. Otherwise guidance needs a
-            second evaluation with a negative prompt.
+        embedded_guidance: whether the transformer takes the guidance scale as an input. Otherwise
+            guidance needs a second evaluation with a negative prompt.
         largest_side: largest height or width of an image in pixels; None: unlimited.
         vae_dtype: the only dtype that the autoencoder works in; None: any.
     """
@@ -80,7 +85,8 @@ class Pipeline(abc.ABC):
 
         Args:
             folder: directory of a diffusers pipeline of this kind.
-            remat: what the gradient of the transformer recomputes, a key of `models.layers.stack.REMAT`.
+            remat: what the gradient of the transformer recomputes, a key of
+                `models.layers.stack.REMAT`.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -120,7 +126,8 @@ class Pipeline(abc.ABC):
         Args:
             prompts: the texts; a negative prompt may be empty.
             max_tokens: number of tokens to which each prompt is padded or cut.
-            instruction: text for the language model before each prompt, only where `accepts_instruction`.
+            instruction: text for the language model before each prompt, only where
+                `accepts_instruction`.
 
         Returns:
             Arrays with one row per prompt.
@@ -151,8 +158,10 @@ class Pipeline(abc.ABC):
 
     @property
     def mu(self) -> Callable[[int, int], float] | None:
-        """The logarithm of the resolution-dependent schedule shift, as a function (number of steps, number of image
-        tokens); None: the formula of FLUX.1."""
+        """The formula of the resolution-dependent schedule shift, or None for that of FLUX.1.
+
+        A function (number of steps, number of image tokens) that gives the logarithm of the shift.
+        """
         return None
 
     def size_multiples(self) -> tuple[int, int]:
@@ -178,7 +187,8 @@ class Pipeline(abc.ABC):
             )
         if self.largest_side is not None and max(height, width) > self.largest_side:
             raise ValueError(
-                f"size {height}x{width}: this model supports up to {self.largest_side} pixels per side"
+                f"size {height}x{width}: this model supports up to {self.largest_side} pixels "
+                "per side"
             )
         return height // self.compression, width // self.compression, self.channels
 

@@ -1,4 +1,7 @@
-"""The supported pipelines by their class name in diffusers. A new model needs one file and one line in `PIPELINES`."""
+"""The supported pipelines by their class name in diffusers.
+
+A new model needs one file and one line in `PIPELINES`.
+"""
 
 from pathlib import Path
 
@@ -27,13 +30,14 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
 
     Args:
         folder: directory with a `model_index.json`.
-        remat: what the gradient of the transformer recomputes, a key of `models.layers.stack.REMAT`.
+        remat: what the gradient of the transformer recomputes, a key of
+            `models.layers.stack.REMAT`.
         mhla: replaces the linear attention of SANA; None keeps the model's own attention.
 
     Raises:
         FileNotFoundError: the directory or one of its files is missing.
-        ValueError: the pipeline or one of its components is not supported, or `mhla` is given for another model than
-            SANA.
+        ValueError: the pipeline or one of its components is not supported, or `mhla` is given for
+            another model than SANA.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")
@@ -46,6 +50,7 @@ def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None =
         return kind(folder, remat)
     if not issubclass(kind, SanaPipeline):
         raise ValueError(
-            f"model.attention=mhla: {folder} is a {name}; only SanaPipeline has linear attention to replace"
+            f"model.attention=mhla: {folder} is a {name}; "
+            "only SanaPipeline has linear attention to replace"
         )
     return kind(folder, remat, mhla)

@@ -292,8 +292,6 @@ def test_config_fields_and_defaults_are_diffusers():
             "block_out_channels.*multiples of norm_num_groups=32",
         ),
         ({"block_out_channels": []}, "block_out_channels.*multiples of norm_num_groups=32"),
-        ({"block_out_channels": 11 * [32]}, "block_out_channels.*a list of 1 to 10"),
-        ({"layers_per_block": 65}, "layers_per_block=65; accepted: up to 16, with 4 stages"),
         ({"latents_mean": [0.0] * 16}, "latents_mean.*accepted: None"),
         ({"layers_per_block": 0}, "layers_per_block=0.*a positive integer"),
         ({"latent_channels": 16.0}, "latent_channels=16.0.*a positive integer"),

@@ -158,7 +158,6 @@ def test_config_fields_and_defaults_are_diffusers():
     [
         ({"scaling_factor": 0.4}, r"unknown config field\(s\) \['scaling_factor'\]"),
         ({"patch_size": [4, 4]}, r"patch_size=\(4, 4\); accepted: \[2, 2\]"),
-        ({"batch_norm_eps": 0.0}, "batch_norm_eps=0.0; accepted: a number above 0"),
         (
             {"decoder_block_out_channels": [96, 192]},
             "decoder_block_out_channels=.*a list as long as block_out_channels",

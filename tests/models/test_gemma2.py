@@ -164,7 +164,7 @@ def test_bfloat16_follows_the_table():
 def test_released_size(fields):
     config = Gemma2Config.from_dict(fields)
     assert dataclasses.replace(config, layer_types=()) == Gemma2Config()
-    assert config.kinds == (SLIDING, FULL) * 13
+    assert config.attention_types == (SLIDING, FULL) * 13
     _, state = nnx.split(nnx.eval_shape(lambda: Gemma2Model(config, rngs=nnx.Rngs(0))))
     assert parameter_count(state) == 2_614_341_888
     with torch.device("meta"):
@@ -208,4 +208,4 @@ def test_fields_without_influence_are_passed_over():
         "use_cache": 1,
     }
     assert Gemma2Config.from_dict(SMALL | noise) == Gemma2Config.from_dict(SMALL)
-    assert Gemma2Config.from_dict(SMALL).kinds == (SLIDING, FULL, SLIDING)
+    assert Gemma2Config.from_dict(SMALL).attention_types == (SLIDING, FULL, SLIDING)

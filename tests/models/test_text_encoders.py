@@ -322,7 +322,7 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
     grid = build(
         small_config("unused", *flux, "rollout.true_cfg_scale=2", "rollout.guidance_scale=3.5")
     ).schedule(3)
-    assert (grid.guided, grid.guidance, grid.scale) == (True, 3.5, 2.0)
+    assert (grid.guided, grid.embedded_guidance, grid.guidance_scale) == (True, 3.5, 2.0)
     for overrides, message in [
         (
             ("model.vae_tile_size=10",),
@@ -334,7 +334,7 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
         ),
         (
             (*flux, f"model.instruction={tmp_path / 'instruction'}"),
-            "model.instruction: a FluxPipeline takes none",
+            "model.instruction: not supported by FluxPipeline; accepted: null",
         ),
         (
             ("rollout.true_cfg_scale=2",),

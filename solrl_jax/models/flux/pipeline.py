@@ -25,7 +25,10 @@ SAMPLE_SIZE = 128  # side of the latents that the model was made for; no release
 
 
 class FluxPipeline(Pipeline):
-    """FLUX.1-dev or FLUX.1-schnell. T5 encodes every token of the prompt, CLIP the prompt as a whole."""
+    """FLUX.1-dev or FLUX.1-schnell.
+
+    T5 encodes every token of the prompt, CLIP the prompt as a whole.
+    """
 
     kind = "FluxPipeline"
     attends_in_fp8 = True

@@ -28,8 +28,9 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 def empirical_mu(steps: int, tokens: int) -> float:
     """Returns the logarithm of FLUX.2's schedule shift, as `compute_empirical_mu` of diffusers.
 
-    For 10 and for 200 steps, mu is linear in the number of image tokens. In between, it is linear in the number of steps.
-    Above 4300 tokens, the line for 200 steps (which is that of FLUX.1) is used for any number of steps.
+    For 10 and for 200 steps, mu is linear in the number of image tokens. In between, it is linear
+    in the number of steps. Above 4300 tokens, the line for 200 steps (which is that of FLUX.1) is
+    used for any number of steps.
 
     Args:
         steps: number of sampling steps.
@@ -46,7 +47,8 @@ def empirical_mu(steps: int, tokens: int) -> float:
 class Flux2KleinPipeline(Pipeline):
     """FLUX.2-klein, 4B or 9B, distilled or base. Hidden states of Qwen3 are the text.
 
-    The distilled models have their guidance built in: it needs neither a scale nor a second evaluation.
+    The distilled models have their guidance built in: it needs neither a scale nor a second
+    evaluation.
     """
 
     kind = "Flux2KleinPipeline"

@@ -1,4 +1,6 @@
-"""`Component`: one network of a pipeline or of a reward, with the released files that hold its parameters."""
+"""`Component`: one network of a pipeline or of a reward, with the released files that hold its
+parameters.
+"""
 
 import dataclasses
 import functools
@@ -23,14 +25,16 @@ from solrl_jax.models.loading.weights import (
     parameter_table,
 )
 
-# A function (files, abstract state) -> (parameter table of the network, the position of each of its tensors by name). It
-# reads headers of files only, and raises ValueError for tensors that do not fit the network.
+# A function (files, abstract state) -> (parameter table of the network, the position of each of its
+# tensors by name). It reads headers of files only, and raises ValueError for tensors that do not
+# fit the network.
 TensorLocator = Callable[[Path, nnx.State], tuple[list[ParameterEntry], dict[str, StoredTensor]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """A network without its parameters. `load` reads the parameters; `component(params)` is the callable network.
+    """A network without its parameters. `load` reads the parameters; `component(params)` is the
+    callable network.
 
     Attributes:
         graphdef: static structure of the network.
@@ -53,7 +57,8 @@ class Component:
     ) -> "Component":
         """Makes a component of the network that `build` constructs.
 
-        The construction is only traced for its shapes: no parameter is computed and no file is read.
+        The construction is only traced for its shapes: no parameter is computed and no file is
+        read.
 
         Args:
             source: a directory with safetensors files, or one safetensors file.
@@ -81,11 +86,13 @@ class Component:
 
         Args:
             dtype: dtype that the parameters are cast to.
-            place: gives the sharding of a parameter from its path and shape; None: JAX's default device.
+            place: gives the sharding of a parameter from its path and shape; None: JAX's default
+                device.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: tensors do not fit; the message lists all of them. Nothing has been placed on a device then.
+            ValueError: tensors do not fit; the message lists all of them. Nothing has been placed
+                on a device then.
         """
         table, stored = self.locate(self.source, self.state)
         return load_tensors(table, stored, dtype, place)

@@ -1,7 +1,8 @@
-"""The files of a component: its JSON configuration, its safetensors files, and rows of the tensors in them.
+"""The files of a component: its JSON configuration, its safetensors files, and rows of the tensors
+in them.
 
-Tensors are read into small buffers. With a memory map, as safetensors offers, every page that was read would count as
-memory of the process, which would end up holding the whole file.
+Tensors are read into small buffers. With a memory map, as safetensors offers, every page that was
+read would count as memory of the process, which would end up holding the whole file.
 """
 
 import dataclasses
@@ -41,7 +42,8 @@ class StoredTensor:
     start: int
 
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the rows `first` to `last` (exclusive) of the leading axis in blocks, as (index of the first row, block).
+        """Yields the rows `first` to `last` (exclusive) of the leading axis in blocks, as (index of
+        the first row, block).
 
         Each block overwrites the memory of the one before. A tensor without axes counts as one row.
         """
@@ -107,7 +109,8 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a component: one file, or those that an index of shards names.
+    """Returns the safetensors files of a component: one file, or those that an index of shards
+    names.
 
     Variants (see `without_variants`) are used only if there is nothing else.
 
@@ -148,9 +151,11 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def without_variants(names: Iterable[str]) -> list[str]:
-    """Returns the names of safetensors files and their indices, sorted, without variants if there are others.
+    """Returns the names of safetensors files and their indices, sorted, without variants if there
+    are others.
 
-    A variant, such as `model.fp16.safetensors`, holds the same weights in another precision, or an average of them.
+    A variant, such as `model.fp16.safetensors`, holds the same weights in another precision, or an
+    average of them.
 
     Args:
         names: names of all files in a folder.
@@ -165,7 +170,9 @@ def without_variants(names: Iterable[str]) -> list[str]:
 
 
 def _variant(name: str) -> str:
-    """Returns the variant in a file name: `fp16` of `model.fp16-00001-of-00002.safetensors`; "" if there is none."""
+    """Returns the variant in a file name: `fp16` of `model.fp16-00001-of-00002.safetensors`; "" if
+    there is none.
+    """
     _, *parts = name.split(".")
     variants = [part for part in parts if part not in ("safetensors", "index", "json")]
     return ".".join(part.split("-")[0] for part in variants)

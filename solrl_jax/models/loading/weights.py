@@ -1,17 +1,20 @@
 """Parameters from released files: a bijection between our parameters and the tensors of PyTorch.
 
-Every parameter of a network carries metadata (`models.layers.parameter.param`): the last part of its name in PyTorch, and the
-order of its axes there. Its path in our tree gives the rest of the name. From these, `parameter_table` derives one table
-per network, with one `ParameterEntry` per parameter: our path, the PyTorch names, and the shape. The mapping is a
-bijection:
+Every parameter of a network carries metadata (`models.layers.parameter.param`): the last part of
+its name in PyTorch, and the order of its axes there. Its path in our tree gives the rest of the
+name. From these, `parameter_table` derives one table per network, with one `ParameterEntry` per
+parameter: our path, the PyTorch names, and the shape. The mapping is a bijection:
 
-* Our networks have the module names of PyTorch, so the name of a tensor is the path of its parameter, joined by dots.
+* Our networks have the module names of PyTorch, so the name of a tensor is the path of its
+  parameter, joined by dots.
 * A stack of n equal layers is one parameter with a leading axis of n here, and n tensors there.
-* `OUR_AXES` lists the permutations of axes: for instance, a linear layer is [in, out] here and [out, in] there.
+* `OUR_AXES` lists the permutations of axes: for instance, a linear layer is [in, out] here and
+  [out, in] there.
 
-Loading has two steps. `locate_tensors` compares the table with the headers of the files, and reports all tensors that are
-missing, unexpected or of another shape at once. `load_tensors` then reads each tensor and sends it to the devices that
-hold a part of it, so that only small parameters are ever whole in host memory.
+Loading has two steps. `locate_tensors` compares the table with the headers of the files, and
+reports all tensors that are missing, unexpected or of another shape at once. `load_tensors` then
+reads each tensor and sends it to the devices that hold a part of it, so that only small parameters
+are ever whole in host memory.
 """
 
 import dataclasses
@@ -53,15 +56,16 @@ CHUNK_BYTES = 2**28
 # The layout "same" keeps the order.
 OUR_AXES = {"linear": (1, 0), "pointwise": (1, 0), "conv": (3, 2, 0, 1)}
 
-# Tensors of older files that may be there but add nothing, if the network has the parameter on the right: the positions
-# are 0, 1, 2, ..., and the encoder of T5 shares its token table.
+# Tensors of older files that may be there but add nothing, if the network has the parameter on the
+# right: the positions are 0, 1, 2, ..., and the encoder of T5 shares its token table.
 REDUNDANT = {
     "text_model.embeddings.position_ids": "text_model.embeddings.position_embedding.weight",
     "vision_model.embeddings.position_ids": "vision_model.embeddings.position_embedding.weight",
     "encoder.embed_tokens.weight": "shared.weight",
 }
-# Prefixes common to all names of a network that its files may leave out: transformers 5 saves `CLIPTextModel` without
-# "text_model.", and a language model may be saved with or without the "model." of the class that adds a head.
+# Prefixes common to all names of a network that its files may leave out: transformers 5 saves
+# `CLIPTextModel` without "text_model.", and a language model may be saved with or without the
+# "model." of the class that adds a head.
 OPTIONAL_PREFIXES = ("text_model.", "model.")
 # Tensors that the files of an autoencoder hold and that its decoder does not use.
 ENCODER_PREFIXES = ("encoder.", "quant_conv.", "bn.num_batches_tracked")
@@ -77,7 +81,8 @@ class ParameterEntry:
         layout: "same" or a key of `OUR_AXES`.
         shape: shape of one tensor, in our order of axes.
         stacked: whether the parameter has a leading axis of layers.
-        start: initial value (function, *arguments) of a parameter that files may lack (`models.layers.parameter.param`).
+        start: initial value (function, *arguments) of a parameter that files may lack
+            (`models.layers.parameter.param`).
         bounds: interval that training keeps the values in; None: unbounded.
     """
 
@@ -110,7 +115,8 @@ def parameter_table(state: nnx.State) -> list[ParameterEntry]:
     """Returns the table of a network's parameters.
 
     Args:
-        state: state of the network, abstract or not. Its parameters carry the metadata of `models.layers.parameter.param`.
+        state: state of the network, abstract or not. Its parameters carry the metadata of
+            `models.layers.parameter.param`.
     """
     table = []
     for path, variable in nnx.to_flat_state(state):
@@ -118,7 +124,8 @@ def parameter_table(state: nnx.State) -> list[ParameterEntry]:
         shape = tuple(variable.get_value().shape)
         depth = metadata["below_stack"]
         if depth:
-            # The index of the layer follows the name of the list: text.layers.attn.weight is text.layers.3.attn.weight.
+            # The index of the layer follows the name of the list: text.layers.attn.weight is
+            # text.layers.3.attn.weight.
             list_path = path[:-depth]
             inner_path = path[-depth:-1]
             first = metadata["first_layer"]
@@ -158,12 +165,13 @@ def locate_tensors(
         unused: prefixes of tensors that the files hold and the network does not use.
 
     Returns:
-        The table of the network, and the position of each of its tensors by name: the arguments of `load_tensors`.
+        The table of the network, and the position of each of its tensors by name: the arguments of
+        `load_tensors`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: tensors are missing, unexpected, of another shape, stored twice or not floating-point. The message
-            lists all of them.
+        ValueError: tensors are missing, unexpected, of another shape, stored twice or not
+            floating-point. The message lists all of them.
     """
     files = [source] if source.is_file() else weight_files(source)
     stored_names = {tensor.name for file in files for tensor in read_header(file)}
@@ -187,7 +195,9 @@ locate_decoder_tensors = functools.partial(locate_tensors, unused=ENCODER_PREFIX
 def _without_optional_prefix(
     table: list[ParameterEntry], stored_names: set[str]
 ) -> list[ParameterEntry]:
-    """Returns the table with the spelling of the files: without a prefix of `OPTIONAL_PREFIXES` that they leave out."""
+    """Returns the table with the spelling of the files: without a prefix of `OPTIONAL_PREFIXES`
+    that they leave out.
+    """
     for prefix in OPTIONAL_PREFIXES:
         in_table = all(name.startswith(prefix) for entry in table for name in entry.names)
         in_files = any(name.startswith(prefix) for name in stored_names)
@@ -219,8 +229,8 @@ def match_tensors(
         The position of every tensor in the files, by name.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape, stored twice or not floating-point. The message
-            lists all of them.
+        ValueError: tensors are missing, unexpected, of another shape, stored twice or not
+            floating-point. The message lists all of them.
     """
     stored: dict[str, StoredTensor] = {}
     problems = []
@@ -257,16 +267,18 @@ def load_tensors(
     dtype: DTypeLike,
     place: Placement | None = None,
 ) -> Params:
-    """Reads the parameters of a table. Each tensor goes at once to the devices that hold a part of it.
+    """Reads the parameters of a table. Each tensor goes at once to the devices that hold a part of
+    it.
 
-    Host memory holds no more than `CHUNK_BYTES` at a time, or one tensor if that is larger. A process reads only those
-    rows of a file that its own devices hold.
+    Host memory holds no more than `CHUNK_BYTES` at a time, or one tensor if that is larger. A
+    process reads only those rows of a file that its own devices hold.
 
     Args:
         table: parameters to read.
         stored: position of each tensor by name. A parameter with an initial value may be missing.
         dtype: dtype that the parameters are cast to.
-        place: gives the sharding of a parameter from its path and shape; None: JAX's default device.
+        place: gives the sharding of a parameter from its path and shape; None: JAX's default
+            device.
     """
     dtype = jnp.dtype(dtype)
     return unflatten_dict(
@@ -280,7 +292,10 @@ def load_parameter(
     dtype: np.dtype,
     place: Placement | None,
 ) -> jax.Array:
-    """Reads one parameter, or initialises it if the files lack it. The arguments are those of `load_tensors`."""
+    """Reads one parameter, or initialises it if the files lack it.
+
+    The arguments are those of `load_tensors`.
+    """
     if entry.start is not None and entry.names[0] not in stored:
         initialise, *arguments = entry.start
         value = np.broadcast_to(initialise(*arguments), entry.full_shape)
@@ -297,7 +312,8 @@ def load_parameter(
     shard_shape = sharding.shard_shape(entry.full_shape)
     rows = shard_shape[0]
     step = rows
-    # With another layout, the leading axis is not the leading one in the file, and each chunk would read the whole file.
+    # With another layout, the leading axis is not the leading one in the file, and each chunk would
+    # read the whole file.
     if entry.stacked or entry.layout == "same":
         local_shards = len(_local_shards(entry, sharding))
         local_bytes = local_shards * math.prod(shard_shape) * dtype.itemsize
@@ -318,7 +334,9 @@ def _load_rows(
     sharding: NamedSharding,
     rows: slice,
 ) -> jax.Array:
-    """Returns an array that holds, on each device, these leading rows of the device's shard of the parameter."""
+    """Returns an array that holds, on each device, these leading rows of the device's shard of the
+    parameter.
+    """
     shards = _local_shards(entry, sharding)
     regions = [(region[0][rows], *region[1:]) if region else region for region in shards]
     pieces = []
@@ -338,7 +356,9 @@ def _load_rows(
 def _write_rows(
     array: jax.Array, chunk: jax.Array, start: jax.Array | np.int32, sharding: NamedSharding
 ) -> jax.Array:
-    """Writes, on each device, the shard of `chunk` into the shard of `array` from row `start` on, in place."""
+    """Writes, on each device, the shard of `chunk` into the shard of `array` from row `start` on,
+    in place.
+    """
     spec = sharding.spec
     write = jax.shard_map(
         functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0),
@@ -410,8 +430,9 @@ def _read_tensor(
     last = max(region[0].stop for region, _ in views)
     for start, rows in tensor.rows(first, last):
         stop = start + len(rows)
-        # Casting first and then reordering is several times faster than one assignment that does both. Values beyond the
-        # range of `dtype` become infinite without a warning: non-finite images are reported later.
+        # Casting first and then reordering is several times faster than one assignment that does
+        # both. Values beyond the range of `dtype` become infinite without a warning: non-finite
+        # images are reported later.
         with np.errstate(over="ignore"):
             block = rows.astype(dtype, copy=False)
         for (wanted, *columns), view in views:
@@ -438,7 +459,9 @@ def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
 
 
 def region_in_torch(region: Region, layout: str) -> Region:
-    """Returns the region of the PyTorch tensor that holds this region of our parameter; see `to_torch_order`."""
+    """Returns the region of the PyTorch tensor that holds this region of our parameter; see
+    `to_torch_order`.
+    """
     if layout == "same":
         return region
     permuted = tuple(region[axis] for axis in OUR_AXES[layout])

@@ -1,4 +1,6 @@
-"""SANA as a pipeline: prompt encoding, velocity and decoding as in diffusers' `SanaPipeline` (arXiv 2410.10629)."""
+"""SANA as a pipeline: prompt encoding, velocity and decoding as in diffusers' `SanaPipeline` (arXiv
+2410.10629).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +30,8 @@ MAX_TOKENS = 300
 
 @dataclasses.dataclass(frozen=True)
 class MhlaOverride:
-    """A request to replace the linear attention among image tokens by MHLA (`models/layers/mhla.py`).
+    """A request to replace the linear attention among image tokens by MHLA
+    (`models/layers/mhla.py`).
 
     Attributes:
         mhla: number of blocks and variant.
@@ -46,7 +49,8 @@ class SanaPipeline(Pipeline):
     accepts_instruction = True
 
     def __init__(self, folder: Path, remat: str = "none", mhla: MhlaOverride | None = None):
-        """Opens a directory in the layout of `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`.
+        """Opens a directory in the layout of
+        `Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers`.
 
         Args:
             folder: see `Pipeline`.
@@ -108,7 +112,9 @@ class SanaPipeline(Pipeline):
         self.default_max_tokens = min(MAX_TOKENS, limit)
 
     def size_multiples(self) -> tuple[int, int]:
-        """Returns the multiples of pixels for heights and widths: whole tokens, and with MHLA whole blocks."""
+        """Returns the multiples of pixels for heights and widths: whole tokens, and with MHLA whole
+        blocks.
+        """
         rows, columns = super().size_multiples()
         return rows * self.blocks[0], columns * self.blocks[1]
 
@@ -134,20 +140,21 @@ class SanaPipeline(Pipeline):
     ) -> Tokens:
         """Tokenizes prompts in lower case, stripped of surrounding spaces and padded on the right.
 
-        With an instruction, Gemma reads it before each prompt, but the transformer sees only the first token and the
-        last `max_tokens - 1` ones. The released instruction is the default of `complex_human_instruction` of diffusers'
-        `SanaPipeline` (`chi_prompt` in the authors' configurations); its lines are joined by line breaks.
+        With an instruction, Gemma reads it before each prompt, but the transformer sees only the
+        first token and the last `max_tokens - 1` ones. The released instruction is the default of
+        `complex_human_instruction` of diffusers' `SanaPipeline` (`chi_prompt` in the authors'
+        configurations); its lines are joined by line breaks.
 
         Returns:
-            "ids" and "mask" of all tokens, and "kept" [prompts, max_tokens]: positions of the tokens that the
-            transformer sees.
+            "ids" and "mask" of all tokens, and "kept" [prompts, max_tokens]: positions of the
+            tokens that the transformer sees.
         """
         texts = [prompt.lower().strip() for prompt in prompts]
         length = max_tokens
         if instruction is not None:
             texts = [instruction + text for text in texts]
-            # The prompt reuses two of the instruction's tokens: the one that begins every text, and the last one, which
-            # may become one token with the first letters of the prompt.
+            # The prompt reuses two of the instruction's tokens: the one that begins every text, and
+            # the last one, which may become one token with the first letters of the prompt.
             length += count_tokens(self.tokenizer, instruction) - 2
         tokens = tokenize(self.tokenizer, texts, length, padding_side="right")
         last = np.arange(length - max_tokens + 1, length)

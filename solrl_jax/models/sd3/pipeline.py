@@ -34,7 +34,9 @@ class StableDiffusion3Pipeline(Pipeline):
     attends_in_fp8 = True
 
     def __init__(self, folder: Path, remat: str = "none"):
-        """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`; see `Pipeline`."""
+        """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`; see
+        `Pipeline`.
+        """
         super().__init__(folder, remat)
         config = SD3Config.read(folder / "transformer")
         vae_config = AutoencoderKLConfig.read(folder / "vae")
@@ -66,15 +68,17 @@ class StableDiffusion3Pipeline(Pipeline):
         self.largest_side = config.pos_embed_max_size * config.patch_size * self.compression
 
     def _open_text_encoders(self) -> None:
-        """Sets `text_encoders` and `clip_tokens`, and checks text encoders and tokenizers against the transformer."""
+        """Sets `text_encoders` and `clip_tokens`, and checks text encoders and tokenizers against
+        the transformer.
+        """
         folder = self.folder
         text_width = self.config.joint_attention_dim
         clips = {name: CLIPTextConfig.read(folder / name) for name in CLIPS}
         clip_width = sum(clip.hidden_size for clip in clips.values())
         if text_width < clip_width:
             raise ValueError(
-                f"{folder}: transformer joint_attention_dim={text_width}; accepted: at least {clip_width}, "
-                "the hidden_size of both CLIPs"
+                f"{folder}: transformer joint_attention_dim={text_width}; "
+                f"accepted: at least {clip_width}, the hidden_size of both CLIPs"
             )
         check_equal(
             folder,
@@ -121,7 +125,10 @@ class StableDiffusion3Pipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts for each text encoder. `max_tokens` is the length for T5; CLIP's is fixed."""
+        """Tokenizes prompts for each text encoder.
+
+        `max_tokens` is the length for T5; CLIP's is fixed.
+        """
         tokens = {T5: np.zeros((len(prompts), max_tokens), "int32")}
         for name in self.text_encoders:
             length = max_tokens if name == T5 else self.clip_tokens
@@ -131,8 +138,9 @@ class StableDiffusion3Pipeline(Pipeline):
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
         """Returns "text" [b, l, d] and "pooled" [b, e].
 
-        The text is a sequence of the CLIP tokens (both CLIPs concatenated along the features and padded with zeros to
-        width d), followed by the T5 tokens. Without T5, zeros take the place of its tokens, as in diffusers.
+        The text is a sequence of the CLIP tokens (both CLIPs concatenated along the features and
+        padded with zeros to width d), followed by the T5 tokens. Without T5, zeros take the place
+        of its tokens, as in diffusers.
         """
         clips = [self.text_encoders[name](params[name])(tokens[name]) for name in CLIPS]
         clip_text = jnp.concatenate([clip.penultimate for clip in clips], axis=-1)

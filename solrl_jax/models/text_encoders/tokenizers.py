@@ -1,4 +1,7 @@
-"""The tokenizers of released pipelines and rewards, loaded by transformers. They need no PyTorch."""
+"""The tokenizers of released pipelines and rewards, loaded by transformers.
+
+They need no PyTorch.
+"""
 
 import dataclasses
 import functools
@@ -52,7 +55,8 @@ def load_tokenizer(folder: Path) -> Any:
 class NoVocabulary:
     """Stands in for a tokenizer in plans, where only its maximum length is known.
 
-    It has the interface of a transformers tokenizer that is used here. Every text becomes zeros of the right shape.
+    It has the interface of a transformers tokenizer that is used here. Every text becomes zeros of
+    the right shape.
 
     Attributes:
         model_max_length: maximum number of tokens of a text.
@@ -101,7 +105,8 @@ def tokenize(
         options: further keyword arguments of the transformers tokenizer, such as `padding_side`.
 
     Returns:
-        "ids" [texts, length], int32, and "mask" [texts, length], bool, true on tokens and false on padding.
+        "ids" [texts, length], int32, and "mask" [texts, length], bool, true on tokens and false on
+        padding.
 
     Raises:
         InputError: the length is not possible, or the tokenizer fails.
@@ -188,7 +193,8 @@ def check_vocabulary(folder: Path, size: int) -> None:
     largest = max(load_tokenizer(folder).get_vocab().values(), default=0)
     if largest >= size:
         raise ValueError(
-            f"{folder}: has a token {largest}; accepted: below {size}, the vocab_size of its text encoder"
+            f"{folder}: has a token {largest}; accepted: below {size}, "
+            "the vocab_size of its text encoder"
         )
 
 

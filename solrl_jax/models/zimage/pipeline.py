@@ -1,6 +1,8 @@
-"""Z-Image as a pipeline: prompt encoding, velocity and decoding as in diffusers' `ZImagePipeline` (arXiv 2511.22699).
+"""Z-Image as a pipeline: prompt encoding, velocity and decoding as in diffusers' `ZImagePipeline`
+(arXiv 2511.22699).
 
-Diffusers' guidance for Z-Image is `v + s (v - v_negative)`. A `guidance_scale` of s there is 1 + s here.
+Diffusers' guidance for Z-Image is `v + s (v - v_negative)`. A `guidance_scale` of s there is 1 + s
+here.
 """
 
 from collections.abc import Sequence
@@ -92,14 +94,16 @@ class ZImagePipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes each prompt as a user's turn of a chat. The template's tokens count towards `max_tokens`.
+        """Tokenizes each prompt as a user's turn of a chat. The template's tokens count towards
+        `max_tokens`.
 
         Raises:
             InputError: the transformer has fewer text positions than `max_tokens`.
         """
         if max_tokens > self.config.most_tokens:
             raise InputError(
-                f"{max_tokens} tokens per prompt: this model supports up to {self.config.most_tokens}"
+                f"{max_tokens} tokens per prompt: this model supports up to "
+                f"{self.config.most_tokens}"
             )
         texts = chat(self.tokenizer, prompts, enable_thinking=True)
         return tokenize(self.tokenizer, texts, max_tokens, padding_side="right")
