@@ -125,7 +125,7 @@ def test_it_is_refused_where_attention_has_a_mask():
         check_attention(config, pipelines[name])
     with pytest.raises(
         InputError,
-        match=r"^rollout\.explore\.attention=fp8: SanaPipeline attends with a mask, for which there is none",
+        match=r"^rollout\.explore\.attention=fp8: not available for SanaPipeline",
     ):
         check_attention(config, pipelines["tiny-sana"])
     check_attention(resolve("tiny"), pipelines["tiny-sana"])

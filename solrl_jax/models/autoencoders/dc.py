@@ -106,6 +106,8 @@ class AutoencoderDCConfig(ReleasedConfig):
                 )
             if kind in ACCEPTED:
                 self.require_one_of(name, ACCEPTED[kind])
+            if kind == "layers_per_block":
+                self.require(min(getattr(self, name)) > 0, name, "one layer or more per stage")
             if kind == "qkv_multiscales":
                 odd = all(size % 2 for sizes in getattr(self, name) for size in sizes)
                 self.require(odd, name, "odd kernel sizes")

@@ -117,7 +117,8 @@ class ReleasedConfig:
         for name, value in fields.items():
             if name in types:
                 value = _as_tuple(value)
-                if not _matches(value, types[name]):
+                not_positive = type(value) is int and value < 1
+                if not_positive or not _matches(value, types[name]):
                     raise unsupported(cls.network, name, value, _describe(types[name]))
                 values[name] = value
         return cls(**values)
@@ -182,7 +183,7 @@ def _as_tuple(value: Any) -> Any:
 def _matches(value: Any, annotation: Any) -> bool:
     """Whether a value is of the annotated type.
 
-    An integer is also a float; a bool is neither; `int` is positive.
+    An integer is also a float; a bool is neither.
     """
     if isinstance(annotation, UnionType):
         return any(_matches(value, option) for option in get_args(annotation))
@@ -191,8 +192,6 @@ def _matches(value: Any, annotation: Any) -> bool:
         return isinstance(value, tuple) and all(_matches(v, item) for v in value)
     if annotation is float:
         return type(value) in (float, int)
-    if annotation is int:
-        return type(value) is int and value > 0
     return type(value) is (type(None) if annotation is None else annotation)
 
 
@@ -201,7 +200,7 @@ def _describe(annotation: Any) -> str:
     if isinstance(annotation, UnionType):
         return " or ".join(map(_describe, get_args(annotation)))
     if get_args(annotation):
-        items = {int: "positive integers", str: "strings"}
+        items = {int: "integers", str: "strings"}
         return "a list of " + items.get(get_args(annotation)[0], "lists")
     names = {int: "a positive integer", bool: "True, False", float: "a number", str: "a string"}
     return names.get(annotation, "None")
