@@ -43,7 +43,7 @@ class Cache:
         if not self.has(key):
             return None
         try:
-            with safe_open(self._entry(key), "numpy") as file:
+            with safe_open(self.entry_path(key), "numpy") as file:
                 names = file.keys()
                 encoding = {name: file.get_tensor(name) for name in names}
                 metadata = file.metadata()
@@ -53,7 +53,7 @@ class Cache:
 
     def has(self, key: str) -> bool:
         """Whether there is an entry of a key, damaged or not."""
-        return self._entry(key).is_file()
+        return self.entry_path(key).is_file()
 
     def write(self, key: str, encoding: Encoding) -> None:
         """Writes the entry of a key.
@@ -62,8 +62,8 @@ class Cache:
             RunError: the disk is full or cannot be written.
         """
         arrays = {name: np.ascontiguousarray(x) for name, x in encoding.items()}
-        with writing(self._entry(key)):
-            _replace(self._entry(key), save(arrays, {"sha256": _checksum(arrays, key)}))
+        with writing(self.entry_path(key)):
+            _replace(self.entry_path(key), save(arrays, {"sha256": _checksum(arrays, key)}))
 
     def digest(self, file: Path) -> str:
         """Returns the SHA-256 of a file's content.
@@ -105,7 +105,8 @@ class Cache:
                 f"({disk_reason(error)}); name another directory, or null for none"
             ) from error
 
-    def _entry(self, key: str) -> Path:
+    def entry_path(self, key: str) -> Path:
+        """Returns the file of a key's entry, whether it exists or not."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
 
