@@ -104,7 +104,7 @@ def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
     np.testing.assert_allclose(
         grid.table, solver_table("flow_sde", make_sigmas("linear", 10, 1.0, 1024), 0.7), rtol=1e-6
     )
-    quiet = Schedule.from_config(SDE, 28, 1024, True, start=None)
+    quiet = Schedule.from_config(SDE, 28, 1024, True, noise_start=None)
     np.testing.assert_array_equal(
         quiet.table, solver_table("flow_sde", make_sigmas("linear", 28, 1.0, 1024))
     )
@@ -119,8 +119,8 @@ def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
 def test_a_window_is_as_noisy_on_fewer_steps():
     """Full steps 3 to 6 of ten, sigma 0.7 to 0.3; of five steps the second has half of its length in it."""
     window = dataclasses.replace(SDE, sde_window_size=4)
-    full = Schedule.from_config(window, 10, 1024, True, start=3)
-    coarse = Schedule.from_config(window, 5, 1024, True, start=3)
+    full = Schedule.from_config(window, 10, 1024, True, noise_start=3)
+    coarse = Schedule.from_config(window, 5, 1024, True, noise_start=3)
     assert (full.table[:, 4] > 0).tolist() == [3 <= i < 7 for i in range(10)]
     assert (coarse.table[:, 4] > 0).tolist() == [False, True, True, True, False]
     whole = solver_table("flow_sde", make_sigmas("linear", 5, 1.0, 1024), 0.7)
