@@ -84,8 +84,12 @@ class Schedule:
             noisy[noise_start : noise_start + (rollout.sde_window_size or len(noisy))] = 1.0
         # A coarse step of which the full schedule makes only a part noisy has a proportionally
         # lower noise level.
-        noise_levels = rollout.noise_level * np.sqrt(overlap(sigmas, full) @ noisy / -np.diff(sigmas))
-        full_std = solver_table(rollout.solver, full, rollout.noise_level * noisy)[:, 4].astype(np.float64)
+        noise_levels = rollout.noise_level * np.sqrt(
+            overlap(sigmas, full) @ noisy / -np.diff(sigmas)
+        )
+        full_std = solver_table(rollout.solver, full, rollout.noise_level * noisy)[:, 4].astype(
+            np.float64
+        )
         scale = rollout.true_cfg_scale if embedded_guidance else rollout.guidance_scale
         schedule = cls.from_sigmas(
             sigmas,

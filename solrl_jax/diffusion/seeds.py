@@ -109,7 +109,7 @@ def normal(
         An array of float32 with shape [b, *shape].
     """
 
-    def draw_one(seed: Array, number: Any) -> Array:
+    def draw_one(seed: Any, number: Any) -> Array:
         return jax.random.normal(_stream_key(seed, name, number), shape, jnp.float32)
 
     per_seed = draw is not None and np.ndim(draw) > 0
@@ -125,7 +125,7 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
         count: How many numbers are put in order.
     """
 
-    def permutation(seed: Array) -> Array:
+    def permutation(seed: Any) -> Array:
         return jax.random.permutation(_stream_key(seed, name, None), count)
 
     return jax.vmap(permutation)(seeds)

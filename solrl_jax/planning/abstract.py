@@ -32,6 +32,7 @@ from solrl_jax.rl.experiment import (
     read_instruction,
     select_parameters,
 )
+from solrl_jax.rl.objective import load_objective
 from solrl_jax.storage import hub
 
 
@@ -58,6 +59,7 @@ def open_configurations(
 
 def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh) -> Experiment:
     """The parts of a run on `mesh`, whose devices are like `device`. Every array is a ShapeDtypeStruct. Raises InputError."""
+    load_objective(config.algorithm.objective)  # imports an objective outside the package
     model = config.model
     dtype = DTYPES[config.rollout.precision]
     rows = sharding.rows_only(mesh)

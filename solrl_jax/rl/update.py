@@ -23,7 +23,7 @@ from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
-from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, find_objective
+from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, load_objective
 from solrl_jax.rl.state import TrainState, make_optimizer
 from solrl_jax.rl.trainable.trainable import Trainable, attach, within_bounds
 
@@ -88,7 +88,7 @@ def update(
             chosen, jnp.argsort(jnp.asarray(grid.table)[chosen, 4] == 0, axis=1), axis=1
         )
     chosen = chosen[:, :slots]
-    objective = objective or find_objective(config.algorithm.objective)
+    objective = objective or load_objective(config.algorithm.objective)
     problem = _Problem(backbone, config, base, state.old, batch, grid, objective, chosen)
     terms = jnp.arange(rows * slots).reshape(config.optimizer.steps_per_iteration, -1)
     state, metrics = jax.lax.scan(partial(_optimizer_step, problem), state, terms)

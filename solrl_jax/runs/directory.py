@@ -16,7 +16,7 @@ from solrl_jax.models.backbone import Backbone
 from solrl_jax.config.overrides import text_override
 from solrl_jax.config.presets import override, preset_names, resolve
 from solrl_jax.config.serialization import from_yaml
-from solrl_jax.config.schema import Config, Reward
+from solrl_jax.config.schema import Config, Reward, is_plugin
 from solrl_jax.config.values import ConfigError
 from solrl_jax.rl.trainable.trainable import Trainable, find_targets
 from solrl_jax.rl.state import abstract_state, read_start
@@ -51,12 +51,21 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
         if not trust and (foreign := sorted(_outside(config.reward) - said)):
             how = "add --trust-run if you trust whoever wrote it, or name the rewards yourself: reward.weights={NAME: 1}"
             raise InputError(f"{target}: scores with {', '.join(foreign)}, which it brings from outside the package; {how}")
+        objective = config.algorithm.objective
+        if not trust and is_plugin(objective) and not _names_objective(overrides):
+            how = "add --trust-run if you trust whoever wrote it, or name an objective of the package: objective=nft"
+            raise InputError(f"{target}: trains with {objective}, which it brings from outside the package; {how}")
         return config, Path(target)
     if target in preset_names():
         return resolve(target, overrides), None
     if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):
         raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
     return resolve(preset, (text_override("model.path", target), *overrides)), None
+
+
+def _names_objective(overrides: tuple[str, ...]) -> bool:
+    """Whether the command line itself chooses the objective, so that it does not come from the run directory."""
+    return any(override.partition("=")[0] in ("objective", "algorithm.objective") for override in overrides)
 
 
 def _outside(reward: Reward) -> set[str]:

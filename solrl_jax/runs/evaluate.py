@@ -197,6 +197,6 @@ def _sample(
 ) -> Samples:
     config = experiment.config
     reward = experiment.evaluation_reward
-    stage = experiment.with_size(evaluation_size(config)).sampler("evaluate", adapters, config.eval.num_steps, start=None)
+    stage = experiment.with_size(evaluation_size(config)).sampler("evaluate", adapters, config.eval.num_steps, noise_start=None)
     prompted = experiment.encode_prompts(prompts, reward)
     return generate(experiment.backbone, stage, prompted, SeedBatch.from_seeds(seeds), reward, keep_images=keep_images, progress=progress)

@@ -72,7 +72,10 @@ def test_a_pipelines_own_shift_equals_diffusers(steps, tokens):
     np.testing.assert_allclose(times, theirs.timesteps, atol=1e-3, rtol=0)
     np.testing.assert_array_equal(make_sigmas("flux", steps, 3.0, tokens, empirical_mu), sigmas)
     if steps > 2 and tokens <= 4300:
-        assert np.abs(sigmas - read_scheduler(FLUX, steps, tokens, pipeline_sigmas=True)[0]).max() > 0.01
+        assert (
+            np.abs(sigmas - read_scheduler(FLUX, steps, tokens, pipeline_sigmas=True)[0]).max()
+            > 0.01
+        )
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])

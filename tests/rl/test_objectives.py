@@ -14,7 +14,7 @@ from solrl_jax.rl.objective import (
     Step,
     TrainingTarget,
     Velocities,
-    find_objective,
+    load_objective,
     log_ratio,
 )
 
@@ -145,7 +145,7 @@ def ours(name, data, algorithm):
     data = {field: jnp.asarray(value) for field, value in data.items()}
 
     def total(velocities):
-        loss, metrics = find_objective(name)(velocities, target_of(name, data), algorithm)
+        loss, metrics = load_objective(name)(velocities, target_of(name, data), algorithm)
         return loss.sum(), (loss, metrics)
 
     velocities = Velocities(data["v"], data["v_old"], data["v_ref"])
@@ -243,7 +243,7 @@ def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(
         if OBJECTIVES[name] == "transitions":
             return log_ratio(v, data["v_old"], target_of(name, data)).sum()
         better = {**data, "v": v, "q": jnp.ones(ROWS)}  # -loss + constants at advantage 1
-        return -find_objective(name)(
+        return -load_objective(name)(
             Velocities(v, data["v_old"], data["v_ref"]), target_of(name, better), algorithm
         )[0].sum()
 
@@ -286,7 +286,7 @@ def test_dpo_prefers_the_better_sample_of_a_pair():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_is_a_function_of_itself_or_of_its_pair(name):
-    assert isinstance(find_objective(name), Objective)
+    assert isinstance(load_objective(name), Objective)
     data, _ = inputs()
     algorithm = policy_of(name)
     loss, _, gradient = ours(name, data, algorithm)

@@ -10,7 +10,7 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.diffusion.seeds import permutations
-from solrl_jax.rl.objective import Step, TrainingTarget, Velocities, find_objective
+from solrl_jax.rl.objective import Step, TrainingTarget, Velocities, load_objective
 from solrl_jax.rl.trainable.trainable import attach
 from solrl_jax.rl.update import update
 from tests.rl.test_update import KEPT, ROWS, STEPS, TOLERANCE, batch_of, norm, state_of
@@ -84,7 +84,7 @@ def by_hand(backbone, config, state, batch, grid):
                     batch.optimality[row][None],
                     taken,
                 )
-                total += find_objective(config.algorithm.objective)(
+                total += load_objective(config.algorithm.objective)(
                     policies, target, config.algorithm
                 )[0][0]
         return total / (SLOTS * ROWS)

@@ -317,12 +317,15 @@ def test_several_optimizer_steps_an_iteration():
 
 
 @pytest.mark.exhaustive
-def test_another_objective_trains_by_another_loss(toy):
-    def doubled(velocities, target, policy):
-        return jax.tree.map(lambda x: 2 * x, nft(velocities, target, policy))
+def doubled(velocities, target, algorithm):
+    return jax.tree.map(lambda x: 2 * x, nft(velocities, target, algorithm))
 
+
+def test_an_objective_outside_the_package_trains_by_its_own_loss(toy):
+    """It is named in the configuration, as a reward outside the package is."""
+    plugin = toy_experiment(f"objective={__name__}:doubled")
     _, usual = iterate(toy, fresh_state(toy), 1)
-    _, other = iterate(toy, fresh_state(toy), 1, objective=doubled)
+    _, other = iterate(plugin, fresh_state(plugin), 1)
     for name in ("loss", "loss/policy", "grad_norm"):
         assert other.metrics[name] == pytest.approx(2 * usual.metrics[name], rel=1e-5)
     np.testing.assert_array_equal(other.ledger["proxy_reward"], usual.ledger["proxy_reward"])
