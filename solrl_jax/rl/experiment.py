@@ -131,7 +131,9 @@ class Experiment:
         }
 
     def policy(self, trained: Trainable) -> Params:
-        """The parameters of a policy in the training precision: the base with `trained` attached."""
+        """The parameters of a policy in the training precision: the base with `trained`
+        attached.
+        """
         return attach(self.backbone.transformer, trained, self.scale)
 
     def schedule(self, steps: int, noise_start: int | None = 0) -> Schedule:
@@ -399,7 +401,9 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def read_instruction(config: Config) -> str | None:
-    """Reads the text that goes before every prompt. None if the configuration names no file with one."""
+    """Reads the text that goes before every prompt. None if the configuration names no file with
+    one.
+    """
     path = config.model.instruction
     return None if path is None else load_instruction(path, "model.instruction")
 
@@ -419,7 +423,8 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
-    """The state before the first iteration: the base, with the adapters of `lora.path` if it is set.
+    """The state before the first iteration: the base, with the adapters of `lora.path` if it is
+    set.
 
     Raises:
         InputError: If that file does not fit the run.

@@ -33,7 +33,8 @@ class Sampler:
     """The policy, the schedule and the decoder that a phase samples with.
 
     Attributes:
-        name: The name of the phase as progress reports it, e.g. "explore", "regenerate" or "evaluate".
+        name: The name of the phase as progress reports it, e.g. "explore", "regenerate" or
+            "evaluate".
         segments: The segments of the trajectory, one after another. Nearly always there is one.
         decoder: Decodes latents to images for rewards.
         shape: Height, width and channels of one latent.

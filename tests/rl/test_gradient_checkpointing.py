@@ -14,7 +14,7 @@ from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.rl.experiment import build
-from solrl_jax.rl.gradient_checkpointing import SHARE, held, open_for_training
+from solrl_jax.rl.gradient_checkpointing import SHARE, open_for_training, saved_residual_bytes
 from solrl_jax.rl.objective import Target, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
 from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
@@ -110,7 +110,8 @@ def test_the_gradient_of_an_adapted_network_is_that_of_whole_matrices(remat):
 
 def test_auto_keeps_products_where_they_fit():
     none, products, blocks = (
-        held(CONFIG, open_flux(remat), MESH) for remat in ("none", "matmuls", "blocks")
+        saved_residual_bytes(CONFIG, open_flux(remat), MESH)
+        for remat in ("none", "matmuls", "blocks")
     )
     assert none > 1.2 * products > 1.2 * blocks
 
@@ -126,7 +127,7 @@ def test_auto_keeps_products_where_they_fit():
 
 def test_what_is_kept_grows_with_the_micro_batch_and_the_base_is_divided_over_fsdp():
     def of(*overrides, mesh=MESH):
-        return held(
+        return saved_residual_bytes(
             resolve("tiny", ("model=tiny-flux", "rollout.precision=fp32", *overrides)),
             open_flux("blocks"),
             mesh,

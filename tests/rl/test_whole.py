@@ -19,7 +19,7 @@ from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.rl import memory_check
 from solrl_jax.rl.explore.sync import Quantizer, merged
-from solrl_jax.rl.gradient_checkpointing import held
+from solrl_jax.rl.gradient_checkpointing import saved_residual_bytes
 from solrl_jax.rl.state import init_state
 from solrl_jax.rl.trainable.trainable import Targets, attach, find_targets, flatten
 from solrl_jax.rl.update import blend, update
@@ -106,7 +106,10 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
 
 def test_auto_counts_what_is_trained_in_full(transformer):
     config = resolve("tiny", ["train.parameters=all", "optimizer.per_device_batch_size=1"])
-    one, two = (held(config, open_model("embedded:tiny-sana"), make_mesh(1, n)) for n in (1, 2))
+    one, two = (
+        saved_residual_bytes(config, open_model("embedded:tiny-sana"), make_mesh(1, n))
+        for n in (1, 2)
+    )
     assert (
         one - two == (2 + 4 * 4) * transformer.num_parameters / 2
     )  # the base in BF16, and four float32 copies

@@ -1,4 +1,4 @@
-"""DanceGRPO (arXiv 2505.07818): PPO's loss on some steps of an SDE of constant noise; no KL."""
+"""DanceGRPO (arXiv 2505.07818): the loss of PPO on some steps of an SDE with constant noise."""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from solrl_jax.rl.objective import (
 def dance_grpo(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """Makes the steps to good samples more probable, and those to bad ones less.
+    """Makes the steps to good samples more probable, and those to bad ones less probable.
 
-    R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)       kl_coef is 0 in the paper
+    R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities loss =
+    max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)       kl_coef is 0 in the
+    paper
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     loss, metrics = clipped_policy(
