@@ -53,7 +53,7 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
             raise InputError(f"{target}: scores with {', '.join(foreign)}, which it brings from outside the package; {how}")
         objective = config.algorithm.objective
         if not trust and is_plugin(objective) and not _names_objective(overrides):
-            how = "add --trust-run if you trust whoever wrote it, or name an objective of the package: objective=nft"
+            how = "add --trust-run if you trust whoever wrote it, or name an objective of the package: algorithm.objective=nft"
             raise InputError(f"{target}: trains with {objective}, which it brings from outside the package; {how}")
         return config, Path(target)
     if target in preset_names():
@@ -65,7 +65,7 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
 
 def _names_objective(overrides: tuple[str, ...]) -> bool:
     """Whether the command line itself chooses the objective, so that it does not come from the run directory."""
-    return any(override.partition("=")[0] in ("objective", "algorithm.objective") for override in overrides)
+    return any(override.partition("=")[0] == "algorithm.objective" for override in overrides)
 
 
 def _outside(reward: Reward) -> set[str]:

@@ -15,7 +15,7 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.rl.experiment import build
 from solrl_jax.rl.gradient_checkpointing import SHARE, open_for_training, saved_residual_bytes
-from solrl_jax.rl.objective import Target, Velocities
+from solrl_jax.rl.objective import TrainingTarget, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
 from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
 from tests.small import small_config
@@ -60,7 +60,7 @@ def gradient(remat, policy_of=lambda policy: policy):
 
         policies = [policy_of(attach(base, of, SCALE)) for of in (adapters, old)]
         velocities = Velocities(*map(velocity, policies), velocity(base))
-        target = Target(x, x0, sigma, jnp.asarray([0.9, 0.2]))
+        target = TrainingTarget(x, x0, sigma, jnp.asarray([0.9, 0.2]))
         return nft_loss(velocities, target, beta=0.1, kl_coef=0.1, adv_clip_max=5.0)[0].sum()
 
     return jax.device_get(jax.jit(jax.grad(loss))(trained))

@@ -36,11 +36,11 @@ from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.models.backbone import load_backbone
-from solrl_jax.models.flux.transformer import transformer as flux
-from solrl_jax.models.flux2.transformer import transformer as flux2
+from solrl_jax.models.flux import transformer as flux
+from solrl_jax.models.flux2 import transformer as flux2
 from solrl_jax.models.loading.weights import parameter_table
-from solrl_jax.models.sd3.transformer import transformer as sd3
-from solrl_jax.models.zimage.transformer import transformer as zimage
+from solrl_jax.models.sd3 import transformer as sd3
+from solrl_jax.models.zimage import transformer as zimage
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
 from solrl_jax.rl.sampler import Sampler, Segment
@@ -369,7 +369,9 @@ def test_layers_that_a_file_has_not_are_zeros_and_are_left_out_again(table, adap
 def start_of(backbone, file, **changes):
     """What `lora.path` of that file does: (the adapters read, the first state, the state without a file)."""
     targets = Targets((*PATHS, "transformer_blocks/attn1/to_k/kernel"))
-    lora = Lora(**{"rank": 4, "alpha": 10.0, "targets": ("unused",), "init": str(file)} | changes)
+    lora = Lora(
+        **{"rank": 4, "alpha": 10.0, "target_modules": ("unused",), "path": str(file)} | changes
+    )
     optimizer = resolve("tiny").optimizer
     key = jax.random.key(5)
     start = read_start(lora, targets.adapted, backbone.parameter_table())

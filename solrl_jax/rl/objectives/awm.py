@@ -29,9 +29,11 @@ def awm(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Trains to fit good samples better than the old policy does, and bad ones worse.
 
-    l    = mean((v - (noise - x0))^2)       log p = -sigma ((l + 1e-10)^p - 1e-10^p) / p,  p = 1/4
-    R    = p / p_old                        A in [-1, 1]
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2) + mean((v - v_old)^2)
+        l     = mean((v - (noise - x0))^2)
+        log p = -sigma ((l + 1e-10)^(1/4) - 1e-10^(1/4)) 4
+        R     = p / p_old                            the advantage A is in [-1, 1]
+        loss  = max(-A R, -A clip(R, 1 - c, 1 + c))
+                + kl_coef mean((v - v_ref)^2) + mean((v - v_old)^2)
 
     Args:
         velocities: What the trained, the old and the reference policy predict.

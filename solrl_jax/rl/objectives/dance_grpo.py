@@ -19,9 +19,18 @@ def dance_grpo(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Makes the steps to good samples more probable, and those to bad ones less probable.
 
-    R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities loss =
-    max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)       kl_coef is 0 in the
-    paper
+        R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
+        loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)
+
+    The paper has no KL term, so its settings have `kl_coef` 0.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict.
+        target: The recorded steps that are trained on.
+        algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     loss, metrics = clipped_policy(

@@ -23,9 +23,10 @@ def flow_grpo(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Makes the steps to good samples more probable, and those to bad ones less probable.
 
-    R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((m - m_ref)^2) length / (2 std^2)
-    m    = a x + b (x - sigma v)                 the mean of the step
+        R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
+        loss = max(-A R, -A clip(R, 1 - c, 1 + c))
+               + kl_coef mean((m - m_ref)^2) length / (2 std^2)
+        m    = a x + b (x - sigma v)                 the mean of the step
 
     Args:
         velocities: What the trained, the old and the reference policy predict.
