@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from solrl_jax.backbone.locate import attention_of
 from solrl_jax.conditioning.text_encoders import TextEncoders
 from solrl_jax.config.schema import Config
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Stages
+from solrl_jax.policy.remat import open_trained
 from solrl_jax.training.experiment import Experiment, device_facts, open_mesh
+from solrl_jax.training.room import device_memory
 
 SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no time depends on it
 
@@ -32,9 +35,15 @@ def random_experiment(config: Config) -> Experiment:
 
 
 def shapes_of_experiment(config: Config) -> Experiment:
-    """The experiment of `config` on this machine's devices; every array is a shape. Raises InputError."""
-    pipeline = open_configurations(config.model.path)
-    return of_shapes(config, pipeline, device_facts(), open_mesh(config))
+    """The experiment of `config` on this machine's devices, with a shape for every array.
+
+    The pipeline is the one that a run trains: with `model.attention`, and with `model.remat` as the
+    memory of the devices here decides it. Raises InputError.
+    """
+    mesh = open_mesh(config)
+    open_pipeline = partial(open_configurations, config.model.path, **attention_of(config.model))
+    pipeline = open_trained(config, mesh, device_memory(), open_pipeline)
+    return of_shapes(config, pipeline, device_facts(), mesh)
 
 
 def with_weights(shapes: Experiment) -> Experiment:
