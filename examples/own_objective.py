@@ -1,6 +1,11 @@
-"""An objective of your own: filtered distillation. The policy moves towards the good half of the samples, and ignores the rest.
+"""An objective of your own: filtered distillation.
 
-python examples/own_objective.py [KEY=VALUE]...
+The policy moves towards the better half of its samples and ignores the rest.
+
+    solrl train tiny objective=own_objective:better_half run.dir=runs/mine       (in this folder)
+    python examples/own_objective.py [KEY=VALUE]...
+
+The run has everything that a run has: metrics, checkpoints, resume and evaluation.
 """
 
 import sys
@@ -18,25 +23,31 @@ from solrl_jax.rl.objective import (
 )
 
 
-def good_half(
+def better_half(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """Flow matching on samples whose advantage is positive, held near the base by the KL weight. One loss a row."""
+    """Flow matching on samples with a positive advantage, held near the base by the KL term.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict.
+        target: The samples that are trained on.
+        algorithm: `kl_coef` is read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample.
+    """
     error = matching_error(velocities.trained, target)
     kl = mean_per_sample((velocities.trained - velocities.reference) ** 2)
-    loss = jnp.where(target.optimality > 0.5, error, 0.0) + algorithm.kl_weight * kl
+    loss = jnp.where(target.optimality > 0.5, error, 0.0) + algorithm.kl_coef * kl
     return loss, {"loss/policy": error, "loss/kl": kl}
 
 
 def main(*overrides: str) -> None:
-    experiment = solrl.load("tiny", *overrides)
-    state = solrl.fresh_state(experiment)
-    for i in range(1, experiment.config.train.iterations + 1):
-        state, outcome = solrl.iterate(experiment, state, i, objective=good_half)
-        print(
-            f"{i:3}: kept {outcome.metrics['kept/reward']:.3f}, loss {outcome.metrics['loss']:.4f}"
-        )
-    print(f"held-out reward: {solrl.evaluate(experiment, state.ema).means['reward']:.3f}")
+    objective = "objective=own_objective:better_half"
+    summary = solrl.train("tiny", objective, "run.dir=runs/own-objective", *overrides)
+    before = summary["before"]["eval/reward"]
+    after = summary["after"]["eval/reward"]
+    print(f"reward: {before:.3f} before, {after:.3f} after")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ KEPT = 8
 
 def test_exploration_finds_both_ends() -> None:
     experiment = solrl.load(
-        "tiny", f"rollout.candidates={CANDIDATES}", f"rollout.kept={KEPT}", "rollout.chunk=32"
+        "tiny",
+        f"rollout.candidates={CANDIDATES}",
+        f"rollout.kept={KEPT}",
+        "rollout.per_device_batch_size=32",
     )
     state = solrl.fresh_state(experiment)
     (figures,) = solrl.rank(experiment, state.ema, prompts=PROMPTS)

@@ -22,7 +22,7 @@ from solrl_jax.rl.iteration import IterationResult
 from solrl_jax.runs import trainer
 from solrl_jax.runs.progress import TerminalProgress
 
-SETTINGS = ("eval.every=0", "eval.grid=0", "rollout.explore.floor=0.01")
+SETTINGS = ("eval.every=0", "eval.num_grid_images=0", "rollout.explore.min_rank_correlation=0.01")
 
 
 def main(arguments: list[str] | None = None) -> None:

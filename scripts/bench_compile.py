@@ -115,7 +115,7 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     make, inputs, blocks, width, tokens = MODELS[name]
     graphdef, params = abstract(make)
     lora = resolve(f"{name}_sol_rl_pickscore").lora
-    targets = matching(params, lora.targets, "lora.targets")
+    targets = matching(params, lora.target_modules, "lora.target_modules")
     adapters = jax.eval_shape(
         lambda key: init_adapters(key, params, targets, lora.rank), jax.random.key(0)
     )

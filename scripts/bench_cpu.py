@@ -152,7 +152,7 @@ def peer(model: str, args: argparse.Namespace) -> dict[str, float]:
 
         def encode(**more):
             return pipeline.encode_prompt(
-                texts, max_sequence_length=config.model.max_tokens, **more
+                texts, max_sequence_length=config.model.max_sequence_length, **more
             )
 
         with torch.inference_mode():
@@ -171,7 +171,10 @@ def peer(model: str, args: argparse.Namespace) -> dict[str, float]:
                     prompt_2=None, prompt_3=None, do_classifier_free_guidance=False
                 )
                 given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-            guided = {"guidance_scale": config.rollout.guidance, "num_inference_steps": args.steps}
+            guided = {
+                "guidance_scale": config.rollout.guidance_scale,
+                "num_inference_steps": args.steps,
+            }
             took[precision] = seconds(lambda: pipeline(**given, **guided, **size), args.repeat)
     return took
 

@@ -7,7 +7,9 @@
 Nothing is downloaded. The models have their released configurations and random weights, made on the device. Steps:
 
 * facts: the device, the versions of the driver, CUDA and cuDNN, of JAX.
-* parity: an embedded pipeline's rewards of the same seeds here and on the CPU; which kernels of libraries ran.
+* kernels: each fused kernel beside its twin in plain JAX at the sizes of the released models: the
+  largest difference, and the seconds of both.
+* parity: the embedded pipelines' rewards of the same seeds here and on the CPU; which kernels of libraries ran.
 * products: BF16 and each format that the device has natively (nvfp4, fp8; --formats names others) at the shapes of the
   models' quantised linears; the share of the device's public peak.
 * steps, of each model: a chunk regenerated in BF16, and explored in each format: seconds a call and a step, of `sync` too.
@@ -21,8 +23,8 @@ Memory is the allocator's high-water mark, which is known where a program raises
 
 DIR has a JSON file a step, written anew after each figure, and `summary.md`, written anew after each step. A step runs in a
 process of its own. One that fails is recorded with the first line of its error; one for which no time is left is recorded as
-skipped; one that runs when the minutes are over is ended, and what it has found stays. `parity` and `products` are ended
-before, when each has had three tenths of the minutes.
+skipped; one that runs when the minutes are over is ended, and what it has found stays. `kernels`, `parity` and `products`
+are ended before, when each has had about three tenths of the minutes.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Whole iterations at full size with random weights: `sol_rl` against `naive_scaling`, stage by stage, in one run.
 
-    python scripts/bench_iteration.py flux1_sol_rl_hpsv2 train.prompts=1 --out benchmarks/iteration-flux1-h200.json
+    python scripts/bench_iteration.py flux1_sol_rl_hpsv2 train.num_prompts=1 --out benchmarks/iteration-flux1-h200.json
     python scripts/bench_iteration.py tiny --families sol_rl,naive_scaling,diffusionnft
 
 For each family: the median seconds of each stage over --repeat iterations after one that compiles, and the share of an

@@ -30,7 +30,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from safetensors import safe_open
 
-from solrl_jax.models.loading.weights import Entry, entries, find_component, load_tensors
+from solrl_jax.models.loading.weights import (
+    ParameterEntry,
+    load_tensors,
+    locate_tensors,
+    parameter_table,
+)
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 
@@ -72,7 +77,7 @@ def main() -> None:
     state, layers = network(args.gigabytes * GB)
     folder = Path(tempfile.mkdtemp(prefix="bench-load-", dir=args.folder))
     try:
-        sizes = write(folder, entries(state), int(args.shard_gigabytes * GB))
+        sizes = write(folder, parameter_table(state), int(args.shard_gigabytes * GB))
         result = measure(folder, state, args.fsdp)
     finally:
         shutil.rmtree(folder)
@@ -109,7 +114,7 @@ def count(state: nnx.State) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
-def write(folder: Path, table: list[Entry], shard: int) -> list[int]:
+def write(folder: Path, table: list[ParameterEntry], shard: int) -> list[int]:
     """Writes the tensors of `table` with random numbers, in shards of at most `shard` bytes. Returns the sizes of the files."""
     shapes = {name: e.torch_shape for e in table for name in e.names}
     shards: list[list[str]] = [[]]
@@ -175,7 +180,7 @@ def measure(folder: Path, state: nnx.State, fsdp: int) -> dict:
         began = time.perf_counter()
         computed = time.process_time()
         params = jax.block_until_ready(
-            load_tensors(*find_component(folder, state), jnp.dtype(jnp.bfloat16), place)
+            load_tensors(*locate_tensors(folder, state), jnp.dtype(jnp.bfloat16), place)
         )
         seconds = time.perf_counter() - began
         cpu_seconds = time.process_time() - computed
@@ -248,7 +253,7 @@ def check(folder: Path, state: nnx.State, params: dict) -> None:
         for file in folder.glob("*.safetensors")
         for name in safe_open(file, "numpy").keys()
     }  # noqa: SIM118
-    for e in entries(state):
+    for e in parameter_table(state):
         leaf = params
         for key in e.path:
             leaf = leaf[key]

@@ -27,7 +27,7 @@ from bench.random_weights import random_experiment
 from bench.timing import best_matmul_rate, finish, operations, parser, rate, seconds
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.models.backbone import Params
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import FORMATS, resolve_format
 from solrl_jax.rl.experiment import Experiment, fresh_state
@@ -53,7 +53,9 @@ class Bench:
         """One evaluation of the network. params: the policy, in any format."""
         backbone = self.experiment.backbone
         shape = self._full("step").shape
-        conditioning = backbone.encode([""] * self.rows, self.experiment.config.model.max_tokens)
+        conditioning = backbone.encode(
+            [""] * self.rows, self.experiment.config.model.max_sequence_length
+        )
         latents = jax.random.normal(jax.random.key(0), (self.rows, *shape))
 
         def velocity(params, x, conditioning):
@@ -75,7 +77,7 @@ class Bench:
         """Seconds for exploring all candidates of one prompt in `precision`, and for regenerating those that are kept."""
         rollout = self.experiment.config.rollout
         exploring = self.experiment.explorer.sampler(
-            self.state.old, ExplorationSetting(precision, rollout.explore.steps)
+            self.state.old, ExplorationSetting(precision, rollout.explore.num_steps)
         )
         explore = self._rolled_out(exploring, rollout.candidates)
         regenerate = self._rolled_out(self._full("regenerate"), rollout.kept)
@@ -95,7 +97,9 @@ class Bench:
         }
 
     def _full(self, name: str) -> Sampler:
-        return self.experiment.sampler(name, self.state.old, self.experiment.config.rollout.steps)
+        return self.experiment.sampler(
+            name, self.state.old, self.experiment.config.rollout.num_steps
+        )
 
     def _rolled_out(self, stage: Sampler, candidates: int) -> float:
         experiment = self.experiment
@@ -127,7 +131,9 @@ def run_peer(arguments: list[str]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--rows", type=int, help="pictures of a step (default: rollout.chunk)")
+    options.add_argument(
+        "--rows", type=int, help="pictures of a step (default: rollout.per_device_batch_size)"
+    )
     options.add_argument(
         "--formats", default="auto,fp8,nvfp4", help="with commas; bf16 is always measured"
     )
@@ -137,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = options.parse_args(arguments)
     # a format that quantises: the experiment then knows which linears are quantised
     config = resolve(args.preset, (*args.overrides, "rollout.explore.precision=nvfp4"))
-    rows = args.rows or config.rollout.chunk
+    rows = args.rows or config.rollout.per_device_batch_size
     peer = None
     if args.peer:  # before JAX takes the device's memory
         peer = run_peer(
@@ -157,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
         "overrides": args.overrides,
         "size": list(experiment.size),
         "rows": rows,
-        "parameters": experiment.backbone.pipeline.transformer.size,
+        "parameters": experiment.backbone.pipeline.transformer.num_parameters,
         "best_matmul_tflops": round(bench.best / 1e12, 4),
         "plain_step": plain,
         "naive_scaling_seconds": whole,

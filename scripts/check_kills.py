@@ -45,9 +45,9 @@ from solrl_jax.rl.experiment import build, state_shapes
 from solrl_jax.runs import checkpoint, checkpoint_writer, metrics
 
 SMALL = (
-    "train.prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.chunk=2", "rollout.steps=3",
-    "rollout.explore.steps=2", "optimizer.micro_batch=2", "algorithm.timestep_fraction=0.7", "eval.prompts=2",
-    "eval.images_per_prompt=2", "eval.grid=0", "eval.steps=3", "eval.every=5", "run.checkpoint_every=1", "run.keep_best=1",
+    "train.num_prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.per_device_batch_size=2", "rollout.num_steps=3",
+    "rollout.explore.num_steps=2", "optimizer.per_device_batch_size=2", "algorithm.timestep_fraction=0.7", "eval.num_prompts=2",
+    "eval.num_images_per_prompt=2", "eval.num_grid_images=0", "eval.num_steps=3", "eval.every=5", "run.checkpoint_every=1", "run.keep_best=1",
     "run.tensorboard=false", "mesh.data=1",
 )  # fmt: skip
 IN_START = 0.2  # share of the kills

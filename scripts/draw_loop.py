@@ -49,7 +49,7 @@ def pictures() -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     experiment = solrl.load("tiny")
     state = solrl.fresh_state(experiment)
     config = experiment.config
-    prompts = draw_prompts(experiment.train_prompts, config.seed, 0, config.train.prompts)
+    prompts = draw_prompts(experiment.train_prompts, config.seed, 0, config.train.num_prompts)
     seeds = experiment.seeds("candidate", prompts, config.rollout.candidates, iteration=1)[FOLLOWED]
     prompted = experiment.encode_prompts(prompts, experiment.reward)
 
@@ -64,7 +64,7 @@ def pictures() -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     order = np.argsort(-explored.reward, kind="stable")
     half = config.rollout.kept // 2
     kept = np.concatenate([order[:half], order[-half:]])
-    again = made(experiment.sampler("regenerate", state.old, config.rollout.steps), kept)
+    again = made(experiment.sampler("regenerate", state.old, config.rollout.num_steps), kept)
     assert explored.images is not None
     assert again.images is not None
     return str(prompts[FOLLOWED]), explored.images, kept, again.images

@@ -19,7 +19,7 @@ start = solrl.fresh_state(experiment)  # adapters that change nothing yet
 config = experiment.config
 rollout = experiment.config.rollout
 print(
-    f"{config.train.prompts} prompts an iteration, {rollout.candidates} candidates each, {rollout.kept} of them kept"
+    f"{config.train.num_prompts} prompts an iteration, {rollout.candidates} candidates each, {rollout.kept} of them kept"
 )
 
 # %% [markdown]
@@ -29,7 +29,7 @@ print(
 # noise, and with the same policy the same picture, on any machine and in any batch.
 
 # %%
-prompts = draw_prompts(experiment.train_prompts, config.seed, 0, config.train.prompts)
+prompts = draw_prompts(experiment.train_prompts, config.seed, 0, config.train.num_prompts)
 seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=1)
 for prompt, row in zip(prompts, seeds, strict=True):
     print(f"{prompt!s:55} first seed {row[0]}")
@@ -104,7 +104,7 @@ show(
 # the seed decides most of a picture, and four bits and fewer steps change the rest.
 
 # %%
-regenerating = experiment.sampler("regenerate", start.old, rollout.steps)
+regenerating = experiment.sampler("regenerate", start.old, rollout.num_steps)
 regenerated, true = pictures(regenerating, kept)
 show(
     [[explored[i] for i in kept], list(regenerated)],
@@ -149,9 +149,9 @@ print(
 
 # %%
 advantage = np.asarray(
-    solrl.advantages(true[None], clip=config.algorithm.advantage_clip, global_std=True, mode="all")
+    solrl.advantages(true[None], clip=config.algorithm.adv_clip_max, global_std=True, mode="all")
 )
-probability = np.asarray(solrl.optimality(advantage, config.algorithm.advantage_clip))[0]
+probability = np.asarray(solrl.optimality(advantage, config.algorithm.adv_clip_max))[0]
 for candidate, reward, q in zip(kept, true, probability, strict=True):
     print(
         f"candidate {candidate:2}: proxy {proxy[candidate]:.2f}, regenerated {reward:.2f}, imitate with {q:.2f}"
@@ -174,7 +174,7 @@ print(
     }
 )
 after, reward_after = pictures(
-    experiment.sampler("regenerate", state.adapters, rollout.steps), kept[:6]
+    experiment.sampler("regenerate", state.adapters, rollout.num_steps), kept[:6]
 )
 show(
     [list(before), list(after), list(np.clip(0.5 + 10 * (after - before), 0, 1))],

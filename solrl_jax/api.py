@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from solrl_jax.cli.sample import requested
 from solrl_jax.cli.sample import sample as _sample
 from solrl_jax.config.presets import resolve
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.leaf import Matrix, Quantized
@@ -59,7 +59,7 @@ def rank(
     """
     if prompts not in range(1, (most := len(experiment.test_prompts)) + 1):
         raise InputError(
-            f"prompts={shown(prompts)}: accepted: 1 to {most}, the number of test prompts"
+            f"prompts={brief_repr(prompts)}: accepted: 1 to {most}, the number of test prompts"
         )
 
     def joined(names):
@@ -96,7 +96,7 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
         w = jnp.asarray(w)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"w: {shown(w)}; accepted: real matrices [..., in, out] that are not empty"
+            f"w: {brief_repr(w)}; accepted: real matrices [..., in, out] that are not empty"
         ) from error
     if w.ndim < 2 or w.size == 0 or not jnp.isrealobj(w):
         raise InputError(
@@ -116,7 +116,7 @@ def export_lora(
     Raises InputError for a path that cannot be written to, and for another form.
     """
     if form not in ("diffusers", "peft"):
-        raise InputError(f"form={shown(form)}: accepted: diffusers, peft")
+        raise InputError(f"form={brief_repr(form)}: accepted: diffusers, peft")
     lora = experiment.config.lora
     table = experiment.backbone.parameter_table()
     export = lora_files.export_peft if form == "peft" else lora_files.export_diffusers

@@ -1,10 +1,10 @@
-"""Assertions for your own tests, in the style of chex: does exploration rank, select and quantise well enough?
+"""Assertions for tests: does exploration rank, select and quantize well enough?
 
     from solrl_jax.testing import assert_ranking_preserved
     assert_ranking_preserved(proxy, true, spearman=0.9, top_k=4, within=12)
 
-Each raises AssertionError with the name of the figure, its value and the bound. They take concrete arrays. Under jit they work
-in a function that `chex.chexify` wraps.
+They follow the style of chex. Each raises AssertionError with the name of the figure, its value and
+the bound. They take concrete arrays; under jit they work in a function wrapped by `chex.chexify`.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, Num
 
 from solrl_jax.rl.fidelity import overlap, rank_correlations, regret
 
-Given: TypeAlias = Num[
-    Array | np.ndarray, "..."
-]  # shapes are checked by the functions, which say what they accept
+# The functions check the shapes themselves, with messages that say what is accepted.
+Given: TypeAlias = Num[Array | np.ndarray, "..."]
 Bound: TypeAlias = float | int | np.floating | Float[Array, ""]
 Rewards: TypeAlias = Float[Array, "p n"]  # p prompts, n candidates each
 
-# Half the widest step of E2M1 (4 to 6) in units of the block scale, which E4M3 keeps within 1/16 of a sixth of the maximum.
+# Half the widest step of E2M1 (4 to 6) in units of the block scale, which E4M3 keeps within 1/16 of
+# a sixth of the maximum.
 NVFP4_BLOCK_ERROR = (1 + 1 / 16) / 6
 
 
@@ -38,20 +38,24 @@ def assert_ranking_preserved(
     within: int | None = None,
     match: Bound | None = None,
 ) -> None:
-    """Proxy rewards order the candidates of a prompt as the true rewards do. Each figure is a mean over prompts.
+    """Asserts that proxy rewards order the candidates of each prompt as the true rewards do.
+
+    Each figure is a mean over prompts. At least one of `spearman`, `kendall` and `top_k` is needed.
 
     Args:
-        proxy: rewards [prompts, candidates] of the exploration.
-        true: rewards of the same candidates.
-        spearman: the least rank correlation (rho). Pairs with a value that is not finite are left out, and so are prompts whose
-            rewards are all equal on either side.
-        kendall: the same for tau-b.
-        top_k: how many of the truly best candidates are looked for.
-        within: among how many of the proxy's best (default: `top_k`).
-        match: the least share of them that is found there (default: 1). The paper's Top-4 match is `top_k=4, within=kept / 2`
-            (Sol-RL, arXiv 2604.06916).
+        proxy: The rewards of the exploration [prompts, candidates].
+        true: The true rewards of the same candidates.
+        spearman: The smallest accepted rank correlation (rho). Pairs with a non-finite value are
+            left out, and so are prompts whose rewards are all equal on either side.
+        kendall: The same for tau-b.
+        top_k: How many of the truly best candidates are looked for.
+        within: Among how many of the best candidates by proxy. None means `top_k`.
+        match: The smallest accepted share of them that is found there. None means 1. The paper's
+            Top-4 match is `top_k=4, within=kept / 2` (Sol-RL, arXiv 2604.06916).
 
-    Raises AssertionError, and ValueError for shapes or numbers that make no sense.
+    Raises:
+        AssertionError: If a figure is below its bound.
+        ValueError: If shapes or numbers are not as described.
     """
     proxy, true = _pools(proxy, true)
     if top_k is None and not (match is within is None):
@@ -79,12 +83,22 @@ def assert_ranking_preserved(
 def assert_top_k_regret(
     proxy: Given, true: Given, *, top_k: int, within: int | None = None, bound: Bound
 ) -> None:
-    """The best `top_k` among the proxy's `within` best are nearly as good as the best `top_k` of all candidates.
+    """Asserts that the candidates chosen by the proxy are nearly as good as the truly best ones.
 
-    Their mean true reward is lower by at most the share `bound` of the true range (`solrl_jax.rl.fidelity.regret`), in the
-    mean over prompts. Unlike a match, this allows to miss a candidate if others are as good. within: `top_k` by default.
+    The best `top_k` among the proxy's `within` best are compared with the best `top_k` of all by
+    their mean true reward, relative to the range of the true rewards (`rl.fidelity.regret`).
+    Other than a match, this accepts a missed candidate if others are as good.
 
-    Raises AssertionError, and ValueError for shapes or numbers that make no sense.
+    Args:
+        proxy: The rewards of the exploration [prompts, candidates].
+        true: The true rewards of the same candidates.
+        top_k: How many candidates are chosen.
+        within: Among how many of the best candidates by proxy. None means `top_k`.
+        bound: The largest accepted regret, in the mean over prompts.
+
+    Raises:
+        AssertionError: If the regret is above the bound.
+        ValueError: If shapes or numbers are not as described.
     """
     proxy, true = _pools(proxy, true)
     count = _within(top_k, within, proxy)
@@ -93,10 +107,22 @@ def assert_top_k_regret(
 
 
 def assert_selection_range(proxy: Given, true: Given, *, kept: int, delta: Bound) -> None:
-    """For every prompt, the kept/2 best and kept/2 worst by proxy span the true range of all candidates, minus `4 delta`.
+    """Asserts that the selected candidates span nearly the true range of all candidates.
 
-    delta: the largest |proxy - true| that is allowed; it is asserted too. Given that, the bound on the range is a theorem (two
-    deltas at each end; Sol-RL, section 3). If only the range fails, the rewards were not selected by this proxy.
+    For every prompt, the kept/2 best and the kept/2 worst by proxy must span the true range of all
+    candidates minus `4 delta`. If proxy and true reward differ by at most `delta`, which is
+    asserted too, this is a theorem: two deltas at each end (Sol-RL, section 3). If only the range
+    fails, the rewards were not selected by this proxy.
+
+    Args:
+        proxy: The rewards of the exploration [prompts, candidates].
+        true: The true rewards of the same candidates.
+        kept: How many candidates are selected per prompt; even.
+        delta: The largest accepted |proxy - true|.
+
+    Raises:
+        AssertionError: If a difference or a missing range is too large.
+        ValueError: If shapes or numbers are not as described.
     """
     proxy, true = _pools(proxy, true)
     if not 2 <= kept <= proxy.shape[1] or kept % 2:
@@ -126,11 +152,21 @@ def assert_selection_range(proxy: Given, true: Given, *, kept: int, delta: Bound
 def assert_block_error(
     x: Given, quantized: Given, *, bound: Bound = NVFP4_BLOCK_ERROR, block: int = 16, axis: int = -1
 ) -> None:
-    """In every block of `block` values along `axis`, the largest error is at most `bound` times the largest magnitude.
+    """Asserts that the largest error in every block is small compared with its largest magnitude.
 
-    x: the values before quantisation; quantized: the values that the codes stand for, of the same shape. The default bound is
-    that of NVFP4, for blocks whose scale E4M3 holds as a normal number. The last block may be short. A block with a value that
-    is not finite fails.
+    A block with a value that is not finite fails.
+
+    Args:
+        x: The values before quantization.
+        quantized: The values that the codes stand for, of the same shape.
+        bound: The largest accepted ratio. The default is that of NVFP4, for blocks whose scale is a
+            normal number in E4M3.
+        block: The number of values in a block. The last block may be shorter.
+        axis: The axis that blocks lie along.
+
+    Raises:
+        AssertionError: If the error of a block is too large.
+        ValueError: If the shapes differ or are empty, or `block` is below 1.
     """
     x = jnp.asarray(x, jnp.float32)
     quantized = jnp.asarray(quantized, jnp.float32)
@@ -167,7 +203,9 @@ def _pools(proxy: Given, true: Given) -> tuple[Rewards, Rewards]:
 
 
 def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
-    """How many of the proxy's best count, checked."""
+    """The value of `within`, or `top_k` if it is None. Raises ValueError unless 1 <= top_k <=
+    within <= n.
+    """
     within = top_k if within is None else within
     if not 1 <= top_k <= within <= proxy.shape[1]:
         raise ValueError(
@@ -179,7 +217,9 @@ def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
 def _mean(
     figure: Callable[[np.ndarray, np.ndarray], Any], proxy: Rewards, true: Rewards
 ) -> Float[Array, ""]:
-    """The mean of a figure of `rl.fidelity` over the prompts that have one, else NaN. Computed on the host."""
+    """The mean over prompts of a figure of `rl.fidelity`, computed on the host; NaN if it is
+    undefined.
+    """
 
     def on_host(*pools: Array) -> np.float32:
         values = np.atleast_1d(figure(*map(np.asarray, pools)))
@@ -192,7 +232,7 @@ def _mean(
 
 
 def _check(holds: Any, message: str, *values: Bound) -> None:
-    """Asserts a scalar truth value in the form of chex that works for concrete and for traced arrays."""
+    """Asserts a scalar truth value through chex, for concrete and for traced arrays alike."""
     chex.assert_trees_all_equal(
         jnp.asarray(holds), jnp.asarray(True), include_default_message=False,
         custom_message=message, custom_message_format_vars=[jnp.asarray(v) for v in values],

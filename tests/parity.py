@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from solrl_jax.models.loading.weights import Params, entries
+from solrl_jax.models.loading.weights import Params, parameter_table
 
 OUR_ORDER = {
     "same": lambda t: t,
@@ -21,7 +21,7 @@ OUR_ORDER = {
 
 def from_torch(state: nnx.State, tensors: Mapping[str, np.ndarray]) -> Params:
     """A nested dict for `nnx.merge(graphdef, params)`. The tensors must be exactly those of the network."""
-    table = entries(state)
+    table = parameter_table(state)
     assert {name: e.torch_shape for e in table for name in e.names} == {
         name: t.shape for name, t in tensors.items()
     }

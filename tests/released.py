@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from solrl_jax.models.vision.blip import DEVIATION, MEAN, ImageRewardConfig
+from solrl_jax.models.vision.blip import MEAN, STD, ImageRewardConfig
 from solrl_jax.models.vision.clip import CLIPConfig
 
 POSITIONS = 77
@@ -373,4 +373,4 @@ def image_reward_scores(
         input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, encoder_hidden_states=seen,
         encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long), is_decoder=False,
     )  # fmt: skip
-    return ((head(out.last_hidden_state[:, 0])[:, 0] - MEAN) / DEVIATION).double().numpy()
+    return ((head(out.last_hidden_state[:, 0])[:, 0] - MEAN) / STD).double().numpy()

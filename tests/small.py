@@ -6,9 +6,9 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 
 SMALL = (
-    "train.prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.chunk=2", "rollout.steps=3",
-    "rollout.explore.steps=2", "optimizer.micro_batch=2", "algorithm.timestep_fraction=0.7", "train.iterations=3",
-    "eval.prompts=2", "eval.images_per_prompt=2", "eval.grid=4", "eval.steps=3", "eval.every=0", "mesh.data=1",
+    "train.num_prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.per_device_batch_size=2", "rollout.num_steps=3",
+    "rollout.explore.num_steps=2", "optimizer.per_device_batch_size=2", "algorithm.timestep_fraction=0.7", "train.iterations=3",
+    "eval.num_prompts=2", "eval.num_images_per_prompt=2", "eval.num_grid_images=4", "eval.num_steps=3", "eval.every=0", "mesh.data=1",
     "run.checkpoint_every=1", "run.tensorboard=false",
 )  # fmt: skip
 

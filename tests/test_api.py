@@ -169,7 +169,7 @@ def test_presets_and_overrides_are_text(given):
 
 
 def test_sample_takes_from_a_run_what_is_not_given(monkeypatch):
-    config = solrl.resolve("tiny", ("eval.steps=3", "rollout.guidance=2.5"))
+    config = solrl.resolve("tiny", ("eval.num_steps=3", "rollout.guidance_scale=2.5"))
     monkeypatch.setattr(sample, "is_run", lambda target: target == "run")
     monkeypatch.setattr(sample, "read_run", lambda target: config)
     monkeypatch.setattr(api, "_sample", lambda target, request: vars(request))

@@ -36,8 +36,6 @@ ROOF = {
 FORBIDDEN = {"torch", "diffusers", "torchao", "torchvision", "tensorflow"}
 # reads pickles, once and on request: it imports PyTorch when it is called
 LATE = {"solrl_jax.cli.convert": {"torch"}}
-# the other rooms see a network only through `Pipeline` and `Backbone`
-MODEL_USERS = {"rewards"}
 
 
 def modules() -> dict[str, Path]:
@@ -92,15 +90,6 @@ def test_files_do_not_import_each_other_in_a_circle():
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-
-
-def test_few_rooms_open_models():
-    for module, path in MODULES.items():
-        opens = {name for name in imports(path) if name.startswith("solrl_jax.models.")}
-        user = module.split(".")[1:2]
-        assert (
-            not opens or user in (["models"], *([name] for name in MODEL_USERS)) or module in LATE
-        ), (module, opens)
 
 
 def test_what_may_be_imported_late_is_not_imported_at_once():

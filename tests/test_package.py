@@ -167,7 +167,7 @@ def test_the_installed_package_trains_beside_models_and_configs_of_the_users_own
     settings = (
         *SMALL,
         "train.iterations=2",
-        "eval.grid=0",
+        "eval.num_grid_images=0",
         f"run.dir={tmp_path / 'run'}",
         "--json",
     )

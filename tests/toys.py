@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from solrl_jax.config.sizes import trained_sizes
+from solrl_jax.config.sizes import training_sizes
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, prompt_uid
 from solrl_jax.diffusion.sigmas import make_sigmas
 from solrl_jax.diffusion.solver import STOCHASTIC, solver_table
-from solrl_jax.models.backbone import Backbone, Pipeline
+from solrl_jax.models.backbone import Backbone
 from solrl_jax.models.decoder import Decoder
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import matmul
@@ -30,15 +31,29 @@ HIDDEN = 32
 KERNELS = ("block/kernel", "out/kernel")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ToyPipeline(Pipeline):
-    """A latent stands for 8 x 8 pixels."""
+    """A pipeline without components: one latent pixel stands for 8 x 8 image pixels."""
 
-    def latent_shape(self, height, width):
-        return height // 8, width // 8, SHAPE[2]
+    kind = "ToyPipeline"
+    compression = 8
+    channels = SHAPE[2]
+    patch = 1
+    remat = "none"
 
-    def image_tokens(self, height, width):
-        return height * width // 64
+    def __init__(self):
+        """Opens no directory."""
+
+    def velocity(self, params, latent, conditioning, timestep, guidance, fp8_attention=False):
+        raise NotImplementedError
+
+    def tokenize(self, prompts, max_tokens, instruction=None):
+        raise NotImplementedError
+
+    def encode_text(self, params, tokens):
+        raise NotImplementedError
+
+    def unscale(self, latent):
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,10 +105,7 @@ def toy_backbone(*mesh: int, dtype: str = "float32", seed: int = 0) -> ToyBackbo
         "out": {"kernel": weight(HIDDEN, SHAPE[-1])},
     }
     mesh_ = make_mesh(*(mesh or (1, 1)))
-    others = {field.name: None for field in dataclasses.fields(Pipeline)} | {
-        "embedded_guidance": False
-    }
-    pipeline = ToyPipeline(**others)
+    pipeline = ToyPipeline()
     decoder = ToyDecoder(jnp.float32(0.7), pipeline, jnp.dtype("float32"))
     return ToyBackbone(pipeline, mesh_, jnp.dtype(dtype), params, None, decoder)
 
@@ -141,11 +153,11 @@ def toy_reward() -> Reward:
 def toy_experiment(*overrides: str, mesh: tuple[int, ...] = (1, 1)) -> Experiment:
     """All parts of a run on the smallest settings of `tiny` (`tests.small`) with other overrides."""
     config = small_config(
-        "unused", "lora.targets=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides
+        "unused", "lora.target_modules=['.*/kernel']", "lora.rank=2", "lora.alpha=4", *overrides
     )
     backbone = toy_backbone(*mesh)
     reward = toy_reward()
-    size = trained_sizes(config)[0]
+    size = training_sizes(config)[0]
     train, test = (
         [Prompt(f"{name} {i}") for i in range(count)]
         for name, count in (("to train on", 20), ("to test on", 6))

@@ -13,8 +13,8 @@ from pretrain.blueprints import BLUEPRINTS, Blueprint
 from pretrain.data import BATCH, caption_batches
 from pretrain.recipe import RECIPES, Settings
 from pretrain.training import train
-from solrl_jax.models.loading.pipeline import Pipeline
 from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.registry import open_pipeline
 
 PLAIN = 1.0  # the guidance scale that a network is told until it learns what the scale means

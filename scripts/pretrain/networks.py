@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from solrl_jax.models.loading.weights import Params, entries, to_torch_order
+from solrl_jax.models.loading.weights import Params, parameter_table, to_torch_order
 from solrl_jax.storage.files import atomic, atomic_write
 
 
@@ -66,7 +66,7 @@ def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
     """
     flat = flatten_dict(params)
     out = {}
-    for e in entries(state):
+    for e in parameter_table(state):
         value = np.asarray(flat[e.path])
         for name, tensor in zip(e.names, value if e.stacked else value[None], strict=True):
             # not `ascontiguousarray`, which gives a scalar an axis

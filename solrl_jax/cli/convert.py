@@ -252,7 +252,7 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
     with in_one_line(lambda said: f"--base {base}: {said}"):
         config = SanaConfig.read(base / TRANSFORMER)
     with in_one_line(lambda said: f"{file}: {said}"):
-        plan = native.plan({name: tuple(t.shape) for name, t in tensors.items()}, config)
+        plan = native.plan_conversion({name: tuple(t.shape) for name, t in tensors.items()}, config)
     copied = _component_files(base)
     fields = {"_class_name": plan.config.network, **dataclasses.asdict(plan.config)}
     _check_directory(out, {TRANSFORMER, *(name.split("/")[0] for name in copied)})
@@ -270,12 +270,12 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
         with in_one_line(lambda said: said.replace(str(folder), str(out))):
-            network.check()
+            network.check_files()
     return {
         "kind": "sana",
         "tensors": len(parts),
         "bytes": (out / TRANSFORMER / WEIGHTS).stat().st_size,
-        "parameters": plan.parameters,
+        "parameters": plan.num_parameters,
         "ffn": plan.ffn,
         "ignored": list(plan.ignored),
         "config": fields,

@@ -120,8 +120,8 @@ def needs(config: Config) -> dict[str, Any]:
             missing.append(str(error))
 
     for field, path, least in (
-        ("prompts.train", config.prompts.train, config.train.prompts),
-        ("prompts.test", config.prompts.test, config.eval.prompts),
+        ("prompts.train", config.prompts.train, config.train.num_prompts),
+        ("prompts.test", config.prompts.test, config.eval.num_prompts),
     ):
         with noted():
             if len(found := load_prompts(path, field)) < least:
@@ -131,7 +131,7 @@ def needs(config: Config) -> dict[str, Any]:
     with noted():
         read_instruction(config)
     with noted():
-        open_cache(config.model.cache)
+        open_cache(config.model.prompt_cache_dir)
     for key, source in _reward_sources(config).items():
         with noted():
             if isinstance(source, Converted):
@@ -163,12 +163,12 @@ def sizes(config: Config) -> dict[str, int]:
     """
     pipeline = open_configurations(config.model.path)
     dtype = DTYPES[config.rollout.precision]
-    encoders = sum(part.size for part in pipeline.text_encoders.values())
+    encoders = sum(part.num_parameters for part in pipeline.text_encoders.values())
     found = {
-        "transformer": pipeline.transformer.size * dtype.itemsize,
+        "transformer": pipeline.transformer.num_parameters * dtype.itemsize,
         "text encoders": encoders * dtype.itemsize,
     }
-    found["vae"] = pipeline.vae.size * (pipeline.vae_dtype or dtype).itemsize
+    found["vae"] = pipeline.vae.num_parameters * (pipeline.vae_dtype or dtype).itemsize
     mesh = open_mesh(config)
     memory = device_memory()
     share = found["transformer"] / (mesh.shape["fsdp"] * mesh.shape["tensor"])
@@ -188,12 +188,12 @@ def _check_weights(path: str) -> None:
     pipeline = open_model(str(hub.cached(path)) if in_hub else path)
     with in_one_line():
         for component in (pipeline.transformer, pipeline.vae, *pipeline.text_encoders.values()):
-            component.check()
+            component.check_files()
 
 
 def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
     """The released files that the rewards are read from."""
-    names = reward_names((*config.reward.weights, *config.reward.watched))
+    names = reward_names((*config.reward.weights, *config.reward.eval_only))
     return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}
 
 

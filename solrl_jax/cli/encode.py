@@ -22,7 +22,7 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Fill the cache with PRESET's encoded prompts. Training then never loads the text encoders.
 
     \b
-    solrl encode flux1_sol_rl_pickscore model.cache=/data/prompts
+    solrl encode flux1_sol_rl_pickscore model.prompt_cache_dir=/data/prompts
     """
     with bar(None, "encode", "prompt") as shown:
         summary = fill_cache(resolve(preset, overrides), shown.update)
@@ -46,13 +46,13 @@ def fill_cache(
     )
     instruction = read_instruction(config)
     mesh = open_mesh(config)
-    tokens = config.model.max_tokens
+    tokens = config.model.max_sequence_length
     encoders = open_text_encoders(
-        open_model(config.model.path), config.rollout.precision, mesh, config.model.cache
+        open_model(config.model.path), config.rollout.precision, mesh, config.model.prompt_cache_dir
     )
     if encoders.cache is None:
         raise InputError(
-            "model.cache=None: expected a directory to be filled, or '' for the user's own"
+            "model.prompt_cache_dir=None: expected a directory to be filled, or '' for the user's own"
         )
     encoders.check_instruction(instruction)
     empty, encoded = encoders.encode([""], tokens)

@@ -147,12 +147,12 @@ def _scored(config: Config, names: str | None) -> Config:
             f"--rewards {names!r}: expected names separated by commas, e.g. shapes,tiny-clip"
         )
     watched = tuple(name for name in watched if name not in config.reward.weights)
-    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, watched=watched))
+    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, eval_only=watched))
 
 
 def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
     config = experiment.config.eval
-    with bar(config.prompts * config.images_per_prompt, "evaluate") as shown:
+    with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as shown:
         return evaluate(experiment, adapters, shown.update)
 
 

@@ -8,7 +8,7 @@ import click
 from solrl_jax.cli.options import PATH, checkpoint_option, finish, force_option, json_option
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, load_backbone
-from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.rl.trainable import lora_files, transformer_files
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
@@ -54,7 +54,7 @@ def command(
     config = read_run(run)
     if fold_alpha and form == "peft":
         raise InputError("--fold-alpha: only with --format diffusers; PEFT always reads alpha")
-    pipeline = open_model(config.model.path, **attention_of(config.model))
+    pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     with in_one_line():
         whole = find_targets(pipeline.transformer, config).whole
     if whole and (form == "peft" or fold_alpha):

@@ -7,7 +7,7 @@ import click
 from solrl_jax.cli.options import bar, finish, finite, json_option, overrides_argument, trust_option
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, load_backbone
-from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve_format
 from solrl_jax.rl.experiment import build, load_prompt_sets, local_device
@@ -78,10 +78,10 @@ def command(
         return
     device = local_device()
     form = resolve_format(config.rollout.explore.precision, device)
-    pipeline = open_model(config.model.path, **attention_of(config.model))
-    shapes = pipeline.transformer.abstract(DTYPES[config.rollout.precision])
+    pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
+    shapes = pipeline.transformer.abstract_params(DTYPES[config.rollout.precision])
     with in_one_line():
-        rows = linears.report(shapes, config.model.quantize, form, config.rollout.explore)
+        rows = linears.report(shapes, config.model.quantization, form, config.rollout.explore)
     if others["errors"]:
         backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
         adapters, _ = load_policy(run, config, backbone)

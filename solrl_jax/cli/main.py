@@ -168,7 +168,7 @@ def explained(error: BaseException) -> tuple[str, int]:
         case OSError(filename=None):  # `> /dev/full`
             return f"the output cannot be written: {disk_reason(error)}", 1
     if isinstance(error, MemoryError) or any(sign in text(error) for sign in NO_MEMORY):
-        smaller = "rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks"
+        smaller = "rollout.per_device_batch_size, optimizer.per_device_batch_size or model.vae_tile_size, or model.gradient_checkpointing=blocks"
         return f"out of memory: {first_line(error)}; a smaller {smaller} needs less", 1
     raised_in = next(
         (frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))), ""

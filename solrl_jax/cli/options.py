@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from solrl_jax.config.values import MOST_NUMBER
+from solrl_jax.config.values import MAX_NUMBER
 from solrl_jax.storage.readers import is_number, strict
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
@@ -29,7 +29,7 @@ def finite(
     _context: click.Context, _parameter: click.Parameter, value: float | None
 ) -> float | None:
     """A click callback that refuses infinity and NaN, which ranges accept."""
-    if value is not None and not abs(value) <= MOST_NUMBER:
+    if value is not None and not abs(value) <= MAX_NUMBER:
         raise click.BadParameter(f"{value} is not finite in float32")
     return value
 

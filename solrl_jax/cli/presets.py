@@ -1,14 +1,19 @@
-"""`solrl presets`."""
+"""`solrl presets`: the presets, and the settings and prompts of one of them."""
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import click
+import yaml
 
 from solrl_jax.cli.options import finish, json_option, overrides_argument
-from solrl_jax.config.presets import describe, resolve
+from solrl_jax.config.inert import inert_fields
+from solrl_jax.config.presets import preset_rows, resolve
 from solrl_jax.config.schema import Config
+from solrl_jax.config.serialization import to_tree
+from solrl_jax.config.validation import section_names
 from solrl_jax.data.prompts import draw_prompts
 from solrl_jax.errors import InputError
 from solrl_jax.rl.experiment import load_prompt_sets
@@ -18,34 +23,81 @@ from solrl_jax.rl.experiment import load_prompt_sets
 @click.option(
     "--show",
     metavar="PRESET",
-    help="Show the prompt sets of PRESET and the prompts of its first iteration.",
+    help="Show the settings of PRESET, its prompt sets and the prompts of its first iteration.",
+)
+@click.option(
+    "--all", "show_all", is_flag=True, help="With --show: also settings without effect in this run."
 )
 @overrides_argument
 @json_option
-def command(show: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_json: bool) -> None:
     """List the presets: MODEL_FAMILY_REWARD, and the embedded `tiny`.
 
     \b
     solrl presets --show flux1_sol_rl_hpsv2 prompts.train=my-prompts.txt
     """
-    if show is not None:
-        summary = describe_prompts(resolve(show, overrides))
-        return finish({"preset": show} | summary, as_json, prompts_text(show, summary))
-    if overrides:
-        raise InputError(
-            f"{overrides[0]}: settings are for one preset; expected --show PRESET before them"
-        )
-    rows = describe()
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    lines = ["  ".join(name.ljust(width) for name, width in widths.items())]
-    lines += ["  ".join(row[name].ljust(width) for name, width in widths.items()) for row in rows]
-    finish({"presets": rows}, as_json, "\n".join(line.rstrip() for line in lines))
+    if show is None:
+        if overrides:
+            raise InputError(f"{overrides[0]}: overrides need --show PRESET before them")
+        if show_all:
+            raise InputError("--all: needs --show PRESET")
+        rows = preset_rows()
+        return finish({"presets": rows}, as_json, format_table(rows))
+    config = resolve(show, overrides)
+    settings = shown_settings(config, show_all)
+    if not as_json:  # before the prompts, whose files may not exist yet
+        click.echo(yaml.safe_dump(settings, sort_keys=False, width=100))
+    prompts = describe_prompts(config)
+    summary = {"preset": show, "settings": settings, **prompts}
+    finish(summary, as_json, format_prompts(show, prompts))
+
+
+def format_table(rows: list[dict[str, str]]) -> str:
+    """Rows with equal keys as text in aligned columns below a line with the keys."""
+    names = list(rows[0])
+    lines = [dict(zip(names, names, strict=True)), *rows]
+    widths = {name: max(len(line[name]) for line in lines) for name in names}
+    texts = ["  ".join(line[name].ljust(widths[name]) for name in names) for line in lines]
+    return "\n".join(text.rstrip() for text in texts)
+
+
+def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
+    """The settings of a configuration as nested mappings of plain values.
+
+    Args:
+      config: the configuration.
+      show_all: whether to include fields that have no effect in a run with this configuration
+        (`config.inert`).
+    """
+    tree = to_tree(config)
+    return tree if show_all else _without(tree, inert_fields(config), "")
+
+
+def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str, Any]:
+    """`tree` without the sections and fields whose dotted names are in `hidden`."""
+    kept = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name in hidden:
+            continue
+        kept[key] = _without(value, hidden, f"{name}.") if name in section_names() else value
+    return kept
 
 
 def describe_prompts(config: Config) -> dict[str, Any]:
-    """The numbers of distinct prompts to train and to test on, their files, and the prompts of the first iteration."""
+    """Facts about the prompt sets that `config.prompts` names.
+
+    Returns:
+      files: the two files;
+      train, test: the number of distinct prompts in each;
+      shared: the number of prompts in both;
+      first: text and metadata of the prompts of the first iteration.
+
+    Raises:
+      InputError: if a file cannot be read or holds no prompt.
+    """
     train, test = load_prompt_sets(config)
-    first = draw_prompts(train, config.seed, 0, min(config.train.prompts, len(train)))
+    first = draw_prompts(train, config.seed, 0, min(config.train.num_prompts, len(train)))
     return {
         "files": dataclasses.asdict(config.prompts),
         "train": len(train),
@@ -55,17 +107,14 @@ def describe_prompts(config: Config) -> dict[str, Any]:
     }
 
 
-def prompts_text(preset: str, summary: dict[str, Any]) -> str:
-    """`describe_prompts` for a terminal."""
-    sets = [
-        f"{summary[name]} prompts to {name} on ({summary['files'][name]})"
-        for name in ("train", "test")
-    ]
-    lines = [
-        f"{preset}: {sets[0]}, {sets[1]}, {summary['shared']} in both; the first iteration draws"
-    ]
-    for row in summary["first"]:
-        lines.append(
-            "  " + row["prompt"] + (f"  {json.dumps(row['metadata'])}" if row["metadata"] else "")
-        )
+def format_prompts(preset: str, prompts: Mapping[str, Any]) -> str:
+    """The facts of `describe_prompts` as text for a terminal."""
+    files = prompts["files"]
+    sizes = ", ".join(
+        f"{prompts[name]} {name} prompts ({files[name]})" for name in ("train", "test")
+    )
+    lines = [f"{preset}: {sizes}, {prompts['shared']} in both; the first iteration draws"]
+    for row in prompts["first"]:
+        metadata = f"  {json.dumps(row['metadata'])}" if row["metadata"] else ""
+        lines.append(f"  {row['prompt']}{metadata}")
     return "\n".join(lines)

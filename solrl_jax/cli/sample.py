@@ -22,15 +22,17 @@ from solrl_jax.cli.options import (
 )
 from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision
-from solrl_jax.config.sizes import evaluated_size
-from solrl_jax.config.values import MOST_SIDE, MOST_STEPS, MOST_TOKENS, shown
-from solrl_jax.data.prompts import load_instruction, load_prompts, plain
+from solrl_jax.config.sizes import evaluation_size
+from solrl_jax.config.values import MAX_SIDE, MAX_STEPS, MAX_TOKENS, brief_repr
+from solrl_jax.data.prompts import check_text, load_instruction, load_prompts
 from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
 from solrl_jax.errors import InputError, RunError, first_line, in_one_line
-from solrl_jax.models.backbone import DTYPES, Pipeline, entries, load_backbone
-from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.models.backbone import DTYPES, load_backbone
+from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.locate import mhla_override, open_model
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import Format, resolve_format, scoring_dtypes
@@ -80,9 +82,9 @@ def requested(target: str, **given: Any) -> Request:
     if is_run(target):
         config = read_run(target)
         own |= {
-            "steps": config.eval.steps,
-            "guidance": config.rollout.guidance,
-            "true_cfg": config.rollout.true_guidance,
+            "steps": config.eval.num_steps,
+            "guidance": config.rollout.guidance_scale,
+            "true_cfg": config.rollout.true_cfg_scale,
         }
     return Request(
         **own | {name: _checked(name, value) for name, value in given.items() if value is not None}
@@ -93,12 +95,14 @@ def _checked(name: str, value: Any) -> Any:
     parameters = {x.name: x for x in command.params if x.name in Request.__dataclass_fields__}
     if name not in parameters:
         raise TypeError(
-            f"sample: {name}={shown(value)} is no option; accepted: {', '.join(map(str, parameters))}"
+            f"sample: {name}={brief_repr(value)} is no option; accepted: {', '.join(map(str, parameters))}"
         )
     try:
         accepted = parameters[name].process_value(click.Context(command), value)
     except (click.BadParameter, TypeError, OverflowError) as error:
-        raise InputError(f"{name}={shown(value)}: {getattr(error, 'message', error)}") from error
+        raise InputError(
+            f"{name}={brief_repr(value)}: {getattr(error, 'message', error)}"
+        ) from error
     if isinstance(value, float) and value != accepted:
         raise InputError(f"{name}={value}: accepted: a whole number")
     return accepted
@@ -112,7 +116,7 @@ def sample(
     Raises InputError in one line; if possible before anything is loaded or written.
     """
     prompts = load_prompts(request.prompts, "--prompts", distinct=False)
-    plain(request.negative, "--negative")
+    check_text(request.negative, "--negative")
     noise = None if request.latents is None else _open_latents(request.latents, len(prompts))
     config = read_run(target) if is_run(target) else None
     if config and request.lora is not None:
@@ -125,7 +129,7 @@ def sample(
     files.refuse_existing("--out", (request.out / name for name in made), request.force)
     files.writable_directory(request.out, "--out")
     pipeline = (
-        open_model(config.model.path, **attention_of(config.model))
+        open_model(config.model.path, mhla=mhla_override(config.model))
         if config
         else open_model(target)
     )
@@ -150,7 +154,7 @@ def sample(
     if noise is None:
         noise = np.asarray(jax.jit(normal, static_argnums=(1, 2))(seeds, "initial", shape))
     max_tokens = request.max_tokens or (
-        config.model.max_tokens if config else pipeline.default_max_tokens
+        config.model.max_sequence_length if config else pipeline.default_max_tokens
     )
     prompted = prepare(backbone, None, prompts, max_tokens, request.negative)
     backbone.text_encoders.release()  # there is nothing more to encode
@@ -170,7 +174,7 @@ def sample(
         for prompt, image in zip(prompts, samples.images, strict=True)
         if not np.isfinite(image).all()
     ]:
-        what = f"{len(endless)} of {len(prompts)} pictures are not finite, first that of {shown(str(endless[0]))}"
+        what = f"{len(endless)} of {len(prompts)} pictures are not finite, first that of {brief_repr(str(endless[0]))}"
         raise RunError(
             f"{target}: {what}; its weights or adapters are not, or the guidance is too strong: nothing is written"
         )
@@ -193,11 +197,11 @@ def _model_options(request: Request, config: Config | None) -> dict[str, Any]:
         path = config.model.instruction
         field = "model.instruction"
     return {
-        "cache": config.model.cache if config else None,
+        "cache": config.model.prompt_cache_dir if config else None,
         "instruction": None if path is None else load_instruction(path, field),
-        "tile": request.tile or (config.model.tile if config else None),
+        "tile": request.tile or (config.model.vae_tile_size if config else None),
         "decoding": scoring_dtypes(
-            config.rollout.scoring, config.rollout.precision, local_device()
+            config.rollout.scoring_precision, config.rollout.precision, local_device()
         )[0]
         if config
         else None,
@@ -209,7 +213,7 @@ def _grid(
 ) -> tuple[Schedule, tuple[int, int]]:
     """The grid, and height and width. Raises InputError for options that this model does not support."""
     embedded = pipeline.embedded_guidance
-    if request.instruction is not None and pipeline.instruct is None:
+    if request.instruction is not None and not pipeline.accepts_instruction:
         raise InputError(f"--instruction {request.instruction}: a {pipeline.kind} takes none")
     if request.tile and request.tile % pipeline.compression:
         raise InputError(
@@ -231,13 +235,13 @@ def _grid(
         tokens = pipeline.image_tokens(*size)
         if config:
             rollout = dataclasses.replace(
-                config.rollout, guidance=request.guidance, true_guidance=request.true_cfg
+                config.rollout, guidance_scale=request.guidance, true_cfg_scale=request.true_cfg
             )
             return Schedule.from_config(
                 rollout, request.steps, tokens, embedded, None, pipeline.mu
             ), size
         sigmas, times, table = read_scheduler(
-            pipeline.scheduler, request.steps, tokens, pipeline.own_sigmas, pipeline.mu
+            pipeline.scheduler, request.steps, tokens, pipeline.linear_sigmas, pipeline.mu
         )
         grid = Schedule.from_sigmas(
             sigmas,
@@ -265,9 +269,9 @@ def _quantized(
 
     rules = (
         config or next(preset for preset in presets if kind(preset) == pipeline.kind)
-    ).model.quantize
+    ).model.quantization
     with in_one_line():
-        return quantized_paths(pipeline.transformer.abstract(DTYPES[precision]), rules, form)
+        return quantized_paths(pipeline.transformer.abstract_params(DTYPES[precision]), rules, form)
 
 
 def _lora(path: Path | None, pipeline: Pipeline) -> tuple[Trainable, float]:
@@ -275,7 +279,7 @@ def _lora(path: Path | None, pipeline: Pipeline) -> tuple[Trainable, float]:
     if path is None:
         return {}, 1.0
     with in_one_line(lambda said: f"--lora: {said}"):
-        adapters, settings = import_lora(path, entries(pipeline.transformer.state))
+        adapters, settings = import_lora(path, parameter_table(pipeline.transformer.state))
     return adapters, settings.scale
 
 
@@ -292,7 +296,7 @@ def _size(
     request: Request, config: Config | None, pipeline: Pipeline, noise: np.ndarray | None
 ) -> tuple[int, int]:
     """Height and width: of the request, of the latents, of the run, or the model's default."""
-    default = evaluated_size(config) if config else pipeline.default_size
+    default = evaluation_size(config) if config else pipeline.default_size
     size = request.size or default
     if noise is not None:
         of_noise = (noise.shape[1] * pipeline.compression, noise.shape[2] * pipeline.compression)
@@ -302,9 +306,9 @@ def _size(
             )
         size = of_noise
     shape = pipeline.latent_shape(*size)
-    if max(size) > MOST_SIDE:
+    if max(size) > MAX_SIDE:
         raise ValueError(
-            f"size {size[0]}x{size[1]}: accepted: up to {MOST_SIDE} pixels in either direction"
+            f"size {size[0]}x{size[1]}: accepted: up to {MAX_SIDE} pixels in either direction"
         )
     if noise is not None and noise.shape[1:] != shape:
         raise ValueError(f"--latents: have {noise.shape[3]} channels; this model's have {shape[2]}")
@@ -344,9 +348,9 @@ def _height_width(
     if value is None:
         return None
     parts = [*map(str, value)] if isinstance(value, list | tuple) else str(value).lower().split("x")
-    if len(parts) != 2 or not all(is_number(p) and 0 < int(p) <= MOST_SIDE for p in parts):
+    if len(parts) != 2 or not all(is_number(p) and 0 < int(p) <= MAX_SIDE for p in parts):
         raise InputError(
-            f"--size {value!r}: expected HEIGHTxWIDTH in pixels up to {MOST_SIDE}, e.g. 512x768"
+            f"--size {value!r}: expected HEIGHTxWIDTH in pixels up to {MAX_SIDE}, e.g. 512x768"
         )
     return int(parts[0]), int(parts[1])
 
@@ -371,7 +375,7 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @click.option("--out", required=True, type=PATH, help="Directory for the PNGs and arrays.")
 @click.option(
     "--steps",
-    type=click.IntRange(1, MOST_STEPS),
+    type=click.IntRange(1, MAX_STEPS),
     help="(default: the run's, of its evaluation, or 10)",
 )
 @click.option(
@@ -416,7 +420,7 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @click.option("--lora", type=PATH, help="For a model directory: a LoRA of diffusers or PEFT.")
 @click.option(
     "--max-tokens",
-    type=click.IntRange(1, MOST_TOKENS),
+    type=click.IntRange(1, MAX_TOKENS),
     help="Longest prompt (default: the run's or the model's).",
 )
 @checkpoint_option

@@ -1,25 +1,47 @@
-"""What an iteration's update consists of, by a configuration and a number of devices."""
+"""How the terms of an iteration's loss are divided among optimizer steps, devices and batches."""
 
 from solrl_jax.config.schema import Config
 
 
 def effective_batch(config: Config, devices: int) -> dict[str, int]:
-    """What one iteration's update consists of, in all and on each of `devices` devices. A term is a sample at one sigma."""
-    terms = config.train.prompts * config.rollout.kept * config.trained_sigmas
+    """Sizes of one iteration's update. A term of the loss is one sample at one sigma.
+
+    Args:
+      config: the configuration, of which `train`, `rollout`, `algorithm` and `optimizer` are read.
+      devices: the number of devices among which the terms are divided.
+
+    Returns:
+      terms: number of terms of the iteration;
+      optimizer_steps: number of optimizer steps;
+      terms_per_step: number of terms of each step, on all devices together;
+      terms_per_step_per_device: the largest number of them on one device;
+      accumulation: number of batches over which each step accumulates its gradient.
+    """
     steps = config.optimizer.steps_per_iteration
+    batch_size = config.optimizer.per_device_batch_size
     return {
-        "terms": terms,
+        "terms": config.num_terms,
         "optimizer_steps": steps,
-        "terms_per_step": terms // steps,
-        "terms_per_step_per_device": -(-terms // (steps * devices)),
-        "accumulation": -(-terms // (steps * config.optimizer.micro_batch * devices)),
+        "terms_per_step": config.num_terms // steps,
+        "terms_per_step_per_device": _divide_up(config.num_terms, steps * devices),
+        "accumulation": _divide_up(config.num_terms, steps * batch_size * devices),
     }
 
 
-def batch_line(config: Config, devices: int) -> str:
+def describe_batch(config: Config, devices: int) -> str:
     """`effective_batch` as the line that is printed when a run starts."""
+    batch = effective_batch(config, devices)
+    prompts = config.train.num_prompts
+    sigmas = config.num_train_sigmas
+    batch_size = config.optimizer.per_device_batch_size
     return (
-        f"batch: {config.train.prompts} prompts x {config.rollout.kept} kept x {config.trained_sigmas} sigmas = {{terms}} terms"
-        " an iteration, in {optimizer_steps} optimiser step(s) of {terms_per_step}; {terms_per_step_per_device} a step on each"
-        f" of {devices} device(s), accumulated over {{accumulation}} micro-batch(es) of {config.optimizer.micro_batch}"
-    ).format(**effective_batch(config, devices))
+        f"batch: {prompts} prompts x {config.rollout.kept} kept x {sigmas} sigmas"
+        f" = {batch['terms']} terms per iteration, in {batch['optimizer_steps']} optimizer step(s)"
+        f" of {batch['terms_per_step']}; {batch['terms_per_step_per_device']} per step on each of"
+        f" {devices} device(s), accumulated over {batch['accumulation']} batch(es) of {batch_size}"
+    )
+
+
+def _divide_up(numerator: int, denominator: int) -> int:
+    """The quotient rounded up."""
+    return -(-numerator // denominator)

@@ -1,39 +1,131 @@
-"""Reads configurations that older versions wrote.
+"""Field names of earlier configuration layouts, and how they map to the present ones.
 
-A run directory keeps its resolved configuration. Version 1 is that of solrl_jax 0.1.0, which wrote no version.
+A run directory keeps its resolved configuration in `config.yaml`, whose `version` field says which
+layout it is written in. Version 2 used other names for some fields. Files of version 2, and
+overrides that use its names, are translated for one version.
 """
 
-from typing import Any
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
 
-VERSION = 2
-# settings that version 1 had not, with the values that it ran with
-ADDED: dict[str, dict[str, Any]] = {
-    "rollout": {"size": None, "window": None, "window_every": 25, "scoring": "auto"},
-    "policy": {"objective": "nft", "ratio_clip": 1e-4},
-    "model": {"attention": "own", "mhla_blocks": 16, "mhla_released": False, "mhla_norm": False},
-    "train": {"parameters": "adapters"},
-    "eval": {"size": None},
+VERSION: Final = 3
+
+# Sections and fields of version 2 by their dotted names, and the present names. A renamed section
+# renames all its fields.
+RENAMED = {
+    "policy": "algorithm",
+    "policy.kl_weight": "algorithm.kl_coef",
+    "policy.ratio_clip": "algorithm.clip_range",
+    "policy.advantage_clip": "algorithm.adv_clip_max",
+    "policy.advantage_mode": "algorithm.adv_mode",
+    "model.max_tokens": "model.max_sequence_length",
+    "model.cache": "model.prompt_cache_dir",
+    "model.tile": "model.vae_tile_size",
+    "model.remat": "model.gradient_checkpointing",
+    "model.quantize": "model.quantization",
+    "model.quantize.skip": "model.quantization.modules_to_not_convert",
+    "model.quantize.min_dim": "model.quantization.min_width_ratio",
+    "rollout.steps": "rollout.num_steps",
+    "rollout.eta": "rollout.noise_level",
+    "rollout.window": "rollout.sde_window_size",
+    "rollout.window_every": "rollout.sde_window_every",
+    "rollout.guidance": "rollout.guidance_scale",
+    "rollout.true_guidance": "rollout.true_cfg_scale",
+    "rollout.chunk": "rollout.per_device_batch_size",
+    "rollout.scoring": "rollout.scoring_precision",
+    "rollout.explore.steps": "rollout.explore.num_steps",
+    "rollout.explore.correction": "rollout.explore.correction_rank",
+    "rollout.explore.floor": "rollout.explore.min_rank_correlation",
+    "reward.watched": "reward.eval_only",
+    "lora.targets": "lora.target_modules",
+    "lora.init": "lora.path",
+    "optimizer.micro_batch": "optimizer.per_device_batch_size",
+    "train.prompts": "train.num_prompts",
+    "eval.prompts": "eval.num_prompts",
+    "eval.steps": "eval.num_steps",
+    "eval.images_per_prompt": "eval.num_images_per_prompt",
+    "eval.grid": "eval.num_grid_images",
+}
+
+# Values of version 2 that have another name, by the dotted name that version 2 gave to the field.
+RENAMED_VALUES = {
+    "model.attention": {"own": "default"},
+    "model.remat": {"products": "matmuls"},
+    "rollout.explore.attention": {"own": "default"},
+    "rollout.explore.sigmas": {"own": "default"},
 }
 
 
-def migrate(tree: Any) -> Any:
-    """The tree of a configuration in the current layout; what is no mapping, or of an unknown version, stays as it is.
+def current_name(key: str) -> str:
+    """The present dotted name of a section or field.
 
-    Version 2 has no other decoder for candidates, no audits, and one NVFP4; and it has other objectives.
+    Args:
+      key: a dotted name, present or of version 2, e.g. "policy.kl_weight".
+
+    Returns:
+      The present name, e.g. "algorithm.kl_coef"; `key` itself if it was not renamed.
     """
-    if not isinstance(tree, dict) or "version" in tree:
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        if new := RENAMED.get(".".join(parts[:end])):
+            return ".".join([new, *parts[end:]])
+    return key
+
+
+def current_value(key: str, value: Any) -> Any:
+    """The value of a section or field with all names of version 2 replaced by the present ones.
+
+    Args:
+      key: the dotted name that `value` belongs to, in the names of the layout that `value` is
+        written in; "" for a whole configuration.
+      value: what YAML gives for it. A mapping is a section, whose keys are translated too.
+    """
+    if isinstance(value, Mapping):
+        prefix = f"{key}." if key else ""
+        return {
+            current_name(f"{prefix}{name}").rpartition(".")[2]: current_value(
+                f"{prefix}{name}", inner
+            )
+            for name, inner in value.items()
+        }
+    if isinstance(value, str):
+        return RENAMED_VALUES.get(key, {}).get(value, value)
+    return value
+
+
+def migrate_override(key: str, value: Any) -> tuple[str, Any]:
+    """An override `key=value` in the present names.
+
+    Warns with a FutureWarning if it uses a name of version 2.
+    """
+    new_key = current_name(key)
+    new_value = current_value(key, value)
+    if new_key != key:
+        warnings.warn(
+            f"{key} is now called {new_key}; the old name will be refused",
+            FutureWarning,
+            stacklevel=2,
+        )
+    elif repr(new_value) != repr(value):  # NaN differs from itself
+        warnings.warn(
+            f"{key}={value} is now written {new_value}; the old form will be refused",
+            FutureWarning,
+            stacklevel=2,
+        )
+    return new_key, new_value
+
+
+def migrate(tree: Any) -> Any:
+    """The tree of a configuration file in the present layout.
+
+    Args:
+      tree: what YAML gives for a configuration file.
+
+    Returns:
+      A file of version 2 with the present names and version number. Anything else is returned as it
+      is, and the schema then refuses it if it is not a configuration.
+    """
+    if not isinstance(tree, dict) or tree.get("version") != 2:
         return tree
-    tree = {"version": VERSION, **tree}
-    for section, added in ADDED.items():
-        if isinstance(tree.get(section), dict):
-            tree[section] = {**added, **tree[section]}
-    explore = (
-        tree.get("rollout", {}).get("explore", {}) if isinstance(tree.get("rollout"), dict) else {}
-    )
-    if isinstance(explore, dict):
-        for field in ("vae", "audit_every"):
-            explore.pop(field, None)
-        explore.setdefault("attention", "own")
-        if explore.get("precision") in ("nvfp4_w", "nvfp4_46"):
-            explore["precision"] = "nvfp4"
-    return tree
+    return {**current_value("", tree), "version": VERSION}

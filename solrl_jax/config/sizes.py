@@ -1,4 +1,4 @@
-"""Heights and widths of a run's pictures, in pixels: what is trained on and what is evaluated. The default is the model's."""
+"""Image sizes of a run: (height, width) in pixels."""
 
 import math
 
@@ -7,20 +7,23 @@ from solrl_jax.config.values import Size
 
 
 def model_size(config: Config) -> Size:
-    """What the model was made for."""
+    """The model's size, which training and evaluation use unless they have their own."""
     return config.model.height, config.model.width
 
 
-def trained_sizes(config: Config) -> tuple[Size, ...]:
-    """What is trained on. An iteration has one of them; one that is listed twice comes twice as often."""
+def training_sizes(config: Config) -> tuple[Size, ...]:
+    """The sizes that are trained on.
+
+    Each iteration uses one of them; a size that is listed twice is used twice as often.
+    """
     return config.rollout.size or (model_size(config),)
 
 
-def largest_size(config: Config) -> Size:
-    """What is trained on with most pixels."""
-    return max(trained_sizes(config), key=math.prod)
+def largest_training_size(config: Config) -> Size:
+    """The size with most pixels among `training_sizes`."""
+    return max(training_sizes(config), key=math.prod)
 
 
-def evaluated_size(config: Config) -> Size:
-    """What is evaluated, and what a run's policy draws unless told otherwise."""
+def evaluation_size(config: Config) -> Size:
+    """The size of images in evaluations, and by default of images drawn from a run's policy."""
     return config.eval.size or model_size(config)

@@ -1,10 +1,14 @@
-"""What sections of a configuration are made of: types of fields that say their range, rules between fields, messages."""
+"""Types of configuration fields, the error for values outside them, and helpers that both use.
+
+A field's annotation states which values it accepts. pydantic checks annotations when a
+configuration is read from YAML or from overrides (`config.presets`). Rules between fields are
+checked by the sections themselves (`config.schema`).
+"""
 
 import re
 import urllib.parse
 from typing import Annotated, Any
 
-import regex
 from pydantic import (
     AfterValidator,
     AllowInfNan,
@@ -15,142 +19,110 @@ from pydantic import (
     Strict,
 )
 
-from solrl_jax.storage.readers import strict
-
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, in one line; several problems are joined by '; '."""
+    """A configuration that cannot be used.
+
+    The message is one line. For each problem it names the field, its value and what is accepted;
+    several problems are joined by "; ".
+    """
+
+    @classmethod
+    def of_field(cls, field: str, value: Any, accepted: str) -> "ConfigError":
+        """The error for one field.
+
+        Args:
+          field: the dotted name of the field, e.g. "rollout.kept".
+          value: the value that was given.
+          accepted: what is accepted instead, as a phrase, e.g. "must be at least 2".
+        """
+        return cls(f"{field}={brief_repr(value)}: {accepted}")
 
 
-def _number(value: Any) -> Any:
-    """Lets an int, and text such as '1e-4' which YAML 1.1 does not read as a number, pass for a float; not a bool."""
+def brief_repr(value: Any) -> str:
+    """`repr(value)` for use in a message, cut after 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def contains_secret(name: str) -> bool:
+    """Whether the name of a reward is a URL with credentials, which a run would record.
+
+    Args:
+      name: the name of a reward. Only names that contain "://" are URLs.
+
+    Returns:
+      True for a URL with a user name or password, and for one whose query or fragment contains a
+      word such as "token" or "key".
+    """
+    if "://" not in name:
+        return False
+    url = urllib.parse.urlsplit(name)
+    words = r"key|token|secret|pass|auth|sig"
+    parameters = url.query + url.fragment
+    return "@" in url.netloc or re.search(words, parameters, re.IGNORECASE) is not None
+
+
+def _parse_number(value: Any) -> Any:
+    """Converts integers and text to float if possible; other values stay as they are.
+
+    YAML 1.1 reads numbers such as 1e-4 as text.
+    """
+    if isinstance(value, bool | float):
+        return value
     try:
-        return value if isinstance(value, bool | float) else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return value
 
 
-def _normal(number: float) -> float:
-    if 0 < abs(number) < LEAST_NUMBER:
-        raise ValueError(f"is nearer to 0 than {LEAST_NUMBER:.2g}, the least that float32 holds")
-    return number
-
-
-def _regex(pattern: str) -> str:
+def _check_regex(pattern: str) -> str:
     try:
-        regex.compile(pattern)  # as `matches` reads it
-    except (regex.error, ValueError, LookupError, OverflowError, RecursionError) as error:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"must be a regular expression ({error})") from None
     return pattern
 
 
-def _finite(value: Any) -> Any:
-    if strict(value) != value:
-        raise ValueError("must be finite, and hold no number that is not")
-    return value
-
-
-def _plain(text: str) -> str:
-    if "\0" in text or text.encode(errors="replace").decode() != text:
-        raise ValueError("must be text that a file's name can hold")
-    return text
-
-
-def _pair(value: Any) -> Any:
-    if not (isinstance(value, list | tuple) and len(value) == 2):
+def _check_pair(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("expected [HEIGHT, WIDTH] in pixels")
     return value
 
 
-def _listed(value: Any) -> Any:
-    """Lets one size pass for a list of one."""
-    return (
-        [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
-    )
+def _wrap_single_size(value: Any) -> Any:
+    """Accepts one size, [height, width], in place of a list with one size."""
+    is_single = isinstance(value, list) and value and not isinstance(value[0], list)
+    return [value] if is_single else value
 
 
-# of an image in pixels; of a prompt; of one prompt
-MOST_SIDE = 2**14
-MOST_TOKENS = 2**11
-MOST_PICTURES = 2**16
-MOST_STEPS = 1000  # of a solver: networks are trained on as many levels of noise
-# what float32 holds in full, but for 0
-MOST_NUMBER = 3.4e38
-LEAST_NUMBER = 2.0**-126
+MAX_SIDE = 2**14  # pixels of an image's height or width
+MAX_TOKENS = 2**11  # tokens of one prompt
+MAX_STEPS = 1000  # solver steps: the networks were trained on as many noise levels
+MAX_NUMBER = 3.4e38  # the largest float32, about
 
-Integer = Annotated[int, Strict(), Field(gt=-(2**31), lt=2**31)]
-Natural = Annotated[Integer, Field(ge=0)]
-Count = Annotated[Integer, Field(ge=1)]
+Integer = Annotated[int, Strict(), Field(gt=-(2**31), lt=2**31)]  # an int32, as in JAX
+NonNegativeInt = Annotated[Integer, Field(ge=0)]
+PositiveInt = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
-Steps = Annotated[Integer, Field(ge=1, le=MOST_STEPS)]
-Side = Annotated[Integer, Field(ge=1, le=MOST_SIDE)]
-Size = Annotated[
-    tuple[Side, Side], BeforeValidator(_pair)
-]  # height and width of a picture in pixels
-Sizes = Annotated[tuple[Size, ...], Field(min_length=1), BeforeValidator(_listed)]
-Many = Annotated[Integer, Field(ge=1, le=MOST_PICTURES)]
-Number = Annotated[
-    float,
-    Strict(),
-    AllowInfNan(False),
-    Field(ge=-MOST_NUMBER, le=MOST_NUMBER),
-    BeforeValidator(_number),
-    AfterValidator(_normal),
-]
-NotNegative = Annotated[Number, Field(ge=0)]
+NumSteps = Annotated[Integer, Field(ge=1, le=MAX_STEPS)]
+Pixels = Annotated[Integer, Field(ge=1, le=MAX_SIDE)]
+Size = Annotated[tuple[Pixels, Pixels], BeforeValidator(_check_pair)]  # height, width
+Sizes = Annotated[tuple[Size, ...], Field(min_length=1), BeforeValidator(_wrap_single_size)]
+Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_parse_number)]
+NonNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Decay = Annotated[Number, Field(ge=0, lt=1)]
-Flag = Annotated[bool, Strict()]
-Json = Annotated[JsonValue, AfterValidator(_finite)]
-Free = Annotated[str, AfterValidator(_plain)]
-Text = Annotated[Free, Field(min_length=1)]
-Regex = Annotated[str, AfterValidator(_regex)]
-
-
-def holds_secret(name: str) -> bool:
-    """Whether the address of a service holds a user's name, a password, or a query that looks like a token."""
-    address = urllib.parse.urlsplit(name) if "://" in name else urllib.parse.urlsplit("")
-    words = r"key|token|secret|pass|auth|sig"
-    return (
-        "@" in address.netloc
-        or re.search(words, address.query + address.fragment, re.IGNORECASE) is not None
-    )
-
-
-def matches(pattern: str, path: str, field: str) -> bool:
-    """Whether a regular expression matches a whole path. Raises ConfigError for one that backtracks without end."""
-    try:
-        return (
-            regex.fullmatch(pattern, path, timeout=0.25) is not None
-        )  # seconds; `re` has no limit
-    except TimeoutError:
-        why = f"tries too many ways to match {path}; write it with fewer repetitions"
-        raise ConfigError(f"{field}: {pattern!r} {why}") from None
-
-
-def shown(value: Any) -> str:
-    """A value as messages quote it."""
-    try:
-        text = repr(value)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # an integer of thousands of digits, or lists of thousands of levels
-        text = f"a {type(value).__name__} that is too large to be shown"
-    return text if len(text) <= 80 else text[:77] + "..."
+Bool = Annotated[bool, Strict()]
+Text = Annotated[str, Field(min_length=1)]
+Regex = Annotated[str, AfterValidator(_check_regex)]
+Json = JsonValue
 
 
 class Section:
-    """Base of all sections: refuses unknown keys."""
+    """Base class of all sections.
+
+    Unknown keys are refused when a section is read from YAML or overrides.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-
-
-def check(*rules: tuple[bool, str, Any, str]) -> None:
-    """Each rule is (holds, field, value, what is accepted). Raises ConfigError listing all that do not hold."""
-    if broken := [
-        f"{field}={shown(value)}: {accepted}"
-        for holds, field, value, accepted in rules
-        if not holds
-    ]:
-        raise ConfigError("; ".join(broken))

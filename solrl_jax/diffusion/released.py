@@ -1,7 +1,9 @@
-"""The scheduler that a released model directory names, read as a schedule and a solver: what diffusers would do with it.
+"""Reads the scheduler of a released model directory as sigmas and a solver, to sample as diffusers
+would.
 
-Two kinds are released with flow models: `FlowMatchEulerDiscreteScheduler` and `DPMSolverMultistepScheduler` with flow
-sigmas. A setting that would change the samples and is not known here is refused.
+Flow models are released with two kinds: `FlowMatchEulerDiscreteScheduler`, and
+`DPMSolverMultistepScheduler` with flow sigmas. A setting that would change the samples and is not
+supported here is refused.
 """
 
 import math
@@ -13,8 +15,10 @@ from jaxtyping import Float
 from solrl_jax.diffusion.sigmas import Mu, flux, sd3, shift_sigmas
 from solrl_jax.diffusion.solver import Table, solver_table
 
-SMALLEST_SHIFT = 1e-6  # float64 divides by 1 + (shift - 1)
-# settings whose values must be these, by scheduler; what is absent from a file has the first value
+# The smallest accepted shift. A much smaller one would divide by almost 0 in `shift_sigmas`.
+SMALLEST_SHIFT = 1e-6
+# The accepted values of the settings of each scheduler. A setting that is absent from the file has
+# the first value.
 EULER = {
     "num_train_timesteps": (1000,), "invert_sigmas": (False,), "shift_terminal": (None, 0), "use_karras_sigmas": (False,),
     "use_exponential_sigmas": (False,), "use_beta_sigmas": (False,), "time_shift_type": ("exponential",),
@@ -30,67 +34,83 @@ DPM = {
 
 
 def read_scheduler(
-    config: dict[str, Any], steps: int, tokens: int, own_sigmas: bool = False, mu: Mu | None = None
+    config: dict[str, Any],
+    steps: int,
+    tokens: int,
+    pipeline_sigmas: bool = False,
+    mu: Mu | None = None,
 ) -> tuple[Float[np.ndarray, " n"], np.ndarray, Table]:
-    """Sigmas [steps + 1], times [steps] as the network is told them, and the solver's table, from a scheduler_config.json.
+    """Reads a scheduler configuration as diffusers would use it.
 
-    tokens: image tokens of one latent, for a schedule that depends on the resolution, by `mu` (None: FLUX.1's). own_sigmas: the
-    pipeline gives its scheduler `linspace(1, 1/n, n)` to shift (FLUX) instead of asking it for a grid. Raises ValueError naming
-    a setting that is not supported, its value and what is accepted.
+    Args:
+        config: The contents of `scheduler_config.json`.
+        steps: Number of solver steps.
+        tokens: Number of image tokens of one latent, for a schedule that depends on the resolution.
+        pipeline_sigmas: Whether the pipeline passes its scheduler the sigmas `linspace(1, 1/n, n)`
+            to be shifted, as that of FLUX does, instead of only the number of steps.
+        mu: Computes the logarithm of a shift that depends on the resolution. None uses that of
+            FLUX.1.
+
+    Returns:
+        The `steps` + 1 sigmas, the timestep that the network is given at each step, and the solver
+        table.
+
+    Raises:
+        ValueError: If a setting is not supported. It names the setting, its value and the accepted
+            values.
     """
     kind = config.get("_class_name")
     match kind:
         case "FlowMatchEulerDiscreteScheduler":
-            _accept(kind, config, EULER)
+            _check_settings(kind, config, EULER)
             shift = _positive(kind, config, "shift")
             if config.get("use_dynamic_shifting", False):
-                if not own_sigmas:  # diffusers would shift another grid, or have no shift to give
+                if not pipeline_sigmas:  # diffusers would shift other sigmas, or fail without a mu
                     raise ValueError(
-                        f"{kind}: use_dynamic_shifting=True; accepted for this kind of pipeline: False"
+                        f"{kind}: use_dynamic_shifting=True is not supported for this kind of "
+                        "pipeline; must be False"
                     )
                 sigmas = flux(steps, tokens, mu)
-            elif own_sigmas:
+            elif pipeline_sigmas:
                 sigmas = np.append(shift_sigmas(np.linspace(1.0, 1 / steps, steps), shift), 0.0)
             else:
                 sigmas = sd3(steps, shift)
             return sigmas, 1000 * sigmas[:-1], solver_table("euler", sigmas)
         case "DPMSolverMultistepScheduler":
-            _accept(kind, config, DPM)
+            _check_settings(kind, config, DPM)
             order = config.get("solver_order", 2)
             if order not in (1, 2):
-                raise ValueError(f"{kind}: solver_order={order}; accepted: 1, 2")
-            # the lowest of its thousand training levels is where its grid would end; sampling goes on to 0 from the one before
-            grid = shift_sigmas(
-                1 - np.linspace(1, 1 / 1000, steps + 1), _positive(kind, config, "flow_shift")
-            )[::-1]
-            sigmas = np.append(grid[:-1], 0.0)
-            # the network is told whole numbers: this scheduler casts its timesteps to integers
-            return (
-                sigmas,
-                np.trunc(1000 * sigmas[:-1]),
-                solver_table("dpm2" if order == 2 else "dpm1", sigmas),
-            )
+                raise ValueError(f"{kind}: solver_order={order}; must be one of 1, 2")
+            # The schedule would end at the lowest of the thousand training sigmas. Sampling leaves
+            # that one out and goes on to 0 from the sigma before it.
+            shift = _positive(kind, config, "flow_shift")
+            shifted = shift_sigmas(1 - np.linspace(1, 1 / 1000, steps + 1), shift)[::-1]
+            sigmas = np.append(shifted[:-1], 0.0)
+            # This scheduler casts its timesteps to integers.
+            timesteps = np.trunc(1000 * sigmas[:-1])
+            return sigmas, timesteps, solver_table("dpm2" if order == 2 else "dpm1", sigmas)
     raise ValueError(
-        f"scheduler {kind!r} (_class_name); accepted: FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler"
+        f"scheduler {kind!r} (_class_name) is not supported; must be one of "
+        "FlowMatchEulerDiscreteScheduler, DPMSolverMultistepScheduler"
     )
 
 
 def _positive(kind: str, config: dict[str, Any], name: str) -> float:
-    """A number above 0, 1 if it is absent."""
+    """The setting of that name, a positive number. It is 1 if it is absent."""
     value = config.get(name, 1.0)
     if type(value) not in (int, float) or not SMALLEST_SHIFT <= value < math.inf:
-        raise ValueError(
-            f"{kind}: {name}={value!r}; accepted: a number above 0, {SMALLEST_SHIFT} or more"
-        )
+        raise ValueError(f"{kind}: {name}={value!r}; must be a number of at least {SMALLEST_SHIFT}")
     return value
 
 
-def _accept(kind: str, config: dict[str, Any], settings: dict[str, tuple]) -> None:
+def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple]) -> None:
+    """Raises ValueError for the first setting whose value is not among those in `settings`."""
     for name, accepted in settings.items():
         if name in config and config[name] not in accepted:
-            raise ValueError(
-                f"{kind}: {name}={config[name]!r}; accepted: {', '.join(map(repr, accepted))}"
-            )
-    for name in ("use_flow_sigmas", "prediction_type"):  # their defaults are another family's
+            values = ", ".join(map(repr, accepted))
+            raise ValueError(f"{kind}: {name}={config[name]!r}; must be one of {values}")
+    # By default, DPMSolverMultistepScheduler is a scheduler of diffusion models, not of flow
+    # models.
+    for name in ("use_flow_sigmas", "prediction_type"):
         if settings is DPM and name not in config:
-            raise ValueError(f"{kind}: {name} is not set; accepted: {settings[name][0]!r}")
+            raise ValueError(f"{kind}: {name} is not set; must be {settings[name][0]!r}")

@@ -1,6 +1,7 @@
-"""From noise to latents: a scan of solver steps over a `Schedule`. No decoding, no reward, no model inside.
+"""Integration of the flow from noise to latents: a scan of solver steps over a `Schedule`.
 
-Convention (docs/method.md, section 0): `x_sigma = (1 - sigma) x0 + sigma noise`, velocity `v = noise - x0`.
+There is no decoding, reward or model in here. The convention is `x_sigma = (1 - sigma) x0 + sigma
+noise`, with velocity `v = noise - x0` (docs/method.md, section 0).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +14,20 @@ from jaxtyping import Array, Float, UInt32
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
 
-# (latents [b, ...] float32, time [] in 0..1000) -> velocities [b, ...]
+# (latents [b, ...] float32, timestep [] in 0 to 1000) -> velocities [b, ...]
 Velocity = Callable[[Float[Array, " b *latent"], Float[Array, ""]], Float[Array, " b *latent"]]
 
 
 def interpolate(
     x0: Float[Array, " b *latent"], noise: Float[Array, " b *latent"], sigma: Float[Array, " b"]
 ) -> Float[Array, " b *latent"]:
-    """The forward process: `(1 - sigma) x0 + sigma noise`, with one sigma a row."""
+    """The forward process: `(1 - sigma) x0 + sigma noise`.
+
+    Args:
+        x0: Clean latents.
+        noise: Standard normal noise of the same shape.
+        sigma: One noise level per latent.
+    """
     sigma = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
     return (1 - sigma) * x0 + sigma * noise
 
@@ -29,50 +36,62 @@ def trajectory(
     segments: Sequence[tuple[Velocity, Schedule]],
     noise: Float[Array, " b *latent"],
     seeds: UInt32[Array, "b 2"],
-    recorded: int,
+    recorded_steps: int,
 ) -> tuple[Float[Array, " b *latent"], Float[Array, " b states *latent"] | None]:
-    """Follows the flow from `noise` at the first sigma to clean latents at sigma 0, float32 whatever a velocity computes in.
+    """Integrates the flow from noise at the first sigma to clean latents at sigma 0.
 
-    With them, the states before and after each of the first `recorded` stochastic steps, one after another. The steps follow
-    each other, so there are `recorded` + 1 states. None if `recorded` is 0: then no state is kept.
-    segments: one after another, each a velocity and the steps that it is followed for. Each segment is a scan of its own.
-    seeds: one a row; read only where a step adds noise.
+    The state is float32, whatever precision a velocity is computed in.
+
+    Args:
+        segments: Velocity fields, each with the steps that it is followed for, one after another.
+            Each segment is a scan of its own.
+        noise: The latents at the first sigma, float32.
+        seeds: One seed per latent. They are read only where a step adds noise.
+        recorded_steps: How many stochastic steps are recorded, from the first one on. They must
+            follow each other without deterministic steps in between.
+
+    Returns:
+        The clean latents, and the `recorded_steps` + 1 states before and after the recorded steps
+        in their order, or None if `recorded_steps` is 0.
     """
 
     def step(velocity, carry, inputs):
-        before, previous, before_previous = carry
-        sigma, time, (a, b, c, d, e), weights = inputs
-        x0 = before - sigma * velocity(before, time).astype(jnp.float32)
-        x = a * before + b * x0 + c * previous + d * before_previous
-        x = jax.lax.cond(
-            e > 0, lambda: x + e * _solver_noise(seeds, weights, x.shape[1:]), lambda: x
+        x, previous_x0, second_previous_x0 = carry
+        sigma, timestep, (a, b, c, d, e), weights = inputs
+        x0 = x - sigma * velocity(x, timestep).astype(jnp.float32)
+        next_x = a * x + b * x0 + c * previous_x0 + d * second_previous_x0
+        next_x = jax.lax.cond(
+            e > 0,
+            lambda: next_x + e * _solver_noise(seeds, weights, next_x.shape[1:]),
+            lambda: next_x,
         )
-        return (x, x0, previous), before if recorded else None
+        return (next_x, x0, previous_x0), x if recorded_steps else None
 
     carry = (noise, jnp.zeros_like(noise), jnp.zeros_like(noise))
     path = []
-    for velocity, grid in segments:
+    for velocity, schedule in segments:
         inputs = (
-            grid.sigmas,
-            grid.timesteps,
-            tuple(jnp.asarray(grid.table).T),
-            jnp.asarray(grid.noise_weights),
+            schedule.sigmas,
+            schedule.timesteps,
+            tuple(jnp.asarray(schedule.table).T),
+            jnp.asarray(schedule.noise_weights),
         )
         carry, states = jax.lax.scan(partial(step, velocity), carry, inputs)
         path.append(states)
-    if not recorded:
-        return carry[0], None
-    first = jnp.argmax(jnp.concatenate([jnp.asarray(grid.table)[:, 4] for _, grid in segments]) > 0)
-    states = jax.lax.dynamic_slice_in_dim(
-        jnp.concatenate([*path, carry[0][None]]), first, recorded + 1
-    )
-    return carry[0], jnp.moveaxis(states, 0, 1)
+    latents = carry[0]
+    if not recorded_steps:
+        return latents, None
+    std = jnp.concatenate([jnp.asarray(schedule.table)[:, 4] for _, schedule in segments])
+    first = jnp.argmax(std > 0)
+    states = jnp.concatenate([*path, latents[None]])
+    states = jax.lax.dynamic_slice_in_dim(states, first, recorded_steps + 1)
+    return latents, jnp.moveaxis(states, 0, 1)
 
 
 def _solver_noise(
     seeds: UInt32[Array, "b 2"], weights: Float[Array, " draws"], shape: tuple[int, ...]
 ) -> Float[Array, "b ..."]:
-    """The sum of the seeds' numbered draws, each times its weight. A draw of weight 0 is not made."""
+    """The weighted sum of the numbered noise draws of each seed. Draws of weight 0 are skipped."""
 
     def add(i, total):
         return jax.lax.cond(

@@ -1,4 +1,6 @@
-"""`Schedule`: the noise levels that a sampler visits and the solver that goes from one to the next, as arrays."""
+"""`Schedule`: the sigmas that a sampler visits, with the solver that steps between them, as
+arrays.
+"""
 
 import dataclasses
 
@@ -16,23 +18,32 @@ Timesteps = Float[np.ndarray, " steps"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A schedule and a solver. A compiled program depends on the number of steps and on `guided`, not on the values."""
+    """The sigmas, the solver coefficients and the guidance of a sampling run.
 
-    sigmas: Float[Array | np.ndarray, " steps"]  # where each step starts, in (0, 1], decreasing
-    timesteps: Float[
-        Array | np.ndarray, " steps"
-    ]  # the timestep that the network is given there, in 0..1000
-    table: Float[Array | np.ndarray, "steps 5"]  # the solver's coefficients (`diffusion.solver`)
-    noise_weights: Float[
-        Array | np.ndarray, "steps draws"
-    ]  # weights of a seed's draws in a step's noise (`solver.shared_noise`)
-    embedded_guidance: (
-        Float[Array | np.ndarray, ""] | np.float32
-    )  # given to networks with embedded guidance (FLUX.1)
-    guidance_scale: (
-        Float[Array | np.ndarray, ""] | np.float32
-    )  # of classifier-free guidance (arXiv 2207.12598)
-    # whether there is classifier-free guidance: then a step evaluates the network twice
+    A schedule is a pytree and an argument of compiled programs. A program depends on the number of
+    steps and on `guided`, not on the values of the arrays.
+
+    Attributes:
+        sigmas: The sigma at which each step starts, in (0, 1], decreasing. The final 0 is not among
+            them.
+        timesteps: The timestep that the network is given at each step, in 0 to 1000.
+        table: The coefficients of the solver, see `diffusion.solver`. Column 4 is the standard
+            deviation of the noise that a step adds.
+        noise_weights: For each step, the weights of the numbered noise draws of a seed that sum to
+            its noise, see `solver.shared_noise`.
+        embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1).
+            Other networks ignore it.
+        guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598).
+        guided: Whether classifier-free guidance is applied. Each step then evaluates the network
+            twice.
+    """
+
+    sigmas: Float[Array | np.ndarray, " steps"]
+    timesteps: Float[Array | np.ndarray, " steps"]
+    table: Float[Array | np.ndarray, "steps 5"]
+    noise_weights: Float[Array | np.ndarray, "steps draws"]
+    embedded_guidance: Float[Array | np.ndarray, ""] | np.float32
+    guidance_scale: Float[Array | np.ndarray, ""] | np.float32
     guided: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -42,37 +53,52 @@ class Schedule:
         steps: int,
         tokens: int,
         embedded_guidance: bool,
-        start: int | None = 0,
+        noise_start: int | None = 0,
         mu: Mu | None = None,
     ) -> "Schedule":
-        """The grid of `steps` solver steps that a configuration asks for.
+        """Builds the schedule that a configuration asks for, with any number of steps.
 
-        tokens: image tokens of one latent, from which FLUX derives its shift, by `mu` (None: FLUX.1's). embedded_guidance: the
-        network is given `rollout.guidance`; classifier-free guidance is then `true_guidance`. start: of the full schedule's
-        `rollout.stochastic_steps` steps, the first; None: no step adds noise. Fewer steps add the noise of the full schedule.
+        With fewer steps than `rollout.num_steps`, the schedule adds the same noise as the full one
+        between the same sigmas, so that one seed follows one Brownian path on both.
+
+        Args:
+            rollout: Its fields on the schedule, the solver, noise and guidance are read.
+            steps: Number of solver steps.
+            tokens: Number of image tokens of one latent, from which FLUX derives its shift.
+            embedded_guidance: Whether the network embeds its guidance scale. `rollout.guidance_scale` is
+                then that input, and classifier-free guidance is `rollout.true_cfg_scale`. Otherwise
+                `rollout.guidance_scale` is classifier-free guidance.
+            noise_start: The first step of the full schedule that adds noise, if the solver is
+                stochastic. None: no step does.
+            mu: Computes the logarithm of the shift of the "flux" schedule. None uses that of
+                FLUX.1.
         """
 
-        def schedule(steps):
-            return make_sigmas(rollout.schedule, steps, rollout.shift, tokens, mu)
+        def sigmas_of(count: int) -> Sigmas:
+            return make_sigmas(rollout.schedule, count, rollout.shift, tokens, mu)
 
-        sigmas = schedule(steps)
-        full = sigmas if steps > rollout.steps else schedule(rollout.steps)
+        sigmas = sigmas_of(steps)
+        full = sigmas if steps > rollout.num_steps else sigmas_of(rollout.num_steps)
         noisy = np.zeros(len(full) - 1)
-        if start is not None:
-            noisy[start : start + (rollout.window or len(noisy))] = 1.0
-        # a step within which the full schedule adds noise for a while alone adds as much less
-        levels = rollout.eta * np.sqrt(overlap(sigmas, full) @ noisy / -np.diff(sigmas))
-        std = solver_table(rollout.solver, full, rollout.eta * noisy)[:, 4].astype(np.float64)
-        scale = rollout.true_guidance if embedded_guidance else rollout.guidance
-        table = solver_table(rollout.solver, sigmas, levels)
-        grid = cls.from_sigmas(
+        if noise_start is not None:
+            noisy[noise_start : noise_start + (rollout.sde_window_size or len(noisy))] = 1.0
+        # A coarse step of which the full schedule makes only a part noisy has a proportionally
+        # lower noise level.
+        noise_levels = rollout.noise_level * np.sqrt(
+            overlap(sigmas, full) @ noisy / -np.diff(sigmas)
+        )
+        full_std = solver_table(rollout.solver, full, rollout.noise_level * noisy)[:, 4].astype(
+            np.float64
+        )
+        scale = rollout.true_cfg_scale if embedded_guidance else rollout.guidance_scale
+        schedule = cls.from_sigmas(
             sigmas,
-            table,
-            embedded_guidance=rollout.guidance,
+            solver_table(rollout.solver, sigmas, noise_levels),
+            embedded_guidance=rollout.guidance_scale,
             guidance_scale=scale,
             guided=scale != 1.0,
         )
-        return dataclasses.replace(grid, noise_weights=shared_noise(sigmas, full, std))
+        return dataclasses.replace(schedule, noise_weights=shared_noise(sigmas, full, full_std))
 
     @classmethod
     def from_sigmas(
@@ -85,33 +111,59 @@ class Schedule:
         guidance_scale: float,
         guided: bool,
     ) -> "Schedule":
-        """A grid on `sigmas`, of which the last is 0; a draw a step. timesteps: 1000 `sigmas` if None."""
+        """Builds a schedule from its sigmas and solver coefficients. Each stochastic step has a
+        noise draw of its own.
+
+        Args:
+            sigmas: The noise levels, decreasing, the last one 0.
+            table: The solver coefficients on these sigmas.
+            timesteps: The timestep that the network is given at each step. None means 1000 times
+                the sigma.
+            embedded_guidance: As the attribute of the class.
+            guidance_scale: As the attribute of the class.
+            guided: As the attribute of the class.
+        """
         starts = sigmas[:-1].astype(np.float32)
-        timesteps = 1000 * starts if timesteps is None else timesteps.astype(np.float32)
         return cls(
-            starts,
-            timesteps,
-            table,
-            np.eye(len(starts), dtype=np.float32),
-            np.float32(embedded_guidance),
-            np.float32(guidance_scale),
-            guided,
+            sigmas=starts,
+            timesteps=1000 * starts if timesteps is None else timesteps.astype(np.float32),
+            table=table,
+            noise_weights=np.eye(len(starts), dtype=np.float32),
+            embedded_guidance=np.float32(embedded_guidance),
+            guidance_scale=np.float32(guidance_scale),
+            guided=guided,
         )
 
     @property
     def steps(self) -> int:
+        """The number of solver steps."""
         return len(self.sigmas)
 
     def with_sigmas(self, sigmas: Sigmas, table: Table) -> "Schedule":
-        """The same guidance on other sigmas, of which the last is 0."""
+        """The schedule with the same guidance on other sigmas.
+
+        Args:
+            sigmas: The noise levels, decreasing, the last one 0.
+            table: The solver coefficients on these sigmas.
+        """
         starts = sigmas[:-1].astype(np.float32)
-        draws = np.eye(len(starts), dtype=np.float32)
         return dataclasses.replace(
-            self, sigmas=starts, timesteps=1000 * starts, table=table, noise_weights=draws
+            self,
+            sigmas=starts,
+            timesteps=1000 * starts,
+            table=table,
+            noise_weights=np.eye(len(starts), dtype=np.float32),
         )
 
     def slice_steps(self, start: int, stop: int | None = None) -> "Schedule":
-        """The steps from `start` up to `stop`, as a slice counts them."""
-        cut = slice(start, stop)
-        names = ("sigmas", "timesteps", "table", "noise_weights")
-        return dataclasses.replace(self, **{name: getattr(self, name)[cut] for name in names})
+        """The steps from `start` up to, and without, `stop`. Both are counted as in a slice of a
+        list.
+        """
+        steps = slice(start, stop)
+        return dataclasses.replace(
+            self,
+            sigmas=self.sigmas[steps],
+            timesteps=self.timesteps[steps],
+            table=self.table[steps],
+            noise_weights=self.noise_weights[steps],
+        )

@@ -1,9 +1,11 @@
-"""Random numbers by address: a number depends on what it is used for, not on the order of the draws.
+"""Random numbers that depend on what they are used for, never on the order in which they are drawn.
 
-Each use has a stream of its own (`STREAMS`). A run draws from `key(run_seed, name)`. A candidate has a seed, and draws from the
-streams of that seed (`normal`, `permutations`). A candidate's seed depends on the run's seed, the stream, the iteration, the
-prompt and the candidate's index, and not on the batch, the chunk, the number of devices or the mesh (`docs/method.md`,
-section 2). The same seed gives the same noise again: that is how a candidate is regenerated.
+Every random draw has its own key, derived by `fold_in`. Each use has a stream of its own
+(`STREAMS`). A run draws from `key(run_seed, name)`. A candidate has a seed, and draws from the
+streams of that seed (`normal`, `permutations`). The seed of a candidate is derived from (run seed,
+stream, iteration, prompt, index of the candidate). It does not depend on the batch, the chunk, the
+number of devices or the mesh (docs/method.md, section 2). The same seed gives the same noise again,
+which is how a candidate is regenerated.
 """
 
 import hashlib
@@ -15,31 +17,48 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32, UInt64
 
-# One number for each use. A new use takes a new number, so that the numbers of old runs do not change.
+# The number that identifies each stream. A new use takes a new number, so that the random numbers
+# of old runs do not change.
 STREAMS = {
-    # of a run: the seeds of candidates, by what they are sampled for, and the adapters at the start
+    # Streams of a run: the seeds of candidates by what they are sampled for, and the initial LoRA
+    # weights.
     "candidate": 0, "evaluation": 6, "ranking": 7, "calibration seeds": 8, "adapters": 9,
-    # of a run: the order of the sizes of pictures
+    # A stream of a run: the order of the image sizes that iterations train on.
     "sizes": 10,
-    # of a candidate
+    # Streams of a candidate.
     "initial": 1, "solver": 2, "sigmas": 3, "training": 4, "calibration": 5,
 }  # fmt: skip
 
-Seeds = UInt32[Array | np.ndarray, "b 2"]  # the two words of a threefry key, one key a row
+Seeds = UInt32[Array | np.ndarray, "b 2"]  # one threefry key, which is two words, per row
 
 
 def prompt_uid(prompt: str) -> int:
-    """A number for a prompt: 32 bits of a hash of its text. The prompt's place in a file does not matter."""
+    """An identifier of a prompt: 32 bits of the SHA-256 hash of its text, whatever its place in a
+    file.
+    """
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "little")
 
 
 def stream(key: Array, name: str) -> Array:
-    """The key of the stream `name` under `key`. Raises KeyError for a name that is not in `STREAMS`."""
+    """Derives the key of a stream.
+
+    Args:
+        key: The key of a run or of a candidate.
+        name: The name of the stream, one of `STREAMS`.
+
+    Raises:
+        KeyError: If there is no stream of that name.
+    """
     return jax.random.fold_in(key, STREAMS[name])
 
 
 def key(run_seed: int | Int[Array, ""], name: str) -> Array:
-    """The root key of the stream `name` of a run."""
+    """The root key of a stream of a run.
+
+    Args:
+        run_seed: The seed in the configuration of the run.
+        name: The name of the stream, one of `STREAMS`.
+    """
     return stream(jax.random.key(run_seed), name)
 
 
@@ -51,43 +70,76 @@ def candidate_seeds(
     prompt_uids: UInt32[Array, " p"],
     candidates: Int[Array, " n"],
 ) -> UInt32[Array, "p n 2"]:
-    """The seed of each candidate of each prompt. name: the stream; candidates: indices within a prompt."""
+    """Derives the seed of each candidate of each prompt.
+
+    Args:
+        run_seed: The seed in the configuration of the run.
+        name: The stream, one of those of a run in `STREAMS`.
+        iteration: The number of the iteration; 0 for uses outside the iterations.
+        prompt_uids: The `prompt_uid` of each prompt.
+        candidates: The indices of the candidates within each prompt.
+
+    Returns:
+        One seed per prompt and candidate.
+    """
     root = jax.random.fold_in(key(run_seed, name), iteration)
 
-    def one(uid, index):
+    def seed(uid: Array, index: Array) -> Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(root, uid), index))
 
-    return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(prompt_uids, candidates)
+    return jax.vmap(jax.vmap(seed, (None, 0)), (0, None))(prompt_uids, candidates)
 
 
 def normal(
     seeds: Seeds,
     name: str,
     shape: tuple[int, ...],
-    fold: int | Int[Array, ""] | Int[Array | np.ndarray, " b"] | None = None,
+    draw: int | Int[Array, ""] | Int[Array | np.ndarray, " b"] | None = None,
 ) -> Float[Array, "b ..."]:
-    """Standard normal numbers, float32 [b, *shape], from the stream `name` of each seed.
+    """Draws standard normal numbers from one stream of each seed.
 
-    fold: for a stream that is drawn from several times, the number of the draw: one for all seeds, or one for each.
+    Args:
+        seeds: The seeds.
+        name: The stream, one of those of a candidate in `STREAMS`.
+        shape: The shape of the numbers of one seed.
+        draw: The number of the draw, for a stream that is drawn from several times: one number for
+            all seeds, or one per seed. None for a stream that is drawn from once.
+
+    Returns:
+        An array of float32 with shape [b, *shape].
     """
 
-    def draw(seed, number):
-        return jax.random.normal(_folded(seed, name, number), shape, jnp.float32)
+    def draw_one(seed: Any, number: Any) -> Array:
+        return jax.random.normal(_stream_key(seed, name, number), shape, jnp.float32)
 
-    return jax.vmap(draw, (0, 0 if fold is not None and np.ndim(fold) else None))(seeds, fold)
+    per_seed = draw is not None and np.ndim(draw) > 0
+    return jax.vmap(draw_one, (0, 0 if per_seed else None))(seeds, draw)
 
 
 def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]:
-    """A random order of 0 to `count` - 1 from the stream `name` of each seed."""
-    return jax.vmap(lambda seed: jax.random.permutation(_folded(seed, name, None), count))(seeds)
+    """Draws a random order of the numbers from 0 to `count` - 1 from one stream of each seed.
+
+    Args:
+        seeds: The seeds.
+        name: The stream, one of those of a candidate in `STREAMS`.
+        count: How many numbers are put in order.
+    """
+
+    def permutation(seed: Any) -> Array:
+        return jax.random.permutation(_stream_key(seed, name, None), count)
+
+    return jax.vmap(permutation)(seeds)
 
 
-def _folded(seed: UInt32[Array, " 2"], name: str, number: Any) -> Array:
+def _stream_key(seed: UInt32[Array, " 2"], name: str, draw: Any) -> Array:
+    """The key of a stream of one seed, or of one numbered draw from it."""
     root = stream(jax.random.wrap_key_data(seed), name)
-    return root if number is None else jax.random.fold_in(root, number)
+    return root if draw is None else jax.random.fold_in(root, draw)
 
 
 def seed_numbers(seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt64[np.ndarray, "*shape"]:
-    """Seeds as single uint64 numbers, for the ledger."""
+    """Packs the two words of each seed into one uint64, the first word in the high bits. The ledger
+    records these numbers.
+    """
     words = np.asarray(seeds).astype(np.uint64)
     return (words[..., 0] << np.uint64(32)) | words[..., 1]

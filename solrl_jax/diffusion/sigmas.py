@@ -1,6 +1,8 @@
-"""Noise levels: which sigmas a sampler visits (docs/method.md, section 6). `sigma` in [0, 1]; 1 is pure noise; the last is 0.
+"""The noise levels (sigmas) of each schedule, computed in float64 NumPy on the host
+(docs/method.md, section 6).
 
-Everything here is float64 NumPy on the host. A schedule is an argument of the compiled program, not part of it.
+A sigma lies in [0, 1]: 1 is pure noise and 0 is a clean latent. A sequence of sigmas decreases and
+ends with 0. It is an argument of a compiled program, never a constant in it.
 """
 
 import math
@@ -10,41 +12,92 @@ import numpy as np
 from jaxtyping import Float
 
 Sigmas = Float[np.ndarray, " steps_plus_one"]
-Mu = Callable[[int, int], float]  # from steps and image tokens to the logarithm of a shift
+
+# (number of steps, number of image tokens of one latent) -> mu, the logarithm of the shift of a
+# resolution-dependent schedule
+Mu = Callable[[int, int], float]
 
 
 def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndarray, " n"]:
-    """Moves noise levels up for higher resolutions: `s' = k s / (1 + (k - 1) s)` (SD3, arXiv 2403.03206, eq. 23)."""
+    """Shifts sigmas towards noise, as higher resolutions need (SD3, arXiv 2403.03206, eq. 23).
+
+    Args:
+        sigmas: Noise levels in [0, 1].
+        shift: The factor `k` in `k s / (1 + (k - 1) s)`, above 0. 1 changes nothing.
+
+    Returns:
+        The shifted sigmas, in the same order.
+    """
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
-    """The released SD3 scheduler's default grid: evenly spaced between *shifted* ends, then shifted a second time."""
+    """The default schedule of the released SD3 scheduler.
+
+    The sigmas are evenly spaced between ends that are already shifted, and then shifted a second
+    time.
+
+    Args:
+        steps: Number of solver steps.
+        shift: The shift, as in `shift_sigmas`.
+        train_timesteps: Number of timesteps that the scheduler was configured with for training.
+            The lowest sigma before the final 0 is derived from it.
+
+    Returns:
+        `steps` + 1 sigmas.
+    """
     lowest = shift_sigmas(np.array([1 / train_timesteps]), shift)[0]
     return np.append(shift_sigmas(np.linspace(1.0, lowest, steps), shift), 0.0)
 
 
 def flux_mu(steps: int, tokens: int) -> float:
-    """FLUX.1's: linear in the number of image tokens (256: 0.5, 4096: 1.15)."""
+    """The `mu` of FLUX.1: linear in the number of image tokens, from 0.5 at 256 to 1.15 at 4096.
+
+    Args:
+        steps: Number of solver steps. FLUX.1 does not depend on it; it is part of the signature
+            `Mu`.
+        tokens: Number of image tokens of one latent.
+    """
     return 0.5 + 0.65 * (tokens - 256) / (4096 - 256)
 
 
 def flux(steps: int, tokens: int, mu: Mu | None = None) -> Sigmas:
-    """FLUX's dynamic shift: `e^mu / (e^mu + 1/s - 1)`. mu: None is `flux_mu`."""
+    """The schedule of FLUX, whose shift depends on the resolution: `e^mu / (e^mu + 1/s - 1)`.
+
+    Args:
+        steps: Number of solver steps.
+        tokens: Number of image tokens of one latent.
+        mu: Computes the logarithm of the shift. None uses `flux_mu`.
+
+    Returns:
+        `steps` + 1 sigmas.
+    """
     shift = math.exp((mu or flux_mu)(steps, tokens))
-    grid = np.linspace(1.0, 1 / steps, steps)
-    return np.append(shift / (shift + (1 / grid - 1)), 0.0)
+    unshifted = np.linspace(1.0, 1 / steps, steps)
+    return np.append(shift / (shift + (1 / unshifted - 1)), 0.0)
 
 
 def make_sigmas(name: str, steps: int, shift: float, tokens: int, mu: Mu | None = None) -> Sigmas:
-    """The schedule a configuration names: `linear`, `sd3` or `flux`. tokens: image tokens of one latent. mu: of `flux`."""
+    """The sigmas of the schedule that a configuration names.
+
+    Args:
+        name: The value of `rollout.schedule`: "linear", "sd3" or "flux".
+        steps: Number of solver steps.
+        shift: The shift of "linear" and "sd3". "flux" does not read it.
+        tokens: Number of image tokens of one latent. Only "flux" reads it.
+        mu: As in `flux`. Only "flux" reads it.
+
+    Returns:
+        `steps` + 1 sigmas.
+
+    Raises:
+        ValueError: If there is no schedule of that name.
+    """
     match name:
-        case "linear":
-            return shift_sigmas(
-                np.linspace(1.0, 0.0, steps + 1), shift
-            )  # SANA's in the recipe, with shift 1
+        case "linear":  # the SANA recipe uses it with shift 1
+            return shift_sigmas(np.linspace(1.0, 0.0, steps + 1), shift)
         case "sd3":
             return sd3(steps, shift)
         case "flux":
             return flux(steps, tokens, mu)
-    raise ValueError(f"rollout.schedule={name!r}: accepted are 'linear', 'sd3', 'flux'")
+    raise ValueError(f"rollout.schedule={name!r}: must be one of 'linear', 'sd3', 'flux'")

@@ -1,14 +1,19 @@
-"""Solvers as tables: a step of any solver here is one linear combination, whose weights depend on the sigmas alone.
+"""Solvers as tables of coefficients.
 
-    x_next = a x + b x0_hat[i] + c x0_hat[i - 1] + d x0_hat[i - 2] + e noise,      x0_hat = x - sigma v
+A step of every solver in this package is one linear combination of latents, whose coefficients
+depend on the sigmas alone:
 
-A row (a, b, c, d, e) for each step is computed in float64 on the host. The sampler then neither branches nor divides, and one
-compiled program serves all solvers. Sources: DDIM, arXiv 2010.02502 (eq. 12, with the noise level of its general form);
-DPM-Solver++ 2M, arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln((1 - sigma) / sigma)`; the SDEs of Flow-GRPO
-(arXiv 2505.05470, eq. 9) and DanceGRPO (arXiv 2505.07818).
+    x_next = a x + b x0_hat[i] + c x0_hat[i - 1] + d x0_hat[i - 2] + e noise,      x0_hat = x -
+    sigma v
 
-A stochastic step draws from a Gaussian, of mean `a x + b x0_hat` and standard deviation e. So the table is also all that the
-probability of a step needs.
+The coefficients (a, b, c, d, e) of each step are computed in float64 on the host. The sampler then
+neither branches nor divides, and one compiled program serves all solvers. A stochastic step draws
+from a Gaussian of mean `a x + b x0_hat` and standard deviation e, so the table is also all that the
+probability of a step depends on.
+
+Sources: DDIM, arXiv 2010.02502 (eq. 12, with the noise level of its general form); DPM-Solver++ 2M,
+arXiv 2211.01095 (algorithm 2), midpoint form, in `lambda = ln((1 - sigma) / sigma)`; the SDEs of
+Flow-GRPO (arXiv 2505.05470, eq. 9) and of DanceGRPO (arXiv 2505.07818).
 """
 
 import itertools
@@ -17,7 +22,7 @@ import numpy as np
 from jaxtyping import Float
 
 Table = Float[np.ndarray, "steps 5"]
-Row = tuple[float, float, float, float, float]
+Coefficients = tuple[float, float, float, float, float]
 Sigmas = Float[np.ndarray, " steps_plus_one"]
 STOCHASTIC = ("ddim", "flow_sde", "dance_sde")
 SOLVERS = ("euler", "dpm1", "dpm2", *STOCHASTIC)
@@ -26,99 +31,137 @@ SOLVERS = ("euler", "dpm1", "dpm2", *STOCHASTIC)
 def solver_table(
     name: str, sigmas: Sigmas, eta: float | Float[np.ndarray, " steps"] = 0.0
 ) -> Table:
-    """The coefficients [steps, 5] float32 of solver `name` on `sigmas` (decreasing, last 0).
+    """The coefficients of every step of a solver.
 
-    For a linear flow, `euler`, `dpm1` and `ddim` with eta 0 are the same step: first-order exponential integrators are exact on
-    straight paths. All are named because users of the recipes look for them. eta: the noise level of a stochastic solver, one
-    for all steps or one a step; 0 is Euler's step. For `ddim` 1 is as much fresh noise as the forward process lost. The last
-    step of an SDE takes no noise: it ends on the prediction. Raises ValueError for another solver, or noise in a
-    deterministic one.
+    For a linear flow, "euler", "dpm1" and "ddim" without noise are the same step, because
+    first-order exponential integrators are exact on straight paths. All three names are accepted
+    since users of the published recipes look for them.
+
+    Args:
+        name: One of `SOLVERS`.
+        sigmas: The noise levels, decreasing, the last one 0.
+        eta: The noise level of a stochastic solver (one of `STOCHASTIC`): one number for all steps,
+            or one per step. A step with noise level 0 is an Euler step. For "ddim", 1 adds as much
+            fresh noise as the forward process lost. The last step never adds noise, so that a
+            sample ends on the last prediction.
+
+    Returns:
+        The coefficients (a, b, c, d, e) of each step, float32.
+
+    Raises:
+        ValueError: If there is no solver of that name, or a deterministic solver is given noise.
     """
     if name not in SOLVERS:
-        raise ValueError(f"rollout.solver={name!r}: accepted are {', '.join(SOLVERS)}")
+        raise ValueError(f"rollout.solver={name!r}: must be one of {', '.join(SOLVERS)}")
     if np.any(eta) and name not in STOCHASTIC:
         raise ValueError(
-            f"rollout.eta={eta}: only {', '.join(STOCHASTIC)} take noise; {name} is deterministic"
+            f"rollout.noise_level={eta}: the solver {name!r} is deterministic; "
+            f"only {', '.join(STOCHASTIC)} add noise"
         )
     steps = list(itertools.pairwise(sigmas))
-    levels = np.broadcast_to(eta, len(steps)) * (np.arange(len(steps)) < len(steps) - 1)
-    match name:
-        case "dpm2":
-            ends = (0, len(steps) - 1)
-            rows = [
-                _first_order(*s) if i in ends else _second_order(sigmas[i - 1], *s)
-                for i, s in enumerate(steps)
-            ]
-        case "flow_sde":  # at sigma = 1 the noise would be infinite: as released, the next sigma stands for it there
-            rows = [
-                _sde(s, t, g**2 * s / (1 - (s if s < 1 else t)))
-                for (s, t), g in zip(steps, levels, strict=True)
-            ]
-        case "dance_sde":
-            rows = [_sde(*s, g**2) for s, g in zip(steps, levels, strict=True)]
-        case _:
-            rows = [_ddim(*s, g) for s, g in zip(steps, levels, strict=True)]
+    last = len(steps) - 1
+    noise_levels = np.broadcast_to(eta, len(steps)) * (np.arange(len(steps)) < last)
+    rows: list[Coefficients] = []
+    for i, (sigma, next_sigma) in enumerate(steps):
+        level = noise_levels[i]
+        if name == "dpm2" and 0 < i < last:
+            rows.append(_second_order(sigmas[i - 1], sigma, next_sigma))
+        elif name == "dpm2":
+            rows.append(_first_order(sigma, next_sigma))
+        elif name == "flow_sde":
+            # At sigma = 1 the noise would be infinite. As in the released code, the next sigma
+            # takes its place there.
+            divisor = 1 - (sigma if sigma < 1 else next_sigma)
+            rows.append(_sde(sigma, next_sigma, level**2 * sigma / divisor))
+        elif name == "dance_sde":
+            rows.append(_sde(sigma, next_sigma, level**2))
+        else:
+            rows.append(_ddim(sigma, next_sigma, level))
     return np.array(rows, np.float32)
 
 
 def overlap(
     sigmas: Sigmas, full: Float[np.ndarray, " full_plus_one"]
 ) -> Float[np.ndarray, "steps full_steps"]:
-    """How much of each step of `sigmas` lies within each step of a `full` schedule, in units of sigma."""
-    inner = np.minimum.outer(sigmas[:-1], full[:-1]) - np.maximum.outer(sigmas[1:], full[1:])
-    return np.where(inner > 1e-9, inner, 0.0)  # less is rounding: the schedules meet there
+    """The length, in units of sigma, that each step of one schedule shares with each step of
+    another.
+
+    Args:
+        sigmas: The sigmas of the first schedule, decreasing.
+        full: The sigmas of the second schedule, decreasing.
+    """
+    upper = np.minimum.outer(sigmas[:-1], full[:-1])
+    lower = np.maximum.outer(sigmas[1:], full[1:])
+    # A shared length below 1e-9 is rounding: the two steps only meet at a sigma.
+    return np.where(upper - lower > 1e-9, upper - lower, 0.0)
 
 
 def shared_noise(
     sigmas: Sigmas, full: Float[np.ndarray, " full_plus_one"], std: Float[np.ndarray, " full_steps"]
 ) -> Float[np.ndarray, "steps full_steps"]:
-    """Weights of the draws of a `full` schedule that make one draw for each step of `sigmas`, of the same Brownian path.
+    """The weights that combine the draws of a full schedule into the noise of a coarser one, along
+    the same Brownian path.
 
-    std: of the noise that each full step adds. A step adds up the noise that the full schedule adds between the same sigmas, to
-    variance 1. Then one seed means one path on both schedules, and on the full schedule itself each step has its own draw.
+    A coarse step sums the noise that the full schedule adds between the same sigmas, scaled to
+    variance 1. One seed then follows the same path on both schedules. On the full schedule itself,
+    every step has its own draw.
+
+    Args:
+        sigmas: The sigmas of the coarse schedule.
+        full: The sigmas of the full schedule.
+        std: The standard deviation of the noise that each full step adds.
+
+    Returns:
+        One row per coarse step, float32, with unit norm or all zeros.
     """
     weights = overlap(sigmas, full) / -np.diff(full) * std
     norm = np.sqrt((weights**2).sum(1, keepdims=True))
     return (weights / np.where(norm > 0, norm, 1.0)).astype(np.float32)
 
 
-def _first_order(sigma: float, after: float) -> Row:
-    """`x' = (s'/s) x + (1 - s'/s) x0_hat`: Euler's step, DPM-Solver's first and DDIM's are this."""
-    ratio = after / sigma
+def _first_order(sigma: float, next_sigma: float) -> Coefficients:
+    """`x' = (s'/s) x + (1 - s'/s) x0_hat`: the step of Euler, and of first-order DPM-Solver and
+    DDIM."""
+    ratio = next_sigma / sigma
     return ratio, 1 - ratio, 0.0, 0.0, 0.0
 
 
-def _ddim(sigma: float, after: float, eta: float) -> Row:
-    """DDIM with `x' = alpha' x0_hat + sqrt(s'^2 - e^2) eps_hat + e noise`; e^2 = eta^2 times the posterior's variance.
+def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
+    """DDIM: `x' = alpha' x0_hat + sqrt(s'^2 - e^2) eps_hat + e noise`, where e^2 is eta^2 times the
+    posterior variance.
 
-    For a process with `x = alpha x0 + s eps`, alpha = 1 - s, that variance is `s'^2 / s^2 (s^2 - (alpha / alpha')^2 s'^2)`.
+    For a process `x = alpha x0 + s eps` with alpha = 1 - s, that variance is `s'^2 / s^2 (s^2 -
+    (alpha / alpha')^2 s'^2)`.
     """
     alpha = 1 - sigma
-    alpha_after = 1 - after
-    forward = sigma**2 - (alpha / alpha_after) ** 2 * after**2
-    e = eta * after / sigma * np.sqrt(forward)
-    rest = np.sqrt(after**2 - e**2)
-    return rest / sigma, alpha_after - rest * alpha / sigma, 0.0, 0.0, e
+    next_alpha = 1 - next_sigma
+    forward_variance = sigma**2 - (alpha / next_alpha) ** 2 * next_sigma**2
+    e = eta * next_sigma / sigma * np.sqrt(forward_variance)
+    rest = np.sqrt(next_sigma**2 - e**2)
+    return rest / sigma, next_alpha - rest * alpha / sigma, 0.0, 0.0, e
 
 
-def _sde(sigma: float, after: float, g2: float) -> Row:
-    """Euler's step of `dx = (v + g^2 / (2 s) eps_hat) ds + g dw`, whose marginals are the flow's."""
-    h = after - sigma
+def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
+    """An Euler step of `dx = (v + g^2 / (2 s) eps_hat) ds + g dw`, an SDE with the marginals of the
+    flow. g2 is `g^2`."""
+    h = next_sigma - sigma
     # v = (x - x0) / s, eps_hat = (x - (1 - s) x0) / s
     along_v = h / sigma
     along_eps = h * g2 / (2 * sigma**2)
     return 1 + along_v + along_eps, -along_v - (1 - sigma) * along_eps, 0.0, 0.0, np.sqrt(-h * g2)
 
 
-def _second_order(before: float, sigma: float, after: float) -> Row:
-    """DPM-Solver++ 2M: the first-order step towards a linear extrapolation of the two last data predictions."""
+def _second_order(previous_sigma: float, sigma: float, next_sigma: float) -> Coefficients:
+    """DPM-Solver++ 2M: a first-order step towards the linear extrapolation of the last two
+    predictions of x0."""
 
-    # at sigma = 1, lambda is minus infinity: the previous step then carries no slope, and h / h_before is 0
-    def half_log_snr(s):
+    # At sigma = 1, lambda is minus infinity. The previous step then carries no slope, and h /
+    # h_previous is 0.
+    def half_log_snr(s: float) -> float:
         return np.log1p(-s) - np.log(s) if s < 1 else -np.inf
 
-    h = half_log_snr(after) - half_log_snr(sigma)
-    h_before = half_log_snr(sigma) - half_log_snr(before)
-    slope = 0.5 * h / h_before
-    a, b, *_ = _first_order(sigma, after)
+    h = half_log_snr(next_sigma) - half_log_snr(sigma)
+    h_previous = half_log_snr(sigma) - half_log_snr(previous_sigma)
+    slope = 0.5 * h / h_previous
+    a, b, *_ = _first_order(sigma, next_sigma)
     return a, b * (1 + slope), -b * slope, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""`Decoder`: from latents to pictures. The autoencoder of a pipeline with its parameters, as one argument of jit."""
+"""`Decoder`: the decoder of a pipeline's autoencoder with its parameters, as one argument of jit."""
 
 import dataclasses
 from functools import partial
@@ -9,13 +9,14 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.autoencoders.tiling import decode_tiled
 from solrl_jax.models.layers.stack import gather
-from solrl_jax.models.loading.pipeline import Pipeline
 from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import sharding
 
-# What a device decodes at once, at most. It bounds memory, and does not depend on the chunk, so that no picture does.
-PICTURES = 4
-PIXELS = 2**21
+# Limits on the images that a device decodes at once, which bound its memory. They do not depend on
+# the batch size, so that no image depends on it either.
+MAX_IMAGES = 4
+MAX_PIXELS = 2**21
 
 
 @partial(
@@ -25,26 +26,33 @@ PIXELS = 2**21
 )
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Decodes latents [b, h, w, c] to pictures in [0, 1]."""
+    """Decodes latents to images in [0, 1].
+
+    Attributes:
+        params: parameters of the autoencoder.
+        pipeline: the model that the autoencoder belongs to.
+        dtype: dtype in which the autoencoder computes.
+        tile: side in pixels of the square tiles that are decoded one after another, which saves
+            memory; None: whole images.
+    """
 
     params: Params
     pipeline: Pipeline
-    dtype: jnp.dtype  # the autoencoder computes in this dtype
-    tile: int | None = (
-        None  # decode square tiles with sides of this many pixels, one after another; None: the whole picture
-    )
+    dtype: jnp.dtype
+    tile: int | None = None
 
     def __call__(self, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Pictures in [0, 1], float32. For use under jit."""
+        """Decodes latents to images in [0, 1], float32. For use under jit."""
         decode = partial(self.pipeline.decode, gather(self.params))
         compression = self.pipeline.compression
-        (height, width), tile = latents.shape[1:3], self.tile
-        if tile is not None:
-            side = tile // compression  # neighbouring tiles share a quarter of a side
+        height, width = latents.shape[1:3]
+        if self.tile is not None:
+            tile = self.tile // compression
             decode = partial(
-                decode_tiled, decode, tile=side, overlap=side // 4, compression=compression
+                decode_tiled, decode, tile=tile, overlap=tile // 4, compression=compression
             )
-            height = min(height, side)
-            width = min(width, side)
-        at_once = max(1, min(PICTURES, PIXELS // (height * width * compression**2)))
-        return sharding.map_rows(decode, latents.astype(self.dtype), at_once)
+            height = min(height, tile)
+            width = min(width, tile)
+        pixels = height * width * compression**2
+        batch_size = max(1, min(MAX_IMAGES, MAX_PIXELS // pixels))
+        return sharding.map_rows(decode, latents.astype(self.dtype), batch_size)

@@ -1,100 +1,124 @@
-"""Where a pipeline is found: a directory, a name of the hub, or a pipeline that is shipped with the package."""
+"""Finds and opens the model that `model.path` names: a directory, a repository of the hub, or an
+embedded pipeline.
+"""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from solrl_jax.config.schema import Model
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.layers.mhla import Mhla
-from solrl_jax.models.loading.pipeline import Pipeline
 from solrl_jax.models.loading.tensor_files import without_variants
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.registry import open_pipeline
+from solrl_jax.models.sana.pipeline import MhlaOverride
 from solrl_jax.storage import hub
 
 EMBEDDED = "embedded:"
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "pipelines"
 
 
-def open_model(path: str, remat: str = "none", **attention: Any) -> Pipeline:
-    """The pipeline that `path` names, without its weights.
+def open_model(path: str, remat: str = "none", mhla: MhlaOverride | None = None) -> Pipeline:
+    """Opens the pipeline that `path` names, without its weights. May download it from the hub.
 
-    remat: what gradients compute again instead of keeping it (`config.Model.remat`). attention: see `attention_of`.
-    Raises InputError for a pipeline that is absent or of an unknown kind.
+    Args:
+        path: see `find_model`.
+        remat: what the gradient of the transformer recomputes, a key of
+            `models.layers.stack.REMAT`.
+        mhla: replaces the linear attention of SANA; see `mhla_override`.
+
+    Raises:
+        InputError: the model is missing, incomplete or not supported.
     """
     folder = find_model(path)
     with in_one_line():
-        return open_pipeline(folder, remat, **attention)
+        return open_pipeline(folder, remat, mhla)
 
 
-def attention_of(model: Model) -> dict[str, Any]:
-    """What of a pipeline's attention a configuration replaces: keywords of `open_model`."""
-    if model.attention == "own":
-        return {}
-    return {
-        "mhla": Mhla(model.mhla_blocks, model.mhla_released, model.mhla_norm),
-        "size": (model.height, model.width),
-    }
+def mhla_override(model: Model) -> MhlaOverride | None:
+    """Returns the attention that a configuration sets in place of the model's own, an argument of
+    `open_model`.
+
+    Args:
+        model: the configuration section `model`. Its `attention`, `mhla_*`, `height` and `width`
+            are read.
+
+    Returns:
+        None if `model.attention` is "default".
+    """
+    if model.attention == "default":
+        return None
+    mhla = Mhla(model.mhla_blocks, model.mhla_released, model.mhla_norm)
+    return MhlaOverride(mhla, (model.height, model.width))
 
 
 def find_model(path: str) -> Path:
-    """The directory that `model.path` names: a directory, `embedded:NAME`, or OWNER/NAME of the hub.
+    """Returns the directory of a model. A repository of the hub is downloaded unless it is in the
+    cache.
 
-    Raises InputError that says what was tried.
+    Args:
+        path: a directory, `embedded:NAME` for a pipeline of this package, or OWNER/NAME of a
+            repository of the hub.
+
+    Raises:
+        InputError: there is no such model.
     """
     if path.startswith(EMBEDDED):
         folder = EMBEDDED_FOLDER / path.removeprefix(EMBEDDED)
         if not (folder / "model_index.json").exists():
-            shipped = ", ".join(
-                sorted(p.parent.name for p in EMBEDDED_FOLDER.glob("*/model_index.json"))
-            )
-            raise InputError(f"model.path={path!r}: no such embedded pipeline; there are {shipped}")
+            indices = EMBEDDED_FOLDER.glob("*/model_index.json")
+            names = ", ".join(sorted(index.parent.name for index in indices))
+            raise InputError(f"model.path={path!r}: no such embedded pipeline; accepted: {names}")
         return folder
-    if Path(path).is_dir():
-        if not os.path.lexists(Path(path) / "model_index.json"):
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "model_index.json").exists():
             raise InputError(
-                f"model.path={path!r}: has no model_index.json; expected the directory of a diffusers pipeline"
+                f"model.path={path!r}: has no model_index.json; "
+                "expected the directory of a diffusers pipeline"
             )
-        return Path(path)
+        return folder
     if hub.is_name(path):
-        return hub.snapshot(path, lambda: _listed(path), f"model.path={path!r}:")
+        return hub.snapshot(path, lambda: _repository_files(path), f"model.path={path!r}:")
     raise InputError(
-        f"model.path={path!r}: no such directory (and not of the form OWNER/NAME of a hub)"
+        f"model.path={path!r}: no such directory, and not the name OWNER/NAME of a hub repository"
     )
 
 
 def pipeline_files(files: Sequence[str]) -> list[str]:
-    """The files of a repository that a pipeline is read from: configs, tokenizers and weights of its components.
+    """Selects the files of a hub repository that a pipeline needs: configurations, tokenizers and
+    weights.
 
-    Repositories hold other files too: the same weights in another precision or as pickles, or in another program's layout.
-    Those lie at the top level, or in a folder without a config, or carry a variant in their name.
+    Repositories hold other files too: the same weights in another precision, as pickles, or in the
+    layout of another program. Those are at the top level, in a folder without a config, or have a
+    variant in their name.
+
+    Args:
+        files: paths of all files of the repository.
     """
     folders: dict[str, list[str]] = {}
     for file in files:
         folder, _, name = file.rpartition("/")
         folders.setdefault(folder, []).append(name)
-    wanted = ["model_index.json"]
+    selected = {"model_index.json"}
     for folder, names in folders.items():
-        if "/" in folder or not folder or not any(name.endswith("config.json") for name in names):
+        is_component = folder and "/" not in folder
+        if not is_component or not any(name.endswith("config.json") for name in names):
             continue
         weights = without_variants(names)
-        rest = [
-            n
-            for n in names
-            if folder.startswith("tokenizer") or (n.endswith(".json") and ".index." not in n)
-        ]
-        wanted += [f"{folder}/{name}" for name in {*weights, *rest}]
-    return sorted(wanted)
+        for name in names:
+            is_config = name.endswith(".json") and ".index." not in name
+            if name in weights or is_config or folder.startswith("tokenizer"):
+                selected.add(f"{folder}/{name}")
+    return sorted(selected)
 
 
-def _listed(name: str) -> list[str]:
-    """The files of a hub repository that a pipeline is read from."""
+def _repository_files(name: str) -> list[str]:
+    """Returns the files of a hub repository that a pipeline needs."""
     from huggingface_hub import HfApi
 
     try:
         return pipeline_files(HfApi().list_repo_files(name))
-    except (
-        Exception
-    ):  # no network: take what the cache has; loading will tell whether that is complete
+    except Exception:
+        # Without a network, the cache is used as it is; loading reports what is missing.
         return pipeline_files(["model_index.json"])

@@ -1,45 +1,56 @@
-"""The pipelines that are ported, by their class in diffusers. To add one: a file with its `open_...`, and a line here.
+"""The supported pipelines by their class name in diffusers.
 
-Those raise FileNotFoundError or ValueError for what is missing, not supported or made for other components.
+A new model needs one file and one line in `PIPELINES`.
 """
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
-from solrl_jax.models.flux.pipeline import open_flux
-from solrl_jax.models.flux2.pipeline import open_flux2
-from solrl_jax.models.loading.pipeline import Pipeline
+from solrl_jax.models.flux.pipeline import FluxPipeline
+from solrl_jax.models.flux2.pipeline import Flux2KleinPipeline
 from solrl_jax.models.loading.tensor_files import read_json
-from solrl_jax.models.sana.pipeline import open_sana
-from solrl_jax.models.sd3.pipeline import open_sd3
-from solrl_jax.models.zimage.pipeline import open_zimage
+from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.models.sana.pipeline import MhlaOverride, SanaPipeline
+from solrl_jax.models.sd3.pipeline import StableDiffusion3Pipeline
+from solrl_jax.models.zimage.pipeline import ZImagePipeline
 
-PIPELINES = {
-    "SanaPipeline": open_sana,
-    "FluxPipeline": open_flux,
-    "StableDiffusion3Pipeline": open_sd3,
-    "ZImagePipeline": open_zimage,
-    "Flux2KleinPipeline": open_flux2,
+PIPELINES: dict[str, type[Pipeline]] = {
+    kind.kind: kind
+    for kind in (
+        SanaPipeline,
+        FluxPipeline,
+        StableDiffusion3Pipeline,
+        ZImagePipeline,
+        Flux2KleinPipeline,
+    )
 }
 
 
-def open_pipeline(folder: Path, remat: str = "none", **attention: Any) -> Pipeline:
-    """Opens the directory of a released pipeline. No weight is loaded.
+def open_pipeline(folder: Path, remat: str = "none", mhla: MhlaOverride | None = None) -> Pipeline:
+    """Opens the directory of a diffusers pipeline. No weight is read.
 
-    remat: what gradients through the transformer recompute, a key of `models.layers.stack.REMAT`. attention: SANA's, in place of its
-    own; keywords of `open_sana`.
-    Raises FileNotFoundError or ValueError, in one line, for what is missing, does not fit or is not ported.
+    Args:
+        folder: directory with a `model_index.json`.
+        remat: what the gradient of the transformer recomputes, a key of
+            `models.layers.stack.REMAT`.
+        mhla: replaces the linear attention of SANA; None keeps the model's own attention.
+
+    Raises:
+        FileNotFoundError: the directory or one of its files is missing.
+        ValueError: the pipeline or one of its components is not supported, or `mhla` is given for
+            another model than SANA.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")
-    kind = read_json(folder / "model_index.json").get("_class_name")
-    if not isinstance(kind, str) or kind not in PIPELINES:
+    index = folder / "model_index.json"
+    name = read_json(index).get("_class_name")
+    if not isinstance(name, str) or name not in PIPELINES:
+        raise ValueError(f"{index}: _class_name={name!r}; accepted: {', '.join(PIPELINES)}")
+    kind = PIPELINES[name]
+    if mhla is None:
+        return kind(folder, remat)
+    if not issubclass(kind, SanaPipeline):
         raise ValueError(
-            f"{folder / 'model_index.json'}: _class_name={kind!r}; accepted: {', '.join(PIPELINES)}"
+            f"model.attention=mhla: {folder} is a {name}; "
+            "only SanaPipeline has linear attention to replace"
         )
-    if attention and PIPELINES[kind] is not open_sana:
-        raise ValueError(
-            f"model.attention=mhla: {folder} is a {kind}; accepted is a SanaPipeline, whose attention is linear"
-        )
-    return dataclasses.replace(PIPELINES[kind](folder, remat, **attention), remat=remat)
+    return kind(folder, remat, mhla)

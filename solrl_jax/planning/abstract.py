@@ -11,12 +11,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import largest_size
+from solrl_jax.config.sizes import largest_training_size
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import DTYPES, Backbone, Pipeline, check_tile
+from solrl_jax.models.backbone import DTYPES, Backbone
+from solrl_jax.models.checks import check_tile
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.locate import open_model
+from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.models.sana.pipeline import MhlaOverride
 from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import DeviceInfo, scoring_dtypes
@@ -29,16 +32,19 @@ from solrl_jax.rl.experiment import (
     read_instruction,
     select_parameters,
 )
+from solrl_jax.rl.objective import load_objective
 from solrl_jax.storage import hub
 
 
-def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pipeline:
+def open_configurations(
+    path: str, remat: str = "none", mhla: MhlaOverride | None = None
+) -> Pipeline:
     """The pipeline that `model.path` names: a directory's, `embedded:NAME`'s, that of the hub's cache, or the one carried here.
 
     The hub is not asked: nothing is downloaded. Raises InputError.
     """
     if Path(path).is_dir() or not hub.is_name(path):
-        return open_model(path, remat, **attention)
+        return open_model(path, remat, mhla)
     folder = hub.cached(path)
     if folder is None or not (folder / "transformer" / "config.json").is_file():
         folder = hub.CARRIED / path
@@ -48,25 +54,31 @@ def open_configurations(path: str, remat: str = "none", **attention: Any) -> Pip
         )
         there = f"configurations are carried for {', '.join(carried)}"
         raise InputError(f"model.path={path!r}: no such directory, not in the hub's cache; {there}")
-    return open_model(str(folder), remat, **attention)
+    return open_model(str(folder), remat, mhla)
 
 
 def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh) -> Experiment:
     """The parts of a run on `mesh`, whose devices are like `device`. Every array is a ShapeDtypeStruct. Raises InputError."""
+    load_objective(config.algorithm.objective)  # imports an objective outside the package
     model = config.model
     dtype = DTYPES[config.rollout.precision]
     rows = sharding.rows_only(mesh)
     targets, quantized = select_parameters(config, pipeline, device)
-    check_tile(model.tile, pipeline)
+    check_tile(model.vae_tile_size, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
     instruction = read_instruction(config)
     encoders.check_instruction(instruction)
-    decoding, products = scoring_dtypes(config.rollout.scoring, config.rollout.precision, device)
+    decoding, products = scoring_dtypes(
+        config.rollout.scoring_precision, config.rollout.precision, device
+    )
     vae_dtype = decoding or pipeline.vae_dtype or dtype
     decoder = Decoder(
-        pipeline.vae.abstract(vae_dtype, sharding.placement(rows)), pipeline, vae_dtype, model.tile
+        pipeline.vae.abstract_params(vae_dtype, sharding.placement(rows)),
+        pipeline,
+        vae_dtype,
+        model.vae_tile_size,
     )
-    transformer = pipeline.transformer.abstract(dtype, sharding.placement(mesh))
+    transformer = pipeline.transformer.abstract_params(dtype, sharding.placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
     scorer = reward(config, rows, products)
     prompts = some_prompts(config)
@@ -80,13 +92,13 @@ def experiment(config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mes
         device,
         prompts,
         prompts,
-        largest_size(config),
+        largest_training_size(config),
     )
 
 
 def some_prompts(config: Config) -> list[Prompt]:
     """An iteration's number of prompts: those of the file if it is there, whose texts do not matter; else empty ones."""
-    count = config.train.prompts
+    count = config.train.num_prompts
     try:
         found = load_prompt_sets(config)[0][:count]
     except InputError:
@@ -96,9 +108,9 @@ def some_prompts(config: Config) -> list[Prompt]:
 
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     """What is trained on, its networks as they are released. What is scored outside JAX takes nothing of a device."""
-    loaded = open_rewards(dataclasses.replace(config.reward, paths=CARRIED, watched=()), products)(
-        mesh
-    ).trained
+    loaded = open_rewards(
+        dataclasses.replace(config.reward, paths=CARRIED, eval_only=()), products
+    )(mesh).trained
     return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
 
 
@@ -107,7 +119,7 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
     encoders = backbone.text_encoders
     place = sharding.placement(encoders.mesh)
     return {
-        name: part.abstract(encoders.dtype, place)
+        name: part.abstract_params(encoders.dtype, place)
         for name, part in encoders.pipeline.text_encoders.items()
     }
 

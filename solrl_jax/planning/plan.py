@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import trained_sizes
-from solrl_jax.models.locate import attention_of
+from solrl_jax.config.sizes import training_sizes
+from solrl_jax.models.locate import mhla_override
 from solrl_jax.parallel.sharding import row_groups
 from solrl_jax.planning import roofline, topology
 from solrl_jax.planning.abstract import abstract, experiment, held, open_configurations
@@ -37,14 +37,19 @@ ROLLOUT = ("sync", "explore", "regenerate")
 SETTINGS = {  # what a stage takes less memory with
     "encode": ("`solrl encode PRESET` beforehand",),
     "sync": ("mesh.fsdp",),
-    "explore": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
-    "regenerate": ("rollout.chunk", "mesh.fsdp", "model.cache=''"),
+    "explore": ("rollout.per_device_batch_size", "mesh.fsdp", "model.prompt_cache_dir=''"),
+    "regenerate": ("rollout.per_device_batch_size", "mesh.fsdp", "model.prompt_cache_dir=''"),
     "score": (
         "mesh.fsdp",
-        "model.cache=''",
+        "model.prompt_cache_dir=''",
     ),  # pictures are decoded a few at a time, whatever the chunk
-    "evaluate": ("mesh.fsdp", "model.cache=''", "eval.size"),
-    "update": ("model.remat=blocks", "optimizer.micro_batch", "mesh.fsdp", "model.cache=''"),
+    "evaluate": ("mesh.fsdp", "model.prompt_cache_dir=''", "eval.size"),
+    "update": (
+        "model.gradient_checkpointing=blocks",
+        "optimizer.per_device_batch_size",
+        "mesh.fsdp",
+        "model.prompt_cache_dir=''",
+    ),
 }
 
 
@@ -68,7 +73,7 @@ class Planner:
         mesh = open_mesh(config, topology.devices(target, where.count, where.hosts))
         with topology.tracing():
             open_pipeline = partial(
-                open_configurations, config.model.path, **attention_of(config.model)
+                open_configurations, config.model.path, mhla=mhla_override(config.model)
             )
             self.pipeline = open_for_training(config, mesh, USABLE * target.memory, open_pipeline)
         self.device = DeviceInfo(target.platform, target.kind, target.capability)
@@ -141,7 +146,9 @@ class Planner:
         given = arrays(program.arguments)
         once = {id(x): x for x in given}
         absent = {"encode": (COPY, CONDITIONING), "sync": (COPY,)}.get(stage, ())
-        if stage != "encode" and self.config.model.cache is not None:  # encoded ahead, and freed
+        if (
+            stage != "encode" and self.config.model.prompt_cache_dir is not None
+        ):  # encoded ahead, and freed
             absent = (*absent, ENCODERS)
         parts = {name: tree for name, tree in self.parts().items() if name not in absent} | {
             "latents": program.meanwhile
@@ -232,18 +239,20 @@ def arrays(tree: Any) -> list[Any]:
 def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     """By stage, the setting with which it may take less time, if there is one. left: bytes that a stage leaves free.
 
-    To keep what products make takes several times the memory of `model.remat=blocks`, so it is named where half is free. Larger
+    To keep what products make takes several times the memory of `model.gradient_checkpointing=blocks`, so it is named where half is free. Larger
     chunks and micro-batches are not among them: the least time of a row hardly depends on how many run at once.
     """
     explorer = planner.stages.experiment.explorer
-    remat = planner.config.model.remat
+    remat = planner.config.model.gradient_checkpointing
     found = (
         {}
         if explorer.format.is_native(planner.device)
         else {"explore": f"rollout.explore.precision={AUTO}"}
     )
     roomy = left["update"] > planner.usable / 2
-    return found | ({"update": "model.remat=products"} if roomy and remat == "blocks" else {})
+    return found | (
+        {"update": "model.gradient_checkpointing=products"} if roomy and remat == "blocks" else {}
+    )
 
 
 def totals(planner: Planner, stages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -273,12 +282,12 @@ def assumptions(planner: Planner) -> Iterator[str]:
     config = planner.config
     yield f"{USABLE:.0%} of a device's memory are for arrays; JAX takes 75% of a GPU without XLA_PYTHON_CLIENT_MEM_FRACTION"
     kept = (
-        "stay in memory (model.cache=null)"
-        if config.model.cache is None
+        "stay in memory (model.prompt_cache_dir=null)"
+        if config.model.prompt_cache_dir is None
         else "encode all prompts of a run, then are freed"
     )
     yield f"text encoders {kept}"
-    if len(trained_sizes(config)) > 1:
+    if len(training_sizes(config)) > 1:
         yield "every iteration has the largest of rollout.size"
     if planner.stages.has("evaluate"):
         yield "an evaluation, whose pictures are larger, takes no time of an iteration"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from solrl_jax.config.sizes import evaluated_size
+from solrl_jax.config.sizes import evaluation_size
 from solrl_jax.models.text_encoders.encode import encode_chunk
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import row_groups
@@ -57,7 +57,7 @@ class Stages:
             experiment.reward.prepare(experiment.train_prompts), self.rows_mesh, everywhere
         )
         self.conditions = shaped(
-            Conditions, self._encodings(experiment.config.train.prompts), self._encodings(1)
+            Conditions, self._encodings(experiment.config.train.num_prompts), self._encodings(1)
         )
 
     def has(self, stage: str) -> bool:
@@ -65,7 +65,7 @@ class Stages:
         if stage == "sync":
             return self.experiment.explorer.format.quantize is not None
         if stage == "evaluate":  # else its programs take no more than those of the other stages
-            return math.prod(evaluated_size(self.experiment.config)) > math.prod(
+            return math.prod(evaluation_size(self.experiment.config)) > math.prod(
                 self.experiment.size
             )
         return stage != "regenerate" or self.experiment.config.rollout.regenerate
@@ -81,7 +81,7 @@ class Stages:
     def chunks(self, groups: int) -> tuple[int, int]:
         """How many chunks of rows an iteration explores and regenerates, where rows are divided among `groups` devices."""
         rollout = self.experiment.config.rollout
-        prompts = self.experiment.config.train.prompts
+        prompts = self.experiment.config.train.num_prompts
         rows = self._stage.chunk * groups
         return -(-prompts * rollout.candidates // rows), -(
             -prompts * rollout.kept * rollout.regenerate // rows
@@ -98,33 +98,35 @@ class Stages:
             case "sync":
                 return [Program(self.mesh, quantize_policy, self._sync(), 1)]
             case "explore":
-                segment = Segment(self._policy(codes), experiment.schedule(rollout.explore.steps))
+                segment = Segment(
+                    self._policy(codes), experiment.schedule(rollout.explore.num_steps)
+                )
                 explorer = experiment.explorer
                 segments = explorer.segments(segment, self._policy({}), explorer.format.name)
                 return [
                     self._sample(
                         segments,
                         drafts,
-                        0 if rollout.regenerate else experiment.config.recorded_steps,
+                        0 if rollout.regenerate else experiment.config.num_recorded_steps,
                     )
                 ]
             case "regenerate":
                 return [
                     self._sample(
-                        (Segment(self._policy({}), experiment.schedule(rollout.steps)),),
+                        (Segment(self._policy({}), experiment.schedule(rollout.num_steps)),),
                         redone,
-                        experiment.config.recorded_steps,
+                        experiment.config.num_recorded_steps,
                     )
                 ]
             case "score":
                 return self._score(sum(self.chunks(self.mesh.size)))
             case "evaluate":  # no part of an iteration: called no time in it
                 larger = copy.copy(self)
-                larger.experiment = experiment.with_size(evaluated_size(experiment.config))
+                larger.experiment = experiment.with_size(evaluation_size(experiment.config))
                 segments = (
                     Segment(
                         self._policy({}),
-                        larger.experiment.schedule(experiment.config.eval.steps, None),
+                        larger.experiment.schedule(experiment.config.eval.num_steps, None),
                     ),
                 )
                 return [larger._sample(segments, 0, 0), *larger._score(0)]
@@ -150,10 +152,12 @@ class Stages:
         model = self.experiment.config.model
         mesh = self.rows_mesh
         encoders = backbone.text_encoders
-        tokens = encoders.tokenize([""] * encoders.chunk, model.max_tokens, backbone.instruction)
+        tokens = backbone.pipeline.tokenize(
+            [""] * encoders.chunk, model.max_sequence_length, backbone.instruction
+        )
         placed = abstract(tokens, mesh, sharding.rows(mesh))
         calls = (
-            -(-self.experiment.config.train.prompts // encoders.chunk) + 1
+            -(-self.experiment.config.train.num_prompts // encoders.chunk) + 1
         )  # and the empty prompt
         return Program(mesh, encode_chunk, (encoders, self.encoders, placed), calls)
 
@@ -213,8 +217,8 @@ class Stages:
         experiment = self.experiment
         config = self.experiment.config
         backbone = experiment.backbone
-        grid = experiment.schedule(config.rollout.steps)
-        count = config.train.prompts * config.rollout.kept
+        grid = experiment.schedule(config.rollout.num_steps)
+        count = config.train.num_prompts * config.rollout.kept
 
         def of(shape, dtype):
             return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
@@ -225,7 +229,7 @@ class Stages:
             of((), jnp.float32),
             of((), jnp.int32),
         )
-        recorded = config.recorded_steps
+        recorded = config.num_recorded_steps
         states = of((recorded + 1, *self._stage.shape), jnp.float32) if recorded else None
         batch = shaped(
             PolicyBatch, *numbers, of((2,), jnp.uint32), self.conditions.positive, states

@@ -62,9 +62,9 @@ def gated_conv(
             a = a.value if a.start else a.array
         return a.reshape(len(a), *(grid if a.shape[1] > 1 else (1, 1)), -1)
 
-    images = [to_images(a) for a in part.arrays]
+    arrays = [to_images(a) for a in part.arrays]
     run = functools.partial(triton_kernel, part.function, dtype)
-    out = with_gradient(run, part.function, dtype)(kernel[None], bias[None], *images)
+    out = with_gradient(run, part.function, dtype)(kernel[None], bias[None], *arrays)
     return out.reshape(len(out), height * width, -1)
 
 
@@ -290,9 +290,7 @@ def _kernel_body(
     biases = []
     for start in starts:
         block = pl.ds(start, CHANNELS)
-        taps.append(
-            [[kernel[i, j, block].astype(jnp.float32) for j in range(3)] for i in range(3)]
-        )
+        taps.append([[kernel[i, j, block].astype(jnp.float32) for j in range(3)] for i in range(3)])
         biases.append(bias[block].astype(jnp.float32))
 
     def load(ref: Any, row: Any, start: Any) -> Array:

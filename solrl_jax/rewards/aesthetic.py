@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.linear import Linear
-from solrl_jax.models.loading.weights import find_component
+from solrl_jax.models.loading.weights import locate_tensors
 from solrl_jax.models.vision.clip import CLIPConfig, VisionModel
 from solrl_jax.models.vision.image_resize import Preprocessing
 from solrl_jax.models.vision.score_head import ScoreHead
@@ -42,7 +42,7 @@ def aesthetic(paths: Mapping[str, str]) -> Loader:
     encoder = open_network(
         lambda rngs: ImageEncoder(config, rngs=rngs),
         folder,
-        partial(find_component, unused=TEXT_TENSORS),
+        partial(locate_tensors, unused=TEXT_TENSORS),
     )
     head = open_network(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), head_file)
     preprocess = Preprocessing(
@@ -54,7 +54,7 @@ def aesthetic(paths: Mapping[str, str]) -> Loader:
         return np.zeros(len(prompts), np.float32)
 
     def score(params: dict[str, Any], images: Array, _: Array) -> Scores:
-        vector = unit(encoder(encoder.gathered(params["encoder"]))(preprocess(images)))
-        return {"reward": head(head.gathered(params["head"]))(vector)}
+        vector = unit(encoder(encoder.gather(params["encoder"]))(preprocess(images)))
+        return {"reward": head(head.gather(params["head"]))(vector)}
 
     return loader({"encoder": encoder, "head": head}, prepare, score)

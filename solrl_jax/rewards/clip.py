@@ -10,7 +10,7 @@ from solrl_jax.models.loading.component import Component
 from solrl_jax.models.locate import EMBEDDED_FOLDER
 from solrl_jax.models.vision.clip import CLIPConfig, CLIPModel
 from solrl_jax.models.vision.image_resize import MEAN, STD, Preprocessing
-from solrl_jax.models.vision.open_clip import find_open_clip
+from solrl_jax.models.vision.open_clip import locate_open_clip_tensors
 from solrl_jax.rewards.network import loader, open_network
 from solrl_jax.rewards.protocol import Loader, Scores
 from solrl_jax.rewards.sources import find
@@ -51,7 +51,7 @@ def pickscore(paths: Mapping[str, str]) -> Loader:
 def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
     """HPS v2.1 (arXiv 2306.09341) with a fine-tuned ViT-H/14 in OpenCLIP's layout: the cosine, about 0.3."""
     network = open_network(
-        lambda rngs: CLIPModel(config, rngs=rngs), find("hpsv2", paths), find_open_clip
+        lambda rngs: CLIPModel(config, rngs=rngs), find("hpsv2", paths), locate_open_clip_tensors
     )
     preprocessing = Preprocessing(
         config.vision_config.image_size, "bicubic", eight_bit=False, fit="pad"
@@ -100,7 +100,7 @@ def _cosine(
     """The reward `scale(model)` (a scalar) times the cosine between picture and prompt."""
 
     def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
-        model = network(network.gathered(params))
+        model = network(network.gather(params))
         image = unit(model.encode_image(preprocess(images)))
         text = unit(model.encode_text(tokens["ids"], tokens["mask"]))
         return {"reward": scale(model) * (image * text).sum(-1)}

@@ -72,7 +72,7 @@ def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]
     found: list[list[Detection]] = []
     for start in range(0, n, BLOCK):
         rows = np.minimum(np.arange(start, start + BLOCK), n - 1)
-        colour, shape, size, centre, diameter = map(np.asarray, verifier.find(images[rows]))
+        colour, shape, size, centre, diameter = map(np.asarray, verifier.detect(images[rows]))
         lo, hi = (
             (centre + sign * diameter[..., None] / 2) * (width / scenes.BASE) for sign in (-1, 1)
         )

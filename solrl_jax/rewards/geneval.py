@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 from solrl_jax.rewards.detectors import Detection, Vocabulary, open_detector, vocabulary
 from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 
@@ -152,7 +152,7 @@ def request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request:
 
     def refuse(field: str, value: Any, accepted: str) -> ValueError:
         return ValueError(
-            f"reward 'geneval': prompt {shown(prompt)}: {field}={shown(value)}: expected {accepted}"
+            f"reward 'geneval': prompt {brief_repr(prompt)}: {field}={brief_repr(value)}: expected {accepted}"
         )
 
     def clauses(kind: str, allowed: tuple[str, ...]) -> tuple[Clause, ...]:

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from pebble import ProcessExpired, ProcessPool
 from tqdm import tqdm
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import RunError, in_words, one_line
 from solrl_jax.parallel import hosts
@@ -208,7 +208,7 @@ class Scoring:
     def _fail(self, reward: HostReward, rows: slice, what: str) -> None:
         head = f"reward '{reward.name}': "
         count = rows.stop - rows.start
-        of = shown(self._prompts[rows][0]) + (f" and {count - 1} more" if count > 1 else "")
+        of = brief_repr(self._prompts[rows][0]) + (f" and {count - 1} more" if count > 1 else "")
         text = f"{head}{what.replace(head, '')} (prompt {of})"
         if not self._host.skip:
             raise RewardError(text)
@@ -322,7 +322,7 @@ def checked(returned: Any, count: int) -> Answer:
     """What a function returned, as float32 [count] by name. Raises Failure if it is something else."""
     scores = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in scores:
-        raise Failure(f"returned {shown(sorted(map(str, scores)))} without 'reward'")
+        raise Failure(f"returned {brief_repr(sorted(map(str, scores)))} without 'reward'")
     answer = {}
     for name, values in scores.items():
         what = "" if name == "reward" else f" as {name!r}"
@@ -333,7 +333,7 @@ def checked(returned: Any, count: int) -> Answer:
             with np.errstate(over="ignore"):
                 answer[str(name)] = array.astype(np.float32)
         except (TypeError, ValueError):
-            raise Failure(f"returned {shown(values)}{what}: no numbers") from None
+            raise Failure(f"returned {brief_repr(values)}{what}: no numbers") from None
         if array.shape != (count,):
             raise Failure(f"returned shape {array.shape}{what} for {count} pictures")
     return answer

@@ -17,7 +17,7 @@ import urllib3
 from jaxtyping import Float
 from PIL import Image
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import first_line
 from solrl_jax.rewards.host import Failure
 from solrl_jax.rewards.protocol import Metadata
@@ -56,7 +56,7 @@ def http(
         raise Failure(f"no answer ({str(reason).rsplit(': ', 1)[-1]})") from None
     if answer.is_redirect:
         raise Failure(
-            f"status {answer.status_code} (sends on to {shown(answer.headers['location'])}, which is not followed)"
+            f"status {answer.status_code} (sends on to {brief_repr(answer.headers['location'])}, which is not followed)"
         )
     if not answer.ok:
         why = text.decode(errors="replace").strip() or answer.reason

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from solrl_jax.models.loading.weights import find_component
+from solrl_jax.models.loading.weights import locate_tensors
 from solrl_jax.models.vision.blip import UNUSED, ImageReward, ImageRewardConfig
 from solrl_jax.models.vision.image_resize import Preprocessing
 from solrl_jax.rewards.network import loader, open_network
@@ -24,14 +24,14 @@ def imagereward(
         return ImageReward(config, rngs=rngs)
 
     network = open_network(
-        build, find("imagereward", paths), partial(find_component, unused=UNUSED)
+        build, find("imagereward", paths), partial(locate_tensors, unused=UNUSED)
     )
     preprocess = Preprocessing(config.image_size, "bicubic", eight_bit=True, fit="crop")
     tokenize = image_reward_texts(find("imagereward/tokenizer", paths), config.tokens)
 
     def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
         return {
-            "reward": network(network.gathered(params))(
+            "reward": network(network.gather(params))(
                 preprocess(images), tokens["ids"], tokens["mask"]
             )
         }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.rewards.protocol import LARGEST, Check, Host, Reward, Scores, calling
 
@@ -91,7 +91,7 @@ def _check_scores(scores: Any, others: Sequence[str], count: int) -> None:
     """Raises ValueError in one line unless these are real numbers [count] by name, "reward" and `others` among them."""
     if not isinstance(scores, Mapping) or not {"reward", *others} <= scores.keys():
         raise ValueError(
-            f"score returned {shown(scores)}; expected a dict with {', '.join(map(repr, ('reward', *others)))}"
+            f"score returned {brief_repr(scores)}; expected a dict with {', '.join(map(repr, ('reward', *others)))}"
         )
     for name, value in scores.items():
         array = jnp.asarray(value)

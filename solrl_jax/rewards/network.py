@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from solrl_jax.models.loading.component import Component, Find
-from solrl_jax.models.loading.weights import Params, entries, find_component
+from solrl_jax.models.loading.component import Component, TensorLocator
+from solrl_jax.models.loading.weights import Params, locate_tensors, parameter_table
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.half_precision import HalfPrecisionWeight
 from solrl_jax.rewards.protocol import Loader, Reward, Scores
@@ -23,15 +23,15 @@ ROWS = 4  # pictures that a device scores at once
 
 
 def open_network(
-    build: Callable[[nnx.Rngs], nnx.Module], source: Path, find: Find = find_component
+    build: Callable[[nnx.Rngs], nnx.Module], source: Path, find: TensorLocator = locate_tensors
 ) -> Component:
     """The network that `build` makes, with the parameters of a file or a directory. Nothing is loaded.
 
     Raises ValueError that lists every tensor that does not fit.
     """
-    component = Component.of(source, build, find)
+    component = Component.from_builder(source, build, find)
     if not hub.is_carried(source):
-        component.check()
+        component.check_files()
     return component
 
 
@@ -52,7 +52,7 @@ def loader(
         place = None if mesh is None else sharding.placement(mesh)
 
         def read(network: Component) -> Any:
-            params = (network.abstract if hub.is_carried(network.source) else network.load)(
+            params = (network.abstract_params if hub.is_carried(network.source) else network.load)(
                 jnp.float32, place
             )
             return params if dtype == jnp.float32 else rounded(network, params, dtype)
@@ -71,7 +71,7 @@ def rounded(network: Component, params: Params, dtype: DTypeLike) -> Params:
     def half(x):
         return x.astype(dtype) if isinstance(x, jax.Array) else x.update(dtype=dtype)
 
-    stacked = {e.path for e in entries(network.state) if e.stacked and e.layout == "linear"}
+    stacked = {e.path for e in parameter_table(network.state) if e.stacked and e.layout == "linear"}
     flat = flatten_dict(params)
     return unflatten_dict(
         {path: HalfPrecisionWeight(half(x)) if path in stacked else x for path, x in flat.items()}

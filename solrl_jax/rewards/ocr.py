@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 from solrl_jax.storage.images import to_uint8
 
@@ -35,9 +35,9 @@ def target(prompt: str, metadata: Metadata) -> str:
     if text is None and len(quoted) > 2:
         text = quoted[1]
     if not isinstance(text, str) or not _normal(text):
-        given = "" if metadata.get("text") is None else f", metadata['text']={shown(text)}"
+        given = "" if metadata.get("text") is None else f", metadata['text']={brief_repr(text)}"
         expected = "expected the words to draw, in double quotes or as metadata['text']"
-        raise ValueError(f"reward 'ocr': prompt {shown(prompt)}{given}: {expected}")
+        raise ValueError(f"reward 'ocr': prompt {brief_repr(prompt)}{given}: {expected}")
     return text
 
 

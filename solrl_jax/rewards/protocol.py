@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError, in_words, text
 from solrl_jax.parallel import sharding
@@ -113,12 +113,12 @@ class Reward:
     def __post_init__(self) -> None:
         if self.inputs not in get_args(Inputs):
             raise ValueError(
-                f"inputs={shown(self.inputs)}: expected one of {', '.join(get_args(Inputs))}"
+                f"inputs={brief_repr(self.inputs)}: expected one of {', '.join(get_args(Inputs))}"
             )
         if not isinstance(self.others, tuple) or not all(
             isinstance(name, str) for name in self.others
         ):
-            raise ValueError(f"others={shown(self.others)}: expected a tuple of names")
+            raise ValueError(f"others={brief_repr(self.others)}: expected a tuple of names")
         if not (
             callable(self.prepare)
             and callable(self.check)
@@ -157,7 +157,7 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], field: str) -> None
             wrong.append((prompt, " ".join(str(error).split())))
     if wrong:
         prompt, text = wrong[0]
-        quoted = "" if shown(str(prompt)) in text else f"prompt {shown(str(prompt))}: "
+        quoted = "" if brief_repr(str(prompt)) in text else f"prompt {brief_repr(str(prompt))}: "
         more = (
             f" ({len(wrong)} of {len(prompts)} prompts cannot be scored)" if len(wrong) > 1 else ""
         )

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from solrl_jax.config import schema as config
-from solrl_jax.config.presets import ENTRY_POINTS
-from solrl_jax.config.values import shown
+from solrl_jax.config.overrides import ENTRY_POINTS
+from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import InputError, first_line, in_one_line
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.aesthetic import aesthetic
@@ -83,10 +83,10 @@ def plugin(name: str, options: Options, timeout: float) -> InJax | HostReward:
         reward = function(**options)
         if not isinstance(reward, Reward):
             expected = f"a solrl_jax.rewards.protocol.Reward; a function outside JAX takes ({', '.join(ARGUMENTS)})"
-            raise ValueError(f"returned {shown(reward)}: expected {expected}")
+            raise ValueError(f"returned {brief_repr(reward)}: expected {expected}")
         if reward.host is not None:
             raise ValueError(
-                f"host={shown(reward.host)}: expected None; name a function outside JAX in reward.weights"
+                f"host={brief_repr(reward.host)}: expected None; name a function outside JAX in reward.weights"
             )
     return InJax(lambda paths: _placed(name, reward), reward.others)
 
@@ -102,7 +102,7 @@ def service(url: str, options: Options, timeout: float) -> HostReward:
     batch = options.get("batch", BATCH)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise InputError(
-            f"reward.options.{url}.batch={shown(batch)}: expected an integer of at least 1"
+            f"reward.options.{url}.batch={brief_repr(batch)}: expected an integer of at least 1"
         )
     return HostReward(
         url, "solrl_jax.rewards.http:http", {"url": url, "timeout": timeout}, (), batch
@@ -140,7 +140,7 @@ def open_rewards(
     function that is returned reads the files. dtype: of the products of networks. Raises InputError in one line.
     """
     weights = settings.weights
-    watched = settings.watched
+    watched = settings.eval_only
     options = settings.options
     if strange := [name for name in settings.paths if name not in SOURCES]:
         raise InputError(
@@ -151,7 +151,9 @@ def open_rewards(
 
     def field(wrong):
         return (
-            "reward.weights" if {*wrong} & {*weights, *reward_names(weights)} else "reward.watched"
+            "reward.weights"
+            if {*wrong} & {*weights, *reward_names(weights)}
+            else "reward.eval_only"
         )
 
     if unknown := [name for name in names if name not in available and ":" not in name]:
@@ -272,7 +274,7 @@ def _import(name: str, target: str) -> tuple[Callable[..., Any], inspect.Signatu
     ):
         found = imported(target)
     if not callable(found):
-        raise InputError(f"reward '{name}': {shown(found)} is no function")
+        raise InputError(f"reward '{name}': {brief_repr(found)} is no function")
     try:
         return found, inspect.signature(found)
     except (TypeError, ValueError) as error:
@@ -287,7 +289,7 @@ def _check_options(
         signature.bind(*arguments, **options)
     except TypeError as error:
         given = ", ".join(
-            (*arguments, *(f"{key}={shown(value)}" for key, value in options.items()))
+            (*arguments, *(f"{key}={brief_repr(value)}" for key, value in options.items()))
         )
         why = str(error).replace(" keyword-only", "")  # Python 3.12 and 3.13 differ
         raise InputError(

@@ -15,7 +15,7 @@ def shapes_reward(paths: Mapping[str, str]) -> Loader:
 
     def prepare(prompts: Sequence[str]) -> verifier.Targets:
         try:
-            return verifier.targets(prompts)
+            return verifier.parse_targets(prompts)
         except ValueError as error:
             raise InputError(f"reward 'shapes': {error}") from error
 

@@ -1,6 +1,7 @@
-"""From rewards to optimality probabilities (docs/method.md, section 3; DiffusionNFT, arXiv 2509.16117, section 3.2).
+"""Advantages and optimality probabilities, from the rewards of the kept samples.
 
-Only regenerated rewards come here: nothing computed in low precision enters the loss.
+See docs/method.md, section 3, and DiffusionNFT (arXiv 2509.16117), section 3.2. With regeneration,
+only regenerated rewards come here: nothing computed in low precision enters the loss.
 """
 
 from collections.abc import Callable
@@ -18,27 +19,43 @@ MODES: dict[str, Callable[[Array], Array]] = {
     "one_only": lambda a: jnp.where(a > 0, 1.0, 0.0),
     "binary": jnp.sign,
 }
+# Added to the standard deviation, so that it can be divided by.
 STD_FLOOR = 1e-4
-TIE = 4e-6  # float32 keeps 6e-8 of a number, and a mean of 24 adds as much up to 24 times
-LEVELS = 4096  # an optimality probability is a multiple of 1 / LEVELS
+# Rewards that differ by less than this share of the largest one are tied. The rounding error of
+# float32 is 6e-8 of a number, and a mean of 24 numbers adds it up to 24 times.
+TIE = 4e-6
+# Optimality probabilities are rounded to multiples of 1 / LEVELS.
+LEVELS = 4096
 
 
 def advantages(
     rewards: Float[Array | np.ndarray, "p k"], *, clip: float, global_std: bool, mode: str
 ) -> Float[Array, "p k"]:
-    """`A = (r - mean of its prompt) / (std + 1e-4)`, clipped to +-`clip`.
+    """Computes advantages: `A = clip((r - mean of its prompt) / (std + 1e-4), -clip, clip)`.
 
-    The standard deviation (population) is over all kept samples of the iteration, or over the prompt's own if not
-    `global_std`. A non-finite reward takes no part in the statistics and gets advantage 0. A tied one gets 0 too: it is nearer
-    to its prompt's mean than `TIE` of the prompt's largest reward, as far as rounding may have moved it. Modes: `all`;
-    `positive_only` and `negative_only` zero the other sign; `one_only` gives 1 where A > 0, else 0; `binary` gives the sign.
-    Raises ValueError for another mode.
+    A reward that is not finite takes no part in the statistics and gets advantage 0. So does a
+    reward that is tied with the mean of its prompt up to rounding (`TIE`).
+
+    Args:
+        rewards: The rewards of the K kept samples of each prompt.
+        clip: The largest absolute advantage, in standard deviations. Above 0.
+        global_std: Whether the standard deviation (population) is that over all kept samples.
+            Otherwise it is that over the samples of the prompt.
+        mode: "all" returns A. "positive_only" and "negative_only" replace the other sign by 0.
+            "one_only" returns 1 where A is positive, else 0. "binary" returns the sign of A.
+
+    Returns:
+        The advantages, float32.
+
+    Raises:
+        ValueError: If the shape, the clip or the mode is not one of these.
     """
     if mode not in MODES:
-        raise ValueError(f"advantage mode {mode!r}: accepted are {', '.join(MODES)}")
+        raise ValueError(f"advantage mode {mode!r}: must be one of {', '.join(MODES)}")
     if rewards.ndim != 2 or not clip > 0:
         raise ValueError(
-            f"rewards {list(rewards.shape)}, clip={clip}; accepted: [prompts, kept], clip above 0"
+            f"rewards {list(rewards.shape)}, clip={clip}: the shape must be [prompts, kept], and "
+            "clip must be above 0"
         )
     finite = jnp.abs(rewards) <= LARGEST
     r = jnp.where(finite, rewards, 0.0)
@@ -50,18 +67,21 @@ def advantages(
     tied = jnp.abs(centred) <= TIE * jnp.abs(r).max(1, keepdims=True)
     centred = jnp.where(finite & ~tied, centred, 0.0)
     if global_std:
-        spread = jnp.sqrt(
-            mean_over(jnp.where(finite, (r - mean_over(r, (0, 1))) ** 2, 0.0), (0, 1))
-        )
+        std = jnp.sqrt(mean_over(jnp.where(finite, (r - mean_over(r, (0, 1))) ** 2, 0.0), (0, 1)))
     else:
-        spread = jnp.sqrt(mean_over(centred**2, 1))
-    return MODES[mode](jnp.clip(centred / (spread + STD_FLOOR), -clip, clip))
+        std = jnp.sqrt(mean_over(centred**2, 1))
+    return MODES[mode](jnp.clip(centred / (std + STD_FLOOR), -clip, clip))
 
 
 def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Float[Array, "..."]:
-    """`q = clip(A / clip / 2 + 1/2, 0, 1)`: the probability that a sample is one to imitate rather than to avoid.
+    """The probability that a sample is one to imitate: `q = clip(A / clip / 2 + 1/2, 0, 1)`.
 
-    HalfPrecisionWeight to a 4096th, which is 0.0012 of a standard deviation at a clip of 5. Rewards on different meshes differ in their
-    last bits, and these bits must not decide which way a gradient in BF16 is rounded.
+    It is rounded to a multiple of 1/4096, which at a clip of 5 is 0.0024 standard deviations.
+    Rewards on different meshes differ in their last bits, which must not decide how a gradient in
+    BF16 is rounded.
+
+    Args:
+        advantages: Advantages of any shape.
+        clip: The largest absolute advantage.
     """
     return jnp.round(jnp.clip(advantages / clip / 2 + 0.5, 0.0, 1.0) * LEVELS) / LEVELS

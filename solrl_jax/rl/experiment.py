@@ -1,9 +1,10 @@
-"""`Experiment`: a configuration made real. What training, evaluation and ranking share, checked and loaded once."""
+"""`Experiment`: the loaded models, rewards and prompts of a configuration."""
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from functools import cache, cached_property, partial
 
 import jax
@@ -12,14 +13,16 @@ from jax.sharding import Mesh
 from jaxtyping import UInt32
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import evaluated_size, trained_sizes
+from solrl_jax.config.sizes import evaluation_size, training_sizes
 from solrl_jax.config.values import Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import candidate_seeds, key, prompt_uid
 from solrl_jax.errors import InputError, in_one_line
-from solrl_jax.models.backbone import DTYPES, Backbone, Params, Pipeline, load_backbone
-from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.locate import mhla_override, open_model
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant.formats import DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.rewards.host import trial
@@ -31,107 +34,156 @@ from solrl_jax.rl.explore.option import Calibration
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, prepare
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
+from solrl_jax.rl.objective import load_objective
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.state import TrainState, abstract_state, init_state, read_start
 from solrl_jax.rl.trainable.trainable import Targets, Trainable, attach, find_targets
 
-CALIBRATION_PROMPTS = 16  # training prompts that levers of exploration measure on, one sample each
+# Training prompts that the options of exploration measure on, with one sample each.
+CALIBRATION_PROMPTS = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experiment:
-    """The parts of a run that never change."""
+    """The parts of a run that do not change, shared by training, evaluation and ranking.
+
+    Attributes:
+        config: The configuration of the run.
+        backbone: The networks with their parameters, on the mesh.
+        reward: The reward that is trained on.
+        evaluation_reward: The same reward, with the scores that are only watched beside it.
+        targets: The paths of the parameters that are trained.
+        quantized: The paths of the linear layers that exploration may quantize.
+        device: The kind of the devices of the mesh, which are all of one kind.
+        train_prompts: The prompts that are trained on.
+        test_prompts: The prompts that are evaluated on.
+        size: Height and width of the images in pixels.
+    """
 
     config: Config
     backbone: Backbone
     reward: Reward
-    evaluation_reward: Reward  # the reward with what is watched beside it
-    targets: Targets  # the parameters that are trained
-    quantized: tuple[str, ...]  # paths of the linears that exploration may quantise
-    device: DeviceInfo  # all devices of a mesh are of one kind
+    evaluation_reward: Reward
+    targets: Targets
+    quantized: tuple[str, ...]
+    device: DeviceInfo
     train_prompts: list[Prompt]
     test_prompts: list[Prompt]
-    size: Size  # height and width of the pictures
+    size: Size
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's product: alpha / rank."""
+        """The factor of the product of LoRA factors: alpha / rank."""
         return self.config.lora.alpha / self.config.lora.rank
 
-    def with_size(self, size: Size) -> "Experiment":
-        """The same with pictures of another size. There is one for each size, so what levers measure on it is measured once."""
-        return self if size == self.size else self._others(size)
-
     @cached_property
-    def _others(self) -> Callable[[Size], "Experiment"]:
-        return cache(lambda size: dataclasses.replace(self, size=size))
+    def _by_size(self) -> dict[Size, "Experiment"]:
+        """The experiments of other sizes that were asked for so far."""
+        return {}
+
+    def with_size(self, size: Size) -> "Experiment":
+        """The same experiment with images of another size.
+
+        There is one object per size. What its explorer has measured is kept in it, and is therefore
+        measured once.
+
+        Args:
+            size: Height and width in pixels.
+        """
+        if size == self.size:
+            return self
+        if size not in self._by_size:
+            self._by_size[size] = dataclasses.replace(self, size=size)
+        return self._by_size[size]
 
     def for_iteration(self, iteration: int) -> "Experiment":
-        """The same with pictures of the size of an iteration, counted from 1.
+        """The same experiment with images of the size of an iteration.
 
-        Every cycle of iterations goes through all sizes, in a new order, as the run's seed has it: nothing that recurs falls
-        on one size alone. A resumed run needs no cursor. Raises InputError for an iteration below 1.
+        Every cycle of iterations goes through all sizes in a new random order, which depends on the
+        run's seed alone. A resumed run needs no further state for that.
+
+        Args:
+            iteration: The number of the iteration, from 1.
+
+        Raises:
+            InputError: If the number is below 1 or does not fit an int32.
         """
         if not 1 <= iteration < 2**31:
-            raise InputError(f"iteration={iteration}: accepted: 1 to {2**31 - 1}")
-        sizes = trained_sizes(self.config)
-        cycle, place = divmod(iteration - 1, len(sizes))
-        order = jax.random.permutation(
-            jax.random.fold_in(key(self.config.seed, "sizes"), cycle), len(sizes)
-        )
-        return self.with_size(sizes[int(order[place])])
+            raise InputError(f"iteration={iteration}: must be from 1 to {2**31 - 1}")
+        sizes = training_sizes(self.config)
+        cycle, position = divmod(iteration - 1, len(sizes))
+        cycle_key = jax.random.fold_in(key(self.config.seed, "sizes"), cycle)
+        order = jax.random.permutation(cycle_key, len(sizes))
+        return self.with_size(sizes[int(order[position])])
 
     @cached_property
     def text_hashes(self) -> dict[str, str]:
-        """Hashes of texts that files hold: the prompts in order, with what is known about them, and the instruction."""
-        said = {
-            "prompts": [(str(p), dict(p.metadata)) for p in self.train_prompts],
+        """Hashes of the texts that files hold, by name: the training prompts with their metadata in
+        order, and the instruction.
+        """
+        texts = {
+            "prompts": [(str(prompt), dict(prompt.metadata)) for prompt in self.train_prompts],
             "instruction": self.backbone.instruction,
         }
         return {
             name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-            for name, value in said.items()
+            for name, value in texts.items()
         }
 
-    def policy(self, adapters: Trainable) -> Params:
-        """The policy of `adapters` in the training precision: the base with the adapters beside it."""
-        return attach(self.backbone.transformer, adapters, self.scale)
+    def policy(self, trained: Trainable) -> Params:
+        """The parameters of a policy in the training precision: the base with `trained`
+        attached.
+        """
+        return attach(self.backbone.transformer, trained, self.scale)
 
-    def schedule(self, steps: int, start: int | None = 0) -> Schedule:
-        """The run's solver and schedule with `steps` steps. start: of the steps that add noise; None: none does (`Schedule.from_config`)."""
+    def schedule(self, steps: int, noise_start: int | None = 0) -> Schedule:
+        """The configured schedule and solver with any number of steps.
+
+        Args:
+            steps: The number of solver steps.
+            noise_start: The first step of the full schedule that adds noise. None: no step does.
+        """
         pipeline = self.backbone.pipeline
         tokens = pipeline.image_tokens(*self.size)
         return Schedule.from_config(
-            self.config.rollout, steps, tokens, pipeline.embedded_guidance, start, pipeline.mu
+            self.config.rollout, steps, tokens, pipeline.embedded_guidance, noise_start, pipeline.mu
         )
 
-    def sampler(self, name: str, adapters: Trainable, steps: int, start: int | None = 0) -> Sampler:
-        """What a stage in the training precision rolls out with: regeneration, evaluation, calibration. start: as of `grid`."""
-        config = self.config
+    def sampler(
+        self, name: str, trained: Trainable, steps: int, noise_start: int | None = 0
+    ) -> Sampler:
+        """A sampler in the training precision, for regeneration, evaluation and calibration.
+
+        Args:
+            name: The name of the phase, for progress.
+            trained: The trainable parameters of the policy.
+            steps: The number of solver steps.
+            noise_start: As in `schedule`.
+        """
         backbone = self.backbone
-        most = -(
-            -config.train.prompts * config.rollout.candidates // sharding.row_groups(backbone.mesh)
-        )
+        rollout = self.config.rollout
+        groups = sharding.row_groups(backbone.mesh)
+        most = math.ceil(self.config.train.num_prompts * rollout.candidates / groups)
         return Sampler(
             name=name,
-            segments=(Segment(self.policy(adapters), self.schedule(steps, start)),),
+            segments=(Segment(self.policy(trained), self.schedule(steps, noise_start)),),
             decoder=backbone.decoder,
             shape=backbone.pipeline.latent_shape(*self.size),
-            chunk=min(config.rollout.chunk, most),
+            chunk=min(rollout.per_device_batch_size, most),
         )
 
     @cached_property
     def explorer(self) -> Explorer:
-        """How candidates are explored."""
+        """How candidates are explored. It measures on the base what its options need, once."""
         config = self.config
         prompts = self.train_prompts[:CALIBRATION_PROMPTS]
         calibration = Calibration(
             backbone=self.backbone,
-            sampler=self.sampler("calibrate", {}, config.rollout.steps),
+            sampler=self.sampler("calibrate", {}, config.rollout.num_steps),
             prompts=prompts,
             prompt_batch=cache(lambda: self.encode_prompts(prompts)),
             rows=SeedBatch.from_seeds(self.seeds("calibration seeds", prompts, 1)),
-            micro_batch=config.optimizer.micro_batch,
+            micro_batch=config.optimizer.per_device_batch_size,
         )
         return Explorer(
             explore=config.rollout.explore,
@@ -146,8 +198,13 @@ class Experiment:
     def encode_prompts(
         self, prompts: Sequence[Prompt], reward: Reward | None = None
     ) -> PromptBatch:
-        """The prompts, encoded, and prepared for `reward` if there is one."""
-        return prepare(self.backbone, reward, prompts, self.config.model.max_tokens)
+        """Encodes prompts, and prepares them for a reward.
+
+        Args:
+            prompts: The prompts.
+            reward: The reward that will score their samples. None: they will not be scored.
+        """
+        return prepare(self.backbone, reward, prompts, self.config.model.max_sequence_length)
 
     def seeds(
         self,
@@ -158,7 +215,15 @@ class Experiment:
         seed: int | None = None,
         iteration: int = 0,
     ) -> UInt32[np.ndarray, "p n 2"]:
-        """As `prompt_seeds`. seed: in place of the run's own."""
+        """The seeds of the candidates of each prompt.
+
+        Args:
+            stream: The use of the seeds, a name of `diffusion.seeds.STREAMS`.
+            prompts: The prompts.
+            candidates: The number of candidates of each prompt.
+            seed: The root seed. None: that of the run.
+            iteration: The number of the iteration; 0 outside the iterations.
+        """
         return prompt_seeds(
             self.config.seed if seed is None else seed, stream, prompts, candidates, iteration
         )
@@ -167,7 +232,15 @@ class Experiment:
 def prompt_seeds(
     root: int, stream: str, prompts: Sequence[str], candidates: int, iteration: int = 0
 ) -> UInt32[np.ndarray, "p n 2"]:
-    """The seeds of `candidates` candidates of each prompt, on the host, for a stream of `diffusion.seeds.STREAMS`."""
+    """The seeds of the candidates of each prompt, on the host.
+
+    Args:
+        root: The root seed.
+        stream: The use of the seeds, a name of `diffusion.seeds.STREAMS`.
+        prompts: The prompts.
+        candidates: The number of candidates of each prompt.
+        iteration: The number of the iteration; 0 outside the iterations.
+    """
     uids = np.array([prompt_uid(p) for p in prompts], np.uint32)
     return np.asarray(
         candidate_seeds(np.int32(root), stream, np.int32(iteration), uids, np.arange(candidates))
@@ -175,38 +248,41 @@ def prompt_seeds(
 
 
 def build(config: Config, *, force: bool = False) -> Experiment:
-    """Checks everything that can be checked cheaply, then loads. Raises InputError in one line.
+    """Builds the experiment of a configuration.
 
-    force: load also what cannot fit into memory, by the arithmetic of `room`.
+    Everything that can be checked cheaply is checked first, and the weights are loaded last. Also
+    imports the functions that the configuration names outside the package.
+
+    Args:
+        config: The configuration.
+        force: Whether sizes that cannot fit into memory by `memory_check` are loaded all the same.
+
+    Raises:
+        InputError: If the configuration cannot be run here.
     """
     model = config.model
     rollout = config.rollout
     device = local_device()
-    decoding, products = scoring_dtypes(rollout.scoring, rollout.precision, device)
-    load_reward = open_rewards(config.reward, products)
-    train, test = load_prompt_sets(config)
-    for field, wanted, there in (
-        ("train.prompts", config.train.prompts, train),
-        ("eval.prompts", config.eval.prompts, test),
-    ):
-        if wanted > len(there):
-            raise InputError(
-                f"{field}={wanted}: must be at most the {len(there)} distinct prompts of its file"
-            )
+    load_objective(config.algorithm.objective)
+    config.check_objective()
+    vae_dtype, reward_dtype = scoring_dtypes(rollout.scoring_precision, rollout.precision, device)
+    load_reward = open_rewards(config.reward, reward_dtype)
+    train_prompts, test_prompts = load_prompt_sets(config)
+    _check_count("train.num_prompts", config.train.num_prompts, train_prompts)
+    _check_count("eval.num_prompts", config.eval.num_prompts, test_prompts)
     instruction = read_instruction(config)
-    hosts.connect(mesh := open_mesh(config))
-    reward, evaluated = load_reward(sharding.rows_only(mesh))
+    mesh = open_mesh(config)
+    hosts.connect(mesh)
+    reward, evaluation_reward = load_reward(sharding.rows_only(mesh))
     pipeline = open_for_training(
-        config, mesh, device_memory(), partial(open_model, model.path, **attention_of(model))
+        config, mesh, device_memory(), partial(open_model, model.path, mhla=mhla_override(model))
     )
-    # what cannot be scored is found before the weights are loaded
-    for field, scored, prompts, sizes in (
-        ("prompts.train", reward, train, trained_sizes(config)),
-        ("prompts.test", evaluated, test, (evaluated_size(config),)),
-    ):
-        check_prompts(scored, prompts, field)
-        for size in {*sizes}:
-            _try(scored, prompts[:1], pipeline, size)
+    check_prompts(reward, train_prompts, "prompts.train")
+    for size in set(training_sizes(config)):
+        _check_scoring(reward, train_prompts[:1], pipeline, size)
+    check_prompts(evaluation_reward, test_prompts, "prompts.test")
+    _check_scoring(evaluation_reward, test_prompts[:1], pipeline, evaluation_size(config))
+    _check_transitions(config, pipeline)
     targets, quantized = select_parameters(config, pipeline, device)
     if not force:
         refuse_what_cannot_fit(config, pipeline, targets)
@@ -214,93 +290,145 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         pipeline,
         rollout.precision,
         mesh,
-        cache=model.cache,
+        cache=model.prompt_cache_dir,
         instruction=instruction,
-        tile=model.tile,
-        decoding=decoding,
+        tile=model.vae_tile_size,
+        decoding=vae_dtype,
     )
     return Experiment(
-        config,
-        backbone,
-        reward,
-        evaluated,
-        targets,
-        quantized,
-        device,
-        train,
-        test,
-        trained_sizes(config)[0],
+        config=config,
+        backbone=backbone,
+        reward=reward,
+        evaluation_reward=evaluation_reward,
+        targets=targets,
+        quantized=quantized,
+        device=device,
+        train_prompts=train_prompts,
+        test_prompts=test_prompts,
+        size=training_sizes(config)[0],
     )
 
 
-def _try(scored: Reward, prompts: Sequence[Prompt], pipeline: Pipeline, size: Size) -> None:
-    """Raises InputError in one line if pictures of that size cannot be scored. Only rewards outside JAX run for it."""
-    if scored.score is not None:
-        prepared = scored.prepare([*prompts, *prompts])
-        pictures, latents = (
-            jax.ShapeDtypeStruct((2, *s), np.float32)
-            for s in ((*size, 3), pipeline.latent_shape(*size))
+def _check_count(field: str, count: int, prompts: Sequence[Prompt]) -> None:
+    """Raises InputError if a field asks for more prompts than there are."""
+    if count > len(prompts):
+        raise InputError(
+            f"{field}={count}: must be at most the {len(prompts)} distinct prompts of its file"
         )
-        with in_one_line(
-            f"pictures of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}".format
-        ):
+
+
+def _check_scoring(
+    reward: Reward, prompts: Sequence[Prompt], pipeline: Pipeline, size: Size
+) -> None:
+    """Raises InputError if a reward cannot score images of a size.
+
+    The part of the reward inside JAX is only traced. Rewards outside JAX score a grey image.
+
+    Args:
+        reward: The reward.
+        prompts: One prompt of the run.
+        pipeline: Its latent shape is read.
+        size: Height and width of the images in pixels.
+    """
+    if reward.score is not None:
+        prepared = reward.prepare([*prompts, *prompts])
+        images = jax.ShapeDtypeStruct((2, *size, 3), np.float32)
+        latents = jax.ShapeDtypeStruct((2, *pipeline.latent_shape(*size)), np.float32)
+        head = f"pictures of {size[0]} x {size[1]} pixels (model, rollout.size or eval.size): {{}}"
+        with in_one_line(head.format):
             jax.eval_shape(
-                scored.score, scored.params, scored.select_inputs(pictures, latents), prepared
+                reward.score, reward.params, reward.select_inputs(images, latents), prepared
             )
-    if scored.host is not None:
-        trial(scored.host, prompts, size)
+    if reward.host is not None:
+        trial(reward.host, prompts, size)
+
+
+def _check_transitions(config: Config, pipeline: Pipeline) -> None:
+    """Raises InputError if the objective trains on transitions and guidance is classifier-free.
+
+    The recorded steps would then not be those of the trained policy alone.
+    """
+    field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
+    scale = getattr(config.rollout, field)
+    if config.algorithm.trains_on == "transitions" and scale != 1:
+        objective = config.algorithm.objective
+        raise InputError(
+            f"rollout.{field}={scale}: must be 1 with algorithm.objective={objective}, "
+            "whose steps are the trained policy's own"
+        )
 
 
 def select_parameters(
     config: Config, pipeline: Pipeline, device: DeviceInfo
 ) -> tuple[Targets, tuple[str, ...]]:
-    """The parameters of the pipeline's transformer that are trained, and those that are quantised on such devices.
+    """Finds the parameters of a transformer that are trained, and those that are quantized.
 
-    Raises InputError for what `config` asks of a pipeline that is of another kind.
+    Args:
+        config: The configuration.
+        pipeline: The pipeline; nothing of it needs to be loaded.
+        device: The kind of device, which decides what the exploration format "auto" means.
+
+    Returns:
+        The trained parameters, and the paths of the quantized linear layers.
+
+    Raises:
+        InputError: If the configuration asks for something that this kind of pipeline has not.
     """
     model = config.model
     rollout = config.rollout
-    if rollout.true_guidance != 1 and not pipeline.embedded_guidance:
-        why = f"a {pipeline.kind}, whose rollout.guidance is classifier-free"
-        raise InputError(f"rollout.true_guidance={rollout.true_guidance}: must be 1 for {why}")
-    field = "true_guidance" if pipeline.embedded_guidance else "guidance"
-    if config.algorithm.trains_on == "transitions" and getattr(rollout, field) != 1:
-        why = f"algorithm.objective={config.algorithm.objective}, whose steps are the trained policy's own"
-        raise InputError(f"rollout.{field}={getattr(rollout, field)}: must be 1 with {why}")
-    shapes = pipeline.transformer.abstract(DTYPES[rollout.precision])
-    form = resolve_format(rollout.explore.precision, device)
-    with in_one_line():
-        return find_targets(pipeline.transformer, config), quantized_paths(
-            shapes, model.quantize, form
+    if rollout.true_cfg_scale != 1 and not pipeline.embedded_guidance:
+        raise InputError(
+            f"rollout.true_cfg_scale={rollout.true_cfg_scale}: must be 1 for a {pipeline.kind}, "
+            "whose rollout.guidance_scale is classifier-free"
         )
+    shapes = pipeline.transformer.abstract_params(DTYPES[rollout.precision])
+    explore_format = resolve_format(rollout.explore.precision, device)
+    with in_one_line():
+        targets = find_targets(pipeline.transformer, config)
+        return targets, quantized_paths(shapes, model.quantization, explore_format)
 
 
 def local_device() -> DeviceInfo:
-    """The kind of device that JAX runs on here."""
+    """The kind of the first device that JAX runs on here."""
     return DeviceInfo.from_jax(jax.devices()[0])
 
 
 def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to train on and those to test on."""
+    """Reads the prompts to train on and the prompts to test on. Raises InputError."""
     return load_prompts(config.prompts.train, "prompts.train"), load_prompts(
         config.prompts.test, "prompts.test"
     )
 
 
 def read_instruction(config: Config) -> str | None:
-    """The text that goes before every prompt, if the configuration names a file with one."""
+    """Reads the text that goes before every prompt. None if the configuration names no file with
+    one.
+    """
     path = config.model.instruction
     return None if path is None else load_instruction(path, "model.instruction")
 
 
 def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The run's mesh, of all devices or of those given. Raises InputError where they do not come out even."""
+    """Makes the mesh of a run.
+
+    Args:
+        config: Its mesh section is read.
+        devices: The devices of the mesh. None: all that JAX has.
+
+    Raises:
+        InputError: If the number of devices does not fit the mesh.
+    """
     with in_one_line():
         return sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
-    """The state before the first iteration: the base, or the adapters of `lora.init` on it. Raises InputError."""
+    """The state before the first iteration: the base, with the adapters of `lora.path` if it is
+    set.
+
+    Raises:
+        InputError: If that file does not fit the run.
+    """
     config = experiment.config
     backbone = experiment.backbone
     targets = experiment.targets
@@ -318,7 +446,7 @@ def fresh_state(experiment: Experiment) -> TrainState:
 
 
 def state_shapes(experiment: Experiment) -> TrainState:
-    """The shapes, dtypes and shardings of the state; nothing is allocated."""
+    """The shapes, dtypes and shardings of the state. Nothing is allocated."""
     config = experiment.config
     backbone = experiment.backbone
     return abstract_state(

@@ -1,4 +1,7 @@
-"""How faithfully a proxy ranks candidates: rank correlations within prompts, overlap and true ranks at both ends, regret."""
+"""Measures of how faithfully proxy rewards rank candidates compared with their true rewards.
+
+`Rewards` have one row per prompt and one column per candidate.
+"""
 
 import dataclasses
 
@@ -12,16 +15,28 @@ Rewards = Float[np.ndarray, "p n"]
 
 @dataclasses.dataclass(frozen=True)
 class RankCorrelations:
-    """Means over prompts; NaN if no prompt has two distinct rewards on both sides."""
+    """Rank correlations of two rewards within prompts.
+
+    Attributes:
+        spearman: The mean of Spearman's rho over prompts. NaN if it is undefined for all.
+        kendall: The mean of Kendall's tau-b over prompts. NaN if it is undefined for all.
+        per_prompt: (rho, tau-b) of each prompt. NaN where a reward does not have two distinct
+            values.
+    """
 
     spearman: float
     kendall: float
-    per_prompt: tuple[tuple[float, float], ...]  # (spearman, kendall), NaN where undefined
+    per_prompt: tuple[tuple[float, float], ...]
 
 
 def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
-    """Spearman's rho and Kendall's tau-b of proxy and true rewards within each prompt; non-finite pairs are left out."""
-    from scipy import stats  # half a second, which most commands need not wait for
+    """Computes Spearman's rho and Kendall's tau-b within each prompt.
+
+    Args:
+        proxy: The proxy rewards. Candidates with a non-finite reward on either side are left out.
+        true: The true rewards of the same candidates.
+    """
+    from scipy import stats  # takes half a second, which most commands need not wait for
 
     pairs = []
     for x, y in zip(proxy, true, strict=True):
@@ -44,24 +59,41 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
 def overlap(
     proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool = True
 ) -> Float[np.ndarray, " p"]:
-    """The share of the `top` truly best (or worst) candidates that are among the proxy's `within` best (worst), by prompt.
+    """The share of the truly best (or worst) candidates that the proxy finds, per prompt.
 
-    The paper's Top-4 match is `top=4, within=K/2`: are the extremes found among those that are kept? A reward that is not
-    finite is neither best nor worst. Where fewer than `top` true rewards are finite, the share is of those, and NaN if none is.
+    The Top-4 match of the paper is `top=4, within=K/2`: it tells whether the extremes are among the
+    candidates that are kept. A non-finite reward is neither best nor worst.
+
+    Args:
+        proxy: The proxy rewards.
+        true: The true rewards.
+        top: How many of the truly best (or worst) candidates are looked for.
+        within: Among how many of the best (or worst) candidates by proxy.
+        best: Whether the best end is meant; otherwise the worst end.
+
+    Returns:
+        One share in [0, 1] per prompt. Where fewer than `top` true rewards are finite, it is the
+        share of those; NaN if none is.
     """
-    wanted = _extremes(true, top, best)
-    found = _extremes(proxy, within, best)
-    return _mean(found, wanted)
+    return _mean(_extremes(proxy, within, best), _extremes(true, top, best))
 
 
 def mean_true_rank(
     proxy: Rewards, true: Rewards, within: int, best: bool = True
 ) -> Float[np.ndarray, " p"]:
-    """The mean true rank of the proxy's `within` best (or worst) candidates, by prompt; rank 1 is the truly best.
+    """The mean true rank of the candidates that the proxy ranks best (or worst), per prompt.
 
-    Perfect is (within + 1) / 2 for the best, and N - (within - 1) / 2 for the worst of N candidates. Equal rewards are ranked
-    by index, as selection does. A reward that is not finite is neither best nor worst, and has no rank: the mean leaves such
-    candidates out. NaN where none is left.
+    Rank 1 is the truly best. Equal rewards are ranked by index, as selection does. Of N candidates,
+    a perfect proxy scores (within + 1) / 2 at the best end and N - (within - 1) / 2 at the worst.
+
+    Args:
+        proxy: The proxy rewards.
+        true: The true rewards. A candidate whose true reward is not finite is left out.
+        within: How many of the best (or worst) candidates by proxy are averaged.
+        best: Whether the best end is meant; otherwise the worst end.
+
+    Returns:
+        One mean rank per prompt; NaN where no candidate is left.
     """
     return _mean(
         np.where(np.isfinite(true), rank(true) + 1, np.nan), _extremes(proxy, within, best)
@@ -69,36 +101,49 @@ def mean_true_rank(
 
 
 def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.ndarray, " p"]:
-    """How much worse the best candidates are if the proxy chooses them, as a share of the prompt's true range, 0 to 1.
+    """How much reward is lost if the proxy chooses the best candidates, per prompt.
 
-    The mean true reward of the `top` best of all candidates, minus that of the `top` best among the proxy's `within` best.
-    `overlap` counts every missed candidate alike. The regret is small where other candidates are nearly as good, as where a
-    reward saturates. A candidate whose proxy or true reward is not finite cannot be chosen; a place that stays empty counts as
-    the pool's worst. NaN for a prompt without a finite true reward.
+    The regret is the mean true reward of the `top` best of all candidates, minus that of the `top`
+    best among the proxy's `within` best, divided by the range of the true rewards of the prompt.
+    `overlap` counts every missed candidate alike, whereas the regret is small where others are
+    nearly as good, for example because a reward saturates.
+
+    Args:
+        proxy: The proxy rewards.
+        true: The true rewards. A candidate whose proxy or true reward is not finite cannot be
+            chosen; the worst candidate takes the place of each one that is missing.
+        top: How many candidates are chosen.
+        within: Among how many of the best candidates by proxy.
+
+    Returns:
+        One number in [0, 1] per prompt; NaN for a prompt without a finite true reward.
     """
 
-    def lost(chosen: Bool[np.ndarray, " n"], t: Float[np.ndarray, " n"]) -> float:
-        pool, found = (-np.sort(-t[among & np.isfinite(t)]) for among in (True, chosen))
+    def of_prompt(chosen: Bool[np.ndarray, " n"], rewards: Float[np.ndarray, " n"]) -> float:
+        finite = np.isfinite(rewards)
+        pool = -np.sort(-rewards[finite])
+        among_chosen = -np.sort(-rewards[chosen & finite])
         if not len(pool):
             return np.nan
-        wanted = pool[:top]
-        got = np.append(found, np.full(len(wanted), pool[-1]))[: len(wanted)]
+        best = pool[:top]
+        found = np.append(among_chosen, np.full(len(best), pool[-1]))[: len(best)]
         spread = pool[0] - pool[-1]
-        return float((wanted.mean() - got.mean()) / spread) if spread > 0 else 0.0
+        return float((best.mean() - found.mean()) / spread) if spread > 0 else 0.0
 
-    return np.array([lost(c, t) for c, t in zip(_extremes(proxy, within, True), true, strict=True)])
+    chosen = _extremes(proxy, within, True)
+    return np.array([of_prompt(c, t) for c, t in zip(chosen, true, strict=True)])
 
 
 def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n"]:
-    """Which candidates are the `count` best (or worst) of their prompt, in the order of selection; none that is not finite."""
-    places = rank(rewards)
+    """Marks the `count` best (or worst) candidates of each prompt. Non-finite rewards never are."""
+    ranks = rank(rewards)
     finite = np.isfinite(rewards)
-    return finite & (places < count if best else places >= finite.sum(1, keepdims=True) - count)
+    return finite & (ranks < count if best else ranks >= finite.sum(1, keepdims=True) - count)
 
 
 def _mean(
     values: Shaped[np.ndarray, "p n"], where: Bool[np.ndarray, "p n"]
 ) -> Float[np.ndarray, " p"]:
-    """The mean over each row's chosen values that are numbers; NaN where there is none."""
+    """The mean of the selected values of each row that are not NaN; NaN where there is none."""
     chosen = [v[w & ~np.isnan(v)] for v, w in zip(values, where, strict=True)]
     return np.array([row.mean() if len(row) else np.nan for row in chosen])

@@ -1,7 +1,9 @@
-"""Seeds to samples to rewards, a chunk at a time: the one function behind exploring, regenerating and evaluating.
+"""Seeds to samples to rewards: the one function behind exploration, regeneration and evaluation.
 
-Every chunk has the same number of rows on every device; a short chunk is filled up. So each stage compiles one program, a
-row runs through the same instructions whatever its batch mates or the number of devices, and the memory is known beforehand.
+Samples are generated in chunks that have the same number of rows on every device; a short chunk is
+padded. Each phase therefore compiles one program, a sample goes through the same instructions
+whatever else is in its batch and however many devices there are, and the memory is known in
+advance.
 """
 
 import contextlib
@@ -16,10 +18,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.diffusion import sampler
+from solrl_jax.diffusion.sampler import trajectory
 from solrl_jax.diffusion.seeds import normal
-from solrl_jax.models.backbone import Backbone, Conditioning
+from solrl_jax.models.backbone import Backbone
 from solrl_jax.models.decoder import Decoder
+from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.division import DividedScoring, divided_scoring
 from solrl_jax.rewards.mixture import add_total
@@ -30,7 +33,12 @@ from solrl_jax.rl.sampler import Sampler, Segment
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """Encoded prompts: what the network follows, a row a prompt, and what guidance leads away from, one row."""
+    """The prompt embeddings that a batch of samples is generated with.
+
+    Attributes:
+        positive: The embeddings of the prompts, one row per prompt.
+        negative: The embedding of the negative prompt of classifier-free guidance, one row.
+    """
 
     positive: Conditioning
     negative: Conditioning
@@ -38,27 +46,42 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """A set of prompts, encoded for the network and prepared for the reward."""
+    """Prompts that have been encoded for the network and prepared for the reward.
+
+    Attributes:
+        prompts: The prompts themselves.
+        conditions: Their embeddings.
+        prepared: What `Reward.prepare` returned for them, one row per prompt. None without a
+            reward.
+    """
 
     prompts: tuple[Prompt, ...]
     conditions: Conditions
-    prepared: Any  # what `Reward.prepare` made of the prompts
+    prepared: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SeedBatch:
-    """The samples to make, one a row."""
+    """The samples to generate: one prompt and one seed per row.
 
-    prompt: Int[Array | np.ndarray, " b"]  # which of the prompts
+    Attributes:
+        prompt: For each sample, the index of its prompt in the `PromptBatch`.
+        seeds: The seed of each sample, see `diffusion.seeds`.
+        noise: The latents that sampling starts from, float32. None: they are drawn from the seeds.
+    """
+
+    prompt: Int[Array | np.ndarray, " b"]
     seeds: UInt32[Array | np.ndarray, "b 2"]
-    noise: Float[Array | np.ndarray, "b h w c"] | None = (
-        None  # the latents to start from; None: drawn from the seeds
-    )
+    noise: Float[Array | np.ndarray, "b h w c"] | None = None
 
     @classmethod
     def from_seeds(cls, seeds: UInt32[np.ndarray, "p n 2"]) -> "SeedBatch":
-        """A row a seed, prompt by prompt."""
+        """One row per seed, prompt by prompt.
+
+        Args:
+            seeds: The seeds of the n candidates of each of the p prompts.
+        """
         prompts, candidates, _ = seeds.shape
         return cls(np.repeat(np.arange(prompts), candidates), seeds.reshape(-1, 2))
 
@@ -68,25 +91,34 @@ class SeedBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Samples in the order of their rows."""
+    """Generated samples and their scores, on the host, in the order of their `SeedBatch`.
 
-    latents: Float[np.ndarray, "b h w c"]  # float32
-    scores: dict[str, np.ndarray]  # by name; each [b]
-    images: Float[np.ndarray, "b H W 3"] | None = None  # in [0, 1], if asked for
-    states: Float[np.ndarray, "b states h w c"] | None = (
-        None  # before and after each recorded step, one after another
-    )
-    failed: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # rows without a score, by reward outside JAX
+    Attributes:
+        latents: The clean latents, float32.
+        scores: The scores by name. The weighted sum that is trained on has the name "reward".
+        images: The images in [0, 1], float32. None unless they were asked for.
+        states: The latents before and after each recorded step, float32. None if no step was
+            recorded.
+        failed: For each reward outside JAX, the number of samples that it could not score.
+    """
+
+    latents: Float[np.ndarray, "b h w c"]
+    scores: dict[str, np.ndarray]
+    images: Float[np.ndarray, "b H W 3"] | None = None
+    states: Float[np.ndarray, "b states h w c"] | None = None
+    failed: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def reward(self) -> Float[np.ndarray, " b"]:
-        """The weighted sum that is trained on."""
+        """The weighted sum of the scores, which is trained on."""
         return self.scores["reward"]
 
     def take(self, rows: Int[np.ndarray, "..."]) -> "Samples":
-        """The samples of the given rows (any shape; flattened), without pictures."""
+        """A selection of the samples, without their images and failure counts.
+
+        Args:
+            rows: Indices of samples. An array of any shape; it is flattened.
+        """
         rows = rows.reshape(-1)
         states = None if self.states is None else self.states[rows]
         return Samples(
@@ -103,165 +135,198 @@ def prepare(
     max_tokens: int,
     negative: str = "",
 ) -> PromptBatch:
-    """Encodes prompts once, for any number of samples of each."""
+    """Encodes prompts once, for any number of samples of each.
+
+    Args:
+        backbone: Its text encoders are used.
+        reward: The reward that the prompts are prepared for. None: they will not be scored.
+        prompts: The prompts.
+        max_tokens: The number of tokens that prompts are padded or truncated to.
+        negative: The negative prompt of classifier-free guidance.
+    """
     prepared = None if reward is None else reward.prepare(prompts)
     positive = backbone.encode(prompts, max_tokens)
-    away = backbone.encode((negative,), max_tokens, negative=True)
-    return PromptBatch(tuple(prompts), Conditions(positive, away), prepared)
+    negative_embedding = backbone.encode((negative,), max_tokens, negative=True)
+    return PromptBatch(tuple(prompts), Conditions(positive, negative_embedding), prepared)
 
 
 def generate(
     backbone: Backbone,
-    stage: Sampler,
-    prompted: PromptBatch,
-    rows: SeedBatch,
+    sampler: Sampler,
+    prompt_batch: PromptBatch,
+    seed_batch: SeedBatch,
     reward: Reward | None = None,
     *,
     keep_images: bool = False,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> Samples:
-    """Samples every row of `rows` and scores it against its prompt.
+    """Generates one sample per row of `seed_batch` and scores it against its prompt.
 
     Args:
-      rows: with host arrays; `rows.noise` replaces the noise that the seeds stand for.
-      reward: scores the pictures; None: nothing is scored, and pictures are decoded only if `keep_images`.
-      progress: called with the number of rows done since the last call.
+        backbone: The networks, and the mesh that they are on.
+        sampler: The policy, the schedule, the decoder and the chunk size.
+        prompt_batch: The prompts. They must have been prepared for `reward`.
+        seed_batch: The samples to generate, as arrays on the host.
+        reward: Scores the images or the latents. None: nothing is scored, and images are decoded
+            only with `keep_images`.
+        keep_images: Whether the images are returned too.
+        progress: Called after each chunk with its number of samples.
 
-    Raises RewardError when a reward outside JAX fails and the configuration says that the run stops then.
+    Returns:
+        The samples, in the order of `seed_batch`.
+
+    Raises:
+        RewardError: If a reward outside JAX fails and the configuration says that the run stops
+            then.
     """
-    chunks = _Chunks(backbone, stage, prompted, rows, reward, keep_images)
+    scoring_mesh = sharding.rows_only(backbone.mesh)
+    # A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of the axis
+    # `tensor` hold rows as well. Several sampled chunks can therefore make one scored chunk.
+    rows_per_chunk = sampler.chunk * scoring_mesh.size
+    segments = _place_schedules(sampler.segments, backbone.mesh)
+    prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
     host = None if reward is None else reward.host
+    chunks: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
+        scoring = None
         if host is not None:
-            of_rows = [prompted.prompts[i] for i in rows.prompt]
-            where = sharding.rows(chunks.scoring_mesh)
-            chunks.outside = stack.enter_context(
-                divided_scoring(host, of_rows, chunks.scored, where)
+            prompts = [prompt_batch.prompts[i] for i in seed_batch.prompt]
+            placement = sharding.rows(scoring_mesh)
+            scoring = stack.enter_context(divided_scoring(host, prompts, rows_per_chunk, placement))
+        keep_on_device = keep_images or scoring is not None
+        for start in range(0, len(seed_batch), rows_per_chunk):
+            stop = min(start + rows_per_chunk, len(seed_batch))
+            parts = _sample_parts(
+                backbone, sampler, segments, prompt_batch.conditions, seed_batch, start, stop
             )
-        for start in range(0, len(rows), chunks.scored):
-            chunks.run(start)
-            progress(min(chunks.scored, len(rows) - start))
-        chunks.fetch(-1)
-        scores, failed = ({}, {}) if chunks.outside is None else chunks.outside.finish()
+            with jax.set_mesh(scoring_mesh):
+                latents, states = _join_parts(parts, scoring_mesh)
+                chunk: dict[str, Any] = {"latents": latents}
+                if states is not None:
+                    chunk["states"] = states
+                if keep_images or (reward is not None and reward.needs_pictures):
+                    chunk["images"] = decode_chunk(sampler.decoder, latents)
+                if reward is not None and reward.score is not None:
+                    index = _place_rows(seed_batch.prompt[start:stop], rows_per_chunk, scoring_mesh)
+                    inputs = reward.select_inputs(chunk.get("images"), latents)
+                    chunk |= score_images(reward, reward.params, inputs, prepared, index)
+            if not keep_on_device:
+                chunk.pop("images", None)
+            chunks.append(chunk)
+            # Only now fetch the chunk before: one chunk runs ahead on the devices, and no more,
+            # because what is queued holds memory.
+            if len(chunks) > 1:
+                chunks[-2] = _fetch_chunk(chunks[-2], scoring, keep_images)
+            progress(stop - start)
+        chunks[-1] = _fetch_chunk(chunks[-1], scoring, keep_images)
+        scores, failed = ({}, {}) if scoring is None else scoring.finish()
 
-    def join(name):
-        return np.concatenate([made[name] for made in chunks.made])[: len(rows)]
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([chunk[name] for chunk in chunks])[: len(seed_batch)]
 
     scores |= {
-        name: join(name) for name in chunks.made[0] if name not in ("latents", "images", "states")
+        name: join(name) for name in chunks[0] if name not in ("latents", "images", "states")
     }
     return Samples(
         latents=join("latents"),
         scores=scores if host is None else add_total(host.weights, scores),
         images=join("images") if keep_images else None,
-        states=join("states") if stage.recorded else None,
+        states=join("states") if sampler.recorded else None,
         failed=failed,
     )
 
 
-class _Chunks:
-    """The chunks of one `generate`: dispatched to the devices one ahead of what is fetched, for the queue holds memory.
-
-    A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of axis `tensor` hold rows too: so several
-    sampled chunks may be scored at once.
-    """
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        stage: Sampler,
-        prompted: PromptBatch,
-        rows: SeedBatch,
-        reward: Reward | None,
-        keep_images: bool,
-    ) -> None:
-        self.backbone = backbone
-        self.stage = stage
-        self.prompted = prompted
-        self.rows = rows
-        self.reward = reward
-        self.keep_images = keep_images
-        self.mesh = backbone.mesh
-        self.scoring_mesh = sharding.rows_only(backbone.mesh)
-        self.sampled = stage.chunk * sharding.row_groups(
-            self.mesh
-        )  # rows of a sampled chunk, on all devices
-        self.scored = stage.chunk * self.scoring_mesh.size
-
-        def place(grid):
-            return hosts.put(grid, sharding.replicated(self.mesh))
-
-        self.segments = tuple(
-            dataclasses.replace(segment, schedule=place(segment.schedule))
-            for segment in stage.segments
+def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> tuple[Segment, ...]:
+    """The segments with the arrays of their schedules on every device."""
+    return tuple(
+        dataclasses.replace(
+            segment, schedule=hosts.put(segment.schedule, sharding.replicated(mesh))
         )
-        self.prepared = hosts.put(prompted.prepared, sharding.replicated(self.scoring_mesh))
-        self.outside: DividedScoring | None = None
-        self.made: list[dict[str, Any]] = []  # of each chunk: latents, images and scores
+        for segment in segments
+    )
 
-    def run(self, start: int) -> None:
-        """Samples and scores the rows from `start` on; fetches the chunk before."""
-        stop = min(start + self.scored, len(self.rows))
-        parts = [
-            self._latents(slice(i, min(i + self.sampled, stop)))
-            for i in range(start, stop, self.sampled)
-        ]
-        parts += parts[:1] * (self.scored // self.sampled - len(parts))
-        with jax.set_mesh(self.scoring_mesh):
-            joined = (
-                parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-            )
-            latents, states = jax.device_put(joined, sharding.rows(self.scoring_mesh))
-            made: dict[str, Any] = {"latents": latents} | (
-                {} if states is None else {"states": states}
-            )
-            if self.keep_images or (self.reward is not None and self.reward.needs_pictures):
-                made["images"] = decode_chunk(self.stage.decoder, latents)
-            if self.reward is not None and self.reward.score is not None:
-                prompt = self._placed(self.rows.prompt[start:stop], self.scored, self.scoring_mesh)
-                seen = self.reward.select_inputs(made.get("images"), latents)
-                made |= score_images(self.reward, self.reward.params, seen, self.prepared, prompt)
-        if not self.keep_images and self.outside is None:
-            made.pop("images", None)
-        self.made.append(made)
-        if len(self.made) > 1:
-            self.fetch(-2)
 
-    def fetch(self, number: int) -> None:
-        """Brings chunk `number` to the host, and hands its pictures to the rewards outside JAX."""
-        made = self.made[number]
-        if self.outside is not None:
-            self.outside.add(made["images"])
-        if not self.keep_images:
-            made.pop("images", None)
-        self.made[number] = hosts.fetch(made)
+def _place_rows(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
+    """Pads `x` to `count` rows and divides them over the devices of `mesh`."""
+    return hosts.put(sharding.pad_rows(np.asarray(x), count), sharding.rows(mesh))
 
-    def _latents(
-        self, part: slice
-    ) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
-        def place(x):
-            return self._placed(x[part], self.sampled, self.mesh)
 
-        prompt = place(self.rows.prompt)
-        seeds = place(self.rows.seeds)
-        with jax.set_mesh(self.mesh):
-            noise = (
-                draw_noise(seeds, self.stage.shape)
-                if self.rows.noise is None
-                else place(self.rows.noise)
-            )
-            rows = SeedBatch(prompt, seeds, noise)
-            return sample_chunk(
-                self.backbone, self.segments, self.prompted.conditions, rows, self.stage.recorded
-            )
+def _sample_parts(
+    backbone: Backbone,
+    sampler: Sampler,
+    segments: tuple[Segment, ...],
+    conditions: Conditions,
+    seed_batch: SeedBatch,
+    start: int,
+    stop: int,
+) -> list[tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]]:
+    """Samples the rows from `start` to `stop` of `seed_batch`, as the parts of one scored chunk.
 
-    def _placed(self, x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
-        return hosts.put(sharding.pad_rows(np.asarray(x), count), sharding.rows(mesh))
+    Args:
+        backbone: The networks and the mesh.
+        sampler: The shape of a latent, the chunk size and the number of recorded steps are read.
+        segments: The segments of `sampler`, with their schedules placed on the mesh.
+        conditions: The prompt embeddings.
+        seed_batch: The rows to sample from.
+        start: The first row.
+        stop: The row after the last.
+
+    Returns:
+        The latents and recorded states of each part. Parts that would lie beyond `stop` are
+        replaced by the first part.
+    """
+    mesh = backbone.mesh
+    rows_per_part = sampler.chunk * sharding.row_groups(mesh)
+    parts = []
+    for first in range(start, stop, rows_per_part):
+        rows = slice(first, min(first + rows_per_part, stop))
+        prompt = _place_rows(seed_batch.prompt[rows], rows_per_part, mesh)
+        seeds = _place_rows(seed_batch.seeds[rows], rows_per_part, mesh)
+        with jax.set_mesh(mesh):
+            if seed_batch.noise is None:
+                noise = draw_noise(seeds, sampler.shape)
+            else:
+                noise = _place_rows(seed_batch.noise[rows], rows_per_part, mesh)
+            batch = SeedBatch(prompt, seeds, noise)
+            parts.append(sample_chunk(backbone, segments, conditions, batch, sampler.recorded))
+    parts_per_chunk = sampler.chunk * sharding.rows_only(mesh).size // rows_per_part
+    return parts + parts[:1] * (parts_per_chunk - len(parts))
+
+
+def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
+    """Concatenates sampled parts and divides their rows over all devices of `scoring_mesh`."""
+    if len(parts) == 1:
+        joined = parts[0]
+    else:
+        joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+    return jax.device_put(joined, sharding.rows(scoring_mesh))
+
+
+def _fetch_chunk(
+    chunk: dict[str, Any], scoring: DividedScoring | None, keep_images: bool
+) -> dict[str, Any]:
+    """Copies the arrays of a chunk to the host. Also passes its images to rewards outside JAX.
+
+    Args:
+        chunk: The arrays by name. "images" is removed from it unless images are kept.
+        scoring: The rewards outside JAX, if there are any.
+        keep_images: Whether the images are copied too.
+    """
+    if scoring is not None:
+        scoring.add(chunk["images"])
+    if not keep_images:
+        chunk.pop("images", None)
+    return hosts.fetch(chunk)
 
 
 @partial(sharding.jit, static_argnums=1)
 def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Array, "b ..."]:
-    """The initial noise of each seed, split over the devices."""
+    """Draws the initial noise of each seed, with its rows divided over the devices.
+
+    Args:
+        seeds: The seeds.
+        shape: The shape of one latent.
+    """
     return sharding.split_rows(normal(seeds, "initial", shape))
 
 
@@ -270,41 +335,59 @@ def sample_chunk(
     backbone: Backbone,
     segments: tuple[Segment, ...],
     conditions: Conditions,
-    rows: SeedBatch,
-    recorded: int = 0,
+    seed_batch: SeedBatch,
+    recorded_steps: int = 0,
 ) -> tuple[Float[Array, "b h w c"], Float[Array, "b states h w c"] | None]:
-    """Noise to clean latents for one chunk, and the states around `recorded` stochastic steps (`sampler.trajectory`)."""
-    towards = jax.tree.map(lambda c: c[rows.prompt], conditions.positive)
-    away = jax.tree.map(
-        lambda c: jnp.broadcast_to(c, (len(rows), *c.shape[1:])), conditions.negative
+    """Samples one chunk of latents from noise.
+
+    Args:
+        backbone: The networks; static.
+        segments: The policies and the steps that each is followed for.
+        conditions: The prompt embeddings.
+        seed_batch: The prompt, the seed and the initial noise of each sample of the chunk.
+        recorded_steps: The number of stochastic steps to record, see `sampler.trajectory`; static.
+
+    Returns:
+        The clean latents, and the recorded states or None.
+    """
+    cond = jax.tree.map(lambda c: c[seed_batch.prompt], conditions.positive)
+    uncond = jax.tree.map(
+        lambda c: jnp.broadcast_to(c, (len(seed_batch), *c.shape[1:])), conditions.negative
     )
 
-    def velocity(segment: Segment, x: Array, time: Array) -> Array:
-        def follow(conditioning):
+    def velocity(segment: Segment, x: Array, timestep: Array) -> Array:
+        def predict(conditioning):
             return backbone.velocity(
                 segment.policy,
                 x,
                 conditioning,
-                time,
+                timestep,
                 jnp.asarray(segment.schedule.embedded_guidance),
                 segment.fp8_attention,
             )
 
         if not segment.schedule.guided:
-            return follow(towards)
-        # classifier-free guidance (arXiv 2207.12598)
-        without = follow(away).astype(jnp.float32)
-        return without + segment.schedule.guidance_scale * (
-            follow(towards).astype(jnp.float32) - without
-        )
+            return predict(cond)
+        # Classifier-free guidance (arXiv 2207.12598).
+        unconditional = predict(uncond).astype(jnp.float32)
+        conditional = predict(cond).astype(jnp.float32)
+        return unconditional + segment.schedule.guidance_scale * (conditional - unconditional)
 
-    noise = sharding.split_rows(jnp.asarray(rows.noise))
-    followed = [(partial(velocity, segment), segment.schedule) for segment in segments]
-    return sampler.trajectory(followed, noise, jnp.asarray(rows.seeds), recorded)
+    noise = sharding.split_rows(jnp.asarray(seed_batch.noise))
+    fields = [(partial(velocity, segment), segment.schedule) for segment in segments]
+    return trajectory(fields, noise, jnp.asarray(seed_batch.seeds), recorded_steps)
 
 
 @sharding.jit
 def decode_chunk(decoder: Decoder, latents: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-    """Latents to pictures in [0, 1] for one chunk. Of latents that are not finite, NaN: a decoder's ReLU may make 0 of NaN."""
-    sound = jnp.isfinite(latents).all((1, 2, 3), keepdims=True)
-    return jnp.where(sound, decoder(latents), jnp.nan)
+    """Decodes one chunk of latents to images in [0, 1].
+
+    Non-finite latents decode to NaN images. The decoder alone would not ensure that, because its
+    ReLU may turn NaN into 0.
+
+    Args:
+        decoder: The decoder of the pipeline with its parameters.
+        latents: Clean latents.
+    """
+    finite = jnp.isfinite(latents).all((1, 2, 3), keepdims=True)
+    return jnp.where(finite, decoder(latents), jnp.nan)

@@ -1,4 +1,6 @@
-"""What the update keeps for its gradient, and what it computes again: `model.remat`, and what `auto` stands for on a device."""
+"""Gradient checkpointing of the update: `model.gradient_checkpointing`, and its choice on
+"auto".
+"""
 
 import math
 from collections.abc import Callable
@@ -11,48 +13,67 @@ from jax.sharding import Mesh
 
 from solrl_jax.config.batch import effective_batch
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import largest_size
-from solrl_jax.models.backbone import DTYPES, Pipeline, check_attention, check_sizes
+from solrl_jax.config.sizes import largest_training_size
+from solrl_jax.models.backbone import DTYPES
+from solrl_jax.models.checks import check_attention, check_sizes
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import sharding
 from solrl_jax.rl.state import abstract_state
 from solrl_jax.rl.trainable.trainable import attach, find_targets
 
-SHARE = 0.75  # of a device's memory, for the base and what is kept; the rest is for one block's work, decoder and rewards
+# The share of the memory of a device that the base and the saved residuals may take. The rest is
+# for the work of one block, the decoder and the rewards.
+SHARE = 0.75
 
 
 def open_for_training(
     config: Config, mesh: Mesh, memory: float, open_pipeline: Callable[[str], Pipeline]
 ) -> Pipeline:
-    """The pipeline, with a transformer whose gradient recomputes what `model.remat` says.
+    """Opens the pipeline whose transformer recomputes in its gradient what the configuration says.
 
-    `auto` is `products` where what is `held` fits into `SHARE` of a device's memory, else `blocks`. It depends on shapes and on
-    `memory` alone. It is never `none`: to write and read what lies between products takes a GPU longer than to compute it
-    again.
-    memory: bytes of a device of `mesh`. open_pipeline: opens the pipeline with a key of `models.layers.stack.REMAT`.
-    Raises InputError for a size of pictures that the pipeline does not take.
+    "auto" is "matmuls" where `saved_residual_bytes` fit into `SHARE` of the memory of a device, and
+    "blocks" elsewhere. It depends on shapes and on `memory` alone. It is never "none", because on a
+    GPU it takes longer to write and read what lies between matmuls than to compute it again.
+
+    Args:
+        config: The configuration of the run.
+        mesh: The mesh of the run.
+        memory: The bytes of memory of one device of the mesh.
+        open_pipeline: Opens the pipeline with a key of `models.layers.stack.REMAT`. It is called
+            twice if "auto" turns out to be "blocks".
+
+    Raises:
+        InputError: If the pipeline does not take the configured image sizes or attention.
     """
-    automatic = config.model.remat == "auto"
-    pipeline = open_pipeline("products" if automatic else config.model.remat)
+    automatic = config.model.gradient_checkpointing == "auto"
+    pipeline = open_pipeline("matmuls" if automatic else config.model.gradient_checkpointing)
     check_sizes(config, pipeline)
     check_attention(config, pipeline)
-    fits = not automatic or held(config, pipeline, mesh) <= SHARE * memory
+    fits = not automatic or saved_residual_bytes(config, pipeline, mesh) <= SHARE * memory
     return pipeline if fits else open_pipeline("blocks")
 
 
-def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
-    """Bytes of a device that hold the base, and what the forward pass of a micro-batch keeps for the gradient.
+def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
+    """Estimates the bytes on one device for the base and the residuals saved for the gradient.
 
-    Of what is trained in full, also four float32 copies, divided as the base is, and a gradient, which is not.
+    For parameters that are trained in full it adds four float32 copies, divided over devices as the
+    base is, and a gradient, which is not divided. The forward pass is traced, which takes seconds.
+    Nothing is computed or allocated.
 
-    The forward pass is traced, which takes seconds. Nothing is computed or allocated.
+    Args:
+        config: The configuration of the run.
+        pipeline: The pipeline, with the gradient checkpointing to be estimated.
+        mesh: The mesh of the run.
     """
     most = effective_batch(config, sharding.row_groups(mesh))["terms_per_step_per_device"]
-    rows = min(config.optimizer.micro_batch, most)
+    rows = min(config.optimizer.per_device_batch_size, most)
     dtype = DTYPES[config.rollout.precision]
-    base = pipeline.transformer.abstract(dtype)
+    base = pipeline.transformer.abstract_params(dtype)
     targets = find_targets(pipeline.transformer, config)
     adapters = abstract_state(base, targets, config.lora, config.optimizer, mesh).adapters
-    latents = jax.ShapeDtypeStruct((rows, *pipeline.latent_shape(*largest_size(config))), dtype)
+    latents = jax.ShapeDtypeStruct(
+        (rows, *pipeline.latent_shape(*largest_training_size(config))), dtype
+    )
 
     def kept(base: Any, adapters: Any, latents: Any, conditioning: Any, time: Any) -> Any:
         def policy(adapters):
@@ -72,28 +93,28 @@ def held(config: Config, pipeline: Pipeline, mesh: Mesh) -> float:
     )
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(kept)(*arguments).jaxpr
-    made = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - set(jaxpr.invars)
+    residuals = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - set(jaxpr.invars)
 
     def size(shaped):
         return math.prod(shaped.shape) * shaped.dtype.itemsize
 
     split = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    whole = sum(size(own) for own in adapters.values() if not isinstance(own, dict))
+    whole = sum(size(value) for value in adapters.values() if not isinstance(value, dict))
     return (
         (sum(map(size, jax.tree.leaves(base))) + 4 * whole) / split
         + whole
-        + sum(size(v.aval) for v in made)
+        + sum(size(v.aval) for v in residuals)
     )
 
 
 def _conditioning(pipeline: Pipeline, rows: int, config: Config) -> Any:
-    """The shapes of encoded prompts. An instruction does not change them."""
-    of_one = pipeline.tokenize([""], config.model.max_tokens)
+    """The shapes of the embeddings of `rows` prompts. An instruction does not change them."""
+    one_prompt = pipeline.tokenize([""], config.model.max_sequence_length)
     tokens = {
-        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in of_one.items()
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in one_prompt.items()
     }
     params = {
-        name: part.abstract(DTYPES[config.rollout.precision])
+        name: part.abstract_params(DTYPES[config.rollout.precision])
         for name, part in pipeline.text_encoders.items()
     }
     return jax.eval_shape(pipeline.encode_text, params, tokens)

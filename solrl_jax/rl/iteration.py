@@ -1,9 +1,10 @@
-"""The iteration of Sol-RL (arXiv 2604.06916, algorithm 1; docs/method.md, section 1).
+"""One iteration of Sol-RL (arXiv 2604.06916, algorithm 1; docs/method.md, section 1).
 
-    prompts -> explore (NVFP4) -> select -> regenerate (BF16) -> advantages -> update -> old policy, EMA -> sync
+    prompts -> sync -> explore (NVFP4) -> select -> regenerate (BF16) -> advantages -> update
 
-Nothing computed in low precision enters the loss. The four families are four settings of `iterate`: how many candidates, in
-which precision they are explored, and whether the kept ones are regenerated or trained on as they are.
+Nothing computed in low precision enters the loss. The four families of the paper are four settings
+of `iterate`: how many candidates there are, in which precision they are explored, and whether the
+kept ones are regenerated or trained on as they are.
 """
 
 import dataclasses
@@ -17,7 +18,6 @@ import numpy as np
 from jaxtyping import Float, Int, UInt32
 
 from solrl_jax.data.prompts import Prompt, draw_prompts
-from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import prompt_uid, seed_numbers
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rl.advantages import TIE, advantages, optimality
@@ -25,40 +25,55 @@ from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
 from solrl_jax.rl.generate import PromptBatch, Samples, SeedBatch, generate
-from solrl_jax.rl.objective import Objective
 from solrl_jax.rl.phase_timer import PhaseTimer
 from solrl_jax.rl.select import best_and_worst, rank, select
 from solrl_jax.rl.state import TrainState
 from solrl_jax.rl.update import PolicyBatch, update
 
-# Called with the running stage, its number of rows, and how many rows more are done. May raise to stop the iteration.
+# (name of the running phase, its number of samples, number of further samples that are done). It is
+# called with 0 further samples when a phase starts, and may raise to stop the iteration.
 Progress = Callable[[str, int, int], None]
 
 
-def no_progress(stage: str, rows: int, done: int) -> None:
-    """Progress that nobody is shown."""
+def no_progress(phase: str, total: int, done: int) -> None:
+    """A `Progress` that reports nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class IterationResult:
-    """What an iteration leaves beside the new state."""
+    """What an iteration returns beside the new state.
+
+    Attributes:
+        metrics: Figures of the iteration by name, e.g. "loss" or "kept/reward".
+        ledger: The record of all candidates, by column, with one entry per candidate.
+    """
 
     metrics: dict[str, float]
-    ledger: dict[str, Any]  # columns with a row a candidate
+    ledger: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The candidates of P prompts, N each, and the K of each that are kept."""
+    """The N candidates of each of P prompts, and the K of each prompt that are kept.
+
+    Attributes:
+        prompts: The prompts.
+        seeds: The seed of each candidate.
+        proxy: The reward of each explored candidate.
+        chosen: The indices of the kept candidates of each prompt, ascending.
+        usable: Whether a prompt had at least K candidates with a finite reward. The others are not
+            trained on.
+    """
 
     prompts: Sequence[Prompt]
     seeds: UInt32[np.ndarray, "p n 2"]
-    proxy: Float[np.ndarray, "p n"]  # rewards of the explored candidates
-    chosen: Int[np.ndarray, "p k"]  # indices of the kept candidates, ascending
-    usable: np.ndarray  # [p] bool: whether a prompt had enough finite rewards
+    proxy: Float[np.ndarray, "p n"]
+    chosen: Int[np.ndarray, "p k"]
+    usable: np.ndarray
 
     @property
     def kept_seeds(self) -> UInt32[np.ndarray, "p k 2"]:
+        """The seeds of the kept candidates."""
         return np.take_along_axis(self.seeds, self.chosen[..., None], axis=1)
 
 
@@ -66,240 +81,259 @@ def iterate(
     experiment: Experiment,
     state: TrainState,
     iteration: int,
-    level: int = 0,
+    setting: int = 0,
     progress: Progress = no_progress,
-    objective: Objective | None = None,
 ) -> tuple[TrainState, IterationResult]:
-    """One iteration. `state` is donated: use the returned state from here on.
+    """Runs one iteration: algorithm 1 of Sol-RL, in its order.
 
-    The new state depends on the arguments alone, not on devices or chunks (up to rounding).
+    `state` is donated: its arrays are deleted, so use the returned state from here on. The new
+    state depends on the arguments alone, up to rounding, not on the devices or the chunk size.
 
     Args:
-      iteration: counted from 1; decides the prompts, the seeds and the size of the pictures.
-      level: of `experiment.explorer.settings`, how to explore; 0 is as configured.
-      objective: in place of the function that `rl.objective` names; it is given what that one is given. One function object
-        for all iterations, or the update is compiled anew.
+        experiment: The parts of the run that do not change.
+        state: The state before the iteration.
+        iteration: The number of the iteration, from 1. It decides the prompts, the seeds and the
+            size of the images.
+        setting: The index in `experiment.explorer.settings` of how candidates are explored. 0 is as
+            configured; larger ones are more faithful.
+        progress: Called as the phases go on.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
-    rollout = experiment.config.rollout
+    rollout = config.rollout
     explorer = experiment.explorer
-    clock = PhaseTimer()
-    start = rollout.window_start(iteration)
-    recorded = config.recorded_steps
-    clock.start("encode")
+    backbone = experiment.backbone
+    noise_start = rollout.window_start(iteration)
+    timer = PhaseTimer()
+
+    # Draw G prompts, and the seeds of N candidates for each.
+    timer.start("encode")
     prompts = draw_prompts(
-        experiment.train_prompts, config.seed, iteration - 1, config.train.prompts
+        experiment.train_prompts, config.seed, iteration - 1, config.train.num_prompts
     )
-    prompted = experiment.encode_prompts(prompts, experiment.reward)
+    prompt_batch = experiment.encode_prompts(prompts, experiment.reward)
     seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
 
-    clock.start("sync")
-    exploring = explorer.sampler(state.old, explorer.settings[level], start)
-    if not rollout.regenerate:
-        exploring = dataclasses.replace(exploring, recorded=recorded)
-    jax.block_until_ready(exploring.segments)
-
-    clock.start("explore")
-    rows = SeedBatch.from_seeds(seeds)
-    progress(exploring.name, len(rows), 0)
-    pool = generate(
-        experiment.backbone,
-        exploring,
-        prompted,
-        rows,
-        experiment.reward,
-        progress=partial(progress, exploring.name, len(rows)),
+    # Sync: merge the old policy into the base and quantize it.
+    timer.start("sync")
+    full_sampler = dataclasses.replace(
+        experiment.sampler("regenerate", state.old, rollout.num_steps, noise_start),
+        recorded=config.num_recorded_steps,
     )
-    del exploring  # frees the quantised copy
-    proxy = pool.reward.reshape(len(prompts), rollout.candidates)
+    explore_sampler = explorer.sampler(state.old, explorer.settings[setting], noise_start)
+    if not rollout.regenerate:
+        explore_sampler = dataclasses.replace(explore_sampler, recorded=full_sampler.recorded)
+    jax.block_until_ready(explore_sampler.segments)
+
+    # Stage 1: explore all candidates in low precision, and select K of each prompt by their proxy
+    # rewards.
+    timer.start("explore")
+    total = seeds.shape[0] * seeds.shape[1]
+    progress("explore", total, 0)
+    explored = generate(
+        backbone,
+        explore_sampler,
+        prompt_batch,
+        SeedBatch.from_seeds(seeds),
+        experiment.reward,
+        progress=partial(progress, "explore", total),
+    )
+    del explore_sampler  # frees the quantized copy of the policy
+    proxy = explored.reward.reshape(len(prompts), rollout.candidates)
     chosen, usable = select(proxy, rollout.kept, rollout.selection, seed=(config.seed, iteration))
     selection = Selection(prompts, seeds, proxy, chosen, usable)
 
-    clock.start("regenerate")
-    regenerating = dataclasses.replace(
-        experiment.sampler("regenerate", state.old, rollout.steps, start), recorded=recorded
-    )
+    # Stage 2: regenerate the kept seeds in the training precision with all steps.
+    timer.start("regenerate")
     if rollout.regenerate:
-        rows = SeedBatch.from_seeds(selection.kept_seeds)
-        progress(regenerating.name, len(rows), 0)
+        progress("regenerate", chosen.size, 0)
         kept = generate(
-            experiment.backbone,
-            regenerating,
-            prompted,
-            rows,
+            backbone,
+            full_sampler,
+            prompt_batch,
+            SeedBatch.from_seeds(selection.kept_seeds),
             experiment.reward,
-            progress=partial(progress, regenerating.name, len(rows)),
+            progress=partial(progress, "regenerate", chosen.size),
         )
     else:
-        kept = pool.take(chosen + rollout.candidates * np.arange(len(prompts))[:, None])
+        kept = explored.take(chosen + rollout.candidates * np.arange(len(prompts))[:, None])
 
-    clock.start("update")
+    # Compute the advantages, from the rewards of the samples that are trained on.
+    timer.start("update")
     rewards = np.where(usable[:, None], kept.reward.reshape(chosen.shape), np.nan)
-    algorithm = config.algorithm
     advantage = np.asarray(
         advantages(
             jnp.asarray(rewards),
-            clip=algorithm.advantage_clip,
-            global_std=algorithm.global_std,
-            mode=algorithm.advantage_mode,
+            clip=config.algorithm.adv_clip_max,
+            global_std=config.algorithm.global_std,
+            mode=config.algorithm.adv_mode,
         )
     )
-    batch = policy_batch(experiment, prompted, selection, kept, rewards, advantage)
-    progress("update", len(batch.weight), 0)
-    state, trained = optimise(
-        experiment, state, batch, experiment.schedule(rollout.steps, start), objective
-    )
-    clock.stop()
 
-    metrics = (
-        trained
-        | summarise(experiment, selection, rewards, kept, pool)
-        | {"fidelity/level": float(level)}
+    # Update the trained parameters. The old policy and the EMA follow in the same program.
+    batch = policy_batch(experiment, prompt_batch, selection, kept, rewards, advantage)
+    schedule = experiment.schedule(rollout.num_steps, noise_start)
+    progress("update", len(batch.weight), 0)
+    with jax.set_mesh(backbone.mesh):
+        state, update_metrics = update(
+            backbone, config, state, backbone.transformer, batch, schedule
+        )
+    metrics = {name: float(value) for name, value in jax.device_get(update_metrics).items()}
+    timer.stop()
+
+    metrics |= reward_metrics(experiment, selection, rewards, kept, explored)
+    metrics["fidelity/level"] = float(setting)
+    metrics |= timer.report(explored, kept if rollout.regenerate else None)
+    ledger = ledger_columns(
+        experiment, selection, explorer.settings[setting], rewards, advantage, iteration
     )
-    metrics |= clock.report(pool, kept if rollout.regenerate else None)
-    return state, IterationResult(
-        metrics,
-        ledger_columns(
-            experiment, selection, explorer.settings[level], rewards, advantage, iteration
-        ),
-    )
+    return state, IterationResult(metrics, ledger)
 
 
 def policy_batch(
     experiment: Experiment,
-    prompted: PromptBatch,
+    prompt_batch: PromptBatch,
     selection: Selection,
     samples: Samples,
     rewards: Float[np.ndarray, "p k"],
     advantage: Float[np.ndarray, "p k"],
 ) -> PolicyBatch:
-    """The kept samples as the update takes them, on every device. A reward that is not finite has weight 0.
+    """Puts the kept samples on every device, in the order in which they are trained on.
 
-    Of pairs, each best row is followed by its worst one, which has the best one's seed, so it is noised in the same way. A pair
-    of equal rewards, but for rounding (`TIE`), has weight 0.
+    A sample whose reward is not finite has weight 0. For an objective that trains on pairs, each
+    best sample is followed by its worst one, which takes the seed of the best one so that both are
+    noised in the same way. A pair whose rewards are equal up to rounding (`TIE`) has weight 0.
+
+    Args:
+        experiment: The algorithm section of its configuration and its mesh are read.
+        prompt_batch: The encoded prompts.
+        selection: The candidates and which of them are kept.
+        samples: The kept samples, prompt by prompt.
+        rewards: Their rewards, NaN for prompts that are not usable.
+        advantage: Their advantages.
     """
-
-    def place(x):
-        return hosts.put(x, sharding.replicated(experiment.backbone.mesh))
-
     algorithm = experiment.config.algorithm
-    flat = rewards.reshape(-1)
-    rows = np.arange(flat.size)
+    flat_rewards = rewards.reshape(-1)
     seeds = selection.kept_seeds.reshape(-1, 2)
-    counts = np.isfinite(flat)
     if algorithm.trains_on == "pairs":
         best, worst = best_and_worst(rewards)
-        rows = np.stack([best, worst], 1).reshape(-1)
+        order = np.stack([best, worst], 1).reshape(-1)
         seeds = seeds[best].repeat(2, 0)
-        counts = (
-            flat[best] - flat[worst] > TIE * np.maximum(abs(flat[best]), abs(flat[worst]))
-        ).repeat(2)
+        largest = np.maximum(abs(flat_rewards[best]), abs(flat_rewards[worst]))
+        counts = (flat_rewards[best] - flat_rewards[worst] > TIE * largest).repeat(2)
+    else:
+        order = np.arange(flat_rewards.size)
+        counts = np.isfinite(flat_rewards)
+    q = optimality(jnp.asarray(advantage), algorithm.adv_clip_max).reshape(-1)
+
+    def place(x: Any) -> jax.Array:
+        return hosts.put(x, sharding.replicated(experiment.backbone.mesh))
+
     return PolicyBatch(
-        latents=place(samples.latents[rows]),
-        optimality=place(
-            optimality(jnp.asarray(advantage), algorithm.advantage_clip).reshape(-1)[rows]
-        ),
+        latents=place(samples.latents[order]),
+        optimality=place(q[order]),
         weight=place(counts.astype(np.float32)),
-        prompt=place((rows // rewards.shape[1]).astype(np.int32)),
+        prompt=place((order // rewards.shape[1]).astype(np.int32)),
         seeds=place(seeds),
-        conditioning=prompted.conditions.positive,
-        states=None if samples.states is None else place(samples.states[rows]),
+        conditioning=prompt_batch.conditions.positive,
+        states=None if samples.states is None else place(samples.states[order]),
     )
 
 
-def optimise(
-    experiment: Experiment,
-    state: TrainState,
-    batch: PolicyBatch,
-    grid: Schedule,
-    objective: Objective | None = None,
-) -> tuple[TrainState, dict[str, float]]:
-    """`rl.update` on the run's mesh, its metrics on the host."""
-    backbone = experiment.backbone
-    with jax.set_mesh(backbone.mesh):
-        state, metrics = update(
-            backbone,
-            experiment.config,
-            state,
-            backbone.transformer,
-            batch,
-            grid,
-            objective=objective,
-        )
-    return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
-
-
-def summarise(
+def reward_metrics(
     experiment: Experiment,
     selection: Selection,
     rewards: Float[np.ndarray, "p k"],
     kept: Samples,
-    pool: Samples,
+    explored: Samples,
 ) -> dict[str, float]:
-    """Rewards of the pool and of what is trained on, how well the proxy ranked the latter, and how large the pictures are."""
+    """The metrics of an iteration that come from its rewards, and the size of its images.
 
-    def mean(x):
-        return (
-            float(np.mean(x[np.isfinite(x)], dtype=float)) if np.isfinite(x).any() else float("nan")
-        )
+    Args:
+        experiment: The size of its images is read.
+        selection: The candidates and which of them are kept.
+        rewards: The rewards of the kept samples, NaN for prompts that are not usable.
+        kept: The samples that are trained on.
+        explored: All candidates.
 
+    Returns:
+        Mean scores of all candidates ("pool/...") and of the kept samples ("kept/..."), the rank
+        correlations of both rewards of the kept samples ("fidelity/..."), and counts of rewards
+        that are not finite. Means leave out values that are not finite, and are NaN without any.
+    """
     proxy = selection.proxy
     correlations = rank_correlations(np.take_along_axis(proxy, selection.chosen, axis=1), rewards)
-    return {
-        **{f"pool/{name}": mean(scores) for name, scores in pool.scores.items()},
-        **{f"kept/{name}": mean(scores) for name, scores in kept.scores.items()},
-        "kept/spread": mean(
-            np.nanmax(rewards, 1, initial=-np.inf) - np.nanmin(rewards, 1, initial=np.inf)
-        ),
-        "size/height": float(experiment.size[0]),
-        "size/width": float(experiment.size[1]),
-        "nonfinite_rewards": float((~np.isfinite(proxy)).sum() + (~np.isfinite(kept.reward)).sum()),
-        **{
-            f"reward_failures/{name}": float(n + kept.failed.get(name, 0))
-            for name, n in pool.failed.items()
-        },
-        "fidelity/spearman": correlations.spearman,
-        "fidelity/kendall": correlations.kendall,
-    }
+    highest = np.nanmax(rewards, 1, initial=-np.inf)
+    lowest = np.nanmin(rewards, 1, initial=np.inf)
+    metrics = {f"pool/{name}": _finite_mean(scores) for name, scores in explored.scores.items()}
+    metrics |= {f"kept/{name}": _finite_mean(scores) for name, scores in kept.scores.items()}
+    metrics["kept/spread"] = _finite_mean(highest - lowest)
+    metrics["size/height"] = float(experiment.size[0])
+    metrics["size/width"] = float(experiment.size[1])
+    nonfinite = (~np.isfinite(proxy)).sum() + (~np.isfinite(kept.reward)).sum()
+    metrics["nonfinite_rewards"] = float(nonfinite)
+    for name, count in explored.failed.items():
+        metrics[f"reward_failures/{name}"] = float(count + kept.failed.get(name, 0))
+    metrics["fidelity/spearman"] = correlations.spearman
+    metrics["fidelity/kendall"] = correlations.kendall
+    return metrics
+
+
+def _finite_mean(x: np.ndarray) -> float:
+    finite = np.isfinite(x)
+    return float(np.mean(x[finite], dtype=float)) if finite.any() else float("nan")
 
 
 def ledger_columns(
     experiment: Experiment,
     selection: Selection,
-    level: ExplorationSetting,
+    setting: ExplorationSetting,
     rewards: Float[np.ndarray, "p k"],
     advantage: Float[np.ndarray, "p k"],
     iteration: int,
 ) -> dict[str, Any]:
-    """Every candidate of the iteration, prompt by prompt."""
+    """The record of every candidate of an iteration.
+
+    Args:
+        experiment: Whether it regenerates is read.
+        selection: The candidates and which of them are kept.
+        setting: The precision and the number of steps of the exploration.
+        rewards: The rewards of the kept samples.
+        advantage: The advantages of the kept samples.
+        iteration: The number of the iteration.
+
+    Returns:
+        Columns by name. A column has one entry per candidate, prompt by prompt, or is a single
+        value that holds for all. Entries of candidates that were not kept are masked.
+    """
     proxy = selection.proxy
     chosen = selection.chosen
-    count, n = proxy.shape
-    kept = np.zeros(proxy.shape, bool)
-    np.put_along_axis(
-        kept, chosen, np.broadcast_to(selection.usable[:, None], chosen.shape), axis=1
-    )
+    num_prompts, num_candidates = proxy.shape
+    is_kept = np.zeros(proxy.shape, bool)
+    usable = np.broadcast_to(selection.usable[:, None], chosen.shape)
+    np.put_along_axis(is_kept, chosen, usable, axis=1)
 
-    def column(values):
-        return np.repeat(np.asarray(values), n)
+    def per_prompt(values: Any) -> np.ndarray:
+        return np.repeat(np.asarray(values), num_candidates)
 
-    def of_kept(values: np.ndarray) -> np.ma.MaskedArray:
-        full = np.zeros(proxy.shape, np.float32)
-        np.put_along_axis(full, chosen, np.asarray(values, np.float32), axis=1)
-        return np.ma.masked_array(full.reshape(-1), ~kept.reshape(-1))
+    def per_kept(values: np.ndarray) -> np.ma.MaskedArray:
+        column = np.zeros(proxy.shape, np.float32)
+        np.put_along_axis(column, chosen, np.asarray(values, np.float32), axis=1)
+        return np.ma.masked_array(column.reshape(-1), ~is_kept.reshape(-1))
 
+    uids = np.array([prompt_uid(prompt) for prompt in selection.prompts], np.uint32)
+    regenerates = experiment.config.rollout.regenerate
     return {
-        "prompt": column(selection.prompts).tolist(),
-        "prompt_uid": column(np.array([prompt_uid(p) for p in selection.prompts], np.uint32)),
-        "candidate": np.tile(np.arange(n, dtype=np.int32), count),
+        "prompt": per_prompt(selection.prompts).tolist(),
+        "prompt_uid": per_prompt(uids),
+        "candidate": np.tile(np.arange(num_candidates, dtype=np.int32), num_prompts),
         "seed": seed_numbers(selection.seeds).reshape(-1),
-        "precision": level.precision,
-        "steps": level.steps,
+        "precision": setting.precision,
+        "steps": setting.steps,
         "proxy_reward": proxy.reshape(-1).astype(np.float32),
         "rank": rank(proxy).reshape(-1).astype(np.int32),
-        "kept": kept.reshape(-1),
-        "regenerated_reward": of_kept(rewards) if experiment.config.rollout.regenerate else None,
-        "advantage": of_kept(advantage),
+        "kept": is_kept.reshape(-1),
+        "regenerated_reward": per_kept(rewards) if regenerates else None,
+        "advantage": per_kept(advantage),
         "policy_revision": iteration,
     }

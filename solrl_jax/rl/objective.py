@@ -1,10 +1,21 @@
-"""What an objective is, and what several of them share. Each objective is a file in `rl/objectives/`.
+"""Objectives: what one is, how it is loaded, and the terms that several of them share.
 
-An objective is one function: predictions, what they are trained on and the configuration in; a loss and metrics a row out. A
-line of `config.schema.OBJECTIVES` names it and what it trains on, and a file in `configs/objective/` has its settings.
+An objective is one function. It takes the velocities that three policies predict, what is trained
+on, and the algorithm section of the configuration, and returns one loss and some metrics per
+sample. Each objective of the package is a file in `rl/objectives/`, has a line in
+`config.schema.OBJECTIVES` that says what it trains on, and a file with its settings in
+`configs/objective/`.
+
+An objective of your own is a function `my_module:loss`, named by `algorithm.objective`. What it
+trains on is an attribute of the function:
+
+    def loss(velocities, target, algorithm): ...
+    loss.trains_on = "pairs"      # or "samples", which is the default, or "transitions"
 """
 
 import importlib
+import os
+import sys
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -12,86 +23,172 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
+from solrl_jax.config.schema import is_plugin
+from solrl_jax.errors import InputError, in_words
 
 Latents: TypeAlias = Float[Array, " b *latent"]
 PerSample: TypeAlias = Float[Array, " b"]
 
 
 class Velocities(NamedTuple):
-    """What three policies predict at the same latents."""
+    """The velocities that three policies predict at the same latents.
+
+    Attributes:
+        trained: Of the policy that is trained. The only one whose gradient is used.
+        old: Of the old policy, which generated the samples.
+        reference: Of the base model without adapters.
+    """
 
     trained: Latents
-    old: Latents  # the policy that sampled the rollouts
-    reference: Latents  # the base without adapters
+    old: Latents
+    reference: Latents
 
 
 class Step(NamedTuple):
-    """A recorded step of an SDE: `after` was drawn from the Gaussian of mean `a x + b x0_hat` and deviation `std`."""
+    """A recorded step of an SDE, drawn from a Gaussian with the mean `a x + b x0_hat`.
+
+    Attributes:
+        after: The latents that the step ended at.
+        a: The coefficient of the latents that it started from.
+        b: The coefficient of the predicted clean latents.
+        std: The standard deviation of the Gaussian.
+        length: By how much sigma fell.
+    """
 
     after: Latents
     a: PerSample
     b: PerSample
     std: PerSample
-    length: PerSample  # how far sigma fell
+    length: PerSample
 
 
 class TrainingTarget(NamedTuple):
-    """The samples that are trained on. Of pairs, each best sample is followed by its worst one, at the same noise."""
+    """The samples that one micro-batch is trained on.
 
-    x: Latents  # where velocities are predicted: noised, (1 - sigma) x0 + sigma noise, or a state of the trajectory
-    x0: Latents  # clean
+    For an objective that trains on pairs, row 2 i is the better sample of a pair and row 2 i + 1
+    the worse one, at the same noise.
+
+    Attributes:
+        x: The latents at which the velocities are predicted: the noised sample
+            `(1 - sigma) x0 + sigma noise`, or a recorded state of the trajectory.
+        x0: The clean latents.
+        sigma: The noise level of `x`.
+        optimality: The probability q in [0, 1] that the sample is one to imitate. `2 q - 1` is the
+            advantage divided by its clip.
+        step: The recorded step from `x`. None unless the objective trains on transitions.
+    """
+
+    x: Latents
+    x0: Latents
     sigma: PerSample
-    optimality: PerSample  # q in [0, 1]; 2 q - 1 is the advantage over its clip
-    step: Step | None = None  # of objectives that train on transitions
+    optimality: PerSample
+    step: Step | None = None
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """One loss a row and metrics a row, from what three policies predict at `target.x`. Pure, and traced by jit."""
+    """A pure function that jit traces, from velocities and samples to losses."""
 
     def __call__(
         self, velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
-    ) -> tuple[PerSample, dict[str, PerSample]]: ...
+    ) -> tuple[PerSample, dict[str, PerSample]]:
+        """Computes the loss.
+
+        Args:
+            velocities: What the trained, the old and the reference policy predict at `target.x`.
+            target: The samples that are trained on.
+            algorithm: The algorithm section of the configuration.
+
+        Returns:
+            One loss per sample, and metrics by name with one value per sample. Their means are
+            written to the run's metrics.
+        """
+        ...
 
 
-def find_objective(name: str) -> Objective:
-    """The objective of that name in `rl/objectives/`."""
-    return getattr(importlib.import_module(f"solrl_jax.rl.objectives.{name}"), name)
+def load_objective(name: str) -> Objective:
+    """Loads an objective by its name in the configuration.
+
+    For `module:function`, this imports the module, from the working directory too. As a side
+    effect, the working directory is appended to `sys.path`.
+
+    Args:
+        name: The value of `algorithm.objective`: a name in `rl/objectives/`, or `module:function`.
+
+    Raises:
+        InputError: If the module cannot be imported, or has no such function.
+    """
+    if not is_plugin(name):
+        return getattr(importlib.import_module(f"solrl_jax.rl.objectives.{name}"), name)
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+    module, _, function = name.partition(":")
+    try:
+        objective = getattr(importlib.import_module(module), function)
+    except Exception as error:
+        raise InputError(
+            f"algorithm.objective={name!r}: cannot be imported ({in_words(error)})"
+        ) from error
+    if not callable(objective):
+        raise InputError(f"algorithm.objective={name!r}: is not a function")
+    return objective
 
 
 def mean_per_sample(x: Latents) -> PerSample:
-    """The mean over everything but rows."""
+    """The mean over all axes but the first."""
     return x.mean(tuple(range(1, x.ndim)))
 
 
 def along(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
-    """One value a row, to be multiplied by latents."""
+    """Reshapes one value per sample so that it broadcasts against the latents `x`."""
     return values.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:
-    """The flow-matching loss: the mean squared distance to the velocity that leads from the noised sample to the clean one."""
-    return mean_per_sample(jnp.square(velocity - _lead(target)))
+    """The flow-matching loss: the mean squared error of a velocity.
+
+    Args:
+        velocity: The predicted velocity at `target.x`.
+        target: The true velocity is the one from `x0` to `x`, divided by sigma.
+    """
+    return mean_per_sample(jnp.square(velocity - _true_velocity(target)))
 
 
 def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> PerSample:
-    """The flow-matching loss of `velocity` less that of `other`: exactly 0 where they are equal, to the last bit nearby."""
-    return mean_per_sample((velocity - other) * (velocity + other - 2 * _lead(target)))
+    """The flow-matching loss of one velocity minus that of another.
+
+    It is computed from the difference of the two. The result is therefore exactly 0 where they are
+    equal, and does not lose digits where they are close.
+
+    Args:
+        velocity: The first velocity at `target.x`.
+        other: The second velocity.
+        target: As in `matching_error`.
+    """
+    true_velocity = _true_velocity(target)
+    return mean_per_sample((velocity - other) * (velocity + other - 2 * true_velocity))
 
 
-def _lead(target: TrainingTarget) -> Latents:
+def _true_velocity(target: TrainingTarget) -> Latents:
     return (target.x - target.x0) / along(target.sigma, target.x)
 
 
 def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSample:
-    """ln p(after | x) - ln p_old(after | x) of the recorded step: exactly 0 where the velocities are equal.
+    """The log-ratio of the probabilities of a recorded step under two policies.
 
-    The mean over dimensions, not the sum, of the log-densities of two Gaussians with one `std` (Flow-GRPO, arXiv 2505.05470).
+    It is `ln p(after | x) - ln p_old(after | x)`, as the mean over dimensions of the log-densities
+    of two Gaussians with the same standard deviation, not the sum (Flow-GRPO, arXiv 2505.05470).
+    It is exactly 0 where the velocities are equal.
+
+    Args:
+        velocity: The velocity that the policy predicts at `target.x`.
+        old: The velocity that the old policy predicts there.
+        target: Its recorded step must not be None.
     """
     assert target.step is not None
-    a, b, sigma = (
-        along(values, target.x) for values in (target.step.a, target.step.b, target.sigma)
-    )
+    a = along(target.step.a, target.x)
+    b = along(target.step.b, target.x)
+    sigma = along(target.sigma, target.x)
     both = 2 * (a * target.x + b * target.x - target.step.after) - b * sigma * (velocity + old)
     return mean_per_sample(b * sigma * (velocity - old) * both) / (2 * target.step.std**2)
 
@@ -99,13 +196,20 @@ def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSam
 def clipped_policy(
     log_r: PerSample, target: TrainingTarget, algorithm: AlgorithmConfig, scale: float
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """PPO's loss (arXiv 1707.06347, eq. 7) on a ratio of probabilities, trained to old, and what happened to the ratio.
+    """The clipped loss of PPO (arXiv 1707.06347, eq. 7): `max(-A R, -A clip(R, 1 - c, 1 + c))`.
 
-    max(-A R, -A clip(R, 1 - c, 1 + c)),     A = scale (2 q - 1)
+    Args:
+        log_r: The log of the probability ratio R of the trained to the old policy.
+        target: Its optimality gives the advantage `A = scale (2 q - 1)`.
+        algorithm: `clip_range` is read, which is c.
+        scale: The largest advantage.
+
+    Returns:
+        The loss, and as metrics the loss, the ratio, and whether the ratio was clipped.
     """
     advantage = scale * (2 * target.optimality - 1)
     ratio = jnp.exp(log_r)
-    c = algorithm.ratio_clip
+    c = algorithm.clip_range
     loss = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1 - c, 1 + c))
     ratio = jax.lax.stop_gradient(ratio)
     return loss, {

@@ -1,4 +1,4 @@
-"""Wall time by stage, and how much of it was compilation."""
+"""`PhaseTimer`: the wall time of the phases of an iteration, and of compilation."""
 
 import contextlib
 import functools
@@ -10,31 +10,47 @@ from solrl_jax.rl.generate import Samples
 
 
 class PhaseTimer:
-    """Seconds by stage. A trace that is being written shows the stages by name."""
+    """Measures the wall time of phases that follow each other.
+
+    A profiler trace that is being written shows the phases by name.
+
+    Attributes:
+        seconds: The wall time of each phase that has ended, by name.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._compiled = _compilations()
         self._before = len(_compilations())
-        self._stage = ""
+        self._phase = ""
         self._began = 0.0
-        self._shown = contextlib.ExitStack()
+        self._annotation = contextlib.ExitStack()
 
-    def start(self, stage: str) -> None:
-        """Ends the stage before, if there was one."""
+    def start(self, phase: str) -> None:
+        """Starts a phase. Also ends the phase before it."""
         self.stop()
-        self._shown.enter_context(jax.profiler.TraceAnnotation(stage))
-        self._stage = stage
+        self._annotation.enter_context(jax.profiler.TraceAnnotation(phase))
+        self._phase = phase
         self._began = time.perf_counter()
 
     def stop(self) -> None:
-        """Ends the stage."""
-        if self._stage:
-            self.seconds[self._stage], self._stage = time.perf_counter() - self._began, ""
-        self._shown.close()
+        """Ends the running phase, if there is one."""
+        if self._phase:
+            self.seconds[self._phase] = time.perf_counter() - self._began
+            self._phase = ""
+        self._annotation.close()
 
     def report(self, pool: Samples, kept: Samples | None) -> dict[str, float]:
-        """Seconds by stage and in all, and pictures a second of the two rollouts."""
+        """The metrics of an iteration that are times.
+
+        Args:
+            pool: All explored candidates.
+            kept: The regenerated samples; None if nothing was regenerated.
+
+        Returns:
+            Seconds by phase ("seconds/..."), in all ("seconds") and of compilation
+            ("seconds/compile"), and images per second of exploration and regeneration.
+        """
         rates = {"images_per_second/explore": len(pool.reward) / self.seconds["explore"]}
         if kept is not None:
             rates["images_per_second/regenerate"] = len(kept.reward) / self.seconds["regenerate"]
@@ -42,12 +58,16 @@ class PhaseTimer:
             "seconds": sum(self.seconds.values()),
             "seconds/compile": sum(self._compiled[self._before :]),
         }
-        return {f"seconds/{stage}": s for stage, s in self.seconds.items()} | rates | total
+        return {f"seconds/{phase}": s for phase, s in self.seconds.items()} | rates | total
 
 
 @functools.cache
 def _compilations() -> list[float]:
-    """Seconds of every compilation since the first call, in order. JAX adds to it; reading from JAX's cache counts too."""
+    """The seconds of every compilation since the first call, in order.
+
+    The list is shared and grows: a listener of JAX appends to it. Reading a program from JAX's
+    compilation cache counts as a compilation.
+    """
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from solrl_jax.config.presets import override
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import MOST_STEPS
+from solrl_jax.config.values import MAX_STEPS
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, FORMATS, resolve_format
 from solrl_jax.rl.experiment import Experiment, local_device, select_parameters
@@ -79,10 +79,10 @@ def sweep(
         )
         for number in filter(None, numbers):
             override(
-                chosen, (f"rollout.explore.steps={number}",)
+                chosen, (f"rollout.explore.num_steps={number}",)
             )  # raises what a run would be told
         found += [
-            Setting(recipe, form, number or own.steps)
+            Setting(recipe, form, number or own.num_steps)
             for form, number in itertools.product(accepted, numbers)
         ]
     return found
@@ -107,7 +107,7 @@ def _listed(
 
 
 def _count(text: str) -> int:
-    if not (is_number(text) and 1 <= (number := int(text)) <= MOST_STEPS):
+    if not (is_number(text) and 1 <= (number := int(text)) <= MAX_STEPS):
         raise ValueError
     return number
 
@@ -139,7 +139,7 @@ def explore_and_regenerate(
         )
         return samples.reward.reshape(seeds.shape[:2])
 
-    true = rewards(experiment.sampler("regenerate", adapters, config.rollout.steps))
+    true = rewards(experiment.sampler("regenerate", adapters, config.rollout.num_steps))
     explorers = {
         name: with_recipe(experiment, name).explorer
         for name in dict.fromkeys(s.explore for s in settings)
@@ -157,7 +157,7 @@ def with_recipe(experiment: Experiment, name: str) -> Experiment:
         return experiment
     config = override(experiment.config, (f"explore={name}",))
     quantized = experiment.quantized
-    if config.model.quantize != experiment.config.model.quantize:
+    if config.model.quantization != experiment.config.model.quantization:
         _, quantized = select_parameters(config, experiment.backbone.pipeline, experiment.device)
     return dataclasses.replace(experiment, config=config, quantized=quantized)
 

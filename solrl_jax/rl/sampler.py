@@ -1,32 +1,50 @@
-"""`Sampler`: what a stage of an iteration rolls out with. Exploring, regenerating and evaluating are three values of it."""
+"""`Sampler`: what a phase of an iteration samples with.
+
+Exploration, regeneration and evaluation are three values of this class.
+"""
 
 import dataclasses
 
 import jax
 
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.models.backbone import Params
 from solrl_jax.models.decoder import Decoder
+from solrl_jax.models.loading.weights import Params
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A policy and the steps that it samples."""
+    """A policy and the solver steps that it is followed for.
 
-    policy: Params  # the base with any of its leaves replaced
+    Attributes:
+        policy: The parameters of the transformer: those of the base, with any leaves replaced.
+        schedule: The solver steps.
+        fp8_attention: Whether the network attends in FP8. Networks without FP8 attention ignore it.
+    """
+
+    policy: Params
     schedule: Schedule
-    # its attention, in networks that can
     fp8_attention: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """The policy and the grid of a stage, and the decoder that shows its latents to a reward."""
+    """The policy, the schedule and the decoder that a phase samples with.
 
-    name: str  # "explore", "regenerate", "evaluate", ...; as progress is reported
-    segments: tuple[Segment, ...]  # one after another; nearly always a single one
+    Attributes:
+        name: The name of the phase as progress reports it, e.g. "explore", "regenerate" or
+            "evaluate".
+        segments: The segments of the trajectory, one after another. Nearly always there is one.
+        decoder: Decodes latents to images for rewards.
+        shape: Height, width and channels of one latent.
+        chunk: The largest number of samples that one device generates at once.
+        recorded: For how many stochastic steps the states before and after are kept. 0 keeps none.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
     decoder: Decoder
-    shape: tuple[int, int, int]  # of one latent: height, width, channels
-    chunk: int  # rows that each device runs at once, at most
-    recorded: int = 0  # stochastic steps of which the states before and after are kept
+    shape: tuple[int, int, int]
+    chunk: int
+    recorded: int = 0

@@ -51,7 +51,7 @@ def measure(
     seeds = experiment.seeds("ranking", chosen, config.rollout.candidates, seed=config.eval.seed)
     prompted = experiment.encode_prompts(chosen, experiment.reward)
     seed_batch = SeedBatch.from_seeds(seeds)
-    steps = config.rollout.explore.steps
+    steps = config.rollout.explore.num_steps
     form = experiment.explorer.format
 
     def rewards(stage):
@@ -67,7 +67,7 @@ def measure(
         )
         return samples.reward.reshape(seeds.shape[:2])
 
-    true = rewards(experiment.sampler("regenerate", adapters, config.rollout.steps))
+    true = rewards(experiment.sampler("regenerate", adapters, config.rollout.num_steps))
 
     def agreement(paths: Sequence[str], precision: str) -> float:
         explorer = dataclasses.replace(experiment, quantized=tuple(paths)).explorer
@@ -82,7 +82,9 @@ def measure(
         raise RunError(
             f"the rewards of all candidates of {prompts} prompt(s) tie, so nothing ranks them; take more prompts"
         )
-    rule = dataclasses.replace(config.model.quantize, skip=(), min_dim=0.0)
+    rule = dataclasses.replace(
+        config.model.quantization, modules_to_not_convert=(), min_width_ratio=0.0
+    )
     groups: dict[str, list[Linear]] = {}
     for row in report(experiment.backbone.transformer, rule, form):
         groups.setdefault(group_of(row.path), []).append(row)
@@ -103,7 +105,7 @@ def measure(
 
 
 def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[str]:
-    """`model.quantize.skip`: groups are quantised in the order of what they cost for their share, until `floor` is reached.
+    """`model.quantization.modules_to_not_convert`: groups are quantised in the order of what they cost for their share, until `floor` is reached.
 
     exact: Spearman with nothing quantised. What groups cost is taken to add up.
     """
@@ -126,5 +128,8 @@ def table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> s
         for g in groups
     ]
     return "\n".join(
-        [*lines, f"proposed: model.quantize.skip=[{','.join(skip)}] model.quantize.min_dim=0"]
+        [
+            *lines,
+            f"proposed: model.quantization.modules_to_not_convert=[{','.join(skip)}] model.quantization.min_width_ratio=0",
+        ]
     )

@@ -1,4 +1,4 @@
-"""`TrainState`: everything that training changes. A checkpoint holds it, and the cursor through the prompts."""
+"""`TrainState`: everything that training changes. A checkpoint holds it."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from solrl_jax.config.schema import Lora, Optimizer
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import Params
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.parallel import sharding
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.rl.trainable.lora_settings import Table
@@ -24,20 +24,32 @@ from solrl_jax.rl.trainable.trainable import Adapter, Targets, Trainable, flatte
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Three trees of what is trained, of one structure (`rl.trainable.trainable.Trainable`), float32 but for the whole arrays in `old`.
+    """The state of training: three sets of trainable parameters and that of the optimizer.
 
-    These have the base's dtype, in which they are used.
+    The sets have one structure (`rl.trainable.trainable.Trainable`) and are float32, except that
+    the whole arrays in `old` have the dtype of the base, in which they are used.
+
+    Attributes:
+        step: The number of optimizer steps taken.
+        adapters: The trained parameters ("default" in the paper).
+        old: The parameters of the old policy, which generates the samples.
+        ema: The exponential moving average of the trained parameters, which is evaluated.
+        opt_state: The state of the optimizer.
     """
 
-    step: Int[Array | np.ndarray, ""]  # optimiser steps taken
-    adapters: Trainable  # trained ("default" in the paper)
-    old: Trainable  # samples the rollouts
-    ema: Trainable  # is evaluated
+    step: Int[Array | np.ndarray, ""]
+    adapters: Trainable
+    old: Trainable
+    ema: Trainable
     opt_state: Any
 
 
 def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) after a clip of the global norm."""
+    """AdamW (arXiv 1711.05101) on gradients whose global norm is clipped.
+
+    Args:
+        config: The optimizer section of the configuration.
+    """
     rate = (
         optax.linear_schedule(config.learning_rate, 0.0, config.decay_steps)
         if config.decay_steps
@@ -52,21 +64,30 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
 
 
 def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, Adapter]:
-    """The adapters in the file that `lora.init` names, on some of the paths `adapted`; none if it is null.
+    """Reads the adapters that a run starts from.
 
-    table: `Backbone.parameter_table`. Raises InputError in one line for a file that `import_lora` refuses, that has adapters
-    elsewhere, or whose rank or alpha differs from the run's.
+    Args:
+        lora: The LoRA section of the configuration; `path` names the file.
+        adapted: The paths that have an adapter in the run.
+        table: The table of all parameters of the network, `Backbone.parameter_table`.
+
+    Returns:
+        The adapters, on some of the paths in `adapted`. Empty if no file is configured.
+
+    Raises:
+        InputError: If the file cannot be imported, has adapters on other paths, or its rank or
+            alpha differs from that of the run.
     """
-    if lora.init is None:
+    if lora.path is None:
         return {}
-    name = f"lora.init={lora.init!r}"
+    name = f"lora.path={lora.path!r}"
     try:
-        adapters, settings = import_lora(Path(lora.init), table)
+        adapters, settings = import_lora(Path(lora.path), table)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     if outside := sorted(adapters.keys() - set(adapted)):
         raise InputError(
-            f"{name}: has adapters on what has none by lora.targets and train.parameters: {', '.join(outside)}"
+            f"{name}: has adapters on what has none by lora.target_modules and train.parameters: {', '.join(outside)}"
         )
     pairs = (("rank", settings.rank, lora.rank), ("alpha", settings.alpha, lora.alpha))
     if other := [
@@ -88,9 +109,16 @@ def init_state(
     *,
     start: Mapping[str, Adapter] | None = None,
 ) -> TrainState:
-    """The state before the first step, placed on `mesh` as `abstract_state` says: three policies that equal the base.
+    """Makes the state before the first step: three policies that equal the base.
 
-    start: adapters that all three have instead (`read_start`).
+    Args:
+        key: The key of the initial adapters.
+        base: The parameters of the base.
+        targets: The parameters that are trained.
+        lora: The LoRA section of the configuration.
+        optimizer: The optimizer section of the configuration.
+        mesh: The mesh that the state is placed on, as `abstract_state` says.
+        start: Adapters that all three policies start with instead, see `read_start`.
     """
     return jax.jit(
         lambda key, base, start: _fresh(key, base, targets, lora, optimizer, start),
@@ -103,7 +131,15 @@ def init_state(
 def abstract_state(
     base: Params, targets: Targets, lora: Lora, optimizer: Optimizer, mesh: Mesh
 ) -> Any:
-    """The state's shapes, dtypes and shardings; nothing is allocated."""
+    """The shapes, dtypes and shardings of the state. Nothing is allocated.
+
+    Args:
+        base: The parameters of the base, or their shapes.
+        targets: The parameters that are trained.
+        lora: The LoRA section of the configuration.
+        optimizer: The optimizer section of the configuration.
+        mesh: The mesh of the run.
+    """
     shapes = jax.eval_shape(
         lambda key, base: _fresh(key, base, targets, lora, optimizer, {}), jax.random.key(0), base
     )
@@ -144,6 +180,9 @@ def _fresh(
 
 
 def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
-    """`adapter`, with `fresh` in the layers where both its factors are zero: no gradient would move these."""
+    """Replaces the layers of `adapter` whose factors are both zero by those of `fresh`.
+
+    No gradient would ever move such layers.
+    """
     used = adapter["a"].any((-2, -1)) | adapter["b"].any((-2, -1))
     return {k: jnp.where(used[..., None, None], adapter[k], fresh[k]) for k in adapter}

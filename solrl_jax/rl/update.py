@@ -1,6 +1,6 @@
-"""The policy update: from kept samples to the trained parameters, in one jitted function with donated state.
+"""The policy update: from kept samples to the trained parameters, in one jitted function.
 
-docs/method.md, sections 4 and 5; DiffusionNFT, arXiv 2509.16117.
+See docs/method.md, sections 4 and 5, and DiffusionNFT (arXiv 2509.16117).
 """
 
 import dataclasses
@@ -18,15 +18,19 @@ from solrl_jax.config.schema import Config
 from solrl_jax.diffusion.sampler import interpolate
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal, permutations
-from solrl_jax.models.backbone import Backbone, Conditioning, Params
+from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sums import Sum, add, add_each, join, zero
-from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, find_objective
+from solrl_jax.rl.objective import Objective, Step, TrainingTarget, Velocities, load_objective
 from solrl_jax.rl.state import TrainState, make_optimizer
 from solrl_jax.rl.trainable.trainable import Trainable, attach, within_bounds
 
+# After optimizer step t, the decay of the EMA is at most (1 + t) / (EMA_WARMUP + t).
 EMA_WARMUP = 10
-# Decay of `old` by optimiser step t: 0 up to `start`, then min(rate (t - start), cap), as (start, rate, cap) by `decay_type`.
+# By `algorithm.decay_type`, (start, rate, cap): after optimizer step t, the decay of the old policy
+# is 0 up to t = start, and then min(rate (t - start), cap).
 OLD_DECAY = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
 
 Metrics: TypeAlias = dict[str, Float[Array, ""]]
@@ -35,21 +39,42 @@ Metrics: TypeAlias = dict[str, Float[Array, ""]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyBatch:
-    """The kept samples of an iteration, b rows, and the p prompts that they were sampled for."""
+    """The b kept samples of an iteration, and the p prompts that they were generated for.
 
-    latents: Float[Array, "b h w c"]  # clean, float32, as sampled in the training precision
-    optimality: Float[Array, " b"]  # q in [0, 1]
-    weight: Float[Array, " b"]  # 1, or 0 for a row that must not be trained on
-    prompt: Int[Array, " b"]  # row of the conditioning
-    seeds: UInt32[Array, "b 2"]  # of the candidates: training noise and sigmas are drawn from them
-    conditioning: Conditioning  # every leaf has a leading axis of p prompts
-    # around the stochastic steps, one state after another, float32; None: the objective trains on noised latents
+    Attributes:
+        latents: The clean latents, float32.
+        optimality: The probability q in [0, 1] that a sample is one to imitate.
+        weight: 1, or 0 for a sample that must not be trained on.
+        prompt: The row of each sample's prompt in `conditioning`.
+        seeds: The seeds that training noise and sigmas are drawn from.
+        conditioning: The prompt embeddings. Every leaf has a leading axis of p prompts.
+        states: The states before and after each recorded step, float32. None if the objective
+            trains on noised latents.
+    """
+
+    latents: Float[Array, "b h w c"]
+    optimality: Float[Array, " b"]
+    weight: Float[Array, " b"]
+    prompt: Int[Array, " b"]
+    seeds: UInt32[Array, "b 2"]
+    conditioning: Conditioning
     states: Float[Array, "b states h w c"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What the loss of a micro-batch reads beside the trained adapters."""
+    """What the loss of a micro-batch reads beside the trained parameters.
+
+    Attributes:
+        backbone: The networks.
+        config: The configuration of the run.
+        base: The parameters of the base transformer.
+        old: The trainable parameters of the old policy.
+        batch: The kept samples.
+        schedule: The schedule that they were generated on.
+        objective: The loss.
+        chosen: The steps of the schedule at which each sample is trained.
+    """
 
     backbone: Backbone
     config: Config
@@ -58,7 +83,7 @@ class _Problem:
     batch: PolicyBatch
     schedule: Schedule
     objective: Objective
-    chosen: Int[Array, "b slots"]  # the steps of the grid at which each row is trained
+    chosen: Int[Array, "b slots"]
 
 
 @partial(sharding.jit, static_argnums=(0, 1), static_argnames="objective", donate_argnums=2)
@@ -68,26 +93,38 @@ def update(
     state: TrainState,
     base: Params,
     batch: PolicyBatch,
-    grid: Schedule,
+    schedule: Schedule,
     objective: Objective | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One iteration's optimiser step(s) on the kept samples; then the EMA and the old policy follow.
+    """Takes the optimizer steps of one iteration. The EMA and the old policy follow.
 
-    A term is a (sample, sigma) pair. Each sample is trained at `config.trained_sigmas` sigmas of the rollout's own `grid`,
-    drawn without replacement, with fresh noise; or at as many recorded steps. Gradients are averaged over all terms of a step.
-    A micro-batch whose loss is not finite contributes nothing and is counted. `state` is donated. objective: static; None: the
-    one that the configuration names.
+    A term of the loss is a pair of a sample and a sigma. Each sample is trained at
+    `config.num_train_sigmas` sigmas of its schedule, drawn without replacement, with fresh noise;
+    or at as many of its recorded steps. Gradients are averaged over all terms of an optimizer step.
+    A micro-batch whose loss or gradient is not finite contributes nothing and is counted.
+
+    Args:
+        backbone: The networks and the mesh, which must also be the ambient mesh; static.
+        config: The configuration of the run; static.
+        state: The state before the update. It is donated: its arrays are deleted.
+        base: The parameters of the base transformer.
+        batch: The kept samples, on every device.
+        schedule: The schedule of the regeneration.
+        objective: Overrides the configured objective; static. Pass the same function object every
+            time, otherwise the update recompiles.
+
+    Returns:
+        The new state, and the metrics of the iteration as scalars.
     """
     rows = len(batch.weight)
-    slots = config.trained_sigmas
-    chosen = permutations(batch.seeds, "sigmas", grid.steps)
-    if batch.states is not None:  # steps that add noise come first
-        chosen = jnp.take_along_axis(
-            chosen, jnp.argsort(jnp.asarray(grid.table)[chosen, 4] == 0, axis=1), axis=1
-        )
+    slots = config.num_train_sigmas
+    chosen = permutations(batch.seeds, "sigmas", schedule.steps)
+    if batch.states is not None:  # only steps that add noise are recorded, so they come first
+        deterministic = jnp.asarray(schedule.table)[chosen, 4] == 0
+        chosen = jnp.take_along_axis(chosen, jnp.argsort(deterministic, axis=1), axis=1)
     chosen = chosen[:, :slots]
-    objective = objective or find_objective(config.algorithm.objective)
-    problem = _Problem(backbone, config, base, state.old, batch, grid, objective, chosen)
+    objective = objective or load_objective(config.algorithm.objective)
+    problem = _Problem(backbone, config, base, state.old, batch, schedule, objective, chosen)
     terms = jnp.arange(rows * slots).reshape(config.optimizer.steps_per_iteration, -1)
     state, metrics = jax.lax.scan(partial(_optimizer_step, problem), state, terms)
     metrics = {
@@ -96,7 +133,7 @@ def update(
     }
     decay = old_decay(jnp.asarray(state.step), config.algorithm.decay_type)
     state = dataclasses.replace(state, old=blend(state.old, state.adapters, decay))
-    # where the state came from, so that the next iteration runs the same programs
+    # The same placement as that of the state before, so that the next iteration does not recompile.
     state = jax.lax.with_sharding_constraint(
         state, sharding.parameter_sharding(backbone.mesh, state)
     )
@@ -104,20 +141,34 @@ def update(
 
 
 def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
-    """How much of the old policy stays after an iteration that ended at optimiser step `step`."""
+    """The weight of the old policy when it is blended with the trained one after an iteration.
+
+    Args:
+        step: The number of optimizer steps taken so far.
+        decay_type: A key of `OLD_DECAY`.
+    """
     start, rate, cap = OLD_DECAY[decay_type]
     return jnp.clip((step - start).astype(jnp.float32) * rate, 0.0, cap)
 
 
 def blend(kept: Trainable, new: Trainable, decay: Float[Array, ""]) -> Trainable:
-    """`decay * kept + (1 - decay) * new`, leaf by leaf, in float32; in the dtypes of `kept`."""
+    """Computes `decay * kept + (1 - decay) * new` for each leaf, in float32.
+
+    Args:
+        kept: The slowly moving parameters. The result has their dtypes.
+        new: The trained parameters.
+        decay: The weight of `kept`, in [0, 1].
+    """
     return jax.tree.map(lambda k, n: (decay * k + (1 - decay) * n).astype(k.dtype), kept, new)
 
 
 def _optimizer_step(
     problem: _Problem, state: TrainState, terms: Int[Array, " terms"]
 ) -> tuple[TrainState, Metrics]:
-    """One step of the optimiser on the mean loss over `terms`, and of the EMA."""
+    """Takes one optimizer step on the mean loss over `terms`, and one step of the EMA.
+
+    The numbers in `terms` are those of `_micro_batch_loss`.
+    """
     config = problem.config
     batch = problem.batch
     total = jnp.maximum(batch.weight[terms % len(batch.weight)].sum(), 1.0)
@@ -125,7 +176,7 @@ def _optimizer_step(
     def loss(adapters, terms, valid):
         return _micro_batch_loss(problem, adapters, terms, valid, total)
 
-    micro = min(config.optimizer.micro_batch, len(terms))
+    micro = min(config.optimizer.per_device_batch_size, len(terms))
     gradient, metrics = _accumulate(loss, state.adapters, terms, micro, problem.backbone.mesh)
     metrics["grad_norm"] = optax.tree.norm(gradient)
     change, opt_state = make_optimizer(config.optimizer).update(
@@ -147,12 +198,24 @@ def _accumulate(
     micro: int,
     mesh: Mesh,
 ) -> tuple[Trainable, Metrics]:
-    """The gradient of the loss over all `terms`, `micro` of them at a time on each group of devices that shares rows.
+    """Accumulates the gradient of the loss over all terms, one micro-batch at a time per group.
 
-    Micro-batches are the same on every mesh, and the sums do not depend on the order of their terms (`parallel.sums`). So the
-    gradient does not depend on the mesh. Of adapters, a group adds up its own micro-batches, and only the sums are sent. Sums
-    of whole arrays would take several times the memory of the network on each device: they are divided over all devices, which
-    are sent their shares of each micro-batch, and the gradient is then divided as the weights are.
+    A group is the devices that share rows. Micro-batches are the same on every mesh, and the sums
+    do not depend on the order of their terms (`parallel.sums`), so the gradient does not depend on
+    the mesh. The gradients of adapters are summed within each group, and only the sums are
+    communicated. The sums of whole arrays would take several times the memory of the network on
+    each device. They are therefore divided over all devices, which receive their shares of each
+    micro-batch, and the gradient is divided as the weights are.
+
+    Args:
+        loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch.
+        adapters: The trained parameters, by which the loss is differentiated.
+        terms: The numbers of all terms.
+        micro: The number of terms of one micro-batch.
+        mesh: The mesh of the run.
+
+    Returns:
+        The gradient, and the metrics summed over all micro-batches.
     """
     whole = {path: own for path, own in adapters.items() if not isinstance(own, dict)}
     groups = sharding.row_groups(mesh)
@@ -185,7 +248,8 @@ def _accumulate(
     dealt = {path: _dealt(nothing.pop(path))[0] for path in whole}
     start = sharding.split_rows(zero(nothing)), zero(dealt)
     (sums, shares), metrics = jax.lax.scan(one, start, (split(terms), split(jnp.ones(len(terms)))))
-    # each device joins all groups' sums of its share of the numbers, and is then sent the other shares
+    # Each device joins the sums of all groups for its share of the numbers, and then receives the
+    # other shares.
     joined = (
         join(Sum(*(jax.tree.map(_dealt, part) for part in (sums.rounded, sums.lost)))).value
         | shares.value
@@ -200,9 +264,9 @@ def _accumulate(
 
 
 def _dealt(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
-    """`x`, of which each group holds its own row, divided over all devices by columns."""
+    """Redistributes `x` from one row per group to columns divided over all groups."""
     rows = x.reshape(len(x), -1)
-    # the constraint on rows keeps the partitioner from splitting other axes of `x`
+    # The constraint on rows keeps the partitioner from splitting other axes of `x`.
     rows = sharding.split_rows(jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % len(x)))))
     return jax.lax.with_sharding_constraint(rows, PartitionSpec(None, sharding.AXES[:2]))
 
@@ -214,26 +278,36 @@ def _micro_batch_loss(
     valid: Float[Array, " m"],
     total: Float[Array, ""],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """This micro-batch's share of the mean loss over `total` terms.
+    """The share of one micro-batch in the mean loss over all terms of an optimizer step.
 
-    terms: numbers that say a row of the batch and a slot of `problem.chosen`; valid: 0 for terms that fill up the micro-batch.
+    Args:
+        problem: The samples, the policies and the objective.
+        adapters: The trained parameters.
+        terms: The number of each term: its slot in `problem.chosen` times the number of samples,
+            plus its sample.
+        valid: 0 for terms that pad the micro-batch, else 1.
+        total: The total weight of the terms of the optimizer step.
+
+    Returns:
+        The loss, and metrics that are such shares too.
     """
     batch = problem.batch
     config = problem.config
     row = terms % len(batch.weight)
     slot = terms // len(batch.weight)
-    # SeedBatch of weight 0 may hold anything. They are zeroed before the loss: the gradient of `where` would be 0 * NaN.
+    # Samples of weight 0 may hold anything, also NaN. They are zeroed before the loss, because the
+    # gradient of a `where` after it would be 0 * NaN.
     weight = valid * batch.weight[row]
     counts = (weight > 0).reshape(-1, *(1,) * (batch.latents.ndim - 1))
     time, target = _target(
         problem, row, slot, lambda x: sharding.replicate(jnp.where(counts, x, 0.0))
     )
-    of_rows = jax.tree.map(lambda c: c[batch.prompt[row]], batch.conditioning)
+    conditioning = jax.tree.map(lambda c: c[batch.prompt[row]], batch.conditioning)
     scale = config.lora.alpha / config.lora.rank
     guidance = jnp.asarray(problem.schedule.embedded_guidance)
 
     def velocity(params):
-        return problem.backbone.velocity(params, target.x, of_rows, time, guidance).astype(
+        return problem.backbone.velocity(params, target.x, conditioning, time, guidance).astype(
             jnp.float32
         )
 
@@ -256,24 +330,31 @@ def _target(
     slot: Int[Array, " m"],
     clean: Callable[[Array], Array],
 ) -> tuple[Float[Array, " m"], TrainingTarget]:
-    """What is trained on: a row noised anew, or one of its recorded steps; and the time that the network is told.
+    """The samples of a micro-batch, noised anew or at a recorded step.
 
-    clean: zeroes latents of rows that must not count.
+    Args:
+        problem: The samples and their schedule.
+        row: The sample of each term.
+        slot: The slot in `problem.chosen` of each term.
+        clean: Replaces the latents of samples of weight 0 by zeros.
+
+    Returns:
+        The timestep that the network is given for each term, and the training target.
     """
     batch = problem.batch
-    grid = problem.schedule
+    schedule = problem.schedule
     step = problem.chosen[row, slot]
     x0 = clean(batch.latents[row])
-    sigmas = jnp.asarray(grid.sigmas)
-    time = jnp.asarray(grid.timesteps)[step]
+    sigmas = jnp.asarray(schedule.sigmas)
+    time = jnp.asarray(schedule.timesteps)[step]
     sigma = sigmas[step]
     optimality = batch.optimality[row]
     if batch.states is None:
         noise = sharding.replicate(normal(batch.seeds[row], "training", x0.shape[1:], slot))
         return time, TrainingTarget(interpolate(x0, noise, sigma), x0, sigma, optimality)
-    table = jnp.asarray(grid.table)
+    table = jnp.asarray(schedule.table)
     a, b, _, _, std = table[step].T
-    number = step - jnp.argmax(table[:, 4] > 0)  # of the recorded steps
+    number = step - jnp.argmax(table[:, 4] > 0)  # counted from the first recorded step
     taken = Step(
         clean(batch.states[row, number + 1]), a, b, std, sigma - jnp.append(sigmas, 0.0)[step + 1]
     )

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from solrl_jax.models.backbone import Backbone
-from solrl_jax.config.presets import from_yaml, override, preset_names, resolve, setting
-from solrl_jax.config.schema import Config, Reward
+from solrl_jax.config.overrides import text_override
+from solrl_jax.config.presets import override, preset_names, resolve
+from solrl_jax.config.serialization import from_yaml
+from solrl_jax.config.schema import Config, Reward, is_plugin
 from solrl_jax.config.values import ConfigError
 from solrl_jax.rl.trainable.trainable import Trainable, find_targets
 from solrl_jax.rl.state import abstract_state, read_start
@@ -44,17 +46,26 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
         for name in (*trained, *(f"lora.{field.name}" for field in dataclasses.fields(own.lora))):
             if (value := operator.attrgetter(name)(config)) != operator.attrgetter(name)(own):
                 raise InputError(f"{name}={value}: {target} is a run and has its own adapters; leave it out")
-        blank = dataclasses.replace(own, reward=dataclasses.replace(own.reward, weights={"": 1.0}, watched=(), options={}))
+        blank = dataclasses.replace(own, reward=dataclasses.replace(own.reward, weights={"": 1.0}, eval_only=(), options={}))
         said = _outside(override(blank, overrides).reward)  # by this command line
         if not trust and (foreign := sorted(_outside(config.reward) - said)):
             how = "add --trust-run if you trust whoever wrote it, or name the rewards yourself: reward.weights={NAME: 1}"
             raise InputError(f"{target}: scores with {', '.join(foreign)}, which it brings from outside the package; {how}")
+        objective = config.algorithm.objective
+        if not trust and is_plugin(objective) and not _names_objective(overrides):
+            how = "add --trust-run if you trust whoever wrote it, or name an objective of the package: algorithm.objective=nft"
+            raise InputError(f"{target}: trains with {objective}, which it brings from outside the package; {how}")
         return config, Path(target)
     if target in preset_names():
         return resolve(target, overrides), None
     if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):
         raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
-    return resolve(preset, (setting("model.path", target), *overrides)), None
+    return resolve(preset, (text_override("model.path", target), *overrides)), None
+
+
+def _names_objective(overrides: tuple[str, ...]) -> bool:
+    """Whether the command line itself chooses the objective, so that it does not come from the run directory."""
+    return any(override.partition("=")[0] == "algorithm.objective" for override in overrides)
 
 
 def _outside(reward: Reward) -> set[str]:
@@ -65,7 +76,7 @@ def _outside(reward: Reward) -> set[str]:
         yield from [value] if isinstance(value, str) and ":" in value else []
         yield from (text for part in parts for text in texts(part))
 
-    return ({*reward_names((*reward.weights, *reward.watched))} - {*REWARDS}) | {*texts(reward.options)}
+    return ({*reward_names((*reward.weights, *reward.eval_only))} - {*REWARDS}) | {*texts(reward.options)}
 
 
 def is_run(path: str | Path) -> bool:
@@ -141,7 +152,7 @@ def _damage_told() -> Iterator[None]:
 
 
 def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Trainable, int]:
-    """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.init`), and 0."""
+    """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.path`), and 0."""
     if run is not None:
         return load_ema(run, config, backbone, path)
     targets = find_targets(backbone.pipeline.transformer, config)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt32
 
 from solrl_jax.data.prompts import Prompt, draw_prompts
-from solrl_jax.config.sizes import evaluated_size
+from solrl_jax.config.sizes import evaluation_size
 from solrl_jax.rl.explore.monitor import ExplorationSetting
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.rl.generate import SeedBatch, Samples, generate
@@ -31,10 +31,10 @@ class Evaluation:
 
 
 def evaluate(experiment: Experiment, adapters: Trainable, progress: Show = _silent) -> Evaluation:
-    """Scores `eval.images_per_prompt` pictures of each of the first `eval.prompts` test prompts."""
+    """Scores `eval.num_images_per_prompt` pictures of each of the first `eval.num_prompts` test prompts."""
     config = experiment.config.eval
-    samples = _sample(experiment, adapters, *_held_out(experiment, config.prompts, config.images_per_prompt), progress)
-    scores = {name: s.reshape(config.prompts, -1) for name, s in samples.scores.items()}
+    samples = _sample(experiment, adapters, *_held_out(experiment, config.num_prompts, config.num_images_per_prompt), progress)
+    scores = {name: s.reshape(config.num_prompts, -1) for name, s in samples.scores.items()}
     finite = {name: s[np.isfinite(s)] for name, s in scores.items()}
     means = {name: float(s.mean(dtype=float)) if s.size else float("nan") for name, s in finite.items()}
     errors = {name: float(s.std(dtype=float) / np.sqrt(s.size)) if s.size else float("nan") for name, s in finite.items()}
@@ -45,14 +45,14 @@ def setting(experiment: Experiment) -> str:
     """All that a figure of `evaluate` depends on beside the policy, in one line. The hash is of the prompts, a line each."""
     config = experiment.config.eval
     rollout = experiment.config.rollout
-    (height, width) = evaluated_size(experiment.config)
-    prompts = "".join(f"{prompt}\n" for prompt in experiment.test_prompts[: config.prompts])
+    (height, width) = evaluation_size(experiment.config)
+    prompts = "".join(f"{prompt}\n" for prompt in experiment.test_prompts[: config.num_prompts])
     digest = hashlib.sha256(prompts.encode()).hexdigest()[:12]
-    noise = " without noise" if rollout.eta else ""
-    true = f", true guidance {rollout.true_guidance:g}" if rollout.true_guidance != 1 else ""
+    noise = " without noise" if rollout.noise_level else ""
+    true = f", true guidance {rollout.true_cfg_scale:g}" if rollout.true_cfg_scale != 1 else ""
     return (
-        f"{config.prompts} prompts (sha256 {digest}) x {config.images_per_prompt} pictures of {width} x {height}; "
-        f"{rollout.solver}{noise}, {config.steps} steps, guidance {rollout.guidance:g}{true}, {rollout.precision}, "
+        f"{config.num_prompts} prompts (sha256 {digest}) x {config.num_images_per_prompt} pictures of {width} x {height}; "
+        f"{rollout.solver}{noise}, {config.num_steps} steps, guidance {rollout.guidance_scale:g}{true}, {rollout.precision}, "
         f"seed {config.seed}"
     )
 
@@ -99,9 +99,9 @@ class PictureGrid:
 
 
 def sample_grid(experiment: Experiment, adapters: Trainable) -> PictureGrid:
-    """`eval.grid` pictures in all, four a prompt."""
-    each = min(4, experiment.config.eval.grid)
-    count = min(experiment.config.eval.grid // each, len(experiment.test_prompts))
+    """`eval.num_grid_images` pictures in all, four a prompt."""
+    each = min(4, experiment.config.eval.num_grid_images)
+    count = min(experiment.config.eval.num_grid_images // each, len(experiment.test_prompts))
     return _pictures(experiment, adapters, *_held_out(experiment, count, each))
 
 
@@ -125,7 +125,7 @@ class Differing:
     def draw(self, experiment: Experiment, adapters: Trainable) -> PictureGrid:
         """The pictures as a policy makes them. A picture is its seed: they look as they did when they were scored."""
         config = experiment.config.eval
-        prompts, seeds = _held_out(experiment, config.prompts, config.images_per_prompt)
+        prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
         seeds = np.take_along_axis(seeds[self.prompts], self.pictures[..., None], axis=1)
         return _pictures(experiment, adapters, [prompts[i] for i in self.prompts], seeds)
 
@@ -142,7 +142,7 @@ class PoolPictures:
 def pool_pictures(
     experiment: Experiment, old: Trainable, level: ExplorationSetting, ledger: Mapping[str, Any], iteration: int
 ) -> PoolPictures:
-    """Draws candidates of an iteration again, `eval.grid` in all, four a prompt. A candidate is its seed: it looks the same.
+    """Draws candidates of an iteration again, `eval.num_grid_images` in all, four a prompt. A candidate is its seed: it looks the same.
 
     Args:
       old: the adapters that the iteration explored and regenerated with.
@@ -153,9 +153,9 @@ def pool_pictures(
     config = experiment.config
     rollout = experiment.config.rollout
     explorer = experiment.explorer
-    prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.prompts)
-    each = min(4, config.eval.grid, rollout.kept)
-    count = min(config.eval.grid // each, len(prompts))
+    prompts = draw_prompts(experiment.train_prompts, config.seed, iteration - 1, config.train.num_prompts)
+    each = min(4, config.eval.num_grid_images, rollout.kept)
+    count = min(config.eval.num_grid_images // each, len(prompts))
     rank, kept = (np.asarray(ledger[name]).reshape(len(prompts), -1)[:count] for name in ("rank", "kept"))
     of_kept = np.argsort(np.where(kept, rank, rank + rollout.candidates), axis=1)[:, : rollout.kept]
     candidates = np.concatenate([of_kept[:, : each - each // 2], of_kept[:, rollout.kept - each // 2 :]], axis=1)
@@ -171,7 +171,7 @@ def pool_pictures(
     start = rollout.window_start(iteration)
     stages = {"explored": draw(explorer.sampler(old, level, start))}
     if rollout.regenerate:
-        stages["regenerated"] = draw(experiment.sampler("regenerate", old, rollout.steps, start))
+        stages["regenerated"] = draw(experiment.sampler("regenerate", old, rollout.num_steps, start))
     return PoolPictures(prompts[:count], candidates, stages)
 
 
@@ -197,6 +197,6 @@ def _sample(
 ) -> Samples:
     config = experiment.config
     reward = experiment.evaluation_reward
-    stage = experiment.with_size(evaluated_size(config)).sampler("evaluate", adapters, config.eval.steps, start=None)
+    stage = experiment.with_size(evaluation_size(config)).sampler("evaluate", adapters, config.eval.num_steps, noise_start=None)
     prompted = experiment.encode_prompts(prompts, reward)
     return generate(experiment.backbone, stage, prompted, SeedBatch.from_seeds(seeds), reward, keep_images=keep_images, progress=progress)

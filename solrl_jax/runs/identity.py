@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from solrl_jax.config.presets import to_yaml
+from solrl_jax.config.serialization import drop_defaults, to_yaml
 from solrl_jax.config.schema import Config
 from solrl_jax.quant.formats import AUTO, resolve_format
 from solrl_jax.rewards.registry import reward_name, reward_names
@@ -29,8 +29,8 @@ from solrl_jax.rl.experiment import local_device
 
 # settings that the adapters do not depend on; the cache holds the very bits that would be computed
 FREE = (
-    "version", "run", "eval", "mesh", "preset", "prompts.test", "train.iterations", "model.cache",
-    "reward.watched", "reward.workers", "reward.timeout", "reward.on_failure",
+    "version", "run", "eval", "mesh", "preset", "prompts.test", "train.iterations", "model.prompt_cache_dir",
+    "reward.eval_only", "reward.workers", "reward.timeout", "reward.on_failure",
 )  # fmt: skip
 # what a run writes besides config.yaml, which it writes first
 RECORDS = ("checkpoints", "ledger", "metrics.jsonl", "pictures", "profile", "report.html", "run.json")
@@ -101,10 +101,13 @@ def _recorded(folder: Path) -> dict[str, Any]:
 def fingerprint(config: Config, explored_in: str) -> str:
     """A hash of all that the trained adapters depend on. A run may resume another with the same fingerprint.
 
+    Only settings that differ from the defaults are hashed, so that a field that is added later does not change it.
+
     explored_in: the format that `rollout.explore.precision` stands for on the devices of the run.
     """
     tree = _bound(config)
     tree["rollout"]["explore"]["precision"] = explored_in
+    tree = drop_defaults(tree)
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 

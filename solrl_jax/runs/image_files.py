@@ -39,7 +39,7 @@ _GAP = 4  # pixels between images
 _SMALLEST = 96
 _LARGEST = 384
 _CELLS = "Cells"  # the metadata of a PNG file of `save_grid` that has the facts of its images
-_MOST_CELLS = 2**11  # images in a file that is read: two stages of a pool of the largest `eval.grid`
+_MOST_CELLS = 2**11  # images in a file that is read: two stages of a pool of the largest `eval.num_grid_images`
 # pixels: the frame of an image of `save_before_after`, the tick or cross in its corner
 _FRAME = 4
 _MARK = 20

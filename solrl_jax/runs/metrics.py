@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from solrl_jax.config.values import MOST_NUMBER
+from solrl_jax.config.values import MAX_NUMBER
 from solrl_jax.errors import InputError, first_line
 from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.storage.readers import parse_json, read_bytes, read_text, strict
@@ -58,7 +58,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
             row = parse_json(line[:MOST_LINE])  # what is longer is no JSON then
             known = [value for value in row.values() if value is not None]
             if type(row["iteration"]) is not int or not all(
-                type(value) in (int, float) and abs(value) <= MOST_NUMBER for value in known
+                type(value) in (int, float) and abs(value) <= MAX_NUMBER for value in known
             ):
                 raise ValueError
             rows.append(row)

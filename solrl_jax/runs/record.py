@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from solrl_jax.config.batch import batch_line
+from solrl_jax.config.batch import describe_batch
 from solrl_jax.rl.explore.option import active_levers
 from solrl_jax.rl.explore.linears import report as report_linears
 from solrl_jax.rl.explore.linears import totals
@@ -36,7 +36,7 @@ def describe(experiment: Experiment, folder: Path, done: int, report: TerminalPr
     exploration = facts["exploration"]
     levers = f", with {', '.join(exploration['levers'])}" if exploration["levers"] else ""
     report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {exploration['means']}{levers}")
-    report.line(batch_line(config, row_groups(mesh)))
+    report.line(describe_batch(config, row_groups(mesh)))
     return facts
 
 
@@ -51,7 +51,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
     explorer = experiment.explorer
     mesh = backbone.mesh
     pipeline = backbone.pipeline
-    rows = report_linears(backbone.transformer, config.model.quantize, explorer.format, explorer.explore)
+    rows = report_linears(backbone.transformer, config.model.quantization, explorer.format, explorer.explore)
     return {
         "solrl_jax": importlib.metadata.version("solrl_jax"),
         "python": platform.python_version(),
@@ -69,9 +69,9 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         "evaluation": setting(experiment),
         "remat": pipeline.remat,
         "parameters": {
-            "transformer": pipeline.transformer.size,
-            **{name: component.size for name, component in pipeline.text_encoders.items()},
-            "vae": pipeline.vae.size,
+            "transformer": pipeline.transformer.num_parameters,
+            **{name: component.num_parameters for name, component in pipeline.text_encoders.items()},
+            "vae": pipeline.vae.num_parameters,
         },
         "adapted": list(experiment.targets.adapted),
         "trained_in_full": list(experiment.targets.whole),

@@ -19,7 +19,7 @@ import numpy as np
 
 from solrl_jax.config.presets import preset_names, resolve
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import MOST_NUMBER, shown
+from solrl_jax.config.values import MAX_NUMBER, brief_repr
 from solrl_jax.runs import ledger
 from solrl_jax.runs import metrics
 from solrl_jax.runs.directory import read_run
@@ -127,7 +127,7 @@ def _run(folder: Path, name: str, most_rows: int) -> dict[str, Any]:
         "preset": _flat(resolve(config.preset, ())) if config.preset in preset_names() else None,
         "facts": read_facts(folder),
         "trained": list(config.reward.weights),
-        "watched": list(config.reward.watched),
+        "watched": list(config.reward.eval_only),
         "metrics": {key: [row.get(key) for row in rows] for key in columns},
         "ledger": _ledger(folder / "ledger", most_rows),
         "grids": _pictures(folder / "pictures", "iteration"),
@@ -178,8 +178,8 @@ def _plan(path: Path) -> dict[str, Any]:
 
 def _number(value: Any) -> float:
     """A number as a float. Raises ValueError for anything else, and for what no float32 holds."""
-    if type(value) not in (int, float) or not abs(value) <= MOST_NUMBER:
-        raise ValueError(f"{shown(value)} is no number")
+    if type(value) not in (int, float) or not abs(value) <= MAX_NUMBER:
+        raise ValueError(f"{brief_repr(value)} is no number")
     return float(value)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from solrl_jax.data.prompts import draw_prompts
 from solrl_jax.config.schema import Config
-from solrl_jax.config.sizes import trained_sizes
+from solrl_jax.config.sizes import training_sizes
 from solrl_jax.rl.explore.monitor import WINDOW, level_after
 from solrl_jax.parallel import hosts
 from solrl_jax.rl.trainable.trainable import Trainable
@@ -143,7 +143,7 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
         while done < config.train.iterations:
             level = hosts.agreed(lambda: _level(this))
             # which `iterate` gives away, for pictures of what it drew
-            old = jax.tree.map(jnp.copy, state.old) if config.eval.grid and _is_due(config, done + 1) else None
+            old = jax.tree.map(jnp.copy, state.old) if config.eval.num_grid_images and _is_due(config, done + 1) else None
             with profiling.traced(this.folder, done + 1, this.profile):
                 state, outcome = iterate(this.experiment, state, done + 1, level, report.stage)
                 done += 1  # also if its trace cannot be written
@@ -231,20 +231,20 @@ def _prepare(this: _Run, done: int) -> None:
     report = this.report
     last = config.train.iterations
     drawn = [experiment.train_prompts]
-    if (last - done) * config.train.prompts < 2 * len(experiment.train_prompts):  # else all of them, or nearly so, are drawn
-        drawn = [draw_prompts(experiment.train_prompts, config.seed, i, config.train.prompts) for i in range(done, last)]
-    shown = experiment.test_prompts[: max(config.eval.prompts, config.eval.grid)]
+    if (last - done) * config.train.num_prompts < 2 * len(experiment.train_prompts):  # else all of them, or nearly so, are drawn
+        drawn = [draw_prompts(experiment.train_prompts, config.seed, i, config.train.num_prompts) for i in range(done, last)]
+    shown = experiment.test_prompts[: max(config.eval.num_prompts, config.eval.num_grid_images)]
     calibrates = experiment.explorer.calibrates and done < last
     measured = experiment.explorer.calibration.prompts if calibrates else []
     prompts = list(dict.fromkeys([p for part in (*drawn, shown, measured) for p in part]))
     show = lambda rows, more: report.stage("encode", rows, more)
     encoders = experiment.backbone.text_encoders
-    encoders.encode_ahead([""], config.model.max_tokens, None, show)
-    encoders.encode_ahead(prompts, config.model.max_tokens, experiment.backbone.instruction, show)
+    encoders.encode_ahead([""], config.model.max_sequence_length, None, show)
+    encoders.encode_ahead(prompts, config.model.max_sequence_length, experiment.backbone.instruction, show)
     if calibrates:
         report.stage("calibrate", len(measured), 0)
         try:
-            for size in trained_sizes(config):
+            for size in training_sizes(config):
                 experiment.with_size(size).explorer.calibrate()
         except np.linalg.LinAlgError as error:
             raise RunError(f"stage 'calibrate': its values are not finite ({first_line(error)})") from error
@@ -252,7 +252,7 @@ def _prepare(this: _Run, done: int) -> None:
 
 def _level(this: _Run) -> int:
     """How the next iteration explores, of `Explorer.levels`; says so where the level changes."""
-    floor = this.config.rollout.explore.floor
+    floor = this.config.rollout.explore.min_rank_correlation
     ladder = this.experiment.explorer.settings
     if floor is None:
         return 0
@@ -293,10 +293,10 @@ def _evaluate(this: _Run, ema: Trainable, done: int) -> Row:
     """Scores of the averaged policy on the test prompts, and its picture."""
     config = this.config
     report = this.report
-    total = config.eval.prompts * config.eval.images_per_prompt
+    total = config.eval.num_prompts * config.eval.num_images_per_prompt
     report.stage("evaluate", total, 0)
     result = evaluate(this.experiment, ema, lambda rows: report.stage("evaluate", total, rows))
-    if config.eval.grid:
+    if config.eval.num_grid_images:
         shown = sample_grid(this.experiment, ema)
         path = this.folder / "pictures" / f"iteration-{done:06d}.png"
         columns = shown.images.shape[1]
@@ -309,8 +309,8 @@ def _evaluate(this: _Run, ema: Trainable, done: int) -> Row:
     row = {f"eval/{name}": mean for name, mean in result.means.items()}
     row |= {f"eval/{name}/standard_error": error for name, error in result.errors.items()}
     row |= {f"eval/reward_failures/{name}": float(count) for name, count in result.failed.items()}
-    if config.reward.watched:
-        lines = hosts.agreed(lambda: hacking_alarms(this.metrics.rows, row, config.reward.watched))
+    if config.reward.eval_only:
+        lines = hosts.agreed(lambda: hacking_alarms(this.metrics.rows, row, config.reward.eval_only))
         for line in lines:
             report.line(line)
         row["eval/hacking"] = float(bool(lines))
@@ -346,13 +346,13 @@ def _save(this: _Run, state: TrainState, done: int) -> None:
     """
     config = this.config
     named = fingerprint(this.config, this.experiment.explorer.format.name)
-    meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.prompts}
+    meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.num_prompts}
     this.saver.save(done, state, meta | this.experiment.text_hashes | {"evaluation": _evaluation(this, done) or None})
 
 
 def _finish(this: _Run, state: TrainState) -> None:
     """The picture of the whole run: before and after."""
-    if this.config.eval.grid:
+    if this.config.eval.num_grid_images:
         unchanged = jax.tree.map(jnp.zeros_like, state.ema)  # the base, through the program that is compiled already
         before = sample_grid(this.experiment, unchanged)
         after = sample_grid(this.experiment, state.ema)

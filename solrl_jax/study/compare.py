@@ -69,7 +69,7 @@ def read_course(run: Run, prices: Prices) -> Course:
     ranks = []
     for iteration in range(1, last + 1):
         table = ledger.read(run.folder / "ledger", iteration)
-        if len(table) != run.config.train.prompts * run.config.rollout.candidates:
+        if len(table) != run.config.train.num_prompts * run.config.rollout.candidates:
             cut = f"its ledger has {len(table)} rows of iteration {iteration}"
             raise InputError(f"{run.folder}: {cut}; remove it, and it is trained again")
         precision = table["precision"][0].as_py()

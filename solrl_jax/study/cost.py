@@ -37,7 +37,7 @@ class Prices:
         decoded and scored as that does.
         """
         rollout = config.rollout
-        prompts = config.train.prompts
+        prompts = config.train.num_prompts
         nan = float("nan")
         exact = rollout.explore.exact_steps
         full = self.network.get(rollout.precision, nan)
@@ -46,10 +46,10 @@ class Prices:
         redone = kept * rollout.regenerate
         explored = pool * ((steps - exact) * self.network.get(precision, nan) + exact * full)
         synced = 0.0 if precision == rollout.precision else self.synced
-        update = kept * config.trained_sigmas * self.trained
+        update = kept * config.num_train_sigmas * self.trained
         return (
             explored
-            + redone * rollout.steps * full
+            + redone * rollout.num_steps * full
             + (pool + redone) * self.scored
             + update
             + synced
@@ -59,8 +59,8 @@ class Prices:
 def evaluations(config: Config, steps: int) -> int:
     """Network evaluations of an iteration's exploration and regeneration."""
     rollout = config.rollout
-    return config.train.prompts * (
-        rollout.candidates * steps + rollout.kept * rollout.regenerate * rollout.steps
+    return config.train.num_prompts * (
+        rollout.candidates * steps + rollout.kept * rollout.regenerate * rollout.num_steps
     )
 
 
@@ -71,19 +71,19 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     """
     config = resolve(plan["preset"])
     rollout = config.rollout
-    prompts = config.train.prompts
+    prompts = config.train.num_prompts
     seconds = {stage["name"]: stage["seconds"] for stage in plan["stages"]}
     pool = prompts * rollout.candidates
     kept = prompts * rollout.kept
     network = {
-        plan["exploration"].split()[0]: seconds["explore"] / (pool * rollout.explore.steps),
-        rollout.precision: seconds["regenerate"] / (kept * rollout.steps),
+        plan["exploration"].split()[0]: seconds["explore"] / (pool * rollout.explore.num_steps),
+        rollout.precision: seconds["regenerate"] / (kept * rollout.num_steps),
     }
     return Prices(
         f"{config.model.name}-{plan['device']}",
         network,
         seconds["score"] / (pool + kept),
-        seconds["update"] / (kept * config.trained_sigmas),
+        seconds["update"] / (kept * config.num_train_sigmas),
         seconds.get("sync", 0.0),
     )
 

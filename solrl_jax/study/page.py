@@ -83,11 +83,11 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     heads += ["Spearman, kept", "true rank of best half", "worst half"]
     yield from _head("arm", heads)
     for name, arm in arms.items():
-        scores = [shown(arm["scores"].get(score)) for score in ("reward", *names)]
+        scores = [brief_repr(arm["scores"].get(score)) for score in ("reward", *names)]
         counted = [
             number(arm["cost"]),
             f"{arm['network_evaluations']:,}",
-            shown(arm["at_equal_cost"]["reward"]),
+            brief_repr(arm["at_equal_cost"]["reward"]),
         ]
         along = [arm["fidelity"].get(key) for key in ("spearman", "best", "worst")]
         places = [
@@ -112,14 +112,14 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for pair in pairs:
         mean, error = (100 * value for value in pair["final_share"])
         cells = [
-            shown(pair["final"], "+"),
-            shown((mean, error), "+", 1),
+            brief_repr(pair["final"], "+"),
+            brief_repr((mean, error), "+", 1),
             number(pair["cost_share"]),
         ]
         cells += [
-            f"{shown(pair['at_equal_cost']['reward'], '+')} at {number(pair['at_equal_cost']['cost'])} s"
+            f"{brief_repr(pair['at_equal_cost']['reward'], '+')} at {number(pair['at_equal_cost']['cost'])} s"
         ]
-        cells += [shown(pair["speed_up"][str(part)], digits=2) for part in PROGRESS]
+        cells += [brief_repr(pair["speed_up"][str(part)], digits=2) for part in PROGRESS]
         yield _row(f"`{pair['arm']}`, `{pair['against']}`", cells)
     yield ""
     yield "Differences seed by seed. Speed-up: how many times the other's cost to reach that part of its own gain."
@@ -134,7 +134,7 @@ def _row(first: str, cells: Sequence[str]) -> str:
     return f"| {' | '.join([first, *cells])} |"
 
 
-def shown(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
+def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
     """A mean ± its standard error."""
     if value is None or math.isnan(value[0]):
         return UNKNOWN

@@ -8,9 +8,11 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from solrl_jax.config.presets import known_keys, problem, resolve, setting
+from solrl_jax.config.overrides import text_override
+from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import ConfigError, Section, Seed, Text, shown
+from solrl_jax.config.validation import describe_error, field_names
+from solrl_jax.config.values import ConfigError, Section, Seed, Text, brief_repr
 from solrl_jax.errors import InputError, first_line
 from solrl_jax.storage.readers import MOST_YAML, parse_yaml, read_text
 
@@ -58,7 +60,7 @@ class Plan(Section):
             raise ConfigError(f"compared: {itself[0]!r} with itself")
         for seeds in (self.seeds, self.quick.seeds):
             if len(set(seeds)) < len(seeds):
-                raise ConfigError(f"seeds={shown(list(seeds))}: must differ")
+                raise ConfigError(f"seeds={brief_repr(list(seeds))}: must differ")
             if (runs := len(self.arms) * len(seeds)) > MOST_RUNS:
                 raise ConfigError(
                     f"seeds: {runs} runs of {len(self.arms)} arms; must be at most {MOST_RUNS}"
@@ -105,7 +107,7 @@ def read_plan(name: str) -> Plan:
         def unknown(key):
             return f"unknown key '{key}': expected one of {', '.join(f.name for f in dataclasses.fields(Plan))}"
 
-        found = (problem(error, "a plan", unknown) for error in errors.errors())
+        found = (describe_error(error, "a plan", unknown) for error in errors.errors())
         raise ConfigError("; ".join(f"{path}: {text}" for text in found if text)) from None
 
 
@@ -113,7 +115,9 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
     """All runs, in directories `out/ARM-SEED`: the first seed of every arm, then the second. Raises ConfigError."""
     last = (*(plan.quick.overrides if quick else ()), *overrides)
     problems = [
-        f"sweeps: {setting} is no setting" for setting in plan.sweeps if setting not in known_keys()
+        f"sweeps: {setting} is no setting"
+        for setting in plan.sweeps
+        if setting not in field_names()
     ]
     given = (*plan.overrides, *(setting for own in plan.arms.values() for setting in own), *last)
     problems += [
@@ -129,7 +133,7 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
                 *own,
                 *last,
                 f"seed={seed}",
-                setting("run.dir", str(out / f"{arm}-{seed}")),
+                text_override("run.dir", str(out / f"{arm}-{seed}")),
             )
             try:
                 runs.append(Run(arm, resolve(plan.preset, arguments), (plan.preset, *arguments)))

@@ -339,7 +339,7 @@ def test_memory_that_is_used_up_is_one_line_with_what_would_help(error):
     assert code == 1
     assert line.startswith("out of memory: ")
     assert line.endswith(
-        "a smaller rollout.chunk, optimizer.micro_batch or model.tile, or model.remat=blocks needs less"
+        "a smaller rollout.per_device_batch_size, optimizer.per_device_batch_size or model.vae_tile_size, or model.gradient_checkpointing=blocks needs less"
     )
 
 
@@ -441,18 +441,18 @@ def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_pa
         "reward=tiny-clip",
         "rollout.schedule=sd3",
         "train.iterations=1",
-        "eval.grid=0",
+        "eval.num_grid_images=0",
     ]
     command += [f"run.dir={tmp_path / 'run'}", "--json"]
     # what does not fit leaves nothing that would make the directory another run's
     for change, said in (
         (
-            f"lora.init={tmp_path / 'nowhere'}",
-            f"lora.init='{tmp_path / 'nowhere'}': {tmp_path / 'nowhere'}: no such file",
+            f"lora.path={tmp_path / 'nowhere'}",
+            f"lora.path='{tmp_path / 'nowhere'}': {tmp_path / 'nowhere'}: no such file",
         ),
-        (f"lora.init={start} lora.rank=8", "is of rank 32, but lora.rank=8; they must be equal"),
+        (f"lora.path={start} lora.rank=8", "is of rank 32, but lora.rank=8; they must be equal"),
         (
-            f"lora.init={start} lora.targets=[transformer_blocks/attn1/to_q/kernel]",
+            f"lora.path={start} lora.target_modules=[transformer_blocks/attn1/to_q/kernel]",
             "transformer_blocks/attn2/to_v/kernel",
         ),
     ):
@@ -461,7 +461,7 @@ def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_pa
         assert said in error
         assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
 
-    code, out, error = call(*command, f"lora.init={start}")
+    code, out, error = call(*command, f"lora.path={start}")
     assert code == 0, error
     began = json.loads(out.strip().splitlines()[-1])
     assert began["before"] == summary["after"]  # to the last bit
@@ -469,13 +469,13 @@ def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_pa
     assert began["after"] != began["before"]
 
     start.unlink()  # not read again
-    code, out, error = call(*command, f"lora.init={start}")
+    code, out, error = call(*command, f"lora.path={start}")
     assert code == 0, error
     assert "resuming after iteration 1" in error
     assert json.loads(out.strip().splitlines()[-1]) == began
     code, _, error = call(*command)
     assert code == 2
-    assert "holds another run (lora.init: '" in error
+    assert "holds another run (lora.path: '" in error
     assert "start.safetensors' there, None here)" in error
 
 
@@ -486,7 +486,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         for o in SMALL
         if o.startswith(("eval", "rollout", "train", "optimizer", "mesh", "algorithm"))
     ]
-    overrides += ["reward=tiny-clip", "rollout.schedule=sd3", f"lora.init={exported}"]
+    overrides += ["reward=tiny-clip", "rollout.schedule=sd3", f"lora.path={exported}"]
     code, out, _ = call("eval", "embedded:tiny-sana", *overrides, "--json")
     assert code == 0
     means = {f"eval/{k}": v for k, v in json.loads(out.strip().splitlines()[-1])["means"].items()}
@@ -550,8 +550,8 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
             "--checkpoint 7: {run}/checkpoints has 1, 2",
         ),
         (
-            ("eval", "{run}", "lora.init={dir}/x"),
-            "lora.init={dir}/x: {run} is a run and has its own adapters; leave it out",
+            ("eval", "{run}", "lora.path={dir}/x"),
+            "lora.path={dir}/x: {run} is a run and has its own adapters; leave it out",
         ),
         (
             ("rank", "{run}", "lora.alpha=1"),
@@ -630,10 +630,10 @@ def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):
         "a cat": {},
         "a dog": {"tag": "one"},
     }
-    code, _, err = call("presets", "train.prompts=1")
+    code, _, err = call("presets", "train.num_prompts=1")
     assert (code, err) == (
         2,
-        "solrl: train.prompts=1: settings are for one preset; expected --show PRESET before them\n",
+        "solrl: train.num_prompts=1: settings are for one preset; expected --show PRESET before them\n",
     )
 
 
@@ -655,7 +655,7 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "rollout.kept=97"), "must be at most rollout.candidates"),
         (("train", "tiny", "rollout.kept=3"), "must be even"),
         (("train", "tiny", "train.iterations=x"), "expected an integer"),
-        (("train", "tiny", "rollout.steps=0"), "must be at least 1"),
+        (("train", "tiny", "rollout.num_steps=0"), "must be at least 1"),
         (("train", "tiny", "explore=papers"), "unknown explore 'papers': did you mean 'paper'"),
         (
             ("train", "tiny", "prompts.train=nowhere.txt"),
@@ -663,8 +663,8 @@ def test_presets_lists_them_all(call):
         ),
         (("train", "tiny", "reward.weights={beauty: 1}"), "unknown reward 'beauty'"),
         (
-            ("train", "tiny", "lora.targets=[blocks/nothing]"),
-            "lora.targets: 'blocks/nothing' matches no parameter",
+            ("train", "tiny", "lora.target_modules=[blocks/nothing]"),
+            "lora.target_modules: 'blocks/nothing' matches no parameter",
         ),
         (
             ("train", "tiny", "model.path=embedded:big-sana"),
@@ -673,13 +673,13 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "model.height=30"), "size 30x32"),
         (
             ("train", "tiny", "rollout.size=[[32,32],[24,30]]"),
-            "rollout.size: size 24x30: this model takes multiples of 4 pixels down and 4 across",
+            "rollout.size: size 24x30: this model supports heights in multiples of 4 pixels and widths in multiples of 4",
         ),
         (
             ("eval", "embedded:tiny-sana", "eval.size=[30,32]"),
-            "eval.size: size 30x32: this model takes multiples of 4 pixels",
+            "eval.size: size 30x32: this model supports heights in multiples of 4 pixels",
         ),
-        (("train", "tiny", "eval.prompts=5000"), "eval.prompts=5000: must be at most"),
+        (("train", "tiny", "eval.num_prompts=5000"), "eval.num_prompts=5000: must be at most"),
         (("train", "tiny", "mesh.data=64"), "mesh.data=64"),
         (("train", "sana_sol_rl_pickscore"), "reward 'pickscore': yuvalkirstain/PickScore_v1"),
         (("eval", "nowhere"), "'nowhere': no run directory and no preset"),

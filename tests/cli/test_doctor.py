@@ -20,7 +20,7 @@ HPS = "HPS_v2.1_compressed"
 PROMPTS = (
     "prompts.train=embedded:shapes-train",
     "prompts.test=embedded:shapes-test",
-    "eval.prompts=8",
+    "eval.num_prompts=8",
 )
 
 
@@ -56,7 +56,7 @@ def test_the_embedded_preset_lacks_nothing(diagnosed):
     code, said = diagnosed("tiny")
     assert (code, said["missing"], said["downloads"]) == (0, [], [])
     pipeline = doctor.open_configurations("embedded:tiny-sana")
-    assert said["weights"]["transformer"] == 2 * pipeline.transformer.size
+    assert said["weights"]["transformer"] == 2 * pipeline.transformer.num_parameters
 
 
 def test_all_that_a_released_preset_lacks_is_told_at_once(diagnosed):
@@ -76,7 +76,7 @@ def test_all_that_a_released_preset_lacks_is_told_at_once(diagnosed):
 
 def test_offline_a_download_is_missing(diagnosed, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    code, said = diagnosed("flux1_sol_rl_clipscore", *PROMPTS, "train.prompts=4")
+    code, said = diagnosed("flux1_sol_rl_clipscore", *PROMPTS, "train.num_prompts=4")
     assert code == 1
     names = ("black-forest-labs/FLUX.1-dev", "openai/clip-vit-large-patch14")
     assert said["missing"] == [

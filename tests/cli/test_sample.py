@@ -450,7 +450,7 @@ def test_latents_that_cannot_be_used_are_one_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--size", "33x32"], "size 33x32: this model takes multiples of 4 pixels"),
+        (["--size", "33x32"], "size 33x32: this model supports heights in multiples of 4 pixels"),
         (["--size", "32"], "--size '32': expected HEIGHTxWIDTH"),
         (["--size", "32x"], "--size '32x': expected HEIGHTxWIDTH"),
         (["--size", "0x32"], "--size '0x32': expected HEIGHTxWIDTH"),

@@ -57,7 +57,8 @@ def test_only_a_line_end_ends_a_prompt(tmp_path, inside):
 def test_a_file_without_a_prompt_is_refused(tmp_path, content):
     path = write(tmp_path, content)
     with pytest.raises(
-        InputError, match=re.escape(f"prompts.train={path!r}: holds no prompt; expected one a line")
+        InputError,
+        match=re.escape(f"prompts.train={path!r}: holds no prompt; expected one per line"),
     ):
         load_prompts(path, "prompts.train")
 
@@ -142,9 +143,8 @@ def test_the_embedded_test_prompts_are_not_trained_on(kind):
 
 
 def test_an_embedded_set_that_is_not_there_is_refused_with_those_that_are():
-    message = (
-        f"prompts.test='embedded:cats': no such embedded prompt set; there are {', '.join(SETS)}"
-    )
+    names = ", ".join(SETS)
+    message = f"prompts.test='embedded:cats': no such embedded prompt set; expected one of {names}"
     with pytest.raises(InputError, match=re.escape(message)):
         load_prompts("embedded:cats", "prompts.test")
 
@@ -182,7 +182,7 @@ def test_a_draw_is_a_function_of_its_arguments():
 
 
 def test_over_many_epochs_what_is_dropped_is_not_always_the_same():
-    """Twelve prompts, five an iteration: two are left out of every epoch, each of them equally often."""
+    """With twelve prompts and five per iteration, every epoch leaves out two, in turn."""
     drawn = draw(range(2 * 600), 5)
     counts = [drawn.count(p) for p in PROMPTS]
     assert counts == pytest.approx([500] * 12, abs=40)  # a standard deviation is 9

@@ -1,4 +1,4 @@
-"""Captions and their grammar, the held-out split, and the properties of pictures that the verifier relies on."""
+"""Captions and their grammar, the held-out split, and what the verifier needs of images."""
 
 import dataclasses
 
@@ -44,9 +44,9 @@ def any_scene(draw):
     return Scene((first, draw(groups.filter(fits))), draw(st.sampled_from(scenes.RELATIONS)))
 
 
-def coverage(picture, colour):
-    """How much `colour` covers each pixel: its position on the line from the background, 0 for pixels beside this line."""
-    offset = picture - BACKGROUND
+def coverage(image, colour):
+    """How much `colour` covers each pixel, [h, w]; 0 for pixels that are no mixture with it."""
+    offset = image - BACKGROUND
     tint = np.asarray(scenes.PALETTE[colour]) - BACKGROUND
     share = offset @ tint / (tint @ tint)
     on_line = (
@@ -182,12 +182,12 @@ def test_too_many_prompts_are_refused(monkeypatch):
 
 @unhurried
 @given(any_scene(), st.integers(0, 2**32 - 1), st.sampled_from([32, 48, 64]))
-def test_pictures_hold_whole_separate_objects_in_the_asked_relation(scene, seed, size):
-    picture = drawing.render(scene, np.random.default_rng(seed), size).astype(np.float64)
-    assert picture.shape == (size, size, 3)
-    everything = sum(coverage(picture, c) for c in {g.colour for g in scene.groups})
+def test_images_hold_whole_separate_objects_in_the_asked_relation(scene, seed, size):
+    image = drawing.render(scene, np.random.default_rng(seed), size).astype(np.float64)
+    assert image.shape == (size, size, 3)
+    everything = sum(coverage(image, c) for c in {g.colour for g in scene.groups})
     # each pixel is the background, or on the line from it to one of the asked colours
-    assert np.abs(picture - BACKGROUND)[everything < 0.02].max() < 8
+    assert np.abs(image - BACKGROUND)[everything < 0.02].max() < 8
     boxes = _object_boxes(everything > 0.02)
     assert len(boxes) == sum(g.count for g in scene.groups)
     assert boxes.min() >= 0
@@ -201,7 +201,7 @@ def test_pictures_hold_whole_separate_objects_in_the_asked_relation(scene, seed,
     colours = [g.colour for g in scene.groups]
     if colours[0] == colours[1]:
         return  # only their shapes differ
-    first, second = (_object_boxes(coverage(picture, c) > 0.02) for c in colours)
+    first, second = (_object_boxes(coverage(image, c) > 0.02) for c in colours)
     axis = int(scene.relation in ("above", "below"))
     if scene.relation in ("below", "right of"):
         first, second = second, first
@@ -239,10 +239,10 @@ def test_sizes_and_shapes_cover_the_area_they_should(size, shape):
 
 
 def test_triangles_point_up():
-    picture = drawing.render(
+    image = drawing.render(
         Scene((Group(1, "large", "red", "triangle"),), None), np.random.default_rng(0)
     )
-    rows = coverage(picture, "red").sum(1)
+    rows = coverage(image, "red").sum(1)
     rows = rows[rows > 0.5]
     assert np.all(np.diff(rows[:-1]) > 0)  # the last row may be half covered
 

@@ -1,4 +1,4 @@
-"""The verifier on rendered scenes: right pictures pass, clean or degraded; pictures with one wrong attribute fail."""
+"""The verifier on rendered scenes: correct images pass; images with a wrong attribute fail."""
 
 import dataclasses
 import functools
@@ -14,27 +14,28 @@ from pretrain import drawing
 from scipy.ndimage import gaussian_filter, label
 
 from solrl_jax.data.shapes import scenes, verifier
+from solrl_jax.data.shapes.components import label_components
 
-N = 800  # pictures of the tests that measure a rate
-FEW = 64  # pictures of the other tests: only two batch sizes, because each takes seconds to compile
+N = 800  # images of the tests that measure a rate
+FEW = 64  # images of the other tests: only two batch sizes, because each takes seconds to compile
 
 
 @functools.cache
 def rendered():
-    """N scenes with their captions and pictures, float32 in [0, 1]."""
+    """N scenes with their captions and images, float32 in [0, 1]."""
     rng = np.random.default_rng(11)
     drawn = [drawing.draw_scene(rng) for _ in range(N)]
-    return drawn, [drawing.caption(s) for s in drawn], _pictures(drawn, rng)
+    return drawn, [drawing.caption(s) for s in drawn], render(drawn, rng)
 
 
-def _pictures(drawn, rng, size=scenes.BASE):
+def render(drawn, rng, size=scenes.BASE):
     return np.stack([drawing.render(s, rng, size) for s in drawn]).astype(np.float32) / 255
 
 
-def _degraded(pictures, blur, noise):
-    pictures = gaussian_filter(pictures, (0, blur, blur, 0), mode="nearest") if blur else pictures
-    pictures = pictures + np.random.default_rng(2).normal(0, noise, pictures.shape)
-    return np.clip(pictures, 0, 1).astype(np.float32)
+def _degraded(images, blur, noise):
+    images = gaussian_filter(images, (0, blur, blur, 0), mode="nearest") if blur else images
+    images = images + np.random.default_rng(2).normal(0, noise, images.shape)
+    return np.clip(images, 0, 1).astype(np.float32)
 
 
 def _take(tree, index):
@@ -42,7 +43,9 @@ def _take(tree, index):
 
 
 def test_targets_read_the_captions():
-    t = verifier.targets(["two small red circles left of a blue square", "three cyan triangles"])
+    t = verifier.parse_targets(
+        ["two small red circles left of a blue square", "three cyan triangles"]
+    )
     np.testing.assert_array_equal(t.count, [[2, 1], [3, 0]])
     np.testing.assert_array_equal(t.colour, [[0, 2], [5, 0]])
     np.testing.assert_array_equal(t.shape, [[0, 1], [2, 0]])
@@ -50,31 +53,31 @@ def test_targets_read_the_captions():
     np.testing.assert_array_equal(t.relation, [2, -1])
     assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(t))
     with pytest.raises(ValueError, match="a red dog"):
-        verifier.targets(["a red dog"])
+        verifier.parse_targets(["a red dog"])
 
 
-def test_a_picture_may_be_large():
-    """Areas times labels pass 32 bits, and a label has far to go."""
+def test_an_image_may_be_large():
+    """At 1024 px, areas times labels exceed 32 bits, and labels propagate far."""
     rng = np.random.default_rng(0)
     scene = drawing.draw_scene(rng)
     verdict = verifier.verify(
-        _pictures([scene], rng, 1024), verifier.targets([drawing.caption(scene)])
+        render([scene], rng, 1024), verifier.parse_targets([drawing.caption(scene)])
     )
     assert verdict.strict.all()
     assert verdict.score[0] > 0.98
 
 
-def test_a_picture_need_not_be_a_square():
-    """Of 24 x 43 pixels, as large as 32 x 32: the middle rows of scenes that lie within, between columns of background."""
-    _, prompts, pictures = rendered()
+def test_an_image_need_not_be_a_square():
+    """Scenes that fit are cut to 24 x 43 pixels, which have the area of 32 x 32."""
+    _, prompts, images = rendered()
     blank = np.float32(scenes.BACKGROUND) / 255
-    within = np.flatnonzero(
-        np.abs(np.delete(pictures, np.s_[4:28], 1) - blank).max((1, 2, 3)) < 0.1
-    )[:FEW]
+    within = np.flatnonzero(np.abs(np.delete(images, np.s_[4:28], 1) - blank).max((1, 2, 3)) < 0.1)[
+        :FEW
+    ]
     wide = np.broadcast_to(blank, (FEW, 24, 43, 3)).copy()
-    wide[:, :, 5:37] = pictures[within][:, 4:28]
-    targets = verifier.targets([prompts[i] for i in within])
-    square, cut = (verifier.verify(images, targets) for images in (pictures[within], wide))
+    wide[:, :, 5:37] = images[within][:, 4:28]
+    targets = verifier.parse_targets([prompts[i] for i in within])
+    square, cut = (verifier.verify(images, targets) for images in (images[within], wide))
     assert len(within) == FEW
     assert cut.strict.mean() > 0.95
     assert np.abs(cut.score - square.score).mean() < 0.01
@@ -82,30 +85,31 @@ def test_a_picture_need_not_be_a_square():
     assert wrong.score.mean() < square.score.mean() - 0.2
 
 
-def test_right_pictures_pass():
-    _, prompts, pictures = rendered()
-    verdict = verifier.verify(pictures, verifier.targets(prompts))
+def test_correct_images_pass():
+    _, prompts, images = rendered()
+    verdict = verifier.verify(images, verifier.parse_targets(prompts))
     assert verdict.score.dtype == jnp.float32
     assert verdict.strict.dtype == jnp.bool_
     assert verdict.strict.mean() >= 0.995
     assert verdict.score.min() > 0.95
 
 
-# blur, noise: Gaussian standard deviations in pixels and in RGB of [0, 1]; share: least rate of passes; score: least mean
+# blur, noise: Gaussian standard deviations in pixels and in RGB of [0, 1]; share: least rate of
+# passes; score: least mean
 @pytest.mark.parametrize(
     ("blur", "noise", "share", "score"),
     [(0, 0.03, 0.99, 0.98), (0.5, 0.03, 0.99, 0.95), (0.7, 0.05, 0.97, 0.9)],
 )
-def test_right_pictures_pass_degraded(blur, noise, share, score):
-    _, prompts, pictures = rendered()
-    verdict = verifier.verify(_degraded(pictures, blur, noise), verifier.targets(prompts))
+def test_correct_images_pass_degraded(blur, noise, share, score):
+    _, prompts, images = rendered()
+    verdict = verifier.verify(_degraded(images, blur, noise), verifier.parse_targets(prompts))
     assert verdict.strict.mean() >= share
     assert verdict.score.mean() > score
 
 
 @pytest.mark.parametrize("attribute", ["count", "colour", "shape", "size", "relation"])
 @pytest.mark.parametrize(("blur", "noise"), [(0, 0), (0.5, 0.03)])
-def test_pictures_wrong_in_one_attribute_fail(attribute, blur, noise):
+def test_images_wrong_in_one_attribute_fail(attribute, blur, noise):
     rng = np.random.default_rng(3)
     asked = []
     shown = []
@@ -116,15 +120,15 @@ def test_pictures_wrong_in_one_attribute_fail(attribute, blur, noise):
             asked.append(drawing.caption(scene))
             shown.append(other)
     verdict = verifier.verify(
-        _degraded(_pictures(shown, rng), blur, noise), verifier.targets(asked)
+        _degraded(render(shown, rng), blur, noise), verifier.parse_targets(asked)
     )
     assert verdict.strict.mean() <= 0.001
-    assert verdict.score.max() < 0.95  # the lowest score of the right pictures is above it
+    assert verdict.score.max() < 0.95  # the lowest score of the right images is above it
     assert verdict.score.mean() < 0.8
 
 
 def _changed(scene, attribute, rng):
-    """The scene with one attribute of one group changed; None if it has no such attribute, or the result is no scene."""
+    """The scene with an attribute of one group changed; None if the result is not allowed."""
     if attribute == "relation":
         others = [r for r in scenes.RELATIONS if r != scene.relation]
         return scene.relation and scenes.Scene(scene.groups, others[rng.integers(3)])
@@ -151,91 +155,89 @@ def test_an_extra_object_fails_and_costs():
     scene = scenes.parse("a red circle above a blue square")
     alone = scenes.Scene(scene.groups[:1], None)
     rng = np.random.default_rng(0)
-    pictures = _pictures([scene, alone] * (FEW // 2), rng)
-    verdict = verifier.verify(pictures, verifier.targets([drawing.caption(alone)] * FEW))
+    images = render([scene, alone] * (FEW // 2), rng)
+    verdict = verifier.verify(images, verifier.parse_targets([drawing.caption(alone)] * FEW))
     assert verdict.strict.tolist() == [False, True] * (FEW // 2)
     assert verdict.score[::2].min() > 0.5
     assert verdict.score[::2].max() < 0.95 < verdict.score[1::2].min()
 
 
-def test_unrelated_and_empty_pictures_score_low():
-    _, prompts, pictures = rendered()
-    targets = verifier.targets(prompts)
-    others = verifier.verify(np.roll(pictures, 1, 0), targets)
+def test_unrelated_and_empty_images_score_low():
+    _, prompts, images = rendered()
+    targets = verifier.parse_targets(prompts)
+    others = verifier.verify(np.roll(images, 1, 0), targets)
     assert others.score.mean() < 0.3
     assert others.strict.mean() < 0.01  # neighbours may happen to show the same scene
-    background = np.broadcast_to(np.asarray(scenes.BACKGROUND, np.float32) / 255, pictures.shape)
-    for blank in (background, np.ones_like(pictures)):
+    background = np.broadcast_to(np.asarray(scenes.BACKGROUND, np.float32) / 255, images.shape)
+    for blank in (background, np.ones_like(images)):
         assert verifier.verify(blank, targets).score.max() < 0.1
-    assert verifier.verify(np.zeros_like(pictures), targets).score.max() < 0.3
+    assert verifier.verify(np.zeros_like(images), targets).score.max() < 0.3
 
 
-def test_scores_rank_pictures_without_ties():
-    _, prompts, pictures = rendered()
-    first = jax.tree.map(lambda x: jnp.repeat(x[:1], FEW, 0), verifier.targets(prompts))
-    noisy = _degraded(np.repeat(pictures[:1], FEW, 0), 0.5, 0.03)
+def test_scores_rank_images_without_ties():
+    _, prompts, images = rendered()
+    first = jax.tree.map(lambda x: jnp.repeat(x[:1], FEW, 0), verifier.parse_targets(prompts))
+    noisy = _degraded(np.repeat(images[:1], FEW, 0), 0.5, 0.03)
     assert len(np.unique(verifier.verify(noisy, first).score)) >= 62
-    # A right picture that fades into the background loses its score. It may rise a little in between (0.03 measured): a shape
-    # fits better when pixels at its edge drop below half cover.
+    # A right image that fades into the background loses its score. It may rise a little in between
+    # (0.03 measured): a shape fits better when pixels at its edge drop below half cover.
     background = np.asarray(scenes.BACKGROUND, np.float32) / 255
     fade = np.linspace(1, 0, FEW, dtype=np.float32)[:, None, None, None]
-    scores = np.asarray(
-        verifier.verify(background + fade * (pictures[:1] - background), first).score
-    )
+    scores = np.asarray(verifier.verify(background + fade * (images[:1] - background), first).score)
     assert scores[0] > 0.95
     assert scores[-1] < 0.05
     assert (scores - np.minimum.accumulate(scores)).max() < 0.05
     assert (
         verifier.verify(
-            background + 0.55 * (pictures - background), verifier.targets(prompts)
+            background + 0.55 * (images - background), verifier.parse_targets(prompts)
         ).strict.sum()
         == 0
     )
 
 
-def test_larger_pictures_are_judged_alike():
+def test_larger_images_are_judged_alike():
     drawn, prompts, _ = rendered()
-    pictures = _pictures(drawn[:FEW], np.random.default_rng(0), 2 * scenes.BASE)
-    verdict = verifier.verify(pictures, verifier.targets(prompts[:FEW]))
+    images = render(drawn[:FEW], np.random.default_rng(0), 2 * scenes.BASE)
+    verdict = verifier.verify(images, verifier.parse_targets(prompts[:FEW]))
     assert verdict.strict.all()
     assert verdict.score.min() > 0.95
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from([1, 2, 4, 8, 16, 32]))
-def test_scores_of_any_picture_are_finite_and_in_range(seed, contrast, grain):
+def test_scores_of_any_image_are_finite_and_in_range(seed, contrast, grain):
     rng = np.random.default_rng(seed)
     coarse = rng.random((FEW, 32 // grain, 32 // grain, 3)) * contrast
-    pictures = coarse.repeat(grain, 1).repeat(grain, 2).astype(np.float32)
-    targets = verifier.targets(drawing.draw_prompts(rng, FEW, held_out=False))
-    score = np.asarray(verifier.verify(pictures, targets).score)
+    images = coarse.repeat(grain, 1).repeat(grain, 2).astype(np.float32)
+    targets = verifier.parse_targets(drawing.draw_prompts(rng, FEW, held_out=False))
+    score = np.asarray(verifier.verify(images, targets).score)
     assert np.isfinite(score).all()
     assert score.min() >= 0
     assert score.max() <= 1
 
 
-def test_each_picture_is_judged_alone():
-    _, prompts, pictures = rendered()
-    pictures = _degraded(pictures, 0.5, 0.05)
-    targets = verifier.targets(prompts)
-    whole = verifier.verify(pictures, targets)
+def test_each_image_is_judged_alone():
+    _, prompts, images = rendered()
+    images = _degraded(images, 0.5, 0.05)
+    targets = verifier.parse_targets(prompts)
+    whole = verifier.verify(images, targets)
     order = np.random.default_rng(0).permutation(N)
-    shuffled = verifier.verify(pictures[order], _take(targets, order))
+    shuffled = verifier.verify(images[order], _take(targets, order))
     np.testing.assert_array_equal(shuffled.score, whole.score[order])
     np.testing.assert_array_equal(shuffled.strict, whole.strict[order])
-    part = verifier.verify(pictures[:FEW], _take(targets, slice(FEW)))
+    part = verifier.verify(images[:FEW], _take(targets, slice(FEW)))
     # another batch size may be compiled to another order of summation: a few float32 roundings
     np.testing.assert_allclose(part.score, whole.score[:FEW], atol=1e-5)
 
 
 def test_a_sharded_batch_gives_the_same_verdicts():
-    _, prompts, pictures = rendered()
-    pictures = _degraded(pictures[:FEW], 0.5, 0.03)
-    targets = verifier.targets(prompts[:FEW])
+    _, prompts, images = rendered()
+    images = _degraded(images[:FEW], 0.5, 0.03)
+    targets = verifier.parse_targets(prompts[:FEW])
     mesh = Mesh(np.asarray(jax.devices()), ("data",))
-    placed = jax.device_put((pictures, targets), NamedSharding(mesh, PartitionSpec("data")))
+    placed = jax.device_put((images, targets), NamedSharding(mesh, PartitionSpec("data")))
     sharded = verifier.verify(*placed)
-    alone = verifier.verify(pictures, targets)
+    alone = verifier.verify(images, targets)
     np.testing.assert_allclose(sharded.score, alone.score, atol=1e-5)
     np.testing.assert_array_equal(sharded.strict, alone.strict)
     compiled = verifier.verify.lower(*placed).compile().as_text()
@@ -245,8 +247,8 @@ def test_a_sharded_batch_gives_the_same_verdicts():
 
 
 def _pieces(kind):
-    """Number of components by the verifier's labels, without the background."""
-    labels = np.asarray(jax.vmap(verifier._label)(jnp.asarray(kind)))
+    """The number of components by our labels, without the background."""
+    labels = np.asarray(jax.vmap(label_components)(jnp.asarray(kind)))
     return [len(np.unique(one[k >= 0])) for one, k in zip(labels, kind, strict=True)]
 
 

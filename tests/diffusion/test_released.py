@@ -48,13 +48,13 @@ def test_flow_match_euler_equals_diffusers(steps, shift):
 def test_dynamic_shifting_equals_diffusers(steps):
     theirs = FlowMatchEulerDiscreteScheduler.from_config(FLUX)
     theirs.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=MU)
-    sigmas, times, table = read_scheduler(FLUX, steps, TOKENS, own_sigmas=True)
+    sigmas, times, table = read_scheduler(FLUX, steps, TOKENS, pipeline_sigmas=True)
     np.testing.assert_allclose(sigmas, theirs.sigmas, atol=1e-6, rtol=0)
     np.testing.assert_allclose(times, theirs.timesteps, atol=1e-3, rtol=0)
     np.testing.assert_array_equal(table, solver_table("euler", sigmas))
     if steps > 2:
         assert (
-            np.abs(sigmas - read_scheduler(FLUX, steps, 4 * TOKENS, own_sigmas=True)[0]).max()
+            np.abs(sigmas - read_scheduler(FLUX, steps, 4 * TOKENS, pipeline_sigmas=True)[0]).max()
             > 0.01
         )
         assert np.abs(sigmas - read_scheduler(SD3, steps, TOKENS)[0]).max() > 0.01
@@ -67,12 +67,15 @@ def test_a_pipelines_own_shift_equals_diffusers(steps, tokens):
     theirs.set_timesteps(
         sigmas=np.linspace(1, 1 / steps, steps), mu=compute_empirical_mu(tokens, steps)
     )
-    sigmas, times, _ = read_scheduler(FLUX, steps, tokens, own_sigmas=True, mu=empirical_mu)
+    sigmas, times, _ = read_scheduler(FLUX, steps, tokens, pipeline_sigmas=True, mu=empirical_mu)
     np.testing.assert_allclose(sigmas, theirs.sigmas, atol=1e-6, rtol=0)
     np.testing.assert_allclose(times, theirs.timesteps, atol=1e-3, rtol=0)
     np.testing.assert_array_equal(make_sigmas("flux", steps, 3.0, tokens, empirical_mu), sigmas)
     if steps > 2 and tokens <= 4300:
-        assert np.abs(sigmas - read_scheduler(FLUX, steps, tokens, own_sigmas=True)[0]).max() > 0.01
+        assert (
+            np.abs(sigmas - read_scheduler(FLUX, steps, tokens, pipeline_sigmas=True)[0]).max()
+            > 0.01
+        )
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -80,7 +83,7 @@ def test_a_pipelines_own_shift_equals_diffusers(steps, tokens):
 def test_a_fixed_shift_of_a_pipelines_own_sigmas_equals_diffusers(steps, shift):
     theirs = FlowMatchEulerDiscreteScheduler.from_config(SD3 | {"shift": shift})
     theirs.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))
-    sigmas, times, _ = read_scheduler(SD3 | {"shift": shift}, steps, TOKENS, own_sigmas=True)
+    sigmas, times, _ = read_scheduler(SD3 | {"shift": shift}, steps, TOKENS, pipeline_sigmas=True)
     np.testing.assert_allclose(sigmas, theirs.sigmas, atol=1e-6, rtol=0)
     np.testing.assert_allclose(times, theirs.timesteps, atol=1e-3, rtol=0)
     if steps > 2:
@@ -92,7 +95,7 @@ def test_a_fixed_shift_of_a_pipelines_own_sigmas_equals_diffusers(steps, shift):
 def test_dynamic_shifting_of_a_grid_that_is_not_the_pipelines_own_is_refused():
     with pytest.raises(
         ValueError,
-        match="FlowMatchEulerDiscreteScheduler: use_dynamic_shifting=True; accepted for this kind",
+        match="FlowMatchEulerDiscreteScheduler: use_dynamic_shifting=True is not supported for this kind",
     ):
         read_scheduler(FLUX, 6, TOKENS)
 
@@ -154,7 +157,7 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(config, setting):
     value = UNSUPPORTED[setting]
     with pytest.raises(
         ValueError,
-        match=f"{config['_class_name']}: {setting}={value!r}; accepted: ".replace("+", r"\+"),
+        match=f"{config['_class_name']}: {setting}={value!r}; must be one of ".replace("+", r"\+"),
     ):
         read_scheduler(config | {setting: value}, 6, TOKENS)
 
@@ -199,18 +202,18 @@ def test_every_setting_that_diffusers_knows_is_read_or_refused_or_changes_nothin
 @pytest.mark.parametrize("setting", ["use_flow_sigmas", "prediction_type"])
 def test_a_setting_whose_default_is_another_familys_must_be_there(setting):
     config = {k: v for k, v in SANA.items() if k != setting}
-    with pytest.raises(ValueError, match=f"{setting} is not set; accepted: {DPM[setting][0]!r}"):
+    with pytest.raises(ValueError, match=f"{setting} is not set; must be {DPM[setting][0]!r}"):
         read_scheduler(config, 6, TOKENS)
 
 
 def test_another_order_and_another_scheduler_are_refused_by_name():
     with pytest.raises(
-        ValueError, match="DPMSolverMultistepScheduler: solver_order=3; accepted: 1, 2"
+        ValueError, match="DPMSolverMultistepScheduler: solver_order=3; must be one of 1, 2"
     ):
         read_scheduler(SANA | {"solver_order": 3}, 6, TOKENS)
     for config in ({"_class_name": "DDIMScheduler"}, {}):
         with pytest.raises(
             ValueError,
-            match=rf"scheduler {config.get('_class_name')!r} \(_class_name\); accepted: FlowMatchEuler",
+            match=rf"scheduler {config.get('_class_name')!r} \(_class_name\) is not supported; must be one of FlowMatchEuler",
         ):
             read_scheduler(config, 6, TOKENS)

@@ -22,7 +22,9 @@ def test_a_grid_is_the_configured_schedule_and_solver():
     np.testing.assert_array_equal(grid.timesteps, 1000 * grid.sigmas)
     np.testing.assert_array_equal(grid.table, solver_table("dpm2", sigmas))
     assert np.abs(grid.sigmas - Schedule.from_config(FLUX, 6, 4096, True).sigmas).max() > 0.01
-    noisy = Schedule.from_config(dataclasses.replace(FLUX, solver="ddim", eta=0.5), 6, 1024, True)
+    noisy = Schedule.from_config(
+        dataclasses.replace(FLUX, solver="ddim", noise_level=0.5), 6, 1024, True
+    )
     np.testing.assert_array_equal(noisy.table, solver_table("ddim", sigmas, 0.5))
 
 
@@ -38,7 +40,7 @@ def test_a_grid_is_the_configured_schedule_and_solver():
 def test_guidance_is_told_to_the_network_or_classifier_free(
     guidance, true_guidance, embedded, expected
 ):
-    rollout = dataclasses.replace(FLUX, guidance=guidance, true_guidance=true_guidance)
+    rollout = dataclasses.replace(FLUX, guidance_scale=guidance, true_cfg_scale=true_guidance)
     grid = Schedule.from_config(rollout, 3, 1024, embedded)
     assert (grid.embedded_guidance, grid.guidance_scale, grid.guided) == expected
     assert grid.embedded_guidance.dtype == grid.guidance_scale.dtype == np.float32
@@ -46,7 +48,7 @@ def test_guidance_is_told_to_the_network_or_classifier_free(
 
 def test_parts_are_slices_and_other_sigmas_keep_the_guidance():
     whole = Schedule.from_config(
-        dataclasses.replace(FLUX, guidance=3.5, true_guidance=2.0), 6, 1024, True
+        dataclasses.replace(FLUX, guidance_scale=3.5, true_cfg_scale=2.0), 6, 1024, True
     )
     for start, stop in ((0, 2), (2, None), (1, 4)):
         part = whole.slice_steps(start, stop)
@@ -79,17 +81,19 @@ def test_a_program_depends_on_the_number_of_steps_and_on_whether_there_is_guidan
     total(grid)
     for same in (
         Schedule.from_config(FLUX, 6, 4096, True),
-        Schedule.from_config(dataclasses.replace(FLUX, guidance=2.0, solver="euler"), 6, 256, True),
+        Schedule.from_config(
+            dataclasses.replace(FLUX, guidance_scale=2.0, solver="euler"), 6, 256, True
+        ),
     ):
         assert total(same) == pytest.approx(same.sigmas.sum() + same.guidance_scale, rel=1e-5)
         assert traced == [False]
-    total(Schedule.from_config(dataclasses.replace(FLUX, true_guidance=2.0), 6, 1024, True))
+    total(Schedule.from_config(dataclasses.replace(FLUX, true_cfg_scale=2.0), 6, 1024, True))
     assert traced == [False, True]
     total(grid.slice_steps(1))
     assert traced == [False, True, False]
 
 
-SDE = dataclasses.replace(FLUX, solver="flow_sde", eta=0.7, schedule="linear", shift=1.0)
+SDE = dataclasses.replace(FLUX, solver="flow_sde", noise_level=0.7, schedule="linear", shift=1.0)
 
 
 def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
@@ -100,7 +104,7 @@ def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
     np.testing.assert_allclose(
         grid.table, solver_table("flow_sde", make_sigmas("linear", 10, 1.0, 1024), 0.7), rtol=1e-6
     )
-    quiet = Schedule.from_config(SDE, 28, 1024, True, start=None)
+    quiet = Schedule.from_config(SDE, 28, 1024, True, noise_start=None)
     np.testing.assert_array_equal(
         quiet.table, solver_table("flow_sde", make_sigmas("linear", 28, 1.0, 1024))
     )
@@ -114,9 +118,9 @@ def test_a_full_schedule_takes_each_draw_once_and_an_evaluation_none():
 
 def test_a_window_is_as_noisy_on_fewer_steps():
     """Full steps 3 to 6 of ten, sigma 0.7 to 0.3; of five steps the second has half of its length in it."""
-    window = dataclasses.replace(SDE, window=4)
-    full = Schedule.from_config(window, 10, 1024, True, start=3)
-    coarse = Schedule.from_config(window, 5, 1024, True, start=3)
+    window = dataclasses.replace(SDE, sde_window_size=4)
+    full = Schedule.from_config(window, 10, 1024, True, noise_start=3)
+    coarse = Schedule.from_config(window, 5, 1024, True, noise_start=3)
     assert (full.table[:, 4] > 0).tolist() == [3 <= i < 7 for i in range(10)]
     assert (coarse.table[:, 4] > 0).tolist() == [False, True, True, True, False]
     whole = solver_table("flow_sde", make_sigmas("linear", 5, 1.0, 1024), 0.7)
@@ -133,7 +137,7 @@ def test_a_window_is_as_noisy_on_fewer_steps():
 
 
 def test_the_window_moves_on_and_starts_again():
-    window = dataclasses.replace(SDE, window=4, window_every=2)
+    window = dataclasses.replace(SDE, sde_window_size=4, sde_window_every=2)
     assert [window.window_start(i) for i in range(1, 15)] == [
         0,
         0,
@@ -151,4 +155,4 @@ def test_the_window_moves_on_and_starts_again():
         0,
     ]
     assert [SDE.window_start(i) for i in (1, 2, 99)] == [0, 0, 0]
-    assert (window.stochastic_steps, SDE.stochastic_steps, FLUX.stochastic_steps) == (4, 9, 0)
+    assert (window.num_sde_steps, SDE.num_sde_steps, FLUX.num_sde_steps) == (4, 9, 0)

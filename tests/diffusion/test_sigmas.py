@@ -83,6 +83,6 @@ def test_make_sigmas_calls_the_schedule_of_that_name():
     np.testing.assert_array_equal(make_sigmas("sd3", 10, 3.0, 1024), sd3(10, 3.0))
     np.testing.assert_array_equal(make_sigmas("flux", 10, 3.0, 1024), flux(10, 1024))
     with pytest.raises(
-        ValueError, match=r"rollout\.schedule='cosine': accepted are 'linear', 'sd3', 'flux'"
+        ValueError, match=r"rollout\.schedule='cosine': must be one of 'linear', 'sd3', 'flux'"
     ):
         make_sigmas("cosine", 10, 3.0, 1024)

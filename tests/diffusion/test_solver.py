@@ -190,13 +190,13 @@ def test_ddim_keeps_the_marginal(grid, eta):
 def test_an_unknown_solver_and_noise_where_there_is_none_are_refused():
     sigmas = make_sigmas("linear", 4, 1.0, 1024)
     with pytest.raises(
-        ValueError, match=r"rollout\.solver='heun': accepted are euler, .*, flow_sde, dance_sde$"
+        ValueError, match=r"rollout\.solver='heun': must be one of euler, .*, flow_sde, dance_sde$"
     ):
         solver_table("heun", sigmas)
     for name in ("euler", "dpm1", "dpm2"):
         with pytest.raises(
             ValueError,
-            match=rf"rollout\.eta=0\.5: only ddim, flow_sde, dance_sde take noise; {name} is deterministic",
+            match=rf"rollout\.noise_level=0\.5: the solver '{name}' is deterministic; only ddim, flow_sde, dance_sde add noise",
         ):
             solver_table(name, sigmas, 0.5)
 

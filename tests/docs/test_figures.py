@@ -115,7 +115,7 @@ def test_levers_alone():
         {s["explore"]: s["spearman"] for s in m["settings"]} for m in found["again"]["measurements"]
     ]
     for name, explore in (
-        ("the paper's recipe (NVFP4, 6 own steps)", "paper"), ("correction=32", "correction"), ("exact_steps=1", "exact"),
+        ("the paper's recipe (NVFP4, 6 own steps)", "paper"), ("correction_rank=32", "correction"), ("exact_steps=1", "exact"),
         ("sigmas=first", "first"),
     ):  # fmt: skip
         check(table.pop(name), [model[explore] for model in again], name)

@@ -1,99 +1,45 @@
-"""Numbers that no machine can hold: refused before anything is loaded or compiled."""
+"""Numbers that no machine can hold: refused before anything is loaded or compiled.
+
+One case per way of refusing them.
+"""
 
 from tests.hostile.harness import Case
 
 BIG = 10**9
-FIELDS = (
-    "rollout.candidates",
-    "rollout.steps",
-    "rollout.explore.steps",
-    "rollout.explore.correction",
-    "model.max_tokens",
-    "model.height",
-    "model.width",
-    "lora.rank",
-    "eval.steps",
-    "eval.images_per_prompt",
-    "eval.prompts",
-    "eval.grid",
-    "train.prompts",
-    "reward.workers",
-    "run.keep_checkpoints",
-    "optimizer.steps_per_iteration",
-    "mesh.fsdp",
-    "mesh.tensor",
-    "mesh.data",
-    "model.tile",
-)
-TOGETHER = {
-    "rollout.explore.steps": " rollout.steps=1000000000",
-    "model.height": "",
-    "rollout.candidates": "",
-}
+TRAIN = "train tiny run.dir={dir}/run"
 SAMPLE = "sample embedded:tiny-sana --prompts embedded:shapes-test --out {dir}/out"
+FIELDS = (
+    "rollout.candidates",  # too much memory
+    "rollout.num_steps",  # a range
+    "eval.num_images_per_prompt",  # too much memory on the host
+    "eval.num_grid_images",  # a range
+    "train.num_prompts",  # more than the prompt set has
+    "optimizer.steps_per_iteration",  # does not divide the terms
+    "mesh.tensor",  # more than the devices
+)
 CASES = [
-    *(
-        Case(
-            f"{field} is 10^9",
-            f"train tiny run.dir={{dir}}/run {field}={BIG}{TOGETHER.get(field, '')}",
-            field,
-        )
-        for field in FIELDS
-        if field not in ("run.keep_checkpoints",)
-    ),
-    *(
-        Case(f"{field} is 10^6", f"train tiny run.dir={{dir}}/run {field}={10**6}", field)
-        for field in (
-            "rollout.candidates",
-            "rollout.steps",
-            "model.max_tokens",
-            "lora.rank",
-            "eval.images_per_prompt",
-            "eval.steps",
-        )
-    ),
-    *(
-        Case(f"{field} is 10^30", f"train tiny run.dir={{dir}}/run {field}={10**30}", field)
-        for field in (
-            *FIELDS,
-            "train.iterations",
-            "optimizer.micro_batch",
-            "rollout.chunk",
-            "eval.every",
-            "run.checkpoint_every",
-        )
-    ),
+    *(Case(f"{field} is 10^9", f"{TRAIN} {field}={BIG}", field) for field in FIELDS),
+    Case("train.iterations is 10^30", f"{TRAIN} train.iterations={10**30}", "train.iterations"),
     Case(
         "height and width are 10^5",
-        "train tiny run.dir={dir}/run model.height=100000 model.width=100000",
+        f"{TRAIN} model.height=100000 model.width=100000",
         "model.height",
     ),
     Case(
         "evaluation at 16384 px",
-        "train tiny run.dir={dir}/run eval.size=[16384,16384]",
-        "eval.images_per_prompt=10",
+        f"{TRAIN} eval.size=[16384,16384]",
+        "eval.num_images_per_prompt=10",
     ),
     Case(
         "training at 16384 px",
-        "train tiny run.dir={dir}/run rollout.size=[[32,32],[16384,16384]]",
+        f"{TRAIN} rollout.size=[[32,32],[16384,16384]]",
         "rollout.candidates=48",
     ),
-    Case("sample: 10^9 steps", SAMPLE + f" --steps {BIG}", "--steps"),
-    Case("sample: 10^9 tokens", SAMPLE + f" --max-tokens {BIG}", "--max-tokens"),
-    Case("sample: 10^6 tokens", SAMPLE + " --max-tokens 1000000", "--max-tokens"),
-    Case("sample: 10^9 pixels a side", SAMPLE + f" --size {BIG}x{BIG}", "--size"),
-    Case("sample: 10^5 pixels a side", SAMPLE + " --size 102400x102400", "--size"),
-    Case("sample: a seed of 10^30", SAMPLE + f" --seed {10**30}", "--seed"),
-    Case(
-        "rank: 10^9 candidates", f"rank tiny --candidates {BIG} --out {{dir}}/out", "--candidates"
-    ),
+    Case("sample: 10^9 steps", f"{SAMPLE} --steps {BIG}", "--steps"),
+    Case("sample: 10^6 tokens", f"{SAMPLE} --max-tokens 1000000", "--max-tokens"),
+    Case("sample: 10^5 pixels a side", f"{SAMPLE} --size 102400x102400", "--size"),
     Case("rank: 10^9 steps", f"rank tiny --steps {BIG} --out {{dir}}/out", "--steps"),
     Case("rank: 10^9 prompts", f"rank tiny --prompts {BIG} --out {{dir}}/out", "--prompts"),
     Case("plan: 10^9 devices", f"plan tiny --devices {BIG}", "--devices"),
-    Case("plan: 10^9 hosts", f"plan tiny --hosts {BIG}", "--hosts"),
-    Case(
-        "a profile of iteration 10^9",
-        f"train tiny run.dir={{dir}}/run --profile {BIG}",
-        "--profile",
-    ),
+    Case("profile of iteration 10^9", f"{TRAIN} --profile {BIG}", "--profile"),
 ]

@@ -9,7 +9,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from tests.hostile.harness import Case, Maker, Replaced, folder, link, nothing, pipe, sparse
 
-TRAIN = "train tiny SMALL train.iterations=2 eval.grid=0 run.dir={run}"
+TRAIN = "train tiny SMALL train.iterations=2 eval.num_grid_images=0 run.dir={run}"
 EXPORT = "export {run} --out {dir}/x.safetensors"
 SAMPLE = "sample {run} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
 REPORT = "report {run} --out {dir}/x.html"

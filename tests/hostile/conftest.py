@@ -25,7 +25,7 @@ def run(tmp_path_factory, worker_id) -> Path:
                     "tiny",
                     *SMALL,
                     "train.iterations=2",
-                    "eval.grid=0",
+                    "eval.num_grid_images=0",
                     f"run.dir={shared / 'new'}",
                 ],
                 300,

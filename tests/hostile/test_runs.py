@@ -29,7 +29,7 @@ def train(folder, *overrides: str):
         "train",
         "tiny",
         *SMALL,
-        "eval.grid=0",
+        "eval.num_grid_images=0",
         "run.checkpoint_every=1",
         f"run.dir={folder}",
         *overrides,
@@ -183,7 +183,7 @@ def test_a_trace_that_cannot_be_written_costs_no_iteration(tmp_path, monkeypatch
 def test_an_instruction_that_changed_is_refused_unless_said(tmp_path):
     text = tmp_path / "text"
     text.write_text("Paint it.")
-    settings = [f"model.instruction={text}", "model.max_tokens=24"]
+    settings = [f"model.instruction={text}", "model.max_sequence_length=24"]
     assert train(tmp_path / "run", *settings, "train.iterations=1").code == 0
     text.write_text("Draw it.")
     ended = train(tmp_path / "run", *settings, "train.iterations=2")
@@ -198,7 +198,7 @@ def test_an_instruction_that_changed_is_refused_unless_said(tmp_path):
 @pytest.mark.exhaustive
 def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     shutil.copytree(EMBEDDED_FOLDER / "tiny-sana", tmp_path / "model")
-    settings = [f"model.path={tmp_path / 'model'}", "eval.prompts=1", "run.keep_checkpoints=1"]
+    settings = [f"model.path={tmp_path / 'model'}", "eval.num_prompts=1", "run.keep_checkpoints=1"]
     assert train(tmp_path / "run", *settings, "train.iterations=1").code == 0
     not_finite(tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
     ended = train(tmp_path / "run", *settings, "train.iterations=9")
@@ -214,7 +214,10 @@ def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "what"),
     [
-        ("rollout.guidance=1e38", "reward in 1 iteration(s) in a row, first in stage 'explore'"),
+        (
+            "rollout.guidance_scale=1e38",
+            "reward in 1 iteration(s) in a row, first in stage 'explore'",
+        ),
         ("lora.alpha=3e38", "loss in 1 "),
     ],
 )
@@ -278,7 +281,7 @@ def test_a_closed_pipe_loses_nothing(tmp_path):
         "train",
         "tiny",
         *SMALL,
-        "eval.grid=0",
+        "eval.num_grid_images=0",
         f"run.dir={tmp_path}",
     ]
     command += ["train.iterations=50", "run.checkpoint_every=50"]
@@ -303,7 +306,7 @@ def test_an_interruption_has_a_code_of_its_own(number, tmp_path):
         "train",
         "tiny",
         *SMALL,
-        "eval.grid=0",
+        "eval.num_grid_images=0",
         f"run.dir={tmp_path}",
         "--json",
     ]

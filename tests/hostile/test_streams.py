@@ -119,7 +119,7 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
 def test_sigterm_ends_any_command_as_ctrl_c_does(monkeypatch, capsys):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(
-        "solrl_jax.cli.presets.describe", lambda: os.kill(os.getpid(), signal.SIGTERM)
+        "solrl_jax.cli.presets.preset_rows", lambda: os.kill(os.getpid(), signal.SIGTERM)
     )
     try:
         assert ended(monkeypatch, "presets") == main.INTERRUPTED

@@ -12,7 +12,7 @@ from flax import nnx
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import check_attention
+from solrl_jax.models.checks import check_attention
 from solrl_jax.models.layers import attention_fp8 as module
 from solrl_jax.models.layers.attention_fp8 import E4M3, PEAK, attention_fp8
 from solrl_jax.models.layers.mmdit import JointAttention, SelfAttention
@@ -125,7 +125,7 @@ def test_it_is_refused_where_attention_has_a_mask():
         check_attention(config, pipelines[name])
     with pytest.raises(
         InputError,
-        match=r"^rollout\.explore\.attention=fp8: SanaPipeline attends with a mask, for which there is none",
+        match=r"^rollout\.explore\.attention=fp8: not available for SanaPipeline",
     ):
         check_attention(config, pipelines["tiny-sana"])
     check_attention(resolve("tiny"), pipelines["tiny-sana"])

@@ -13,7 +13,7 @@ from pretrain.encoders import AutoencoderDC
 
 from solrl_jax.models.autoencoders.dc import AutoencoderDCConfig, relu_attention
 from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from tests import carried
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count
@@ -202,7 +202,7 @@ def test_released_network_has_the_released_tensors(released):
             **{k: v for k, v in RELEASED.items() if not k.startswith("_")}
         )
     wanted = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
-    assert {name: e.torch_shape for e in entries(state) for name in e.names} == wanted
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == wanted
     assert (released.config.spatial_compression, released.config.scaling_factor) == (32, 0.41407)
 
 
@@ -265,7 +265,10 @@ def test_config_defaults_are_diffusers_and_a_string_stands_for_every_stage():
         ({"decoder_conv_act_fn": "gelu"}, "decoder_conv_act_fn='gelu'.*'silu', 'relu'"),
         ({"decoder_act_fns": ["silu"] * 3}, "decoder_act_fns.*a list of 6"),
         ({"decoder_layers_per_block": [3, 3]}, "decoder_layers_per_block.*a list of 6"),
-        ({"decoder_layers_per_block": 3}, "decoder_layers_per_block=3.*a list of integers"),
+        (
+            {"decoder_layers_per_block": 3},
+            "decoder_layers_per_block=3.*a list of integers",
+        ),
         (
             {"encoder_layers_per_block": [0, 2, 2, 2, 2, 2]},
             "encoder_layers_per_block.*one layer or more",

@@ -16,7 +16,7 @@ from pretrain.networks import to_torch
 from solrl_jax.models.autoencoders.kl import AutoencoderKLConfig
 from solrl_jax.models.autoencoders.tiling import decode_tiled
 from solrl_jax.models.layers.conv import Conv, conv_upsampled
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from tests import carried
 from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count
@@ -232,7 +232,7 @@ def test_released_networks_have_the_released_tensors(fields, count, decoder_coun
     with torch.device("meta"):
         reference = TorchAutoencoderKL(**{k: v for k, v in fields.items() if not k.startswith("_")})
     wanted = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
-    table = [(name, e.torch_shape) for e in entries(state) for name in e.names]
+    table = [(name, e.torch_shape) for e in parameter_table(state) for name in e.names]
     assert len(table) == len(wanted)
     assert dict(table) == wanted
 
@@ -292,8 +292,6 @@ def test_config_fields_and_defaults_are_diffusers():
             "block_out_channels.*multiples of norm_num_groups=32",
         ),
         ({"block_out_channels": []}, "block_out_channels.*multiples of norm_num_groups=32"),
-        ({"block_out_channels": 11 * [32]}, "block_out_channels.*a list of 1 to 10"),
-        ({"layers_per_block": 65}, "layers_per_block=65; accepted: up to 16, with 4 stages"),
         ({"latents_mean": [0.0] * 16}, "latents_mean.*accepted: None"),
         ({"layers_per_block": 0}, "layers_per_block=0.*a positive integer"),
         ({"latent_channels": 16.0}, "latent_channels=16.0.*a positive integer"),

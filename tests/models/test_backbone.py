@@ -60,7 +60,7 @@ def test_an_embedded_pipeline_is_whole_and_has_its_config(index):
     assert config.model.path == f"embedded:{index.parent.name}"
     pipeline = open_pipeline(find_model(config.model.path))
     for component in (pipeline.transformer, pipeline.vae, *pipeline.text_encoders.values()):
-        component.check()
+        component.check_files()
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_an_embedded_pipeline_is_whole_and_has_its_config(index):
     [
         (
             "embedded:huge",
-            "model.path='embedded:huge': no such embedded pipeline; there are tiny-flux, tiny-sana, tiny-sd3",
+            "model.path='embedded:huge': no such embedded pipeline; accepted: tiny-flux, tiny-sana, tiny-sd3",
         ),
         (
             "nowhere",
-            "model.path='nowhere': no such directory (and not of the form OWNER/NAME of a hub)",
+            "model.path='nowhere': no such directory, and not the name OWNER/NAME of a hub repository",
         ),
         ("./nowhere", "model.path='./nowhere': no such directory"),
         ("/no/where", "model.path='/no/where': no such directory"),
@@ -133,7 +133,7 @@ def test_large_parameters_are_split_over_fsdp_and_small_ones_are_whole(backbones
 
 def test_each_parameter_is_placed_as_it_is_read(folder, monkeypatch, backbones):
     """No array of a component is whole on one device first; each lies where `parameter_sharding` says."""
-    monkeypatch.setattr(weights, "PART", 4096)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 4096)
     whole, split = backbones
     monkeypatch.setattr(jax, "device_put", one_device_only(jax.device_put))
     loaded = load_backbone(str(folder), "fp32", split.mesh)
@@ -163,7 +163,7 @@ def test_every_component_is_checked_before_the_first_is_loaded(folder, tmp_path,
     shutil.copytree(folder, tmp_path / "model")
     vae = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
     save_file(load_file(vae) | {"stranger": np.zeros(3, np.float32)}, vae)
-    monkeypatch.setattr(weights, "_place", lambda *_: pytest.fail("a parameter was placed"))
+    monkeypatch.setattr(weights, "load_parameter", lambda *_: pytest.fail("a parameter was placed"))
     with pytest.raises(
         InputError, match=r"vae: 1 tensor\(s\) do not fit the network: unexpected stranger \(3,\)$"
     ):
@@ -382,7 +382,7 @@ def test_an_image_decoded_in_tiles_is_much_like_the_whole_and_needs_much_less_me
 def test_tiles_are_whole_latents(tile, folder):
     with pytest.raises(
         InputError,
-        match=rf"^model.tile={tile}: must be a multiple of 4, the pixels of a latent, or null$",
+        match=rf"^model.vae_tile_size={tile}: must be null or a multiple of 4, the pixels per latent pixel$",
     ):
         load_backbone(str(folder), "fp32", sharding.make_mesh(1, 1), tile=tile)
 

@@ -9,7 +9,7 @@ import transformers
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.vision.clip import CLIPConfig, CLIPModel
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
@@ -217,7 +217,7 @@ def test_released_size(fields, count):
     ours = CLIPConfig.from_dict(config.to_dict())
     assert ours == CLIPConfig.from_dict(fields)  # what a file leaves out has the same default
     _, state = nnx.split(nnx.eval_shape(lambda: CLIPModel(ours, rngs=nnx.Rngs(0))))
-    assert {name: e.torch_shape for e in entries(state) for name in e.names} == theirs
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == theirs
     assert parameter_count(state) == sum(p.numel() for p in reference.parameters()) == count
 
 
@@ -268,7 +268,7 @@ def test_inputs_that_do_not_fit_are_refused():
         )
 
     nnx.eval_shape(CLIPModel.encode_text, model, *text(POSITIONS))
-    with pytest.raises(ValueError, match=r"13 tokens; there are 12 positions"):
+    with pytest.raises(ValueError, match=r"13 tokens; accepted: up to 12"):
         nnx.eval_shape(CLIPModel.encode_text, model, *text(POSITIONS + 1))
     with pytest.raises(ValueError, match=r"images of shape \(12, 16, 3\); accepted: \(12, 12, 3\)"):
         nnx.eval_shape(

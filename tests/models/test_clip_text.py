@@ -10,7 +10,7 @@ from flax import nnx
 from pretrain.networks import save_component, to_torch
 from safetensors.numpy import save_file
 
-from solrl_jax.models.loading.weights import entries, find_component, load_tensors
+from solrl_jax.models.loading.weights import load_tensors, locate_tensors, parameter_table
 from solrl_jax.models.vision.clip import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from tests import carried
 from tests.cases import first_is_quick
@@ -87,7 +87,7 @@ def test_files_of_transformers_4_and_5_are_read_alike(prefix, tmp_path):
         for name, t in reference.state_dict().items()
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    got = load_tensors(*find_component(tmp_path, state), jnp.float32)
+    got = load_tensors(*locate_tensors(tmp_path, state), jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     odd = "final_layer_norm.bias"  # both spellings in one file are no spelling
     tensors[("" if prefix else "text_model.") + odd] = tensors.pop(prefix + odd)
@@ -95,7 +95,7 @@ def test_files_of_transformers_4_and_5_are_read_alike(prefix, tmp_path):
     with pytest.raises(
         ValueError, match=r"do not fit the network: missing text_model\..*; unexpected "
     ):
-        load_tensors(*find_component(tmp_path, state), jnp.float32)
+        load_tensors(*locate_tensors(tmp_path, state), jnp.float32)
 
 
 def texts(count: int, length: int, seed: int = 1) -> np.ndarray:
@@ -228,7 +228,7 @@ def test_a_component_goes_out_as_it_came_in(tmp_path, projected):
     ):
         assert torch.equal(a, b), name
     theirs.save_pretrained(tmp_path)
-    loaded = load_tensors(*find_component(tmp_path, state), jnp.float32)
+    loaded = load_tensors(*locate_tensors(tmp_path, state), jnp.float32)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), loaded, params))
 
 
@@ -245,7 +245,7 @@ def test_released_size(fields, projected, count):
     _, state = nnx.split(nnx.eval_shape(lambda: KINDS[projected][1](config, rngs=nnx.Rngs(0))))
     assert parameter_count(state) == count
     theirs = {name: tuple(t.shape) for name, t in released(reference).items()}
-    assert {name: e.torch_shape for e in entries(state) for name in e.names} == theirs
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == theirs
     assert "text_model.embeddings.token_embedding.weight" in theirs
     assert ("text_projection.weight" in theirs) is projected
 

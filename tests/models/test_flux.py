@@ -16,7 +16,7 @@ from pretrain.networks import to_torch
 
 from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel, rotary
 from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.quant.matmul import LowRank
 from tests import carried
 from tests.cases import first_is_quick
@@ -233,7 +233,7 @@ def test_released_sizes_have_the_released_tensors(guided, count):
     assert parameter_count(state) == count
     with torch.device("meta"):
         theirs = TorchFlux(**{k: v for k, v in fields.items() if not k.startswith("_")})
-    ours = {name: e.torch_shape for e in entries(state) for name in e.names}
+    ours = {name: e.torch_shape for e in parameter_table(state) for name in e.names}
     assert ours == {name: tuple(t.shape) for name, t in theirs.state_dict().items()}
 
 

@@ -62,12 +62,12 @@ def test_a_directory_says_what_it_is(folders):
             for n, t in tensors.items()
             if name != "vae" or not n.startswith(("encoder.", "quant_conv."))
         ]
-        assert component.size == sum(read), name
+        assert component.num_parameters == sum(read), name
     # of the encoder's 28 layers, 27 are read
     layer = sum(p.numel() for p in reference.text_encoder.model.layers[0].parameters())
     whole = sum(p.numel() for p in reference.text_encoder.model.parameters())  # without the head
     assert (
-        pipeline.text_encoders["text_encoder"].size
+        pipeline.text_encoders["text_encoder"].num_parameters
         == whole - layer - reference.text_encoder.config.hidden_size
     )
 
@@ -75,7 +75,8 @@ def test_a_directory_says_what_it_is(folders):
 @pytest.mark.parametrize("size", [(34, 32), (32, 30), (0, 32)])
 def test_sizes_that_are_no_whole_tokens_are_refused(size, folders):
     with pytest.raises(
-        ValueError, match=rf"size {size[0]}x{size[1]}: this model takes multiples of 4 pixels"
+        ValueError,
+        match=rf"size {size[0]}x{size[1]}: this model supports heights in multiples of 4 pixels",
     ):
         open_pipeline(folders["distilled"][0]).latent_shape(*size)
 
@@ -95,28 +96,28 @@ def test_opening_needs_no_weights(copy):
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
-        ("transformer/config", {"in_channels": 32}, "transformer in_channels=32 .* which want 16"),
+        ("transformer/config", {"in_channels": 32}, "transformer in_channels=32 .* which need 16"),
         (
             "transformer/config",
             {"out_channels": 32},
-            "transformer out_channels=32 .* which want 16",
+            "transformer out_channels=32 .* which need 16",
         ),
         (
             "transformer/config",
             {"joint_attention_dim": 32},
-            "transformer joint_attention_dim=32 .* which want 48",
+            "transformer joint_attention_dim=32 .* which need 48",
         ),
         (
             "text_encoder/config",
             {"hidden_size": 24},
-            "transformer joint_attention_dim=48 .* which want 72",
+            "transformer joint_attention_dim=48 .* which need 72",
         ),
         (
             "text_encoder/config",
             {"num_hidden_layers": 20, "layer_types": None},
             r"num_hidden_layers=20; .*\(9, 18, 27\)",
         ),
-        ("vae/config", {"latent_channels": 8}, "transformer in_channels=16 .* which want 32"),
+        ("vae/config", {"latent_channels": 8}, "transformer in_channels=16 .* which need 32"),
         (
             "transformer/config",
             {"guidance_embeds": True},

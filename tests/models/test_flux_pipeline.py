@@ -68,13 +68,14 @@ def test_a_directory_says_what_it_is(folders):
     }
     assert components.keys() == names.keys()
     for name, network in names.items():
-        assert components[name].size == sum(p.numel() for p in network.parameters()), name
+        assert components[name].num_parameters == sum(p.numel() for p in network.parameters()), name
 
 
 @pytest.mark.parametrize("size", [(34, 32), (32, 30), (0, 32)])
 def test_sizes_that_are_no_whole_tokens_are_refused(size, folders):
     with pytest.raises(
-        ValueError, match=rf"size {size[0]}x{size[1]}: this model takes multiples of 4 pixels"
+        ValueError,
+        match=rf"size {size[0]}x{size[1]}: this model supports heights in multiples of 4 pixels",
     ):
         open_pipeline(folders["dev"][0]).latent_shape(*size)
 
@@ -94,33 +95,33 @@ def test_opening_needs_no_weights(copy):
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
-        ("transformer/config", {"in_channels": 32}, "transformer in_channels=32 .* which want 16"),
+        ("transformer/config", {"in_channels": 32}, "transformer in_channels=32 .* which need 16"),
         (
             "transformer/config",
             {"out_channels": 32},
-            "transformer out_channels=32 .* which want 16",
+            "transformer out_channels=32 .* which need 16",
         ),
         (
             "transformer/config",
             {"joint_attention_dim": 32},
-            "transformer joint_attention_dim=32 .* which want 24",
+            "transformer joint_attention_dim=32 .* which need 24",
         ),
         (
             "transformer/config",
             {"pooled_projection_dim": 12},
-            "transformer pooled_projection_dim=12 .* which want 16",
+            "transformer pooled_projection_dim=12 .* which need 16",
         ),
         (
             "text_encoder/config",
             {"hidden_size": 24},
-            "transformer pooled_projection_dim=16 .* which want 24",
+            "transformer pooled_projection_dim=16 .* which need 24",
         ),
         (
             "text_encoder_2/config",
             {"d_model": 32},
-            "transformer joint_attention_dim=24 .* which want 32",
+            "transformer joint_attention_dim=24 .* which need 32",
         ),
-        ("vae/config", {"latent_channels": 8}, "transformer in_channels=16 .* which want 32"),
+        ("vae/config", {"latent_channels": 8}, "transformer in_channels=16 .* which need 32"),
         ("transformer/config", {"patch_size": 2}, "FluxTransformer2DModel: patch_size=2"),
         ("text_encoder/config", {"model_type": "bert"}, "CLIPTextModel: model_type='bert'"),
         ("text_encoder_2/config", {"model_type": "umt5"}, "T5EncoderModel: model_type='umt5'"),
@@ -364,12 +365,12 @@ def test_blocks_of_text_encoders_are_gathered_a_layer_at_a_time(monkeypatch, tmp
     """What `Component.gathered` gathers whole is everything but the stacks, wherever they lie."""
     save_flux_pipeline(tmp_path)
     t5 = open_pipeline(tmp_path).text_encoders["text_encoder_2"]
-    params = t5.abstract(jnp.float32)
+    params = t5.abstract_params(jnp.float32)
     whole = []
     monkeypatch.setattr(
         "solrl_jax.models.loading.component.gather", lambda tree: whole.append(tree) or tree
     )
-    assert t5.gathered(params) == params
+    assert t5.gather(params) == params
 
     def ids(tree):
         return {id(leaf) for leaf in jax.tree.leaves(tree)}

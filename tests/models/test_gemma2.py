@@ -11,7 +11,7 @@ import transformers
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.text_encoders.gemma2 import FULL, SLIDING, Gemma2Config, Gemma2Model
 from tests import carried
 from tests.cases import first_is_quick
@@ -164,13 +164,13 @@ def test_bfloat16_follows_the_table():
 def test_released_size(fields):
     config = Gemma2Config.from_dict(fields)
     assert dataclasses.replace(config, layer_types=()) == Gemma2Config()
-    assert config.kinds == (SLIDING, FULL) * 13
+    assert config.attention_types == (SLIDING, FULL) * 13
     _, state = nnx.split(nnx.eval_shape(lambda: Gemma2Model(config, rngs=nnx.Rngs(0))))
     assert parameter_count(state) == 2_614_341_888
     with torch.device("meta"):
         reference = transformers.Gemma2Model(transformers.Gemma2Config())
     theirs = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
-    assert {name: e.torch_shape for e in entries(state) for name in e.names} == theirs
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == theirs
 
 
 @pytest.mark.parametrize(
@@ -208,4 +208,4 @@ def test_fields_without_influence_are_passed_over():
         "use_cache": 1,
     }
     assert Gemma2Config.from_dict(SMALL | noise) == Gemma2Config.from_dict(SMALL)
-    assert Gemma2Config.from_dict(SMALL).kinds == (SLIDING, FULL, SLIDING)
+    assert Gemma2Config.from_dict(SMALL).attention_types == (SLIDING, FULL, SLIDING)

@@ -12,10 +12,10 @@ from flax import nnx
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import check_sizes
+from solrl_jax.models.checks import check_sizes
 from solrl_jax.models.layers.mhla import BlockMixing, Mhla, initial_mix, tiling
-from solrl_jax.models.loading.weights import entries
-from solrl_jax.models.locate import attention_of, open_model
+from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.models.sana.transformer import LinearAttention
 from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.rl.explore.linears import why_kept
@@ -200,7 +200,7 @@ def test_blocks_are_as_square_as_they_can_be():
 
 def configured(*overrides):
     config = resolve("tiny", ["model.attention=mhla", *overrides])
-    return config, open_model(config.model.path, **attention_of(config.model))
+    return config, open_model(config.model.path, mhla=mhla_override(config.model))
 
 
 @RELEASED
@@ -237,20 +237,25 @@ def test_what_it_adds_is_trained_in_full_kept_in_bounds_and_never_quantised():
     assert targets == Targets(
         find_targets(open_model("embedded:tiny-sana").transformer, config).adapted, new
     )
-    params = pipeline.transformer.abstract(jnp.bfloat16)
+    params = pipeline.transformer.abstract_params(jnp.bfloat16)
     assert (
         not set(new)
-        & why_kept(params, dataclasses.replace(config.model.quantize, skip=(), min_dim=0.0)).keys()
+        & why_kept(
+            params,
+            dataclasses.replace(
+                config.model.quantization, modules_to_not_convert=(), min_width_ratio=0.0
+            ),
+        ).keys()
     )
     trained = {path: jnp.asarray([-1.0, 0.5, 2.0]) for path in new}
     trained |= {"x/kernel": {"a": jnp.asarray(-1.0), "b": jnp.asarray(2.0)}}
-    kept = within_bounds(trained, entries(pipeline.transformer.state))
+    kept = within_bounds(trained, parameter_table(pipeline.transformer.state))
     np.testing.assert_array_equal(kept[new[1]], [0, 0.5, 1])
     assert kept[new[0]] is trained[new[0]]
     assert kept["x/kernel"] is trained["x/kernel"]
     released = configured("model.mhla_released=true")[1]
     np.testing.assert_array_equal(
-        within_bounds(trained, entries(released.transformer.state))[new[1]], [-1, 0.5, 2]
+        within_bounds(trained, parameter_table(released.transformer.state))[new[1]], [-1, 0.5, 2]
     )
 
 
@@ -294,7 +299,7 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
     config, _ = configured("rollout.size=[[24,32],[32,32]]")
     with pytest.raises(
         InputError,
-        match=r"^rollout.size: size 24x32: this model takes multiples of 16 pixels down and 16 across$",
+        match=r"^rollout.size: size 24x32: this model supports heights in multiples of 16 pixels and widths in multiples of 16$",
     ):
         check_sizes(config, pipeline)
 
@@ -306,7 +311,7 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
         (
             ("model.attention=linear",),
             ConfigError,
-            "model.attention='linear': expected 'own' or 'mhla'",
+            "model.attention='linear': expected 'default' or 'mhla'",
         ),
         (("model.mhla_released=1",), ConfigError, "model.mhla_released=1: expected true or false"),
         (
@@ -317,7 +322,7 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
         (
             ("model=tiny-flux",),
             InputError,
-            "tiny-flux is a FluxPipeline; accepted is a SanaPipeline, whose attention is linear",
+            "tiny-flux is a FluxPipeline; only SanaPipeline has linear attention to replace",
         ),
     ],
 )

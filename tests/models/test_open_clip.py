@@ -11,10 +11,10 @@ from flax import nnx
 from pretrain.networks import to_torch
 from safetensors.torch import save_file
 
-from solrl_jax.models.loading.weights import entries, load_tensors
+from solrl_jax.models.loading.weights import load_tensors, parameter_table
 from solrl_jax.models.vision.blip import UNUSED, ImageReward, ImageRewardConfig
 from solrl_jax.models.vision.clip import CLIPModel
-from solrl_jax.models.vision.open_clip import find_open_clip, open_clip_name
+from solrl_jax.models.vision.open_clip import locate_open_clip_tensors, open_clip_name
 from solrl_jax.rewards.clip import HPS
 from tests import released
 from tests.parity import parameter_count
@@ -22,7 +22,7 @@ from tests.parity import parameter_count
 
 def table(config):
     _, state = nnx.split(nnx.eval_shape(lambda: CLIPModel(config, rngs=nnx.Rngs(0))))
-    return state, entries(state)
+    return state, parameter_table(state)
 
 
 def test_every_tensor_arrives_where_transformers_has_it(tmp_path):
@@ -36,7 +36,7 @@ def test_every_tensor_arrives_where_transformers_has_it(tmp_path):
     got = to_torch(
         state,
         jax.device_get(
-            load_tensors(*find_open_clip(tmp_path / "hps.safetensors", state), np.float32)
+            load_tensors(*locate_open_clip_tensors(tmp_path / "hps.safetensors", state), np.float32)
         ),
     )
     taken = set()
@@ -123,4 +123,4 @@ def test_image_reward_has_the_released_size():
     _, state = nnx.split(nnx.eval_shape(lambda: ImageReward(ImageRewardConfig(), rngs=nnx.Rngs(0))))
     theirs = sum(p.numel() for model in (seeing, reading) for p in model.parameters()) + head
     assert parameter_count(state) == theirs == 446_206_689
-    assert not any(name.startswith(UNUSED) for e in entries(state) for name in e.names)
+    assert not any(name.startswith(UNUSED) for e in parameter_table(state) for name in e.names)

@@ -48,9 +48,10 @@ def test_a_directory_says_what_it_is(opened):
     for ours, theirs in ((pipeline.transformer, reference.transformer), 
         (pipeline.text_encoders["text_encoder"], reference.text_encoder),
                          (pipeline.vae, reference.vae.decoder)):  # fmt: skip
-        assert ours.size == sum(p.numel() for p in theirs.parameters())
+        assert ours.num_parameters == sum(p.numel() for p in theirs.parameters())
         assert (
-            sum(np.prod(x.shape) for x in jax.tree.leaves(ours.abstract(jnp.bfloat16))) == ours.size
+            sum(np.prod(x.shape) for x in jax.tree.leaves(ours.abstract_params(jnp.bfloat16)))
+            == ours.num_parameters
         )
 
 
@@ -58,7 +59,7 @@ def test_a_directory_says_what_it_is(opened):
 def test_sizes_that_are_no_multiples_are_refused(size, opened):
     with pytest.raises(
         ValueError,
-        match=rf"size {size[0]}x{size[1]}: this model takes multiples of {COMPRESSION} pixels",
+        match=rf"size {size[0]}x{size[1]}: this model supports heights in multiples of {COMPRESSION} pixels",
     ):
         opened[0].latent_shape(*size)
 
@@ -69,25 +70,25 @@ def test_sizes_that_are_no_multiples_are_refused(size, opened):
         (
             "transformer",
             {"in_channels": 16},
-            "transformer in_channels=16 does not fit the other components, which want 8",
+            "transformer in_channels=16 does not fit the other components, which need 8",
         ),
         (
             "transformer",
             {"out_channels": 16},
-            "transformer out_channels=16 does not fit the other components, which want 8",
+            "transformer out_channels=16 does not fit the other components, which need 8",
         ),
         (
             "transformer",
             {"caption_channels": 24},
-            "transformer caption_channels=24 .* which want 16",
+            "transformer caption_channels=24 .* which need 16",
         ),
-        ("text_encoder", {"hidden_size": 24}, "transformer caption_channels=16 .* which want 24"),
+        ("text_encoder", {"hidden_size": 24}, "transformer caption_channels=16 .* which need 24"),
         (
             "transformer",
             {"cross_attention_dim": 64},
-            "transformer cross_attention_dim=64 .* which want 32",
+            "transformer cross_attention_dim=64 .* which need 32",
         ),
-        ("vae", {"latent_channels": 4}, "transformer in_channels=8 .* which want 4"),
+        ("vae", {"latent_channels": 4}, "transformer in_channels=8 .* which need 4"),
         ("transformer", {"dropout": 0.1}, "SanaTransformer2DModel: dropout=0.1"),
         ("text_encoder", {"model_type": "llama"}, "Gemma2Model: model_type='llama'"),
         ("vae", {"downsample_block_type": "pool"}, "AutoencoderDC: downsample_block_type='pool'"),

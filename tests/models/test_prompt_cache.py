@@ -96,7 +96,7 @@ def test_an_entry_under_the_name_of_another_is_none(tmp_path):
     cache = Cache(tmp_path)
     other = "ab" + "1" * 62
     cache.write(other, ENCODING)
-    cache._entry(other).rename(cache._entry(KEY))
+    cache.entry_path(other).rename(cache.entry_path(KEY))
     assert cache.read(KEY) is None
 
 
@@ -122,7 +122,7 @@ def test_two_processes_may_write_the_same_entry(tmp_path):
         seen += entry is not None
     assert [writer.communicate()[1] for writer in writers] == ["", ""]
     assert seen > 10
-    assert files_below(tmp_path) == [cache._entry(KEY)]
+    assert files_below(tmp_path) == [cache.entry_path(KEY)]
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):

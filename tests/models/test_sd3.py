@@ -12,7 +12,7 @@ from flax import nnx
 from pretrain.networks import to_torch
 
 from solrl_jax.models.layers.embeddings import sincos_positions
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from tests import carried
 from tests.cases import first_is_quick
@@ -273,9 +273,9 @@ def test_released_sizes_have_the_released_names_and_parameter_counts(fields, cou
     assert config == SD3Config.from_dict(fields)
     _, state = nnx.split(nnx.eval_shape(lambda: SD3Transformer2DModel(config, rngs=nnx.Rngs(0))))
     theirs = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
-    names = [name for e in entries(state) for name in e.names]
+    names = [name for e in parameter_table(state) for name in e.names]
     assert len(names) == len(set(names))
-    assert {name: e.torch_shape for e in entries(state) for name in e.names} == theirs
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == theirs
     positions = config.pos_embed_max_size**2 * config.width
     assert theirs["pos_embed.pos_embed"] == (1, config.pos_embed_max_size**2, config.width)
     assert (

@@ -79,16 +79,17 @@ def test_a_directory_says_what_it_is(model, folders):
                 network.pos_embed.pos_embed.numel() if name == "transformer" else 0
             )  # a parameter to us
             assert (
-                components[name].size == sum(p.numel() for p in network.parameters()) + buffers
+                components[name].num_parameters
+                == sum(p.numel() for p in network.parameters()) + buffers
             ), name
 
 
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ((34, 32), "size 34x32: this model takes multiples of 4 pixels"),
-        ((32, 0), "size 32x0: this model takes multiples of 4 pixels"),
-        ((16, 40), "size 16x40: this model takes up to 36 pixels"),
+        ((34, 32), "size 34x32: this model supports heights in multiples of 4 pixels"),
+        ((32, 0), "size 32x0: this model supports heights in multiples of 4 pixels"),
+        ((16, 40), "size 16x40: this model supports up to 36 pixels"),
     ],
 )
 def test_sizes_that_it_cannot_take_are_refused(size, message, folders):
@@ -113,12 +114,12 @@ def test_opening_needs_no_weights(copy):
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
-        ("transformer/config", {"in_channels": 8}, "transformer in_channels=8 .* which want 4"),
-        ("transformer/config", {"out_channels": 8}, "transformer out_channels=8 .* which want 4"),
+        ("transformer/config", {"in_channels": 8}, "transformer in_channels=8 .* which need 4"),
+        ("transformer/config", {"out_channels": 8}, "transformer out_channels=8 .* which need 4"),
         (
             "transformer/config",
             {"joint_attention_dim": 64},
-            "transformer joint_attention_dim=64 .* which want 48",
+            "transformer joint_attention_dim=64 .* which need 48",
         ),
         (
             "transformer/config",
@@ -128,17 +129,17 @@ def test_opening_needs_no_weights(copy):
         (
             "transformer/config",
             {"pooled_projection_dim": 12},
-            "transformer pooled_projection_dim=12 .* which want 32",
+            "transformer pooled_projection_dim=12 .* which need 32",
         ),
         (
             "text_encoder/config",
             {"projection_dim": 16},
-            "transformer pooled_projection_dim=32 .* which want 36",
+            "transformer pooled_projection_dim=32 .* which need 36",
         ),
         (
             "text_encoder_2/config",
             {"projection_dim": 16},
-            "transformer pooled_projection_dim=32 .* which want 28",
+            "transformer pooled_projection_dim=32 .* which need 28",
         ),
         (
             "text_encoder_2/config",
@@ -148,9 +149,9 @@ def test_opening_needs_no_weights(copy):
         (
             "text_encoder_3/config",
             {"d_model": 32},
-            "transformer joint_attention_dim=48 .* which want 32",
+            "transformer joint_attention_dim=48 .* which need 32",
         ),
-        ("vae/config", {"latent_channels": 8}, "transformer in_channels=4 .* which want 8"),
+        ("vae/config", {"latent_channels": 8}, "transformer in_channels=4 .* which need 8"),
         (
             "transformer/config",
             {"qk_norm": "layer_norm"},

@@ -12,7 +12,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from solrl_jax.models.layers import attention as attention_module
 from solrl_jax.models.layers.attention import attention
-from solrl_jax.models.loading.weights import entries, find_component, load_tensors
+from solrl_jax.models.loading.weights import load_tensors, locate_tensors, parameter_table
 from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel, relative_buckets
 from tests import carried
 from tests.cases import first_is_quick
@@ -149,7 +149,7 @@ def test_a_saved_component_loads(tmp_path):
     reference = reference_model({})
     reference.save_pretrained(tmp_path)
     state, _, params = port(reference)
-    loaded = load_tensors(*find_component(tmp_path, state), jnp.float32)
+    loaded = load_tensors(*locate_tensors(tmp_path, state), jnp.float32)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), loaded, params))
     back = to_torch(state, params)
     assert back.keys() == released(reference).keys()
@@ -164,7 +164,7 @@ def test_released_size():
     _, state = nnx.split(nnx.eval_shape(lambda: T5EncoderModel(config, rngs=nnx.Rngs(0))))
     assert parameter_count(state) == 4_762_310_656
     theirs = {name: tuple(t.shape) for name, t in released(reference).items()}
-    assert {name: e.torch_shape for e in entries(state) for name in e.names} == theirs
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == theirs
     assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in theirs
 
 

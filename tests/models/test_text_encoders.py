@@ -217,13 +217,13 @@ def test_a_cache_that_cannot_be_written_is_refused_before_anything_is_loaded(
 ):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(
-        InputError, match=r"^model.cache='.*/file': is a file; expected a directory, ''"
+        InputError, match=r"^model.prompt_cache_dir='.*/file': is a file; expected a directory, ''"
     ):
         encoders_of(folders / "sana", tmp_path / "file")
     no_loading()
     with pytest.raises(
         InputError,
-        match=r"^model.cache='.*/file/x': cannot be written \(.*\); name another directory",
+        match=r"^model.prompt_cache_dir='.*/file/x': cannot be written \(.*\); name another directory",
     ):
         encoders_of(folders / "sana", tmp_path / "file" / "x").encode(["a cat"], TOKENS)
 
@@ -244,7 +244,7 @@ def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkey
     options = [
         f"prompts.train={sets[0]}",
         f"prompts.test={sets[1]}",
-        f"model.cache={tmp_path / 'cache'}",
+        f"model.prompt_cache_dir={tmp_path / 'cache'}",
     ]
 
     def fill():
@@ -282,7 +282,7 @@ def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkey
 def test_filling_wants_a_cache():
     with pytest.raises(
         InputError,
-        match=r"^model.cache=None: expected a directory to be filled, or '' for the user's own$",
+        match=r"^model.prompt_cache_dir=None: expected a directory to be filled, or '' for the user's own$",
     ):
         fill_cache(small_config())
 
@@ -292,7 +292,9 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
         "A picture of:\n "
     )  # what is left of the last line is part of it
     experiment = build(
-        small_config("unused", "model.tile=16", f"model.instruction={tmp_path / 'instruction'}")
+        small_config(
+            "unused", "model.vae_tile_size=16", f"model.instruction={tmp_path / 'instruction'}"
+        )
     )
     backbone = experiment.backbone
     assert (backbone.decoder.tile, backbone.instruction) == (16, "A picture of:\n ")
@@ -315,16 +317,16 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
         f"model.path={folders / 'flux'}",
         "model.height=16",
         "model.width=16",
-        "model.max_tokens=12",
+        "model.max_sequence_length=12",
     )
     grid = build(
-        small_config("unused", *flux, "rollout.true_guidance=2", "rollout.guidance=3.5")
+        small_config("unused", *flux, "rollout.true_cfg_scale=2", "rollout.guidance_scale=3.5")
     ).schedule(3)
-    assert (grid.guided, grid.guidance, grid.scale) == (True, 3.5, 2.0)
+    assert (grid.guided, grid.embedded_guidance, grid.guidance_scale) == (True, 3.5, 2.0)
     for overrides, message in [
         (
-            ("model.tile=10",),
-            "model.tile=10: must be a multiple of 4, the pixels of a latent, or null",
+            ("model.vae_tile_size=10",),
+            "model.vae_tile_size=10: must be null or a multiple of 4, the pixels per latent pixel",
         ),
         (
             ("model.instruction=absent",),
@@ -332,11 +334,11 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
         ),
         (
             (*flux, f"model.instruction={tmp_path / 'instruction'}"),
-            "model.instruction: a FluxPipeline takes none",
+            "model.instruction: not supported by FluxPipeline; accepted: null",
         ),
         (
-            ("rollout.true_guidance=2",),
-            "rollout.true_guidance=2.0: must be 1 for a SanaPipeline, whose rollout.guidance is",
+            ("rollout.true_cfg_scale=2",),
+            "rollout.true_cfg_scale=2.0: must be 1 for a SanaPipeline, whose rollout.guidance_scale is",
         ),
     ]:
         with pytest.raises(InputError, match=f"^{message}"):

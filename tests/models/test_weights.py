@@ -27,7 +27,7 @@ from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.stack import stack
 from solrl_jax.models.loading import tensor_files, weights
 from solrl_jax.models.loading.tensor_files import weight_files, without_variants
-from solrl_jax.models.loading.weights import entries, find_component, load_tensors
+from solrl_jax.models.loading.weights import load_tensors, locate_tensors, parameter_table
 from tests.parity import from_torch, parameter_count
 
 FILE = "model.safetensors"
@@ -96,7 +96,7 @@ def flat(params):
 
 
 def test_the_table_names_pytorchs_tensors_in_pytorchs_shapes(theirs, network):
-    table = {name: e.torch_shape for e in entries(network[1]) for name in e.names}
+    table = {name: e.torch_shape for e in parameter_table(network[1]) for name in e.names}
     assert table == {name: tuple(t.shape) for name, t in theirs.state_dict().items()}
     assert table["temperature"] == ()
     assert parameter_count(network[1]) == sum(p.numel() for p in theirs.parameters())
@@ -150,7 +150,7 @@ def test_a_file_of_any_precision_is_cast_to_the_one_wanted(
 ):
     tensors = {name: t.to(stored) for name, t in theirs.state_dict().items()}
     safetensors.torch.save_file(tensors, tmp_path / FILE)
-    params = load_tensors(*find_component(tmp_path, network[1]), wanted)
+    params = load_tensors(*locate_tensors(tmp_path, network[1]), wanted)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
     want = from_torch(
         network[1], {name: t.float().numpy().astype(wanted) for name, t in tensors.items()}
@@ -186,7 +186,7 @@ def test_shards_with_an_index_load_as_one_file_does(theirs, network, tmp_path):
     assert [p.name for p in weight_files(tmp_path / "one")] == [FILE]
     assert [p.name for p in weight_files(tmp_path / "two")] == names
     one, two = (
-        flat(load_tensors(*find_component(tmp_path / name, network[1]), jnp.float32))
+        flat(load_tensors(*locate_tensors(tmp_path / name, network[1]), jnp.float32))
         for name in ("one", "two")
     )
     assert one.keys() == two.keys()
@@ -225,7 +225,7 @@ def test_a_variant_is_read_only_where_there_is_nothing_else(kind, theirs, networ
 
     def temperature():
         return float(
-            load_tensors(*find_component(tmp_path, network[1]), jnp.float32)["temperature"]
+            load_tensors(*locate_tensors(tmp_path, network[1]), jnp.float32)["temperature"]
         )
 
     assert [p.name for p in weight_files(tmp_path)] == files
@@ -265,7 +265,7 @@ def test_files_that_cannot_be_chosen_between_are_refused(theirs, tmp_path):
 def test_an_index_that_names_an_absent_shard_is_refused(theirs, tmp_path):
     names = save_shards(tmp_path, theirs)
     (tmp_path / names[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=f"names files that are not there: {names[1]}"):
+    with pytest.raises(FileNotFoundError, match=f"names missing files: {names[1]}"):
         weight_files(tmp_path)
 
 
@@ -282,7 +282,7 @@ def test_all_problems_of_a_file_are_listed_at_once_in_one_line(theirs, network, 
     tensors |= {"stranger": torch.zeros(2, 3), "linear.weight": torch.zeros(3, 4)}
     safetensors.torch.save_file(tensors, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"4 tensor\(s\) do not fit") as error:
-        load_tensors(*find_component(tmp_path, network[1]), jnp.float32)
+        load_tensors(*locate_tensors(tmp_path, network[1]), jnp.float32)
     for part in (str(tmp_path), "missing blocks.1.first.weight (4, 3)", "missing temperature ()", "unexpected stranger (2, 3)",
                  "linear.weight has shape (3, 4), expected (4, 3)"):  # fmt: skip
         assert part in str(error.value)
@@ -301,7 +301,7 @@ def test_a_tensor_that_is_not_of_plain_floating_point_is_refused_by_name(
     }
     safetensors.torch.save_file(tensors, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"2 tensor\(s\) do not fit") as error:
-        find_component(tmp_path, network[1])
+        locate_tensors(tmp_path, network[1])
     for name in ("linear.weight", "blocks.2.inner.conv.bias"):
         assert re.search(
             rf"{re.escape(name)} is [A-Z0-9_]+, expected one of BF16, F16, F32, F64",
@@ -319,7 +319,7 @@ def test_a_tensor_in_two_shards_is_refused(theirs, network, tmp_path):
         {n: t for n, t in both.items() if n != "temperature"}, tmp_path / second
     )
     with pytest.raises(ValueError, match=rf"linear\.weight is both in {first} and in {second}"):
-        load_tensors(*find_component(tmp_path, network[1]), jnp.float32)
+        load_tensors(*locate_tensors(tmp_path, network[1]), jnp.float32)
 
 
 class Tied(nnx.Module):
@@ -348,11 +348,12 @@ def test_what_older_files_repeat_is_passed_over_beside_what_it_repeats_and_nowhe
         for table in (True, False)
     ]
     full, bare = (
-        {name: torch.randn(e.torch_shape) for e in entries(s) for name in e.names} for s in states
+        {name: torch.randn(e.torch_shape) for e in parameter_table(s) for name in e.names}
+        for s in states
     )
     assert len(full) == 4
     safetensors.torch.save_file(full | old, tmp_path / FILE)
-    params = load_tensors(*find_component(tmp_path, states[0]), jnp.float32)
+    params = load_tensors(*locate_tensors(tmp_path, states[0]), jnp.float32)
     np.testing.assert_array_equal(params["shared"]["embedding"], full["shared.weight"].numpy())
     safetensors.torch.save_file(
         full | old | {"decoder.embed_tokens.weight": torch.zeros(7, 3)}, tmp_path / FILE
@@ -361,10 +362,10 @@ def test_what_older_files_repeat_is_passed_over_beside_what_it_repeats_and_nowhe
         ValueError,
         match=r"1 tensor\(s\) do not fit the network: unexpected decoder.embed_tokens.weight",
     ):
-        load_tensors(*find_component(tmp_path, states[0]), jnp.float32)
+        load_tensors(*locate_tensors(tmp_path, states[0]), jnp.float32)
     safetensors.torch.save_file(bare | old, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"3 tensor\(s\) do not fit") as error:
-        load_tensors(*find_component(tmp_path, states[1]), jnp.float32)
+        load_tensors(*locate_tensors(tmp_path, states[1]), jnp.float32)
     assert all(f"unexpected {name}" in str(error.value) for name in old)
 
 
@@ -373,7 +374,7 @@ def test_a_file_cut_short_is_refused(keep, theirs, network, tmp_path):
     whole = safetensors.torch.save(theirs.state_dict())
     (tmp_path / FILE).write_bytes(whole[:keep])
     with pytest.raises(ValueError, match=f"{FILE}: not a readable safetensors file"):
-        load_tensors(*find_component(tmp_path, network[1]), jnp.float32)
+        load_tensors(*locate_tensors(tmp_path, network[1]), jnp.float32)
 
 
 def test_a_saved_component_is_config_and_weights_in_the_precision_asked_for(
@@ -387,7 +388,7 @@ def test_a_saved_component_is_config_and_weights_in_the_precision_asked_for(
     for name, t in theirs.state_dict().items():
         assert torch.equal(read_by_torch[name], t.bfloat16()), name
     back = to_torch(
-        network[1], load_tensors(*find_component(tmp_path / "new", network[1]), jnp.float32)
+        network[1], load_tensors(*locate_tensors(tmp_path / "new", network[1]), jnp.float32)
     )
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(
@@ -450,7 +451,7 @@ def large(tmp_path_factory):
     state = nnx.split(nnx.eval_shape(lambda: Large(nnx.Rngs(0))))[1]
     tensors = {
         name: rng.standard_normal(e.torch_shape).astype(ml_dtypes.bfloat16)
-        for e in entries(state)
+        for e in parameter_table(state)
         for name in e.names
     }
     assert "mixed.6.linear.weight" in tensors
@@ -481,11 +482,11 @@ def placement(split, placed=None):
 def test_every_shard_of_every_parameter_is_its_part_of_the_tensors(split, part, large, monkeypatch):
     """Whatever axis is split and however small the parts and the reads are; each array lies as asked, replicas included."""
     state, folder, want = large
-    monkeypatch.setattr(weights, "PART", part)
-    monkeypatch.setattr(tensor_files, "BLOCK", 2**22 if part > 500 else 70)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", part)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 2**22 if part > 500 else 70)
     placed = {}
     place = placement(SPLITS[split], placed)
-    params = load_tensors(*find_component(folder, state), jnp.float32, place)
+    params = load_tensors(*locate_tensors(folder, state), jnp.float32, place)
     assert placed == {name: value.shape for name, value in want.items()}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -525,22 +526,22 @@ def reads(monkeypatch):
 @pytest.mark.parametrize("split", SPLITS)
 def test_each_byte_is_read_once_a_little_at_a_time(split, large, reads, monkeypatch):
     state, folder, want = large
-    monkeypatch.setattr(tensor_files, "BLOCK", 256)
-    load_tensors(*find_component(folder, state), jnp.float32, placement(SPLITS[split]))
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 256)
+    load_tensors(*locate_tensors(folder, state), jnp.float32, placement(SPLITS[split]))
     assert sum(reads) == sum(value.nbytes for value in want.values())
     assert max(reads) == 256
 
 
 def test_a_process_reads_no_rows_that_its_devices_do_not_hold(large, reads):
     state, folder, want = large
-    (entry,) = (e for e in entries(state) if e.path == ("blocks", "linear", "kernel"))
-    _, stored = find_component(folder, state)
+    (entry,) = (e for e in parameter_table(state) if e.path == ("blocks", "linear", "kernel"))
+    _, stored = locate_tensors(folder, state)
     index = (
         range(2, 4),
         range(12),
         range(6, 8),
     )  # two of eight layers, a quarter of the rows of each
-    (got,) = weights._read_parts(entry, stored, np.dtype(np.float32), [index])
+    (got,) = weights.read_regions(entry, stored, np.dtype(np.float32), [index])
     np.testing.assert_array_equal(
         got, want["['blocks']['linear']['kernel']"][2:4, :, 6:8].astype(np.float32)
     )
@@ -551,16 +552,16 @@ def test_the_host_never_holds_more_than_a_part(large, monkeypatch):
     """The largest buffer that is assembled, for all devices together: `PART`, or one layer where that is more."""
     state, folder, _ = large
     sizes = []
-    read = weights._read_parts
+    read = weights.read_regions
 
     def watched(e, stored, dtype, parts):
         hosts = read(e, stored, dtype, parts)
         sizes.append((sum(h.nbytes for h in hosts), e.path))
         return hosts
 
-    monkeypatch.setattr(weights, "_read_parts", watched)
-    monkeypatch.setattr(weights, "PART", 1100)
-    load_tensors(*find_component(folder, state), jnp.bfloat16, placement(-1))
+    monkeypatch.setattr(weights, "read_regions", watched)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 1100)
+    load_tensors(*locate_tensors(folder, state), jnp.bfloat16, placement(-1))
     by_itself = ("conv", "kernel")  # one tensor, of which no part is a run of the file's rows
     assert 1000 < max(size for size, path in sizes if path != by_itself) <= 1100
     assert [size for size, path in sizes if path == ("blocks", "conv", "kernel")] == [1024] * 8
@@ -572,7 +573,7 @@ def test_nothing_is_placed_where_something_does_not_fit(large, tmp_path):
     save_file({n: t for n, t in tensors.items() if n != "mixed.6.norm.weight"}, tmp_path / FILE)
     placed = {}
     with pytest.raises(ValueError, match=r"missing mixed\.6\.norm\.weight \(8,\)"):
-        load_tensors(*find_component(tmp_path, state), jnp.float32, placement(0, placed))
+        load_tensors(*locate_tensors(tmp_path, state), jnp.float32, placement(0, placed))
     assert not placed
 
 
@@ -580,7 +581,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(large, tmp_path):
     state, folder, _ = large
     tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
     save_file(tensors, tmp_path / FILE)
-    found = find_component(tmp_path, state)
+    found = locate_tensors(tmp_path, state)
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-10])
-    with pytest.raises(ValueError, match=rf"{FILE}: ended within [a-z0-9.]+$"):
+    with pytest.raises(ValueError, match=rf"{FILE}: the file ends within [a-z0-9.]+$"):
         load_tensors(*found, jnp.float32, placement(0))

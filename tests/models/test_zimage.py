@@ -12,7 +12,7 @@ from diffusers import ZImageTransformer2DModel as TorchZImage
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.zimage.transformer import ZImageConfig, ZImageTransformer2DModel, rotary
 from solrl_jax.quant.matmul import LowRank
 from tests import carried
@@ -267,7 +267,7 @@ def test_released_size_has_the_released_tensors():
     assert parameter_count(state) == 6_154_908_736
     with torch.device("meta"):
         theirs = TorchZImage(**RELEASED)
-    ours = {name: e.torch_shape for e in entries(state) for name in e.names}
+    ours = {name: e.torch_shape for e in parameter_table(state) for name in e.names}
     assert ours == {name: tuple(t.shape) for name, t in theirs.state_dict().items()}
 
 
@@ -320,7 +320,7 @@ def test_a_config_this_port_cannot_honour_is_refused(fields, message):
 def test_a_released_config():
     config = ZImageConfig.from_dict(RELEASED)
     assert config == ZImageConfig(axes_lens=(1536, 512, 512))
-    assert config.most_tokens == 1504
+    assert config.max_text_tokens == 1504
     hash(config)  # static under jit
 
 

@@ -25,7 +25,7 @@ from tests.small import SMALL, small_config
 # one reward is a network; the other is outside JAX, on the host that made the picture
 REWARD = ("reward.weights={shapes: 1.0, tests.outside:mean: 1.0}", "reward.workers=1")
 # levers that are calibrated, on which the hosts must agree
-CALIBRATED = ("rollout.explore.correction=8", "rollout.explore.sigmas=first")
+CALIBRATED = ("rollout.explore.correction_rank=8", "rollout.explore.sigmas=first")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 TOLERANCE = 1e-6  # of the state, relative
 LIMIT = 60  # seconds in which a run ends after one of its processes has

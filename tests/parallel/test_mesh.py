@@ -43,7 +43,7 @@ def built():
     """
     # every lever: two are calibrated on each mesh, one explores in two segments
     extra = (
-        "rollout.explore.correction=8",
+        "rollout.explore.correction_rank=8",
         "rollout.explore.sigmas=first",
         "rollout.explore.exact_steps=1",
     )

@@ -108,8 +108,15 @@ def test_parts_agree_with_a_count_by_hand(preset):
 @pytest.mark.usefixtures("cpus")
 def test_parts_are_what_arrays_hold():
     """Of a built experiment, on each of eight devices, to the byte; and the copy lies where `sync` leaves it."""
-    overrides = ("mesh.data=2", "mesh.fsdp=4", "reward=tiny-clip", "rollout.explore.correction=8")
-    config = small_config("unused", *overrides, "rollout.scoring=fp32")  # as a CPU's `auto` is
+    overrides = (
+        "mesh.data=2",
+        "mesh.fsdp=4",
+        "reward=tiny-clip",
+        "rollout.explore.correction_rank=8",
+    )
+    config = small_config(
+        "unused", *overrides, "rollout.scoring_precision=fp32"
+    )  # as a CPU's `auto` is
     built = experiments.build(config)
     state = fresh_state(built)
     backbone = built.backbone
@@ -171,14 +178,14 @@ def test_programs_of_an_iteration(preset, missing):
     planner = Planner(resolve(preset), Devices(TARGETS["b200"], 2))
     stages = planner.stages
     rollout = planner.config.rollout
-    prompts = planner.config.train.prompts
+    prompts = planner.config.train.num_prompts
     has = [name for name in STAGES if stages.has(name)]
     assert has == [name for name in STAGES if name not in (*missing, "evaluate")]
     programs = {name: stages.programs(name, planner.codes) for name in has}
     assert {name: [program.name for program in of] for name, of in programs.items()} == {
         name: FUNCTIONS[name] for name in has
     }
-    rows = 2 * rollout.chunk
+    rows = 2 * rollout.per_device_batch_size
     drafts = math.ceil(prompts * rollout.candidates / rows)
     redone = math.ceil(prompts * rollout.kept / rows) if "regenerate" in has else 0
     calls = {name: {program.calls for program in of} for name, of in programs.items()}
@@ -222,7 +229,7 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
         (8, 12),
         (32, 48),
     )
-    assert sample.arguments[1][0].schedule.steps == planner.config.eval.steps
+    assert sample.arguments[1][0].schedule.steps == planner.config.eval.num_steps
     assert {program.calls for program in (sample, decode, score)} == {0}
     said = list(planning.assumptions(planner))
     assert "every iteration has the largest of rollout.size" in said
@@ -249,7 +256,7 @@ def test_states_are_kept_for_an_objective_on_an_sdes_steps(family, recording):
     config = planner.config
     states = made[recording].shape
     assert update.arguments[4].states.shape == (
-        config.train.prompts * config.rollout.kept,
+        config.train.num_prompts * config.rollout.kept,
         5,
         *states[2:],
     )
@@ -267,7 +274,9 @@ def small(tmp_path_factory):
         patch.setattr(
             topology, "devices", lambda target, count, hosts: jax.devices()[: count * hosts]
         )
-        config = small_config("unused", "mesh.data=-1", "model.cache=null", "reward=tiny-clip")
+        config = small_config(
+            "unused", "mesh.data=-1", "model.prompt_cache_dir=null", "reward=tiny-clip"
+        )
         return planning.plan(config, Devices(TARGETS["h200"], 2), folder), folder
 
 
@@ -330,7 +339,7 @@ def test_a_plan_is_shown_as_a_table_and_as_json(small):
         summary | {"fits": False, "too_large": {"update": planning.SETTINGS["update"]}}
     )
     assert (
-        "does not fit\n  update is too large; it takes less with model.remat=blocks, optimizer.micro_batch, mesh"
+        "does not fit\n  update is too large; it takes less with model.gradient_checkpointing=blocks, optimizer.per_device_batch_size, mesh"
         in large
     )
     assert summary["faster"] == {"explore": "rollout.explore.precision=auto"}  # NVFP4 on an H200

@@ -23,9 +23,9 @@ from hypothesis.extra.numpy import arrays
 
 from solrl_jax.config.presets import resolve as preset
 from solrl_jax.config.schema import Precision
-from solrl_jax.models.backbone import open_model
 from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.stack import scan_blocks, stack
+from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding, rows
 from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.quant.matmul import dequantize, matmul
@@ -337,8 +337,8 @@ def network():
     def shape(*s, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(s, dtype)
 
-    params = pipeline.transformer.abstract(jnp.bfloat16)
-    paths = quantized_paths(params, preset("tiny").model.quantize, FORMATS["nvfp4"])
+    params = pipeline.transformer.abstract_params(jnp.bfloat16)
+    paths = quantized_paths(params, preset("tiny").model.quantization, FORMATS["nvfp4"])
     conditioning = {"text": shape(2, 24, 64), "mask": shape(2, 24, dtype=bool)}
     inputs = (
         shape(2, *pipeline.latent_shape(32, 32)),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from solrl_jax.config.schema import Reward
 from solrl_jax.rewards import registry
 
-DEFAULTS = dict(paths={}, options={}, watched=(), workers=2, timeout=120.0, on_failure="stop")
+DEFAULTS = dict(paths={}, options={}, eval_only=(), workers=2, timeout=120.0, on_failure="stop")
 
 
 def open_reward(weights, paths=None, dtype=jnp.float32, **settings):

@@ -212,7 +212,7 @@ def test_right_pictures_of_the_embedded_sets_pass_and_those_of_a_word_changed_do
     images = rendered(drawn)
     prompts = [line["prompt"] for line in asked]
     right = geneval(images, prompts, asked)
-    strict = np.asarray(verifier.verify(images, verifier.targets(prompts)).strict)
+    strict = np.asarray(verifier.verify(images, verifier.parse_targets(prompts)).strict)
     np.testing.assert_array_equal(right["strict"], strict)
     np.testing.assert_array_equal(right["strict"], 1)
     np.testing.assert_array_equal(right["reward"], 1)

@@ -263,7 +263,10 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
     file = tmp_path / "go"
     experiment = with_reward(built, {name: 1.0}, {name: {"file": str(file)}})
     prompted = prepare(
-        built.backbone, experiment.reward, built.train_prompts[:1], built.config.model.max_tokens
+        built.backbone,
+        experiment.reward,
+        built.train_prompts[:1],
+        built.config.model.max_sequence_length,
     )
     made = []
 
@@ -365,7 +368,12 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
     """It fails in the second iteration, and in the evaluation after it. The result equals that of a run without failures."""
     broken = tmp_path / "broken"
     options = json.dumps({FAILING: {"how": "raise", "file": str(broken)}})
-    overrides = ["train.iterations=2", "run.checkpoint_every=9", "eval.grid=0", f"reward={FAILING}"]
+    overrides = [
+        "train.iterations=2",
+        "run.checkpoint_every=9",
+        "eval.num_grid_images=0",
+        f"reward={FAILING}",
+    ]
     overrides.append(f"reward.options={options}")
     monkeypatch.setattr(trainer, "build", lambda config, force: with_config(built, config))
 
@@ -390,7 +398,7 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
         1,
         "reward.workers=1",
         "reward.on_failure=skip",
-        "reward.watched=[jpeg_compressibility]",
+        "reward.eval_only=[jpeg_compressibility]",
         "run.keep_best=1",
     )
     assert (

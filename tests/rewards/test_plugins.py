@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.config.presets import from_yaml, override, resolve, to_yaml
+from solrl_jax.config.presets import override, resolve
+from solrl_jax.config.serialization import from_yaml, to_yaml
 from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
@@ -65,7 +66,7 @@ def test_where_all_is_outside_jax_nothing_is_scored_in_it():
 
 def test_what_is_watched_is_scored_at_evaluations_alone():
     watched = ("tests.outside:in_jax", "jpeg_compressibility")
-    trained, evaluated = opened({"shapes": 1.0, "tests.outside:mean": 1.0}, watched=watched)
+    trained, evaluated = opened({"shapes": 1.0, "tests.outside:mean": 1.0}, eval_only=watched)
     assert set(trained.params) == {"shapes"}
     assert set(evaluated.params) == {"shapes", "tests.outside:in_jax"}
     assert [r.name for r in trained.host.rewards] == ["tests.outside:mean"]
@@ -118,12 +119,12 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
             "basename: called as (images, prompts, metadata): too many positional arguments; accepted: (p)",
         ),
         (
-            dict(weights={"shapes": 1.0}, watched=("beauty",)),
-            "reward.watched: unknown reward 'beauty'; there are shapes, ",
+            dict(weights={"shapes": 1.0}, eval_only=("beauty",)),
+            "reward.eval_only: unknown reward 'beauty'; there are shapes, ",
         ),
         (
-            dict(weights={"shapes": 1.0}, watched=("geneval/loose",)),
-            "reward.watched: unknown score 'geneval/loose'; there are geneval",
+            dict(weights={"shapes": 1.0}, eval_only=("geneval/loose",)),
+            "reward.eval_only: unknown score 'geneval/loose'; there are geneval",
         ),
         (
             dict(weights={"shapes": 1.0}, options={"ocr": {}}),
@@ -232,8 +233,8 @@ def test_a_plugin_is_chosen_as_a_reward_and_survives_the_file(name):
     ("key", "said"),
     [
         (
-            "reward.watched=[shapes]",
-            "reward.watched=['shapes']: must not name what reward.weights trains on",
+            "reward.eval_only=[shapes]",
+            "reward.eval_only=['shapes']: must not name scores of reward.weights",
         ),
         ("reward.options.ocr=3", "reward.options.ocr=3: expected a mapping"),
         (

@@ -157,7 +157,7 @@ def test_a_set_of_prompts_that_can_be_scored_passes(weights, set_name):
             "shapes",
             Prompt("a red circle"),
             Prompt("a red dog"),
-            "cannot parse the caption 'a red dog'; want GROUP or GROUP above",
+            "cannot parse the caption 'a red dog'; expected GROUP or GROUP above",
         ),
         (
             "ocr",
@@ -193,7 +193,7 @@ def test_a_prompt_that_a_reward_cannot_score_is_found_wherever_it_is(name, good,
 
 
 def test_watched_rewards_check_their_prompts_in_evaluations_alone():
-    trained, evaluated = open_reward({"tiny-clip": 1.0}, {}, watched=("shapes", "ocr"))(None)
+    trained, evaluated = open_reward({"tiny-clip": 1.0}, {}, eval_only=("shapes", "ocr"))(None)
     check_prompts(trained, [Prompt("a red dog")], "prompts.train")
     with pytest.raises(InputError, match=r"^prompts.test: reward 'shapes': cannot parse"):
         check_prompts(evaluated, [Prompt("a red dog")], "prompts.test")

@@ -102,7 +102,7 @@ def test_advantages_equal_the_reference(case, global_std, mode):
 def test_a_mode_that_does_not_exist_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"^advantage mode 'positive': accepted are all, positive_only, .*, binary$",
+        match=r"^advantage mode 'positive': must be one of all, positive_only, .*, binary$",
     ):
         ours(rewards(), mode="positive")
 

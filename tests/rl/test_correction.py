@@ -22,12 +22,16 @@ from tests.toys import KERNELS, toy_experiment
 
 RANK = 8
 # two steps, as other tests take, make no picture
-AS_TINY = ("rollout.steps=10", "rollout.explore.steps=6", "rollout.chunk=16")
+AS_TINY = (
+    "rollout.num_steps=10",
+    "rollout.explore.num_steps=6",
+    "rollout.per_device_batch_size=16",
+)
 
 
 @pytest.fixture(scope="module")
 def experiment():
-    return build(small_config("unused", f"rollout.explore.correction={RANK}", *AS_TINY))
+    return build(small_config("unused", f"rollout.explore.correction_rank={RANK}", *AS_TINY))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def test_every_quantised_linear_has_as_many_orthonormal_directions(experiment, b
 @pytest.mark.parametrize("rank", [16, 20, 1000])
 def test_a_linear_has_no_more_directions_than_inputs(rank):
     """Then nothing is left to the format, and the product is the exact one."""
-    experiment = toy_experiment(f"rollout.explore.correction={rank}")
+    experiment = toy_experiment(f"rollout.explore.correction_rank={rank}")
     base = flatten(experiment.backbone.transformer)
     found = bases_of(experiment.explorer)
     assert {path: basis.shape for path, basis in found.items()} == {
@@ -102,7 +106,7 @@ def test_a_run_that_goes_on_finds_those_that_it_began_with(experiment, bases):
 
 
 def test_directions_do_not_depend_on_how_rows_are_grouped(experiment, bases):
-    """`optimizer.micro_batch` need not divide the sixteen samples; sums of other groups differ in their last bits."""
+    """`optimizer.per_device_batch_size` need not divide the sixteen samples; sums of other groups differ in their last bits."""
     calibration = dataclasses.replace(
         experiment.explorer.calibration, micro_batch=3
     )  # one at a time, here two
@@ -117,7 +121,7 @@ def test_they_hold_more_of_what_the_network_sees_than_others_do(experiment, base
     adapters = fresh_state(experiment).old
     calibration = experiment.explorer.calibration
     prompts = experiment.test_prompts[: len(calibration.rows)]
-    conditioning = backbone.encode(prompts, experiment.config.model.max_tokens)
+    conditioning = backbone.encode(prompts, experiment.config.model.max_sequence_length)
     other_prompts = dataclasses.replace(
         calibration,
         prompted=lambda: experiment.encode_prompts(prompts),

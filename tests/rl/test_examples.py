@@ -58,11 +58,12 @@ def test_training_from_python(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "tiny-lora.safetensors").stat().st_size > 1000
 
 
-def test_an_objective_of_your_own_trains(capsys):
-    load("own_objective").main(*TWO)
-    said = capsys.readouterr().out
-    assert said.count("loss") == 2
-    assert "nan" not in said
+def test_an_objective_of_your_own_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "own_objective", load("own_objective"))
+    sys.modules["own_objective"].main(*TWO)
+    assert "reward: " in capsys.readouterr().out
+    assert (tmp_path / "runs" / "own-objective" / "checkpoints").is_dir()
 
 
 def test_a_reward_of_your_own_trains(tmp_path):
@@ -83,7 +84,7 @@ def test_a_reward_on_latents_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "latent_reward", load("latent_reward"))
     monkeypatch.setattr(generate, "decode_chunk", lambda *_: pytest.fail("decoded"))
-    sys.modules["latent_reward"].main(*TWO, "eval.grid=0")
+    sys.modules["latent_reward"].main(*TWO, "eval.num_grid_images=0")
     assert capsys.readouterr().out.count("calmness") == 2
 
 

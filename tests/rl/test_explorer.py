@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.config.presets import override, to_yaml
+from solrl_jax.config.presets import override
+from solrl_jax.config.serialization import to_yaml
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import FORMATS, DeviceInfo
 from solrl_jax.quant.fp8 import FP8Tensor
@@ -86,7 +87,9 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
     adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
     backbone = experiment.backbone
     shape = (4, *experiment.backbone.pipeline.latent_shape(32, 32))
-    conditioning = backbone.encode(experiment.test_prompts[:4], experiment.config.model.max_tokens)
+    conditioning = backbone.encode(
+        experiment.test_prompts[:4], experiment.config.model.max_sequence_length
+    )
     latents = jax.random.normal(jax.random.key(0), shape)
     policies = {name: experiment.explorer.policy(adapters, name) for name in (*LEAVES, "bf16")}
     quantized = set(experiment.explorer.quantized)
@@ -134,9 +137,9 @@ def test_exploration_merges_adapters_and_keeps_the_rest_exact(experiment):
 def test_the_first_steps_are_exact_where_the_others_are_quantised(experiment):
     """The more of them, the nearer are latents to the exact policy's; what both policies have is held once."""
     steps = (
-        "rollout.steps=4",
-        "rollout.explore.steps=4",
-        "rollout.chunk=16",
+        "rollout.num_steps=4",
+        "rollout.explore.num_steps=4",
+        "rollout.per_device_batch_size=16",
         "rollout.explore.precision=nvfp4",
     )
     there = explored(experiment, None, *steps)
@@ -261,9 +264,14 @@ def test_rules_that_leave_nothing_are_refused_before_anything_is_loaded(monkeypa
     monkeypatch.setattr(
         experiments, "load_backbone", lambda *_, **__: pytest.fail("weights are loaded")
     )
-    with pytest.raises(InputError, match=r"^model\.quantize: leaves no linear to quantise \(.*\)$"):
-        experiments.build(small_config("unused", "model.quantize.min_dim=100"))
     with pytest.raises(
-        InputError, match=r"^model\.quantize\.skip: 'nothing' is in no linear's name; there are "
+        InputError, match=r"^model\.quantization: leaves no linear to quantise \(.*\)$"
     ):
-        experiments.build(small_config("unused", "model.quantize.skip=[nothing]"))
+        experiments.build(small_config("unused", "model.quantization.min_width_ratio=100"))
+    with pytest.raises(
+        InputError,
+        match=r"^model\.quantization\.modules_to_not_convert: 'nothing' is in no linear's name; there are ",
+    ):
+        experiments.build(
+            small_config("unused", "model.quantization.modules_to_not_convert=[nothing]")
+        )

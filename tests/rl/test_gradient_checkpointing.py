@@ -14,8 +14,8 @@ from solrl_jax.models.locate import open_model
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.rl.experiment import build
-from solrl_jax.rl.gradient_checkpointing import SHARE, held, open_for_training
-from solrl_jax.rl.objective import Target, Velocities
+from solrl_jax.rl.gradient_checkpointing import SHARE, open_for_training, saved_residual_bytes
+from solrl_jax.rl.objective import TrainingTarget, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
 from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
 from tests.small import small_config
@@ -23,7 +23,9 @@ from tests.small import small_config
 TOLERANCE = 1e-5  # of the norm of a gradient; float32
 ROWS = 2
 SCALE = 2.0
-CONFIG = resolve("tiny", ("model=tiny-flux", "rollout.precision=fp32", "model.remat=auto"))
+CONFIG = resolve(
+    "tiny", ("model=tiny-flux", "rollout.precision=fp32", "model.gradient_checkpointing=auto")
+)
 MESH = make_mesh(1, 1)
 open_flux = cache(partial(open_model, CONFIG.model.path))
 
@@ -38,7 +40,10 @@ def gradient(remat, policy_of=lambda policy: policy):
 
     base = pipeline.transformer.load(jnp.float32)
     fresh = init_adapters(
-        jax.random.key(0), base, matching(base, CONFIG.lora.targets, "lora.targets"), 4
+        jax.random.key(0),
+        base,
+        matching(base, CONFIG.lora.target_modules, "lora.target_modules"),
+        4,
     )
     trained, old = (jax.tree.map(lambda x: draw(*x.shape) / x.shape[-2], fresh) for _ in range(2))
     shapes = jax.eval_shape(pipeline.encode_text, *encoder_arguments(pipeline))
@@ -55,15 +60,17 @@ def gradient(remat, policy_of=lambda policy: policy):
 
         policies = [policy_of(attach(base, of, SCALE)) for of in (adapters, old)]
         velocities = Velocities(*map(velocity, policies), velocity(base))
-        target = Target(x, x0, sigma, jnp.asarray([0.9, 0.2]))
-        return nft_loss(velocities, target, beta=0.1, kl_weight=0.1, advantage_clip=5.0)[0].sum()
+        target = TrainingTarget(x, x0, sigma, jnp.asarray([0.9, 0.2]))
+        return nft_loss(velocities, target, beta=0.1, kl_coef=0.1, adv_clip_max=5.0)[0].sum()
 
     return jax.device_get(jax.jit(jax.grad(loss))(trained))
 
 
 def encoder_arguments(pipeline):
-    params = {name: part.abstract(jnp.float32) for name, part in pipeline.text_encoders.items()}
-    return params, pipeline.tokenize([""] * ROWS, CONFIG.model.max_tokens)
+    params = {
+        name: part.abstract_params(jnp.float32) for name, part in pipeline.text_encoders.items()
+    }
+    return params, pipeline.tokenize([""] * ROWS, CONFIG.model.max_sequence_length)
 
 
 @cache
@@ -83,7 +90,7 @@ def dense_gradient():
 @pytest.mark.parametrize(
     "remat",
     [
-        pytest.param(name, marks=[] if name == "products" else pytest.mark.exhaustive)
+        pytest.param(name, marks=[] if name == "matmuls" else pytest.mark.exhaustive)
         for name in REMAT
     ],
 )
@@ -103,7 +110,8 @@ def test_the_gradient_of_an_adapted_network_is_that_of_whole_matrices(remat):
 
 def test_auto_keeps_products_where_they_fit():
     none, products, blocks = (
-        held(CONFIG, open_flux(remat), MESH) for remat in ("none", "products", "blocks")
+        saved_residual_bytes(CONFIG, open_flux(remat), MESH)
+        for remat in ("none", "matmuls", "blocks")
     )
     assert none > 1.2 * products > 1.2 * blocks
 
@@ -111,36 +119,43 @@ def test_auto_keeps_products_where_they_fit():
         return open_for_training(CONFIG, MESH, memory, open_flux).remat
 
     assert [chosen((products + change) / SHARE) for change in (none, 1, -1)] == [
-        "products",
-        "products",
+        "matmuls",
+        "matmuls",
         "blocks",
     ]
 
 
 def test_what_is_kept_grows_with_the_micro_batch_and_the_base_is_divided_over_fsdp():
     def of(*overrides, mesh=MESH):
-        return held(
+        return saved_residual_bytes(
             resolve("tiny", ("model=tiny-flux", "rollout.precision=fp32", *overrides)),
             open_flux("blocks"),
             mesh,
         )
 
-    one, two, three = (of(f"optimizer.micro_batch={n}") for n in (1, 2, 3))
+    one, two, three = (of(f"optimizer.per_device_batch_size={n}") for n in (1, 2, 3))
     assert two - one == three - two > 0
     all_terms = effective_batch(CONFIG, 1)[
         "terms_per_step_per_device"
     ]  # a micro-batch has no more, whatever it is said to have
-    assert of("optimizer.micro_batch=2147483647") == of(f"optimizer.micro_batch={all_terms}")
-    base = 4 * open_flux("blocks").transformer.size
+    assert of("optimizer.per_device_batch_size=2147483647") == of(
+        f"optimizer.per_device_batch_size={all_terms}"
+    )
+    base = 4 * open_flux("blocks").transformer.num_parameters
     assert base < one < 1.5 * base
     assert (
-        of("optimizer.micro_batch=1") - of("optimizer.micro_batch=1", mesh=make_mesh(1, 2))
+        of("optimizer.per_device_batch_size=1")
+        - of("optimizer.per_device_batch_size=1", mesh=make_mesh(1, 2))
         == base / 2
     )
 
 
 def test_a_run_resolves_auto_and_takes_other_settings_as_they_are():
     assert (
-        build(small_config("unused", "model.remat=auto")).backbone.pipeline.remat == "products"
+        build(small_config("unused", "model.gradient_checkpointing=auto")).backbone.pipeline.remat
+        == "matmuls"
     )  # tiny fits anywhere
-    assert build(small_config("unused", "model.remat=blocks")).backbone.pipeline.remat == "blocks"
+    assert (
+        build(small_config("unused", "model.gradient_checkpointing=blocks")).backbone.pipeline.remat
+        == "blocks"
+    )

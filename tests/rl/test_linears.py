@@ -65,7 +65,7 @@ def shapes(name, small=False):
 
 
 def rules(name):
-    return resolve(f"{name}_sol_rl_hpsv2").model.quantize
+    return resolve(f"{name}_sol_rl_hpsv2").model.quantization
 
 
 def modules(paths):
@@ -130,7 +130,9 @@ def test_the_same_rules_choose_the_same_modules_in_a_small_network(name):
 
 @pytest.mark.parametrize("name", ["sana", "sd3", "flux1"])
 def test_embedded_pipelines_have_the_rules_of_the_released_ones(name):
-    assert resolve("tiny", [f"model=tiny-{name.removesuffix('1')}"]).model.quantize == rules(name)
+    assert resolve("tiny", [f"model=tiny-{name.removesuffix('1')}"]).model.quantization == rules(
+        name
+    )
 
 
 def test_each_rule_matters():
@@ -148,11 +150,13 @@ def test_each_rule_matters():
         "transformer_blocks/attn2/to_v",
     }
     narrow = {f"transformer_blocks/{x}" for x in ("attn1/to_out/0", "attn2/to_q", "attn2/to_out/0")}
-    assert chosen(min_dim=0.99) - base == narrow
-    assert chosen(skip=tuple(s for s in mine.skip if s != "time_embed")) - base == {
-        "time_embed/linear"
+    assert chosen(min_width_ratio=0.99) - base == narrow
+    assert chosen(
+        modules_to_not_convert=tuple(s for s in mine.modules_to_not_convert if s != "time_embed")
+    ) - base == {"time_embed/linear"}
+    assert chosen(modules_to_not_convert=(*mine.modules_to_not_convert, "attn2")) == {
+        x for x in base if "ff" in x
     }
-    assert chosen(skip=(*mine.skip, "attn2")) == {x for x in base if "ff" in x}
 
 
 def test_reasons_are_told():
@@ -186,7 +190,10 @@ def test_bytes_before_and_after(name):
     )
     if name == "bf16":
         assert sums["quantized"] == 0
-        assert {row.kept for row in rows} == {"bf16", *(f"skip {s}" for s in rules("flux1").skip)}
+        assert {row.kept for row in rows} == {
+            "bf16",
+            *(f"skip {s}" for s in rules("flux1").modules_to_not_convert),
+        }
     else:
         assert sums["quantized_bytes_after"] / sums["quantized_bytes_before"] == pytest.approx(
             FORMATS[name].bits_per_weight / 16,
@@ -201,16 +208,16 @@ def test_bytes_before_and_after(name):
     ("changes", "message"),
     [
         (
-            {"skip": ("time_embed", "atn1")},
-            r"^model\.quantize\.skip: 'atn1' is in no linear's name; there are .*attn1/to_q",
+            {"modules_to_not_convert": ("time_embed", "atn1")},
+            r"^model\.quantization\.modules_to_not_convert: 'atn1' is in no linear's name; there are .*attn1/to_q",
         ),
         (
             {"fused": ("attn2/to_[kv]",)},
-            r"^model\.quantize\.fused: 'attn2/to_\[kv\]' matches no linear; there are .*attn1/to_q",
+            r"^model\.quantization\.fused: 'attn2/to_\[kv\]' matches no linear; there are .*attn1/to_q",
         ),
         (
-            {"min_dim": 9.0},
-            r"^model\.quantize: leaves no linear to quantise \(.*3 by skip time_embed, .*7 by min_dim 1152.*\)$",
+            {"min_width_ratio": 9.0},
+            r"^model\.quantization: leaves no linear to quantise \(.*3 by skip time_embed, .*7 by min_dim 1152.*\)$",
         ),
     ],
 )
@@ -219,7 +226,7 @@ def test_rules_that_cannot_be_meant_are_refused(changes, message):
     with pytest.raises(ValueError, match=message) as error:
         quantized_paths(shapes("sana", small=True), wrong, FORMATS["fp8"])
     assert "\n" not in str(error.value)
-    if "min_dim" in changes:  # to one that quantises nothing it is all the same
+    if "min_width_ratio" in changes:  # to one that quantises nothing it is all the same
         assert quantized_paths(shapes("sana", small=True), wrong, FORMATS["bf16"]) == ()
 
 
@@ -237,15 +244,15 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
         )
 
     summary = json.loads(
-        call("--json", "rollout.explore.precision=fp8", "rollout.explore.correction=16")
+        call("--json", "rollout.explore.precision=fp8", "rollout.explore.correction_rank=16")
     )
     of = (
-        open_model("embedded:tiny-sana").transformer.abstract(jnp.bfloat16),
+        open_model("embedded:tiny-sana").transformer.abstract_params(jnp.bfloat16),
         rules("sana"),
         FORMATS["fp8"],
     )
     explore = resolve(
-        "tiny", ["rollout.explore.correction=16", "rollout.explore.exact_steps=1"]
+        "tiny", ["rollout.explore.correction_rank=16", "rollout.explore.exact_steps=1"]
     ).rollout.explore
     rows = report(*of, explore)
     for row, without in zip(
@@ -265,11 +272,11 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
 
 def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
     """The last projection of tiny-flux has 128 inputs and 32 outputs; it is quantised whatever the rank."""
-    params = open_model("embedded:tiny-flux").transformer.abstract(jnp.bfloat16)
-    of = params, resolve("tiny", ["model=tiny-flux"]).model.quantize, FORMATS["nvfp4"]
+    params = open_model("embedded:tiny-flux").transformer.abstract_params(jnp.bfloat16)
+    of = params, resolve("tiny", ["model=tiny-flux"]).model.quantization, FORMATS["nvfp4"]
     plain = {row.path: row for row in report(*of)}
     for rank, counted in ((0, 0), (12, 12), (127, 127), (128, 128), (500, 128)):
-        explore = resolve("tiny", [f"rollout.explore.correction={rank}"]).rollout.explore
+        explore = resolve("tiny", [f"rollout.explore.correction_rank={rank}"]).rollout.explore
         rows = {row.path: row for row in report(*of, explore)}
         last = rows["proj_out/kernel"]
         assert (last.n_in, last.n_out, last.kept) == (128, 32, "")

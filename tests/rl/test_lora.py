@@ -76,9 +76,10 @@ def test_matching_is_of_whole_paths_sorted_each_once():
 )
 def test_a_pattern_that_matches_nothing_is_named_with_what_there_is(pattern):
     with pytest.raises(
-        ValueError, match=re.escape(f"lora.targets: {pattern!r} matches no parameter; there are ")
+        ValueError,
+        match=re.escape(f"lora.target_modules: {pattern!r} matches no parameter; there are "),
     ) as error:
-        matching(base(), [Q, pattern], "lora.targets")
+        matching(base(), [Q, pattern], "lora.target_modules")
     assert all(path in str(error.value) for path in (Q, K, OUT))
     assert "bias" not in str(error.value)
 
@@ -91,9 +92,9 @@ def test_a_pattern_that_matches_nothing_is_named_with_what_there_is(pattern):
     ],
 )
 def test_a_pattern_that_matches_what_is_no_matrix_is_named_with_it(pattern, path, shape):
-    message = f"lora.targets: {pattern!r} matches {path} of shape {shape}; accepted are matrices of linears"
+    message = f"lora.target_modules: {pattern!r} matches {path} of shape {shape}; must be the kernel of a linear layer"
     with pytest.raises(ValueError, match=re.escape(message)):
-        matching(base(), [pattern], "lora.targets")
+        matching(base(), [pattern], "lora.target_modules")
 
 
 def test_adapters_start_as_gaussian_times_zero():

@@ -36,11 +36,11 @@ from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.models.backbone import load_backbone
-from solrl_jax.models.flux.transformer import transformer as flux
-from solrl_jax.models.flux2.transformer import transformer as flux2
-from solrl_jax.models.loading.weights import entries
-from solrl_jax.models.sd3.transformer import transformer as sd3
-from solrl_jax.models.zimage.transformer import transformer as zimage
+from solrl_jax.models.flux import transformer as flux
+from solrl_jax.models.flux2 import transformer as flux2
+from solrl_jax.models.loading.weights import parameter_table
+from solrl_jax.models.sd3 import transformer as sd3
+from solrl_jax.models.zimage import transformer as zimage
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
 from solrl_jax.rl.sampler import Sampler, Segment
@@ -102,7 +102,7 @@ def backbone(reference):
 
 @pytest.fixture(scope="module")
 def table(backbone):
-    return entries(backbone.pipeline.transformer.state)
+    return parameter_table(backbone.pipeline.transformer.state)
 
 
 @pytest.fixture(scope="module")
@@ -367,9 +367,11 @@ def test_layers_that_a_file_has_not_are_zeros_and_are_left_out_again(table, adap
 
 
 def start_of(backbone, file, **changes):
-    """What `lora.init` of that file does: (the adapters read, the first state, the state without a file)."""
+    """What `lora.path` of that file does: (the adapters read, the first state, the state without a file)."""
     targets = Targets((*PATHS, "transformer_blocks/attn1/to_k/kernel"))
-    lora = Lora(**{"rank": 4, "alpha": 10.0, "targets": ("unused",), "init": str(file)} | changes)
+    lora = Lora(
+        **{"rank": 4, "alpha": 10.0, "target_modules": ("unused",), "path": str(file)} | changes
+    )
     optimizer = resolve("tiny").optimizer
     key = jax.random.key(5)
     start = read_start(lora, targets.adapted, backbone.parameter_table())
@@ -422,7 +424,7 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     file = tmp_path / "lora.safetensors"
     export_diffusers(file, adapters, SETTINGS, table)
     refused(
-        r"lora.init='.*lora.safetensors': is of rank 4, but lora.rank=8; they must be equal",
+        r"lora.path='.*lora.safetensors': is of rank 4, but lora.rank=8; they must be equal",
         start_of,
         backbone,
         file,
@@ -433,17 +435,17 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     )
     refused(both, start_of, backbone, file, rank=2, alpha=4.0)
     refused(
-        "lora.init='/nowhere': /nowhere: no such file or directory", start_of, backbone, "/nowhere"
+        "lora.path='/nowhere': /nowhere: no such file or directory", start_of, backbone, "/nowhere"
     )
     other = "transformer_blocks/attn2/to_q/kernel"
     export_diffusers(file, adapters | randomise(backbone.transformer, [other]), SETTINGS, table)
     refused(
-        f"has adapters on what has none by lora.targets and train.parameters: {other}$",
+        f"has adapters on what has none by lora.target_modules and train.parameters: {other}$",
         start_of,
         backbone,
         file,
     )
-    assert read_start(Lora(rank=1, alpha=1.0, targets=("a",), init=None), [], table) == {}
+    assert read_start(Lora(rank=1, alpha=1.0, target_modules=("a",), path=None), [], table) == {}
 
 
 # --- FLUX, SD3, Z-Image: other names, layers that differ within a list, and a last linear that is named like each block's
@@ -548,7 +550,7 @@ def other(kind) -> Other:
     for p in network.parameters():
         p.copy_(torch.randn_like(p) * (0.5 if p.ndim < 2 else p[0].numel() ** -0.5))
     state = nnx.split(nnx.eval_shape(make))[1]
-    names = {name for e in entries(state) for name in e.names}
+    names = {name for e in parameter_table(state) for name in e.names}
     tensors = {k: v.numpy().copy() for k, v in network.state_dict().items() if k in names}
     return Other(network, state, from_torch(state, tensors), pipeline, inputs)
 
@@ -583,7 +585,7 @@ COUNTS = {
 def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
     """Merged by us and given to PyTorch through the table of released names, which is tested for itself."""
     net = other(kind)
-    table = entries(net.state)
+    table = parameter_table(net.state)
     base = run(net.torch, net.inputs)
     flat = flatten(net.params)
     paths = [p for p in flat if re.fullmatch(TARGETS[kind], p)]

@@ -15,7 +15,12 @@ from tests.small import small_config
 def test_an_iteration_trains_what_it_adds_within_its_bounds():
     """At a rate of 0.2, Adam's first step takes every entry of m far enough for some to meet a bound."""
     experiment = build(
-        small_config("unused", "model.attention=mhla", "optimizer.learning_rate=0.2", "eval.grid=0")
+        small_config(
+            "unused",
+            "model.attention=mhla",
+            "optimizer.learning_rate=0.2",
+            "eval.num_grid_images=0",
+        )
     )
     mix, lepe = (f"transformer_blocks/attn1/{name}" for name in ("mix", "lepe/kernel"))
     assert experiment.targets.whole == (lepe, mix)

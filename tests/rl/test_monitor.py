@@ -88,7 +88,11 @@ def test_a_history_of_other_levels_is_taken_as_it_is():
 @pytest.mark.exhaustive
 def test_a_run_explores_better_below_the_floor(tmp_path, capsys):
     """The floor is out of reach: two steps do not rank eight kept ones without a fault. The run is stopped in between."""
-    settings = ("rollout.explore.floor=1.0", "rollout.candidates=24", "rollout.kept=8")
+    settings = (
+        "rollout.explore.min_rank_correlation=1.0",
+        "rollout.candidates=24",
+        "rollout.kept=8",
+    )
     for iterations in (2, 5):
         with TerminalProgress() as report:
             trainer.run(small_config(tmp_path, *settings, f"train.iterations={iterations}"), report)

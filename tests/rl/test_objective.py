@@ -14,9 +14,9 @@ ROWS = 5
 SHAPE = (4, 4, 3)
 CLIP = 5.0
 CASES = {
-    "beta 1": dict(beta=1.0, kl_weight=1e-4),
-    "beta 0.1": dict(beta=0.1, kl_weight=1e-4),
-    "kl": dict(beta=0.5, kl_weight=2.0),
+    "beta 1": dict(beta=1.0, kl_coef=1e-4),
+    "beta 0.1": dict(beta=0.1, kl_coef=1e-4),
+    "kl": dict(beta=0.5, kl_coef=2.0),
 }
 
 
@@ -33,7 +33,7 @@ def inputs(seed=0):
     return {name: value.astype(np.float32) for name, value in arrays.items()}
 
 
-def reference(data, *, beta, kl_weight, detach=True):
+def reference(data, *, beta, kl_coef, detach=True):
     """(loss [b], gradient of its weighted sum by v) in float64."""
     t = {name: torch.from_numpy(value).double() for name, value in data.items()}
     v = t["v"].requires_grad_()
@@ -49,7 +49,7 @@ def reference(data, *, beta, kl_weight, detach=True):
     for row in range(ROWS):
         q = t["q"][row]
         policy = q * weighted_error(v_pos, row) / beta + (1 - q) * weighted_error(v_neg, row) / beta
-        losses.append(CLIP * policy + kl_weight * ((v[row] - t["v_ref"][row]) ** 2).mean())
+        losses.append(CLIP * policy + kl_coef * ((v[row] - t["v_ref"][row]) ** 2).mean())
     loss = torch.stack(losses)
     (loss * torch.from_numpy(WEIGHTS)).sum().backward()
     return loss.detach().numpy(), v.grad.numpy()
@@ -70,7 +70,7 @@ def loss_of(data, **options):
 
 def ours(data, **options):
     def total(predictions):
-        loss, metrics = loss_of(data | predictions, advantage_clip=CLIP, **options)
+        loss, metrics = loss_of(data | predictions, adv_clip_max=CLIP, **options)
         return (loss * WEIGHTS.astype(np.float32)).sum(), (loss, metrics)
 
     gradient, (loss, metrics) = jax.grad(total, has_aux=True)(
@@ -125,12 +125,12 @@ def test_an_average_sample_gives_no_policy_gradient_at_the_old_policy():
     data = inputs()
     data["v"] = data["v_old"]
     data["q"] = np.full(ROWS, 0.5, np.float32)
-    _, gradient, _ = ours(data, beta=1.0, kl_weight=0.0)
+    _, gradient, _ = ours(data, beta=1.0, kl_coef=0.0)
     np.testing.assert_array_equal(gradient["v"], 0)
-    _, other, _ = ours(data | {"q": np.full(ROWS, 0.6, np.float32)}, beta=1.0, kl_weight=0.0)
+    _, other, _ = ours(data | {"q": np.full(ROWS, 0.6, np.float32)}, beta=1.0, kl_coef=0.0)
     assert (np.abs(other["v"]).max((1, 2, 3)) > 0).all()
     # what is left is the pull towards the reference
-    _, gradient, metrics = ours(data, beta=1.0, kl_weight=0.3)
+    _, gradient, metrics = ours(data, beta=1.0, kl_coef=0.3)
     pull = 2 * 0.3 * (data["v"] - data["v_ref"]) / np.prod(SHAPE) * WEIGHTS.reshape(-1, 1, 1, 1)
     assert relative(gradient["v"], pull) < TOLERANCE
     assert not metrics["loss/drift"].any()
@@ -148,8 +148,8 @@ def test_a_good_sample_pulls_and_a_bad_one_pushes():
             lambda v, q=q: loss_of(
                 data | {"v": v, "q": np.full(ROWS, q, np.float32)},
                 beta=1.0,
-                kl_weight=0.0,
-                advantage_clip=CLIP,
+                kl_coef=0.0,
+                adv_clip_max=CLIP,
             )[0].sum()
         )(data["v"])[:4]
         cosine = (gradient * towards).sum((1, 2, 3)) / np.sqrt(
@@ -168,7 +168,7 @@ def test_metrics_are_the_parts_of_the_loss():
     assert relative(metrics["loss/kl"], square("v", "v_ref")) < TOLERANCE
     assert relative(metrics["loss/drift"], square("v", "v_old")) < TOLERANCE
     np.testing.assert_allclose(
-        metrics["loss/policy"] + CASES["kl"]["kl_weight"] * metrics["loss/kl"], loss, rtol=1e-6
+        metrics["loss/policy"] + CASES["kl"]["kl_coef"] * metrics["loss/kl"], loss, rtol=1e-6
     )
     assert set(metrics) == {"loss/policy", "loss/kl", "loss/drift"}
 
@@ -177,7 +177,7 @@ def test_the_advantage_clip_scales_the_policy_part_alone():
     data = inputs()
 
     def part(clip):
-        return loss_of(data, beta=0.5, kl_weight=2.0, advantage_clip=clip)[1]
+        return loss_of(data, beta=0.5, kl_coef=2.0, adv_clip_max=clip)[1]
 
     np.testing.assert_allclose(part(10.0)["loss/policy"], 2 * part(5.0)["loss/policy"], rtol=1e-6)
     np.testing.assert_array_equal(part(10.0)["loss/kl"], part(5.0)["loss/kl"])

@@ -14,7 +14,7 @@ from solrl_jax.rl.objective import (
     Step,
     TrainingTarget,
     Velocities,
-    find_objective,
+    load_objective,
     log_ratio,
 )
 
@@ -56,17 +56,17 @@ def flow_grpo(v, r, p):
     return (
         clipped(
             gaussian(v, r) - gaussian(r["v_old"], r),
-            p.advantage_clip * (2 * r["q"] - 1),
-            p.ratio_clip,
+            p.adv_clip_max * (2 * r["q"] - 1),
+            p.clip_range,
         )
-        + p.kl_weight * kl
+        + p.kl_coef * kl
     )
 
 
 def dance_grpo(v, r, p):
     ratio = gaussian(v, r) - gaussian(r["v_old"], r)
     kl = np.mean((v - r["v_ref"]) ** 2)
-    return clipped(ratio, p.advantage_clip * (2 * r["q"] - 1), p.ratio_clip) + p.kl_weight * kl
+    return clipped(ratio, p.adv_clip_max * (2 * r["q"] - 1), p.clip_range) + p.kl_coef * kl
 
 
 def awm(v, r, p):
@@ -74,8 +74,8 @@ def awm(v, r, p):
         error = np.mean((v - (r["noise"] - r["x0"])) ** 2)
         return -r["sigma"] * ((error + 1e-10) ** 0.25 - 1e-10**0.25) / 0.25
 
-    anchors = p.kl_weight * np.mean((v - r["v_ref"]) ** 2) + np.mean((v - r["v_old"]) ** 2)
-    return clipped(log_p(v) - log_p(r["v_old"]), 2 * r["q"] - 1, p.ratio_clip) + anchors
+    anchors = p.kl_coef * np.mean((v - r["v_ref"]) ** 2) + np.mean((v - r["v_old"]) ** 2)
+    return clipped(log_p(v) - log_p(r["v_old"]), 2 * r["q"] - 1, p.clip_range) + anchors
 
 
 def dpo(v, r, p):
@@ -87,7 +87,7 @@ def dpo(v, r, p):
     gained = error(v, r) - error(r["v_ref"], r)
     other = error(r["other"]["v"], r["other"]) - error(r["other"]["v_ref"], r["other"])
     margin = -p.beta / 2 * (gained - other if r["better"] else other - gained)
-    return np.logaddexp(0, -margin) + p.kl_weight * np.mean((v - r["v_ref"]) ** 2)
+    return np.logaddexp(0, -margin) + p.kl_coef * np.mean((v - r["v_ref"]) ** 2)
 
 
 REFERENCES = {
@@ -98,9 +98,9 @@ REFERENCES = {
     "dpo": dpo,
 }
 POLICIES = {
-    "flow_grpo": {"kl_weight": 0.3, "ratio_clip": WIDE_CLIP}, "mix_grpo": {"kl_weight": 0.1, "ratio_clip": WIDE_CLIP},
-    "dance_grpo": {"kl_weight": 0.2, "ratio_clip": WIDE_CLIP}, "awm": {"kl_weight": 0.2}, 
-    "dpo": {"kl_weight": 0.2, "beta": 7.0},
+    "flow_grpo": {"kl_coef": 0.3, "clip_range": WIDE_CLIP}, "mix_grpo": {"kl_coef": 0.1, "clip_range": WIDE_CLIP},
+    "dance_grpo": {"kl_coef": 0.2, "clip_range": WIDE_CLIP}, "awm": {"kl_coef": 0.2}, 
+    "dpo": {"kl_coef": 0.2, "beta": 7.0},
 }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def ours(name, data, algorithm):
     data = {field: jnp.asarray(value) for field, value in data.items()}
 
     def total(velocities):
-        loss, metrics = find_objective(name)(velocities, target_of(name, data), algorithm)
+        loss, metrics = load_objective(name)(velocities, target_of(name, data), algorithm)
         return loss.sum(), (loss, metrics)
 
     velocities = Velocities(data["v"], data["v_old"], data["v_ref"])
@@ -192,9 +192,7 @@ def test_loss_and_gradient_equal_the_formula(name, seed):
         count = 2 if name == "dpo" else 1  # the sum has the pair's loss twice, but the KL once
         expected = want_gradient[row]
         if name == "dpo":
-            pull = (
-                2 * algorithm.kl_weight * (exact["v"][row] - exact["v_ref"][row]) / np.prod(SHAPE)
-            )
+            pull = 2 * algorithm.kl_coef * (exact["v"][row] - exact["v_ref"][row]) / np.prod(SHAPE)
             expected = count * (expected - pull) + pull
         assert error(gradient.trained[row], expected) < GRADIENT_TOLERANCE, row
     assert not gradient.old.any()
@@ -211,8 +209,8 @@ def test_a_planted_mistake_is_seen(name):
     loss, metrics, _ = ours(name, data, algorithm)
     assert 0 < float(metrics["ratio/clipped"].mean()) < 1
     for planted in (
-        dataclasses.replace(algorithm, ratio_clip=1e6),
-        dataclasses.replace(algorithm, kl_weight=0.0),
+        dataclasses.replace(algorithm, clip_range=1e6),
+        dataclasses.replace(algorithm, kl_coef=0.0),
     ):
         want, _ = references(name, exact, planted)
         assert (np.abs(loss - want) / np.maximum(np.abs(want), 1e-6)).max() > 100 * TOLERANCE
@@ -234,18 +232,18 @@ def test_a_log_ratio_is_the_difference_of_log_densities():
 def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(name):
     data = {field: jnp.asarray(value) for field, value in inputs()[0].items()}
     data["v_old"] = data["v"]
-    algorithm = policy_of(name, kl_weight=0.0)
+    algorithm = policy_of(name, kl_coef=0.0)
     loss, metrics, gradient = ours(name, data, algorithm)
     np.testing.assert_array_equal(metrics["ratio"], 1.0)
     np.testing.assert_array_equal(metrics["ratio/clipped"], 0.0)
-    scale = 1.0 if name == "awm" else algorithm.advantage_clip
+    scale = 1.0 if name == "awm" else algorithm.adv_clip_max
     np.testing.assert_array_equal(loss, -scale * (2 * data["q"] - 1))
 
     def log_p(v):
         if OBJECTIVES[name] == "transitions":
             return log_ratio(v, data["v_old"], target_of(name, data)).sum()
         better = {**data, "v": v, "q": jnp.ones(ROWS)}  # -loss + constants at advantage 1
-        return -find_objective(name)(
+        return -load_objective(name)(
             Velocities(v, data["v_old"], data["v_ref"]), target_of(name, better), algorithm
         )[0].sum()
 
@@ -261,7 +259,7 @@ def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(
 def test_a_ratio_past_the_clip_has_no_gradient(name):
     """Only where it has gone the way that its advantage pushes."""
     data, exact = inputs(apart=1.0)
-    algorithm = policy_of(name, kl_weight=0.0, ratio_clip=0.01)
+    algorithm = policy_of(name, kl_coef=0.0, clip_range=0.01)
     _, metrics, gradient = ours(name, data, algorithm)
     ratio = np.asarray(metrics["ratio"])
     advantage = 2 * exact["q"] - 1
@@ -288,7 +286,7 @@ def test_dpo_prefers_the_better_sample_of_a_pair():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_is_a_function_of_itself_or_of_its_pair(name):
-    assert isinstance(find_objective(name), Objective)
+    assert isinstance(load_objective(name), Objective)
     data, _ = inputs()
     algorithm = policy_of(name)
     loss, _, gradient = ours(name, data, algorithm)

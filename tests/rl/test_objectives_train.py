@@ -22,12 +22,16 @@ from tests.toys import toy_experiment
 TRANSITIONS = [name for name, kind in OBJECTIVES.items() if kind == "transitions"]
 EXPLORED = {
     "sol_rl": (),
-    "naive_scaling": ("rollout.explore.steps=3",),
-    "naive_quant": ("rollout.explore.steps=3",),
+    "naive_scaling": ("rollout.explore.num_steps=3",),
+    "naive_quant": ("rollout.explore.num_steps=3",),
 }
-EXPLORED["diffusionnft"] = ("rollout.explore.steps=3", "rollout.kept=8")
+EXPLORED["diffusionnft"] = ("rollout.explore.num_steps=3", "rollout.kept=8")
 SHORT = {
-    "mix_grpo": ("rollout.window=1", "rollout.window_every=1", "algorithm.timestep_fraction=0.34")
+    "mix_grpo": (
+        "rollout.sde_window_size=1",
+        "rollout.sde_window_every=1",
+        "algorithm.timestep_fraction=0.34",
+    )
 }
 
 
@@ -146,7 +150,7 @@ def test_a_seed_is_the_same_path_explored_and_regenerated(spied):
     toy = toy_experiment(
         *settings("flow_grpo", "sol_rl"),
         "rollout.explore.precision=bf16",
-        "rollout.explore.steps=3",
+        "rollout.explore.num_steps=3",
     )
     _, outcome = iterate(toy, fresh_state(toy), 1)
     explored, regenerated = pools
@@ -205,10 +209,11 @@ def test_an_evaluation_follows_the_ode():
 
 def test_classifier_free_guidance_is_refused_where_steps_are_trained():
     with pytest.raises(
-        InputError, match=r"^rollout.guidance=4.5: must be 1 with algorithm.objective=flow_grpo, "
+        InputError,
+        match=r"^rollout.guidance_scale=4.5: must be 1 with algorithm.objective=flow_grpo, ",
     ):
         experiments.build(
-            small_config("unused", *settings("flow_grpo", "sol_rl"), "rollout.guidance=4.5")
+            small_config("unused", *settings("flow_grpo", "sol_rl"), "rollout.guidance_scale=4.5")
         )
 
 
@@ -219,9 +224,12 @@ def test_classifier_free_guidance_is_refused_where_steps_are_trained():
 def test_every_preset_takes_every_objective(preset, objective):
     config = resolve(preset, [f"objective={objective}"])
     assert config.algorithm.objective == objective
-    assert config.recorded_steps == (
+    assert config.num_recorded_steps == (
         0 if objective not in TRANSITIONS else 4 if objective == "mix_grpo" else 9
     )
-    assert config.trained_sigmas == {"mix_grpo": 4, "flow_grpo": 9, "dance_grpo": 5, "awm": 6}.get(
-        objective, 4 if preset.startswith("flux1") else 6
-    )
+    assert config.num_train_sigmas == {
+        "mix_grpo": 4,
+        "flow_grpo": 9,
+        "dance_grpo": 5,
+        "awm": 6,
+    }.get(objective, 4 if preset.startswith("flux1") else 6)

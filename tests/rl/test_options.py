@@ -26,10 +26,10 @@ from tests.toys import KERNELS, toy_experiment
 SETTINGS = {
     "preview": "rollout.explore.sigmas=first",
     "exact_steps": "rollout.explore.exact_steps=1",
-    "correction": "rollout.explore.correction=4",
+    "correction": "rollout.explore.correction_rank=4",
     "attention": "rollout.explore.attention=fp8",
 }
-STEPS = ("rollout.steps=6", "rollout.explore.steps=4")
+STEPS = ("rollout.num_steps=6", "rollout.explore.num_steps=4")
 FORMAT = ExplorationSetting("nvfp4", 4)
 PACKAGE = Path(solrl_jax.__file__).parent
 FOLDER = PACKAGE / "explore" / "levers"
@@ -211,7 +211,7 @@ def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_re
         (("exact_steps",), (), False),
         (("preview",), (), True),
         (("preview",), ("rollout.explore.precision=bf16",), True),
-        (("preview",), ("rollout.explore.steps=6",), False),
+        (("preview",), ("rollout.explore.num_steps=6",), False),
         (("correction",), (), True),
         (("correction",), ("rollout.explore.precision=bf16",), False),
         (("correction", "exact_steps"), ("rollout.explore.precision=fp8",), True),

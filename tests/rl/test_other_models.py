@@ -114,13 +114,15 @@ def redness() -> Reward:
     return Reward(None, lambda prompts: np.zeros(len(prompts), np.float32), score)
 
 
-SHORT = ("rollout.candidates=4", "rollout.kept=2", "rollout.chunk=4")
+SHORT = ("rollout.candidates=4", "rollout.kept=2", "rollout.per_device_batch_size=4")
 
 
 def build(name: str, folder: Path, *overrides: str) -> Experiment:
     """The recipe of `configs/model/NAME.yaml` on the pipeline in `folder`."""
     text = (
-        "model.max_tokens=12" if name in ("flux1", "sd3") else "model.max_tokens=60"
+        "model.max_sequence_length=12"
+        if name in ("flux1", "sd3")
+        else "model.max_sequence_length=60"
     )  # a template takes 27 of them
     of_model = (
         f"model={name}",
@@ -268,7 +270,9 @@ def test_parameters_split_over_devices_train_the_same(trained):
 @pytest.mark.parametrize("name", SAVE)
 def test_every_other_family_trains_it(name, family, tmp_path):
     SAVE[name](tmp_path)
-    steps = "rollout.explore.steps=3"  # those of the whole schedule, since nothing is made again
+    steps = (
+        "rollout.explore.num_steps=3"  # those of the whole schedule, since nothing is made again
+    )
     pool = ("rollout.kept=4",) if family == "diffusionnft" else ()
     experiment = build(name, tmp_path, f"family={family}", steps, *pool)
     state, outcome = iterate(experiment, fresh_state(experiment), 1)

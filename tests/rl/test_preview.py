@@ -19,10 +19,10 @@ from tests.small import small_config
 def experiment():
     """Ten steps and six: two steps, as other tests take, make no picture."""
     steps = (
-        "rollout.steps=10",
-        "rollout.explore.steps=6",
+        "rollout.num_steps=10",
+        "rollout.explore.num_steps=6",
         "rollout.explore.sigmas=first",
-        "rollout.chunk=16",
+        "rollout.per_device_batch_size=16",
     )
     return build(small_config("unused", *steps))
 

@@ -18,7 +18,7 @@ NAN = np.nan
 
 @pytest.fixture(scope="module")
 def toy():
-    return toy_experiment("rollout.steps=4", "rollout.explore.steps=2")
+    return toy_experiment("rollout.num_steps=4", "rollout.explore.num_steps=2")
 
 
 # --- pools ---

@@ -161,7 +161,7 @@ def test_best_random_keeps_the_best_and_draws_the_rest():
 def test_an_unknown_mode_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"rollout\.selection='worst': accepted are 'best_worst', 'best', 'random', 'best_random'",
+        match=r"rollout\.selection='worst': must be one of 'best_worst', 'best', 'random', 'best_random'",
     ):
         select(np.zeros((1, 4)), 2, "worst")
 

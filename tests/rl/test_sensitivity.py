@@ -39,7 +39,7 @@ def test_the_proposal_takes_what_costs_least_for_its_share():
     assert proposed(0.99, groups, 0.97) == ["/norm1/"]
     assert proposed(0.99, groups, 0.98) == ["/attn/", "/norm1/"]
     assert proposed(0.99, groups, 0.5) == []
-    assert "model.quantize.skip=[/norm1/]" in table(0.99, groups, ["/norm1/"])
+    assert "model.quantization.modules_to_not_convert=[/norm1/]" in table(0.99, groups, ["/norm1/"])
 
 
 def test_each_group_is_measured_alone(monkeypatch):
@@ -49,8 +49,8 @@ def test_each_group_is_measured_alone(monkeypatch):
         ]  # each is a program to compile
 
     monkeypatch.setattr(sensitivity, "report", some)
-    small = ("train.prompts=2", "eval.prompts=2", "rollout.candidates=8", "rollout.kept=4")
-    config = resolve("tiny", (*small, "rollout.steps=2", "rollout.explore.steps=2"))
+    small = ("train.num_prompts=2", "eval.num_prompts=2", "rollout.candidates=8", "rollout.kept=4")
+    config = resolve("tiny", (*small, "rollout.num_steps=2", "rollout.explore.num_steps=2"))
     experiment = build(config)
     exact, groups = measure(experiment, fresh_state(experiment).old, 2, lambda *_: None)
     assert exact == 1.0  # nothing quantised and as many steps: the candidates themselves
@@ -62,7 +62,7 @@ def test_each_group_is_measured_alone(monkeypatch):
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
 def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
-    toy = toy_experiment("rollout.steps=2", "rollout.explore.steps=2", "eval.prompts=2")
+    toy = toy_experiment("rollout.num_steps=2", "rollout.explore.num_steps=2", "eval.num_prompts=2")
     monkeypatch.setattr(
         sensitivity,
         "generate",

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from solrl_jax.config.sizes import trained_sizes
+from solrl_jax.config.sizes import training_sizes
 from solrl_jax.diffusion.sigmas import make_sigmas
 from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rl.experiment import fresh_state
@@ -31,7 +31,7 @@ def toy():
 def another(toy, *overrides):
     """With other settings and the same network, whose programs are compiled."""
     config = toy_experiment(*overrides).config
-    return dataclasses.replace(toy, config=config, size=trained_sizes(config)[0])
+    return dataclasses.replace(toy, config=config, size=training_sizes(config)[0])
 
 
 def sizes_of(toy, count):

@@ -10,16 +10,16 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.diffusion.seeds import permutations
-from solrl_jax.rl.objective import Step, TrainingTarget, Velocities, find_objective
+from solrl_jax.rl.objective import Step, TrainingTarget, Velocities, load_objective
 from solrl_jax.rl.trainable.trainable import attach
 from solrl_jax.rl.update import update
 from tests.rl.test_update import KEPT, ROWS, STEPS, TOLERANCE, batch_of, norm, state_of
 from tests.toys import SHAPE, toy_backbone, toy_grid
 
 SETTINGS = (
-    "train.prompts=2", "rollout.candidates=4", f"rollout.kept={KEPT}", "rollout.selection=best", f"rollout.steps={STEPS}",
-    "rollout.explore.steps=2", "algorithm.timestep_fraction=0.5", "lora.rank=2", "lora.alpha=4", "optimizer.steps_per_iteration=1",
-    "algorithm.ratio_clip=0.5", "rollout.window=null",
+    "train.num_prompts=2", "rollout.candidates=4", f"rollout.kept={KEPT}", "rollout.selection=best", f"rollout.num_steps={STEPS}",
+    "rollout.explore.num_steps=2", "algorithm.timestep_fraction=0.5", "lora.rank=2", "lora.alpha=4", "optimizer.steps_per_iteration=1",
+    "algorithm.clip_range=0.5", "rollout.sde_window_size=null",
 )  # fmt: skip
 SLOTS = 2
 
@@ -84,7 +84,7 @@ def by_hand(backbone, config, state, batch, grid):
                     batch.optimality[row][None],
                     taken,
                 )
-                total += find_objective(config.algorithm.objective)(
+                total += load_objective(config.algorithm.objective)(
                     policies, target, config.algorithm
                 )[0][0]
         return total / (SLOTS * ROWS)
@@ -135,7 +135,7 @@ def test_of_a_window_its_steps_alone_are_trained_at():
 
     run(
         backbone,
-        config_of("mix_grpo", "rollout.window=2", "optimizer.micro_batch=4"),
+        config_of("mix_grpo", "rollout.sde_window_size=2", "optimizer.per_device_batch_size=4"),
         batch,
         grid,
         spy,
@@ -179,7 +179,11 @@ def test_a_row_that_must_not_count_may_hold_anything(name):
     if batch.states is not None:
         spoilt = dataclasses.replace(spoilt, states=spoil(batch.states))
     config = config_of(
-        name, "optimizer.micro_batch=4", "rollout.candidates=6", "rollout.kept=2", "train.prompts=3"
+        name,
+        "optimizer.per_device_batch_size=4",
+        "rollout.candidates=6",
+        "rollout.kept=2",
+        "train.num_prompts=3",
     )
     want, told = run(backbone, config, dataclasses.replace(batch, weight=weight), grid)
     got, metrics = run(backbone, config, spoilt, grid)

@@ -87,7 +87,7 @@ def test_the_ledger_tells_the_whole_iteration(experiment, first):
     _, outcome = first
     ledger = outcome.ledger
     rollout = experiment.config.rollout
-    shape = (experiment.config.train.prompts, rollout.candidates)
+    shape = (experiment.config.train.num_prompts, rollout.candidates)
     proxy = ledger["proxy_reward"].reshape(shape)
     kept = ledger["kept"].reshape(shape)
     places = ledger["rank"].reshape(shape)
@@ -177,7 +177,7 @@ FAMILIES = {"naive_quant": ("nvfp4", 8), "naive_scaling": ("bf16", 8), "diffusio
 def test_families_that_do_not_regenerate_train_on_what_they_explored(family, monkeypatch):
     precision, candidates = FAMILIES[family]
     toy = toy_experiment(
-        f"family={family}", "rollout.explore.steps=3", f"rollout.candidates={candidates}"
+        f"family={family}", "rollout.explore.num_steps=3", f"rollout.candidates={candidates}"
     )
     pools = []
     batches = []
@@ -317,12 +317,15 @@ def test_several_optimizer_steps_an_iteration():
 
 
 @pytest.mark.exhaustive
-def test_another_objective_trains_by_another_loss(toy):
-    def doubled(velocities, target, policy):
-        return jax.tree.map(lambda x: 2 * x, nft(velocities, target, policy))
+def doubled(velocities, target, algorithm):
+    return jax.tree.map(lambda x: 2 * x, nft(velocities, target, algorithm))
 
+
+def test_an_objective_outside_the_package_trains_by_its_own_loss(toy):
+    """It is named in the configuration, as a reward outside the package is."""
+    plugin = toy_experiment(f"objective={__name__}:doubled")
     _, usual = iterate(toy, fresh_state(toy), 1)
-    _, other = iterate(toy, fresh_state(toy), 1, objective=doubled)
+    _, other = iterate(plugin, fresh_state(plugin), 1)
     for name in ("loss", "loss/policy", "grad_norm"):
         assert other.metrics[name] == pytest.approx(2 * usual.metrics[name], rel=1e-5)
     np.testing.assert_array_equal(other.ledger["proxy_reward"], usual.ledger["proxy_reward"])
@@ -338,7 +341,7 @@ def test_seeds_in_the_ledger_are_those_that_were_drawn(experiment, first):
 def test_an_iteration_is_a_function_of_its_arguments(toy):
     """Other chunks and micro-batches, which divide nothing, change rounding alone; another seed or iteration changes all."""
     want, told = iterate(toy, fresh_state(toy), 1)
-    uneven = toy_experiment("rollout.chunk=3", "optimizer.micro_batch=5")
+    uneven = toy_experiment("rollout.per_device_batch_size=3", "optimizer.per_device_batch_size=5")
     assert uneven.sampler("regenerate", want.old, 3).chunk == 3
     got, outcome = iterate(uneven, fresh_state(uneven), 1)
     np.testing.assert_array_equal(outcome.ledger["kept"], told.ledger["kept"])
@@ -368,7 +371,7 @@ def test_an_uneven_chunk_and_micro_batch_train_a_real_network_the_same(experimen
     """In BF16 and NVFP4."""
     state, told = first
     there = with_rollout(experiment, chunk=3)
-    optimizer = dataclasses.replace(there.config.optimizer, micro_batch=3)
+    optimizer = dataclasses.replace(there.config.optimizer, per_device_batch_size=3)
     there = dataclasses.replace(
         there, config=dataclasses.replace(there.config, optimizer=optimizer)
     )
@@ -389,7 +392,7 @@ def test_a_chunk_is_no_larger_than_what_an_iteration_explores():
         (7, (2, 1), 7),
         (100, (1, 2, 2), 8),
     ):
-        toy = toy_experiment(f"rollout.chunk={chunk}", mesh=mesh)
+        toy = toy_experiment(f"rollout.per_device_batch_size={chunk}", mesh=mesh)
         adapters = fresh_state(toy).old
         assert (
             toy.sampler("regenerate", adapters, 3).chunk

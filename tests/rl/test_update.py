@@ -25,11 +25,11 @@ STEPS = 4
 ROWS = len(PROMPTS) * KEPT
 CONFIG = resolve(
     "tiny",
-    ["train.prompts=2", "rollout.candidates=4", "rollout.kept=3", "rollout.selection=best", "rollout.steps=4",
-     "rollout.explore.steps=2", "algorithm.timestep_fraction=0.75", "lora.rank=2", "lora.alpha=4", "algorithm.kl_weight=0.1",
+    ["train.num_prompts=2", "rollout.candidates=4", "rollout.kept=3", "rollout.selection=best", "rollout.num_steps=4",
+     "rollout.explore.num_steps=2", "algorithm.timestep_fraction=0.75", "lora.rank=2", "lora.alpha=4", "algorithm.kl_coef=0.1",
      "algorithm.beta=0.5", "optimizer.max_grad_norm=0.1"],
 )  # fmt: skip
-SLOTS = CONFIG.trained_sigmas
+SLOTS = CONFIG.num_train_sigmas
 assert SLOTS == 3
 MESHES = {"one": (1, 1), "data=2 fsdp=2": (2, 2), "data=2 tensor=2": (2, 1, 2)}
 
@@ -175,8 +175,8 @@ def _term(backbone, state, batch, row, slot):
         target = TrainingTarget(x, x0, sigma[None], batch.optimality[row][None])
         weights = {
             "beta": algorithm.beta,
-            "kl_weight": algorithm.kl_weight,
-            "advantage_clip": algorithm.advantage_clip,
+            "kl_coef": algorithm.kl_coef,
+            "adv_clip_max": algorithm.adv_clip_max,
         }
         return nft_loss(policies, target, **weights)[0][0]
 
@@ -239,9 +239,11 @@ def test_an_update_is_the_loop_over_terms_and_the_optimisers_step(backbones, mes
 )
 def test_a_micro_batch_is_an_upper_limit_that_need_not_divide_the_terms(backbones, mesh, micro):
     """Eighteen terms in micro-batches that are filled up: the same update, and the same metrics."""
-    want, told = run(backbones["one"], batch_of(backbones["one"]), with_optimizer(micro_batch=6))
+    want, told = run(
+        backbones["one"], batch_of(backbones["one"]), with_optimizer(per_device_batch_size=6)
+    )
     got, metrics = run(
-        backbones[mesh], batch_of(backbones[mesh]), with_optimizer(micro_batch=micro)
+        backbones[mesh], batch_of(backbones[mesh]), with_optimizer(per_device_batch_size=micro)
     )
     assert distance(got, want) < TOLERANCE
     assert metrics == pytest.approx(told, rel=10 * TOLERANCE)
@@ -258,7 +260,7 @@ BAD = {"nan": np.nan, "inf": np.inf, "huge": 3e38}
 def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, micro):
     """At each position: the same bits as with zeros in its place, and the update by hand on the other rows."""
     backbone = backbones["one"]
-    config = with_optimizer(micro_batch=micro)
+    config = with_optimizer(per_device_batch_size=micro)
     whole = batch_of(backbone)
     for position in range(ROWS):
         weight = np.ones(ROWS)
@@ -282,7 +284,9 @@ def test_rows_of_weight_0_change_nothing_on_a_mesh(backbones, mesh):
     weight = np.array([0, 1, 1, 0, 1, 0])
     latents = np.array(batch_of(backbone).latents)
     latents[weight == 0] = np.array([np.nan, np.inf, -np.inf])[:, None, None, None]
-    got, metrics = run(backbone, batch_of(backbone, weight, latents), with_optimizer(micro_batch=5))
+    got, metrics = run(
+        backbone, batch_of(backbone, weight, latents), with_optimizer(per_device_batch_size=5)
+    )
     value, gradient = by_hand(weight)
     assert metrics["loss"] == pytest.approx(float(value), rel=TOLERANCE)
     assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=TOLERANCE)
@@ -291,7 +295,7 @@ def test_rows_of_weight_0_change_nothing_on_a_mesh(backbones, mesh):
 
 def test_if_every_row_has_weight_0_the_policy_stays(backbones):
     backbone = backbones["one"]
-    config = with_optimizer(weight_decay=0.0, micro_batch=4)
+    config = with_optimizer(weight_decay=0.0, per_device_batch_size=4)
     batch = batch_of(backbone, np.zeros(ROWS), np.full((ROWS, *SHAPE), np.nan, np.float32))
     state, metrics = run(backbone, batch, config)
     same_bits(state.adapters, state_of(backbone).adapters)
@@ -308,7 +312,7 @@ def test_a_micro_batch_whose_loss_is_not_finite_contributes_nothing_and_is_count
     latents = np.array(batch_of(backbone).latents)
     latents[position] = np.nan
     state, metrics = run(
-        backbone, batch_of(backbone, latents=latents), with_optimizer(micro_batch=micro)
+        backbone, batch_of(backbone, latents=latents), with_optimizer(per_device_batch_size=micro)
     )
     spoiled = {(position + slot * ROWS) // micro for slot in range(SLOTS)}
     assert metrics["skipped_micro_batches"] == len(spoiled)
@@ -326,14 +330,14 @@ def test_several_steps_of_the_optimiser_take_the_terms_in_turn(backbones):
     """Three steps: each on the terms of one slot, so of every row once."""
     backbone = backbones["one"]
     state, metrics = run(
-        backbone, batch_of(backbone), with_optimizer(steps_per_iteration=3, micro_batch=4)
+        backbone, batch_of(backbone), with_optimizer(steps_per_iteration=3, per_device_batch_size=4)
     )
     assert int(state.step) == 3
     assert metrics["old_decay"] == pytest.approx(0.003)
     once, _ = run(backbone, batch_of(backbone), CONFIG)
     assert distance(state, once) > 100 * TOLERANCE
     uneven, _ = run(
-        backbone, batch_of(backbone), with_optimizer(steps_per_iteration=3, micro_batch=6)
+        backbone, batch_of(backbone), with_optimizer(steps_per_iteration=3, per_device_batch_size=6)
     )
     assert distance(uneven, state) < TOLERANCE
 
@@ -342,9 +346,9 @@ def test_the_reference_is_computed_only_if_it_has_a_weight(backbones):
     """Operations by XLA's count: three evaluations and a gradient, or one evaluation less."""
     backbone = backbones["one"]
 
-    def operations(kl_weight):
-        policy = dataclasses.replace(CONFIG.policy, kl_weight=kl_weight)
-        config = dataclasses.replace(with_optimizer(micro_batch=18), policy=policy)
+    def operations(kl_coef):
+        algorithm = dataclasses.replace(CONFIG.algorithm, kl_coef=kl_coef)
+        config = dataclasses.replace(with_optimizer(per_device_batch_size=18), algorithm=algorithm)
         arguments = (
             backbone,
             config,
@@ -371,7 +375,7 @@ def test_the_objective_is_a_function_that_is_given(backbones):
     backbone = backbones["one"]
     state, metrics = run(backbone, batch_of(backbone), objective=pull_to_the_base)
     assert metrics["loss"] == pytest.approx(
-        CONFIG.policy.beta * metrics["loss/mine"] / 2, rel=TOLERANCE
+        CONFIG.algorithm.beta * metrics["loss/mine"] / 2, rel=TOLERANCE
     )
     assert "loss/policy" not in metrics
     usual, told = run(backbone, batch_of(backbone))

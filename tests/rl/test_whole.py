@@ -19,7 +19,7 @@ from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.rl import memory_check
 from solrl_jax.rl.explore.sync import Quantizer, merged
-from solrl_jax.rl.gradient_checkpointing import held
+from solrl_jax.rl.gradient_checkpointing import saved_residual_bytes
 from solrl_jax.rl.state import init_state
 from solrl_jax.rl.trainable.trainable import Targets, attach, find_targets, flatten
 from solrl_jax.rl.update import blend, update
@@ -50,7 +50,7 @@ def targets_of(transformer, parameters):
 
 
 def test_what_is_trained_is_what_the_configuration_names(transformer):
-    every = flatten(transformer.abstract("float32"))
+    every = flatten(transformer.abstract_params("float32"))
     lora = targets_of(transformer, "adapters")
     assert lora.whole == ()
     assert len(lora.adapted) == 8
@@ -81,10 +81,10 @@ def test_an_old_policy_that_bf16_could_not_move_is_refused():
     slow = ("train.parameters=all", "algorithm.decay_type=2")
     with pytest.raises(
         ConfigError,
-        match=r"algorithm.decay_type=2: must be 0 or 1, or rollout.precision=fp32, where param",
+        match=r"algorithm.decay_type=2: must be 0 or 1, or rollout.precision=fp32, where whole param",
     ):
         resolve("tiny", slow)
-    assert resolve("tiny", (*slow, "rollout.precision=fp32")).policy.decay_type == 2
+    assert resolve("tiny", (*slow, "rollout.precision=fp32")).algorithm.decay_type == 2
     assert resolve("tiny", slow[1:]).train.parameters == "adapters"
 
 
@@ -93,7 +93,7 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
     pipeline = open_model("embedded:tiny-sana")
     config = resolve("tiny", ["train.parameters=all", "mesh.fsdp=2"])
     targets = find_targets(transformer, config)
-    least = 16 * transformer.size
+    least = 16 * transformer.num_parameters
     monkeypatch.setattr(memory_check, "device_memory", lambda: least)
     memory_check.refuse_what_cannot_fit(config, pipeline, targets)
     monkeypatch.setattr(memory_check, "device_memory", lambda: least - 1)
@@ -105,10 +105,13 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
 
 
 def test_auto_counts_what_is_trained_in_full(transformer):
-    config = resolve("tiny", ["train.parameters=all", "optimizer.micro_batch=1"])
-    one, two = (held(config, open_model("embedded:tiny-sana"), make_mesh(1, n)) for n in (1, 2))
+    config = resolve("tiny", ["train.parameters=all", "optimizer.per_device_batch_size=1"])
+    one, two = (
+        saved_residual_bytes(config, open_model("embedded:tiny-sana"), make_mesh(1, n))
+        for n in (1, 2)
+    )
     assert (
-        one - two == (2 + 4 * 4) * transformer.size / 2
+        one - two == (2 + 4 * 4) * transformer.num_parameters / 2
     )  # the base in BF16, and four float32 copies
 
 
@@ -178,7 +181,7 @@ def torch_update(backbone, trained, old, batch, targets):
 
     base = flatten(backbone.transformer)
     lora = CONFIG.lora
-    rule = CONFIG.policy
+    rule = CONFIG.algorithm
     adam = CONFIG.optimizer
     text = t(batch.conditioning["text"])[np.asarray(batch.prompt)]
     grid = toy_grid(STEPS)
@@ -235,7 +238,7 @@ def torch_update(backbone, trained, old, batch, targets):
         b = rule.beta
         pull = q * matching(b * v + (1 - b) * v_old) + (1 - q) * matching((1 + b) * v_old - b * v)
         losses.append(
-            rule.advantage_clip * pull / b + rule.kl_weight * (v - v_ref).square().mean((1, 2, 3))
+            rule.adv_clip_max * pull / b + rule.kl_coef * (v - v_ref).square().mean((1, 2, 3))
         )
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -279,7 +282,7 @@ def test_an_update_is_that_of_pytorch_in_float64(which, mesh):
     before, old, ema = jax.device_get((start.adapters, start.old, start.ema))
     want, loss, length = torch_update(backbone, before, old, batch, targets)
     config = dataclasses.replace(
-        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, micro_batch=4)
+        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, per_device_batch_size=4)
     )
     with jax.set_mesh(backbone.mesh):
         state, metrics = update(

@@ -19,7 +19,7 @@ from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
 from tests.toys import toy_experiment
 
-OVERRIDES = ("eval.prompts=3", "eval.images_per_prompt=4", "eval.grid=8", "eval.steps=2")
+OVERRIDES = ("eval.num_prompts=3", "eval.num_images_per_prompt=4", "eval.num_grid_images=8", "eval.num_steps=2")
 DARK = 0.565  # as the mean of a picture; some pictures of a prompt are darker, others are not
 
 
@@ -99,7 +99,7 @@ def test_the_picture_has_four_of_each_prompt_and_says_which_are_right(toy):
 
 @pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (3, (1, 3)), (11, (2, 4)), (400, (6, 4))])
 def test_a_picture_of_any_number_is_filled_as_far_as_prompts_go(count, shape):
-    toy = toy_experiment(*OVERRIDES, f"eval.grid={count}")
+    toy = toy_experiment(*OVERRIDES, f"eval.num_grid_images={count}")
     assert sample_grid(toy, fresh_state(toy).ema).images.shape[:2] == shape
 
 
@@ -123,10 +123,10 @@ def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
     assert "images_per_second/regenerate" not in clock.report(samples(6), None)
 
 
-NOT_REGENERATED = ("rollout.regenerate=false", "rollout.explore.steps=3")
+NOT_REGENERATED = ("rollout.regenerate=false", "rollout.explore.num_steps=3")
 MOVING_WINDOW = (
-    "algorithm.objective=mix_grpo", "rollout.solver=flow_sde", "rollout.eta=0.7", "rollout.window=1", "rollout.window_every=1",
-    "algorithm.timestep_fraction=0.4", "rollout.explore.steps=3",
+    "algorithm.objective=mix_grpo", "rollout.solver=flow_sde", "rollout.noise_level=0.7", "rollout.sde_window_size=1", "rollout.sde_window_every=1",
+    "algorithm.timestep_fraction=0.4", "rollout.explore.num_steps=3",
 )  # fmt: skip
 
 

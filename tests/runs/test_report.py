@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from solrl_jax.config.presets import to_yaml
+from solrl_jax.config.serialization import to_yaml
 from solrl_jax.runs import ledger
 from solrl_jax.runs import metrics
 from solrl_jax.runs import image_files
@@ -36,7 +36,7 @@ def make_run(folder: Path, *, seed: int = 0, iterations: int = 3, overrides: tup
     rng = np.random.default_rng(seed)
     folder.mkdir()
     (folder / "config.yaml").write_text(
-        to_yaml(small_config(folder, f"seed={seed}", "reward.watched=['tiny-clip']", *overrides))
+        to_yaml(small_config(folder, f"seed={seed}", "reward.eval_only=['tiny-clip']", *overrides))
     )
     (folder / "run.json").write_text(json.dumps({"devices": "1 x <cpu>", "packages": {"jax": "1"}, "evaluation": SETTING}))
     with Metrics(folder, resume_after=-1) as record:
@@ -193,12 +193,12 @@ def test_a_figure_takes_the_pages_colours_and_shows_its_axis():
 
 def test_runs_lie_over_each_other_under_names_of_their_own(run, tmp_path):
     (tmp_path / "other").mkdir()
-    other = make_run(tmp_path / "other" / "demo", seed=1, overrides=("rollout.steps=4",))
+    other = make_run(tmp_path / "other" / "demo", seed=1, overrides=("rollout.num_steps=4",))
     report.write([run, other], tmp_path / "both.html")
     data = Page(tmp_path / "both.html").data
     assert [shown["name"] for shown in data["runs"]] == [str(run), str(other)]
     assert all([line["run"] for line in figure["lines"]] == [0, 1] for figure in data["figures"])
-    assert [shown["config"]["rollout.steps"] for shown in data["runs"]] == [3, 4]
+    assert [shown["config"]["rollout.num_steps"] for shown in data["runs"]] == [3, 4]
 
 
 @pytest.mark.parametrize("limit", [{"MOST_ROWS": 2 * 2 * N}, {"MOST_TEXT": 5000}], ids=str)

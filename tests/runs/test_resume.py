@@ -78,7 +78,7 @@ def assert_same_run(run_dir: Path, reference: Path) -> None:
 def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uninterrupted):
     rng = random.Random(0)
     kills = 0
-    keeping = f"model.cache={tmp_path / 'cache'}"  # what the uninterrupted run computed is read, to the bit
+    keeping = f"model.prompt_cache_dir={tmp_path / 'cache'}"  # what the uninterrupted run computed is read, to the bit
     for attempt in range(12):
         with subprocess.Popen(command(tmp_path, keeping), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None

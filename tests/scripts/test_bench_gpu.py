@@ -2,13 +2,17 @@
 
 import json
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import bench_gpu
+import jax
 import pytest
-from bench.gpu import measure, parity, schedule, step, summary
+from bench.gpu import kernels, measure, parity, schedule, step, summary
 from bench.gpu.record import Record, Task
+from bench.random_weights import shapes_of_experiment
 
+from solrl_jax.config.presets import resolve
 from solrl_jax.planning.targets import TARGETS
 from tests.small import SMALL
 
@@ -29,12 +33,8 @@ def ran(of: Task) -> dict:
 
 def test_no_step_begins_without_time(tmp_path, capsys):
     bench_gpu.main(["--minutes", "0", "--out", str(tmp_path), "--models", "tiny,sana"])
-    names = [
-        "facts",
-        "parity",
-        "products",
-        *(f"{of}-{m}" for of in ("steps", "rollout", "update") for m in ("tiny", "sana")),
-    ]
+    of_models = [f"{of}-{m}" for m in ("tiny", "sana") for of in ("steps", "rollout", "update")]
+    names = ["facts", "kernels", "parity", *of_models, "products"]
     assert {path.stem for path in tmp_path.glob("*.json")} == {*names}
     for name in names:
         record = json.loads((tmp_path / f"{name}.json").read_text())
@@ -142,11 +142,50 @@ def test_an_iteration_is_put_together_from_its_programs(tmp_path):
 
 @pytest.mark.exhaustive
 def test_rewards_here_are_those_of_the_other_process(tmp_path):
-    found = ran(task(tmp_path, "parity"))
-    assert found.keys() == {"regenerate", "nvfp4", "iteration"}
+    with schedule.references(task(tmp_path, "parity")):
+        found = ran(task(tmp_path, "parity"))
+    assert found.keys() == {"tiny regenerate", "tiny nvfp4", "tiny fp8", "tiny iteration"}
     for row in found.values():  # here both are CPUs, compiled with other options
         assert row["spearman"] > 0.99
-    assert found["iteration"]["kept_alike"] > 0.9
+    assert found["tiny iteration"]["kept_alike"] > 0.9
+
+
+@pytest.mark.parametrize("sizes", [kernels.Sizes(), kernels.SMALL], ids=["released", "small"])
+def test_a_kernel_and_its_twin_have_results_of_the_same_shapes(sizes):
+    for case in kernels.cases(sizes):
+        ours, twin = (jax.eval_shape(f, *case.shapes) for f in (case.ours, case.twin))
+        shapes = [[x.shape for x in jax.tree.leaves(made)] for made in (ours, twin)]
+        assert shapes[0] == shapes[1], case.name
+
+
+def test_a_kernel_beside_its_twin():
+    case = next(
+        case for case in kernels.cases(kernels.SMALL) if case.name == "one_pass norm, SANA fp8"
+    )
+    with ThreadPoolExecutor(2) as threads:
+        compiled = [
+            threads.submit(kernels.compile_case, f, case.shapes) for f in (case.ours, case.twin)
+        ]
+        figures = kernels.compare(case, *compiled, repeat=1)
+    assert (figures["difference"], figures["alike"], figures["finite"]) == (0.0, 1.0, True)
+    assert figures["times"] == pytest.approx(figures["twin_seconds"] / figures["seconds"], abs=1e-3)
+
+
+def test_a_twin_that_fails_leaves_the_kernels_own_figures():
+    case = next(kernels.cases(kernels.SMALL))
+    done, failed = Future(), Future()
+    done.set_result((lambda *arrays: arrays[0], 0.1))
+    failed.set_exception(MemoryError("too large"))
+    figures = kernels.compare(case, done, failed, repeat=1)
+    assert figures["twin_error"] == "MemoryError: too large"
+    assert figures["finite"]
+
+
+def test_the_update_keeps_what_the_configuration_says():
+    """Without a policy the gradient of FLUX.1 keeps every intermediate, which no GPU holds."""
+    for remat in ("none", "blocks"):
+        config = resolve("tiny", ("mesh.data=1", f"model.remat={remat}"))
+        assert shapes_of_experiment(config).backbone.pipeline.remat == remat
 
 
 def test_how_rewards_differ():

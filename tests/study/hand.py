@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from solrl_jax.config.presets import to_yaml
+from solrl_jax.config.serialization import to_yaml
 from solrl_jax.runs import ledger
 from solrl_jax.study.plan import Plan, Quick, Run, runs_of
 
@@ -17,7 +17,7 @@ KEPT = 2
 STEPS = 10
 EVERY = 2  # iterations from evaluation to evaluation
 COMMON = (
-    f"train.prompts={PROMPTS}", f"rollout.candidates={N}", f"rollout.kept={KEPT}", f"eval.every={EVERY}",
+    f"train.num_prompts={PROMPTS}", f"rollout.candidates={N}", f"rollout.kept={KEPT}", f"eval.every={EVERY}",
     "algorithm.timestep_fraction=0.5",
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ def columns(run: Run, swapped: bool) -> dict:
         "candidate": np.tile(np.arange(N, dtype=np.int32), PROMPTS),
         "seed": np.arange(rows, dtype=np.uint64),
         "precision": explore.precision,
-        "steps": explore.steps,
+        "steps": explore.num_steps,
         "proxy_reward": np.tile(np.arange(N, 0, -1.0), PROMPTS),
         "rank": np.tile(np.arange(N, dtype=np.int32), PROMPTS),
         "kept": kept,

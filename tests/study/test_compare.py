@@ -185,13 +185,15 @@ def test_a_record_without_standard_errors_has_a_reward(tmp_path):
 
 
 def test_the_page_and_the_figure_say_what_was_found(tmp_path):
-    plan, runs, study, courses = made(tmp_path, sweeps={"rollout.explore.steps": ("sol", "plain")})
+    plan, runs, study, courses = made(
+        tmp_path, sweeps={"rollout.explore.num_steps": ("sol", "plain")}
+    )
     page.write(tmp_path, study, courses, summary.sweeps(plan, runs))
     text = (tmp_path / "study.md").read_text()
     assert f"| `sol` | 2 | 4 | 0.800 ± 0.000 | 0.400 ± 0.000 | {4 * SOL:.3g} | 352 |" in text
     assert "2 prompts x 3 pictures" in text
     assert "roofline seconds of toy-device" in text
-    assert summary.sweeps(plan, runs) == {"rollout.explore.steps": [(6, "sol"), (10, "plain")]}
+    assert summary.sweeps(plan, runs) == {"rollout.explore.num_steps": [(6, "sol"), (10, "plain")]}
     assert (tmp_path / "study.png").stat().st_size > 10_000
     alone = summary.summarise("hand", plan, runs[:1], PRICES, {})
     page.write(tmp_path, *alone, {})  # one seed of one arm

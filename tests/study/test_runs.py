@@ -15,7 +15,7 @@ from tests.small import SMALL
 PLAN = {
     "what": "Two arms, one of which cannot be run.",
     "preset": "tiny",
-    "overrides": [*SMALL, "eval.grid=0"],
+    "overrides": [*SMALL, "eval.num_grid_images=0"],
     "arms": {"good": [], "bad": ["prompts.train=none.txt"]},
     "seeds": [3],
     "compared": [["good", "bad"]],

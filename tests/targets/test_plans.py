@@ -62,9 +62,10 @@ def test_every_quantised_linear_is_a_native_product_of_exploration_alone(planned
     form = FORMATS[
         "nvfp4"
     ]  # which linears are quantised depends on the model's rule, not on the format
-    linears = report(transformer.abstract(jnp.bfloat16), settings.model.quantize, form)
+    linears = report(transformer.abstract_params(jnp.bfloat16), settings.model.quantization, form)
     count = (
-        sum(linear.layers for linear in linears if not linear.kept) * settings.rollout.explore.steps
+        sum(linear.layers for linear in linears if not linear.kept)
+        * settings.rollout.explore.num_steps
     )
     products = {
         f"{stage}: {row['name']}": row["roofline"]["native"].get(PRODUCT[planned.device], 0)
@@ -111,7 +112,7 @@ def test_what_a_product_reads_is_written_in_one_pass_and_an_exploring_step_is_so
         *gated,
     ]
     rollout = config(planned.model).rollout
-    steps = rollout.explore.steps, rollout.steps
+    steps = rollout.explore.num_steps, rollout.num_steps
     explored, exact = (
         planned.program(name)["roofline"]["seconds"] / n
         for name, n in zip(SAMPLE, steps, strict=True)
@@ -123,12 +124,12 @@ def test_the_transformer_attends_in_flash_attention(planned):
     """Forwards once an attention and a step; backwards in the update."""
     settings = config(planned.model)
     count = ATTENTIONS[planned.model]
-    assert flash(planned, SAMPLE[0]) == (count * settings.rollout.explore.steps, 0)
-    assert flash(planned, SAMPLE[1]) == (count * settings.rollout.steps, 0)
+    assert flash(planned, SAMPLE[0]) == (count * settings.rollout.explore.num_steps, 0)
+    assert flash(planned, SAMPLE[1]) == (count * settings.rollout.num_steps, 0)
     forwards, backwards = flash(planned, UPDATE)
     assert backwards > 0
     assert backwards % count == 0
-    again = {"products": 0, "blocks": 1}[planned.plan["remat"]]  # for the gradient
+    again = {"matmuls": 0, "blocks": 1}[planned.plan["remat"]]  # for the gradient
     assert forwards == (3 + again) * backwards  # old, reference, trained
 
 
@@ -192,7 +193,9 @@ def test_the_update_waits_for_no_message_that_could_overlap():
 
     Of the bytes that are gathered, less than 2e-3 are waited for. All that is waited for takes less than 2e-4 of the time.
     """
-    update = figures("update", "model.remat=blocks", "mesh.fsdp=8", devices=8)["update"]["roofline"]
+    update = figures("update", "model.gradient_checkpointing=blocks", "mesh.fsdp=8", devices=8)[
+        "update"
+    ]["roofline"]
     sent = {True: 0.0, False: 0.0}
     for row in update["collectives"]:
         sent[row["overlaps"]] += row["sent"] * (row["kind"] == "all-gather")
@@ -208,13 +211,13 @@ def test_the_update_waits_for_no_message_that_could_overlap():
 @pytest.mark.parametrize("stage", ["explore", "update"])  # regenerating is exploring without codes
 def test_mixing_sixteen_blocks_takes_hardly_longer(stage):
     """MHLA in place of SANA's attention: less than 5 % (`benchmarks/mhla-tiny.json` has a B200, too)."""
-    keeps = ("model.remat=products",)  # what `auto` is on one H200
+    keeps = ("model.gradient_checkpointing=matmuls",)  # what `auto` is on one H200
     own, mixed = (
         {
             name: row["roofline"]
             for name, row in figures(stage, *keeps, f"model.attention={name}").items()
         }
-        for name in ("own", "mhla")
+        for name in ("default", "mhla")
     )
     for name, row in mixed.items():
         assert own[name]["seconds"] < row["seconds"] < 1.05 * own[name]["seconds"]

@@ -7,18 +7,18 @@ from solrl_jax.planning.plan import SETTINGS
 from solrl_jax.planning.targets import TARGETS
 from tests.targets.conftest import config, figures
 
-BLOCKS = "model.remat=blocks"
-PRODUCTS = "model.remat=products"
+BLOCKS = "model.gradient_checkpointing=blocks"
+PRODUCTS = "model.gradient_checkpointing=matmuls"
 # `regenerate` runs the function of `explore`
 BASE = {"explore": (), "score": (), "update": (BLOCKS,), "evaluate": ("eval.size=[1536,1536]",)}
 TURNED = {  # how a setting is turned here, and on how many devices
-    "rollout.chunk": ("rollout.chunk=8", 1),
-    "optimizer.micro_batch": ("optimizer.micro_batch=8", 1),
+    "rollout.per_device_batch_size": ("rollout.per_device_batch_size=8", 1),
+    "optimizer.per_device_batch_size": ("optimizer.per_device_batch_size=8", 1),
     "mesh.fsdp": ("mesh.fsdp=8", 8),
     "eval.size": ("eval.size=[1280,1280]", 1),
 }
 ENCODERS = {
-    "model.cache=''",
+    "model.prompt_cache_dir=''",
     "`solrl encode PRESET` beforehand",
 }  # what they free is in `tests/planning/test_plan.py`
 ADVICE = [(stage, setting) for stage in BASE for setting in SETTINGS[stage] if setting in TURNED]
@@ -66,8 +66,8 @@ def test_a_stage_takes_less_time_with_what_the_plan_names():
 def test_larger_chunks_and_micro_batches_take_hardly_less_time():
     """Twice as many rows at once: less than 6 % and 4 %. A micro-batch adds its gradient to the sum."""
     assert seconds("explore") == pytest.approx(
-        seconds("explore", TURNED["rollout.chunk"][0]), rel=0.06
+        seconds("explore", TURNED["rollout.per_device_batch_size"][0]), rel=0.06
     )
     assert seconds("update", BLOCKS) > 0.96 * seconds(
-        "update", BLOCKS, TURNED["optimizer.micro_batch"][0]
+        "update", BLOCKS, TURNED["optimizer.per_device_batch_size"][0]
     )

@@ -41,8 +41,8 @@ def test_the_transformer_attends_in_flash_attention(planned):
     def kernels(name):
         return planned.program(name)["roofline"]["native"][KERNEL]
 
-    assert kernels(SAMPLE[0]) == count * settings.rollout.explore.steps
-    assert kernels(SAMPLE[1]) == count * settings.rollout.steps
+    assert kernels(SAMPLE[0]) == count * settings.rollout.explore.num_steps
+    assert kernels(SAMPLE[1]) == count * settings.rollout.num_steps
     assert kernels(UPDATE) % count == 0
 
 
@@ -67,7 +67,7 @@ def test_no_program_holds_attention_scores(planned, folder):
 def test_what_the_mlp_makes_is_written_in_sixteen_bits(planned, folder):
     """It is five times as wide as the network. XLA drops roundings that it may, and so would write it in float32."""
     settings = config("sana")
-    size = settings.rollout.chunk * (settings.model.height // 32) ** 2 * 5 * 2240
+    size = settings.rollout.per_device_batch_size * (settings.model.height // 32) ** 2 * 5 * 2240
     for name in SAMPLE:
         module = hlo.parse((folder / f"{name.replace(': ', '-')}.hlo").read_text())
         kinds = {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from bench.gpu.record import Task
 from bench.timing import timed
@@ -46,6 +47,17 @@ def over(measured: float | None, planned: float | None) -> float | None:
     return round(measured / planned, 3) if measured and planned else None
 
 
+def all_finite(tree: Any) -> bool:
+    """Whether no floating-point number in a tree of arrays is infinite or NaN."""
+    arrays = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return all(bool(_finite(x)) for x in arrays)
+
+
+@jax.jit
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x.astype(jnp.float32)).all()
+
+
 @dataclasses.dataclass(frozen=True)
 class Gauge:
     """Measures programs on the devices here. target: None where their peaks are unknown."""
@@ -66,6 +78,7 @@ class Gauge:
             compiled = time.perf_counter() - began
             memory = self.memory(made.memory_analysis())
             call = run or (lambda: program.function(*program.arguments))
+            finite = all_finite(call())
             seconds, measurements = timed(call, self.repeat)
         text = made.as_text()
         return {
@@ -73,6 +86,7 @@ class Gauge:
             "measurements": measurements,
             "compile_seconds": round(compiled, 2),
             "calls": program.calls,
+            "finite": finite,
             **self.plan(text, program.mesh.size, seconds),
             "memory": memory(),
         }

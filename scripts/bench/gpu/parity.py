@@ -1,11 +1,11 @@
-"""The step `parity`: an iteration of a trained pipeline that is embedded, here and on the CPU, and rewards of the same seeds.
+"""The step `parity`: an iteration of each embedded pipeline, here and on the CPU, and rewards of the same seeds.
 
-The CPU's figures are those of a second process, JAX_PLATFORMS=cpu, which runs at the same time (the step `rewards`).
+The CPU's figures come from other processes (the step `rewards`), one per pipeline with
+JAX_PLATFORMS=cpu. `schedule.run` starts them before the first step.
 """
 
 import dataclasses
 import math
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from bench.gpu import schedule
-from bench.gpu.measure import formats
 from bench.gpu.programs import sampling
-from bench.gpu.record import Record, Task
+from bench.gpu.record import RUNNING, Record, Task
 from solrl_jax.config.presets import resolve
 from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels, native
@@ -29,7 +28,7 @@ from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.sampler import Sampler
 
 SETTINGS = (
-    "train.prompts=4", "rollout.candidates=12", "rollout.kept=4", "rollout.chunk=24", "optimizer.micro_batch=24", "mesh.data=1",
+    "train.num_prompts=4", "rollout.candidates=12", "rollout.kept=4", "rollout.per_device_batch_size=24", "optimizer.per_device_batch_size=24", "mesh.data=1",
 )  # fmt: skip
 POLL = 0.2  # seconds between looks at the other process's record
 Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
@@ -37,18 +36,19 @@ Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
 def rewards(task: Task) -> Figures:
     """Of whole pools, with all steps in the training precision and explored in each format; then the first iteration."""
-    experiment = build(resolve("tiny", SETTINGS))
+    preset, *chosen = schedule.PRESETS[task.model.removesuffix(schedule.CPU)]
+    experiment = build(resolve(preset, (*chosen, *SETTINGS)))
     adapters = fresh_state(experiment).old
     rollout = experiment.config.rollout
     explorer = experiment.explorer
     yield (
         "regenerate",
-        lambda: pool(experiment, experiment.sampler("regenerate", adapters, rollout.steps)),
+        lambda: pool(experiment, experiment.sampler("regenerate", adapters, rollout.num_steps)),
     )
     for name in task.formats:
 
         def explored(name=name):
-            return explorer.sampler(adapters, ExplorationSetting(name, rollout.explore.steps))
+            return explorer.sampler(adapters, ExplorationSetting(name, rollout.explore.num_steps))
 
         yield name, lambda explored=explored: pool(experiment, explored())
     yield "iteration", partial(iteration, experiment)
@@ -56,7 +56,7 @@ def rewards(task: Task) -> Figures:
 
 def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
     """Rewards [prompts, candidates], and the libraries' kernels in the program that sampled."""
-    prompts = experiment.train_prompts[: experiment.config.train.prompts]
+    prompts = experiment.train_prompts[: experiment.config.train.num_prompts]
     seeds = experiment.seeds("candidate", prompts, experiment.config.rollout.candidates)
     found = generate(
         experiment.backbone,
@@ -88,27 +88,29 @@ def iteration(experiment: Experiment) -> dict[str, Any]:
 
 def parity(task: Task) -> Figures:
     """How far this device's rewards are from the CPU's, and how alike both rank."""
-    named = tuple(dict.fromkeys(("nvfp4", *formats(task))))
-    there = dataclasses.replace(task, step="rewards", model="cpu", formats=named)
-    there.path.unlink(missing_ok=True)
-    with schedule.started(there, JAX_PLATFORMS="cpu") as process:
-        for name, find in rewards(dataclasses.replace(task, formats=named)):
-            yield (
-                name,
-                lambda find=find, name=name: compared(find(), wait_for(process, there, name)),
-            )
+    for there in schedule.embedded(task):
+        model = there.model.removesuffix(schedule.CPU)
+        try:
+            for name, find in rewards(dataclasses.replace(there, model=model)):
+                other = partial(wait_for, there, name)
+                yield f"{model} {name}", lambda find=find, other=other: compared(find(), other())
+        except Exception as error:  # the next pipeline is compared all the same
+            yield model, partial(_raise, error)
 
 
-def wait_for(process: "subprocess.Popen[bytes]", task: Task, name: str) -> dict[str, Any]:
-    """A figure of the other process, when it has it."""
-    while (
-        process.poll() is None and name not in (Record.read(task.path) or Record(task.name)).result
-    ):
+def _raise(error: Exception) -> dict[str, Any]:
+    raise error
+
+
+def wait_for(there: Task, name: str) -> dict[str, Any]:
+    """A figure of the CPU's process, when it has it. Raises RuntimeError if it will not have it."""
+    while True:
+        record = Record.read(there.path) or Record(there.name)
+        if "error" not in record.result.get(name, {"error": ""}):
+            return record.result[name]
+        if name in record.result or record.state != RUNNING:
+            raise RuntimeError(f"on the CPU: {record.reason or 'no such figure'}")
         time.sleep(POLL)
-    record = Record.read(task.path)
-    if record is None or "error" in record.result.get(name, {"error": ""}):
-        raise RuntimeError(f"on the CPU: {record.reason if record else 'no record'}")
-    return record.result[name]
 
 
 def compared(here: dict[str, Any], cpu: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def steps(task: Task) -> Figures:
     drafts, redone = Stages(shapes).chunks(row_groups(experiment.backbone.mesh))
 
     def exact():
-        return experiment.sampler("regenerate", adapters, rollout.steps)
+        return experiment.sampler("regenerate", adapters, rollout.num_steps)
 
     yield "regenerate", lambda: sampled(gauge, experiment, exact(), redone)
     for name in formats(task):
@@ -40,7 +40,7 @@ def steps(task: Task) -> Figures:
                 gauge,
                 experiment,
                 adapters,
-                ExplorationSetting(name, rollout.explore.steps),
+                ExplorationSetting(name, rollout.explore.num_steps),
                 drafts,
             ),
         )

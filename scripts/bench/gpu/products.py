@@ -34,7 +34,7 @@ def products(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         preset, *chosen = PRESETS[model]
         config = resolve(preset, (*chosen, *task.overrides))
         shapes, tokens = shapes_of(config)
-        rows = config.rollout.chunk * tokens
+        rows = config.rollout.per_device_batch_size * tokens
         for (n_in, n_out), count in sorted(shapes.items()):
             for form in ("bf16", *named):
                 one = partial(measure, gauge, form, (rows, n_in, n_out))
@@ -54,7 +54,9 @@ def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
     pipeline = open_configurations(config.model.path)
     shapes = Counter[tuple[int, int]]()
     for linear in report(
-        pipeline.transformer.abstract(jnp.bfloat16), config.model.quantize, FORMATS["nvfp4"]
+        pipeline.transformer.abstract_params(jnp.bfloat16),
+        config.model.quantization,
+        FORMATS["nvfp4"],
     ):
         if not linear.kept:
             shapes[linear.n_in, linear.n_out] += linear.layers

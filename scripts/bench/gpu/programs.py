@@ -34,7 +34,7 @@ def sampling(experiment: Experiment, stage: Sampler, calls: int) -> Program:
     mesh = experiment.backbone.mesh
     config = experiment.config
     count = stage.chunk * sharding.row_groups(mesh)
-    prompts = experiment.train_prompts[: config.train.prompts]
+    prompts = experiment.train_prompts[: config.train.num_prompts]
     (seeds,) = experiment.seeds("candidate", prompts[:1], count)
     prompt, seeds = hosts.put((np.zeros(count, np.int32), seeds), sharding.rows(mesh))
     with jax.set_mesh(mesh):
@@ -73,14 +73,14 @@ def scoring(shapes: Experiment) -> list[Program]:
 def shortened(config: Config, groups: int) -> tuple[Config, int, int]:
     """A configuration whose update has two or three micro-batches on each of `groups`; how many; how many the whole has."""
     whole = effective_batch(config, groups)
-    least = 2 * config.optimizer.micro_batch * groups
-    kept = -(-least // config.trained_sigmas)
+    least = 2 * config.optimizer.per_device_batch_size * groups
+    kept = -(-least // config.num_train_sigmas)
     kept += kept % 2
     settings = (
         f"rollout.kept={kept}",
         f"rollout.candidates={max(kept, config.rollout.candidates)}",
     )
-    short = override(config, ("train.prompts=1", "optimizer.steps_per_iteration=1", *settings))
+    short = override(config, ("train.num_prompts=1", "optimizer.steps_per_iteration=1", *settings))
     return (
         short,
         effective_batch(short, groups)["accumulation"],
@@ -101,5 +101,5 @@ def updating(experiment: Experiment, shapes: Experiment, state: TrainState) -> P
 
     ones = np.ones(len(batch.weight), np.float32)
     batch = dataclasses.replace(batch, weight=place(ones), optimality=place(0.5 * ones))
-    grid: Any = place(experiment.schedule(config.rollout.steps))
+    grid: Any = place(experiment.schedule(config.rollout.num_steps))
     return Program(mesh, update, (backbone, config, state, backbone.transformer, batch, grid), 1)

@@ -12,6 +12,7 @@ from bench.gpu.record import DONE, FAILED, SKIPPED, Record, Skipped, Task, in_wo
 
 MODULES = {  # of a step, where the function of its name is
     "facts": "facts",
+    "kernels": "kernels",
     "rewards": "parity",
     "parity": "parity",
     "products": "products",

@@ -8,6 +8,7 @@ from bench.gpu.record import Record, Task
 from solrl_jax.storage.files import atomic_write
 
 UNKNOWN = "-"
+LONGEST = 160  # characters of a reason
 
 
 def page(todo: Sequence[Task]) -> str:
@@ -22,7 +23,9 @@ def page(todo: Sequence[Task]) -> str:
 
     parts = [
         ("Steps", table(("step", "state", "seconds", "why"), map(state, records.values()))),
+        ("Figures that failed", table(("step", "figure", "error"), errors(records.values()))),
         ("Device", table(("", ""), facts(whole("facts")))),
+        ("Kernels and their twins", table(KERNELS, kernels(whole("kernels")))),
         ("Rewards here and on the CPU", table(PARITY, parity(whole("parity")))),
         ("Products", table(PRODUCTS, products(whole("products")))),
         ("A chunk sampled", table(STEPS, of_each(sampled, of_models("steps")))),
@@ -64,7 +67,15 @@ def gigabytes(size: float | None) -> float | None:
 
 def state(record: Record) -> Sequence[Any]:
     """A row of the table of steps."""
-    return record.name, record.state, record.seconds, record.reason
+    return record.name, record.state, record.seconds, record.reason[:LONGEST]
+
+
+def errors(records: Iterable[Record]) -> Iterator[Sequence[Any]]:
+    """One row per figure that failed."""
+    for record in records:
+        for name, value in record.result.items():
+            if "error" in value:
+                yield record.name, name, value["error"][:LONGEST]
 
 
 def facts(record: Record) -> Iterator[Sequence[Any]]:
@@ -75,6 +86,23 @@ def facts(record: Record) -> Iterator[Sequence[Any]]:
             for name, value in values.items()
             if value is not None
         )
+
+
+KERNELS = (
+    "kernel", "largest difference", "equal", "finite", "ms", "twin's ms", "times as fast as the twin",
+)  # fmt: skip
+
+
+def kernels(record: Record) -> Iterator[Sequence[Any]]:
+    """One row per kernel."""
+
+    def milliseconds(seconds):
+        return None if seconds is None else 1e3 * seconds
+
+    for name, row in record.figures().items():
+        seconds = milliseconds(row["seconds"]), milliseconds(row.get("twin_seconds"))
+        against = row.get("difference"), row.get("alike"), row["finite"]
+        yield name, *against, *seconds, row.get("times", row.get("twin_error"))
 
 
 PARITY = (
@@ -124,7 +152,7 @@ def of_each(rows: Any, records: dict[str, Record]) -> Iterator[Sequence[Any]]:
 
 MEMORY = ("peak GB", "planned GB", "peak / planned")
 STEPS = (
-    "model", "what", "rows", "steps", "seconds", "seconds a step", "plan's", "measured / plan", "sync s", *MEMORY,
+    "model", "what", "rows", "steps", "finite", "seconds", "seconds a step", "plan's", "measured / plan", "sync s", *MEMORY,
     "kernels of libraries",
 )  # fmt: skip
 
@@ -139,7 +167,15 @@ def sampled(record: Record) -> Iterator[Sequence[Any]]:
             row["ratio"],
             row.get("sync", {}).get("seconds"),
         )
-        yield name, row["rows"], row["steps"], *times, *memory(row["memory"]), named(row["native"])
+        yield (
+            name,
+            row["rows"],
+            row["steps"],
+            row["finite"],
+            *times,
+            *memory(row["memory"]),
+            named(row["native"]),
+        )
 
 
 def memory(found: dict[str, Any]) -> tuple[Any, ...]:
@@ -148,15 +184,9 @@ def memory(found: dict[str, Any]) -> tuple[Any, ...]:
 
 
 ROLLOUT = (
-    "model",
-    "what",
-    "calls",
-    "seconds",
-    "plan's",
-    "measured / plan",
-    "times as fast as naive_scaling",
-    *MEMORY,
-)
+    "model", "what", "calls", "finite", "seconds", "plan's", "measured / plan",
+    "times as fast as naive_scaling", *MEMORY,
+)  # fmt: skip
 
 
 def rollout(record: Record) -> Iterator[Sequence[Any]]:
@@ -167,6 +197,7 @@ def rollout(record: Record) -> Iterator[Sequence[Any]]:
             yield (
                 name,
                 row["calls"],
+                row["finite"],
                 row["seconds"],
                 plan,
                 row["ratio"],
@@ -177,6 +208,7 @@ def rollout(record: Record) -> Iterator[Sequence[Any]]:
             yield (
                 name,
                 None,
+                None,
                 row["seconds"],
                 row["plan_seconds"],
                 row["ratio"],
@@ -186,22 +218,20 @@ def rollout(record: Record) -> Iterator[Sequence[Any]]:
 
 
 UPDATE = (
-    "model", "micro-batches measured", "seconds a micro-batch", "micro-batches of an iteration", "seconds of an iteration",
-    "plan's", "measured / plan", *MEMORY, "kernels of libraries",
+    "model", "micro-batches measured", "finite", "seconds a micro-batch",
+    "micro-batches of an iteration", "seconds of an iteration", "plan's", "measured / plan", *MEMORY,
+    "kernels of libraries",
 )  # fmt: skip
 
 
 def update(record: Record) -> Iterator[Sequence[Any]]:
     """One row."""
     for row in record.figures().values():
-        each = (
-            row["micro_batches"],
-            row["micro_batch_seconds"],
-            row["micro_batches_of_iteration"],
-            row["iteration_seconds"],
-        )
+        each = row["micro_batches"], row["finite"], row["micro_batch_seconds"]
+        whole = row["micro_batches_of_iteration"], row["iteration_seconds"]
         yield (
             *each,
+            *whole,
             row["iteration_plan"],
             row["ratio"],
             *memory(row["memory"]),

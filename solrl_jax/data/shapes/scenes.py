@@ -1,32 +1,35 @@
-"""The embedded world: captions of one or two groups of coloured shapes, and 32 x 32 pictures of them.
+"""The embedded world: captions of coloured shapes, and what their images look like.
 
     caption = group [relation group]
     group = count [size] colour shape(s)
     relation = above | below | left of | right of
 
-This is what prompts, rewards and the verifier know of it. `scripts/pretrain/drawing.py` draws captions and pictures.
+Prompts, rewards and the verifier share these definitions. `scripts/pretrain/drawing.py` draws
+captions and images.
 """
 
 import dataclasses
 
-from solrl_jax.config.values import shown
+from solrl_jax.config.values import brief_repr
 
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "purple", "cyan")
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle")
 SIZES: tuple[str, ...] = ("small", "large")
 RELATIONS: tuple[str, ...] = ("above", "below", "left of", "right of")
 COUNTS: tuple[str, ...] = ("a", "two", "three")
-MAX_OBJECTS = 4
+MAX_OBJECTS = 4  # in one image
 
 GRAMMAR = (
-    "GROUP or GROUP above|below|left of|right of GROUP, where GROUP is a|one|two|three [small|large] "
-    f"{'|'.join(COLOURS)} {'|'.join(s + '(s)' for s in SHAPES)}; at most {MAX_OBJECTS} objects; the two groups differ in "
-    "colour or shape; no three large shapes beside a second group"
+    "GROUP or GROUP above|below|left of|right of GROUP, where GROUP is a|one|two|three"
+    f" [small|large] {'|'.join(COLOURS)} {'|'.join(shape + '(s)' for shape in SHAPES)};"
+    f" at most {MAX_OBJECTS} objects; the two groups differ in colour or shape;"
+    " no three large shapes beside a second group"
 )
 
-# Seen from the background, the directions of the six colours are at least 40 degrees apart (subtractive axes and face
-# diagonals). A pixel at an edge mixes its object with the background. It keeps the object's direction, so it cannot be taken
-# for another colour.
+# RGB of the background and of the colours. Seen from the background, the directions of the six
+# colours are at least 40 degrees apart (subtractive axes and face diagonals). A pixel at an edge
+# mixes its object with the background and keeps the direction of the object's colour, so it cannot
+# be taken for another colour.
 BACKGROUND: tuple[int, int, int] = (238, 238, 238)
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (225, 25, 25),
@@ -37,14 +40,22 @@ PALETTE: dict[str, tuple[int, int, int]] = {
     "cyan": (10, 210, 230),
 }
 
-# Lengths are in pixels of a picture 32 pixels wide. In a picture of another width they are scaled.
+# Width of an image in pixels. Lengths are for this width and are scaled in images of another one.
 BASE = 32
+# Diameters of objects by size. An object has one of the three.
 DIAMETERS: dict[str, tuple[float, ...]] = {"small": (6.0, 6.5, 7.0), "large": (10.0, 10.5, 11.0)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """`count` (1 to 3) objects of one kind. With `size` None, both sizes are right. Raises ValueError for other values."""
+    """Objects of one kind. Raises ValueError for values that the grammar does not have.
+
+    Attributes:
+      count: the number of objects, 1 to 3.
+      size: a name of `SIZES`, or None if the caption leaves it open.
+      colour: a name of `COLOURS`.
+      shape: a name of `SHAPES`.
+    """
 
     count: int
     size: str | None
@@ -52,53 +63,63 @@ class Group:
     shape: str
 
     def __post_init__(self) -> None:
-        sound = self.count in (1, 2, 3) and self.size in (None, *SIZES)
-        if not (sound and self.colour in COLOURS and self.shape in SHAPES):
-            raise ValueError(f"not a group of this world: {self}; want {GRAMMAR}")
+        valid_size = self.size is None or self.size in SIZES
+        valid_kind = self.colour in COLOURS and self.shape in SHAPES
+        if self.count not in (1, 2, 3) or not valid_size or not valid_kind:
+            raise ValueError(f"{self}: not a group of the embedded world; expected {GRAMMAR}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """One group without a relation, or two groups: the first is `relation` (above, below, ...) the second.
+    """What a caption describes. Raises ValueError for what the grammar does not allow.
 
-    Raises ValueError for what the grammar does not allow.
+    Attributes:
+      groups: one group, or two.
+      relation: a name of `RELATIONS` that says where the first group is relative to the second;
+        None for one group.
     """
 
     groups: tuple[Group, ...]
     relation: str | None
 
     def __post_init__(self) -> None:
-        paired = len(self.groups) == 2
-        sound = len(self.groups) in (1, 2) and (
-            self.relation in RELATIONS if paired else self.relation is None
-        )
-        if sound and paired:
-            a, b = self.groups
-            # Three large shapes leave no strip 32 pixels long for a second group.
-            crowded = any(g.count == 3 and g.size == "large" for g in self.groups)
-            sound = (
-                a.count + b.count <= MAX_OBJECTS
-                and (a.colour, a.shape) != (b.colour, b.shape)
-                and not crowded
-            )
-        if not sound:
-            raise ValueError(f"not a scene of this world: {self}; want {GRAMMAR}")
+        if not self._is_valid():
+            raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")
+
+    def _is_valid(self) -> bool:
+        if len(self.groups) == 1:
+            return self.relation is None
+        if len(self.groups) != 2 or self.relation not in RELATIONS:
+            return False
+        first, second = self.groups
+        if first.count + second.count > MAX_OBJECTS:
+            return False
+        # Three large shapes leave no strip as long as the image for a second group.
+        if any(group.count == 3 and group.size == "large" for group in self.groups):
+            return False
+        return (first.colour, first.shape) != (second.colour, second.shape)
 
 
 def parse(text: str) -> Scene:
-    """The scene of a caption. Case and spacing do not matter, and "one" means "a".
+    """The scene that a caption describes.
 
-    Raises ValueError that quotes the caption and the grammar, if the caption does not follow the grammar.
+    Args:
+      text: the caption. Case and spaces do not matter, and "one" means "a".
+
+    Raises:
+      ValueError: if the caption does not follow the grammar. The message quotes both.
     """
     normal = " ".join(text.lower().split())
     try:
         for relation in RELATIONS:
-            first, found, second = normal.partition(f" {relation} ")
-            if found:
+            first, separator, second = normal.partition(f" {relation} ")
+            if separator:
                 return Scene((_parse_group(first), _parse_group(second)), relation)
         return Scene((_parse_group(normal),), None)
     except ValueError as error:
-        raise ValueError(f"cannot parse the caption {shown(text)}; want {GRAMMAR}") from error
+        raise ValueError(
+            f"cannot parse the caption {brief_repr(text)}; expected {GRAMMAR}"
+        ) from error
 
 
 def _parse_group(text: str) -> Group:
@@ -106,7 +127,10 @@ def _parse_group(text: str) -> Group:
     size = words.pop(1) if len(words) == 4 else None
     if len(words) != 3 or (size is not None and size not in SIZES):
         raise ValueError(f"not a group: {text!r}")
-    count = COUNTS.index("a" if words[0] == "one" else words[0]) + 1
-    if count > 1 and not words[2].endswith("s"):
-        raise ValueError(f"not a plural: {text!r}")
-    return Group(count, size, words[1], words[2][:-1] if count > 1 else words[2])
+    number, colour, shape = words
+    count = COUNTS.index("a" if number == "one" else number) + 1
+    if count > 1:
+        if not shape.endswith("s"):
+            raise ValueError(f"not a plural: {text!r}")
+        shape = shape[:-1]
+    return Group(count, size, colour, shape)

@@ -1,10 +1,13 @@
-"""DC-AE, SANA's autoencoder (arXiv 2410.10733; in SANA: arXiv 2410.10629, section 2.1): diffusers' `AutoencoderDC` in Flax NNX.
+"""DC-AE, the autoencoder of SANA (arXiv 2410.10733; arXiv 2410.10629, section 2.1): diffusers'
+`AutoencoderDC` in Flax NNX.
 
-A sequence of stages, each at twice the resolution of the one before. Six stages turn one latent vector into 32 x 32 pixels.
-Fine stages hold residual convolutions. Coarse stages hold linear attention and a gated convolution (EfficientViT, arXiv
-2205.14756). Every change of resolution has a shortcut without parameters: it repeats channels to the wanted width, and moves
-them into pixels. So the convolution beside it learns only a difference; this makes it trainable. Training makes latents and
-never reads a picture: the encoder is not here (`scripts/pretrain/encoders.py` has it).
+The decoder is a sequence of stages, each at twice the resolution of the one before. With six
+stages, one latent pixel becomes 32 x 32 image pixels. The fine stages have residual convolutions.
+The coarse stages have linear attention and a gated convolution (EfficientViT, arXiv 2205.14756).
+Each change of resolution has a shortcut without parameters, which repeats channels and rearranges
+them into pixels, so that the convolution beside it learns only a difference. Only the decoder is
+here, because training starts from noise and never encodes an image; `scripts/pretrain/encoders.py`
+has the encoder.
 """
 
 import dataclasses
@@ -23,14 +26,24 @@ from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.norm import RMSNorm
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.pixel_shuffle import depth_to_space
-from solrl_jax.models.loading.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
+from solrl_jax.models.loading.config_file import ReleasedConfig
 from solrl_jax.quant import compile_target
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu": jax.nn.relu}
 NORM_EPS = 1e-5
 ATTENTION_EPS = 1e-15
-Heads = Float[Array, "b n g d"]
-ACCEPTED = {  # values of the fields with these names, with or without "encoder_" or "decoder_" before
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "relu": jax.nn.relu}
+# The configuration fields that have one entry per stage, without their prefix "encoder_" or
+# "decoder_".
+PER_STAGE = (
+    "block_types",
+    "block_out_channels",
+    "layers_per_block",
+    "qkv_multiscales",
+    "norm_types",
+    "act_fns",
+)
+# The accepted values of configuration fields, without the prefix "encoder_" or "decoder_".
+ACCEPTED = {
     "block_types": ("ResBlock", "EfficientViTBlock"),
     "downsample_block_type": ("Conv", "pixel_unshuffle"),
     "upsample_block_type": ("interpolate", "pixel_shuffle"),
@@ -39,17 +52,26 @@ ACCEPTED = {  # values of the fields with these names, with or without "encoder_
     "conv_act_fn": tuple(ACTIVATIONS),
 }
 
+Heads = Float[Array, "b n g d"]  # batch, pixels, heads, features
+
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderDCConfig(ReleasedConfig):
-    """The fields of a released `config.json`. Tuples have one entry for each stage, finest first."""
+    """The fields of a released `config.json`.
+
+    Tuples have one entry per stage, finest first. A string in place of a tuple stands for all
+    stages.
+
+    Attributes:
+        scaling_factor: the diffusion model works on `encode(image) * scaling_factor`.
+    """
 
     network = "AutoencoderDC"
 
     in_channels: int = 3
     latent_channels: int = 32
     attention_head_dim: int = 32
-    encoder_block_types: str | tuple[str, ...] = "ResBlock"  # a string stands for all stages
+    encoder_block_types: str | tuple[str, ...] = "ResBlock"
     decoder_block_types: str | tuple[str, ...] = "ResBlock"
     encoder_block_out_channels: tuple[int, ...] = (128, 256, 512, 512, 1024, 1024)
     decoder_block_out_channels: tuple[int, ...] = (128, 256, 512, 512, 1024, 1024)
@@ -64,56 +86,61 @@ class AutoencoderDCConfig(ReleasedConfig):
     encoder_out_shortcut: bool = True
     decoder_in_shortcut: bool = True
     decoder_conv_act_fn: str = "relu"
-    scaling_factor: float = 1.0  # the diffusion model sees `encode(x) * scaling_factor`
+    scaling_factor: float = 1.0
 
     def check(self) -> None:
-        n = len(self.encoder_block_out_channels)
-        self.require(
-            1 <= n <= MOST_STAGES,
-            "encoder_block_out_channels",
-            f"a list of 1 to {MOST_STAGES}, one a stage",
-        )
+        num_stages = len(self.encoder_block_out_channels)
+        self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")
         for field in dataclasses.fields(self):
             name = field.name
-            value = getattr(self, field.name)
-            if isinstance(field.default, tuple) or name.endswith(("_types", "_fns")):
-                value = (value,) * n if isinstance(value, str) else value
-                object.__setattr__(self, name, value)
+            kind = name.removeprefix("encoder_").removeprefix("decoder_")
+            if kind in PER_STAGE:
+                value = getattr(self, name)
+                if isinstance(value, str):
+                    value = (value,) * num_stages
+                    object.__setattr__(self, name, value)
                 self.require(
-                    isinstance(value, tuple) and len(value) == n,
+                    len(value) == num_stages,
                     name,
-                    f"a list of {n}, as encoder_block_out_channels",
+                    f"a list of {num_stages}, as encoder_block_out_channels",
                 )
-            match name.removeprefix("encoder_").removeprefix("decoder_"):
-                case "layers_per_block":
-                    fits = min(value) > 0 and sum(value) <= MOST_BUILT
-                    self.require(
-                        fits, name, f"one layer or more in every stage, up to {MOST_BUILT} together"
-                    )
-                case "qkv_multiscales":
-                    fits = all(
-                        len(sizes) <= MOST_STAGES and all(k % 2 for k in sizes) for sizes in value
-                    )
-                    self.require(fits, name, f"up to {MOST_STAGES} odd kernel sizes in every stage")
-                case "block_out_channels":
-                    # Shortcuts average or repeat whole channels, and a shuffle makes a 2 x 2 square of four channels.
-                    fits = all(
-                        4 * fine % coarse == 0 and coarse % 4 == 0
-                        for fine, coarse in pairwise(value)
-                    )
-                    rule = "multiples of 4 that divide 4 times the width before, the last a multiple of latent_channels"
-                    self.require(fits and value[-1] % self.latent_channels == 0, name, rule)
-                case kind if kind in ACCEPTED:
-                    self.require_one_of(name, ACCEPTED[kind])
+            if kind in ACCEPTED:
+                self.require_one_of(name, ACCEPTED[kind])
+            if kind == "layers_per_block":
+                self.require(min(getattr(self, name)) > 0, name, "one layer or more per stage")
+            if kind == "qkv_multiscales":
+                odd = all(size % 2 for sizes in getattr(self, name) for size in sizes)
+                self.require(odd, name, "odd kernel sizes")
+            if kind == "block_out_channels":
+                self._check_widths(name)
+
+    def _check_widths(self, name: str) -> None:
+        widths = getattr(self, name)
+        # Shortcuts average or repeat whole channels, and a pixel shuffle makes a 2 x 2 square from
+        # four channels.
+        fits = all(4 * fine % coarse == 0 and coarse % 4 == 0 for fine, coarse in pairwise(widths))
+        self.require(
+            fits and widths[-1] % self.latent_channels == 0,
+            name,
+            "multiples of 4 that divide 4 times the width before, "
+            "the last one a multiple of latent_channels",
+        )
 
     @property
     def spatial_compression(self) -> int:
-        """Pixels that a latent stands for, each way."""
+        """Side of the square of image pixels that one latent pixel stands for."""
         return 2 ** (len(self.encoder_block_out_channels) - 1)
 
 
 class UpBlock(nnx.Module):
-    """Twice the resolution: a convolution of repeated pixels, or (shuffle) a convolution and `depth_to_space`."""
+    """Twice the resolution, with a shortcut of repeated channels.
+
+    Args:
+        n_in: input channels.
+        n_out: output channels.
+        shuffle: whether a convolution is followed by `depth_to_space`; otherwise nearest-neighbour
+            upsampling is followed by a convolution.
+    """
 
     def __init__(self, n_in: int, n_out: int, *, shuffle: bool, rngs: nnx.Rngs):
         self.conv = Conv(n_in, 4 * n_out if shuffle else n_out, 3, rngs=rngs)
@@ -126,7 +153,10 @@ class UpBlock(nnx.Module):
 
 
 class ResBlock(nnx.Module):
-    """Two convolutions and a norm, added to the input."""
+    """Two convolutions and RMS normalisation, added to the input.
+
+    `activation` is a key of `ACTIVATIONS`.
+    """
 
     def __init__(self, channels: int, *, activation: str, rngs: nnx.Rngs):
         self.conv1 = Conv(channels, channels, 3, rngs=rngs)
@@ -139,14 +169,19 @@ class ResBlock(nnx.Module):
 
 
 class MultiscaleProjection(nnx.Module):
-    """Queries, keys and values of `kernel` x `kernel` neighbourhoods. Each group of `size` consecutive channels is mixed."""
+    """Queries, keys and values of neighbourhoods: a depthwise convolution, then a grouped 1x1
+    convolution.
+
+    Args:
+        channels: channels of queries, keys and values together.
+        size: number of consecutive channels in a group of the 1x1 convolution.
+        kernel: side of a neighbourhood in pixels, odd.
+    """
 
     def __init__(self, channels: int, size: int, kernel: int, *, rngs: nnx.Rngs):
         self.proj_in = DepthwiseConv(channels, kernel, bias=False, rngs=rngs)
         weight = jax.random.normal(rngs.params(), (1, 1, size, channels)) * size**-0.5
-        self.proj_out = nnx.Dict(
-            kernel=param(weight, "weight", "conv")
-        )  # a 1x1 convolution with channels / size groups
+        self.proj_out = nnx.Dict(kernel=param(weight, "weight", "conv"))
         self.size = size
 
     def __call__(self, qkv: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
@@ -156,37 +191,50 @@ class MultiscaleProjection(nnx.Module):
 
 
 def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
-    """Averages of `v` with weights relu(q) . relu(k): over all pairs of tokens where that is cheaper, else in linear time."""
+    """Attention with the weights relu(q) . relu(k), normalised to the sum 1.
+
+    Computed over all pairs of pixels if there are no more pixels than features, otherwise in linear
+    time.
+    """
     q = jax.nn.relu(q)
     k = jax.nn.relu(k)
     if q.shape[1] <= q.shape[-1]:
         scores = jnp.einsum("bngd,bmgd->bgnm", q, k).astype(jnp.float32)
         weights = scores / (scores.sum(-1, keepdims=True) + ATTENTION_EPS)
         return jnp.einsum("bgnm,bmgd->bngd", weights.astype(v.dtype), v)
-    # The sums over keys do not depend on q. In float32: they grow with the image, beyond the range of half precision.
+    # The sums over keys are in float32, because they grow with the image, beyond the range of half
+    # precision.
     q32 = q.astype(jnp.float32)
-    summed = k.sum(1, dtype=jnp.float32)
-    if (
-        compile_target.platform() == "cpu"
-    ):  # which has no such product of BF16; elsewhere it is exact
+    key_sum = k.sum(1, dtype=jnp.float32)
+    if compile_target.platform() == "cpu":
+        # CPUs have no matmul with BF16 inputs and float32 output. Elsewhere it is exact.
         k = k.astype(jnp.float32)
         v = v.astype(jnp.float32)
-    dot = partial(
+    einsum = partial(
         jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-    total = dot("bngd,bgde->bnge", q32, dot("bngd,bnge->bgde", k, v))
-    weight = dot("bngd,bgd->bng", q32, summed)[..., None]
-    return (total / (weight + ATTENTION_EPS)).astype(q.dtype)
+    key_value_sum = einsum("bngd,bnge->bgde", k, v)
+    numerator = einsum("bngd,bgde->bnge", q32, key_value_sum)
+    denominator = einsum("bngd,bgd->bng", q32, key_sum)[..., None]
+    return (numerator / (denominator + ATTENTION_EPS)).astype(q.dtype)
 
 
 class MultiscaleAttention(nnx.Module):
-    """Attention over the pixels, and, with as many more heads, over neighbourhoods of each of the sizes in `scales`."""
+    """Attention over all pixels, with further heads whose queries, keys and values are those of
+    neighbourhoods.
+
+    Args:
+        channels: input and output channels.
+        head_dim: features per head.
+        scales: sides of the neighbourhoods in pixels. Each adds as many heads as there are for
+            single pixels.
+    """
 
     def __init__(self, channels: int, *, head_dim: int, scales: tuple[int, ...], rngs: nnx.Rngs):
         inner = channels // head_dim * head_dim
-        self.to_q, self.to_k, self.to_v = (
-            Linear(channels, inner, bias=False, rngs=rngs) for _ in range(3)
-        )
+        self.to_q = Linear(channels, inner, bias=False, rngs=rngs)
+        self.to_k = Linear(channels, inner, bias=False, rngs=rngs)
+        self.to_v = Linear(channels, inner, bias=False, rngs=rngs)
         self.to_qkv_multiscale = nnx.List(
             [MultiscaleProjection(3 * inner, head_dim, k, rngs=rngs) for k in scales]
         )
@@ -198,14 +246,18 @@ class MultiscaleAttention(nnx.Module):
         b, h, w, _ = x.shape
         qkv = jnp.concatenate([self.to_q(x), self.to_k(x), self.to_v(x)], axis=-1)
         qkv = jnp.concatenate([qkv, *(project(qkv) for project in self.to_qkv_multiscale)], axis=-1)
-        # The channels are ordered (head, q or k or v, feature). The released layers to_q, to_k and to_v are thirds of them in
-        # this order: with several heads, one layer may make all three parts of a head.
+        # The channels are ordered (head, q or k or v, feature). The released layers to_q, to_k and
+        # to_v are consecutive thirds in this order, so that with several heads, one layer may
+        # compute all three parts of a head.
         q, k, v = jnp.moveaxis(qkv.reshape(b, h * w, -1, 3, self.head_dim), 3, 0)
         return x + self.norm_out(self.to_out(relu_attention(q, k, v).reshape(b, h, w, -1)))
 
 
 class ResidualGLUMBConv(GLUMBConv):
-    """The gated convolution with eight times the width inside; its result is normalised and added to the input."""
+    """A gated convolution with hidden width `4 * channels`.
+
+    Its result is normalised and added to the input.
+    """
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
         super().__init__(channels, 4 * channels, rngs=rngs)
@@ -216,7 +268,10 @@ class ResidualGLUMBConv(GLUMBConv):
 
 
 class EfficientViTBlock(nnx.Module):
-    """Attention over the whole image, then a gated convolution over neighbourhoods."""
+    """Attention over the whole image, then a gated convolution.
+
+    The arguments are those of `MultiscaleAttention`.
+    """
 
     def __init__(self, channels: int, *, head_dim: int, scales: tuple[int, ...], rngs: nnx.Rngs):
         self.attn = MultiscaleAttention(channels, head_dim=head_dim, scales=scales, rngs=rngs)
@@ -229,28 +284,40 @@ class EfficientViTBlock(nnx.Module):
 def make_stages(
     config: AutoencoderDCConfig, side: str, activations: Sequence[str], rngs: nnx.Rngs
 ) -> list[list]:
-    """The blocks of each stage, without the steps between stages. side: "encoder" or "decoder"."""
+    """Makes the blocks of each stage, finest first, without the changes of resolution in between.
 
-    def make(kind: str, width: int, scales: tuple[int, ...], activation: str) -> nnx.Module:
-        if kind == "ResBlock":
-            return ResBlock(width, activation=activation, rngs=rngs)
+    Args:
+        config: configuration of the autoencoder.
+        side: "encoder" or "decoder".
+        activations: activation of the residual blocks of each stage, keys of `ACTIVATIONS`.
+        rngs: random number generators of the initial parameters.
+    """
+    depths = getattr(config, f"{side}_layers_per_block")
+    kinds = getattr(config, f"{side}_block_types")
+    widths = getattr(config, f"{side}_block_out_channels")
+    scales = getattr(config, f"{side}_qkv_multiscales")
+
+    def make_block(stage: int) -> nnx.Module:
+        if kinds[stage] == "ResBlock":
+            return ResBlock(widths[stage], activation=activations[stage], rngs=rngs)
         return EfficientViTBlock(
-            width, head_dim=config.attention_head_dim, scales=scales, rngs=rngs
+            widths[stage], head_dim=config.attention_head_dim, scales=scales[stage], rngs=rngs
         )
 
-    names = ("layers_per_block", "block_types", "block_out_channels", "qkv_multiscales")
-    stages = zip(*(getattr(config, f"{side}_{name}") for name in names), activations, strict=True)
-    return [[make(*block) for _ in range(depth)] for depth, *block in stages]
+    return [[make_block(stage) for _ in range(depth)] for stage, depth in enumerate(depths)]
 
 
 class Decoder(nnx.Module):
-    """Stages from coarse to fine, but listed finest first. Each begins with the step up from the coarser one."""
+    """The decoder network. Stages run from coarse to fine but are listed finest first.
+
+    Each stage but the coarsest begins with upsampling.
+    """
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
         widths = config.decoder_block_out_channels
         shuffle = config.upsample_block_type == "pixel_shuffle"
         stages = make_stages(config, "decoder", config.decoder_act_fns, rngs)
-        for stage, fine, coarse in zip(stages, widths, widths[1:], strict=False):
+        for stage, (fine, coarse) in zip(stages, pairwise(widths), strict=False):
             stage.insert(0, UpBlock(coarse, fine, shuffle=shuffle, rngs=rngs))
         self.conv_in = Conv(config.latent_channels, widths[-1], 3, rngs=rngs)
         self.up_blocks = nnx.List([nnx.List(stage) for stage in stages])
@@ -260,20 +327,24 @@ class Decoder(nnx.Module):
         self.repeats = widths[-1] // config.latent_channels
         self.shortcut = config.decoder_in_shortcut
 
-    def __call__(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        x = self.conv_in(z) + z.repeat(self.repeats, axis=-1) if self.shortcut else self.conv_in(z)
+    def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        x = self.conv_in(latent)
+        if self.shortcut:
+            x = x + latent.repeat(self.repeats, axis=-1)
         for block in chain.from_iterable(reversed(self.up_blocks)):
             x = block(x)
         return self.conv_out(self.activation(self.norm_out(x)))
 
 
 class AutoencoderDC(nnx.Module):
-    """Latents to images in [-1, 1]. `config.scaling_factor` is not applied."""
+    """Decodes latents to images in [-1, 1]. The configured scale is not applied."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
         self.decoder = Decoder(config, rngs=rngs)
         self.config = config
 
-    def decode(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """H = h * `config.spatial_compression`. Not clipped to [-1, 1]."""
-        return self.decoder(z)
+    def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        """Decodes latents to images with H = h * `config.spatial_compression`, not clipped to [-1,
+        1].
+        """
+        return self.decoder(latent)

@@ -1,12 +1,14 @@
-"""The KL autoencoder of latent diffusion (arXiv 2112.10752, section 3.1): `AutoencoderKL` of diffusers in Flax NNX.
+"""The KL autoencoder of latent diffusion (arXiv 2112.10752, section 3.1): `AutoencoderKL` of
+diffusers in Flax NNX.
 
-FLUX.1 and Stable Diffusion 3 use it with 16 latent channels. With 4, and a 1x1 convolution before the decoder, it is the
-autoencoder of Stable Diffusion 1. Attention over all pixels at the coarsest resolution, residual convolutions at ever finer
-ones. Training makes latents and never reads a picture: the encoder is not here (`scripts/pretrain/encoders.py` has it).
+FLUX.1 and Stable Diffusion 3 use it with 16 latent channels; Stable Diffusion 1 uses it with 4 and
+a 1x1 convolution before the decoder. The decoder applies attention over all pixels at the coarsest
+resolution, then residual convolutions at increasing resolutions. Only the decoder is here, because
+training starts from noise and never encodes an image; `scripts/pretrain/encoders.py` has the
+encoder.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,146 +19,158 @@ from solrl_jax.models.layers.attention import attention
 from solrl_jax.models.layers.conv import Conv
 from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.parameter import param
-from solrl_jax.models.loading.config_file import MOST_BUILT, MOST_STAGES, ReleasedConfig
+from solrl_jax.models.loading.config_file import ReleasedConfig
 
 NORM_EPS = 1e-6
-ACCEPTED: dict[
-    str, tuple[Any, ...]
-] = {  # values of these fields; of block types, the values of every stage
-    "act_fn": ("silu",),
-    "down_block_types": ("DownEncoderBlock2D",),
-    "up_block_types": ("UpDecoderBlock2D",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class KLConfig(ReleasedConfig):
-    """The fields that autoencoders of this kind share. Tuples have one entry for each stage, finest first."""
+    """The configuration fields that autoencoders of this kind share. Tuples have one entry per
+    stage, finest first.
+
+    Attributes:
+        layers_per_block: residual blocks per stage of the encoder. The decoder has one more.
+        sample_size: size of the training images in pixels; other sizes work too.
+        force_upcast: whether the network needs float32. The caller chooses the precision by the
+            dtype of the input.
+    """
 
     in_channels: int = 3
     out_channels: int = 3
     down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",)
     up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",)
     block_out_channels: tuple[int, ...] = (64,)
-    layers_per_block: int = 1  # in the encoder; the decoder has one more
+    layers_per_block: int = 1
     act_fn: str = "silu"
     latent_channels: int = 4
     norm_num_groups: int = 32
-    sample_size: int | tuple[int, ...] = 32  # of the training images, in pixels; any size runs
-    force_upcast: bool = (
-        True  # whether it needs float32; the caller chooses, by the dtype of its input
-    )
+    sample_size: int | tuple[int, ...] = 32
+    force_upcast: bool = True
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
 
     @property
-    def of_decoder(self) -> "KLConfig":
-        """The same with the decoder's widths for `block_out_channels`."""
+    def decoder_config(self) -> "KLConfig":
+        """The configuration with the decoder's widths as `block_out_channels`."""
         return self
 
     def check(self) -> None:
-        for name, accepted in ACCEPTED.items():
-            self.require_one_of(name, accepted)
+        self.require_one_of("act_fn", ("silu",))
+        self.require_one_of("down_block_types", ("DownEncoderBlock2D",))
+        self.require_one_of("up_block_types", ("UpDecoderBlock2D",))
         widths = self.block_out_channels
         groups = self.norm_num_groups
-        fits = 0 < len(widths) <= MOST_STAGES and all(w % groups == 0 for w in widths)
         self.require(
-            fits,
+            len(widths) > 0 and all(width % groups == 0 for width in widths),
             "block_out_channels",
-            f"a list of 1 to {MOST_STAGES} multiples of norm_num_groups={groups}",
-        )
-        most = MOST_BUILT // len(widths)
-        self.require(
-            self.layers_per_block <= most,
-            "layers_per_block",
-            f"up to {most}, with {len(widths)} stages",
+            f"a list of multiples of norm_num_groups={groups}",
         )
         for name in ("down_block_types", "up_block_types"):
-            fits = len(getattr(self, name)) == len(widths)
-            self.require(fits, name, f"a list of {len(widths)}, one for each of block_out_channels")
+            self.require(
+                len(getattr(self, name)) == len(widths),
+                name,
+                f"a list of {len(widths)}, one for each of block_out_channels",
+            )
 
     @property
-    def own_dtype(self) -> jnp.dtype | None:
+    def required_dtype(self) -> jnp.dtype | None:
         """The only dtype that the network works in; None: any."""
         return jnp.dtype(jnp.float32) if self.force_upcast else None
 
     @property
     def spatial_compression(self) -> int:
-        """Pixels that a latent stands for, each way."""
+        """Side of the square of image pixels that one latent pixel stands for."""
         return 2 ** (len(self.block_out_channels) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLConfig(KLConfig):
-    """The fields of a released `config.json`."""
+    """The fields of a released `config.json`.
+
+    Attributes:
+        scaling_factor: the diffusion model works on `(latent - shift_factor) * scaling_factor`.
+        shift_factor: see `scaling_factor`; None: zero.
+    """
 
     network = "AutoencoderKL"
 
-    scaling_factor: float = (
-        0.18215  # the diffusion model sees `(latent - shift_factor) * scaling_factor`
-    )
-    shift_factor: float | None = None  # None: zero
+    scaling_factor: float = 0.18215
+    shift_factor: float | None = None
     latents_mean: None = None
     latents_std: None = None
 
     def unscale(self, latent: Float[Array, "..."]) -> Float[Array, "..."]:
-        """From the diffusion model's latents to those that `AutoencoderKL.decode` takes."""
+        """Converts latents of the diffusion model to the input of `AutoencoderKL.decode`."""
         return latent / self.scaling_factor + (self.shift_factor or 0.0)
 
 
 class AutoencoderKL(nnx.Module):
-    """Latents to images in [-1, 1]. The config's scale and shift are not applied."""
+    """Decodes latents to images in [-1, 1]. The configured scale and shift are not applied."""
 
     def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
-        c = config
-        latent = config.latent_channels
-        self.decoder = Decoder(c.of_decoder, rngs=rngs)
+        self.decoder = Decoder(config.decoder_config, rngs=rngs)
+        channels = config.latent_channels
         self.post_quant_conv = (
-            Linear(latent, latent, layout="pointwise", rngs=rngs) if c.use_post_quant_conv else None
+            Linear(channels, channels, layout="pointwise", rngs=rngs)
+            if config.use_post_quant_conv
+            else None
         )
         self.config = config
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
-        """H = h * `config.spatial_compression`. Not clipped to [-1, 1]."""
-        return self.decoder(
-            latent if self.post_quant_conv is None else self.post_quant_conv(latent)
-        )
+        """Decodes latents to images with H = h * `config.spatial_compression`, not clipped to [-1,
+        1].
+        """
+        if self.post_quant_conv is not None:
+            latent = self.post_quant_conv(latent)
+        return self.decoder(latent)
 
 
 class Decoder(nnx.Module):
-    """Stages from coarse to fine; each but the last ends with the step up."""
+    """The decoder network: stages from coarse to fine, of which all but the last end with
+    upsampling.
+    """
 
-    def __init__(self, c: KLConfig, *, rngs: nnx.Rngs):
-        widths = c.block_out_channels[::-1]
-        self.conv_in = Conv(c.latent_channels, widths[0], 3, rngs=rngs)
-        self.mid_block = UNetMidBlock2D(widths[0], c, rngs=rngs)
-        self.up_blocks = nnx.List([
-            Stage(pair, c.layers_per_block + 1, c, up=i < len(widths) - 1, rngs=rngs)
-            for i, pair in enumerate(zip((widths[0], *widths), widths, strict=False))
-        ])  # fmt: skip
-        self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
-        self.conv_out = Conv(widths[-1], c.out_channels, 3, rngs=rngs)
+    def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
+        widths = config.block_out_channels[::-1]
+        self.conv_in = Conv(config.latent_channels, widths[0], 3, rngs=rngs)
+        self.mid_block = UNetMidBlock2D(widths[0], config, rngs=rngs)
+        stages = []
+        width_in = widths[0]
+        for i, width_out in enumerate(widths):
+            upsample = i < len(widths) - 1
+            stages.append(Stage(width_in, width_out, config, upsample=upsample, rngs=rngs))
+            width_in = width_out
+        self.up_blocks = nnx.List(stages)
+        self.conv_norm_out = GroupNorm(widths[-1], config.norm_num_groups)
+        self.conv_out = Conv(widths[-1], config.out_channels, 3, rngs=rngs)
 
-    def __call__(self, z: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
-        x = self.mid_block(self.conv_in(z))
+    def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W colours"]:
+        x = self.mid_block(self.conv_in(latent))
         for block in self.up_blocks:
             x = block(x)
         return self.conv_out(norm_silu(self.conv_norm_out, x))
 
 
 class Stage(nnx.Module):
-    """`layers` residual blocks. up: then twice the resolution."""
+    """The residual blocks of one resolution, followed by upsampling if `upsample` is set.
 
-    def __init__(
-        self, widths: tuple[int, int], layers: int, c: KLConfig, *, up: bool, rngs: nnx.Rngs
-    ):
-        n_in, n_out = widths
-        inputs = (n_in, *[n_out] * (layers - 1))
+    Args:
+        n_in: input channels.
+        n_out: output channels.
+        config: configuration of the decoder.
+        upsample: whether the stage ends with twice the resolution.
+    """
+
+    def __init__(self, n_in: int, n_out: int, config: KLConfig, *, upsample: bool, rngs: nnx.Rngs):
+        groups = config.norm_num_groups
+        widths_in = [n_in] + [n_out] * config.layers_per_block
         self.resnets = nnx.List(
-            [ResnetBlock2D(n, n_out, c.norm_num_groups, rngs=rngs) for n in inputs]
+            [ResnetBlock2D(width, n_out, groups, rngs=rngs) for width in widths_in]
         )
-        self.upsamplers = nnx.List([Upsample2D(n_out, rngs=rngs)] if up else [])
+        self.upsamplers = nnx.List([Upsample2D(n_out, rngs=rngs)] if upsample else [])
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
         for layer in (*self.resnets, *self.upsamplers):
@@ -165,12 +179,15 @@ class Stage(nnx.Module):
 
 
 class UNetMidBlock2D(nnx.Module):
-    """The coarsest resolution: a residual block, attention, a residual block."""
+    """The coarsest resolution: a residual block, attention (if the configuration has it), and a
+    residual block.
+    """
 
-    def __init__(self, channels: int, c: KLConfig, *, rngs: nnx.Rngs):
-        groups = c.norm_num_groups
+    def __init__(self, channels: int, config: KLConfig, *, rngs: nnx.Rngs):
+        groups = config.norm_num_groups
+        has_attention = config.mid_block_add_attention
         self.attentions = nnx.List(
-            [Attention(channels, groups, rngs=rngs)] if c.mid_block_add_attention else []
+            [Attention(channels, groups, rngs=rngs)] if has_attention else []
         )
         self.resnets = nnx.List(
             [ResnetBlock2D(channels, channels, groups, rngs=rngs) for _ in range(2)]
@@ -184,7 +201,11 @@ class UNetMidBlock2D(nnx.Module):
 
 
 class ResnetBlock2D(nnx.Module):
-    """Norm, SiLU and convolution, twice, added to the input. If the width changes, a 1x1 convolution maps the input."""
+    """Twice normalisation, SiLU and convolution, added to the input.
+
+    If the number of channels changes, a 1x1 convolution maps the input. `groups` are those of the
+    group normalisation.
+    """
 
     def __init__(self, n_in: int, n_out: int, groups: int, *, rngs: nnx.Rngs):
         self.norm1 = GroupNorm(n_in, groups)
@@ -192,7 +213,7 @@ class ResnetBlock2D(nnx.Module):
         self.norm2 = GroupNorm(n_out, groups)
         self.conv2 = Conv(n_out, n_out, 3, rngs=rngs)
         self.conv_shortcut = (
-            None if n_in == n_out else Linear(n_in, n_out, layout="pointwise", rngs=rngs)
+            Linear(n_in, n_out, layout="pointwise", rngs=rngs) if n_in != n_out else None
         )
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h w n_out"]:
@@ -202,24 +223,26 @@ class ResnetBlock2D(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention over all pixels with one head, as wide as the network. Pre-norm, and added to its input."""
+    """Attention over all pixels with a single head, after group normalisation, added to the input."""
 
     def __init__(self, channels: int, groups: int, *, rngs: nnx.Rngs):
         self.group_norm = GroupNorm(channels, groups)
-        self.to_q, self.to_k, self.to_v = (Linear(channels, channels, rngs=rngs) for _ in range(3))
+        self.to_q = Linear(channels, channels, rngs=rngs)
+        self.to_k = Linear(channels, channels, rngs=rngs)
+        self.to_v = Linear(channels, channels, rngs=rngs)
         self.to_out = nnx.List([Linear(channels, channels, rngs=rngs)])
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        tokens = (x.shape[0], -1, 1, x.shape[-1])  # [b, h w, one head, c]
         y = self.group_norm(x)
-        q, k, v = (
-            to(y).reshape(x.shape[0], -1, 1, x.shape[-1])
-            for to in (self.to_q, self.to_k, self.to_v)
-        )
+        q = self.to_q(y).reshape(tokens)
+        k = self.to_k(y).reshape(tokens)
+        v = self.to_v(y).reshape(tokens)
         return x + self.to_out[0](attention(q, k, v).reshape(x.shape))
 
 
 class Upsample2D(nnx.Module):
-    """Twice the resolution: each pixel becomes a 2 x 2 square, then a convolution."""
+    """Twice the resolution: nearest-neighbour upsampling, then a convolution."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
         self.conv = Conv(channels, channels, 3, rngs=rngs)
@@ -229,7 +252,9 @@ class Upsample2D(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Normalisation over all pixels of each of `groups` runs of neighbouring channels (arXiv 1803.08494); float32 inside."""
+    """Group normalisation (arXiv 1803.08494) over all pixels and `channels / groups` channels,
+    computed in float32.
+    """
 
     def __init__(self, channels: int, groups: int):
         self.scale = param(jnp.ones(channels), "weight")
@@ -237,25 +262,27 @@ class GroupNorm(nnx.Module):
         self.groups = groups
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        return self.wide(x).astype(x.dtype)
+        return self.in_float32(x).astype(x.dtype)
 
-    def wide(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """The same in float32."""
-        grouped, first = (
-            a.astype(jnp.float32).reshape(*a.shape[:3], self.groups, -1) for a in (x, x[:, :1, :1])
-        )
-        # both sums in one pass over memory: about a pixel's own mean, which is near, so that few digits cancel
-        about = first.mean(-1, keepdims=True)
-        mean = (grouped - about).mean((1, 2, 4), keepdims=True)
-        variance = jnp.maximum(
-            ((grouped - about) ** 2).mean((1, 2, 4), keepdims=True) - mean**2, 0.0
-        )
-        y = ((grouped - (about + mean)) * jax.lax.rsqrt(variance + NORM_EPS)).reshape(x.shape)
-        return y * self.scale.get_value().astype(jnp.float32) + self.bias.get_value().astype(
-            jnp.float32
-        )
+    def in_float32(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Returns the result before it is rounded to the dtype of `x`."""
+        grouped = x.astype(jnp.float32).reshape(*x.shape[:3], self.groups, -1)
+        # Both sums take one pass over memory. They are about the first pixel's mean, which is close
+        # to the mean of all pixels, so that few digits cancel.
+        first_pixel = x[:, :1, :1].astype(jnp.float32).reshape(len(x), 1, 1, self.groups, -1)
+        origin = first_pixel.mean(-1, keepdims=True)
+        centred = grouped - origin
+        mean = centred.mean((1, 2, 4), keepdims=True)
+        variance = (centred**2).mean((1, 2, 4), keepdims=True) - mean**2
+        scale = jax.lax.rsqrt(jnp.maximum(variance, 0.0) + NORM_EPS)
+        y = ((grouped - (origin + mean)) * scale).reshape(x.shape)
+        weight = self.scale.get_value().astype(jnp.float32)
+        return y * weight + self.bias.get_value().astype(jnp.float32)
 
 
 def norm_silu(norm: GroupNorm, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-    """SiLU of the normalised `x`, rounded once. With a rounding between the two, the error of BF16 is a tenth larger."""
-    return jax.nn.silu(norm.wide(x)).astype(x.dtype)
+    """Applies group normalisation and SiLU, and rounds once.
+
+    Rounding in between would raise the error in BF16 by 10 %.
+    """
+    return jax.nn.silu(norm.in_float32(x)).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Decoding an image tile by tile: the decoder needs memory for one tile instead of the whole image."""
+"""Tiled decoding: the decoder needs memory for one tile instead of the whole image."""
 
 from collections.abc import Callable
 
@@ -15,65 +15,88 @@ def decode_tiled(
     overlap: int,
     compression: int,
 ) -> Float[Array, "b H W k"]:
-    """`decode(latent)`, computed from overlapping square tiles, one at a time. H = h * compression. For use under `jit`.
+    """Decodes a latent in overlapping square tiles, one at a time, and blends them. For use under
+    jit.
 
-    tile: side of a tile, in latent pixels. A direction in which the latent fits into one tile is not divided. overlap: latent
-    pixels that neighbouring tiles share at least, fewer than `tile`; tiles are spread evenly. Over what they share, one tile
-    fades linearly into the next.
+    Convolutions give the same result as in `decode(latent)`, except near the borders of tiles.
+    Normalisation and attention over all pixels see one tile only, so the result differs everywhere.
 
-    The decoder sees one tile at a time. So normalisation and attention over all pixels give a result that differs everywhere
-    from the untiled one. Convolutions give the same result, except near the borders of tiles.
+    Args:
+        decode: maps the latent of a tile to an image of `compression` times its size.
+        latent: the whole latent.
+        tile: side of a tile in latent pixels. A direction in which the latent fits into one tile is
+            not divided.
+        overlap: number of latent pixels that neighbouring tiles share at least, less than `tile`.
+            Tiles are spaced evenly. In the shared region, one tile fades linearly into the next.
+        compression: side of the square of image pixels that one latent pixel stands for.
+
+    Returns:
+        The image, H = h * compression, in the dtype of `decode`.
     """
     batch, height, width, channels = latent.shape
-    ys, y_ramps = _axis(height, tile, overlap, compression)
-    xs, x_ramps = _axis(width, tile, overlap, compression)
-    rows = min(tile, height)
-    columns = min(tile, width)
+    row_starts, row_ramps = _axis(height, tile, overlap, compression)
+    column_starts, column_ramps = _axis(width, tile, overlap, compression)
+    tile_shape = (batch, min(tile, height), min(tile, width), channels)
+    decoded = jax.eval_shape(decode, jax.ShapeDtypeStruct(tile_shape, latent.dtype))
 
-    out = jax.eval_shape(
-        decode, jax.ShapeDtypeStruct((batch, rows, columns, channels), latent.dtype)
-    )
+    def empty(rows: int, columns: int) -> Array:
+        shape = (batch, rows * compression, columns * compression, decoded.shape[-1])
+        return jnp.zeros(shape, jnp.float32)
 
-    def empty(h, w):
-        return jnp.zeros((batch, h * compression, w * compression, out.shape[-1]), jnp.float32)
-
-    # Two loops: where four tiles meet, blending is bilinear only if each row of tiles is complete before rows blend.
+    # Where four tiles meet, blending is bilinear only if each row of tiles is complete before rows
+    # are blended. Hence two nested loops.
     def add_row(image: Array, row: tuple[Array, Array]) -> tuple[Array, None]:
         y, y_ramp = row
 
         def add_tile(strip: Array, column: tuple[Array, Array]) -> tuple[Array, None]:
             x, x_ramp = column
-            part = jax.lax.dynamic_slice(latent, (0, y, x, 0), (batch, rows, columns, channels))
-            return _blend(strip, decode(part), x * compression, x_ramp[:, None], axis=2), None
+            piece = decode(jax.lax.dynamic_slice(latent, (0, y, x, 0), tile_shape))
+            return _blend(strip, piece, x * compression, x_ramp[:, None], axis=2), None
 
-        strip = jax.lax.scan(add_tile, empty(rows, width), (xs, x_ramps))[0]
+        strip, _ = jax.lax.scan(
+            add_tile, empty(tile_shape[1], width), (column_starts, column_ramps)
+        )
         return _blend(image, strip, y * compression, y_ramp[:, None, None], axis=1), None
 
-    return jax.lax.scan(add_row, empty(height, width), (ys, y_ramps))[0].astype(out.dtype)
+    image, _ = jax.lax.scan(add_row, empty(height, width), (row_starts, row_ramps))
+    return image.astype(decoded.dtype)
 
 
 def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, Array]:
-    """Where the tiles start along one axis [n], and the weight of each tile's pixels against the tile before it [n, pixels].
+    """Arranges tiles along one axis.
 
-    Over n pixels that two tiles share, the weight rises as 1/2n, 3/2n, ..., (2n-1)/2n. Elsewhere it is 1.
+    Args:
+        size: size of the latent along the axis.
+        tile: side of a tile in latent pixels.
+        overlap: latent pixels that neighbouring tiles share at least.
+        compression: image pixels per latent pixel.
+
+    Returns:
+        The first latent pixel of each of n tiles [n], int32, and the weight of each tile's image
+        pixels against the tile before it [n, pixels], float32. Over k pixels that two tiles share,
+        the weight rises as 1/2k, 3/2k, ..., (2k-1)/2k. Elsewhere it is 1.
     """
     if size <= tile:
         return jnp.zeros(1, jnp.int32), jnp.ones((1, size * compression))
-    count = -(
-        (overlap - size) // (tile - overlap)
-    )  # the fewest tiles that share `overlap` and cover `size`
+    count = -((overlap - size) // (tile - overlap))  # the fewest tiles that cover `size`
     starts = np.arange(count) * (size - tile) // (count - 1)
     shared = np.concatenate([[0], starts[:-1] + tile - starts[1:]]) * compression
     pixel = np.arange(tile * compression) + 0.5
-    ramps = np.minimum(
-        pixel / np.maximum(shared, 0.5)[:, None], 1.0
-    )  # with 0.5, all weights are 1 where nothing is shared
+    # The lower limit 0.5 makes all weights 1 where nothing is shared.
+    ramps = np.minimum(pixel / np.maximum(shared, 0.5)[:, None], 1.0)
     return jnp.asarray(starts, jnp.int32), jnp.asarray(ramps, jnp.float32)
 
 
 def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) -> Array:
-    """`canvas` with `piece` over it from `start` on. Equal values blend to exactly the same value."""
+    """Blends a piece into a canvas. Equal values blend to exactly the same value.
+
+    Args:
+        canvas: the image so far.
+        piece: the new part, as large as the canvas along all other axes.
+        start: first index of the piece in the canvas along `axis`.
+        ramp: weight of the piece against the canvas, broadcast to the shape of the piece.
+        axis: axis along which the piece is placed.
+    """
     before = jax.lax.dynamic_slice_in_dim(canvas, start, piece.shape[axis], axis)
-    return jax.lax.dynamic_update_slice_in_dim(
-        canvas, before + ramp * (piece - before), start, axis
-    )
+    blended = before + ramp * (piece - before)
+    return jax.lax.dynamic_update_slice_in_dim(canvas, blended, start, axis)

@@ -1,7 +1,8 @@
 """FLUX.2's autoencoder: `AutoencoderKLFlux2` of diffusers in Flax NNX.
 
-The networks of `models.autoencoders.kl`, with other latents outside. Four neighbouring ones become one with four times the
-channels, and each channel is normalised by its mean and variance over the training images, which the files hold.
+It has the networks of `models.autoencoders.kl`. The diffusion model's latents differ: each stands
+for 2 x 2 latents of the network and has four times the channels, and every channel is normalised by
+its mean and variance over the training images, which the files hold.
 """
 
 import dataclasses
@@ -14,80 +15,88 @@ from solrl_jax.models.autoencoders.kl import AutoencoderKL, KLConfig
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.pixel_shuffle import depth_to_space
 
-PATCH = 2  # latents of the network inside that one outside stands for, each way
+PATCH = 2  # side of the square of network latents that one latent of the diffusion model stands for
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLFlux2Config(KLConfig):
-    """The fields of a released `config.json`. diffusers no longer reads `force_upcast`; released files have it."""
+    """The fields of a released `config.json`. `force_upcast` is in released files, but diffusers no
+    longer reads it.
+
+    Attributes:
+        decoder_block_out_channels: `block_out_channels` of the decoder; None: the same as the
+            encoder's.
+        batch_norm_momentum: used in the training of the autoencoder only.
+    """
 
     network = "AutoencoderKLFlux2"
 
     down_block_types: tuple[str, ...] = ("DownEncoderBlock2D",) * 4
     up_block_types: tuple[str, ...] = ("UpDecoderBlock2D",) * 4
     block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
-    decoder_block_out_channels: tuple[int, ...] | None = None  # None: as `block_out_channels`
+    decoder_block_out_channels: tuple[int, ...] | None = None
     layers_per_block: int = 2
     latent_channels: int = 32
     sample_size: int | tuple[int, ...] = 1024
     force_upcast: bool = False
     batch_norm_eps: float = 1e-4
-    batch_norm_momentum: float = 0.1  # of training
+    batch_norm_momentum: float = 0.1
     patch_size: tuple[int, ...] = (PATCH, PATCH)
 
     @property
-    def of_decoder(self) -> "AutoencoderKLFlux2Config":
+    def decoder_config(self) -> "AutoencoderKLFlux2Config":
         widths = self.decoder_block_out_channels
-        return (
-            self
-            if widths is None
-            else dataclasses.replace(
-                self, block_out_channels=widths, decoder_block_out_channels=None
-            )
-        )
+        if widths is None:
+            return self
+        return dataclasses.replace(self, block_out_channels=widths, decoder_block_out_channels=None)
 
     def check(self) -> None:
         super().check()
         self.require(self.patch_size == (PATCH, PATCH), "patch_size", f"[{PATCH}, {PATCH}]")
-        if (widths := self.decoder_block_out_channels) is not None:
-            same = len(widths) == len(self.block_out_channels)
+        widths = self.decoder_block_out_channels
+        if widths is not None:
             self.require(
-                same, "decoder_block_out_channels", "a list as long as block_out_channels, or None"
+                len(widths) == len(self.block_out_channels),
+                "decoder_block_out_channels",
+                "a list as long as block_out_channels, or None",
             )
-            self.of_decoder.check()
+            self.decoder_config.check()
 
     @property
     def channels(self) -> int:
-        """Of a latent outside."""
+        """Channels of the diffusion model's latent."""
         return self.latent_channels * PATCH**2
 
     @property
     def compression(self) -> int:
-        """Pixels that a latent outside stands for, each way."""
+        """Side of the square of image pixels that one latent of the diffusion model stands for."""
         return self.spatial_compression * PATCH
 
 
 class AutoencoderKLFlux2(AutoencoderKL):
-    """The diffusion model's latents, which are normalised, and two by two in one, to images in [-1, 1]."""
+    """Decodes the diffusion model's latents, normalised and 2 x 2 in one, to images in [-1, 1]."""
 
     def __init__(self, config: AutoencoderKLFlux2Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.bn = BatchStatistics(config.channels, config.batch_norm_eps)
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """H = h * `config.compression`. Not clipped to [-1, 1]."""
-        return super().decode(depth_to_space(self.bn.restore(latent)))
+        """Decodes latents to images with H = h * `config.compression`, not clipped to [-1, 1]."""
+        return super().decode(depth_to_space(self.bn.denormalise(latent)))
 
 
 class BatchStatistics(nnx.Module):
-    """Means and variances of channels, which are parameters of files and are not trained."""
+    """Mean and variance per channel. They are stored in the files and not trained.
+
+    `eps` is added to the variance.
+    """
 
     def __init__(self, channels: int, eps: float):
         self.mean = param(jnp.zeros(channels), "running_mean")
         self.variance = param(jnp.ones(channels), "running_var")
         self.eps = eps
 
-    def restore(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-        """Channels with their own means and variances, of normalised ones."""
-        deviation = jnp.sqrt(self.variance.get_value() + self.eps).astype(latent.dtype)
-        return latent * deviation + self.mean.get_value().astype(latent.dtype)
+    def denormalise(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Gives normalised channels their original mean and variance back."""
+        std = jnp.sqrt(self.variance.get_value() + self.eps).astype(latent.dtype)
+        return latent * std + self.mean.get_value().astype(latent.dtype)

@@ -1,7 +1,6 @@
-"""FLUX.2-klein as a pipeline: prompt encoding, velocity and decoding as in diffusers' `Flux2KleinPipeline`, from text alone."""
+"""FLUX.2-klein as a pipeline: text-to-image generation as in diffusers' `Flux2KleinPipeline`."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxtyping import Array
@@ -10,15 +9,9 @@ from solrl_jax.models.flux2.autoencoder import AutoencoderKLFlux2, AutoencoderKL
 from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.config_file import unsupported
-from solrl_jax.models.loading.pipeline import (
-    Conditioning,
-    Pipeline,
-    Tokens,
-    TracedTokens,
-    check_fit,
-)
 from solrl_jax.models.loading.tensor_files import read_json
-from solrl_jax.models.loading.weights import Params, find_decoder
+from solrl_jax.models.loading.weights import Params, locate_decoder_tensors
+from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_equal
 from solrl_jax.models.text_encoders.qwen3 import Qwen3Config, open_qwen3
 from solrl_jax.models.text_encoders.tokenizers import (
     chat,
@@ -28,68 +21,87 @@ from solrl_jax.models.text_encoders.tokenizers import (
 )
 
 MAX_TOKENS = 512
-STATES = (9, 18, 27)  # of the encoder, side by side as the text
-DEFAULT_SIDE = 1024  # of images, in pixels; no config says it
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Flux2Text:
-    """The text encoder, Qwen3, and its tokenizer."""
-
-    encoder: Component
-    tokenizer: Path
-
-    def tokenize(self, prompts: Sequence[str], max_tokens: int) -> Tokens:
-        """Each prompt as a user's turn, and the beginning of an answer without thoughts; cut at the end to `max_tokens`."""
-        return tokenize(
-            self.tokenizer, chat(self.tokenizer, prompts, enable_thinking=False), max_tokens
-        )
-
-    def encode(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """{"text": [b, l, 3 d]}. The transformer sees padding: FLUX.2 was trained so."""
-        return {"text": self.encoder(params["text_encoder"])(tokens["ids"], tokens["mask"])}
+HIDDEN_STATES = (9, 18, 27)  # the hidden states of Qwen3 that are concatenated as the text
+DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 
 
 def empirical_mu(steps: int, tokens: int) -> float:
-    """The logarithm of the shift of `steps` sigmas: diffusers' `compute_empirical_mu`, rounded as there.
+    """Returns the logarithm of FLUX.2's schedule shift, as `compute_empirical_mu` of diffusers.
 
-    For 10 steps and for 200 it is linear in the number of image tokens, and between these it is linear in the steps. Above 4300
-    tokens it is that of 200 steps, which is FLUX.1's, for any number of steps.
+    For 10 and for 200 steps, mu is linear in the number of image tokens. In between, it is linear
+    in the number of steps. Above 4300 tokens, the line for 200 steps (which is that of FLUX.1) is
+    used for any number of steps.
+
+    Args:
+        steps: number of sampling steps.
+        tokens: number of image tokens.
     """
-    of_200 = 0.00016927 * tokens + 0.45666666
+    mu_200_steps = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
-        return of_200
-    slope = (of_200 - (8.73809524e-05 * tokens + 1.89833333)) / 190.0
-    return slope * steps + of_200 - 200.0 * slope
+        return mu_200_steps
+    mu_10_steps = 8.73809524e-05 * tokens + 1.89833333
+    slope = (mu_200_steps - mu_10_steps) / 190.0
+    return slope * steps + mu_200_steps - 200.0 * slope
 
 
-def open_flux2(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`, `-9B`, `-base-4B` or `-base-9B`."""
-    config = Flux2Config.read(folder / "transformer")
-    vae_config = AutoencoderKLFlux2Config.read(folder / "vae")
-    text_config = Qwen3Config.read(folder / "text_encoder")
-    check_fit(
-        folder,
-        ("transformer in_channels", config.in_channels, vae_config.channels),
-        ("transformer out_channels", config.features_out, config.in_channels),
-        (
-            "transformer joint_attention_dim",
-            config.joint_attention_dim,
-            len(STATES) * text_config.hidden_size,
-        ),
-    )
-    distilled = read_json(folder / "model_index.json").get("is_distilled", False)
-    if type(distilled) is not bool:
-        raise unsupported(
-            str(folder / "model_index.json"), "is_distilled", distilled, "True, False"
+class Flux2KleinPipeline(Pipeline):
+    """FLUX.2-klein, 4B or 9B, distilled or base. Hidden states of Qwen3 are the text.
+
+    The distilled models have their guidance built in: it needs neither a scale nor a second
+    evaluation.
+    """
+
+    kind = "Flux2KleinPipeline"
+    attends_in_fp8 = True
+    linear_sigmas = True
+
+    def __init__(self, folder: Path, remat: str = "none"):
+        """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`; see `Pipeline`."""
+        super().__init__(folder, remat)
+        config = Flux2Config.read(folder / "transformer")
+        vae_config = AutoencoderKLFlux2Config.read(folder / "vae")
+        text_config = Qwen3Config.read(folder / "text_encoder")
+        text_width = len(HIDDEN_STATES) * text_config.hidden_size
+        check_equal(folder, "transformer in_channels", config.in_channels, vae_config.channels)
+        check_equal(folder, "transformer out_channels", config.features_out, config.in_channels)
+        check_equal(
+            folder, "transformer joint_attention_dim", config.joint_attention_dim, text_width
         )
-    transformer = Component.of(
-        folder / "transformer", lambda r: Flux2Transformer2DModel(config, remat=remat, rngs=r)
-    )
-    text = Flux2Text(open_qwen3(folder / "text_encoder", text_config, STATES), folder / "tokenizer")
-    check_vocabulary(text.tokenizer, text_config.vocab_size)
+        self.tokenizer = folder / "tokenizer"
+        check_vocabulary(self.tokenizer, text_config.vocab_size)
+
+        self.transformer = Component.from_builder(
+            folder / "transformer",
+            lambda rngs: Flux2Transformer2DModel(config, remat=remat, rngs=rngs),
+        )
+        self.text_encoders = {
+            "text_encoder": open_qwen3(folder / "text_encoder", text_config, HIDDEN_STATES)
+        }
+        self.vae = Component.from_builder(
+            folder / "vae",
+            lambda rngs: AutoencoderKLFlux2(vae_config, rngs=rngs),
+            locate_decoder_tensors,
+        )
+        self.compression = vae_config.compression
+        self.channels = vae_config.channels
+        self.patch = 1
+        self.vae_dtype = vae_config.required_dtype
+        self.default_size = (DEFAULT_SIDE, DEFAULT_SIDE)
+        limit = load_tokenizer(self.tokenizer).model_max_length
+        self.default_max_tokens = min(MAX_TOKENS, limit)
+        index = folder / "model_index.json"
+        distilled = read_json(index).get("is_distilled", False)
+        if not isinstance(distilled, bool):
+            raise unsupported(str(index), "is_distilled", distilled, "True, False")
+        self.embedded_guidance = distilled
+
+    @property
+    def mu(self) -> Callable[[int, int], float]:
+        """`empirical_mu`: FLUX.2's shift depends on the number of steps too."""
+        return empirical_mu
 
     def velocity(
+        self,
         params: Params,
         latent: Array,
         conditioning: Conditioning,
@@ -97,31 +109,26 @@ def open_flux2(folder: Path, remat: str) -> Pipeline:
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
-        return transformer(params)(
-            latent, conditioning["text"], timestep, fp8_attention=fp8_attention
-        )
+        network = self.transformer(params)
+        return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)
 
-    return Pipeline(
-        kind="Flux2KleinPipeline",
-        folder=folder,
-        transformer=transformer,
-        text_encoders={"text_encoder": text.encoder},
-        vae=Component.of(
-            folder / "vae", lambda r: AutoencoderKLFlux2(vae_config, rngs=r), find_decoder
-        ),
-        scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
-        velocity=velocity,
-        tokenize=text.tokenize,
-        encode_text=text.encode,
-        unscale=lambda latent: latent,  # by what the autoencoder's files hold
-        compression=vae_config.compression,
-        channels=vae_config.channels,
-        patch=1,
-        default_size=(DEFAULT_SIDE, DEFAULT_SIDE),
-        default_max_tokens=min(MAX_TOKENS, load_tokenizer(text.tokenizer).model_max_length),
-        vae_dtype=vae_config.own_dtype,
-        attends_in_fp8=True,
-        embedded_guidance=distilled,  # learned by the distillation: there is no scale to give
-        own_sigmas=True,
-        mu=empirical_mu,
-    )
+    def tokenize(
+        self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
+    ) -> Tokens:
+        """Tokenizes each prompt as a user's turn of a chat, with Qwen3's reasoning switched off.
+
+        The chat template's tokens count towards `max_tokens`; longer texts are cut at the end.
+        """
+        texts = chat(self.tokenizer, prompts, enable_thinking=False)
+        return tokenize(self.tokenizer, texts, max_tokens)
+
+    def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
+        """Returns "text" [b, l, 3 d]: three hidden states of Qwen3, concatenated.
+
+        No mask is returned, because FLUX.2 was trained with attention to padding.
+        """
+        encoder = self.text_encoders["text_encoder"](params["text_encoder"])
+        return {"text": encoder(tokens["ids"], tokens["mask"])}
+
+    def unscale(self, latent: Array) -> Array:
+        return latent  # the autoencoder itself undoes the normalisation

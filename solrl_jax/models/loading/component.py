@@ -1,4 +1,6 @@
-"""`Component`: one network of a pipeline or of a reward, with the released files that hold its parameters."""
+"""`Component`: one network of a pipeline or of a reward, with the released files that hold its
+parameters.
+"""
 
 import dataclasses
 import functools
@@ -13,90 +15,131 @@ from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
 
 from solrl_jax.models.layers.stack import gather
-from solrl_jax.models.loading.tensor_files import Stored
+from solrl_jax.models.loading.tensor_files import StoredTensor
 from solrl_jax.models.loading.weights import (
-    Entry,
+    ParameterEntry,
     Params,
     Placement,
-    entries,
-    find_component,
     load_tensors,
+    locate_tensors,
+    parameter_table,
 )
 
-# (files, abstract state) -> the network's table of parameters, and by name where each of its tensors lies
-Find = Callable[[Path, nnx.State], tuple[list[Entry], dict[str, Stored]]]
+# A function (files, abstract state) -> (parameter table of the network, the position of each of its
+# tensors by name). It reads headers of files only, and raises ValueError for tensors that do not
+# fit the network.
+TensorLocator = Callable[[Path, nnx.State], tuple[list[ParameterEntry], dict[str, StoredTensor]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """A network without its parameters. `load` reads them from `source`; `component(params)` is the network that computes."""
+    """A network without its parameters. `load` reads the parameters; `component(params)` is the
+    callable network.
 
-    graphdef: nnx.GraphDef  # static
-    state: nnx.State  # abstract: each parameter's path, shape and layout
-    source: Path  # a directory with safetensors files, or one safetensors file
-    find: Find = find_component
+    Attributes:
+        graphdef: static structure of the network.
+        state: abstract state with the path, shape and PyTorch layout of each parameter.
+        source: a directory with safetensors files, or one safetensors file.
+        locate: finds the network's tensors in `source`.
+    """
+
+    graphdef: nnx.GraphDef
+    state: nnx.State
+    source: Path
+    locate: TensorLocator = locate_tensors
 
     @classmethod
-    def of(
-        cls, source: Path, build: Callable[[nnx.Rngs], nnx.Module], find: Find = find_component
+    def from_builder(
+        cls,
+        source: Path,
+        build: Callable[[nnx.Rngs], nnx.Module],
+        locate: TensorLocator = locate_tensors,
     ) -> "Component":
-        """The network that `build` makes. It is traced for its shapes only: no parameter is computed, no file is read."""
-        return cls(*nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0)))), source, find)
+        """Makes a component of the network that `build` constructs.
+
+        The construction is only traced for its shapes: no parameter is computed and no file is
+        read.
+
+        Args:
+            source: a directory with safetensors files, or one safetensors file.
+            build: constructs the network from random number generators.
+            locate: finds the network's tensors in `source`.
+        """
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        return cls(graphdef, state, source, locate)
 
     def __call__(self, params: Params) -> Any:
-        """The network with these parameters."""
+        """Returns the network with these parameters."""
         return nnx.merge(self.graphdef, params)
 
-    def check(self) -> None:
-        """Raises what `load` raises for tensors that do not fit. Reads only the headers of the files."""
-        self.find(self.source, self.state)
+    def check_files(self) -> None:
+        """Checks that the files hold the network's tensors, without reading a tensor.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: tensors do not fit; the message lists all of them.
+        """
+        self.locate(self.source, self.state)
 
     def load(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
-        """The parameters in `dtype`.
+        """Reads the parameters.
 
-        place: gives the sharding of a parameter; None: JAX's default device.
-        Raises ValueError that lists every tensor that does not fit, before anything is placed.
+        Args:
+            dtype: dtype that the parameters are cast to.
+            place: gives the sharding of a parameter from its path and shape; None: JAX's default
+                device.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: tensors do not fit; the message lists all of them. Nothing has been placed
+                on a device then.
         """
-        return load_tensors(*self.find(self.source, self.state), dtype, place)
+        table, stored = self.locate(self.source, self.state)
+        return load_tensors(table, stored, dtype, place)
 
-    def abstract(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
-        """What `load` would return, as a tree of ShapeDtypeStruct with shardings, if there is a `place`."""
+    def abstract_params(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
+        """Returns what `load` would return, as a tree of ShapeDtypeStruct. No file is read.
 
-        def where(e):
-            return None if place is None else place(e.path, e.full_shape)
-
-        def shape(e):
-            return jax.ShapeDtypeStruct(e.full_shape, dtype, sharding=where(e))
-
-        return unflatten_dict({e.path: shape(e) for e in entries(self.state)})
+        Args:
+            dtype: dtype of the parameters.
+            place: gives the sharding of a parameter from its path and shape; None: no sharding.
+        """
+        params = {}
+        for entry in parameter_table(self.state):
+            sharding = None if place is None else place(entry.path, entry.full_shape)
+            params[entry.path] = jax.ShapeDtypeStruct(entry.full_shape, dtype, sharding=sharding)
+        return unflatten_dict(params)
 
     @property
-    def size(self) -> int:
+    def num_parameters(self) -> int:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property
-    def stacks(self) -> frozenset[tuple[str, ...]]:
-        """The path of every stack of blocks (`models.layers.stack.stack`) in the tree of parameters."""
-        depths = [
-            (path, variable.get_metadata()["below_stack"])
-            for path, variable in nnx.to_flat_state(self.state)
-        ]
-        return frozenset(tuple(map(str, path[:-depth])) for path, depth in depths if depth)
+    def stack_paths(self) -> frozenset[tuple[str, ...]]:
+        """The path of each stack of blocks (`models.layers.stack.stack`) in the parameter tree."""
+        paths = set()
+        for path, variable in nnx.to_flat_state(self.state):
+            depth = variable.get_metadata()["below_stack"]
+            if depth:
+                paths.add(tuple(map(str, path[:-depth])))
+        return frozenset(paths)
 
-    def gathered(self, params: Params, path: tuple[str, ...] = ()) -> Params:
-        """The parameters as whole arrays on every device. Stacks stay sharded: their layers are gathered as they run.
+    def gather(self, params: Params, path: tuple[str, ...] = ()) -> Params:
+        """Gathers sharded parameters into whole arrays on every device. For use under jit.
 
-        path: of `params` in the network's tree.
+        Stacks of blocks stay sharded: `scan_blocks` gathers one layer at a time.
+
+        Args:
+            params: the network's parameters, or the subtree at `path`.
+            path: position of `params` in the network's parameter tree.
         """
-        out = {}
+        gathered = {}
         for name, value in params.items():
-            here = (*path, str(name))
-            if here in self.stacks:
-                out[name] = value
-            elif isinstance(value, dict) and any(
-                stack[: len(here)] == here for stack in self.stacks
-            ):
-                out[name] = self.gathered(value, here)
+            full_path = (*path, str(name))
+            if full_path in self.stack_paths:
+                gathered[name] = value
+            elif any(stack[: len(full_path)] == full_path for stack in self.stack_paths):
+                gathered[name] = self.gather(value, full_path)
             else:
-                out |= gather({name: value})
-        return out
+                gathered |= gather({name: value})
+        return gathered

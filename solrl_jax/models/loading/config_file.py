@@ -1,4 +1,8 @@
-"""`ReleasedConfig`: the `config.json` of a released network as a frozen dataclass that refuses what a port does not support."""
+"""`ReleasedConfig`: the `config.json` of a released network as a frozen dataclass.
+
+A port supports some of the values that a field may have in diffusers or transformers. Every other
+value is an error, so that a network is never built differently from what its configuration says.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,105 +13,141 @@ from typing import Any, ClassVar, TypeVar, get_args
 from solrl_jax.models.loading.tensor_files import read_json
 
 C = TypeVar("C", bound="ReleasedConfig")
-# No released network comes near these bounds.
-# of any number; of floats that must be above 0
-MOST = 2**24
-SMALLEST = 1e-30
-MOST_LAYERS = 256  # layers, and entries of a list
-# stages of an autoencoder, and layers in one half of it
-MOST_STAGES = 10
-MOST_BUILT = 64
-POSITIVE = ("eps", "ratio", "scaling_factor", "theta")
+
+MAX_SHOWN = 80  # characters of a value in an error message
 
 
 def unsupported(network: str, field: str, value: Any, accepted: str) -> ValueError:
-    """The error for a field whose value a port does not support."""
+    """Returns the error for a field whose value a port does not support.
+
+    Args:
+        network: name of the network or file that the field belongs to.
+        field: name of the field.
+        value: its value.
+        accepted: description of the supported values.
+    """
     text = repr(value)
-    return ValueError(
-        f"{network}: {field}={text if len(text) <= 80 else text[:77] + '...'}; accepted: {accepted}"
-    )
+    if len(text) > MAX_SHOWN:
+        text = text[: MAX_SHOWN - 3] + "..."
+    return ValueError(f"{network}: {field}={text}; accepted: {accepted}")
 
 
 def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config of transformers 4 or 5, with `rope_theta` among them as transformers 4 has it.
+    """Returns the fields of a transformers configuration with `rope_theta` at the top level.
 
-    Raises ValueError for rotary positions that are not of the default kind.
+    Transformers 4 has `rope_theta` there; transformers 5 has it inside `rope_parameters`.
+
+    Args:
+        network: name of the network, for the error message.
+        fields: contents of a `config.json`.
+
+    Raises:
+        ValueError: the rotary embedding is not of the default kind.
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    if not isinstance(rope := fields.get(name) or {}, Mapping):
+    rope = fields.get(name) or {}
+    if not isinstance(rope, Mapping):
         raise unsupported(network, name, rope, "a mapping")
-    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
         raise unsupported(network, "rope_type", kind, "'default'")
-    return {**fields, "rope_theta": rope["rope_theta"]} if "rope_theta" in rope else dict(fields)
+    if "rope_theta" in rope:
+        return {**fields, "rope_theta": rope["rope_theta"]}
+    return dict(fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReleasedConfig:
-    """The fields of a released `config.json` that a port reads, with their names and defaults there. Lists become tuples.
+    """The fields of a released `config.json` that a port reads, with the names and defaults that
+    they have there.
 
-    `from_dict` checks each value against the field's annotation: `int` is a positive integer. A subclass checks the rest in
-    `check`.
+    `from_dict` checks each value against the annotation of its field; `int` means a positive
+    integer, and lists become tuples. A subclass checks everything else in `check`.
+
+    Attributes:
+        network: name of the network's class in diffusers or transformers.
+        model_type: `model_type` of a transformers configuration, or "" for diffusers. A
+            transformers configuration has many fields that do not matter here, and unknown ones are
+            ignored. In a diffusers configuration, every unknown field is an error, except for
+            notes, whose names begin with "_".
     """
 
-    network: ClassVar[str]  # how messages call the network
-    # A config of transformers says which kind of network it is for, and has fields that do not matter here: they are ignored.
-    # A config of diffusers has no such name (""). Every unknown field is an error there, except notes, which begin with "_".
+    network: ClassVar[str]
     model_type: ClassVar[str] = ""
 
     @classmethod
     def read(cls: type[C], folder: Path) -> C:
-        """From the `config.json` in `folder`. Raises FileNotFoundError or ValueError."""
+        """Reads the `config.json` of a component's folder.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a field is unknown or not supported; the message names file and field.
+        """
+        file = folder / "config.json"
+        fields = read_json(file)
         try:
-            return cls.from_dict(read_json(file := folder / "config.json"))
+            return cls.from_dict(fields)
         except ValueError as error:
-            raise ValueError(f"{file}: {error}".replace(f"{file}: {file}", str(file))) from error
+            raise ValueError(f"{file}: {error}") from error
 
     @classmethod
     def from_dict(cls: type[C], fields: Mapping[str, Any]) -> C:
-        """From the contents of a `config.json`. Raises ValueError naming a field that is unknown or not supported."""
-        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
-        if (kind := fields.get("model_type", cls.model_type)) != cls.model_type:
-            raise unsupported(cls.network, "model_type", kind, repr(cls.model_type))
-        if not cls.model_type and (kind := fields.get("_class_name", cls.network)) != cls.network:
-            raise unsupported(cls.network, "_class_name", kind, repr(cls.network))
-        if not cls.model_type and (
-            unknown := sorted(name for name in fields if name[0] != "_" and name not in kinds)
-        ):
-            raise ValueError(
-                f"{cls.network}: unknown config field(s) {unknown}; known are {sorted(kinds)}"
+        """Makes a configuration from the contents of a `config.json`.
+
+        Raises:
+            ValueError: a field is unknown or not supported; the message names it.
+        """
+        types = {field.name: field.type for field in dataclasses.fields(cls)}
+        if cls.model_type:
+            model_type = fields.get("model_type", cls.model_type)
+            if model_type != cls.model_type:
+                raise unsupported(cls.network, "model_type", model_type, repr(cls.model_type))
+        else:
+            class_name = fields.get("_class_name", cls.network)
+            if class_name != cls.network:
+                raise unsupported(cls.network, "_class_name", class_name, repr(cls.network))
+            unknown = sorted(
+                name for name in fields if not name.startswith("_") and name not in types
             )
-        given = {name: _frozen(value) for name, value in fields.items() if name in kinds}
-        for name, value in given.items():
-            if not _fits(value, kinds[name]):
-                raise unsupported(cls.network, name, value, _described(kinds[name]))
-            if isinstance(value, tuple) and len(value) > MOST_LAYERS:
-                raise unsupported(
-                    cls.network,
-                    name,
-                    value,
-                    f"{_described(kinds[name])}, up to {MOST_LAYERS} of them",
+            if unknown:
+                raise ValueError(
+                    f"{cls.network}: unknown config field(s) {unknown}; known are {sorted(types)}"
                 )
-            most = MOST_LAYERS if "layer" in name else MOST
-            least = 1 if type(value) is int else SMALLEST if name.endswith(POSITIVE) else -most
-            if not all(least <= number <= most for number in _numbers(value)):
-                raise unsupported(
-                    cls.network, name, value, f"{_described(kinds[name])} above 0, up to {most}"
-                )
-        return cls(**given)
+        values = {}
+        for name, value in fields.items():
+            if name in types:
+                value = _as_tuple(value)
+                not_positive = type(value) is int and value < 1
+                if not_positive or not _matches(value, types[name]):
+                    raise unsupported(cls.network, name, value, _describe(types[name]))
+                values[name] = value
+        return cls(**values)
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raises ValueError naming a field whose value is not supported."""
+        """Checks the values of the fields. Subclasses override it.
 
-    def require(self, ok: bool, field: str, accepted: str) -> None:
-        """Raises ValueError for the value of `field` unless `ok`."""
-        if not ok:
+        Raises:
+            ValueError: a value is not supported; the message names the field.
+        """
+
+    def require(self, condition: bool, field: str, accepted: str) -> None:
+        """Raises ValueError for a field unless a condition holds.
+
+        Args:
+            condition: whether the value of the field is supported.
+            field: name of the field.
+            accepted: description of the supported values.
+        """
+        if not condition:
             raise unsupported(self.network, field, getattr(self, field), accepted)
 
     def require_one_of(self, field: str, accepted: tuple[Any, ...]) -> None:
-        """Raises ValueError unless the value of `field` is accepted; of a tuple, every value in it."""
+        """Raises ValueError unless the value of a field, or every entry of a tuple, is one of
+        `accepted`.
+        """
         value = getattr(self, field)
         values = value if isinstance(value, tuple) else (value,)
         self.require(all(v in accepted for v in values), field, ", ".join(map(repr, accepted)))
@@ -115,7 +155,9 @@ class ReleasedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig(ReleasedConfig):
-    """The fields of a released `transformer/config.json`: those that all have. Each network adds its own, and the defaults."""
+    """The fields that the diffusion transformers of diffusers have in common
+    (`transformer/config.json`).
+    """
 
     in_channels: int
     out_channels: int | None
@@ -124,38 +166,41 @@ class TransformerConfig(ReleasedConfig):
 
     @property
     def width(self) -> int:
+        """Width of the tokens."""
         return self.num_attention_heads * self.attention_head_dim
 
     @property
     def features_out(self) -> int:
+        """Number of output channels; `out_channels` None means as many as input channels."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _as_tuple(value: Any) -> Any:
+    """Converts lists to tuples, at all levels."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def _numbers(value: Any) -> list[Any]:
-    if isinstance(value, tuple):
-        return [number for one in value for number in _numbers(one)]
-    return [value] if type(value) in (int, float) else []
+def _matches(value: Any, annotation: Any) -> bool:
+    """Whether a value is of the annotated type.
 
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of the annotated kind. A truth value is no integer, but an integer is a float."""
-    if isinstance(kind, UnionType):
-        return any(_fits(value, one) for one in get_args(kind))
-    if get_args(kind):  # tuple[kind, ...]
-        return isinstance(value, tuple) and all(_fits(v, get_args(kind)[0]) for v in value)
-    if kind is float:
+    An integer is also a float; a bool is neither.
+    """
+    if isinstance(annotation, UnionType):
+        return any(_matches(value, option) for option in get_args(annotation))
+    if get_args(annotation):  # tuple[type, ...]
+        item = get_args(annotation)[0]
+        return isinstance(value, tuple) and all(_matches(v, item) for v in value)
+    if annotation is float:
         return type(value) in (float, int)
-    return type(value) is (type(None) if kind is None else kind)
+    return type(value) is (type(None) if annotation is None else annotation)
 
 
-def _described(kind: Any) -> str:
-    if isinstance(kind, UnionType):
-        return " or ".join(map(_described, get_args(kind)))
-    if get_args(kind):
-        return "a list of " + {int: "integers", str: "strings"}.get(get_args(kind)[0], "lists")
+def _describe(annotation: Any) -> str:
+    """Describes the values of an annotated type, for error messages."""
+    if isinstance(annotation, UnionType):
+        return " or ".join(map(_describe, get_args(annotation)))
+    if get_args(annotation):
+        items = {int: "integers", str: "strings"}
+        return "a list of " + items.get(get_args(annotation)[0], "lists")
     names = {int: "a positive integer", bool: "True, False", float: "a number", str: "a string"}
-    return names.get(kind, "None")
+    return names.get(annotation, "None")

@@ -1,7 +1,8 @@
-"""The files of a component: its JSON, which safetensors files it has, what they hold, and single rows of a tensor.
+"""The files of a component: its JSON configuration, its safetensors files, and rows of the tensors
+in them.
 
-Tensors are read into small buffers. The usual way, a memory map, would count every page that was read as the process's memory:
-at the end, the whole file.
+Tensors are read into small buffers. With a memory map, as safetensors offers, every page that was
+read would count as memory of the process, which would end up holding the whole file.
 """
 
 import dataclasses
@@ -16,121 +17,162 @@ from safetensors import SafetensorError, safe_open
 
 from solrl_jax.storage.readers import parse_json, read_text
 
-BLOCK = 2**22  # bytes read at a time: they fit the cache while they are cast and reordered
-MOST_HEADER = 2**24  # bytes of a safetensors header: FLUX.1's has 2**17
+BLOCK_BYTES = 2**22  # read at a time: they fit the cache while they are cast and reordered
+MAX_HEADER_BYTES = 2**24  # of a safetensors file; that of FLUX.1 has 2**17
+# The accepted dtypes of stored tensors, by their names in safetensors.
 STORED_DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor in a safetensors file."""
+class StoredTensor:
+    """The position of a tensor in a safetensors file.
+
+    Attributes:
+        name: name of the tensor.
+        file: the safetensors file.
+        dtype: name of the dtype in safetensors, such as "BF16".
+        shape: shape of the tensor.
+        start: position of its first byte in the file.
+    """
 
     name: str
     file: Path
-    dtype: str  # the format's own name
+    dtype: str
     shape: tuple[int, ...]
-    start: int  # its first byte in the file
+    start: int
 
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the rows `first` to `last` of the leading axis, some at a time, as (first row of the array, array).
+        """Yields the rows `first` to `last` (exclusive) of the leading axis in blocks, as (index of
+        the first row, block).
 
-        The next array overwrites the one before. A tensor without axes counts as one row.
+        Each block overwrites the memory of the one before. A tensor without axes counts as one row.
         """
         dtype = np.dtype(STORED_DTYPES[self.dtype])
-        shape = self.shape[1:]
-        row = math.prod(shape) * dtype.itemsize
-        step = max(1, BLOCK // max(1, row))
-        buffer = np.empty(min(step, last - first) * row, np.uint8)
+        row_shape = self.shape[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        buffer = np.empty(min(step, last - first) * row_bytes, np.uint8)
         with open(self.file, "rb") as file:
-            file.seek(self.start + first * row)
+            file.seek(self.start + first * row_bytes)
             for start in range(first, last, step):
-                data = buffer[: (min(start + step, last) - start) * row]
+                stop = min(start + step, last)
+                data = buffer[: (stop - start) * row_bytes]
                 if file.readinto(data.data) != len(data):
-                    raise ValueError(f"{self.file}: ended within {self.name}")
-                yield start, data.view(dtype).reshape(-1, *shape)
+                    raise ValueError(f"{self.file}: the file ends within {self.name}")
+                yield start, data.view(dtype).reshape(-1, *row_shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises FileNotFoundError or ValueError naming the file."""
+    """Reads a JSON object from a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a JSON object; the message names the file.
+    """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     try:
         value = parse_json(read_text(path), number=float)  # schedulers of diffusers hold -Infinity
-    except (OSError, ValueError) as error:  # of JSON or of UTF-8
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: not a JSON object")
     return value
 
 
-def read_header(file: Path) -> list[Stored]:
-    """The tensors of a file, from its header. Raises ValueError for a file that is damaged or of another kind."""
+def read_header(file: Path) -> list[StoredTensor]:
+    """Reads the positions of all tensors of a safetensors file from its header.
+
+    Raises:
+        ValueError: the file is missing, damaged or of another format.
+    """
     try:
         if not file.is_file():
             raise OSError("no such regular file")
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            if size > MOST_HEADER:
-                raise ValueError(f"its header is said to have {size} bytes")
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"the header claims to have {size} bytes")
             header = parse_json(opened.read(size))
+        # The library checks dtypes, shapes and offsets, and that the file is as long as they say.
         with safe_open(file, framework="numpy"):
-            pass  # the library checks dtypes, shapes and offsets, and that the file is as long as they say
+            pass
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{file}: not a readable safetensors file ({error})") from error
-    return [
-        Stored(
-            name, file, field["dtype"], tuple(field["shape"]), 8 + size + field["data_offsets"][0]
-        )
-        for name, field in header.items()
-        if name != "__metadata__"
-    ]
+    tensors = []
+    for name, field in header.items():
+        if name != "__metadata__":
+            start = 8 + size + field["data_offsets"][0]
+            tensor = StoredTensor(name, file, field["dtype"], tuple(field["shape"]), start)
+            tensors.append(tensor)
+    return tensors
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a component: one file, or those that an index of shards names. Variants are the last choice.
+    """Returns the safetensors files of a component: one file, or those that an index of shards
+    names.
 
-    Raises FileNotFoundError that says what was expected and what was found.
+    Variants (see `without_variants`) are used only if there is nothing else.
+
+    Raises:
+        FileNotFoundError: there is no file, or more than one without an index.
+        ValueError: the index cannot be read.
     """
     names = without_variants(p.name for p in folder.iterdir()) if folder.is_dir() else []
-    indices = [n for n in names if n.endswith(".json")]
-    files = [n for n in names if not n.endswith(".json")]
+    indices = [name for name in names if name.endswith(".json")]
+    files = [name for name in names if not name.endswith(".json")]
     if len(indices) == 1:
-        index = folder / indices[0]
-        try:
-            files = sorted(set(read_json(index)["weight_map"].values()))
-            if outside := [name for name in files if Path(name).name != name]:
-                raise ValueError(f"{outside[0]!r} is no file of its folder")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{index}: not an index of shards ({type(error).__name__}: {error})"
-            ) from error
-        missing = [n for n in files if not (folder / n).exists()]
-        if missing:
-            raise FileNotFoundError(
-                f"{folder}: {index.name} names files that are not there: {', '.join(missing)}"
-            )
-    elif indices or len(files) != 1:
-        found = ", ".join(indices or files) or "none"
+        return _indexed_files(folder / indices[0])
+    if indices or len(files) != 1:
+        present = ", ".join(indices or files) or "none"
         raise FileNotFoundError(
-            f"{folder}: expected one .safetensors file or an index of shards, found {found}"
+            f"{folder}: expected one .safetensors file or an index of shards, found {present}"
         )
-    return [folder / n for n in files]
+    return [folder / files[0]]
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """Returns the files that an index of shards names. Raises as `weight_files`."""
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is outside of its folder")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{index}: not an index of shards ({type(error).__name__}: {error})"
+        ) from error
+    missing = [name for name in names if not (index.parent / name).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"{index.parent}: {index.name} names missing files: {', '.join(missing)}"
+        )
+    return [index.parent / name for name in names]
 
 
 def without_variants(names: Iterable[str]) -> list[str]:
-    """Those names in a folder that are of safetensors files and their indices, without variants if there are others.
+    """Returns the names of safetensors files and their indices, sorted, without variants if there
+    are others.
 
-    A variant, such as `model.fp16.safetensors`, holds the same weights in another precision, or their average.
+    A variant, such as `model.fp16.safetensors`, holds the same weights in another precision, or an
+    average of them.
+
+    Args:
+        names: names of all files in a folder.
     """
-    kept = sorted(
-        n
-        for n in names
-        if n.endswith(".safetensors") or (".safetensors.index." in n and n.endswith(".json"))
+    weights = sorted(
+        name
+        for name in names
+        if name.endswith(".safetensors")
+        or (".safetensors.index." in name and name.endswith(".json"))
     )
-    return [n for n in kept if not _variant(n)] or kept
+    return [name for name in weights if not _variant(name)] or weights
 
 
 def _variant(name: str) -> str:
-    """`fp16` of `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors`, `model.safetensors.index.fp16.json`, ..."""
+    """Returns the variant in a file name: `fp16` of `model.fp16-00001-of-00002.safetensors`; "" if
+    there is none.
+    """
     _, *parts = name.split(".")
-    return ".".join(p.split("-")[0] for p in parts if p not in ("safetensors", "index", "json"))
+    variants = [part for part in parts if part not in ("safetensors", "index", "json")]
+    return ".".join(part.split("-")[0] for part in variants)

@@ -1,9 +1,20 @@
-"""Parameters from released files and back: a bijection between our parameters and PyTorch's tensors.
+"""Parameters from released files: a bijection between our parameters and the tensors of PyTorch.
 
-The metadata of each parameter says how PyTorch names it and orders its axes (`models.layers.parameter.param`). So one function derives
-the table of every network: our paths, the names of the tensors, their shapes in the file. Loading checks the whole table before
-it reads a value. It lists all tensors that are missing, unexpected or of another shape at once. Then each tensor goes from its
-file to the devices that hold a part of it. Only small parameters are ever whole on the host.
+Every parameter of a network carries metadata (`models.layers.parameter.param`): the last part of
+its name in PyTorch, and the order of its axes there. Its path in our tree gives the rest of the
+name. From these, `parameter_table` derives one table per network, with one `ParameterEntry` per
+parameter: our path, the PyTorch names, and the shape. The mapping is a bijection:
+
+* Our networks have the module names of PyTorch, so the name of a tensor is the path of its
+  parameter, joined by dots.
+* A stack of n equal layers is one parameter with a leading axis of n here, and n tensors there.
+* `OUR_AXES` lists the permutations of axes: for instance, a linear layer is [in, out] here and
+  [out, in] there.
+
+Loading has two steps. `locate_tensors` compares the table with the headers of the files, and
+reports all tensors that are missing, unexpected or of another shape at once. `load_tensors` then
+reads each tensor and sends it to the devices that hold a part of it, so that only small parameters
+are ever whole in host memory.
 """
 
 import dataclasses
@@ -21,182 +32,228 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from solrl_jax.models.loading.tensor_files import STORED_DTYPES, Stored, read_header, weight_files
+from solrl_jax.models.loading.tensor_files import (
+    STORED_DTYPES,
+    StoredTensor,
+    read_header,
+    weight_files,
+)
 from solrl_jax.parallel import hosts
 
 Params = dict[Any, Any]
-Placement = Callable[
-    [tuple[Any, ...], tuple[int, ...]], NamedSharding
-]  # from a parameter's path and shape
+# A function (path of a parameter, its shape) -> its sharding.
+Placement = Callable[[tuple[Any, ...], tuple[int, ...]], NamedSharding]
+# A rectangular part of an array: one range of indices per axis.
+Region = tuple[range, ...]
 
-Index = tuple[range, ...]  # a part of a tensor: a range for each axis
+# Bytes of a parameter that are assembled in host memory before they go to the devices.
+CHUNK_BYTES = 2**28
 
-PART = 2**28  # bytes of a parameter that are assembled on the host before they go to the devices
+# For each axis of the PyTorch tensor, the axis of our parameter.
+#   "linear": [in, out] here, [out, in] there.
+#   "pointwise": the same for a 1x1 convolution, [out, in, 1, 1] there.
+#   "conv": [kh, kw, in / groups, out] here, [out, in / groups, kh, kw] there.
+# The layout "same" keeps the order.
+OUR_AXES = {"linear": (1, 0), "pointwise": (1, 0), "conv": (3, 2, 0, 1)}
 
-# Tensors of older files that hold nothing new, if the network has the parameter on the right: positions are 0, 1, 2, ..., and
-# the encoder of T5 shares the token table.
+# Tensors of older files that may be there but add nothing, if the network has the parameter on the
+# right: the positions are 0, 1, 2, ..., and the encoder of T5 shares its token table.
 REDUNDANT = {
     "text_model.embeddings.position_ids": "text_model.embeddings.position_embedding.weight",
     "vision_model.embeddings.position_ids": "vision_model.embeddings.position_embedding.weight",
     "encoder.embed_tokens.weight": "shared.weight",
 }
-# What files may leave out, where all names begin with it: transformers 5 does so with `CLIPTextModel`, which has no other part,
-# and a decoder may be saved with or without the model around it that has a head.
-LEFT_OUT = ("text_model.", "model.")
-
-# For each axis of PyTorch's tensor, the axis of our parameter. "linear": ours is [in, out]; "pointwise": the same, of a 1x1
-# convolution [out, in, 1, 1]; "conv": ours is [kh, kw, in / groups, out].
-OUR_AXES = {"linear": (1, 0), "pointwise": (1, 0), "conv": (3, 2, 0, 1)}
+# Prefixes common to all names of a network that its files may leave out: transformers 5 saves
+# `CLIPTextModel` without "text_model.", and a language model may be saved with or without the
+# "model." of the class that adds a head.
+OPTIONAL_PREFIXES = ("text_model.", "model.")
+# Tensors that the files of an autoencoder hold and that its decoder does not use.
+ENCODER_PREFIXES = ("encoder.", "quant_conv.", "bn.num_batches_tracked")
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """One parameter, and the tensors that hold it: one tensor, or one for each layer if the parameter is stacked."""
+class ParameterEntry:
+    """One parameter and the PyTorch tensors that hold it.
 
-    path: tuple[Any, ...]  # in our tree
-    names: tuple[str, ...]  # of its tensors
-    layout: str  # "same", or a key of OUR_AXES
-    shape: tuple[int, ...]  # of one tensor, in our order of axes
+    Attributes:
+        path: path of the parameter in our tree.
+        names: PyTorch names of its tensors: one, or one per layer if the parameter is stacked.
+        layout: "same" or a key of `OUR_AXES`.
+        shape: shape of one tensor, in our order of axes.
+        stacked: whether the parameter has a leading axis of layers.
+        start: initial value (function, *arguments) of a parameter that files may lack
+            (`models.layers.parameter.param`).
+        bounds: interval that training keeps the values in; None: unbounded.
+    """
+
+    path: tuple[Any, ...]
+    names: tuple[str, ...]
+    layout: str
+    shape: tuple[int, ...]
     stacked: bool
-    start: tuple[Any, ...] | None = (
-        None  # what it begins with, and its bounds: see `models.layers.parameter.param`
-    )
+    start: tuple[Any, ...] | None = None
     bounds: tuple[float, float] | None = None
 
     @property
     def key(self) -> str:
+        """The path as text, joined by slashes."""
         return "/".join(map(str, self.path))
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor in the file."""
-        view = np.broadcast_to(np.zeros((), np.bool_), self.shape)  # nothing is allocated
+        """The shape of one tensor in PyTorch's order of axes."""
+        view = np.broadcast_to(np.zeros((), np.bool_), self.shape)  # allocates nothing
         return to_torch_order(view, self.layout).shape
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter; layers come first."""
+        """The shape of the parameter, with the axis of layers first if it is stacked."""
         return (len(self.names), *self.shape) if self.stacked else self.shape
 
 
-def entries(state: nnx.State) -> list[Entry]:
-    """The table of a network's parameters, from its (abstract) state."""
+def parameter_table(state: nnx.State) -> list[ParameterEntry]:
+    """Returns the table of a network's parameters.
+
+    Args:
+        state: state of the network, abstract or not. Its parameters carry the metadata of
+            `models.layers.parameter.param`.
+    """
     table = []
     for path, variable in nnx.to_flat_state(state):
-        meta = variable.get_metadata()
+        metadata = variable.get_metadata()
         shape = tuple(variable.get_value().shape)
-        depth = meta["below_stack"]
+        depth = metadata["below_stack"]
         if depth:
-            # the layer's index follows the name of the list: text.layers.attn.weight -> text.layers.3.attn.weight
-            above = path[:-depth]
-            below = path[-depth:-1]
-            first = meta["first_layer"]
-            if (
-                first is not None
-            ):  # one of several stacks in a container, which has the name of the list
-                above = above[:-1]
+            # The index of the layer follows the name of the list: text.layers.attn.weight is
+            # text.layers.3.attn.weight.
+            list_path = path[:-depth]
+            inner_path = path[-depth:-1]
+            first = metadata["first_layer"]
+            if first is not None:
+                # One of several stacks in a container, and the container has the name of the list.
+                list_path = list_path[:-1]
             layers = range(first or 0, (first or 0) + shape[0])
-            names = tuple(_join(*above, i, *below, meta["torch_name"]) for i in layers)
+            names = tuple(
+                _join(*list_path, layer, *inner_path, metadata["torch_name"]) for layer in layers
+            )
             shape = shape[1:]
         else:
-            names = (_join(*path[:-1], meta["torch_name"]),)
-        table.append(
-            Entry((*path,), names, meta["layout"], shape, depth > 0, meta["start"], meta["bounds"])
+            names = (_join(*path[:-1], metadata["torch_name"]),)
+        entry = ParameterEntry(
+            path=tuple(path),
+            names=names,
+            layout=metadata["layout"],
+            shape=shape,
+            stacked=depth > 0,
+            start=metadata["start"],
+            bounds=metadata["bounds"],
         )
+        table.append(entry)
     return table
 
 
-def load_tensors(
-    table: Sequence[Entry],
-    stored: Mapping[str, Stored],
-    dtype: DTypeLike,
-    place: Placement | None = None,
-) -> Params:
-    """The parameters of a table, cast to `dtype`. Each tensor is read and goes at once to the devices that hold it.
-
-    stored: where each tensor of the table lies, by name; a parameter that begins with something need not be there. place: from
-    a parameter's path and shape to its sharding; None: arrays on JAX's default device.
-    The host holds no more than `PART` bytes at a time, or one tensor if that is more. A process reads only those rows of a
-    file that its own devices hold.
-    """
-    return unflatten_dict({e.path: _place(e, stored, jnp.dtype(dtype), place) for e in table})
-
-
-def find_component(
+def locate_tensors(
     source: Path, state: nnx.State, unused: tuple[str, ...] = ()
-) -> tuple[list[Entry], dict[str, Stored]]:
-    """The network's table, and where each of its tensors lies, from the headers of the files alone: for `load_tensors`.
+) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
+    """Finds the tensors of a network in released files, from the headers of the files alone.
 
-    source: a directory of a pipeline's component, or one safetensors file. unused: how the names of tensors begin that the
-    files hold and the network does without.
-    A parameter that begins with something may be missing, with all of its layers.
-    Raises ValueError listing every tensor that is missing, unexpected, of another shape, stored twice or not floating-point.
+    A parameter with an initial value may be missing, but only with all of its layers.
+
+    Args:
+        source: the directory of a component, or one safetensors file.
+        state: abstract state of the network.
+        unused: prefixes of tensors that the files hold and the network does not use.
+
+    Returns:
+        The table of the network, and the position of each of its tensors by name: the arguments of
+        `load_tensors`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: tensors are missing, unexpected, of another shape, stored twice or not
+            floating-point. The message lists all of them.
     """
     files = [source] if source.is_file() else weight_files(source)
-    table = _as_spelt(entries(state), files)
-    there = {tensor.name for file in files for tensor in read_header(file)}
+    stored_names = {tensor.name for file in files for tensor in read_header(file)}
+    table = _without_optional_prefix(parameter_table(state), stored_names)
+    expected: dict[str, tuple[int, ...]] = {}
+    for entry in table:
+        initialised = entry.start is not None and stored_names.isdisjoint(entry.names)
+        if not initialised:
+            expected |= dict.fromkeys(entry.names, entry.torch_shape)
 
-    def begun(e):
-        return e.start is not None and there.isdisjoint(e.names)
+    def ignored(name: str) -> bool:
+        return REDUNDANT.get(name) in expected or name.startswith(unused)
 
-    wanted = {name: e.torch_shape for e in table if not begun(e) for name in e.names}
-
-    def ignored(name):
-        return REDUNDANT.get(name) in wanted or name.startswith(unused)
-
-    return table, find_tensors(files, wanted, str(source), ignored)
-
-
-def find_decoder(source: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
-    """As `find_component`, of an autoencoder that only decodes: the encoder in its files, and a counter, are passed over."""
-    return find_component(source, state, ("encoder.", "quant_conv.", "bn.num_batches_tracked"))
+    return table, match_tensors(files, expected, str(source), ignored)
 
 
-def _as_spelt(table: list[Entry], files: Sequence[Path]) -> list[Entry]:
-    """The table with the names in the files: without what they leave out (`LEFT_OUT`)."""
-    for prefix in LEFT_OUT:
-        if all(name.startswith(prefix) for e in table for name in e.names):
-            if any(
-                tensor.name.startswith(prefix) for file in files for tensor in read_header(file)
-            ):
-                return table
+# `locate_tensors` for an autoencoder of which only the decoder is used.
+locate_decoder_tensors = functools.partial(locate_tensors, unused=ENCODER_PREFIXES)
+
+
+def _without_optional_prefix(
+    table: list[ParameterEntry], stored_names: set[str]
+) -> list[ParameterEntry]:
+    """Returns the table with the spelling of the files: without a prefix of `OPTIONAL_PREFIXES`
+    that they leave out.
+    """
+    for prefix in OPTIONAL_PREFIXES:
+        in_table = all(name.startswith(prefix) for entry in table for name in entry.names)
+        in_files = any(name.startswith(prefix) for name in stored_names)
+        if in_table and not in_files:
             return [
-                dataclasses.replace(e, names=tuple(name.removeprefix(prefix) for name in e.names))
-                for e in table
+                dataclasses.replace(
+                    entry, names=tuple(name.removeprefix(prefix) for name in entry.names)
+                )
+                for entry in table
             ]
     return table
 
 
-def find_tensors(
+def match_tensors(
     files: Sequence[Path],
-    wanted: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
     source: str,
     ignored: Callable[[str], bool],
-) -> dict[str, Stored]:
-    """Where in `files` each of the wanted tensors (name and shape) lies, from the headers alone.
+) -> dict[str, StoredTensor]:
+    """Compares the headers of safetensors files with the tensors that a network needs.
 
-    source: how messages call the files. ignored: whether a tensor that is not wanted may be there.
-    Raises ValueError listing every tensor that is missing, unexpected, of another shape, stored twice or not floating-point.
+    Args:
+        files: safetensors files.
+        expected: shape of each tensor that the network needs, by name.
+        source: what error messages call the files.
+        ignored: whether the files may hold a tensor of this name although it is not expected.
+
+    Returns:
+        The position of every tensor in the files, by name.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, of another shape, stored twice or not
+            floating-point. The message lists all of them.
     """
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     problems = []
     for file in files:
         for tensor in read_header(file):
-            if (other := stored.setdefault(tensor.name, tensor)) is not tensor:
-                problems.append(f"{tensor.name} is both in {other.file.name} and in {file.name}")
-    problems += [
-        f"{name} is {tensor.dtype}, expected one of {', '.join(STORED_DTYPES)}"
-        for name, tensor in stored.items()
-        if name in wanted and tensor.dtype not in STORED_DTYPES
-    ]
-    found = {name: t.shape for name, t in stored.items() if name in wanted or not ignored(name)}
-    problems += [f"missing {n} {s}" for n, s in wanted.items() if n not in found]
-    problems += [f"unexpected {n} {s}" for n, s in found.items() if n not in wanted]
-    problems += [
-        f"{n} has shape {found[n]}, expected {s}"
-        for n, s in wanted.items()
-        if n in found and found[n] != s
-    ]
+            if tensor.name in stored:
+                first = stored[tensor.name].file.name
+                problems.append(f"{tensor.name} is both in {first} and in {file.name}")
+            else:
+                stored[tensor.name] = tensor
+    for name, tensor in stored.items():
+        if name in expected and tensor.dtype not in STORED_DTYPES:
+            accepted = ", ".join(STORED_DTYPES)
+            problems.append(f"{name} is {tensor.dtype}, expected one of {accepted}")
+    for name, shape in expected.items():
+        if name not in stored:
+            problems.append(f"missing {name} {shape}")
+    for name, tensor in stored.items():
+        if name not in expected and not ignored(name):
+            problems.append(f"unexpected {name} {tensor.shape}")
+    for name, shape in expected.items():
+        if name in stored and stored[name].shape != shape:
+            problems.append(f"{name} has shape {stored[name].shape}, expected {shape}")
     if problems:
         raise ValueError(
             f"{source}: {len(problems)} tensor(s) do not fit the network: " + "; ".join(problems)
@@ -204,149 +261,212 @@ def find_tensors(
     return stored
 
 
-def _place(
-    e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, place: Placement | None
+def load_tensors(
+    table: Sequence[ParameterEntry],
+    stored: Mapping[str, StoredTensor],
+    dtype: DTypeLike,
+    place: Placement | None = None,
+) -> Params:
+    """Reads the parameters of a table. Each tensor goes at once to the devices that hold a part of
+    it.
+
+    Host memory holds no more than `CHUNK_BYTES` at a time, or one tensor if that is larger. A
+    process reads only those rows of a file that its own devices hold.
+
+    Args:
+        table: parameters to read.
+        stored: position of each tensor by name. A parameter with an initial value may be missing.
+        dtype: dtype that the parameters are cast to.
+        place: gives the sharding of a parameter from its path and shape; None: JAX's default
+            device.
+    """
+    dtype = jnp.dtype(dtype)
+    return unflatten_dict(
+        {entry.path: load_parameter(entry, stored, dtype, place) for entry in table}
+    )
+
+
+def load_parameter(
+    entry: ParameterEntry,
+    stored: Mapping[str, StoredTensor],
+    dtype: np.dtype,
+    place: Placement | None,
 ) -> jax.Array:
-    """Reads and places one parameter. A large one goes to the devices in parts, along its leading axis."""
-    if e.start is not None and e.names[0] not in stored:
-        make, *arguments = e.start
-        value = jnp.asarray(np.broadcast_to(make(*arguments), e.full_shape), dtype)
-        return value if place is None else hosts.put(value, place(e.path, e.full_shape))
+    """Reads one parameter, or initialises it if the files lack it.
+
+    The arguments are those of `load_tensors`.
+    """
+    if entry.start is not None and entry.names[0] not in stored:
+        initialise, *arguments = entry.start
+        value = np.broadcast_to(initialise(*arguments), entry.full_shape)
+        array = jnp.asarray(value, dtype)
+        return array if place is None else hosts.put(array, place(entry.path, entry.full_shape))
     if place is None:
-        whole = tuple(map(range, e.full_shape))
-        return jnp.asarray(_read_parts(e, stored, dtype, [whole])[0])
-    sharding = place(e.path, e.full_shape)
-    if not e.full_shape:
-        return _put(e, stored, dtype, sharding, slice(None))
-    rows = sharding.shard_shape(e.full_shape)[
-        0
-    ]  # leading rows of each device's shard; `step` of them go at a time
+        whole = tuple(range(size) for size in entry.full_shape)
+        return jnp.asarray(read_regions(entry, stored, dtype, [whole])[0])
+    sharding = place(entry.path, entry.full_shape)
+    if not entry.full_shape:
+        return _load_rows(entry, stored, dtype, sharding, slice(None))
+
+    # A large parameter goes to the devices in chunks of `step` rows of each device's shard.
+    shard_shape = sharding.shard_shape(entry.full_shape)
+    rows = shard_shape[0]
     step = rows
-    if (
-        e.stacked or e.layout == "same"
-    ):  # otherwise the file has another leading axis, and each part would read it all
-        # the bytes of the shards on the devices of this process, where replicas count once
-        size = (
-            len(_shards(e, sharding))
-            * math.prod(sharding.shard_shape(e.full_shape))
-            * dtype.itemsize
-        )
-        step = max(1, PART * rows // max(1, size))
+    # With another layout, the leading axis is not the leading one in the file, and each chunk would
+    # read the whole file.
+    if entry.stacked or entry.layout == "same":
+        local_shards = len(_local_shards(entry, sharding))
+        local_bytes = local_shards * math.prod(shard_shape) * dtype.itemsize
+        step = max(1, CHUNK_BYTES * rows // max(1, local_bytes))
     if step >= rows:
-        return _put(e, stored, dtype, sharding, slice(None))
-    array = jnp.zeros(e.full_shape, dtype, device=sharding)
+        return _load_rows(entry, stored, dtype, sharding, slice(None))
+    array = jnp.zeros(entry.full_shape, dtype, device=sharding)
     for start in range(0, rows, step):
-        part = _put(e, stored, dtype, sharding, slice(start, start + step))
-        array = _fill(sharding)(array, part, np.int32(start))
+        chunk = _load_rows(entry, stored, dtype, sharding, slice(start, start + step))
+        array = _write_rows(array, chunk, np.int32(start), sharding)
     return array.block_until_ready()
 
 
-def _put(
-    e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, sharding: NamedSharding, rows: slice
+def _load_rows(
+    entry: ParameterEntry,
+    stored: Mapping[str, StoredTensor],
+    dtype: np.dtype,
+    sharding: NamedSharding,
+    rows: slice,
 ) -> jax.Array:
-    """An array that holds, on each device, these leading rows of the device's shard of the parameter."""
-    shards = _shards(e, sharding)
-    parts = [(index[0][rows], *index[1:]) if index else index for index in shards]
+    """Returns an array that holds, on each device, these leading rows of the device's shard of the
+    parameter.
+    """
+    shards = _local_shards(entry, sharding)
+    regions = [(region[0][rows], *region[1:]) if region else region for region in shards]
     pieces = []
-    for host, devices in zip(_read_parts(e, stored, dtype, parts), shards.values(), strict=True):
-        pieces += [jax.device_put(host, device) for device in devices]
-    jax.block_until_ready(pieces)  # so that the host's copies are freed at the end of this call
-    shape = e.full_shape
+    for piece, devices in zip(
+        read_regions(entry, stored, dtype, regions), shards.values(), strict=True
+    ):
+        pieces += [jax.device_put(piece, device) for device in devices]
+    jax.block_until_ready(pieces)  # frees the host's copies at the end of this call
+    shape = entry.full_shape
     if shape:
-        whole = sharding.shard_shape(shape)[0]
-        shape = (shape[0] // whole * len(range(whole)[rows]), *shape[1:])
+        shard_rows = sharding.shard_shape(shape)[0]
+        shape = (shape[0] // shard_rows * len(range(shard_rows)[rows]), *shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-@functools.cache
-def _fill(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
-    """A program `(array, part, start) -> array`: each device writes its shard of `part` into its shard of `array`, in place.
-
-    start: the first row, in the device's shard.
+@functools.partial(jax.jit, static_argnames="sharding", donate_argnames="array")
+def _write_rows(
+    array: jax.Array, chunk: jax.Array, start: jax.Array | np.int32, sharding: NamedSharding
+) -> jax.Array:
+    """Writes, on each device, the shard of `chunk` into the shard of `array` from row `start` on,
+    in place.
     """
     spec = sharding.spec
-
-    def write(array, part, start):
-        return jax.lax.dynamic_update_slice_in_dim(array, part, start, axis=0)
-
-    shards = jax.shard_map(
-        write,
+    write = jax.shard_map(
+        functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0),
         mesh=sharding.mesh,
         in_specs=(spec, spec, PartitionSpec()),
         out_specs=spec,
         check_vma=False,
     )
-    return jax.jit(shards, donate_argnums=0)
+    return write(array, chunk, start)
 
 
-def _shards(e: Entry, sharding: NamedSharding) -> dict[Index, list[jax.Device]]:
-    """The parts of a parameter that the devices of this process hold, each with its devices."""
-    shards: dict[Index, list[jax.Device]] = {}
-    for device, slices in sharding.addressable_devices_indices_map(e.full_shape).items():
-        index = tuple(range(n)[s] for s, n in zip(slices or (), e.full_shape, strict=True))
-        shards.setdefault(index, []).append(device)
+def _local_shards(entry: ParameterEntry, sharding: NamedSharding) -> dict[Region, list[jax.Device]]:
+    """Returns the regions of a parameter that devices of this process hold, each with its devices."""
+    shape = entry.full_shape
+    shards: dict[Region, list[jax.Device]] = {}
+    for device, slices in sharding.addressable_devices_indices_map(shape).items():
+        region = tuple(range(size)[cut] for cut, size in zip(slices or (), shape, strict=True))
+        shards.setdefault(region, []).append(device)
     return shards
 
 
-def _read_parts(
-    e: Entry, stored: Mapping[str, Stored], dtype: np.dtype, parts: Sequence[Index]
+def read_regions(
+    entry: ParameterEntry,
+    stored: Mapping[str, StoredTensor],
+    dtype: np.dtype,
+    regions: Sequence[Region],
 ) -> list[np.ndarray]:
-    """Parts of a parameter, given by ranges over its axes. Each tensor is read once for all parts."""
-    hosts = [np.empty([len(r) for r in index], dtype) for index in parts]
-    wanted: dict[str, list[tuple[Index, np.ndarray]]] = {}
-    for index, host in zip(parts, hosts, strict=True):
-        if e.stacked:
-            for slot, layer in enumerate(index[0]):
-                wanted.setdefault(e.names[layer], []).append((index[1:], host[slot, ...]))
+    """Reads regions of one parameter into host memory. Each tensor is read once for all regions.
+
+    Args:
+        entry: the parameter.
+        stored: position of each tensor by name.
+        dtype: dtype that the values are cast to.
+        regions: parts of the parameter, in our order of axes.
+    """
+    arrays = [np.empty([len(axis) for axis in region], dtype) for region in regions]
+    # for each tensor, the regions of it that are needed and the arrays that they go to
+    targets: dict[str, list[tuple[Region, np.ndarray]]] = {}
+    for region, array in zip(regions, arrays, strict=True):
+        if entry.stacked:
+            for slot, layer in enumerate(region[0]):
+                targets.setdefault(entry.names[layer], []).append((region[1:], array[slot, ...]))
         else:
-            wanted.setdefault(e.names[0], []).append((index, host))
-    for name, targets in wanted.items():
-        _read(stored[name], e.layout, targets)
-    return hosts
+            targets.setdefault(entry.names[0], []).append((region, array))
+    for name, parts in targets.items():
+        _read_tensor(stored[name], entry.layout, parts)
+    return arrays
 
 
-def _read(tensor: Stored, layout: str, targets: list[tuple[Index, np.ndarray]]) -> None:
-    """Fills each target, an array in our order of axes, with its part of the tensor. Reads a few rows of the file at a time."""
-    views = [  # in the file's order of axes
-        (index_in_torch(index, layout), to_torch_order(out, layout))
+def _read_tensor(
+    tensor: StoredTensor, layout: str, targets: list[tuple[Region, np.ndarray]]
+) -> None:
+    """Copies regions of one tensor into arrays. Reads a few rows of the file at a time.
+
+    Args:
+        tensor: position of the tensor.
+        layout: layout of the parameter, "same" or a key of `OUR_AXES`.
+        targets: regions in our order of axes, each with the array to fill.
+    """
+    # Everything below is in the file's order of axes. A tensor without axes counts as one row.
+    views = [
+        (region_in_torch(region, layout), to_torch_order(array, layout))
         if tensor.shape
-        else ((range(1),), out[None])
-        for index, out in targets
+        else ((range(1),), array[None])
+        for region, array in targets
     ]
-    first = min(index[0].start for index, _ in views)
-    last = max(index[0].stop for index, _ in views)
-    for start, rows_read in tensor.rows(first, last):
-        stop = start + len(rows_read)
-        # cast first, then reorder: several times faster than one assignment that does both
-        with np.errstate(
-            over="ignore"
-        ):  # infinite weights make pictures that are not finite, which is said
-            block = rows_read.astype(targets[0][1].dtype, copy=False)
-        for (rows, *columns), view in views:
-            low = max(start, rows.start)
-            high = min(stop, rows.stop)
+    dtype = targets[0][1].dtype
+    first = min(region[0].start for region, _ in views)
+    last = max(region[0].stop for region, _ in views)
+    for start, rows in tensor.rows(first, last):
+        stop = start + len(rows)
+        # Casting first and then reordering is several times faster than one assignment that does
+        # both. Values beyond the range of `dtype` become infinite without a warning: non-finite
+        # images are reported later.
+        with np.errstate(over="ignore"):
+            block = rows.astype(dtype, copy=False)
+        for (wanted, *columns), view in views:
+            low = max(start, wanted.start)
+            high = min(stop, wanted.stop)
             if low < high:
-                cut = tuple(
-                    slice(r.start, r.stop) for r in (range(low - start, high - start), *columns)
-                )
-                view[low - rows.start : high - rows.start] = block[cut]
+                cuts = [slice(axis.start, axis.stop) for axis in columns]
+                view[low - wanted.start : high - wanted.start] = block[
+                    (slice(low - start, high - start), *cuts)
+                ]
+
+
+def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
+    """Returns a view of one layer of a parameter in PyTorch's order of axes.
+
+    Args:
+        parameter: in our order of axes.
+        layout: "same" or a key of `OUR_AXES`.
+    """
+    if layout == "same":
+        return parameter
+    view = parameter.transpose(OUR_AXES[layout])
+    return view[:, :, None, None] if layout == "pointwise" else view
+
+
+def region_in_torch(region: Region, layout: str) -> Region:
+    """Returns the region of the PyTorch tensor that holds this region of our parameter; see
+    `to_torch_order`.
+    """
+    if layout == "same":
+        return region
+    permuted = tuple(region[axis] for axis in OUR_AXES[layout])
+    return (*permuted, range(1), range(1)) if layout == "pointwise" else permuted
 
 
 def _join(*parts: Any) -> str:
-    return ".".join(str(p) for p in parts)
-
-
-def to_torch_order(t: np.ndarray, layout: str) -> np.ndarray:
-    """A view of our parameter in PyTorch's order."""
-    if layout == "same":
-        return t
-    turned = t.transpose(OUR_AXES[layout])
-    return turned[:, :, None, None] if layout == "pointwise" else turned
-
-
-def index_in_torch(index: Index, layout: str) -> Index:
-    """The part of PyTorch's tensor that holds the part `index` of our parameter."""
-    if layout == "same":
-        return index
-    turned = tuple(index[axis] for axis in OUR_AXES[layout])
-    return (*turned, range(1), range(1)) if layout == "pointwise" else turned
+    return ".".join(map(str, parts))

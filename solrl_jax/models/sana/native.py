@@ -1,8 +1,11 @@
-"""The layout of the SANA authors' own checkpoints (`SanaMS` and `SanaMSLinearFFN` in their code) as that of diffusers.
+"""Converts checkpoints of the SANA authors (`SanaMS` and `SanaMSLinearFFN` in their code) to the
+layout of diffusers.
 
-Both layouts hold the same numbers. The authors keep queries, keys and values of the self-attention in one tensor, and keys and
-values of the attention to the text in another. Their second kind of MLP ("linear", made for products in FP4) has linears in
-place of 1x1 convolutions, whose weights lack the two axes of size one. No tensor is opened here: names and shapes tell all.
+Both layouts hold the same numbers. The authors keep queries, keys and values of the self-attention
+in one tensor, and keys and values of the cross-attention in another. Their second kind of MLP
+("linear", made for FP4 matmuls) has linear layers in place of 1x1 convolutions, so that the weights
+lack two axes of size one. The conversion is planned here from the names and shapes of the tensors
+alone; `cli/convert.py` carries it out.
 """
 
 import dataclasses
@@ -12,21 +15,29 @@ from collections.abc import Iterable, Mapping
 
 from flax import nnx
 
-from solrl_jax.models.loading.weights import entries
+from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 
 Shape = tuple[int, ...]
-# a native tensor, and the tensors of diffusers, separated by spaces, that its rows make in equal parts
-Table = dict[str, str]
+# The name of a native tensor -> the names of the diffusers tensors that its rows consist of, in
+# order.
+Table = dict[str, list[str]]
 
 
-def _layers(layers: Mapping[str, str]) -> Table:
-    """The weight and the bias of each layer."""
-    return {f"{ours}.{kind}": " ".join(f"{name}.{kind}" for name in theirs.split()) for ours, theirs in layers.items()
-            for kind in ("weight", "bias")}  # fmt: skip
+def _weights_and_biases(layers: Mapping[str, str]) -> Table:
+    """Returns the table of the weights and biases of layers.
+
+    Names in diffusers are separated by spaces.
+    """
+    table = {}
+    for native, names in layers.items():
+        for kind in ("weight", "bias"):
+            table[f"{native}.{kind}"] = [f"{name}.{kind}" for name in names.split()]
+    return table
 
 
-OUTER = _layers({
+# Tensors outside of the blocks.
+OUTER = _weights_and_biases({
     "x_embedder.proj": "patch_embed.proj",
     "y_embedder.y_proj.fc1": "caption_projection.linear_1",
     "y_embedder.y_proj.fc2": "caption_projection.linear_2",
@@ -35,11 +46,12 @@ OUTER = _layers({
     "t_block.1": "time_embed.linear",
     "final_layer.linear": "proj_out",
 }) | {
-    "attention_y_norm.weight": "caption_norm.weight",
-    "final_layer.scale_shift_table": "scale_shift_table",
+    "attention_y_norm.weight": ["caption_norm.weight"],
+    "final_layer.scale_shift_table": ["scale_shift_table"],
 }  # fmt: skip
-# under `blocks.N` in native files, under `transformer_blocks.N` in diffusers; FFN: "conv" or "linear"
-BLOCK = _layers({
+# Tensors of a block: below `blocks.N` in native files, below `transformer_blocks.N` in diffusers.
+# FFN stands for "conv" or "linear".
+BLOCK = _weights_and_biases({
     "attn.proj": "attn1.to_out.0",
     "cross_attn.q_linear": "attn2.to_q",
     "cross_attn.kv_linear": "attn2.to_k attn2.to_v",
@@ -47,23 +59,34 @@ BLOCK = _layers({
     "mlp.depth_conv.conv": "ff.conv_depth",
     "mlp.inverted_conv.FFN": "ff.conv_inverted",
 }) | {
-    "scale_shift_table": "scale_shift_table",
-    "attn.qkv.weight": "attn1.to_q.weight attn1.to_k.weight attn1.to_v.weight",
-    "mlp.point_conv.FFN.weight": "ff.conv_point.weight",
+    "scale_shift_table": ["scale_shift_table"],
+    "attn.qkv.weight": ["attn1.to_q.weight", "attn1.to_k.weight", "attn1.to_v.weight"],
+    "mlp.point_conv.FFN.weight": ["ff.conv_point.weight"],
 }  # fmt: skip
+# Further tensors of a block with normalised queries and keys.
 QK_NORM = {
-    f"{native}.{x}_norm.weight": f"{target}.norm_{x}.weight"
-    for native, target in (("attn", "attn1"), ("cross_attn", "attn2"))
-    for x in "qk"
+    "attn.q_norm.weight": ["attn1.norm_q.weight"],
+    "attn.k_norm.weight": ["attn1.norm_k.weight"],
+    "cross_attn.q_norm.weight": ["attn2.norm_q.weight"],
+    "cross_attn.k_norm.weight": ["attn2.norm_k.weight"],
 }
 
-# Not needed: positions, which are a formula, and the embedding of the empty prompt, which the pipeline computes instead.
+# Native tensors that are not needed: the positions, which are a formula, and the embedding of the
+# empty prompt, which the pipeline computes instead.
 IGNORED = ("pos_embed", "y_embedder.y_embedding")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A tensor of diffusers: the rows `start` to `stop` of the native tensor `source`, in the shape it has in diffusers."""
+class TensorPart:
+    """A tensor of diffusers as a part of a native tensor.
+
+    Attributes:
+        name: name of the tensor in diffusers.
+        source: name of the native tensor.
+        start: first row in the native tensor.
+        stop: row after the last one.
+        shape: shape of the tensor in diffusers. The rows are reshaped to it.
+    """
 
     name: str
     source: str
@@ -73,101 +96,126 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a native checkpoint becomes a component of diffusers."""
+class ConversionPlan:
+    """How a native checkpoint becomes a component of diffusers.
+
+    Attributes:
+        config: configuration of the converted transformer.
+        parts: all tensors of the converted transformer.
+        ffn: kind of the native MLP, "conv" or "linear".
+        ignored: native tensors that are not needed.
+    """
 
     config: SanaConfig
-    parts: tuple[Part, ...]
-    ffn: str  # "conv" or "linear"
+    parts: tuple[TensorPart, ...]
+    ffn: str
     ignored: tuple[str, ...]
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         return sum(math.prod(part.shape) for part in self.parts)
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Whether these are the names in a native SANA checkpoint. No other network has this MLP in blocks of this name."""
+    """Whether these are the tensor names of a native SANA checkpoint.
+
+    No other network has this MLP in such blocks.
+    """
     return any(re.match(r"blocks\.\d+\.mlp\.(inverted|depth|point)_conv\.", name) for name in names)
 
 
-def plan(shapes: Mapping[str, Shape], base: SanaConfig) -> Plan:
-    """From the native tensors' names and shapes: what each tensor of diffusers is made of, and the configuration.
+def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> ConversionPlan:
+    """Plans the conversion of a native checkpoint.
 
-    base: the configuration of a released transformer of the same width. Depth, hidden width and query-key norms are the
-    checkpoint's own.
-    Raises ValueError for another width, and one that lists every tensor that is missing, unexpected or of another shape.
+    Depth, hidden width of the MLP and the normalisation of queries and keys are taken from the
+    checkpoint.
+
+    Args:
+        shapes: shapes of the native tensors, by name.
+        base: configuration of a released transformer of the same width, for everything else.
+
+    Raises:
+        ValueError: the checkpoint has another width, or tensors are missing, unexpected or of
+            another shape. The message lists all of them.
     """
-    if (width := (shapes.get("t_block.1.bias") or (6 * base.width,))[0] // 6) != base.width:
-        raise ValueError(f"has width {width}, but the base has {base.width}")
+    modulation = shapes.get("t_block.1.bias", (6 * base.width,))
+    if modulation[0] // 6 != base.width:
+        raise ValueError(f"has width {modulation[0] // 6}, but the base has {base.width}")
     ffn = "linear" if any(".inverted_conv.linear." in name for name in shapes) else "conv"
-    depth = len({m[1] for name in shapes if (m := re.match(r"blocks\.(\d+)\.", name))})
-    normed = any(
+    qk_norm = any(
         re.fullmatch(r"blocks\.\d+\.(cross_)?attn\.[qk]_norm\.weight", name) for name in shapes
     )
-    hidden = (
-        shapes.get("blocks.0.mlp.depth_conv.conv.weight", (2 * int(base.mlp_ratio * base.width),))[
-            0
-        ]
-        // 2
-    )
+    blocks = {match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
+    default_hidden = 2 * int(base.mlp_ratio * base.width)
+    hidden = shapes.get("blocks.0.mlp.depth_conv.conv.weight", (default_hidden,))[0] // 2
     config = dataclasses.replace(
         base,
-        num_layers=depth,
+        num_layers=len(blocks),
         mlp_ratio=mlp_ratio(hidden, base.width),
-        qk_norm="rms_norm_across_heads" if normed else None,
+        qk_norm="rms_norm_across_heads" if qk_norm else None,
     )
-    table = _table(depth, ffn, normed)
+
     network = nnx.eval_shape(lambda: SanaTransformer2DModel(config, rngs=nnx.Rngs(0)))
-    targets = {name: e.torch_shape for e in entries(nnx.split(network)[1]) for name in e.names}
-    parts: list[Part] = []
-    wanted: dict[str, Shape] = {}
-    for native, names in table.items():
+    _, state = nnx.split(network)
+    target_shapes = {
+        name: entry.torch_shape for entry in parameter_table(state) for name in entry.names
+    }
+    parts: list[TensorPart] = []
+    expected: dict[str, Shape] = {}
+    for native, names in _full_table(len(blocks), ffn, qk_norm).items():
         rows = 0
-        for name in names.split():
-            shape = targets[name]
-            parts.append(Part(name, native, rows, rows + shape[0], shape))
+        for name in names:
+            shape = target_shapes[name]
+            parts.append(TensorPart(name, native, rows, rows + shape[0], shape))
             rows += shape[0]
-        wanted[native] = (
-            rows,
-            *(shape[1:2] if native.endswith("_conv.linear.weight") else shape[1:]),
-        )
-    _check(wanted, shapes)
-    return Plan(config, tuple(parts), ffn, tuple(name for name in IGNORED if name in shapes))
+        is_linear = native.endswith("_conv.linear.weight")
+        expected[native] = (rows, *(shape[1:2] if is_linear else shape[1:]))
+    _check(expected, shapes)
+    ignored = tuple(name for name in IGNORED if name in shapes)
+    return ConversionPlan(config, tuple(parts), ffn, ignored)
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
-    """The ratio r with `int(r * width) == hidden`. All readers of a config use this formula; rounding must not make it less."""
+    """Returns a ratio with `int(ratio * width) == hidden`, the formula of all readers of a
+    configuration.
+
+    Args:
+        hidden: hidden width of the MLP.
+        width: width of the tokens.
+    """
     ratio = hidden / width
+    # rounding may have made the product a little less than `hidden`
     while int(ratio * width) < hidden:
         ratio = math.nextafter(ratio, math.inf)
     return ratio
 
 
-def _table(depth: int, ffn: str, normed: bool) -> Table:
-    """The whole table of a network, with full names."""
-    block = BLOCK | (QK_NORM if normed else {})
+def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
+    """Returns the table of a network with `depth` blocks, with full names.
 
-    def name(i, names):
-        return " ".join(f"transformer_blocks.{i}.{name}" for name in names.split())
+    `ffn` is "conv" or "linear".
+    """
+    block = BLOCK | (QK_NORM if qk_norm else {})
+    table = dict(OUTER)
+    for i in range(depth):
+        for native, names in block.items():
+            full_names = [f"transformer_blocks.{i}.{name}" for name in names]
+            table[f"blocks.{i}.{native.replace('FFN', ffn)}"] = full_names
+    return table
 
-    return OUTER | {
-        f"blocks.{i}.{native.replace('FFN', ffn)}": name(i, names)
-        for i in range(depth)
-        for native, names in block.items()
-    }
 
-
-def _check(wanted: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
-    problems = [f"missing {n} {s}" for n, s in wanted.items() if n not in shapes]
-    problems += [
-        f"unexpected {n} {s}" for n, s in shapes.items() if n not in wanted and n not in IGNORED
-    ]
-    problems += [
-        f"{n} has shape {shapes[n]}, expected {s}"
-        for n, s in wanted.items()
-        if n in shapes and shapes[n] != s
-    ]
+def _check(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
+    """Raises ValueError unless the native tensors have the expected names and shapes."""
+    problems = []
+    for name, shape in expected.items():
+        if name not in shapes:
+            problems.append(f"missing {name} {shape}")
+    for name, shape in shapes.items():
+        if name not in expected and name not in IGNORED:
+            problems.append(f"unexpected {name} {shape}")
+    for name, shape in expected.items():
+        if name in shapes and shapes[name] != shape:
+            problems.append(f"{name} has shape {shapes[name]}, expected {shape}")
     if problems:
         raise ValueError(
             f"{len(problems)} tensor(s) do not fit a SANA transformer: " + "; ".join(problems)

@@ -1,6 +1,5 @@
-"""Stable Diffusion 3 and 3.5 as a pipeline: prompt encoding, velocity, decoding as in diffusers' `StableDiffusion3Pipeline`."""
+"""Stable Diffusion 3 and 3.5 as a pipeline, as in diffusers' `StableDiffusion3Pipeline`."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,118 +9,103 @@ from jaxtyping import Array
 
 from solrl_jax.models.autoencoders.kl import AutoencoderKL, AutoencoderKLConfig
 from solrl_jax.models.loading.component import Component
-from solrl_jax.models.loading.pipeline import (
-    Conditioning,
-    Pipeline,
-    Tokens,
-    TracedTokens,
-    check_fit,
-)
 from solrl_jax.models.loading.tensor_files import read_json
-from solrl_jax.models.loading.weights import Params, find_decoder
+from solrl_jax.models.loading.weights import Params, locate_decoder_tensors
+from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens, check_equal
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.models.text_encoders.t5 import T5Config, T5EncoderModel
 from solrl_jax.models.text_encoders.tokenizers import check_vocabulary, clip_length, tokenize
 from solrl_jax.models.vision.clip import CLIPTextConfig, CLIPTextModelWithProjection
 
 MAX_TOKENS = 256  # of T5
+CLIPS = ("text_encoder", "text_encoder_2")
+T5 = "text_encoder_3"
 TOKENIZERS = {
     "text_encoder": "tokenizer",
     "text_encoder_2": "tokenizer_2",
     "text_encoder_3": "tokenizer_3",
 }
-CLIPS = ("text_encoder", "text_encoder_2")
-T5 = "text_encoder_3"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SD3Text:
-    """The text encoders: two CLIPs, and T5, which a release may leave out."""
+class StableDiffusion3Pipeline(Pipeline):
+    """Stable Diffusion 3 or 3.5. Two CLIPs and T5 encode the prompt; a release may leave out T5."""
 
-    folder: Path
-    encoders: dict[str, Component]  # by folder
-    clip_tokens: int
-    width: int  # of the text that the transformer takes
+    kind = "StableDiffusion3Pipeline"
+    attends_in_fp8 = True
 
-    def tokenize(self, prompts: Sequence[str], max_tokens: int) -> Tokens:
-        """max_tokens: of T5. Both CLIPs have the length of the first one's tokenizer."""
-        length = {T5: max_tokens} | dict.fromkeys(CLIPS, self.clip_tokens)
-        tokens = {
-            part: tokenize(self.folder / TOKENIZERS[part], prompts, length[part])["ids"]
-            for part in self.encoders
-        }
-        return {T5: np.zeros((len(prompts), max_tokens), "int32")} | tokens
-
-    def encode(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """{"text": [b, l, width], "pooled": [b, e]}. Text is the CLIPs' tokens, side by side and padded to `width`, then T5's.
-
-        Where there is no T5, zeros take the place of its tokens, as in diffusers.
+    def __init__(self, folder: Path, remat: str = "none"):
+        """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`; see
+        `Pipeline`.
         """
-        clips = [self.encoders[part](params[part])(tokens[part]) for part in CLIPS]
-        text = jnp.concatenate([clip.penultimate for clip in clips], axis=-1)
-        text = jnp.pad(text, ((0, 0), (0, 0), (0, self.width - text.shape[-1])))
-        more = jnp.zeros((*tokens[T5].shape, self.width), text.dtype)
-        if T5 in self.encoders:
-            more = self.encoders[T5](params[T5])(tokens[T5]).astype(text.dtype)
-        return {
-            "text": jnp.concatenate([text, more], axis=1),
-            "pooled": jnp.concatenate([clip.pooled for clip in clips], axis=-1),
-        }
-
-
-def open_text(folder: Path, width: int, pooled: int) -> SD3Text:
-    """Opens the text encoders and tokenizers for a transformer that takes text of `width` and a vector of `pooled` features.
-
-    Raises FileNotFoundError or ValueError for what is missing, not supported or of another width.
-    """
-    configs = {part: CLIPTextConfig.read(folder / part) for part in CLIPS}
-    if width < (least := sum(config.hidden_size for config in configs.values())):
-        wanted = f"at least {least}, the hidden_size of both CLIPs"
-        raise ValueError(f"{folder}: transformer joint_attention_dim={width}; accepted: {wanted}")
-    check_fit(
-        folder,
-        (
-            "transformer pooled_projection_dim",
-            pooled,
-            sum(c.projection_dim for c in configs.values()),
-        ),
-    )
-
-    def open_clip(part: str) -> Component:
-        return Component.of(
-            folder / part, lambda r: CLIPTextModelWithProjection(configs[part], rngs=r)
+        super().__init__(folder, remat)
+        config = SD3Config.read(folder / "transformer")
+        vae_config = AutoencoderKLConfig.read(folder / "vae")
+        check_equal(
+            folder, "transformer in_channels", config.in_channels, vae_config.latent_channels
         )
+        check_equal(folder, "transformer out_channels", config.features_out, config.in_channels)
+        self.config = config
+        self.vae_config = vae_config
+        self._open_text_encoders()
 
-    encoders = {part: open_clip(part) for part in CLIPS}
-    if read_json(folder / "model_index.json").get(T5) not in (None, [None, None]):
-        config = T5Config.read(folder / T5)
-        check_fit(folder, ("transformer joint_attention_dim", width, config.d_model))
-        encoders[T5] = Component.of(folder / T5, lambda r: T5EncoderModel(config, rngs=r))
-        check_vocabulary(folder / TOKENIZERS[T5], config.vocab_size)
-    for part in CLIPS:
-        check_vocabulary(
-            folder / TOKENIZERS[part], configs[part].vocab_size
-        )  # raises now if there is no tokenizer
-    positions = [config.max_position_embeddings for config in configs.values()]
-    return SD3Text(folder, encoders, clip_length(folder / TOKENIZERS[CLIPS[0]], *positions), width)
+        self.transformer = Component.from_builder(
+            folder / "transformer",
+            lambda rngs: SD3Transformer2DModel(config, remat=remat, rngs=rngs),
+        )
+        self.vae = Component.from_builder(
+            folder / "vae",
+            lambda rngs: AutoencoderKL(vae_config, rngs=rngs),
+            locate_decoder_tensors,
+        )
+        self.compression = vae_config.spatial_compression
+        self.channels = config.in_channels
+        self.patch = config.patch_size
+        self.vae_dtype = vae_config.required_dtype
+        side = config.sample_size * self.compression
+        self.default_size = (side, side)
+        self.default_max_tokens = MAX_TOKENS
+        # The table of positions has no entries beyond this side.
+        self.largest_side = config.pos_embed_max_size * config.patch_size * self.compression
 
-
-def open_sd3(folder: Path, remat: str) -> Pipeline:
-    """Opens a directory in the layout of `stabilityai/stable-diffusion-3.5-large`."""
-    config = SD3Config.read(folder / "transformer")
-    vae_config = AutoencoderKLConfig.read(folder / "vae")
-    check_fit(
-        folder,
-        ("transformer in_channels", config.in_channels, vae_config.latent_channels),
-        ("transformer out_channels", config.features_out, config.in_channels),
-    )
-    text = open_text(folder, config.joint_attention_dim, config.pooled_projection_dim)
-    transformer = Component.of(
-        folder / "transformer", lambda r: SD3Transformer2DModel(config, remat=remat, rngs=r)
-    )
-    compression = vae_config.spatial_compression
+    def _open_text_encoders(self) -> None:
+        """Sets `text_encoders` and `clip_tokens`, and checks text encoders and tokenizers against
+        the transformer.
+        """
+        folder = self.folder
+        text_width = self.config.joint_attention_dim
+        clips = {name: CLIPTextConfig.read(folder / name) for name in CLIPS}
+        clip_width = sum(clip.hidden_size for clip in clips.values())
+        if text_width < clip_width:
+            raise ValueError(
+                f"{folder}: transformer joint_attention_dim={text_width}; "
+                f"accepted: at least {clip_width}, the hidden_size of both CLIPs"
+            )
+        check_equal(
+            folder,
+            "transformer pooled_projection_dim",
+            self.config.pooled_projection_dim,
+            sum(clip.projection_dim for clip in clips.values()),
+        )
+        self.text_encoders = {}
+        for name, clip in clips.items():
+            self.text_encoders[name] = Component.from_builder(
+                folder / name,
+                lambda rngs, clip=clip: CLIPTextModelWithProjection(clip, rngs=rngs),
+            )
+            check_vocabulary(folder / TOKENIZERS[name], clip.vocab_size)
+        positions = min(clip.max_position_embeddings for clip in clips.values())
+        # Both CLIPs are padded to the length of the first one's tokenizer, as in diffusers.
+        self.clip_tokens = clip_length(folder / TOKENIZERS[CLIPS[0]], positions)
+        if read_json(folder / "model_index.json").get(T5) not in (None, [None, None]):
+            t5 = T5Config.read(folder / T5)
+            check_equal(folder, "transformer joint_attention_dim", text_width, t5.d_model)
+            check_vocabulary(folder / TOKENIZERS[T5], t5.vocab_size)
+            self.text_encoders[T5] = Component.from_builder(
+                folder / T5, lambda rngs: T5EncoderModel(t5, rngs=rngs)
+            )
 
     def velocity(
+        self,
         params: Params,
         latent: Array,
         conditioning: Conditioning,
@@ -129,7 +113,8 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
-        return transformer(params)(
+        network = self.transformer(params)
+        return network(
             latent,
             conditioning["text"],
             conditioning["pooled"],
@@ -137,25 +122,38 @@ def open_sd3(folder: Path, remat: str) -> Pipeline:
             fp8_attention=fp8_attention,
         )
 
-    return Pipeline(
-        kind="StableDiffusion3Pipeline",
-        folder=folder,
-        transformer=transformer,
-        text_encoders=text.encoders,
-        vae=Component.of(folder / "vae", lambda r: AutoencoderKL(vae_config, rngs=r), find_decoder),
-        scheduler=read_json(folder / "scheduler" / "scheduler_config.json"),
-        velocity=velocity,
-        tokenize=text.tokenize,
-        encode_text=text.encode,
-        unscale=vae_config.unscale,
-        compression=compression,
-        channels=config.in_channels,
-        patch=config.patch_size,
-        default_size=(config.sample_size * compression,) * 2,
-        default_max_tokens=MAX_TOKENS,
-        largest_side=config.pos_embed_max_size
-        * config.patch_size
-        * compression,  # there are no positions beyond
-        vae_dtype=vae_config.own_dtype,
-        attends_in_fp8=True,
-    )
+    def tokenize(
+        self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
+    ) -> Tokens:
+        """Tokenizes prompts for each text encoder.
+
+        `max_tokens` is the length for T5; CLIP's is fixed.
+        """
+        tokens = {T5: np.zeros((len(prompts), max_tokens), "int32")}
+        for name in self.text_encoders:
+            length = max_tokens if name == T5 else self.clip_tokens
+            tokens[name] = tokenize(self.folder / TOKENIZERS[name], prompts, length)["ids"]
+        return tokens
+
+    def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
+        """Returns "text" [b, l, d] and "pooled" [b, e].
+
+        The text is a sequence of the CLIP tokens (both CLIPs concatenated along the features and
+        padded with zeros to width d), followed by the T5 tokens. Without T5, zeros take the place
+        of its tokens, as in diffusers.
+        """
+        clips = [self.text_encoders[name](params[name])(tokens[name]) for name in CLIPS]
+        clip_text = jnp.concatenate([clip.penultimate for clip in clips], axis=-1)
+        width = self.config.joint_attention_dim
+        clip_text = jnp.pad(clip_text, ((0, 0), (0, 0), (0, width - clip_text.shape[-1])))
+        if T5 in self.text_encoders:
+            t5_text = self.text_encoders[T5](params[T5])(tokens[T5]).astype(clip_text.dtype)
+        else:
+            t5_text = jnp.zeros((*tokens[T5].shape, width), clip_text.dtype)
+        return {
+            "text": jnp.concatenate([clip_text, t5_text], axis=1),
+            "pooled": jnp.concatenate([clip.pooled for clip in clips], axis=-1),
+        }
+
+    def unscale(self, latent: Array) -> Array:
+        return self.vae_config.unscale(latent)

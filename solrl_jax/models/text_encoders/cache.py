@@ -1,11 +1,14 @@
-"""A cache of encoded prompts on disk: what a text encoder computed once is read from then on.
+"""A cache of encoded prompts on disk, so that each prompt is encoded only once.
 
-FOLDER/ab/ab12....safetensors    one prompt's encoding, named by its key; the header has a checksum of both
-FOLDER/files/...                 SHA-256 of each weight file, so that gigabytes are not read at every start
+    FOLDER/ab/ab12....safetensors
+        The encoding of one prompt, named by its key. The header has a checksum of both.
+    FOLDER/files/...
+        The SHA-256 of each weight file, so that gigabytes are not read at every start.
 
-A key is a hash of all that an encoding depends on (`TextEncoders`). So an entry is never out of date, and the folder can be
-copied, shared and removed. An entry appears by rename, and two writers never share a temporary name. Entries are not synced to
-the disk: one that a crash of the machine cut short fails its checksum, and is computed and written again.
+A key is a hash of everything that an encoding depends on (`TextEncoders`). So an entry is never out
+of date, and the folder can be copied, shared and removed. Entries appear by an atomic rename. They
+are not synced to the disk: if a crash of the machine cuts one short, its checksum fails, and it is
+computed and written again.
 """
 
 import contextlib
@@ -26,7 +29,7 @@ from solrl_jax.errors import InputError
 from solrl_jax.storage.files import PARTIAL, disk_reason, writing
 from solrl_jax.storage.readers import read_text
 
-Encoding = dict[str, np.ndarray]  # of one prompt
+Encoding = dict[str, np.ndarray]  # of one prompt, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,32 +39,37 @@ class Cache:
     folder: Path
 
     def read(self, key: str) -> Encoding | None:
-        """The entry of `key`; None if it is absent or damaged."""
+        """Returns the entry of a key, or None if it is missing or damaged."""
         if not self.has(key):
-            return None  # absent, or a pipe, which would be waited for
+            return None
         try:
-            with safe_open(self._entry(key), "numpy") as file:
-                # noqa: SIM118
-                encoding = {name: file.get_tensor(name) for name in file.keys()}
-                told = file.metadata()
-        except (OSError, SafetensorError, AttributeError):  # the last for a dtype that NumPy lacks
-            return None  # any bytes at all
-        return encoding if told == {"sha256": _checksum(encoding, key)} else None
+            with safe_open(self.entry_path(key), "numpy") as file:
+                names = file.keys()
+                encoding = {name: file.get_tensor(name) for name in names}
+                metadata = file.metadata()
+        except (OSError, SafetensorError, AttributeError):
+            return None  # damaged; AttributeError stands for a dtype that NumPy lacks
+        return encoding if metadata == {"sha256": _checksum(encoding, key)} else None
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry of `key`, damaged or not."""
-        return self._entry(key).is_file()
+        """Whether there is an entry of a key, damaged or not."""
+        return self.entry_path(key).is_file()
 
     def write(self, key: str, encoding: Encoding) -> None:
-        """Makes `encoding` the entry of `key`. Raises RunError if the disk refuses."""
+        """Writes the entry of a key.
+
+        Raises:
+            RunError: the disk is full or cannot be written.
+        """
         arrays = {name: np.ascontiguousarray(x) for name, x in encoding.items()}
-        with writing(self._entry(key)):
-            _replace(self._entry(key), save(arrays, {"sha256": _checksum(arrays, key)}))
+        with writing(self.entry_path(key)):
+            _replace(self.entry_path(key), save(arrays, {"sha256": _checksum(arrays, key)}))
 
     def digest(self, file: Path) -> str:
-        """The SHA-256 of a file's content.
+        """Returns the SHA-256 of a file's content.
 
-        The file is read again only if its path, size, times of change, device or inode have changed, as git decides that.
+        The result is kept in the cache. The file is read again only if its path, size, times of
+        change, device or inode have changed, which is the rule of git.
         """
         stat = file.stat()
         identity = [
@@ -74,58 +82,74 @@ class Cache:
         ]
         known = self.folder / "files" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         with contextlib.suppress(OSError, ValueError):
-            if re.fullmatch("[0-9a-f]{64}", digest := read_text(known)):
+            digest = read_text(known)
+            if re.fullmatch("[0-9a-f]{64}", digest):
                 return digest
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        with contextlib.suppress(
-            OSError
-        ):  # the folder may be read-only; then the next start reads the file again
+        # If the folder is read-only, the next start reads the file again.
+        with contextlib.suppress(OSError):
             _replace(known, digest.encode())
         return digest
 
     def check_writable(self) -> None:
-        """Raises InputError if no entry can be written."""
+        """Raises InputError if no entry can be written. Creates the folder."""
         probe = self.folder / f"{PARTIAL}{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe.touch(exist_ok=False)
             probe.unlink()
         except OSError as error:
-            remedy = "name another directory, or null for none"
             raise InputError(
-                f"model.cache={str(self.folder)!r}: cannot be written ({disk_reason(error)}); {remedy}"
+                f"model.prompt_cache_dir={str(self.folder)!r}: cannot be written "
+                f"({disk_reason(error)}); name another directory, or null for none"
             ) from error
 
-    def _entry(self, key: str) -> Path:
+    def entry_path(self, key: str) -> Path:
+        """Returns the file of a key's entry, whether it exists or not."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
 
 def open_cache(path: str | None) -> Cache | None:
-    """The cache that `model.cache` names: a folder, '' for the user's own, None for none. Raises InputError if it is a file."""
+    """Returns the cache of a configuration. Nothing is written.
+
+    Args:
+        path: `model.prompt_cache_dir`: a folder, "" for one in the user's cache directory, or None
+            for no cache.
+
+    Raises:
+        InputError: the path is a file, or the user has no home directory.
+    """
     if path is None:
         return None
-    own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "solrl_jax" / "prompts"
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     try:
-        folder = Path(path or own).expanduser()
-    except RuntimeError as error:  # a user without one, as containers have them; or ~NAME
+        folder = Path(path or user_cache / "solrl_jax" / "prompts").expanduser()
+    except RuntimeError as error:  # containers may have users without a home
         raise InputError(
-            f"model.cache={path!r}: there is no such home; name another directory, or null for none"
+            f"model.prompt_cache_dir={path!r}: there is no home directory; "
+            "name another directory, or null for none"
         ) from error
     if folder.exists() and not folder.is_dir():
         raise InputError(
-            f"model.cache={path!r}: is a file; expected a directory, '' for the user's own, or null for none"
+            f"model.prompt_cache_dir={path!r}: is a file; expected a directory, "
+            "'' for the user's cache directory, or null for none"
         )
     return Cache(folder)
 
 
 def key_of(identity: str, tokens: Mapping[str, np.ndarray]) -> str:
-    """The key of the encoding of one prompt's `tokens` by the encoders that `identity` names."""
+    """Returns the key of one prompt's encoding.
+
+    Args:
+        identity: stands for the text encoders (`TextEncoders.identity`).
+        tokens: the tokens of the prompt, by name.
+    """
     return _checksum(tokens, identity)
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Makes `data` the content of a file, by rename. Raises OSError."""
+    """Writes a file by rename, so that it appears complete or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}")
     try:
@@ -138,9 +162,9 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def _checksum(arrays: Mapping[str, np.ndarray], owner: str) -> str:
-    """A hash of names, dtypes, shapes and every bit, and of `owner`."""
-    total = hashlib.sha256(json.dumps(owner).encode())
+def _checksum(arrays: Mapping[str, np.ndarray], label: str) -> str:
+    """Returns a hash of a label and of the names, dtypes, shapes and values of arrays."""
+    total = hashlib.sha256(json.dumps(label).encode())
     for name in sorted(arrays):
         x = arrays[name]
         total.update(json.dumps([name, x.dtype.name, x.shape]).encode())

@@ -1,8 +1,10 @@
-"""Gemma 2's decoder as a text encoder (arXiv 2408.00118, section 2): `Gemma2Model` of transformers in Flax NNX.
+"""Gemma 2's decoder as a text encoder (arXiv 2408.00118, section 2): `Gemma2Model` of transformers
+in Flax NNX.
 
-A causal transformer. Its layers alternate between attention to a sliding window and to all tokens before. Groups of query heads
-share keys and values. Attention logits are soft-capped. Each sublayer is normalised before and after. There is no
-language-model head: the result is the last, normalised hidden state of every token.
+A causal transformer whose layers alternate between sliding-window attention and full attention.
+Groups of query heads share keys and values, attention logits are soft-capped, and each sublayer is
+normalised before and after. There is no language-model head: the output is the normalised hidden
+state of every token after the last layer.
 """
 
 import dataclasses
@@ -27,7 +29,14 @@ FULL = "full_attention"
 
 @dataclasses.dataclass(frozen=True)
 class Gemma2Config(ReleasedConfig):
-    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states depend on. The defaults are those of 2B."""
+    """The fields of a `config.json`, of transformers 4 or 5, that the hidden states depend on. The
+    defaults are those of 2B.
+
+    Attributes:
+        query_pre_attn_scalar: attention logits are divided by the square root of it.
+        layer_types: the attention of each layer, `SLIDING` or `FULL`; empty, as in files of
+            transformers 4: they alternate, beginning with `SLIDING`.
+    """
 
     network = "Gemma2Model"
     model_type = "gemma2"
@@ -45,21 +54,19 @@ class Gemma2Config(ReleasedConfig):
     attention_bias: bool = False
     query_pre_attn_scalar: int = 256
     sliding_window: int = 4096
-    layer_types: tuple[str, ...] = ()  # transformers 4 does not say it
+    layer_types: tuple[str, ...] = ()
     attn_logit_softcapping: float | None = 50.0
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
-        given = with_rope_theta(cls.network, fields)
-        if given.get("layer_types") is None:
-            given.pop("layer_types", None)
-        config = super().from_dict(given)
-        if given.get("use_bidirectional_attention"):
+        fields = with_rope_theta(cls.network, fields)
+        if fields.get("layer_types") is None:
+            fields.pop("layer_types", None)
+        config = super().from_dict(fields)
+        bidirectional = fields.get("use_bidirectional_attention")
+        if bidirectional:
             raise unsupported(
-                cls.network,
-                "use_bidirectional_attention",
-                given["use_bidirectional_attention"],
-                "None, False",
+                cls.network, "use_bidirectional_attention", bidirectional, "None, False"
             )
         return config
 
@@ -67,57 +74,68 @@ class Gemma2Config(ReleasedConfig):
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))
         self.require(
-            len(self.kinds) == self.num_hidden_layers,
+            len(self.attention_types) == self.num_hidden_layers,
             "layer_types",
             f"num_hidden_layers={self.num_hidden_layers} of them",
         )
-        fits = self.num_attention_heads % self.num_key_value_heads == 0
         self.require(
-            fits,
+            self.num_attention_heads % self.num_key_value_heads == 0,
             "num_key_value_heads",
             f"a divisor of num_attention_heads={self.num_attention_heads}",
         )
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)")
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        return self.layer_types or tuple(
-            FULL if i % 2 else SLIDING for i in range(self.num_hidden_layers)
-        )
+    def attention_types(self) -> tuple[str, ...]:
+        """The attention of each layer, `SLIDING` or `FULL`."""
+        if self.layer_types:
+            return self.layer_types
+        return tuple(FULL if i % 2 else SLIDING for i in range(self.num_hidden_layers))
 
 
 class Gemma2Model(nnx.Module):
-    """The token table and the decoder's layers."""
+    """The token embedding and the layers of the decoder."""
 
     def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs)
-        self.layers = stack(config.num_hidden_layers, lambda r: DecoderLayer(config, rngs=r), rngs)
+        self.layers = stack(
+            config.num_hidden_layers, lambda rngs: DecoderLayer(config, rngs=rngs), rngs
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0)
 
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """The normalised last hidden states, in the dtype of the token table.
+        """Returns the normalised hidden states after the last layer, in the dtype of the token
+        embedding.
 
-        attention_mask: true on tokens, false on the padding after them. The states of padding mean nothing.
+        Args:
+            input_ids: tokens.
+            attention_mask: true on tokens, false on the padding after them. The states of padding
+                have no meaning.
         """
         return self.decode(self.embed(input_ids), attention_mask)
 
     def embed(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
-        """Tokens to vectors, times sqrt(d). The factor is rounded to the table's dtype first, as in training."""
+        """Returns token embeddings times sqrt(d).
+
+        The factor is rounded to the embedding's dtype, as in training.
+        """
         x = self.embed_tokens(input_ids)
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
     def decode(
         self, x: Float[Array, "b l d"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """Embedded tokens to normalised last hidden states."""
+        """Applies all layers and the last normalisation to embedded tokens; see `__call__` for the
+        mask.
+        """
         position = jnp.arange(x.shape[1])
         distance = position[:, None] - position  # [query, key]
         full = (distance >= 0) & attention_mask[:, None, None, :]
         sliding = full & (distance < self.config.sliding_window)
-        is_sliding = jnp.array([kind == SLIDING for kind in self.config.kinds])
+        is_sliding = jnp.array([kind == SLIDING for kind in self.config.attention_types])
 
         def apply(layer, x, is_sliding):
             return layer(x, jnp.where(is_sliding, sliding, full))
@@ -126,16 +144,15 @@ class Gemma2Model(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then MLP, each normalised before and after and added to its input. mask: true where a query may look."""
+    """Attention, then a gated MLP. Each is normalised before and after, and added to its input."""
 
-    def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs):
         def norm():
-            return RMSNorm(c.hidden_size, eps=c.rms_norm_eps, offset=1.0)
+            return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0)
 
-        self.self_attn = Attention(c, rngs=rngs)
-        self.mlp = MLP(
-            c.hidden_size, c.intermediate_size, jax.nn.gelu, rngs=rngs
-        )  # in its tanh form
+        self.self_attn = Attention(config, rngs=rngs)
+        # jax.nn.gelu is the tanh approximation by default
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, jax.nn.gelu, rngs=rngs)
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
@@ -144,6 +161,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
+        """Applies the layer. `mask` is true where a query attends to a key."""
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), mask))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
@@ -151,41 +169,53 @@ class DecoderLayer(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions and soft-capped logits."""
 
-    def __init__(self, c: Gemma2Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs):
         def linear(n_in, n_out):
-            return Linear(n_in, n_out, bias=c.attention_bias, rngs=rngs)
+            return Linear(n_in, n_out, bias=config.attention_bias, rngs=rngs)
 
-        self.q_proj = linear(c.hidden_size, c.num_attention_heads * c.head_dim)
-        self.k_proj, self.v_proj = (
-            linear(c.hidden_size, c.num_key_value_heads * c.head_dim) for _ in range(2)
-        )
-        self.o_proj = linear(c.num_attention_heads * c.head_dim, c.hidden_size)
-        self.config = c
+        width = config.hidden_size
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = linear(width, query_width)
+        self.k_proj = linear(width, key_width)
+        self.v_proj = linear(width, key_width)
+        self.o_proj = linear(query_width, width)
+        self.config = config
 
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 l l"]
     ) -> Float[Array, "b l d"]:
-        c = self.config
+        """Applies attention. `mask` is true where a query attends to a key."""
+        config = self.config
 
         def heads(y):
-            return y.reshape(*y.shape[:2], -1, c.head_dim)
+            return y.reshape(*y.shape[:2], -1, config.head_dim)
 
-        q = rotate(heads(self.q_proj(x)), c.rope_theta)
-        k = rotate(heads(self.k_proj(x)), c.rope_theta)
-        v = heads(self.v_proj(x))
         out = attention(
-            q, k, v, mask, scale=c.query_pre_attn_scalar**-0.5, softcap=c.attn_logit_softcapping
+            rotate(heads(self.q_proj(x)), config.rope_theta),
+            rotate(heads(self.k_proj(x)), config.rope_theta),
+            heads(self.v_proj(x)),
+            mask,
+            scale=config.query_pre_attn_scalar**-0.5,
+            softcap=config.attn_logit_softcapping,
         )
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
 
-class MLP(nnx.Module):
-    """A gated linear unit (arXiv 2002.05202). activation: that of the gate."""
+class GatedMLP(nnx.Module):
+    """A gated linear unit (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`.
+
+    Args:
+        d: input and output features.
+        hidden: features of gate and up.
+        activation: activation of the gate.
+    """
 
     def __init__(
         self, d: int, hidden: int, activation: Callable[[Array], Array], *, rngs: nnx.Rngs
     ):
-        self.gate_proj, self.up_proj = (Linear(d, hidden, bias=False, rngs=rngs) for _ in range(2))
+        self.gate_proj = Linear(d, hidden, bias=False, rngs=rngs)
+        self.up_proj = Linear(d, hidden, bias=False, rngs=rngs)
         self.down_proj = Linear(hidden, d, bias=False, rngs=rngs)
         self.activation = activation
 
@@ -194,9 +224,14 @@ class MLP(nnx.Module):
 
 
 def rotate(x: Float[Array, "b l n h"], theta: float) -> Float[Array, "b l n h"]:
-    """Rotary positions (arXiv 2104.09864): rotates the features (i, i + h/2) by the angle `position * theta^(-2i / h)`.
+    """Applies rotary position embedding (arXiv 2104.09864).
 
-    In float32: at position 300, an angle in bfloat16 may be wrong by a radian.
+    The features (i, i + h/2) of a head are rotated by the angle `position * theta^(-2i / h)`. The
+    angles are in float32: at position 300, an angle in bfloat16 may be wrong by a radian.
+
+    Args:
+        x: queries or keys at the positions 0 to l - 1.
+        theta: base of the frequencies.
     """
     length = x.shape[1]
     half = x.shape[-1] // 2

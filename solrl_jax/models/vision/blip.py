@@ -1,7 +1,9 @@
-"""ImageReward v1.0 (arXiv 2304.05977), `ImageReward` of the package image-reward, in Flax NNX: BLIP (arXiv 2201.12086), a head.
+"""ImageReward v1.0 (arXiv 2304.05977) in Flax NNX: BLIP (arXiv 2201.12086) with a head that gives
+one number.
 
-A vision transformer reads the picture. BERT reads the prompt, and attends to the picture's tokens in every layer. The head maps
-the state of the prompt's first token to one number. Attributes have the names in the released file.
+A vision transformer encodes the image. BERT encodes the prompt and attends to the image tokens in
+every layer. The head maps the state of the prompt's first token to the reward. Attributes have the
+names of the released file.
 """
 
 import dataclasses
@@ -20,16 +22,23 @@ from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.vision.clip import MLP, gelu
 from solrl_jax.models.vision.score_head import ScoreHead
 
-# How the names of tensors begin that the reward does not use: positions 0, 1, 2, ..., and the maps of BLIP's contrastive loss.
+# Prefixes of tensors in the file that the reward does not use: the positions 0, 1, 2, ..., and the
+# projections for BLIP's contrastive loss.
 UNUSED = ("blip.text_encoder.embeddings.position_ids", "blip.vision_proj.", "blip.text_proj.")
-# Mean and standard deviation of the head's output over its training pictures.
+# Mean and standard deviation of the head's output over ImageReward's training images.
 MEAN = 0.16717362830052426
-DEVIATION = 1.0333394966054072
+STD = 1.0333394966054072
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageRewardConfig:
-    """The sizes of the released network. None of its files holds all of them."""
+    """The sizes of the released network, which none of its files holds completely.
+
+    Attributes:
+        vocabulary: number of tokens of the text encoder.
+        positions: number of text positions.
+        tokens: number of tokens to which a prompt is padded or cut.
+    """
 
     image_size: int = 224
     patch_size: int = 16
@@ -44,17 +53,18 @@ class ImageRewardConfig:
     text_eps: float = 1e-12
     vocabulary: int = 30524
     positions: int = 512
-    tokens: int = 35  # a prompt is cut or padded to this length
+    tokens: int = 35
 
 
 class ImageReward(nnx.Module):
     """The reward network."""
 
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.blip = nnx.Dict(
-            visual_encoder=VisualEncoder(c, rngs=rngs), text_encoder=TextEncoder(c, rngs=rngs)
+            visual_encoder=VisualEncoder(config, rngs=rngs),
+            text_encoder=TextEncoder(config, rngs=rngs),
         )
-        self.mlp = ScoreHead(c.text_width, rngs=rngs)
+        self.mlp = ScoreHead(config.text_width, rngs=rngs)
 
     def __call__(
         self,
@@ -62,49 +72,55 @@ class ImageReward(nnx.Module):
         input_ids: Int[Array, "b l"],
         mask: Bool[Array, "b l"],
     ) -> Float[Array, " b"]:
-        """The standardised reward of each picture for its prompt.
+        """Returns the standardised reward of each image for its prompt.
 
-        pixels: pictures of the network's own size, normalised. mask: true on tokens, false on padding.
+        Args:
+            pixels: normalised images with the network's own size.
+            input_ids: tokens of the prompts.
+            mask: true on tokens, false on padding.
         """
-        text = self.blip.text_encoder(input_ids, mask, self.blip.visual_encoder(pixels))
-        return (self.mlp(text[:, 0]) - MEAN) / DEVIATION
+        image = self.blip.visual_encoder(pixels)
+        text = self.blip.text_encoder(input_ids, mask, image)
+        return (self.mlp(text[:, 0]) - MEAN) / STD
 
 
 class VisualEncoder(nnx.Module):
-    """A pre-norm transformer over patches and one class token (arXiv 2010.11929). The text encoder sees all its tokens."""
+    """A vision transformer (arXiv 2010.11929) over patches and one class token.
 
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        d = c.vision_width
-        patches = (c.image_size // c.patch_size) ** 2
-        self.patch_embed = nnx.Dict(proj=PatchProjection(c.patch_size, 3, d, rngs=rngs))
-        self.cls_token = param(jnp.zeros((1, 1, d)), "cls_token")
-        self.pos_embed = param(
-            0.02 * jax.random.normal(rngs.params(), (1, patches + 1, d)), "pos_embed"
-        )
-        self.blocks = stack(c.vision_layers, lambda r: VisionBlock(c, rngs=r), rngs)
-        self.norm = LayerNorm(d, eps=c.vision_eps)
+    It returns all tokens.
+    """
+
+    def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
+        width = config.vision_width
+        num_patches = (config.image_size // config.patch_size) ** 2
+        self.patch_embed = nnx.Dict(proj=PatchProjection(config.patch_size, 3, width, rngs=rngs))
+        self.cls_token = param(jnp.zeros((1, 1, width)), "cls_token")
+        positions = 0.02 * jax.random.normal(rngs.params(), (1, num_patches + 1, width))
+        self.pos_embed = param(positions, "pos_embed")
+        self.blocks = stack(config.vision_layers, lambda rngs: VisionBlock(config, rngs=rngs), rngs)
+        self.norm = LayerNorm(width, eps=config.vision_eps)
 
     def __call__(self, pixels: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
         patches = self.patch_embed.proj(pixels)
-        patches = patches.reshape(len(pixels), -1, patches.shape[-1])
-        first = jnp.broadcast_to(
-            self.cls_token.get_value().astype(patches.dtype), (len(pixels), 1, patches.shape[-1])
-        )
-        x = jnp.concatenate([first, patches], axis=1) + self.pos_embed.get_value().astype(
-            patches.dtype
-        )
+        dtype = patches.dtype
+        width = patches.shape[-1]
+        patches = patches.reshape(len(pixels), -1, width)
+        class_token = self.cls_token.get_value().astype(dtype)
+        class_token = jnp.broadcast_to(class_token, (len(pixels), 1, width))
+        x = jnp.concatenate([class_token, patches], axis=1)
+        x = x + self.pos_embed.get_value().astype(dtype)
         return self.norm(scan_blocks(self.blocks, lambda block, x: block(x), x))
 
 
 class VisionBlock(nnx.Module):
-    """A pre-norm layer: attention, then MLP, each added to its input."""
+    """Attention, then an MLP. Each is normalised before, and added to its input."""
 
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        d = c.vision_width
-        self.norm1 = LayerNorm(d, eps=c.vision_eps)
-        self.norm2 = LayerNorm(d, eps=c.vision_eps)
-        self.attn = VisionAttention(d, c.vision_heads, rngs=rngs)
-        self.mlp = MLP(d, 4 * d, "gelu", rngs=rngs)
+    def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
+        width = config.vision_width
+        self.norm1 = LayerNorm(width, eps=config.vision_eps)
+        self.norm2 = LayerNorm(width, eps=config.vision_eps)
+        self.attn = VisionAttention(width, config.vision_heads, rngs=rngs)
+        self.mlp = MLP(width, 4 * width, "gelu", rngs=rngs)
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         x = x + self.attn(self.norm1(x))
@@ -112,7 +128,9 @@ class VisionBlock(nnx.Module):
 
 
 class VisionAttention(nnx.Module):
-    """Softmax attention; one linear makes queries, keys and values."""
+    """Softmax self-attention with one linear layer for queries, keys and values, of width `d` and
+    with `heads` heads.
+    """
 
     def __init__(self, d: int, heads: int, *, rngs: nnx.Rngs):
         self.qkv = Linear(d, 3 * d, rngs=rngs)
@@ -120,67 +138,89 @@ class VisionAttention(nnx.Module):
         self.heads = heads
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        q, k, v = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1), 2, 0)
+        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1)
+        q, k, v = jnp.moveaxis(qkv, 2, 0)
         return self.proj(attention_forward(q, k, v).reshape(x.shape))
 
 
 class TextEncoder(nnx.Module):
-    """BERT (arXiv 1810.04805), a post-norm transformer that looks both ways, with attention to the picture added.
+    """BERT (arXiv 1810.04805) with cross-attention to the image in every layer.
 
-    Tokens and learned positions are added and normalised first.
+    Token and position embeddings are added and normalised first.
     """
 
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.embeddings = nnx.Dict(
-            word_embeddings=Embedding(c.vocabulary, c.text_width, rngs=rngs),
-            position_embeddings=Embedding(c.positions, c.text_width, rngs=rngs),
-            LayerNorm=LayerNorm(c.text_width, eps=c.text_eps),
+            word_embeddings=Embedding(config.vocabulary, config.text_width, rngs=rngs),
+            position_embeddings=Embedding(config.positions, config.text_width, rngs=rngs),
+            LayerNorm=LayerNorm(config.text_width, eps=config.text_eps),
         )
-        self.encoder = nnx.Dict(layer=stack(c.text_layers, lambda r: TextLayer(c, rngs=r), rngs))
+        self.encoder = nnx.Dict(
+            layer=stack(config.text_layers, lambda rngs: TextLayer(config, rngs=rngs), rngs)
+        )
 
     def __call__(
         self, input_ids: Int[Array, "b l"], mask: Bool[Array, "b l"], image: Float[Array, "b n e"]
     ) -> Float[Array, "b l d"]:
-        embed = self.embeddings
-        x = embed.word_embeddings(input_ids) + embed.position_embeddings(
-            jnp.arange(input_ids.shape[1])
-        )
-        x = embed.LayerNorm(x).astype(image.dtype)
-        return scan_blocks(
-            self.encoder.layer, lambda layer, x: layer(x, mask[:, None, None, :], image), x
-        )
+        """Returns the state of each token.
+
+        Args:
+            input_ids: tokens of the prompts.
+            mask: true on tokens, false on padding.
+            image: image tokens from `VisualEncoder`.
+        """
+        embeddings = self.embeddings
+        positions = jnp.arange(input_ids.shape[1])
+        x = embeddings.word_embeddings(input_ids) + embeddings.position_embeddings(positions)
+        x = embeddings.LayerNorm(x).astype(image.dtype)
+        key_mask = mask[:, None, None, :]
+        return scan_blocks(self.encoder.layer, lambda layer, x: layer(x, key_mask, image), x)
 
 
 class TextLayer(nnx.Module):
-    """Attention to the text, attention to the picture, MLP."""
+    """Self-attention, cross-attention to the image, then an MLP.
 
-    def __init__(self, c: ImageRewardConfig, *, rngs: nnx.Rngs):
-        self.attention = TextAttention(c, c.text_width, rngs=rngs)
-        self.crossattention = TextAttention(c, c.vision_width, rngs=rngs)
-        self.intermediate = nnx.Dict(dense=Linear(c.text_width, c.text_mlp, rngs=rngs))
-        self.output = NormedProjection(c.text_mlp, c.text_width, c.text_eps, rngs=rngs)
+    Each is added to its input and normalised after.
+    """
+
+    def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
+        self.attention = TextAttention(config, config.text_width, rngs=rngs)
+        self.crossattention = TextAttention(config, config.vision_width, rngs=rngs)
+        self.intermediate = nnx.Dict(dense=Linear(config.text_width, config.text_mlp, rngs=rngs))
+        self.output = NormedProjection(
+            config.text_mlp, config.text_width, config.text_eps, rngs=rngs
+        )
 
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "b 1 1 l"], image: Float[Array, "b n e"]
     ) -> Float[Array, "b l d"]:
+        """Applies the layer to text tokens `x`.
+
+        `mask` is true on tokens, `image` are the image tokens.
+        """
         x = self.attention(x, x, mask)
         x = self.crossattention(x, image, None)
         return self.output(gelu(self.intermediate.dense(x)), x)
 
 
 class TextAttention(nnx.Module):
-    """Attention from `x` to `source` (`x` itself, or the picture), added to `x`, and the sum normalised."""
+    """Attention of text tokens to text or image tokens, added to the text tokens and normalised.
 
-    def __init__(self, c: ImageRewardConfig, width: int, *, rngs: nnx.Rngs):
-        d = c.text_width
-        own = {
-            "query": Linear(d, d, rngs=rngs),
-            "key": Linear(width, d, rngs=rngs),
-            "value": Linear(width, d, rngs=rngs),
-        }
-        setattr(self, "self", nnx.Dict(own))  # noqa: B010 - its name in the file
-        self.output = NormedProjection(d, d, c.text_eps, rngs=rngs)
-        self.heads = c.text_heads
+    Args:
+        config: sizes of the text encoder.
+        source_width: features of the tokens that are attended to.
+    """
+
+    def __init__(self, config: ImageRewardConfig, source_width: int, *, rngs: nnx.Rngs):
+        width = config.text_width
+        projections = nnx.Dict(
+            query=Linear(width, width, rngs=rngs),
+            key=Linear(source_width, width, rngs=rngs),
+            value=Linear(source_width, width, rngs=rngs),
+        )
+        setattr(self, "self", projections)  # noqa: B010 - its name in the file
+        self.output = NormedProjection(width, width, config.text_eps, rngs=rngs)
+        self.heads = config.text_heads
 
     def __call__(
         self,
@@ -188,19 +228,29 @@ class TextAttention(nnx.Module):
         source: Float[Array, "b s e"],
         mask: Bool[Array, "b 1 1 s"] | None,
     ) -> Float[Array, "b l d"]:
-        own = getattr(self, "self")  # noqa: B009
+        """Applies attention of `x` to `source`.
+
+        `mask` is true on the tokens of `source`; None: all of them.
+        """
+        projections = getattr(self, "self")  # noqa: B009
 
         def heads(y):
             return y.reshape(*y.shape[:2], self.heads, -1)
 
-        out = attention_forward(
-            heads(own["query"](x)), heads(own["key"](source)), heads(own["value"](source)), mask
-        )
-        return self.output(out.reshape(x.shape), x)
+        q = heads(projections.query(x))
+        k = heads(projections.key(source))
+        v = heads(projections.value(source))
+        return self.output(attention_forward(q, k, v, mask).reshape(x.shape), x)
 
 
 class NormedProjection(nnx.Module):
-    """A linear whose output is added to the stream, and the sum normalised."""
+    """A linear layer whose output is added to the residual stream, and the sum normalised.
+
+    Args:
+        n_in: input features.
+        n_out: features of the stream.
+        eps: epsilon of the normalisation.
+    """
 
     def __init__(self, n_in: int, n_out: int, eps: float, *, rngs: nnx.Rngs):
         self.dense = Linear(n_in, n_out, rngs=rngs)

@@ -1,10 +1,13 @@
-"""CLIP (arXiv 2103.00020, section 2.4): `CLIPModel` of transformers in Flax NNX, with its text tower and its vision tower.
+"""CLIP (arXiv 2103.00020, section 2.4): `CLIPModel` of transformers in Flax NNX.
 
-Both towers are pre-norm transformers. A linear maps the result of each to one shared space, where the cosine between a text
-and an image says how well they agree.
+The text tower and the vision tower are transformers with normalisation before each sublayer. A
+linear layer maps the result of each to one shared space, where the cosine between a text and an
+image says how well they agree.
 
-FLUX and Stable Diffusion 3 use the text tower alone: `CLIPTextModel`, `CLIPTextModelWithProjection`. They want the states of
-all tokens, after the last layer and before it (the choice of SDXL, arXiv 2307.01952, section 2.1, kept by Stable Diffusion 3).
+FLUX and Stable Diffusion 3 use only the text tower (`CLIPTextModel`,
+`CLIPTextModelWithProjection`). They need the states of all tokens, after the last layer and before
+it; the latter is the choice of SDXL (arXiv 2307.01952, section 2.1), which Stable Diffusion 3 has
+kept.
 """
 
 import dataclasses
@@ -27,22 +30,26 @@ from solrl_jax.models.loading.config_file import ReleasedConfig
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x sigmoid(1.702 x)`, rounded once."""
+    """Returns `x sigmoid(1.702 x)`, computed in float32 and rounded once."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.nn.sigmoid(1.702 * x32)).astype(x.dtype)
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """GELU by the error function, rounded once."""
+    """Returns the exact GELU (by the error function), computed in float32 and rounded once."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
+# The values of `hidden_act`.
 ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 
 
 @dataclasses.dataclass(frozen=True)
 class TowerConfig(ReleasedConfig):
-    """The fields that both towers have. The defaults, here and below, are those that a `config.json` may leave out."""
+    """The fields of both towers.
+
+    As below, the defaults are those of fields that a `config.json` may leave out.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -53,13 +60,20 @@ class TowerConfig(ReleasedConfig):
 
     def check(self) -> None:
         self.require_one_of("hidden_act", tuple(ACTIVATIONS))
-        fits = self.hidden_size % self.num_attention_heads == 0
-        self.require(fits, "num_attention_heads", f"a divisor of hidden_size={self.hidden_size}")
+        self.require(
+            self.hidden_size % self.num_attention_heads == 0,
+            "num_attention_heads",
+            f"a divisor of hidden_size={self.hidden_size}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class CLIPTextConfig(TowerConfig):
-    """The text tower's part of a `config.json`, or the whole of a text encoder's own."""
+    """The text tower's part of a `config.json`, or the whole file of a text encoder.
+
+    Attributes:
+        projection_dim: width of the shared space, read only if the tower stands alone.
+    """
 
     network = "CLIPTextModel"
     model_type = "clip_text_model"
@@ -71,7 +85,7 @@ class CLIPTextConfig(TowerConfig):
     vocab_size: int = 49408
     max_position_embeddings: int = 77
     eos_token_id: int = 49407
-    projection_dim: int = 512  # read only where the tower stands alone
+    projection_dim: int = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,19 +125,24 @@ class CLIPConfig(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "CLIPConfig":
-        text = CLIPTextConfig.from_dict(_tower(fields, "text_config"))
-        vision = CLIPVisionConfig.from_dict(_tower(fields, "vision_config"))
+        text = CLIPTextConfig.from_dict(_tower_fields(fields, "text_config"))
+        vision = CLIPVisionConfig.from_dict(_tower_fields(fields, "vision_config"))
         return super().from_dict({**fields, "text_config": text, "vision_config": vision})
 
 
-def _tower(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """One tower's fields. The oldest files have a `..._dict`, which replaces all of them, as in transformers."""
-    old = fields.get(f"{name}_dict")
-    return fields.get(name) or {} if old is None else old
+def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the fields of one tower.
+
+    In the oldest files, `..._config_dict` replaces all of them, as in transformers.
+    """
+    oldest = fields.get(f"{name}_dict")
+    if oldest is not None:
+        return oldest
+    return fields.get(name) or {}
 
 
 class CLIPModel(nnx.Module):
-    """Both towers, and the maps from each to the shared space."""
+    """Both towers, and the projections of both to the shared space."""
 
     def __init__(self, config: CLIPConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -135,63 +154,77 @@ class CLIPModel(nnx.Module):
         self.visual_projection = Linear(
             config.vision_config.hidden_size, config.projection_dim, bias=False, rngs=rngs
         )
-        self.logit_scale = param(
-            jnp.asarray(math.log(1 / 0.07)), "logit_scale"
-        )  # logarithm of the cosines' factor
+        # logarithm of the factor of the cosines
+        self.logit_scale = param(jnp.asarray(math.log(1 / 0.07)), "logit_scale")
 
     def encode_text(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b e"]:
-        """Texts in the shared space, not normalised, in the dtype of the token table.
+        """Returns texts in the shared space, not normalised, in the dtype of the token embedding.
 
-        attention_mask: true on tokens, false on padding. l is at most `max_position_embeddings`.
+        Args:
+            input_ids: tokens, at most `max_position_embeddings` per text.
+            attention_mask: true on tokens, false on padding.
         """
         return self.text_projection(self.text_model(input_ids, attention_mask))
 
     def encode_image(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b e"]:
-        """Images in the shared space, not normalised, in the dtype of `pixels`.
+        """Returns images in the shared space, not normalised, in the dtype of `pixels`.
 
-        pixels: images of the tower's own size, normalised by the mean and deviation of CLIP's training pictures.
+        Args:
+            pixels: images with the tower's own size, normalised by the mean and the standard
+                deviation of CLIP's training images.
         """
         return self.visual_projection(self.vision_model(pixels))
 
 
 class CLIPTextOutput(NamedTuple):
-    """The states of a text tower."""
+    """The states of a text tower.
 
-    penultimate: Float[
-        Array, "b l d"
-    ]  # before the last layer, not normalised: `hidden_states[-2]` in transformers
-    last: Float[Array, "b l d"]  # after the last layer, normalised
-    pooled: Float[
-        Array, "b e"
-    ]  # `last` at the end of text; projected, if the model has a projection
+    Attributes:
+        penultimate: states before the last layer, not normalised: `hidden_states[-2]` in
+            transformers.
+        last: states after the last layer, normalised.
+        pooled: `last` at the end-of-text token, projected if the model has a projection.
+    """
+
+    penultimate: Float[Array, "b l d"]
+    last: Float[Array, "b l d"]
+    pooled: Float[Array, "b e"]
 
 
 class CLIPTextModel(nnx.Module):
-    """The text tower alone. Padding is not masked: it comes last, and the tower is causal."""
+    """The text tower alone. Padding needs no mask: it comes last, and the tower is causal."""
 
     def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.text_model = TextModel(config, rngs=rngs)
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> CLIPTextOutput:
-        """All states, in the dtype of the token table. Each text has an end of text; l is at most `max_position_embeddings`."""
+        """Returns all states, in the dtype of the token embedding.
+
+        Args:
+            input_ids: tokens, at most `max_position_embeddings` per text. Each text has an
+                end-of-text token.
+        """
         tower = self.text_model
-        mask = causal(input_ids.shape[1])
+        mask = causal_mask(input_ids.shape[1])
         x = tower.embeddings(input_ids)
 
-        # each layer's input is carried beside its output, so that no other state is kept
+        # The input of each layer is carried beside its output, so that no other state is kept.
         def apply(layer, states):
-            return (layer(states[0], mask), states[0])
+            x, _ = states
+            return (layer(x, mask), x)
 
         x, penultimate = scan_blocks(tower.encoder.layers, apply, (x, x))
         last = tower.final_layer_norm(x)
-        return CLIPTextOutput(penultimate, last, tower.at_end(last, input_ids))
+        return CLIPTextOutput(penultimate, last, tower.at_end_of_text(last, input_ids))
 
 
 class CLIPTextModelWithProjection(CLIPTextModel):
-    """The text tower, and the map to the space that texts and images share: `pooled` lies in it."""
+    """The text tower, with a projection of the pooled state to the space that texts and images
+    share.
+    """
 
     def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -200,154 +233,181 @@ class CLIPTextModelWithProjection(CLIPTextModel):
         )
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> CLIPTextOutput:
-        out = super().__call__(input_ids)
-        return out._replace(pooled=self.text_projection(out.pooled))
+        """Returns all states; see `CLIPTextModel`."""
+        output = super().__call__(input_ids)
+        return output._replace(pooled=self.text_projection(output.pooled))
 
 
 class TextModel(nnx.Module):
-    """A causal transformer over tokens. The end-of-text token, which sees all others, stands for the text."""
+    """A causal transformer over tokens.
 
-    def __init__(self, c: CLIPTextConfig, *, rngs: nnx.Rngs):
-        self.config = c
-        self.embeddings = TextEmbeddings(c, rngs=rngs)
-        self.encoder = encoder(c, rngs)
-        self.final_layer_norm = LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
+    The end-of-text token attends to all others and stands for the text.
+    """
+
+    def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embeddings = TextEmbeddings(config, rngs=rngs)
+        self.encoder = make_encoder(config, rngs)
+        self.final_layer_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b d"]:
-        mask = causal(input_ids.shape[1]) & attention_mask[:, None, None, :]
-        x = scan_blocks(
-            self.encoder.layers, lambda layer, x: layer(x, mask), self.embeddings(input_ids)
-        )
-        return self.final_layer_norm(self.at_end(x, input_ids))
+        """Returns the normalised state of each end-of-text token; see `CLIPModel.encode_text` for
+        the arguments.
+        """
+        mask = causal_mask(input_ids.shape[1]) & attention_mask[:, None, None, :]
+        x = self.embeddings(input_ids)
+        x = scan_blocks(self.encoder.layers, lambda layer, x: layer(x, mask), x)
+        return self.final_layer_norm(self.at_end_of_text(x, input_ids))
 
-    def at_end(self, x: Float[Array, "b l d"], input_ids: Int[Array, "b l"]) -> Float[Array, "b d"]:
-        """The vector at each text's first end-of-text token."""
-        # Files older than transformers 4.31 give a wrong id, 2. Their end of text is the token with the highest id.
+    def at_end_of_text(
+        self, x: Float[Array, "b l d"], input_ids: Int[Array, "b l"]
+    ) -> Float[Array, "b d"]:
+        """Returns the state at each text's first end-of-text token.
+
+        Args:
+            x: states of all tokens.
+            input_ids: the tokens.
+        """
         end = self.config.eos_token_id
-        position = jnp.argmax(input_ids if end == 2 else input_ids == end, axis=-1)
+        # Files older than transformers 4.31 have a wrong id, 2. Their end-of-text token is the one
+        # with the highest id.
+        is_end = input_ids if end == 2 else input_ids == end
+        position = jnp.argmax(is_end, axis=-1)
         return jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
 
 
 class VisionModel(nnx.Module):
-    """A transformer over patches and one class token. The class token stands for the image."""
+    """A transformer over patches and one class token, which stands for the image."""
 
-    def __init__(self, c: CLIPVisionConfig, *, rngs: nnx.Rngs):
-        self.embeddings = VisionEmbeddings(c, rngs=rngs)
-        self.pre_layrnorm = LayerNorm(
-            c.hidden_size, eps=c.layer_norm_eps
-        )  # spelled so in the released files
-        self.encoder = encoder(c, rngs)
-        self.post_layernorm = LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
+    def __init__(self, config: CLIPVisionConfig, *, rngs: nnx.Rngs):
+        self.embeddings = VisionEmbeddings(config, rngs=rngs)
+        # the spelling of the released files
+        self.pre_layrnorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.encoder = make_encoder(config, rngs)
+        self.post_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b d"]:
-        x = scan_blocks(
-            self.encoder.layers,
-            lambda layer, x: layer(x, None),
-            self.pre_layrnorm(self.embeddings(pixels)),
-        )
+        """Returns the normalised state of the class token; see `CLIPModel.encode_image` for
+        `pixels`.
+        """
+        x = self.pre_layrnorm(self.embeddings(pixels))
+        x = scan_blocks(self.encoder.layers, lambda layer, x: layer(x, None), x)
         return self.post_layernorm(x[:, 0])
 
 
 class TextEmbeddings(nnx.Module):
-    """Tokens plus learned positions."""
+    """Token embeddings plus learned position embeddings."""
 
-    def __init__(self, c: CLIPTextConfig, *, rngs: nnx.Rngs):
-        self.token_embedding = Embedding(c.vocab_size, c.hidden_size, rngs=rngs)
-        self.position_embedding = Embedding(c.max_position_embeddings, c.hidden_size, rngs=rngs)
-        self.positions = c.max_position_embeddings
+    def __init__(self, config: CLIPTextConfig, *, rngs: nnx.Rngs):
+        width = config.hidden_size
+        self.max_length = config.max_position_embeddings
+        self.token_embedding = Embedding(config.vocab_size, width, rngs=rngs)
+        self.position_embedding = Embedding(self.max_length, width, rngs=rngs)
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
         length = input_ids.shape[1]
-        if length > self.positions:  # JAX would clamp the index, without an error
-            raise ValueError(f"CLIPModel: {length} tokens; there are {self.positions} positions")
+        if length > self.max_length:  # JAX would clamp the index without an error
+            raise ValueError(f"CLIPModel: {length} tokens; accepted: up to {self.max_length}")
         x = self.token_embedding(input_ids)
         return x + self.position_embedding(jnp.arange(length)).astype(x.dtype)
 
 
 class VisionEmbeddings(nnx.Module):
-    """One class token and one token a patch, row by row, plus learned positions."""
+    """One class token and one token per patch, row by row, plus learned position embeddings."""
 
-    def __init__(self, c: CLIPVisionConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: CLIPVisionConfig, *, rngs: nnx.Rngs):
+        width = config.hidden_size
+        num_patches = (config.image_size // config.patch_size) ** 2
         self.patch_embedding = PatchProjection(
-            c.patch_size, c.num_channels, c.hidden_size, bias=False, rngs=rngs
+            config.patch_size, config.num_channels, width, bias=False, rngs=rngs
         )
-        self.position_embedding = Embedding(
-            (c.image_size // c.patch_size) ** 2 + 1, c.hidden_size, rngs=rngs
-        )
-        self.class_embedding = param(
-            jax.random.normal(rngs.params(), (c.hidden_size,)), "class_embedding"
-        )
-        self.image = (c.image_size, c.image_size, c.num_channels)
+        self.position_embedding = Embedding(num_patches + 1, width, rngs=rngs)
+        self.class_embedding = param(jax.random.normal(rngs.params(), (width,)), "class_embedding")
+        self.image_shape = (config.image_size, config.image_size, config.num_channels)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        if pixels.shape[1:] != self.image:
+        if pixels.shape[1:] != self.image_shape:
             raise ValueError(
-                f"CLIPModel: images of shape {pixels.shape[1:]}; accepted: {self.image}"
+                f"CLIPModel: images of shape {pixels.shape[1:]}; accepted: {self.image_shape}"
             )
-        first = self.class_embedding.get_value().astype(pixels.dtype)
-        first = jnp.broadcast_to(first, (len(pixels), 1, *first.shape))
+        batch = len(pixels)
+        class_token = self.class_embedding.get_value().astype(pixels.dtype)
+        class_token = jnp.broadcast_to(class_token, (batch, 1, *class_token.shape))
         patches = self.patch_embedding(pixels)
-        x = jnp.concatenate([first, patches.reshape(len(pixels), -1, patches.shape[-1])], axis=1)
+        patches = patches.reshape(batch, -1, patches.shape[-1])
+        x = jnp.concatenate([class_token, patches], axis=1)
         return x + self.position_embedding(jnp.arange(x.shape[1])).astype(x.dtype)
 
 
-def encoder(c: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
-    """The layers of a tower, under their name in the released files."""
-    return nnx.Dict(layers=stack(c.num_hidden_layers, lambda r: EncoderLayer(c, rngs=r), rngs))
+def make_encoder(config: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
+    """Makes the layers of a tower, as a module with the name that they have in the released files."""
+    layers = stack(config.num_hidden_layers, lambda rngs: EncoderLayer(config, rngs=rngs), rngs)
+    return nnx.Dict(layers=layers)
 
 
-def causal(length: int) -> Bool[Array, "1 1 l l"]:
-    """True where a query may look: at itself and at what is before it."""
+def causal_mask(length: int) -> Bool[Array, "1 1 l l"]:
+    """Returns a mask that is true where a query attends to a key: at its own position and before."""
     return jnp.tril(jnp.ones((length, length), bool))[None, None]
 
 
 class EncoderLayer(nnx.Module):
-    """A pre-norm layer: attention, then MLP, each added to its input."""
+    """Attention, then an MLP. Each is normalised before, and added to its input."""
 
-    def __init__(self, c: TowerConfig, *, rngs: nnx.Rngs):
-        self.self_attn = Attention(c, rngs=rngs)
-        self.layer_norm1 = LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size, c.hidden_act, rngs=rngs)
-        self.layer_norm2 = LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
+    def __init__(self, config: TowerConfig, *, rngs: nnx.Rngs):
+        width = config.hidden_size
+        self.self_attn = Attention(config, rngs=rngs)
+        self.layer_norm1 = LayerNorm(width, eps=config.layer_norm_eps)
+        self.mlp = MLP(width, config.intermediate_size, config.hidden_act, rngs=rngs)
+        self.layer_norm2 = LayerNorm(width, eps=config.layer_norm_eps)
 
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None
     ) -> Float[Array, "b l d"]:
+        """Applies the layer. `mask` is true where a query attends to a key; None: everywhere."""
         x = x + self.self_attn(self.layer_norm1(x), mask)
         return x + self.mlp(self.layer_norm2(x))
 
 
 class Attention(nnx.Module):
-    """Softmax attention of one sequence to itself."""
+    """Softmax self-attention."""
 
-    def __init__(self, c: TowerConfig, *, rngs: nnx.Rngs):
-        d = c.hidden_size
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            Linear(d, d, rngs=rngs) for _ in range(4)
-        )
-        self.heads = c.num_attention_heads
+    def __init__(self, config: TowerConfig, *, rngs: nnx.Rngs):
+        width = config.hidden_size
+        self.q_proj = Linear(width, width, rngs=rngs)
+        self.k_proj = Linear(width, width, rngs=rngs)
+        self.v_proj = Linear(width, width, rngs=rngs)
+        self.out_proj = Linear(width, width, rngs=rngs)
+        self.heads = config.num_attention_heads
 
     def __call__(
         self, x: Float[Array, "b l d"], mask: Bool[Array, "#b 1 l l"] | None
     ) -> Float[Array, "b l d"]:
+        """Applies attention. `mask` is true where a query attends to a key; None: everywhere."""
+
         def heads(y):
             return y.reshape(*y.shape[:2], self.heads, -1)
 
-        out = attention_forward(
-            heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x)), mask
-        )
-        return self.out_proj(out.reshape(x.shape))
+        q = heads(self.q_proj(x))
+        k = heads(self.k_proj(x))
+        v = heads(self.v_proj(x))
+        return self.out_proj(attention_forward(q, k, v, mask).reshape(x.shape))
 
 
 class MLP(nnx.Module):
-    """Two linears with an activation between them."""
+    """Two linear layers with an activation between them.
 
-    def __init__(self, d: int, hidden: int, act: str, *, rngs: nnx.Rngs):
+    Args:
+        d: input and output features.
+        hidden: features between the layers.
+        activation: key of `ACTIVATIONS`.
+    """
+
+    def __init__(self, d: int, hidden: int, activation: str, *, rngs: nnx.Rngs):
         self.fc1 = Linear(d, hidden, rngs=rngs)
         self.fc2 = Linear(hidden, d, rngs=rngs)
-        self.act = act
+        self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        return self.fc2(ACTIVATIONS[self.act](self.fc1(x)))
+        return self.fc2(self.activation(self.fc1(x)))

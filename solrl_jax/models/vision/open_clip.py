@@ -1,7 +1,9 @@
-"""OpenCLIP's files (the layout of HPS v2.1) as parameters of `models.vision.clip.CLIPModel`: a table of names; nothing is computed.
+"""Reads the files of OpenCLIP (the layout of HPS v2.1) as parameters of
+`models.vision.clip.CLIPModel`.
 
-OpenCLIP has other names than transformers. It holds queries, keys and values in one tensor, whose thirds are contiguous in the
-file. It stores the two projections to the shared space as [in, out].
+OpenCLIP has other names than transformers, which `CLIPModel` follows. It also holds queries, keys
+and values in one tensor, whose thirds are contiguous in the file, and stores the projections to the
+shared space as [in, out]. So the mapping is a table of names, and nothing is computed.
 """
 
 import dataclasses
@@ -12,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
-from solrl_jax.models.loading.tensor_files import STORED_DTYPES, Stored
-from solrl_jax.models.loading.weights import Entry, entries, find_tensors
+from solrl_jax.models.loading.tensor_files import STORED_DTYPES, StoredTensor
+from solrl_jax.models.loading.weights import ParameterEntry, match_tensors, parameter_table
 
-# transformers' name -> OpenCLIP's name, of the tensors outside the layers
+# For the tensors outside of the layers: the name in transformers -> the name in OpenCLIP.
 NAMES = {
     "logit_scale": "logit_scale",
     "text_model.embeddings.token_embedding.weight": "token_embedding.weight",
@@ -32,65 +34,92 @@ NAMES = {
     "vision_model.post_layernorm.bias": "visual.ln_post.bias",
     "visual_projection.weight": "visual.proj",
 }
-TOWERS = {
+# The same for the lists of layers, and for the modules within a layer.
+LAYER_LISTS = {
     "text_model.encoder.layers": "transformer.resblocks",
     "vision_model.encoder.layers": "visual.transformer.resblocks",
 }
-LAYER = {
+MODULES = {
     "layer_norm1": "ln_1",
     "layer_norm2": "ln_2",
     "mlp.fc1": "mlp.c_fc",
     "mlp.fc2": "mlp.c_proj",
-} | {"self_attn.out_proj": "attn.out_proj"}
-THIRDS = ("q_proj", "k_proj", "v_proj")  # of attn.in_proj_weight and attn.in_proj_bias
+    "self_attn.out_proj": "attn.out_proj",
+}
+# The consecutive thirds of attn.in_proj_weight and attn.in_proj_bias.
+THIRDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# Tensors that OpenCLIP stores as [in, out], in the names of transformers.
 TRANSPOSED = ("text_projection.weight", "visual_projection.weight")
 
 
-def find_open_clip(file: Path, state: nnx.State) -> tuple[list[Entry], dict[str, Stored]]:
-    """The table of a `CLIPModel`, and where in a safetensors file of OpenCLIP each of its tensors lies: for `load_tensors`.
+def locate_open_clip_tensors(
+    file: Path, state: nnx.State
+) -> tuple[list[ParameterEntry], dict[str, StoredTensor]]:
+    """Finds the tensors of a `CLIPModel` in a file of OpenCLIP, from its header. A `TensorLocator`.
 
-    Raises ValueError listing every tensor that is missing, unexpected, of another shape or not floating-point, by its name in
-    the file.
+    Args:
+        file: a safetensors file.
+        state: abstract state of the `CLIPModel`.
+
+    Returns:
+        The parameter table of the network, and the position of each of its tensors by its name in
+        transformers.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, of another shape or not floating-point. The
+            message lists all of them by their names in the file.
     """
-    table = entries(state)
-    shapes = {name: e.torch_shape for e in table for name in e.names}
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        theirs, third = open_clip_name(name)
-        if third is not None:
-            shape = (len(THIRDS) * shape[0], *shape[1:])
-        wanted[theirs] = shape[::-1] if name in TRANSPOSED else shape
-    stored = find_tensors([file], wanted, str(file), lambda name: False)
-    return (
-        [dataclasses.replace(e, layout="same") if e.names[0] in TRANSPOSED else e for e in table],
-        {
-            name: _part(stored[theirs], third)
-            for name in shapes
-            for theirs, third in [open_clip_name(name)]
-        },
-    )
+    table = parameter_table(state)
+    expected: dict[str, tuple[int, ...]] = {}
+    for entry in table:
+        for name in entry.names:
+            shape = entry.torch_shape
+            open_clip, third = open_clip_name(name)
+            if third is not None:
+                shape = (len(THIRDS) * shape[0], *shape[1:])
+            expected[open_clip] = shape[::-1] if name in TRANSPOSED else shape
+    tensors = match_tensors([file], expected, str(file), lambda name: False)
+
+    stored = {}
+    for entry in table:
+        for name in entry.names:
+            open_clip, third = open_clip_name(name)
+            tensor = tensors[open_clip]
+            stored[name] = tensor if third is None else _third(tensor, third)
+    # The transposed tensors are already in our order of axes.
+    table = [
+        dataclasses.replace(entry, layout="same") if entry.names[0] in TRANSPOSED else entry
+        for entry in table
+    ]
+    return table, stored
 
 
 def open_clip_name(name: str) -> tuple[str, int | None]:
-    """OpenCLIP's name for a tensor of transformers' CLIP, and which third of OpenCLIP's tensor it is (None: all of it)."""
+    """Returns OpenCLIP's name for a tensor of transformers' CLIP.
+
+    Args:
+        name: name of the tensor in transformers.
+
+    Returns:
+        The name in OpenCLIP, and which third of that tensor it is (0, 1 or 2); None: all of it.
+
+    Raises:
+        ValueError: transformers' CLIP has no such tensor.
+    """
     if name in NAMES:
         return NAMES[name], None
-    found = re.fullmatch(r"(\w+\.encoder\.layers)\.(\d+)\.(.+)\.(weight|bias)", name)
-    if found is None or found[1] not in TOWERS:
+    match = re.fullmatch(r"(\w+\.encoder\.layers)\.(\d+)\.(.+)\.(weight|bias)", name)
+    if match is None or match[1] not in LAYER_LISTS:
         raise ValueError(f"{name}: CLIP has no such tensor")
-    block = f"{TOWERS[found[1]]}.{found[2]}"
-    inside = found[3]
-    last = found[4]
-    projection = inside.removeprefix("self_attn.")
-    if projection in THIRDS:
-        return f"{block}.attn.in_proj_{last}", THIRDS.index(projection)
-    return f"{block}.{LAYER[inside]}.{last}", None
+    layers, index, module, kind = match.groups()
+    layer = f"{LAYER_LISTS[layers]}.{index}"
+    if module in THIRDS:
+        return f"{layer}.attn.in_proj_{kind}", THIRDS.index(module)
+    return f"{layer}.{MODULES[module]}.{kind}", None
 
 
-def _part(tensor: Stored, third: int | None) -> Stored:
-    """A third of a tensor's rows as a tensor: its bytes are contiguous in the file."""
-    if third is None:
-        return tensor
+def _third(tensor: StoredTensor, index: int) -> StoredTensor:
+    """Returns one third of a tensor's rows as a tensor. Its bytes are contiguous in the file."""
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])
     size = math.prod(shape) * np.dtype(STORED_DTYPES[tensor.dtype]).itemsize
-    return dataclasses.replace(tensor, shape=shape, start=tensor.start + third * size)
+    return dataclasses.replace(tensor, shape=shape, start=tensor.start + index * size)

@@ -351,7 +351,7 @@ def rotary_tables(
 
     length = length + -length % MULTIPLE
     text_index = waves(0, np.arange(1, length + 1))
-    text = np.concatenate([text_index, zero_waves((1, 2), length)], axis=-1)
+    text_waves = np.concatenate([text_index, zero_waves((1, 2), length)], axis=-1)
 
     count = rows * columns
     padding = -count % MULTIPLE
@@ -364,5 +364,5 @@ def rotary_tables(
     )
     zeros = per_sample(zero_waves((0, 1, 2), padding)[:, None], padding)
     image = jnp.concatenate([image, zeros], axis=2)
-    text = per_sample(text[:, None], length)
+    text = per_sample(text_waves[:, None], length)
     return (image[0], image[1]), (text[0], text[1])

@@ -8,7 +8,7 @@ import jax
 
 from solrl_jax.config.schema import Explore
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.models.backbone import Params
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.quant.formats import FORMATS, Format
 from solrl_jax.rl.explore.monitor import ExplorationSetting, levels
 from solrl_jax.rl.explore.option import Calibration, active_levers
@@ -36,7 +36,7 @@ class Explorer:
         """How exploration may be done, from what is configured (level 0) to the most faithful."""
         return levels(
             self.format,
-            self.explore.steps,
+            self.explore.num_steps,
             self.calibration.schedule.steps,
             self.training_precision,
         )
@@ -72,7 +72,7 @@ class Explorer:
             if (quantize := FORMATS[precision].quantize) is None:
                 return None
             quantizer = Quantizer(quantize)
-            grid = self.schedule(self.explore.steps)
+            grid = self.schedule(self.explore.num_steps)
             for lever in active_levers(self.explore):
                 quantizer = lever.quantizer(
                     self.explore, self.calibration, self.quantized, quantizer, grid
@@ -83,7 +83,7 @@ class Explorer:
 
     def calibrate(self) -> None:
         """Measures what level 0 explores with."""
-        self.schedule(self.explore.steps)
+        self.schedule(self.explore.num_steps)
         jax.block_until_ready(self.quantizer(self.format.name))
 
     def policy(self, adapters: Trainable, precision: str) -> Params:

@@ -1,10 +1,11 @@
-"""Which linears are quantised, and why the others are not: the rules of `config.Quantize` on a network's shapes.
+"""Which linears are quantised, and why the others are not: the rules of `config.Quantization` on a network's shapes.
 
 A linear is a parameter `.../kernel` [in, out], or [layers, in, out] in a stack. A name in the rules is a part of a path. The
 rules are those of the paper's public recipe, names to skip and a smallest width; `configs/model/` has their numbers.
 """
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from solrl_jax.config.schema import Explore, Quantize
-from solrl_jax.config.values import matches
+from solrl_jax.config.schema import Explore, Quantization
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import Format
 from solrl_jax.quant.leaf import nbytes
@@ -42,7 +42,7 @@ class Linear:
     ] = ()  # of each layer's matrix, |quantised - exact| / |exact|; empty where not measured
 
 
-def quantized_paths(params: Params, rules: Quantize, form: Format) -> tuple[str, ...]:
+def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[str, ...]:
     """The paths that the rules leave to be quantised, sorted. params: arrays or their shapes, as in all functions here.
 
     Raises ValueError, in one line, for names that no linear has, and for rules that leave nothing to a `form` that quantises.
@@ -52,22 +52,22 @@ def quantized_paths(params: Params, rules: Quantize, form: Format) -> tuple[str,
         told = ", ".join(
             f"{count} by {reason}" for reason, count in Counter(reasons.values()).items()
         )
-        raise ValueError(f"model.quantize: leaves no linear to quantise ({told})")
+        raise ValueError(f"model.quantization: leaves no linear to quantise ({told})")
     return tuple(path for path, reason in reasons.items() if not reason)
 
 
-def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
+def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
     """For each linear, sorted by path, the rule that keeps it in the training precision; "" if none does."""
     linears = _linears(params)
-    for name in rules.skip:
+    for name in rules.modules_to_not_convert:
         if not any(name in path for path in linears):
             raise ValueError(
-                f"model.quantize.skip: {name!r} is in no linear's name; there are {', '.join(linears)}"
+                f"model.quantization.modules_to_not_convert: {name!r} is in no linear's name; there are {', '.join(linears)}"
             )
     for pattern in rules.fused:
-        if not any(matches(pattern, path, "model.quantize.fused") for path in linears):
+        if not any(re.fullmatch(pattern, path) for path in linears):
             raise ValueError(
-                f"model.quantize.fused: {pattern!r} matches no linear; there are {', '.join(linears)}"
+                f"model.quantization.fused: {pattern!r} matches no linear; there are {', '.join(linears)}"
             )
     widths = _widths(linears, rules.fused)
     # The blocks are stacked. Their narrowest linear goes from the network's width to itself.
@@ -75,15 +75,19 @@ def why_kept(params: Params, rules: Quantize) -> dict[str, str]:
     width = min(max(leaf.shape[-2:]) for leaf in stacked)
 
     def reason(path: str) -> str:
-        if names := [name for name in rules.skip if name in path]:
+        if names := [name for name in rules.modules_to_not_convert if name in path]:
             return f"skip {names[0]}"
-        return f"min_dim {rules.min_dim * width:g}" if widths[path] <= rules.min_dim * width else ""
+        return (
+            f"min_dim {rules.min_width_ratio * width:g}"
+            if widths[path] <= rules.min_width_ratio * width
+            else ""
+        )
 
     return {path: reason(path) for path in linears}
 
 
 def report(
-    params: Params, rules: Quantize, form: Format, explore: Explore | None = None
+    params: Params, rules: Quantization, form: Format, explore: Explore | None = None
 ) -> list[Linear]:
     """Every linear: quantised to `form` or not and why, and the bytes it takes before and after. Loads and computes nothing.
 
@@ -192,11 +196,7 @@ def _widths(linears: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, in
 
     def group(path):
         return next(
-            (
-                (path.rsplit("/", 2)[0], p)
-                for p in fused
-                if matches(p, path, "model.quantize.fused")
-            ),
+            ((path.rsplit("/", 2)[0], p) for p in fused if re.fullmatch(p, path)),
             path,
         )
 

@@ -17,7 +17,8 @@ from jaxtyping import Float
 from solrl_jax.config.schema import Explore
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.models.backbone import Backbone, Params
+from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.rl.explore import options as folder
 from solrl_jax.rl.explore.sync import Quantizer
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, generate

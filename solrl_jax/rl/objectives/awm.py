@@ -1,4 +1,7 @@
-"""Advantage Weighted Matching (arXiv 2509.25050): flow matching in place of the log-probability of a sample."""
+"""Advantage Weighted Matching (arXiv 2509.25050).
+
+The flow-matching loss takes the place of the log-probability of a sample.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,33 +17,41 @@ from solrl_jax.rl.objective import (
     mean_per_sample,
 )
 
-# of the released code's weighting, "ghuber": robust to large errors
+# The exponent and the floor of "ghuber", the robust weighting of the released code.
 POWER = 0.25
 FLOOR = 1e-10
-ANCHOR = (
-    1.0  # weight of the distance to the old policy, which is the slow copy of the released code
-)
+# The weight of the distance to the old policy, as in the released code.
+ANCHOR = 1.0
 
 
 def awm(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """Fits good samples better than the old policy does, and bad ones worse.
+    """Trains to fit good samples better than the old policy does, and bad ones worse.
 
-    l    = mean((v - (noise - x0))^2)       log p = -sigma ((l + 1e-10)^p - 1e-10^p) / p,  p = 1/4
-    R    = p / p_old                        A in [-1, 1]
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((v - v_ref)^2) + mean((v - v_old)^2)
+        l     = mean((v - (noise - x0))^2)
+        log p = -sigma ((l + 1e-10)^(1/4) - 1e-10^(1/4)) 4
+        R     = p / p_old                            the advantage A is in [-1, 1]
+        loss  = max(-A R, -A clip(R, 1 - c, 1 + c))
+                + kl_coef mean((v - v_ref)^2) + mean((v - v_old)^2)
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict.
+        target: The noised samples that are trained on.
+        algorithm: `clip_range` (c) and `kl_coef` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     error_old = matching_error(v_old, target)
-    error = error_old + matching_gap(
-        v, v_old, target
-    )  # so that at the old policy the ratio is 1 to the last bit
+    # From the difference of the two errors, so that the ratio at the old policy is exactly 1.
+    error = error_old + matching_gap(v, v_old, target)
     log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER
     loss, metrics = clipped_policy(log_r, target, algorithm, 1.0)
     kl = mean_per_sample(jnp.square(v - v_ref))
     drift = mean_per_sample(jnp.square(v - v_old))
-    return loss + algorithm.kl_weight * kl + ANCHOR * drift, metrics | {
+    return loss + algorithm.kl_coef * kl + ANCHOR * drift, metrics | {
         "loss/kl": kl,
         "loss/drift": drift,
     }

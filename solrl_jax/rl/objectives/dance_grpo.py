@@ -1,4 +1,4 @@
-"""DanceGRPO (arXiv 2505.07818): PPO's loss on some steps of an SDE of constant noise; no KL."""
+"""DanceGRPO (arXiv 2505.07818): the loss of PPO on some steps of an SDE with constant noise."""
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,27 @@ from solrl_jax.rl.objective import (
 def dance_grpo(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """Makes the steps to good samples more probable, and those to bad ones less.
+    """Makes the steps to good samples more probable, and those to bad ones less probable.
 
-    R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((v - v_ref)^2)       kl_weight is 0 in the paper
+        R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
+        loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)
+
+    The paper has no KL term, so its settings have `kl_coef` 0.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict.
+        target: The recorded steps that are trained on.
+        algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     loss, metrics = clipped_policy(
-        log_ratio(v, v_old, target), target, algorithm, algorithm.advantage_clip
+        log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
     kl = mean_per_sample(jnp.square(v - v_ref))
-    return loss + algorithm.kl_weight * kl, metrics | {
+    return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
         "loss/drift": mean_per_sample(jnp.square(v - v_old)),
     }

@@ -1,4 +1,4 @@
-"""Diffusion-DPO (arXiv 2311.12908, eq. 14), online: the pairs are the best and the worst of what the policy sampled."""
+"""Diffusion-DPO (arXiv 2311.12908, eq. 14), online: the pairs are samples of the policy itself."""
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,33 @@ from solrl_jax.rl.objective import (
 def dpo(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """Fits the better sample of a pair more than the base does, and the worse one less. Both rows have the pair's loss.
+    """Trains to fit the better sample of a pair more than the base does, and the worse one less.
 
         d    = mean((v - (noise - x0))^2) - mean((v_ref - (noise - x0))^2)
-        loss = -log sigmoid(-beta / 2 (d_better - d_worse)) + kl_weight mean((v - v_ref)^2)
+        loss = -log sigmoid(-beta / 2 (d_better - d_worse)) + kl_coef mean((v - v_ref)^2)
 
-    SeedBatch 2 i and 2 i + 1 are a pair, the better one first. As released, beta stands for the paper's beta, steps and weight.
+    As in the released code, beta stands for the paper's beta, number of steps and weight together.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict.
+        target: The pairs that are trained on: the better sample in row 2 i, the worse one in row
+            2 i + 1.
+        algorithm: `beta` and `kl_coef` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample. Both samples of a pair have the
+        same preference term.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
-    gained = matching_gap(v, v_ref, target)
-    margin = -algorithm.beta / 2 * (gained[::2] - gained[1::2])
+    gap = matching_gap(v, v_ref, target)
+    margin = -algorithm.beta / 2 * (gap[::2] - gap[1::2])
     loss = -jax.nn.log_sigmoid(margin).repeat(2)
     kl = mean_per_sample(jnp.square(v - v_ref))
-    agreed = (margin > 0).astype(jnp.float32).repeat(2)
+    preferred = (margin > 0).astype(jnp.float32).repeat(2)
     parts = {
         "loss/policy": loss,
         "loss/kl": kl,
         "loss/drift": mean_per_sample(jnp.square(v - v_old)),
-        "preferred": agreed,
+        "preferred": preferred,
     }
-    return loss + algorithm.kl_weight * kl, parts
+    return loss + algorithm.kl_coef * kl, parts

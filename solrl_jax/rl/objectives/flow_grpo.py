@@ -1,6 +1,7 @@
-"""Flow-GRPO (arXiv 2505.05470): PPO's loss on the steps of an SDE, and a KL to the base model.
+"""Flow-GRPO (arXiv 2505.05470): the loss of PPO on the steps of an SDE, with a KL term.
 
-Source: the paper's equations 5 and 9, and its released code, whose KL divides by `2 g^2` for a step of `std = g sqrt(length)`.
+It follows equations 5 and 9 of the paper, and its released code in that the KL term is divided by
+`2 g^2` for a step with the standard deviation `g sqrt(length)`.
 """
 
 import jax
@@ -20,17 +21,26 @@ from solrl_jax.rl.objective import (
 def flow_grpo(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """Makes the steps to good samples more probable, and those to bad ones less.
+    """Makes the steps to good samples more probable, and those to bad ones less probable.
 
-    R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
-    loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_weight mean((m - m_ref)^2) length / (2 std^2)
-    m    = a x + b (x - sigma v)                 the mean of the step
+        R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
+        loss = max(-A R, -A clip(R, 1 - c, 1 + c))
+               + kl_coef mean((m - m_ref)^2) length / (2 std^2)
+        m    = a x + b (x - sigma v)                 the mean of the step
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict.
+        target: The recorded steps that are trained on.
+        algorithm: `clip_range` (c), `adv_clip_max` and `kl_coef` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     step = target.step
     assert step is not None
     loss, metrics = clipped_policy(
-        log_ratio(v, v_old, target), target, algorithm, algorithm.advantage_clip
+        log_ratio(v, v_old, target), target, algorithm, algorithm.adv_clip_max
     )
     kl = (
         mean_per_sample(jnp.square(v - v_ref))
@@ -38,7 +48,7 @@ def flow_grpo(
         * step.length
         / (2 * step.std**2)
     )
-    return loss + algorithm.kl_weight * kl, metrics | {
+    return loss + algorithm.kl_coef * kl, metrics | {
         "loss/kl": kl,
         "loss/drift": mean_per_sample(jnp.square(v - v_old)),
     }

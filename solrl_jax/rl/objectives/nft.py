@@ -1,4 +1,6 @@
-"""The forward-process loss of DiffusionNFT (arXiv 2509.16117, eq. 5 and section 3.3; docs/method.md, section 4)."""
+"""The forward-process loss of DiffusionNFT (arXiv 2509.16117, eq. 5 and section 3.3;
+docs/method.md, section 4).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +21,22 @@ SMALLEST_DENOMINATOR = 1e-5
 def nft(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """The objective of Sol-RL: `nft_loss` with the configured weights."""
+    """The objective of Sol-RL: `nft_loss` with the configured weights.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict.
+        target: The noised samples that are trained on.
+        algorithm: `beta`, `kl_coef` and `adv_clip_max` are read.
+
+    Returns:
+        One loss per sample, and metrics with one value per sample.
+    """
     return nft_loss(
         velocities,
         target,
         beta=algorithm.beta,
-        kl_weight=algorithm.kl_weight,
-        advantage_clip=algorithm.advantage_clip,
+        kl_coef=algorithm.kl_coef,
+        adv_clip_max=algorithm.adv_clip_max,
     )
 
 
@@ -34,30 +45,43 @@ def nft_loss(
     target: TrainingTarget,
     *,
     beta: float,
-    kl_weight: float,
-    advantage_clip: float,
+    kl_coef: float,
+    adv_clip_max: float,
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """Pulls the policy towards good samples and away from bad ones, mirrored about the old policy.
+    """The forward-process loss of DiffusionNFT (arXiv 2509.16117, eq. 5).
+
+    It pulls the policy towards good samples and pushes it away from bad ones, mirrored about the
+    old policy.
 
         v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
         l(u)  = mean((x - sigma u - x0)^2) / max(mean|x - sigma u - x0|, 1e-5)
-        loss  = advantage_clip (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_weight mean((v - v_ref)^2)
+        loss  = adv_clip_max (q l(v_pos) + (1 - q) l(v_neg)) / beta + kl_coef mean((v - v_ref)^2)
 
-    The denominator of l has no gradient. It weights a sample by its error, in place of a hand-made weight on sigma.
-    `beta` is the paper's mixing weight, `advantage_clip` its advantage scale. Returns one loss a row, and its parts: that of
-    the reference only if it has a weight.
+    The denominator of l has no gradient. It weights a sample by its error, which replaces a
+    hand-made weight on sigma.
+
+    Args:
+        velocities: What the trained, the old and the reference policy predict.
+        target: The noised samples that are trained on.
+        beta: The mixing weight of the paper.
+        kl_coef: The weight of the distance to the reference. With 0 the reference is not computed.
+        adv_clip_max: The scale of the advantages.
+
+    Returns:
+        One loss per sample, and as metrics its terms. The KL term is among them only if it has a
+        weight.
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     positive = _self_weighted(target, beta * v + (1 - beta) * v_old)
     negative = _self_weighted(target, (1 + beta) * v_old - beta * v)
     policy = (
-        advantage_clip * (target.optimality * positive + (1 - target.optimality) * negative) / beta
+        adv_clip_max * (target.optimality * positive + (1 - target.optimality) * negative) / beta
     )
     parts = {"loss/policy": policy, "loss/drift": mean_per_sample(jnp.square(v - v_old))}
-    if kl_weight == 0:  # then nothing reads the reference, and XLA does not compute it
+    if kl_coef == 0:  # nothing reads the reference, so XLA does not compute it
         return policy, parts
     kl = mean_per_sample(jnp.square(v - v_ref))
-    return policy + kl_weight * kl, parts | {"loss/kl": kl}
+    return policy + kl_coef * kl, parts | {"loss/kl": kl}
 
 
 def _self_weighted(target: TrainingTarget, velocity: Latents) -> PerSample:

@@ -1,15 +1,17 @@
-"""Trainable in the files that others read: diffusers' one safetensors file, and the adapter directory of PEFT.
+"""LoRA files that other tools read: the safetensors file of diffusers and the directory of PEFT.
 
-Both hold two tensors a linear, under its released name: `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank] (for a 1x1
-convolution with two axes of one more), which are our `a` and `b` transposed, one pair a layer where we stack layers. The linear
-gains `alpha / rank * B A`. Where they differ:
+Both hold two tensors per linear layer under its released name: `lora_A.weight` [rank, in] and
+`lora_B.weight` [out, rank], with two further axes of size one for a 1x1 convolution. They are our
+`a` and `b` transposed, one pair per layer where we stack layers. The weight gains
+`alpha / rank * B A`. The two formats differ in the keys and in where alpha is:
 
               key                                     alpha
-    diffusers transformer.MODULE.lora_A.weight        JSON in the header's `lora_adapter_metadata`, keys under `transformer.`
-    PEFT      base_model.model.MODULE.lora_A.weight   `adapter_config.json` beside `adapter_model.safetensors`
+    diffusers transformer.MODULE.lora_A.weight        JSON in the header's `lora_adapter_metadata`
+    PEFT      base_model.model.MODULE.lora_A.weight   `adapter_config.json` beside the tensors
 
-diffusers takes alpha = rank where the header says nothing. A key `MODULE.alpha`, which other tools write, is refused by its
-SANA and SD3 pipelines, and by its FLUX pipeline beside that JSON: we read such keys and do not write them.
+diffusers takes alpha = rank where the header has no metadata. Its SANA and SD3 pipelines refuse the
+keys `MODULE.alpha` that other tools write, and so does its FLUX pipeline beside the metadata. Such
+keys are read here and not written.
 """
 
 import contextlib
@@ -27,13 +29,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from solrl_jax.errors import InputError, RunError, first_line, in_one_line
-from solrl_jax.models.backbone import STORED_DTYPES, read_header
+from solrl_jax.models.loading.tensor_files import STORED_DTYPES, read_header
 from solrl_jax.rl.trainable import lora_settings
 from solrl_jax.rl.trainable.lora_settings import PEFT_CONFIG, PEFT_FILE, LoraSettings, Table
 from solrl_jax.rl.trainable.trainable import Adapter, Trainable
 from solrl_jax.storage import files
 
-DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # its own default name
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # the default name in diffusers
 _A = "lora_A.weight"
 _B = "lora_B.weight"
 _ALPHA = "alpha"
@@ -43,11 +45,19 @@ _KEY = re.compile(
 
 
 Tensors = dict[str, np.ndarray]
-Shapes = Mapping[str, tuple[int, ...]]  # of a file's tensors
+Shapes = Mapping[str, tuple[int, ...]]  # the shapes of the tensors in a file, by key
 
 
 def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
-    """Raises InputError in one line where an export of that form cannot go; the exports begin with it."""
+    """Checks that a LoRA can be exported to a path. The exports call it themselves.
+
+    Args:
+        path: The file ("diffusers") or the directory ("peft") to be written.
+        form: The format of the export.
+
+    Raises:
+        InputError: If the path does not suit the format, or is a directory with other files.
+    """
     if form == "diffusers":
         if path.suffix != ".safetensors" or path.is_dir():
             raise InputError(
@@ -72,10 +82,20 @@ def export_diffusers(
     dtype: Any = jnp.float32,
     fold: bool = False,
 ) -> None:
-    """Writes the file `path` that `load_lora_weights` of diffusers' SANA, FLUX and SD3 pipelines reads.
+    """Writes a file that `load_lora_weights` of the diffusers pipelines reads.
 
-    fold: multiply B by alpha / rank and say alpha = rank, for readers that do not look into the header.
-    Raises InputError for adapters that do not fit the network, are not finite or change nothing.
+    Args:
+        path: The file to write. It ends in .safetensors and is replaced if it exists.
+        adapters: The trainable parameters, which must all be LoRA adapters.
+        settings: Rank and alpha.
+        table: The table of all parameters of the network.
+        dtype: The dtype of the tensors.
+        fold: Whether B is multiplied by alpha / rank and alpha is written as the rank, for readers
+            that ignore the header.
+
+    Raises:
+        InputError: If the adapters do not fit the network, are not finite in `dtype`, or change
+            nothing.
     """
     check_target(path, "diffusers")
     lora = _of_lora(adapters)
@@ -98,9 +118,19 @@ def export_peft(
     *,
     dtype: Any = jnp.float32,
 ) -> None:
-    """Writes the directory `folder` that `PeftModel.from_pretrained` reads onto the transformer; it appears whole, by rename.
+    """Writes a directory that `PeftModel.from_pretrained` reads onto the transformer.
 
-    An earlier export there is replaced. Raises InputError as `export_diffusers`, and for a directory that holds other files.
+    The directory appears whole, by a rename. An earlier export in its place is replaced.
+
+    Args:
+        folder: The directory to write.
+        adapters: The trainable parameters, which must all be LoRA adapters.
+        settings: Rank and alpha.
+        table: The table of all parameters of the network.
+        dtype: The dtype of the tensors.
+
+    Raises:
+        InputError: As `export_diffusers`, or if the directory holds other files.
     """
     folder = folder.absolute()
     check_target(folder, "peft")
@@ -116,12 +146,22 @@ def export_peft(
 
 
 def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSettings]:
-    """The adapters in a file of diffusers or a directory of PEFT, float32, for the network that `table` describes.
+    """Reads a LoRA file of diffusers or a LoRA directory of PEFT.
 
-    A linear of which the file has no layer gets no adapter; where it has only some layers of a stack, the others are zeros in
-    both factors, which neither change anything nor learn (an export leaves them out again). Raises InputError, in one line
-    that lists every offender, for keys that belong to no linear of the network, shapes that do not fit, values that are not
-    finite, and ranks or alphas that differ between modules. Names and shapes are checked before a tensor is read.
+    Names and shapes are checked before any tensor is read. A linear layer that the file does not
+    mention gets no adapter. Where the file has only some layers of a stack, both factors of the
+    others are zero, which neither changes anything nor trains; an export leaves them out again.
+
+    Args:
+        path: The file or the directory.
+        table: The table of all parameters of the network that the adapters are for.
+
+    Returns:
+        The adapters by path, float32, and their rank and alpha.
+
+    Raises:
+        InputError: If keys belong to no linear layer of the network, shapes do not fit, values are
+            not finite, or modules differ in rank or alpha. It lists every offender in one line.
     """
     file = _file(path)
     slots = _slots(table)
@@ -145,7 +185,7 @@ def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSetti
         def read(keys):
             return {part: handle.get_tensor(key).astype(np.float32) for part, key in keys.items()}
 
-        with np.errstate(over="ignore"):  # what float32 does not hold is found below, by name
+        with np.errstate(over="ignore"):  # values too large for float32 are reported below
             tensors = {module: read(keys) for module, keys in modules.items()}
     if endless := [
         f"{m}.{k} is not finite"
@@ -163,7 +203,7 @@ def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSetti
         for key, part in (("a", _A), ("b", _B)):
             ab[key][slot.layer] = (
                 pair[part].reshape(pair[part].shape[:2]).T
-            )  # an index of () is the whole array
+            )  # the index () means the whole array
     return {
         p: {k: jnp.asarray(v) for k, v in adapters[p].items()} for p in sorted(adapters)
     }, settings
@@ -171,26 +211,35 @@ def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSetti
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """Where the adapter of one released linear lies in ours."""
+    """Where the adapter of one linear layer of a file lies in our parameters.
+
+    Attributes:
+        path: The path of our parameter.
+        layer: The index of the layer in a stack, as a tuple of one; () where nothing is stacked.
+        layers: The number of layers in the stack, as a tuple of one; () where nothing is stacked.
+        n_in: The number of inputs.
+        n_out: The number of outputs.
+        ones: The trailing axes of size one that a 1x1 convolution has in the file.
+    """
 
     path: str
-    layer: tuple[int, ...]  # () where nothing is stacked
-    layers: tuple[int, ...]  # how many there are; likewise
+    layer: tuple[int, ...]
+    layers: tuple[int, ...]
     n_in: int
     n_out: int
-    ones: tuple[int, ...]  # axes that a 1x1 convolution has and we do not
+    ones: tuple[int, ...]
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Of our factors, all layers together."""
+        """The shapes of our factors, with all layers of a stack."""
         return {"a": (*self.layers, self.n_in, rank), "b": (*self.layers, rank, self.n_out)}
 
     def torch_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Of the file's factors, one layer."""
+        """The shapes of the factors of one layer in a file, by the end of the key."""
         return {_A: (rank, self.n_in, *self.ones), _B: (self.n_out, rank, *self.ones)}
 
 
 def _slots(table: Table) -> dict[str, _Slot]:
-    """{released module: slot} of every linear."""
+    """The slot of every linear layer of the network, by its released module name."""
     slots = {}
     for e in table:
         if e.layout in ("linear", "pointwise") and len(e.shape) == 2:
@@ -203,7 +252,7 @@ def _slots(table: Table) -> dict[str, _Slot]:
 
 
 def _of_lora(adapters: Trainable) -> dict[str, Adapter]:
-    """The adapters, if there is nothing else; InputError if there is."""
+    """The LoRA adapters. Raises InputError if some parameters are trained in full."""
     if whole := [path for path, own in adapters.items() if not isinstance(own, dict)]:
         raise InputError(
             f"a LoRA does not hold what is trained in full; {len(whole)} parameter(s) are, first {whole[0]}"
@@ -214,7 +263,10 @@ def _of_lora(adapters: Trainable) -> dict[str, Adapter]:
 def _to_modules(
     adapters: Mapping[str, Adapter], settings: LoraSettings, table: Table
 ) -> dict[str, Tensors]:
-    """{released module: its two matrices as PyTorch orders them}, without the layers that are zero in both."""
+    """Converts adapters to the two matrices of each released module, in the order of PyTorch.
+
+    Layers in which both factors are zero are left out.
+    """
     slots = _slots(table)
     out = {}
     host = {path: {k: np.asarray(v) for k, v in ab.items()} for path, ab in adapters.items()}
@@ -246,11 +298,21 @@ def _save(
     dtype: Any,
     metadata: dict[str, str],
 ) -> None:
-    """Writes the tensors, then reads them back. They must be as given and finite, and change something.
+    """Writes tensors to a file and checks them by reading them back.
 
-    target: where `file` will appear, for messages.
+    Args:
+        file: The file to write.
+        target: Where the file will appear in the end, for error messages.
+        modules: The two matrices of each module.
+        prefix: What goes before the module name in a key.
+        dtype: The dtype of the tensors in the file.
+        metadata: Further entries of the header.
+
+    Raises:
+        InputError: If a tensor is not finite in `dtype`, or the adapters change nothing.
+        RunError: If the file does not read back as it was written.
     """
-    with np.errstate(over="ignore"):  # what is too large for `dtype` is found below, by name
+    with np.errstate(over="ignore"):  # values too large for `dtype` are reported below
         tensors = {
             f"{prefix}{m}.{part}": t.astype(dtype, order="C")
             for m, pair in modules.items()
@@ -268,7 +330,7 @@ def _save(
             f"{target}: {len(endless)} adapter(s) are not finite in {jnp.dtype(dtype)}: {', '.join(endless)}"
         )
     pairs = [(read[f"{prefix}{m}.{_A}"], read[f"{prefix}{m}.{_B}"]) for m in modules]
-    # in one of them, a row of A that is not zero must meet such a column of B
+    # A product B A is not zero if a nonzero row of A meets a nonzero column of B.
     if not any(
         (a.reshape(len(a), -1).any(1) & b.reshape(b.shape[:2]).any(0)).any() for a, b in pairs
     ):
@@ -278,7 +340,9 @@ def _save(
 
 
 def _file(path: Path) -> Path:
-    """The file of tensors that `path` means."""
+    """The file of tensors at a path, which is that file or a directory with it. Raises
+    InputError.
+    """
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
         named = [f for f in found if f.name in (PEFT_FILE, DIFFUSERS_FILE)]
@@ -295,7 +359,10 @@ def _file(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
-    """The shapes in a safetensors file, and the file, whose tensors are read when they are asked for."""
+    """Opens a safetensors file. Yields the shapes of its tensors and a handle that reads tensors.
+
+    Raises InputError if the file or the dtype of a tensor cannot be read.
+    """
     with in_one_line():
         tensors = read_header(file)
     if strange := [
@@ -323,7 +390,12 @@ def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
 def _by_module(
     shapes: Shapes, slots: Mapping[str, _Slot]
 ) -> tuple[dict[str, dict[str, str]], dict[str, str], list[str]]:
-    """{module: {part: key}}, {module: key of its alpha}, and the keys that are of no linear or say one thing twice."""
+    """Sorts the keys of a file by module.
+
+    Returns:
+        The keys of the factors by module and part, the key of the alpha by module, and the keys
+        that belong to no linear layer or repeat another one.
+    """
     modules: dict[str, dict[str, str]] = {}
     alphas: dict[str, str] = {}
     strange = []
@@ -345,11 +417,11 @@ def _by_module(
 def _check(
     file: Path, shapes: Shapes, modules: Mapping[str, Mapping[str, str]], slots: Mapping[str, _Slot]
 ) -> int:
-    """The rank of all modules; InputError lists what does not fit."""
+    """The common rank of all modules. Raises InputError that lists the tensors that do not fit."""
     ranks: dict[int, str] = {}  # with a module of it
     most = max(
         max(slot.n_in, slot.n_out) for slot in slots.values()
-    )  # no matrix of the network has a higher one
+    )  # no matrix of the network has a higher rank
     problems = []
     for module, keys in modules.items():
         if missing := {_A, _B} - keys.keys():

@@ -1,6 +1,7 @@
 """What a LoRA file says beside its matrices: rank and alpha, in the fields of PEFT's `LoraConfig`.
 
-diffusers writes the fields as JSON into the header, PEFT into a file beside the tensors. `lora_files.py` has the matrices.
+diffusers writes these fields as JSON into the header of the file, and PEFT into a file beside the
+tensors. The matrices are in `lora_files.py`.
 """
 
 import dataclasses
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from solrl_jax.errors import InputError, first_line
-from solrl_jax.models.backbone import Entry
+from solrl_jax.models.loading.weights import ParameterEntry
 from solrl_jax.storage.readers import parse_json, read_text
 
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
-# before a module's name
+# The prefix of a module name in the keys of each format.
 DIFFUSERS = "transformer."
 PEFT = "base_model.model."
 METADATA = "lora_adapter_metadata"
@@ -25,31 +26,37 @@ CHANGES_BASE = (
     "olora",
     "corda",
     "loftq",
-)  # starts for which PEFT changes the base's weights, too
-MOST_ALPHA = 1e30  # a number of JSON may have more digits than a float holds
+)  # initialisations for which PEFT also changes the weights of the base
+MOST_ALPHA = 1e30  # a number in JSON may be larger than any float
 
-Table = Sequence[Entry]  # all parameters of the network that adapters are on
+Table = Sequence[ParameterEntry]  # all parameters of the network that adapters are on
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraSettings:
-    """What a file says beside its matrices."""
+    """The rank and the alpha of a LoRA."""
 
     rank: int
     alpha: float
 
     @property
     def scale(self) -> float:
-        """What the product of the factors is multiplied by."""
+        """The factor of the product of the LoRA factors: alpha / rank."""
         return self.alpha / self.rank
 
 
 def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) -> dict[str, Any]:
-    """The fields of PEFT's `LoraConfig`."""
+    """The fields of PEFT's `LoraConfig` for an export.
+
+    Args:
+        modules: The names of the modules that have an adapter.
+        settings: Rank and alpha.
+        table: The table of all parameters of the network.
+    """
     targets = sorted(modules)
     others = {name.rpartition(".")[0] for e in table for name in e.names} - set(targets)
-    # PEFT takes a name in a list for the end of a longer one too (the last linear `proj_out` for each block's), and a string
-    # for a regular expression of whole names
+    # In a list, PEFT takes a name also for the end of a longer one (the final `proj_out` for that
+    # of each block). It takes a string for a regular expression that matches whole names.
     ambiguous = any(m.endswith(tuple(f".{t}" for t in targets)) for m in others)
     return {
         "peft_type": "LORA",
@@ -69,7 +76,19 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
 def read_config(
     file: Path, keys: Iterable[str], metadata: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """The fields of the file's `LoraConfig` where it has one."""
+    """Reads the `LoraConfig` of a file.
+
+    Args:
+        file: The file of tensors.
+        keys: The keys of its tensors, which tell the format.
+        metadata: The metadata in its header.
+
+    Returns:
+        The fields, or None if the file has no such configuration.
+
+    Raises:
+        InputError: If it is not a JSON object, or the file that PEFT writes is missing.
+    """
     if any(key.startswith(PEFT) for key in keys) or file.name == PEFT_FILE:
         return _fields(file.with_name(PEFT_CONFIG), None)
     if METADATA not in metadata:
@@ -78,7 +97,7 @@ def read_config(
 
 
 def _fields(file: Path, text: str | None) -> dict[str, Any]:
-    """The JSON object `text`, which stands in `file`; all of `file` if None."""
+    """Parses the JSON object `text` of the header of `file`, or, if it is None, all of `file`."""
     if text is None and not file.is_file():
         raise InputError(f"{file}: no such file; an adapter of PEFT has its alpha there")
     try:
@@ -96,7 +115,18 @@ def read_alpha(
     config: Mapping[str, Any] | None,
     rank: int,
 ) -> float:
-    """The one alpha of all modules: of the configuration and keys `MODULE.alpha`, or the rank where neither says."""
+    """Finds the alpha that all modules share.
+
+    Args:
+        file: The file of tensors, for error messages.
+        modules: The names of the modules that have an adapter.
+        alphas: The values of the keys `MODULE.alpha`, by module.
+        config: The fields of its `LoraConfig`, if it has one.
+        rank: The rank of the adapters, which is the alpha of modules for which none is stated.
+
+    Raises:
+        InputError: If modules differ in alpha, or the configuration is not of plain LoRA.
+    """
     stated = set(alphas.values())
     if config is None:
         stated |= {float(rank)} if set(modules) - alphas.keys() else set()
@@ -113,7 +143,7 @@ def read_alpha(
             raise InputError(
                 f"{file}: its configuration has r={config.get('r')!r}, its tensors are of rank {rank}"
             )
-        # rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(rank)
+        # Rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(rank).
         factor = math.sqrt(rank) if config.get("use_rslora") else 1.0
         if not isinstance(pattern := config.get("alpha_pattern") or {}, Mapping):
             raise InputError(

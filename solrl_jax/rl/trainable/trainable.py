@@ -1,12 +1,14 @@
-"""What is trained, as a flat dictionary beside the frozen base, and the ways to put it onto the base.
+"""The trainable parameters, and how to attach them to the frozen base.
 
-For the path of a parameter it holds an adapter (LoRA, arXiv 2106.09685), `{"a": [..., in, rank], "b": [..., rank, out]}` in
-float32; or, where the parameter is trained in full, a whole array of its shape. A policy is the base with some leaves replaced:
-by `LowRank` leaves, which are exact, for sampling in BF16 and for gradients; by the whole arrays, in the base's dtype; by
+They are a flat dictionary that maps the path of a parameter to a LoRA adapter (arXiv 2106.09685),
+that is `{"a": [..., in, rank], "b": [..., rank, out]}` in float32, or to a whole array, if the
+parameter is trained in full. A policy is the base with some leaves replaced: by exact `LowRank`
+leaves for sampling in BF16 and for gradients, by whole arrays in the dtype of the base, or by
 merged `Quantized` leaves for exploration. No layer knows which policy it belongs to.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,54 +19,76 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import matches
-from solrl_jax.models.backbone import Component, Entry, Params, entries
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.loading.weights import ParameterEntry, Params, parameter_table
 from solrl_jax.quant.matmul import LowRank, Quantized
 
-Adapter = dict[str, Array]  # {"a": ..., "b": ...}
+Adapter = dict[str, Array]  # the LoRA factors, {"a": ..., "b": ...}
 Trainable = Mapping[str, Adapter | Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Paths of the parameters that are trained, sorted: by an adapter, and in full. No path is in both."""
+    """The parameters that are trained. No path is in both groups.
+
+    Attributes:
+        adapted: The paths of the parameters that have a LoRA adapter, sorted.
+        whole: The paths of the parameters that are trained in full, sorted.
+    """
 
     adapted: tuple[str, ...]
     whole: tuple[str, ...] = ()
 
 
 def find_targets(transformer: Component, config: Config) -> Targets:
-    """The parameters that `config.train.parameters` and `config.lora.targets` name. Raises ValueError as `matching`.
+    """Finds the parameters that the configuration trains.
 
-    A parameter that is trained in full has no adapter. What files may not have, because a configuration adds it to a network,
-    is always trained in full.
+    A parameter that is trained in full has no adapter. Parameters that the configuration adds to a
+    network, which its files do not have, are always trained in full.
+
+    Args:
+        transformer: The transformer; its parameters need not be loaded.
+        config: `train.parameters` and `lora.target_modules` are read.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or a LoRA target is not the kernel of a linear
+            layer.
     """
-    params = transformer.abstract("float32")
+    params = transformer.abstract_params("float32")
     chosen = config.train.parameters
     field = "train.parameters"
     if chosen == "all":
         return Targets((), tuple(sorted(flatten(params))))
     whole = {
-        path for path in flatten(params) if chosen != "adapters" and matches(chosen, path, field)
+        path for path in flatten(params) if chosen != "adapters" and re.fullmatch(chosen, path)
     }
     if chosen != "adapters" and not whole:
         raise ValueError(
             f"{field}: {chosen!r} matches no parameter; there are {', '.join(sorted(flatten(params)))}"
         )
-    whole |= {e.key for e in entries(transformer.state) if e.start is not None}
-    adapted = matching(params, config.lora.targets, "lora.targets")
+    whole |= {e.key for e in parameter_table(transformer.state) if e.start is not None}
+    adapted = matching(params, config.lora.target_modules, "lora.target_modules")
     return Targets(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
 
 
 def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
-    """The paths of `params` that some pattern matches whole, sorted.
+    """Finds the kernels of linear layers that match patterns.
 
-    Raises ValueError when a pattern matches nothing (it names the `field` of the config) or something that is no matrix.
+    Args:
+        params: The parameters, or their shapes.
+        patterns: Regular expressions, each of which must match whole paths.
+        field: The field of the configuration that holds the patterns, for error messages.
+
+    Returns:
+        The matching paths, sorted.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or a parameter that is not such a kernel.
     """
     paths = flatten(params)
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
-        hits = {p for p in paths if matches(pattern, p, field)}
+        hits = {p for p in paths if re.fullmatch(pattern, p)}
         if not hits:
             kernels = [p for p in paths if p.endswith("kernel")]
             raise ValueError(
@@ -73,16 +97,25 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
         for p in hits:
             if not p.endswith("/kernel") or paths[p].ndim > 3:
                 raise ValueError(
-                    f"{field}: {pattern!r} matches {p} of shape {paths[p].shape}; accepted are matrices of linears"
+                    f"{field}: {pattern!r} matches {p} of shape {paths[p].shape}; must be the kernel of a linear layer"
                 )
-        found |= hits
-    return sorted(found)
+        matched |= hits
+    return sorted(matched)
 
 
 def init_adapters(
     key: Array, base: Params, targets: Sequence[str], rank: int
 ) -> dict[str, Adapter]:
-    """Trainable on `targets`: A Gaussian of deviation 1 / rank (PEFT's "gaussian"), B zero. They change nothing yet."""
+    """Initialises LoRA adapters that do not change the base yet.
+
+    A is Gaussian with the standard deviation 1 / rank, as PEFT's "gaussian", and B is zero.
+
+    Args:
+        key: The key of the random numbers.
+        base: The parameters of the base.
+        targets: The paths of the adapted kernels. The order decides the random numbers of each.
+        rank: The rank of the adapters.
+    """
     flat = flatten(base)
 
     def one(index: int, path: str) -> dict[str, Array]:
@@ -102,8 +135,14 @@ def attach(
     scale: float,
     quantized: Mapping[str, Quantized] | None = None,
 ) -> Params:
-    """The policy's parameters: `LowRank` where there is an adapter, the whole array where there is one, in the base's dtype;
-    but the merged and quantised leaf where one is given.
+    """Attaches trainable parameters to the base, which gives the parameters of a policy.
+
+    Args:
+        base: The parameters of the base. They are not copied.
+        adapters: The trainable parameters. An adapter becomes a `LowRank` leaf, and a whole array
+            takes the place of the base's in the dtype of the base.
+        scale: The factor of the product of LoRA factors, alpha / rank.
+        quantized: Merged and quantized leaves by path, which take precedence.
     """
     flat = flatten(base)
 
@@ -118,8 +157,13 @@ def attach(
     )
 
 
-def within_bounds(trained: Trainable, table: Sequence[Entry]) -> Trainable:
-    """The projection of whole arrays onto the bounds of their parameters, where these have any."""
+def within_bounds(trained: Trainable, table: Sequence[ParameterEntry]) -> Trainable:
+    """Clips whole arrays to the bounds of their parameters, where these have any.
+
+    Args:
+        trained: The trainable parameters.
+        table: The table of all parameters of the network, which has their bounds.
+    """
     bounds = {e.key: e.bounds for e in table if e.bounds is not None}
 
     def clip(path, own):
@@ -135,9 +179,19 @@ def map_layers(
     scale: float,
     *beside: Array,
 ) -> Any:
-    """`f` of a linear [in, out] with what is trained of it, in float32; of a stack of them, of one after another.
+    """Applies `f` to a weight with its LoRA adapter merged in, in float32.
 
-    own: its adapter, which is merged, or the array in place of `w`. beside: what else `f` takes of each.
+    A stacked weight is processed one layer at a time, so that no float32 copy of the stack exists.
+
+    Args:
+        f: Takes a weight [in, out], and one layer of each array in `beside`.
+        w: The weight [in, out], or a stack of them [layers, in, out].
+        own: The adapter of the weight, the array that replaces it, or None.
+        scale: The factor of the product of LoRA factors, alpha / rank.
+        *beside: Further arrays that `f` takes, stacked as `w` is.
+
+    Returns:
+        The result of `f`; the stacked results for a stacked weight.
     """
     w, adapter = (w, own or {}) if own is None or isinstance(own, dict) else (own, {})
 
@@ -150,12 +204,12 @@ def map_layers(
 
 
 def flatten(params: Params) -> dict[str, Any]:
-    """`{"blocks/attn/to_q/kernel": leaf}`: leaves by path."""
+    """The leaves of a tree of parameters by path, such as `blocks/attn/to_q/kernel`."""
     return {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(params).items()}
 
 
 def replace(params: Params, leaves: Mapping[str, Any]) -> Params:
-    """A copy of `params` with the leaves at the given paths replaced."""
+    """A copy of the tree `params` in which the leaves at the paths of `leaves` are replaced."""
     flat = flatten_dict(params, keep_empty_nodes=True)
     return unflatten_dict(
         {path: leaves.get("/".join(map(str, path)), leaf) for path, leaf in flat.items()}

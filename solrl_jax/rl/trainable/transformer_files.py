@@ -1,9 +1,11 @@
-"""A policy with parameters trained in full, as the directory that `from_pretrained` of diffusers' transformer reads.
+"""Exports a policy with parameters trained in full, as a directory of diffusers' transformer.
 
-config.json
-diffusion_pytorch_model.safetensors              the base with those parameters; or, if that is large,
-diffusion_pytorch_model-00001-of-00002.safetensors, ..., and diffusion_pytorch_model.safetensors.index.json
-pytorch_lora_weights.safetensors                 the adapters on others, if there are any (`lora_files`)
+`from_pretrained` of the transformer reads it. It holds:
+
+    config.json
+    diffusion_pytorch_model.safetensors   the base with the trained parameters; or, if it is large,
+                                          files numbered 00001-of-00002 and on, and an index
+    pytorch_lora_weights.safetensors      the adapters on other parameters, if any (`lora_files`)
 """
 
 import json
@@ -17,7 +19,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from solrl_jax.errors import InputError
-from solrl_jax.models.backbone import Backbone, to_torch_order
+from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.loading.weights import to_torch_order
 from solrl_jax.rl.trainable.lora_files import DIFFUSERS_FILE, export_diffusers
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.rl.trainable.trainable import Trainable, flatten
@@ -25,11 +28,13 @@ from solrl_jax.storage import files
 
 NAME = "diffusion_pytorch_model"
 SUFFIX = ".safetensors"
-MOST = 10 * 10**9  # bytes of tensors in a file: the default of diffusers' `save_pretrained`
+MOST = 10 * 10**9  # largest bytes of tensors in one file, as in `save_pretrained` of diffusers
 
 
 def check_directory(folder: Path) -> None:
-    """Raises InputError in one line where `export_transformer` cannot write."""
+    """Raises InputError if `export_transformer` cannot write to a path, or would remove other
+    files.
+    """
     if folder.suffix == SUFFIX or (folder.exists() and not folder.is_dir()):
         raise InputError(
             f"{folder}: a transformer with parameters trained in full is a directory; name one"
@@ -55,10 +60,22 @@ def export_transformer(
     dtype: Any = jnp.float32,
     most: int = MOST,
 ) -> None:
-    """Writes the directory `folder`; it appears whole, by rename. An earlier export there is replaced.
+    """Writes the directory of a transformer with its trained parameters.
 
-    most: bytes of tensors in a file, unless one tensor alone has more. The host holds one file's tensors at a time.
-    Raises InputError for values that are not finite in `dtype`, and where `folder` cannot be written.
+    The directory appears whole, by a rename. An earlier export in its place is replaced. The host
+    holds the tensors of one file at a time.
+
+    Args:
+        folder: The directory to write.
+        backbone: The base, and the configuration of the transformer.
+        trained: The trainable parameters.
+        settings: Rank and alpha of the adapters among them.
+        dtype: The dtype of the tensors.
+        most: The largest number of bytes of tensors in one file. A single larger tensor has a file
+            of its own.
+
+    Raises:
+        InputError: If values are not finite in `dtype`, or the directory cannot be written.
     """
     folder = folder.absolute()
     table = backbone.parameter_table()
@@ -72,7 +89,7 @@ def export_transformer(
     def tensor(name: str) -> np.ndarray:
         e, layer = where[name]
         array = params[e.key]
-        with np.errstate(over="ignore"):  # what is too large for `dtype` is found below, by name
+        with np.errstate(over="ignore"):  # values too large for `dtype` are reported below
             made = to_torch_order(
                 np.asarray(array[layer] if e.stacked else array), e.layout
             ).astype(dtype, order="C")
@@ -105,7 +122,15 @@ def export_transformer(
 
 
 def divide(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
-    """Tensors in order, as many a file as `most` bytes hold: {name of the file: names of tensors}."""
+    """Divides tensors over files, in their order.
+
+    Args:
+        sizes: The bytes of each tensor by name.
+        most: The largest number of bytes of one file.
+
+    Returns:
+        The names of the tensors in each file, by the name of the file.
+    """
     parts: list[list[str]] = []
     left = 0
     for name, size in sizes.items():

@@ -6,7 +6,7 @@ GPUs from Hopper on multiply eight bits twice as fast as BF16, and queries, keys
 import dataclasses
 
 from solrl_jax.config.schema import Explore
-from solrl_jax.models.backbone import Params
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.rl.explore.option import ExplorationOption
 from solrl_jax.rl.sampler import Segment
 

@@ -1,4 +1,4 @@
-"""`rollout.explore.correction=RANK`: the principal directions of a linear's inputs go past its quantised product.
+"""`rollout.explore.correction_rank=RANK`: the principal directions of a linear's inputs go past its quantised product.
 
     y = (x U) (U^T W) + Q(x - x U U^T) Q(W - U U^T W)                 U [n_in, rank], orthonormal
 
@@ -26,7 +26,9 @@ from solrl_jax.config.schema import Explore
 from solrl_jax.diffusion.sampler import interpolate
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal
-from solrl_jax.models.backbone import Backbone, Conditioning, Params
+from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.loading.weights import Params
+from solrl_jax.models.pipeline import Conditioning
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant import tensor_parallel
 from solrl_jax.quant.leaf import Leaf, Quantized
@@ -136,7 +138,7 @@ class Correction(ExplorationOption):
     """Wraps the quantiser of every linear."""
 
     def active(self, explore: Explore) -> bool:
-        return explore.correction > 0
+        return explore.correction_rank > 0
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
         return quantizes
@@ -149,7 +151,7 @@ class Correction(ExplorationOption):
         quantizer: Quantizer,
         grid: Schedule,
     ) -> Quantizer:
-        bases = principal_inputs(calibration, paths, explore.correction, grid)
+        bases = principal_inputs(calibration, paths, explore.correction_rank, grid)
         return Quantizer(
             partial(correct, quantizer.quantize), {path: (basis,) for path, basis in bases.items()}
         )
@@ -159,7 +161,7 @@ class Correction(ExplorationOption):
     ) -> Quantizer:
         def basis(w):
             return jax.ShapeDtypeStruct(
-                (*w.shape[:-1], min(explore.correction, w.shape[-2])), w.dtype
+                (*w.shape[:-1], min(explore.correction_rank, w.shape[-2])), w.dtype
             )
 
         return Quantizer(

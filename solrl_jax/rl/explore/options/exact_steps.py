@@ -7,7 +7,7 @@ step. The policy that regenerates is in memory anyway; the leaves that both poli
 import dataclasses
 
 from solrl_jax.config.schema import Explore
-from solrl_jax.models.backbone import Params
+from solrl_jax.models.loading.weights import Params
 from solrl_jax.rl.explore.option import ExplorationOption
 from solrl_jax.rl.sampler import Segment
 

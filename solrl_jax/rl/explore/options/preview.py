@@ -31,7 +31,7 @@ class Preview(ExplorationOption):
         return explore.sigmas == "first"
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
-        return explore.steps < full_steps
+        return explore.num_steps < full_steps
 
     def schedule(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
         full = calibration.schedule

@@ -1,0 +1,37 @@
+"""Fields that have no effect in a run because of what other fields say."""
+
+from solrl_jax.config.schema import Config, is_plugin
+
+# Built-in objectives that read a field of `algorithm`.
+_READERS = {
+    "beta": ("nft", "dpo"),
+    "clip_range": ("awm", "flow_grpo", "mix_grpo", "dance_grpo"),
+}
+_QUANTIZING = ("auto", "nvfp4", "fp8")  # values of `rollout.explore.precision`
+
+
+def inert_fields(config: Config) -> set[str]:
+    """Dotted names of the sections and fields that nothing reads in a run with this configuration.
+
+    A field that switches something off, such as `rollout.noise_level=0`, is not inert; the fields
+    of what it switches off are.
+    """
+    inert: set[str] = set()
+    rollout = config.rollout
+    if config.model.attention != "mhla":
+        inert |= {"model.mhla_blocks", "model.mhla_released", "model.mhla_norm"}
+    if rollout.explore.precision not in _QUANTIZING:
+        inert |= {"model.quantization", "rollout.explore.correction_rank"}
+    if rollout.noise_level == 0:
+        inert |= {"rollout.sde_window_size", "rollout.sde_window_every"}
+    if rollout.sde_window_size is None:
+        inert.add("rollout.sde_window_every")
+    if rollout.schedule == "flux":
+        inert.add("rollout.shift")
+    if not is_plugin(config.algorithm.objective):
+        for field, objectives in _READERS.items():
+            if config.algorithm.objective not in objectives:
+                inert.add(f"algorithm.{field}")
+    if config.train.parameters == "all":
+        inert.add("lora")
+    return inert

@@ -1,0 +1,182 @@
+"""Overrides `key=value`: parsing them, and writing their values into a configuration tree.
+
+A key is a dotted field name (`rollout.kept=12`), and its value is YAML
+(`reward.weights={pickscore: 1}`). Text needs no quotes. `model=`, `family=`, `explore=`,
+`objective=` and `reward=` choose a file of `solrl_jax/configs/` instead. `reward=` and `objective=`
+also take a function `module:function` or, for rewards, the name of an entry point or the URL of a
+service.
+"""
+
+import copy
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from solrl_jax.config.files import PARTS, part_files
+from solrl_jax.config.migrations import migrate_override
+from solrl_jax.config.schema import is_plugin
+from solrl_jax.config.serialization import parse
+from solrl_jax.config.validation import field_names, section_names, suggest, unknown_key_message
+from solrl_jax.config.values import ConfigError, brief_repr
+
+ENTRY_POINTS = (
+    "solrl_jax.rewards"  # the group of entry points under which other packages name rewards
+)
+_OPTIONS = "reward.options"
+_FREE_FIELDS = (
+    "reward.weights",
+    "reward.paths",
+    _OPTIONS,
+)  # mappings whose keys are names, not fields
+_YAML_QUOTES = (
+    "'",
+    '"',
+    "|",
+    ">",
+)  # text that begins with one of these is quoted YAML and not taken as it is
+
+
+@dataclasses.dataclass
+class Overrides:
+    """Parsed overrides.
+
+    Attributes:
+      settings: dotted field names and their values, in the order in which they apply.
+      choices: the file that is chosen for each part, e.g. {"model": "flux1"}.
+      problems: one message for each override that cannot be used.
+    """
+
+    settings: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    choices: dict[str, str] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def text_override(key: str, text: str) -> str:
+    """The override that sets a field to exactly this text, whatever YAML would make of it.
+
+    Args:
+      key: the dotted name of the field.
+      text: its value, for instance a path with a `#`.
+    """
+    quoted = yaml.safe_dump(text, default_style='"').strip()
+    return f"{key}={quoted}"
+
+
+def parse_overrides(overrides: Sequence[str]) -> Overrides:
+    """Parses overrides. Problems are collected, not raised.
+
+    Warns with a FutureWarning for a name that the previous version of the configuration used.
+    """
+    parsed = Overrides()
+    plugins: dict[str, str] = {}  # the last choice for "reward" and "objective", if that is no file
+    for override in overrides:
+        key, equals, raw = (piece.strip() for piece in override.partition("="))
+        if not key or not equals:
+            parsed.problems.append(
+                f"override {brief_repr(override)}: expected key=value, e.g. train.iterations=100"
+            )
+            continue
+        try:
+            value = parse(raw, f"override {brief_repr(override)}") if raw else ""
+        except ConfigError as error:
+            parsed.problems.append(str(error))
+            continue
+        if isinstance(value, str) and not raw.startswith(_YAML_QUOTES):
+            value = raw  # as it is, so that a path may contain " #", which begins a comment in YAML
+        key, value = migrate_override(key, value)
+        if key in PARTS and not isinstance(value, Mapping):
+            _choose(parsed, plugins, key, raw)
+        elif key == "preset":
+            parsed.problems.append(
+                f"preset={brief_repr(value)}: a preset is chosen by name, not by an override"
+            )
+        elif key in field_names() or _free_field(key) is not None:
+            parsed.settings.append((key, value))
+        else:
+            parsed.problems.append(unknown_key_message(key))
+    # They come first, so that explicit settings win over them as they win over the files of parts.
+    if "reward" in plugins:
+        parsed.settings.insert(0, ("reward.weights", {plugins["reward"]: 1.0}))
+    if "objective" in plugins:
+        parsed.settings.insert(0, ("algorithm.objective", plugins["objective"]))
+    return parsed
+
+
+def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) -> None:
+    """Records a choice for a part, which replaces an earlier one.
+
+    Args:
+      parsed: gets the choice if it is a file, or a problem if it is nothing that can be chosen.
+      plugins: gets the choice if it names a function or service.
+      part: a name of `PARTS`.
+      name: the choice.
+    """
+    if name in part_files(part):
+        parsed.choices[part] = name
+        plugins.pop(part, None)
+    elif (part == "reward" and _is_reward(name)) or (part == "objective" and is_plugin(name)):
+        plugins[part] = name
+    else:
+        parsed.problems.append(f"unknown {part} '{name}': {suggest(name, part_files(part))}")
+
+
+def _is_reward(name: str) -> bool:
+    """Whether `name` is a function, a URL or an entry point."""
+    return ":" in name or name in importlib.metadata.entry_points(group=ENTRY_POINTS).names
+
+
+def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> None:
+    """Writes the fields of `new` into `tree`, in place.
+
+    Args:
+      tree: nested mappings of sections and fields.
+      new: the same for the fields to change. Sections are merged; the value of a field is replaced
+        whole, also if it is a list or a mapping.
+      prefix: the dotted name of the section that both are, with a dot behind; "" for the whole
+        configuration.
+    """
+    for key, value in new.items():
+        name = f"{prefix}{key}"
+        old = tree.get(key)
+        if name in section_names() and isinstance(value, Mapping) and isinstance(old, dict):
+            merge(old, value, f"{name}.")
+        else:
+            tree[key] = copy.deepcopy(value)
+
+
+def assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Writes the value of the field with a dotted name into `tree`, in place."""
+    *parents, last = _split_key(key, value)
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            return  # an earlier override replaced the section by a value, which validation reports
+    merge(tree, {last: value}, "".join(f"{name}." for name in parents))
+
+
+def _free_field(key: str) -> str | None:
+    """The field with free keys that a dotted key lies below, or None.
+
+    For example "reward.weights" for "reward.weights.shapes".
+    """
+    return next((field for field in _FREE_FIELDS if key.startswith(f"{field}.")), None)
+
+
+def _split_key(key: str, value: Any) -> list[str]:
+    """The names in a dotted key.
+
+    What follows a field with free keys is one name, which may contain dots.
+    `reward.options.NAME.OPTION` sets one option of a reward, unless `value` is a mapping, which
+    holds all options of the reward NAME.OPTION.
+    """
+    field = _free_field(key)
+    if field is None:
+        return key.split(".")
+    name = key.removeprefix(f"{field}.")
+    reward, dot, option = name.rpartition(".")
+    if field == _OPTIONS and dot and not isinstance(value, dict):
+        return [*field.split("."), reward, option]
+    return [*field.split("."), name]

@@ -1,0 +1,142 @@
+"""Builds a `Config` from plain data, or describes what is wrong with the data."""
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pydantic
+
+from solrl_jax.config.schema import Config
+from solrl_jax.config.values import ConfigError, Section, brief_repr
+
+_ADAPTER = pydantic.TypeAdapter(Config)
+
+# What is accepted in place of a value, by the type of pydantic's error. Braces are filled from the
+# error's context.
+_ACCEPTED = {
+    "int_type": "expected an integer",
+    "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text (in quotes if it looks like a number or a date)",
+    "tuple_type": "expected a list",
+    "dict_type": "expected a mapping",
+    "dataclass_type": "expected a mapping of its fields",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+}
+
+
+def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
+    """A checked configuration.
+
+    Args:
+      tree: nested mappings of the sections and their fields, as YAML gives them. Fields that are
+        missing get their defaults.
+      problems: messages of problems that were found before, which the error repeats.
+
+    Raises:
+      ConfigError: with all problems, those of `problems` first.
+    """
+    messages = list(problems)
+    try:
+        config = _ADAPTER.validate_python(tree)
+    except pydantic.ValidationError as errors:
+        described = [describe_error(error) for error in errors.errors()]
+        messages += [message for message in described if message is not None]
+    if messages:
+        raise ConfigError("; ".join(dict.fromkeys(messages)))
+    return config
+
+
+def describe_error(
+    error: Any,
+    root: str = "configuration",
+    describe_unknown_key: Callable[[str], str] | None = None,
+) -> str | None:
+    """One of pydantic's errors as "field=value: what is accepted".
+
+    Args:
+      error: an entry of `pydantic.ValidationError.errors()`.
+      root: what the message calls the value if the error is about the whole of it and not about a
+        field.
+      describe_unknown_key: makes the message for a key that is no field from its dotted name. By
+        default it proposes the nearest field of `Config`.
+
+    Returns:
+      The message in one line, or None for an error that only follows from another one.
+    """
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
+    field = ".".join(map(str, error["loc"])) or root
+    if kind in ("unexpected_keyword_argument", "invalid_key"):
+        return (describe_unknown_key or unknown_key_message)(field)
+    if kind == "missing":
+        return f"missing key '{field}'"
+    if kind == "too_short" and value:
+        return None  # pydantic counts only the valid items, and the others have errors of their own
+    if kind == "value_error":
+        cause = context["error"]
+        return (
+            str(cause)
+            if isinstance(cause, ConfigError)
+            else f"{field}={brief_repr(value)}: {cause}"
+        )
+    if kind == "literal_error":
+        accepted = f"expected {context['expected']}"
+        names = re.findall("'(.*?)'", context["expected"])
+        if near := difflib.get_close_matches(str(value)[:80], names, n=1):
+            accepted += f", did you mean '{near[0]}'?"
+        return f"{field}={brief_repr(value)}: {accepted}"
+    accepted = _ACCEPTED[kind].format(**context) if kind in _ACCEPTED else error["msg"]
+    return f"{field}={brief_repr(value)}: {accepted}"
+
+
+def field_names(section: type = Config, prefix: str = "") -> list[str]:
+    """Dotted names of all sections and fields below `section`, each with `prefix` before it."""
+    names = []
+    for field in dataclasses.fields(section):
+        names.append(prefix + field.name)
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            names += field_names(field.type, f"{prefix}{field.name}.")
+    return names
+
+
+@functools.cache
+def section_names() -> frozenset[str]:
+    """Dotted names of the sections, e.g. "rollout.explore"."""
+    return frozenset(name.rpartition(".")[0] for name in field_names()) - {""}
+
+
+def unknown_key_message(key: str) -> str:
+    """The message for a dotted key that is no field.
+
+    It proposes the nearest field. If none is near, it lists the fields of the section that the key
+    names.
+    """
+    section = key.rpartition(".")[0]
+    if section not in section_names():
+        section = ""
+    siblings = [name for name in field_names() if name.rpartition(".")[0] == section]
+    return f"unknown key '{key}': {suggest(key, field_names(), siblings)}"
+
+
+def suggest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:
+    """Proposes the accepted name that is most like `name`.
+
+    Args:
+      name: what was given. Its first 80 characters are compared.
+      accepted: all names that are accepted.
+      listed: the names to list if none of them is like `name`; None lists `accepted`.
+    """
+    if near := difflib.get_close_matches(name[:80], accepted, n=1):
+        return f"did you mean '{near[0]}'?"
+    return f"expected one of {', '.join(accepted if listed is None else listed)}"

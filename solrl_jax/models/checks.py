@@ -1,0 +1,50 @@
+"""Checks of a configuration against the model that it names."""
+
+from solrl_jax.config.schema import Config
+from solrl_jax.config.sizes import evaluation_size, model_size, training_sizes
+from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.models.pipeline import Pipeline
+
+
+def check_tile(tile: int | None, pipeline: Pipeline) -> None:
+    """Checks the tile size of tiled decoding.
+
+    Args:
+        tile: side of a tile in pixels; None: images are decoded whole.
+        pipeline: the model.
+
+    Raises:
+        InputError: the tile is not a whole number of latent pixels.
+    """
+    if tile is not None and tile % pipeline.compression:
+        raise InputError(
+            f"model.vae_tile_size={tile}: must be null or a multiple of {pipeline.compression}, "
+            "the pixels per latent pixel"
+        )
+
+
+def check_sizes(config: Config, pipeline: Pipeline) -> None:
+    """Checks all image sizes of a configuration: `model`, `rollout.size` and `eval.size`.
+
+    Raises:
+        InputError: the model does not support one of the sizes.
+    """
+    sizes = [("model", model_size(config))]
+    sizes += [("rollout.size", size) for size in training_sizes(config)]
+    sizes += [("eval.size", evaluation_size(config))]
+    for field, size in sizes:
+        with in_one_line(f"{field}: {{}}".format):
+            pipeline.latent_shape(*size)
+
+
+def check_attention(config: Config, pipeline: Pipeline) -> None:
+    """Checks `rollout.explore.attention`.
+
+    Raises:
+        InputError: FP8 attention is configured, but the model has none.
+    """
+    if config.rollout.explore.attention == "fp8" and not pipeline.attends_in_fp8:
+        raise InputError(
+            f"rollout.explore.attention=fp8: not available for {pipeline.kind}, "
+            "whose attention is masked or linear"
+        )

@@ -1,0 +1,215 @@
+"""`Pipeline`: a text-to-image model as pure functions, opened from a directory in the layout of
+diffusers.
+
+Such a directory has a `model_index.json` and one folder per component. A `Pipeline` holds network
+graphs, parameter shapes and functions, but no parameters: the caller loads these separately and
+chooses their dtype and sharding. Each model family has one subclass, in
+`models/<family>/pipeline.py`.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from solrl_jax.models.loading.component import Component
+from solrl_jax.models.loading.tensor_files import read_json
+from solrl_jax.models.loading.weights import Params
+
+# Tokenized prompts, the input of the text encoders, by name. Every array has a leading axis of
+# prompts.
+Tokens = dict[str, np.ndarray]
+# The same arrays inside a jitted function.
+TracedTokens = Mapping[str, Array | np.ndarray]
+# Encoded prompts, the input of the transformer, by name. Every array has a leading axis of prompts.
+Conditioning = dict[str, Array]
+
+
+class Pipeline(abc.ABC):
+    """What the rest of `solrl_jax` knows about a model.
+
+    Pipelines are compared by identity, because they are static arguments of jitted functions. Their
+    attributes must not change after the constructor.
+
+    Attributes:
+        kind: name of the pipeline class in `model_index.json`.
+        attends_in_fp8: whether the transformer's softmax attention can run in FP8
+            (`models/layers/attention_fp8.py`).
+        accepts_instruction: whether `tokenize` accepts an instruction before the prompts.
+        linear_sigmas: whether diffusers' pipeline passes the sigmas `linspace(1, 1/n, n)` to its
+            scheduler, instead of using the scheduler's own.
+        folder: the directory that the pipeline was opened from.
+        remat: what the gradient of the transformer recomputes, a key of
+            `models.layers.stack.REMAT`.
+        scheduler: contents of `scheduler/scheduler_config.json`.
+        transformer: the denoising network.
+        text_encoders: the text encoders by the names of their folders.
+        vae: the autoencoder, of which only the decoder is built.
+        compression: side, in image pixels, of the square that one latent pixel stands for.
+        channels: channels of the latent.
+        patch: side, in latent pixels, of the square that one transformer token stands for.
+        default_size: height and width, in pixels, of the images that the model was made for.
+        default_max_tokens: maximum number of prompt tokens when the user gives none.
+        embedded_guidance: whether the transformer takes the guidance scale as an input. Otherwise
+            guidance needs a second evaluation with a negative prompt.
+        largest_side: largest height or width of an image in pixels; None: unlimited.
+        vae_dtype: the only dtype that the autoencoder works in; None: any.
+    """
+
+    kind: ClassVar[str]
+    attends_in_fp8: ClassVar[bool] = False
+    accepts_instruction: ClassVar[bool] = False
+    linear_sigmas: ClassVar[bool] = False
+
+    folder: Path
+    remat: str
+    scheduler: dict[str, Any]
+    transformer: Component
+    text_encoders: dict[str, Component]
+    vae: Component
+    compression: int
+    channels: int
+    patch: int
+    default_size: tuple[int, int]
+    default_max_tokens: int
+    embedded_guidance: bool = False
+    largest_side: int | None = None
+    vae_dtype: jnp.dtype | None = None
+
+    def __init__(self, folder: Path, remat: str):
+        """Opens a model directory. No weight is read.
+
+        Args:
+            folder: directory of a diffusers pipeline of this kind.
+            remat: what the gradient of the transformer recomputes, a key of
+                `models.layers.stack.REMAT`.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a configuration is unsupported, or the components do not fit together.
+        """
+        self.folder = folder
+        self.remat = remat
+        self.scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
+
+    @abc.abstractmethod
+    def velocity(
+        self,
+        params: Params,
+        latent: Float[Array, "b h w c"],
+        conditioning: Conditioning,
+        timestep: Float[Array, " b"],
+        guidance: Float[Array, ""],
+        fp8_attention: bool = False,
+    ) -> Float[Array, "b h w c"]:
+        """Predicts the velocity `v = noise - x0`, in the dtype of `latent`.
+
+        Args:
+            params: parameters of the transformer.
+            latent: noisy latents.
+            conditioning: encoded prompts, one row per latent, as returned by `encode_text`.
+            timestep: `1000 sigma` of each latent.
+            guidance: guidance scale. Networks without embedded guidance ignore it.
+            fp8_attention: whether softmax attention runs in FP8, only where `attends_in_fp8`.
+        """
+
+    @abc.abstractmethod
+    def tokenize(
+        self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
+    ) -> Tokens:
+        """Tokenizes prompts for `encode_text`.
+
+        Args:
+            prompts: the texts; a negative prompt may be empty.
+            max_tokens: number of tokens to which each prompt is padded or cut.
+            instruction: text for the language model before each prompt, only where
+                `accepts_instruction`.
+
+        Returns:
+            Arrays with one row per prompt.
+        """
+
+    @abc.abstractmethod
+    def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
+        """Encodes tokenized prompts for the transformer. For use under jit.
+
+        Args:
+            params: parameters of the text encoders, by folder.
+            tokens: result of `tokenize`.
+        """
+
+    @abc.abstractmethod
+    def unscale(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        """Converts the transformer's latents to the scale that the autoencoder decodes."""
+
+    def decode(self, params: Params, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
+        """Decodes latents to images in [0, 1], float32.
+
+        Args:
+            params: parameters of the autoencoder.
+            latent: the transformer's latents.
+        """
+        image = self.vae(params).decode(self.unscale(latent))  # in [-1, 1], overshoots included
+        return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+
+    @property
+    def mu(self) -> Callable[[int, int], float] | None:
+        """The formula of the resolution-dependent schedule shift, or None for that of FLUX.1.
+
+        A function (number of steps, number of image tokens) that gives the logarithm of the shift.
+        """
+        return None
+
+    def size_multiples(self) -> tuple[int, int]:
+        """Returns the numbers of pixels that image heights and image widths must be multiples of."""
+        token = self.compression * self.patch
+        return token, token
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Returns height, width and channels of the latent of an image.
+
+        Args:
+            height: image height in pixels.
+            width: image width in pixels.
+
+        Raises:
+            ValueError: the model does not support images of this size.
+        """
+        rows, columns = self.size_multiples()
+        if height % rows or width % columns or height <= 0 or width <= 0:
+            raise ValueError(
+                f"size {height}x{width}: this model supports heights in multiples of {rows} pixels "
+                f"and widths in multiples of {columns}"
+            )
+        if self.largest_side is not None and max(height, width) > self.largest_side:
+            raise ValueError(
+                f"size {height}x{width}: this model supports up to {self.largest_side} pixels "
+                "per side"
+            )
+        return height // self.compression, width // self.compression, self.channels
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """Returns how many tokens the transformer makes of an image of this size in pixels."""
+        return height * width // (self.compression * self.patch) ** 2
+
+
+def check_equal(folder: Path, name: str, value: int, expected: int) -> None:
+    """Checks one size of a component against the size that the other components need.
+
+    Args:
+        folder: the model directory, for the message.
+        name: component and field of the checked size, for the message.
+        value: the size in the component's configuration.
+        expected: the size that the other components need.
+
+    Raises:
+        ValueError: the two differ.
+    """
+    if value != expected:
+        raise ValueError(
+            f"{folder}: {name}={value} does not fit the other components, which need {expected}"
+        )
