@@ -1,16 +1,16 @@
 # Two commands: `make demo` trains the embedded pipeline and shows what it learned; `make test` checks everything.
 # `make test-all` takes more than twice as long: all configurations of every network, whole runs on more meshes and hosts, coverage.
-# Both set up a virtual environment of their own in .venv first; a second call re-uses it. For a quick verdict: `.venv/bin/pytest`.
+# Both set up a virtual environment of their own in .venv first; a second call re-uses it.
 
 PYTHON ?= python3
 BIN := .venv/bin
 # What `make test-all` runs comes in rounds, because a process that compiles all of it runs out of memory maps inside XLA.
 NETWORKS := tests/models
 WHOLE := tests/runs/test_resume.py tests/rl tests/cli/test_sample.py tests/parallel \
-  $(addprefix tests/,policy flow numerics rollout shapes docs)
+  $(addprefix tests/,diffusion quant data docs)
 OTHERS := tests $(addprefix --ignore=,$(NETWORKS) $(WHOLE))
-# Three processes, also on two cores: one often waits. One process takes a whole file; tests/conftest.py has the longest first.
-TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
+# Three processes, also on two cores: one often waits. One process takes a whole file.
+TOGETHER := -n 3 --dist loadfile
 QUICKLY := $(TOGETHER) -m 'not exhaustive'
 
 # what a newcomer's terminal shows is ours alone
@@ -46,9 +46,9 @@ wheel: .venv/bin/python
 # Coverage is measured in the last round, which goes through what the others do.
 test-all: .venv/installed-test
 	$(BIN)/coverage erase
-	$(BIN)/python -m pytest $(TOGETHER) $(NETWORKS)
-	$(BIN)/python -m pytest $(TOGETHER) $(WHOLE)
-	$(BIN)/coverage run -m pytest $(TOGETHER) $(OTHERS)
+	$(BIN)/python -m pytest $(TOGETHER) -m '' $(NETWORKS)
+	$(BIN)/python -m pytest $(TOGETHER) -m '' $(WHOLE)
+	$(BIN)/coverage run -m pytest $(TOGETHER) -m '' $(OTHERS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
