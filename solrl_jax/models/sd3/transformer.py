@@ -6,6 +6,7 @@ predicts the velocity `v = noise - x0` of a flow.
 """
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -124,24 +125,24 @@ class SD3Transformer2DModel(nnx.Module):
 def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
     """One stack for each run of equal layers, by the run's first and last layer."""
 
+    def make_block(rngs: nnx.Rngs, dual: bool, last: bool) -> JointBlock:
+        return JointBlock(
+            config.width,
+            config.attention_head_dim,
+            modulate_rounding_once,
+            normed=config.qk_norm is not None,
+            dual=dual,
+            last=last,
+            rngs=rngs,
+        )
+
     def kind(layer: int) -> tuple[bool, bool]:
         return layer in config.dual_attention_layers, layer == config.num_layers - 1
 
     stacks = {}
     for (dual, last), run in itertools.groupby(range(config.num_layers), kind):
         layers = list(run)
-
-        def make(rngs: nnx.Rngs, dual: bool = dual, last: bool = last) -> JointBlock:
-            return JointBlock(
-                config.width,
-                config.attention_head_dim,
-                modulate_rounding_once,
-                normed=config.qk_norm is not None,
-                dual=dual,
-                last=last,
-                rngs=rngs,
-            )
-
+        make = functools.partial(make_block, dual=dual, last=last)
         stacks[f"{layers[0]}-{layers[-1]}"] = stack(len(layers), make, rngs, first=layers[0])
     return stacks
 
