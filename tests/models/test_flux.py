@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel, rotary
+from solrl_jax.models.flux.transformer import FluxConfig, FluxTransformer2DModel, rotary_table
 from solrl_jax.models.layers.pixel_shuffle import depth_to_space, space_to_depth
 from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.quant.matmul import LowRank
@@ -244,7 +244,7 @@ def test_rotation_at_the_released_size():
     axes = (16, 56, 56)
     image = FluxPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float32)
     theirs = FluxPosEmbed(theta=10000, axes_dim=axes)(torch.cat([torch.zeros(length, 3), image]))
-    for ours, want in zip(rotary(length, rows, columns, axes), theirs, strict=True):
+    for ours, want in zip(rotary_table(length, rows, columns, axes), theirs, strict=True):
         assert ours.dtype == np.float32
         np.testing.assert_allclose(
             ours, want[:, ::2].numpy(), rtol=0, atol=1e-7

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2PosEmbed
 from flax import nnx
 from pretrain.networks import to_torch
 
-from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel, rotary
+from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel, rotary_table
 from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.quant.matmul import LowRank
 from tests import carried
@@ -235,7 +235,7 @@ def test_rotation_at_the_released_size():
     text = Flux2KleinPipeline._prepare_text_ids(torch.zeros(1, length, 8))[0]
     theirs = Flux2PosEmbed(theta=2000, axes_dim=(32, 32, 32, 32))(torch.cat([text, image]))
     for ours, want in zip(
-        rotary(length, rows, columns, Flux2Config.from_dict(RELEASED)), theirs, strict=True
+        rotary_table(length, rows, columns, Flux2Config.from_dict(RELEASED)), theirs, strict=True
     ):
         assert ours.dtype == np.float32
         np.testing.assert_allclose(

@@ -193,7 +193,7 @@ def test_another_size_runs_through_the_same_weights():
 def test_a_size_without_positions_is_refused(height, width):
     graphdef, _, params = port(reference_model({}), {})
     with pytest.raises(
-        ValueError, match=f"latent {height}x{width}; accepted: multiples of 2 up to 18"
+        ValueError, match=f"latents of {height} x {width}; accepted: multiples of 2 up to 18"
     ):
         jax.eval_shape(lambda x: nnx.merge(graphdef, params)(**x), inputs({}, height, width))
 

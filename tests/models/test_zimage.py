@@ -13,7 +13,11 @@ from flax import nnx
 from pretrain.networks import to_torch
 
 from solrl_jax.models.loading.weights import parameter_table
-from solrl_jax.models.zimage.transformer import ZImageConfig, ZImageTransformer2DModel, rotary
+from solrl_jax.models.zimage.transformer import (
+    ZImageConfig,
+    ZImageTransformer2DModel,
+    rotary_tables,
+)
 from solrl_jax.quant.matmul import LowRank
 from tests import carried
 from tests.parity import from_torch, parameter_count, relative
@@ -283,7 +287,7 @@ def test_rotation_at_the_released_size():
         return theirs._pad_with_ids(x, grid, start, "cpu")[1]
 
     seen = np.array([32, 480, 1504])
-    (image, text) = rotary(config, rows, columns, 1504, jnp.asarray(seen))
+    (image, text) = rotary_tables(config, rows, columns, 1504, jnp.asarray(seen))
     for i, length in enumerate(seen):
         ids = pad(torch.zeros(length, 1), (length, 1, 1), (1, 0, 0))
         of_image = pad(torch.zeros(rows * columns, 1), (1, rows, columns), (length + 1, 0, 0))

@@ -1,4 +1,4 @@
-"""`gated_conv`: the kernel and its twin are one function, and so are their gradients."""
+"""`gated_conv`: the kernel and its reference are one function, and so are their gradients."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ import pytest
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import gated_conv as module
-from solrl_jax.quant.gated_conv import in_one_pass, twin, with_gradient
+from solrl_jax.quant.gated_conv import reference, triton_kernel, with_gradient
 from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
 
 SHAPES = {"small": (2, 3, 5, 64), "of odd sizes": (1, 9, 20, 64), "SANA's": (1, 32, 32, 192)}
@@ -44,12 +44,12 @@ def operands(b, h, w, c, dtype=jnp.bfloat16):
 
 def by_twin(kernel, bias, *pictures):
     read = [a.astype(jnp.float32)[..., : bias.shape[-1]] for a in pictures]
-    return twin(scaled(*read).astype(pictures[0].dtype), kernel[0], bias[0])
+    return reference(scaled(*read).astype(pictures[0].dtype), kernel[0], bias[0])
 
 
 def by_kernel(kernel, bias, *pictures):
     dtype = pictures[0].dtype
-    return with_gradient(partial(in_one_pass, scaled, dtype, interpret=True), scaled, dtype)(
+    return with_gradient(partial(triton_kernel, scaled, dtype, interpret=True), scaled, dtype)(
         kernel, bias, *pictures
     )
 
@@ -97,7 +97,7 @@ def test_the_twin_is_a_depthwise_convolution_between_silus():
         axis=-1,
     )
     np.testing.assert_allclose(
-        twin(x, taps[0], bias[0]), y * jax.nn.silu(gate), rtol=1e-5, atol=1e-5
+        reference(x, taps[0], bias[0]), y * jax.nn.silu(gate), rtol=1e-5, atol=1e-5
     )
 
 
@@ -109,7 +109,9 @@ def test_a_tpu_convolves_in_groups_to_the_same_result(monkeypatch):
     g = operands(b, 1, h * w, c // 2)[2][:, 0, :, : c // 2]
 
     def conv(x, offset):
-        pending = LazyActivation.of(x.reshape(b, h * w, c)).map(jnp.add, offset.reshape(1, 1, c))
+        pending = LazyActivation.from_array(x.reshape(b, h * w, c)).map(
+            jnp.add, offset.reshape(1, 1, c)
+        )
         return module.gated_conv(pending, (h, w), taps[0], bias[0])
 
     results = {}
@@ -128,7 +130,7 @@ def test_a_tpu_convolves_in_groups_to_the_same_result(monkeypatch):
 def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(monkeypatch):
     """As in the update, where groups of rows are mapped. No device is sent the rows of another."""
     monkeypatch.setattr(module.target, "platform", lambda: "gpu")
-    monkeypatch.setattr(module, "in_one_pass", partial(in_one_pass, interpret=True))
+    monkeypatch.setattr(module, "triton_kernel", partial(triton_kernel, interpret=True))
     taps, bias, x, row, column, offset = operands(4, 8, 16, 64)
     whole = jit(by_twin)(taps, bias, x, row, column, offset)
 

@@ -1,4 +1,4 @@
-"""`LazyActivation`: the kernel and its twin are one function, bit for bit; and what a quantised product reads is written once."""
+"""`LazyActivation`: the kernel and its reference are one function, bit for bit; and what a quantised product reads is materialize_heads once."""
 
 from functools import cache, partial
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.models.layers.norm import RMSNorm
+from solrl_jax.models.layers.norm import RMSNorm, layer_norm
 from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import compile_target, fp8, nvfp4
 from solrl_jax.quant.formats import FORMATS
@@ -16,10 +16,9 @@ from solrl_jax.quant.lazy import (
     ColumnView,
     LazyActivation,
     LazyPart,
-    kernel,
-    layer_norm,
-    twin,
-    written,
+    materialize_heads,
+    reference,
+    triton_kernel,
 )
 from solrl_jax.quant.matmul import lazy_matmul, matmul
 from tests.lowering import cuda_text
@@ -55,17 +54,17 @@ def inputs(n):
 def modulated(x, v):
     norm = partial(layer_norm, eps=1e-6, width=x.shape[-1])
     return [
-        LazyActivation.of(x)
+        LazyActivation.from_array(x)
         .map(norm)
         .map(lambda x, shift, scale: x * (1 + scale) + shift, v, 2 * v)
     ]
 
 
 def beside(x, v):
-    product = LazyActivation.of(x[..., :48]).map(
+    product = LazyActivation.from_array(x[..., :48]).map(
         lambda x, bias: jax.nn.gelu(x + bias, approximate=True), v[..., :48]
     )
-    return [product.beside(LazyActivation.of(x))]
+    return [product.concat(LazyActivation.from_array(x))]
 
 
 def a_scale_a_row(x, v):
@@ -82,7 +81,9 @@ def a_scale_a_row(x, v):
 
 
 def gated(x, v):
-    return [LazyActivation.of(x).map(jax.nn.silu).join(jnp.multiply, a_scale_a_row(x, v)[0])]
+    return [
+        LazyActivation.from_array(x).map(jax.nn.silu).join(jnp.multiply, a_scale_a_row(x, v)[0])
+    ]
 
 
 def rms_normed(x, v):
@@ -95,27 +96,30 @@ def fused(x, v):
     product = LazyActivation(
         (LazyPart(lambda y, row: y * row, (x, x[..., 3:4]), exact=False),), x.dtype
     ).map(jnp.add, v)
-    _, gate, value, _ = product.columns(16, 48, 48, x.shape[-1] - 112)
+    _, gate, value, _ = product.split_columns(16, 48, 48, x.shape[-1] - 112)
     return [
-        LazyActivation.of(x[..., :32]).beside(
+        LazyActivation.from_array(x[..., :32]).concat(
             gate.join(lambda gate, value: jax.nn.sigmoid(gate) * value, value)
         )
     ]
 
 
 FORMS = {  # from an array and a vector a sample to stretches, and the widths that are tried
-    "as it is": (lambda x, v: [LazyActivation.of(x)], (48, 128, 144)),
+    "as it is": (lambda x, v: [LazyActivation.from_array(x)], (48, 128, 144)),
     "modulated norm": (modulated, (128,)),
     "two parts": (beside, (112,)),
     "a scale a row": (a_scale_a_row, (144,)),
     "a gate": (gated, (144,)),
     "RMS norm": (rms_normed, (128,)),
-    "some rows": (lambda x, v: [LazyActivation.of(x, rows=(1, 3)).map(jax.nn.silu)], (144,)),
+    "some rows": (
+        lambda x, v: [LazyActivation.from_array(x, rows=(1, 3)).map(jax.nn.silu)],
+        (144,),
+    ),
     "columns of a product": (fused, (144,)),
     "two stretches": (
         lambda x, v: [
-            LazyActivation.of(x).map(jnp.add, v),
-            LazyActivation.of(x[:, :2]).map(jnp.tanh),
+            LazyActivation.from_array(x).map(jnp.add, v),
+            LazyActivation.from_array(x[:, :2]).map(jnp.tanh),
         ],
         (144,),
     ),
@@ -131,7 +135,7 @@ def both(encoder, form):
     def run(make):
         return jit(lambda x, v: make(ENCODERS[encoder], parts(x, v)))
 
-    return run(twin), run(partial(kernel, interpret=True))
+    return run(reference), run(partial(triton_kernel, interpret=True))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,8 @@ def test_a_norm_of_a_row_that_zeros_fill_up_is_that_of_the_row(normed):
         return (list(parts),)
 
     ours, theirs = (
-        make(encode, [normed(x, v)[0].parts])[0] for make in (partial(kernel, interpret=True), twin)
+        make(encode, [normed(x, v)[0].parts])[0]
+        for make in (partial(triton_kernel, interpret=True), reference)
     )
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(theirs, normed(x, v)[0].value, rtol=1e-6, atol=1e-6)
@@ -174,7 +179,7 @@ def test_columns_joined_are_the_function_of_the_columns():
     y = x * x[..., 3:4] + v
     want = jnp.concatenate([x[..., :32], jax.nn.sigmoid(y[..., 16:64]) * y[..., 64:112]], axis=-1)
     np.testing.assert_allclose(fused(x, v)[0].value, want, rtol=1e-6)
-    whole = LazyActivation.of(x).columns(100, 44)
+    whole = LazyActivation.from_array(x).split_columns(100, 44)
     assert [part.rows for part in whole] == [S, S]
     assert all(part.exact for part in whole)
     assert not fused(x, v)[0].exact
@@ -183,7 +188,7 @@ def test_columns_joined_are_the_function_of_the_columns():
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8"])
 def test_products_of_one_input_encode_it_once(name):
-    x = LazyActivation.of(jnp.asarray(normal(B, S, 128)))
+    x = LazyActivation.from_array(jnp.asarray(normal(B, S, 128)))
     w = FORMATS[name].quantize(normal(128, 64, seed=3))
     calls = []
     original = ENCODERS[name]
@@ -191,7 +196,7 @@ def test_products_of_one_input_encode_it_once(name):
     def counted(parts):
         return calls.append(1) or original(parts)
 
-    assert x.encoded(counted) is x.encoded(counted)
+    assert x.encode(counted) is x.encode(counted)
     assert len(calls) == 1
     assert lazy_matmul(x, w).exact is False
     np.testing.assert_array_equal(lazy_matmul(x, w).value, matmul(x.value, w))
@@ -208,7 +213,7 @@ def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
             if x.shape[-1] == 64
             else None
         )
-        return written([first, first], 16)
+        return materialize_heads([first, first], 16)
 
     def shape(*s):
         return jax.ShapeDtypeStruct(s, jnp.bfloat16)
@@ -249,7 +254,7 @@ def test_nibbles_are_the_codes_of_four_bits():
     )
     values = jnp.asarray(np.resize(np.concatenate([near, -near]), 48).astype(np.float32))
     np.testing.assert_array_equal(
-        nvfp4.nibbles(values), nvfp4.pack(values.astype(jnp.float4_e2m1fn))
+        nvfp4.encode_packed(values), nvfp4.pack(values.astype(jnp.float4_e2m1fn))
     )
 
 
@@ -258,7 +263,7 @@ def test_columns_of_a_product_that_is_filled_up_are_columns_of_it():
     scale = jnp.arange(7.0)[None, None]
     first, second = LazyActivation(
         (LazyPart(jnp.multiply, (ColumnView(y, 0, 7), scale)),), y.dtype
-    ).columns(3, 4)
+    ).split_columns(3, 4)
     np.testing.assert_array_equal(first.value, (y[..., :7] * scale)[..., :3])
     np.testing.assert_array_equal(second.value, (y[..., :7] * scale)[..., 3:])
     assert second.parts[0].arrays[0].array is y

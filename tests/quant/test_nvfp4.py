@@ -17,7 +17,7 @@ from solrl_jax.quant.nvfp4 import (
     SMALLEST_SCALE,
     pack,
     quantize,
-    round_blocks,
+    scale_blocks,
     unpack,
 )
 
@@ -31,7 +31,7 @@ round_trip = jax.jit(lambda w: dequantize(quantize(w)))
 unhurried = settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-RULES = {"eager": round_blocks, "compiled": jax.jit(round_blocks)}
+RULES = {"eager": scale_blocks, "compiled": jax.jit(scale_blocks)}
 
 
 def ours(x, scale, rule="compiled"):
@@ -63,8 +63,8 @@ def by_the_rule(x, scale):
         .astype(ml_dtypes.float4_e2m1fn)
         .reshape(x.shape)
     )
-    nibbles = codes.view(np.uint8) & 15
-    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4, scales.view(np.uint8)
+    encode_packed = codes.view(np.uint8) & 15
+    return encode_packed[:, 0::2] | encode_packed[:, 1::2] << 4, scales.view(np.uint8)
 
 
 def tensor_scale(x):
