@@ -82,14 +82,14 @@ def a_scale_a_row(x, v):
 
 def gated(x, v):
     return [
-        LazyActivation.from_array(x).map(jax.nn.silu).join(jnp.multiply, a_scale_a_row(x, v)[0])
+        LazyActivation.from_array(x).map(jax.nn.silu).combine(jnp.multiply, a_scale_a_row(x, v)[0])
     ]
 
 
 def rms_normed(x, v):
     norm = RMSNorm(x.shape[-1], eps=1e-6)
     norm.scale.set_value(v[0, 0])
-    return [norm.pending(x).map(jnp.multiply, 1 + v)]
+    return [norm.scaled(x, 1 + v)]
 
 
 def fused(x, v):
@@ -99,7 +99,7 @@ def fused(x, v):
     _, gate, value, _ = product.split_columns(16, 48, 48, x.shape[-1] - 112)
     return [
         LazyActivation.from_array(x[..., :32]).concat(
-            gate.join(lambda gate, value: jax.nn.sigmoid(gate) * value, value)
+            gate.combine(lambda gate, value: jax.nn.sigmoid(gate) * value, value)
         )
     ]
 
@@ -238,7 +238,7 @@ def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch):
         device = SimpleNamespace(platform="gpu", compute_capability=capability)
         with monkeypatch.context() as patch:
             patch.setattr(jax, "devices", lambda device=device: [device])
-            assert compile_target.converts_fp8() == bool(kernels)
+            assert compile_target.triton_converts_fp8() == bool(kernels)
             assert lower().count("__gpu$xla.gpu.triton") == kernels
 
 

@@ -15,16 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from solrl_jax.models.layers.core import modulate, rms_norm
 
 from bench.gpu.record import Task
 from bench.timing import timed
 from solrl_jax.models.layers import attention as softmax
 from solrl_jax.models.layers import attention_fp8
-from solrl_jax.models.layers.norm import layer_norm
+from solrl_jax.models.layers.modulation import modulate
+from solrl_jax.models.layers.norm import layer_norm, rms_norm
 from solrl_jax.models.layers.rotary import rotate, rotation_table
 from solrl_jax.parallel import sharding
-from solrl_jax.quant import compile_target, fp8, gated_conv, lazy, linear_attention, nvfp4
+from solrl_jax.quant import compile_target, fp8, lazy, linear_attention, nvfp4
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.lazy import LazyActivation, LazyPart
 from solrl_jax.quant.matmul import matmul
@@ -137,7 +137,6 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     """All kernels, the quickest to compile first within each group."""
     yield from one_pass_cases(sizes)
     yield from linear_attention_cases(sizes)
-    yield from gated_conv_cases(sizes)
     yield from attention_cases(sizes)
     yield from matmul_cases(sizes)
 
@@ -267,24 +266,6 @@ def gradient(f: Callable[..., jax.Array]) -> Callable[..., Any]:
         return jax.vjp(f, *inputs)[1](g)
 
     return pulled
-
-
-def gated_conv_cases(sizes: Sizes) -> Iterator[Case]:
-    """The middle of SANA's MLP, and its gradient."""
-    batch, rows, columns, *_, channels = sizes.sana
-    taps = shape(3, 3, 1, channels), shape(channels)
-    hidden = shape(batch, rows * columns, channels)
-
-    def ours(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-        return gated_conv.gated_conv(LazyActivation.from_array(x), (rows, columns), kernel, bias)
-
-    def twin(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-        y = gated_conv.reference(x.reshape(len(x), rows, columns, -1), kernel, bias)
-        return y.reshape(*x.shape[:2], -1)
-
-    yield Case("gated convolution, SANA", ours, twin, (hidden, *taps))
-    g = shape(batch, rows * columns, channels // 2)
-    yield Case("gated convolution, gradient", gradient(ours), gradient(twin), (hidden, *taps, g))
 
 
 def attention_cases(sizes: Sizes) -> Iterator[Case]:

@@ -254,10 +254,8 @@ class Block(nnx.Module):
         self.attention_norm1, self.attention_norm2, self.ffn_norm1, self.ffn_norm2 = (
             RMSNorm(d, eps=config.norm_eps) for _ in range(4)
         )
-        if modulated:
-            self.adaLN_modulation = nnx.List([Linear(config.time_width, 4 * d, rngs=rngs)])
-        else:
-            self.adaLN_modulation = None
+        modulation = nnx.List([Linear(config.time_width, 4 * d, rngs=rngs)]) if modulated else None
+        self.adaLN_modulation = modulation
 
     def __call__(
         self,
