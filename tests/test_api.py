@@ -88,27 +88,27 @@ WRONG = {  # of functions on arrays
         lambda: unwrap(solrl.matmul)(
             jnp.ones((2, 60)), solrl.quantize(np.ones((64, 2), np.float32))
         ),
-        "x: has 60 columns; accepted: 64",
+        "x has 60 columns, but the weight has 64 rows",
     ),
     "whole numbers to multiply": (
         lambda: unwrap(solrl.matmul)(
             np.ones((2, 64), int), solrl.quantize(np.ones((64, 2), np.float32))
         ),
-        "x: is int64; accepted: floating-point",
+        "x has dtype int64; matmul takes floating-point",
     ),
     "none to select": (
         lambda: solrl.select(np.ones((2, 4), np.float32), 0, "best"),
-        "kept=0; accepted: .* from 1 to 4",
+        "kept=0: .* from 1 to 4",
     ),
     "half of an odd number": (
         lambda: solrl.select(np.ones((2, 4), np.float32), 3, "best_worst"),
-        "kept=3; .* even",
+        "kept=3: .* even",
     ),
     "a clip below 0": (
         lambda: solrl.advantages(
             np.ones((2, 4), np.float32), clip=-1.0, global_std=True, mode="all"
         ),
-        "clip=-1.0; accepted: .* clip above 0",
+        "clip=-1.0: .* clip must be above 0",
     ),
 }
 
@@ -122,7 +122,9 @@ def test_wrong_arrays_are_named(name):
 
 @pytest.mark.parametrize("iteration", [0, 2**31])
 def test_an_iteration_that_cannot_be_is_named_before_the_state_is_donated(iteration, experiment):
-    with pytest.raises(solrl.InputError, match=f"iteration={iteration}: accepted: 1 to 2147483647"):
+    with pytest.raises(
+        solrl.InputError, match=f"iteration={iteration}: must be from 1 to 2147483647"
+    ):
         unwrap(solrl.iterate)(experiment, None, iteration)
 
 
@@ -164,7 +166,7 @@ def test_an_option_that_is_none_is_named():
 @pytest.mark.parametrize("given", [(3,), (None,), ("tiny", 3), ("tiny", {"seed": 1})])
 def test_presets_and_overrides_are_text(given):
     preset, *overrides = given
-    with pytest.raises(solrl.ConfigError, match="accepted: the name of a preset and overrides"):
+    with pytest.raises(solrl.ConfigError, match="expected text, a preset's name and overrides"):
         unwrap(solrl.resolve)(preset, overrides)
 
 
@@ -197,7 +199,9 @@ def test_the_options_of_sample_are_those_of_the_command_with_its_defaults():
 
 def test_an_interrupted_training_raises(monkeypatch):
     monkeypatch.setattr(
-        api.loop, "run", lambda config, report: {"interrupted": True, "run": "r", "iterations": 3}
+        api.trainer,
+        "run",
+        lambda config, report: {"interrupted": True, "run": "r", "iterations": 3},
     )
     with pytest.raises(KeyboardInterrupt, match="r: saved after iteration 3"):
         solrl.train("tiny")

@@ -13,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from solrl_jax.config.schema import Config
+from solrl_jax.models.locate import mhla_override
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.planning.abstract import experiment as of_shapes
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.stages import Stages
 from solrl_jax.rl.experiment import Experiment, local_device, open_mesh
+from solrl_jax.rl.gradient_checkpointing import open_for_training
+from solrl_jax.rl.memory_check import device_memory
 
 SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no time depends on it
 
@@ -36,9 +40,19 @@ def random_experiment(config: Config) -> Experiment:
 
 
 def shapes_of_experiment(config: Config) -> Experiment:
-    """The experiment of `config` on this machine's devices; every array is a shape. Raises InputError."""
-    pipeline = open_configurations(config.model.path)
-    return of_shapes(config, pipeline, local_device(), open_mesh(config))
+    """The experiment of `config` on this machine's devices, with a shape for every array.
+
+    The pipeline is the one that a run trains, with the gradient checkpointing that fits the memory of
+    these devices. Raises InputError.
+    """
+    mesh = open_mesh(config)
+    mhla = mhla_override(config.model)
+
+    def open_with(remat: str) -> Pipeline:
+        return open_configurations(config.model.path, remat, mhla)
+
+    pipeline = open_for_training(config, mesh, device_memory(), open_with)
+    return of_shapes(config, pipeline, local_device(), mesh)
 
 
 def with_weights(shapes: Experiment) -> Experiment:

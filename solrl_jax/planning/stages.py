@@ -17,7 +17,7 @@ from solrl_jax.planning.abstract import abstract, shaped, text_encoders
 from solrl_jax.planning.topology import tracing
 from solrl_jax.rewards.protocol import score_images
 from solrl_jax.rl.experiment import Experiment, state_shapes
-from solrl_jax.rl.explore.option import shaped_quantizer
+from solrl_jax.rl.explore.options.registry import shaped_quantizer
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.generate import Conditions, SeedBatch, decode_chunk, sample_chunk
 from solrl_jax.rl.sampler import Sampler, Segment

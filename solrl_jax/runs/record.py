@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from solrl_jax.config.batch import describe_batch
-from solrl_jax.rl.explore.option import active_levers
+from solrl_jax.rl.explore.options.registry import active_options
 from solrl_jax.rl.explore.linears import report as report_linears
 from solrl_jax.rl.explore.linears import totals
 from solrl_jax.parallel import hosts
@@ -34,8 +34,8 @@ def describe(experiment: Experiment, folder: Path, done: int, report: TerminalPr
     write(folder, facts)
     report.line(f"{config.preset}: {config.model.name}, {config.family}, {'+'.join(config.reward.weights)} -> {folder}")
     exploration = facts["exploration"]
-    levers = f", with {', '.join(exploration['levers'])}" if exploration["levers"] else ""
-    report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {exploration['means']}{levers}")
+    options = f", with {', '.join(exploration['options'])}" if exploration['options'] else ""
+    report.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {exploration['means']}{options}")
     report.line(describe_batch(config, row_groups(mesh)))
     return facts
 
@@ -63,7 +63,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
             "precision": explorer.explore.precision,
             "format": explorer.format.name,
             "native": explorer.format.is_native(experiment.device),
-            "levers": [type(lever).__name__ for lever in active_levers(explorer.explore)],
+            "options": [type(option).__name__ for option in active_options(explorer.explore)],
             "means": explorer.format.describe(experiment.device),
         },
         "evaluation": setting(experiment),

@@ -122,7 +122,7 @@ def by_hand(w, x, released, normed, blocks=BLOCKS):
 
 def run(module, x):
     return np.asarray(
-        jax.jit(lambda x: module(LazyActivation.of(x), GRID))(jnp.asarray(x, jnp.float32))
+        jax.jit(lambda x: module(LazyActivation.from_array(x), GRID))(jnp.asarray(x, jnp.float32))
     )
 
 

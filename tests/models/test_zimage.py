@@ -309,7 +309,6 @@ def test_rotation_at_the_released_size():
         ({"n_kv_heads": 10}, "n_kv_heads=10; accepted: n_heads=30"),
         ({"siglip_feat_dim": 1152}, "siglip_feat_dim=1152; accepted: None"),
         ({"qk_norm": None}, "qk_norm=None; accepted: True, False"),
-        ({"norm_eps": 0.0}, "norm_eps=0.0; accepted: a number above 0"),
         ({"axes_dims": [64, 64]}, r"axes_dims=\(64, 64\); accepted: three positive even numbers"),
         ({"axes_dims": [31, 49, 48]}, "accepted: three positive even numbers"),
         ({"axes_dims": [32, 48, 32]}, "whose sum is dim / n_heads=128"),

@@ -180,7 +180,7 @@ def test_columns_joined_are_the_function_of_the_columns():
     want = jnp.concatenate([x[..., :32], jax.nn.sigmoid(y[..., 16:64]) * y[..., 64:112]], axis=-1)
     np.testing.assert_allclose(fused(x, v)[0].value, want, rtol=1e-6)
     whole = LazyActivation.from_array(x).split_columns(100, 44)
-    assert [part.rows for part in whole] == [S, S]
+    assert [part.num_rows for part in whole] == [S, S]
     assert all(part.exact for part in whole)
     assert not fused(x, v)[0].exact
     np.testing.assert_array_equal(jnp.concatenate([part.value for part in whole], axis=-1), x)

@@ -9,6 +9,7 @@ import pytest
 
 from solrl_jax.parallel import sharding
 from solrl_jax.parallel.sharding import jit
+from solrl_jax.quant import compile_target
 from solrl_jax.quant import linear_attention as module
 from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
 from solrl_jax.quant.linear_attention import Blocks, mixed_twin, twin
@@ -55,7 +56,7 @@ def pending(arrays, exact=False):
 
     def of(y, *more):
         return (
-            LazyActivation.of(y[..., :-7])
+            LazyActivation.from_array(y[..., :-7])
             if exact
             else LazyActivation(
                 (LazyPart(scaled, (ColumnView(y, 0, y.shape[2] - 7), *more), False),), y.dtype
@@ -68,7 +69,7 @@ def pending(arrays, exact=False):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The kernels, interpreted."""
-    monkeypatch.setattr(module.target, "platform", lambda: "gpu")
+    monkeypatch.setattr(compile_target, "platform", lambda: "gpu")
     monkeypatch.setattr(module, "in_one_pass", partial(module.in_one_pass, interpret=True))
 
 
@@ -84,7 +85,7 @@ def test_the_kernel_is_its_twin_to_half_a_unit_of_bf16(shape, on_gpu):
     ours = jit(lambda arrays: module.linear_attention(*pending(arrays), heads))(arrays)
     assert ours.dtype == jnp.bfloat16
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.target, "platform", lambda: "cpu")
+        patch.setattr(compile_target, "platform", lambda: "cpu")
         wanted = np.asarray(jit(lambda arrays: by_twin(heads, pending(arrays)))(arrays))
     assert np.abs(wanted).max() > 0.2
     np.testing.assert_allclose(np.asarray(ours, np.float32), wanted, rtol=2**-8 + 1e-5, atol=1e-6)
@@ -108,7 +109,7 @@ def test_so_is_the_gradient(shape, on_gpu):
     products = [one[0] for one in arrays]
     ours = pulled(lambda inputs: module.linear_attention(*inputs, heads), *products)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.target, "platform", lambda: "cpu")
+        patch.setattr(compile_target, "platform", lambda: "cpu")
         wanted = pulled(partial(by_twin, heads), *(y.astype(jnp.float32) for y in products))
     for got, want in zip(ours, wanted, strict=True):
         assert got.dtype == jnp.bfloat16
@@ -129,14 +130,14 @@ def mixed(case):
     arrays = [one[0][..., :-7] for one in operands(2, grid[0] * grid[1], heads, head)]
 
     def attend(m, *arrays):
-        return module.linear_attention(*map(LazyActivation.of, arrays), heads, blocks, m)
+        return module.linear_attention(*map(LazyActivation.from_array, arrays), heads, blocks, m)
 
     return attend, lambda m, *arrays: mixed_twin(*arrays, heads, blocks=blocks, mix=m), (m, *arrays)
 
 
 def in_float32(f, *arrays):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.target, "platform", lambda: "cpu")
+        patch.setattr(compile_target, "platform", lambda: "cpu")
         return jit(f)(*(x.astype(jnp.float32) for x in arrays))
 
 
@@ -171,7 +172,7 @@ def test_mixed_sums_are_their_twin_where_numbers_are_hard(hard, on_gpu):
     q, k, v = (hard(i, x.astype(jnp.float32)).astype(jnp.bfloat16) for i, x in enumerate(arrays))
     ours = np.asarray(jit(attend)(m, q, k, v), np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.target, "platform", lambda: "cpu")
+        patch.setattr(compile_target, "platform", lambda: "cpu")
         wanted = np.asarray(jit(plain)(m, q, k, v), np.float32)
     assert (np.isfinite(ours) != np.isfinite(wanted)).mean() < 0.005
     there = np.isfinite(ours) & np.isfinite(wanted)
@@ -184,7 +185,7 @@ def test_mixed_sums_are_their_twin_where_numbers_are_hard(hard, on_gpu):
 def test_equal_weights_are_one_block(on_gpu):
     """To the rounding of BF16."""
     _, _, (_, *arrays) = mixed(MIXED["MHLA's"])
-    inputs = [LazyActivation.of(x) for x in arrays]
+    inputs = [LazyActivation.from_array(x) for x in arrays]
     blocks = Blocks((4, 4), (32, 32))
     one, many = (
         jit(f)() for f in (

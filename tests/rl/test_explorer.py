@@ -245,7 +245,7 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
     name = {"auto": "fp8"}.get(precision, precision)
     means = FORMATS[name].describe(H200)
     assert facts["exploration"] == {
-        "precision": precision, "format": name, "native": name == "fp8", "levers": ["ExactSteps"], "means": means,
+        "precision": precision, "format": name, "native": name == "fp8", "options": ["ExactSteps"], "means": means,
     }  # fmt: skip
     assert any(line.endswith(f"exploration in {means}, with ExactSteps") for line in said)
     assert facts["quantized"] == list(there.explorer.quantized)
@@ -256,7 +256,7 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
     )  # fmt: skip
     said.clear()
     record.describe(explored(experiment, H200), tmp_path, 0, TerminalProgress())
-    assert json.loads((tmp_path / "run.json").read_text())["exploration"]["levers"] == []
+    assert json.loads((tmp_path / "run.json").read_text())["exploration"]["options"] == []
     assert any(line.endswith(FORMATS["fp8"].describe(H200)) for line in said)
 
 

@@ -1,8 +1,7 @@
-"""Each lever of exploration changes one thing, and goes with its file: nothing else knows it by name."""
+"""Each option of exploration changes one thing, and goes with its file: nothing else knows it by name."""
 
 import dataclasses
 import re
-import shutil
 from pathlib import Path
 
 import jax
@@ -15,8 +14,9 @@ from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.low_rank import LowRank
 from solrl_jax.quant.nvfp4 import NVFP4Tensor
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.explore import option as discovery
 from solrl_jax.rl.explore.monitor import ExplorationSetting
+from solrl_jax.rl.explore.option import Calibration
+from solrl_jax.rl.explore.options import registry
 from solrl_jax.rl.explore.options.correction import Corrected
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy
 from solrl_jax.rl.iteration import iterate
@@ -32,7 +32,7 @@ SETTINGS = {
 STEPS = ("rollout.num_steps=6", "rollout.explore.num_steps=4")
 FORMAT = ExplorationSetting("nvfp4", 4)
 PACKAGE = Path(solrl_jax.__file__).parent
-FOLDER = PACKAGE / "explore" / "levers"
+FOLDER = PACKAGE / "rl" / "explore" / "options"
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def adapters(paper):
     return jax.tree.map(lambda x: x + 0.1, fresh_state(paper).old)
 
 
-def with_levers(experiment, *names, extra=()):
-    """The same experiment, backbone and all, with some levers."""
+def with_options(experiment, *names, extra=()):
+    """The same experiment, backbone and all, with some options."""
     config = toy_experiment(*STEPS, *(SETTINGS[name] for name in names), *extra).config
     return dataclasses.replace(experiment, config=config)
 
@@ -92,7 +92,7 @@ def test_the_papers_recipe_has_one_leg_on_the_schedules_own_sigmas_in_the_format
 
 
 def test_a_preview_changes_the_grid_alone(paper, adapters):
-    explorer = with_levers(paper, "preview").explorer
+    explorer = with_options(paper, "preview").explorer
     stage = explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
     (segment,), (own,) = stage.segments, plain.segments
@@ -122,7 +122,7 @@ def test_a_preview_changes_the_grid_alone(paper, adapters):
 
 
 def test_exact_steps_change_the_legs_alone(paper, adapters):
-    stage = with_levers(paper, "exact_steps").explorer.sampler(adapters, FORMAT)
+    stage = with_options(paper, "exact_steps").explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
     first, rest = stage.segments
     assert (first.schedule.steps, rest.schedule.steps) == (1, 3)
@@ -142,20 +142,20 @@ def test_attention_marks_the_legs_of_a_format_alone(paper, adapters):
 
     stage, plain = (
         experiment.explorer.sampler(adapters, FORMAT)
-        for experiment in (with_levers(paper, "attention"), paper)
+        for experiment in (with_options(paper, "attention"), paper)
     )
     assert (marked(stage), marked(plain)) == ([True], [False])
     assert same(
         stage.segments,
         tuple(dataclasses.replace(segment, fp8_attention=True) for segment in plain.segments),
     )
-    both = with_levers(paper, "attention", "exact_steps").explorer
+    both = with_options(paper, "attention", "exact_steps").explorer
     assert marked(both.sampler(adapters, FORMAT)) == [False, True]
     assert marked(both.sampler(adapters, ExplorationSetting("bf16", 4))) == [False]
 
 
 def test_a_correction_changes_the_leaves_alone(paper, adapters):
-    stage = with_levers(paper, "correction").explorer.sampler(adapters, FORMAT)
+    stage = with_options(paper, "correction").explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
     (segment,), (own,) = stage.segments, plain.segments
     assert same(segment.schedule, own.schedule)
@@ -177,10 +177,10 @@ def test_a_correction_changes_the_leaves_alone(paper, adapters):
 
 
 def test_levers_go_together(paper, adapters):
-    stage = with_levers(paper, *SETTINGS).explorer.sampler(adapters, FORMAT)
+    stage = with_options(paper, *SETTINGS).explorer.sampler(adapters, FORMAT)
     first, rest = stage.segments
     alone = {
-        name: with_levers(paper, name).explorer.sampler(adapters, FORMAT)
+        name: with_options(paper, name).explorer.sampler(adapters, FORMAT)
         for name in ("preview", "correction")
     }
     assert same(whole_grid(stage), whole_grid(alone["preview"]))
@@ -197,7 +197,7 @@ def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_re
     paper, adapters, precision
 ):
     level = ExplorationSetting(precision, 4)
-    stage = with_levers(paper, "exact_steps", "correction").explorer.sampler(adapters, level)
+    stage = with_options(paper, "exact_steps", "correction").explorer.sampler(adapters, level)
     plain = paper.explorer.sampler(adapters, level)
     assert len(stage.segments) == 1
     assert same(stage.segments, plain.segments)
@@ -219,12 +219,10 @@ def test_in_a_format_that_quantises_nothing_there_is_nothing_to_correct_or_to_re
 )
 def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
     """The prompts are encoded and the base is sampled then, and only then; once."""
-    explorer = with_levers(paper, *names, extra=extra).explorer
+    explorer = with_options(paper, *names, extra=extra).explorer
     sampled = []
-    original = discovery.Calibration.generate
-    monkeypatch.setattr(
-        discovery.Calibration, "generate", lambda *a: sampled.append(1) or original(*a)
-    )
+    original = Calibration.generate
+    monkeypatch.setattr(Calibration, "generate", lambda *a: sampled.append(1) or original(*a))
     assert explorer.calibrates == expected
     explorer.calibrate()
     count = len(sampled)
@@ -237,7 +235,7 @@ def test_what_there_is_to_calibrate(paper, names, extra, expected, monkeypatch):
 
 
 def test_quantisers_are_one_object_so_that_nothing_is_traced_again(paper, adapters):
-    explorer = with_levers(paper, "correction").explorer
+    explorer = with_options(paper, "correction").explorer
     assert explorer.quantizer("nvfp4") is explorer.quantizer("nvfp4")
     assert explorer.schedule(4) is explorer.schedule(4) is explorer.schedule(4, 0)
     explorer.policy(adapters, "nvfp4")
@@ -250,12 +248,12 @@ def test_quantisers_are_one_object_so_that_nothing_is_traced_again(paper, adapte
 def test_shapes_stand_for_arrays_where_nothing_is_measured(paper, adapters):
     """For plans and reports: the leaves that a recipe makes, without calibration."""
     for names in ((), ("exact_steps", "preview"), ("correction",), tuple(SETTINGS)):
-        explorer = with_levers(paper, *names).explorer
+        explorer = with_options(paper, *names).explorer
         weights = {
             path: jax.ShapeDtypeStruct(x.shape, x.dtype)
             for path, x in flatten(paper.backbone.transformer).items()
         }
-        quantizer = discovery.shaped_quantizer(
+        quantizer = registry.shaped_quantizer(
             explorer.explore, Quantizer(FORMATS["nvfp4"].quantize), weights
         )
         made = flatten(explorer.policy(adapters, "nvfp4"))
@@ -265,51 +263,47 @@ def test_shapes_stand_for_arrays_where_nothing_is_measured(paper, adapters):
             assert facts(shaped) == facts(made[path])
 
 
-# --- a lever is its file ---
+# --- an option is its file and its line in the registry ---
 
 
 @pytest.fixture
-def without(tmp_path, monkeypatch):
-    """Takes the files of some levers out of the folder, as far as discovery sees."""
+def without(monkeypatch):
+    """Removes options from the registry, by the names of their files."""
 
     def take(*names):
-        folder = tmp_path / "levers"
-        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in names:
-            (folder / f"{name}.py").unlink()
-        monkeypatch.setattr(discovery.folder, "__path__", [str(folder)])
-        discovery.levers.cache_clear()
+        kept = tuple(option for option in registry.OPTIONS if file_of(option) not in names)
+        monkeypatch.setattr(registry, "OPTIONS", kept)
 
-    yield take
-    monkeypatch.undo()
-    discovery.levers.cache_clear()
+    return take
 
 
-def test_the_levers_are_the_files_of_the_folder():
-    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
+def file_of(option):
+    return type(option).__module__.rpartition(".")[2]
+
+
+def test_the_registry_lists_the_files_of_the_folder():
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "registry"}
     assert files == set(SETTINGS)
-    assert {type(lever).__module__.rpartition(".")[2] for lever in discovery.levers()} == files
+    assert {file_of(option) for option in registry.OPTIONS} == files
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_without_a_levers_file_the_others_work(paper, adapters, without, name):
+def test_without_one_option_the_others_work(paper, adapters, without, name):
     others = tuple(other for other in SETTINGS if other != name)
-    want = with_levers(paper, *others).explorer.sampler(adapters, FORMAT)
+    want = with_options(paper, *others).explorer.sampler(adapters, FORMAT)
     without(name)
-    assert len(discovery.levers()) == len(SETTINGS) - 1
-    got = with_levers(paper, *others).explorer.sampler(adapters, FORMAT)
+    assert len(registry.OPTIONS) == len(SETTINGS) - 1
+    got = with_options(paper, *others).explorer.sampler(adapters, FORMAT)
     assert same(got.segments, want.segments)
-    still = with_levers(paper, *SETTINGS).explorer.sampler(
-        adapters, FORMAT
-    )  # asked for, it is not there
+    # An option that is configured but not registered changes nothing.
+    still = with_options(paper, *SETTINGS).explorer.sampler(adapters, FORMAT)
     assert same(still.segments, want.segments)
 
 
-def test_without_any_lever_an_iteration_is_the_papers(paper, without):
+def test_without_any_option_an_iteration_is_the_papers(paper, without):
     state, outcome = iterate(paper, fresh_state(paper), 1)
     without(*SETTINGS)
-    assert discovery.levers() == ()
-    bare = with_levers(paper)
+    bare = with_options(paper)
     again, same_outcome = iterate(bare, fresh_state(bare), 1)
     assert same(again, state)
     np.testing.assert_array_equal(
@@ -317,8 +311,8 @@ def test_without_any_lever_an_iteration_is_the_papers(paper, without):
     )
 
 
-def test_nothing_else_knows_a_lever_by_name():
-    """Neither the loop nor the iteration, the experiment, the rollout or the ranking; and nobody imports a lever's file."""
+def test_nothing_else_knows_an_option_by_name():
+    """Neither the loop nor the iteration, the experiment, the rollout or the ranking; and nobody imports a option's file."""
     name = re.compile(
         r"\b(exact_steps|correction|preview|fitted_table|Corrected|Probe)\b|sigmas =="
     )

@@ -1,4 +1,4 @@
-"""`Explorer`: how candidates are explored. The policy, the grid and the format of the exploring stage, levers applied."""
+"""`Explorer`: how candidates are explored. The policy, the grid and the format of the exploring stage, options applied."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.models.loading.weights import Params
 from solrl_jax.quant.formats import FORMATS, Format
 from solrl_jax.rl.explore.monitor import ExplorationSetting, levels
-from solrl_jax.rl.explore.option import Calibration, active_levers
+from solrl_jax.rl.explore.option import Calibration
+from solrl_jax.rl.explore.options.registry import active_options
 from solrl_jax.rl.explore.sync import Quantizer, merged
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.trainable import Trainable, attach
@@ -19,7 +20,7 @@ from solrl_jax.rl.trainable.trainable import Trainable, attach
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Explorer:
-    """Exploration as `config.Explore` describes it. What levers measure is measured when first needed, once."""
+    """Exploration as `config.Explore` describes it. What options measure is measured when first needed, once."""
 
     explore: Explore
     format: Format  # the format that `explore.precision` means on these devices
@@ -47,7 +48,8 @@ class Explorer:
         steps = self.calibration.schedule.steps
         quantizes = self.format.quantize is not None
         return any(
-            lever.measures(self.explore, steps, quantizes) for lever in active_levers(self.explore)
+            option.measures(self.explore, steps, quantizes)
+            for option in active_options(self.explore)
         )
 
     @cached_property
@@ -57,8 +59,8 @@ class Explorer:
         @cache
         def made(steps: int, start: int) -> Schedule:
             grid = self.make_schedule(steps, start)
-            for lever in active_levers(self.explore):
-                grid = lever.schedule(self.explore, self.calibration, grid)
+            for option in active_options(self.explore):
+                grid = option.schedule(self.explore, self.calibration, grid)
             return grid
 
         return lambda steps, start=0: made(steps, start)
@@ -73,8 +75,8 @@ class Explorer:
                 return None
             quantizer = Quantizer(quantize)
             grid = self.schedule(self.explore.num_steps)
-            for lever in active_levers(self.explore):
-                quantizer = lever.quantizer(
+            for option in active_options(self.explore):
+                quantizer = option.quantizer(
                     self.explore, self.calibration, self.quantized, quantizer, grid
                 )
             return quantizer
@@ -108,6 +110,6 @@ class Explorer:
         if FORMATS[precision].quantize is None:
             return (segment,)
         segments: tuple[Segment, ...] = (segment,)
-        for lever in active_levers(self.explore):
-            segments = lever.segments(self.explore, segments, exact)
+        for option in active_options(self.explore):
+            segments = option.segments(self.explore, segments, exact)
         return segments

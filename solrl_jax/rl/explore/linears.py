@@ -19,7 +19,7 @@ from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import Format
 from solrl_jax.quant.leaf import nbytes
 from solrl_jax.quant.matmul import dequantize
-from solrl_jax.rl.explore.option import shaped_quantizer
+from solrl_jax.rl.explore.options.registry import shaped_quantizer
 from solrl_jax.rl.explore.sync import Quantizer
 from solrl_jax.rl.trainable.trainable import Params, Trainable, flatten, map_layers
 
@@ -91,7 +91,7 @@ def report(
 ) -> list[Linear]:
     """Every linear: quantised to `form` or not and why, and the bytes it takes before and after. Loads and computes nothing.
 
-    explore: counts what levers of exploration (`rl/explore/options/`) keep beside the codes.
+    explore: counts what exploration options (`rl/explore/options/`) keep beside the codes.
     """
     reasons = why_kept(params, rules)
     rows = []

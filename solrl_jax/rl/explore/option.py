@@ -1,14 +1,12 @@
-"""`ExplorationOption`: one departure from the paper's exploration. Each lever is a file in `rl/explore/options/`.
+"""`ExplorationOption`: one departure from the paper's exploration.
 
-A lever reads its own field of `config.Explore`. Deleting the file and the field deletes the lever.
+Each option is a file in `rl/explore/options/` and a line in `options/registry.py`. It reads its own
+field of `config.Explore`. An option is removed with its file, its line and its field.
 """
 
 import abc
 import dataclasses
-import importlib
-import pkgutil
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import jax
 import numpy as np
@@ -19,7 +17,6 @@ from solrl_jax.data.prompts import Prompt
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.models.backbone import Backbone
 from solrl_jax.models.loading.weights import Params
-from solrl_jax.rl.explore import options as folder
 from solrl_jax.rl.explore.sync import Quantizer
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, generate
 from solrl_jax.rl.sampler import Sampler, Segment
@@ -27,48 +24,78 @@ from solrl_jax.rl.sampler import Sampler, Segment
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """The base policy with a few prompts: what levers measure on, once, before the first iteration.
+    """The base policy and a few prompts, on which options are measured before the first iteration.
 
-    Measurements depend on the base and the configuration alone. So a run that is resumed finds those that it began with.
+    Measurements depend on the base and the configuration alone, so a resumed run repeats those that it
+    began with.
+
+    Attributes:
+      backbone: the loaded pipeline.
+      sampler: the regeneration sampler of the base policy.
+      prompts: the prompts that are measured on.
+      prompt_batch: returns the encoded prompts. Called only when something is measured.
+      rows: one sample per prompt.
+      micro_batch: the largest number of samples that a device differentiates at once.
     """
 
     backbone: Backbone
-    sampler: Sampler  # of the base, as it regenerates
+    sampler: Sampler
     prompts: Sequence[Prompt]
-    prompt_batch: Callable[[], PromptBatch]  # encodes the prompts, when something is measured
-    rows: SeedBatch  # a sample a prompt
-    micro_batch: int  # rows that a device differentiates at once, at most
+    prompt_batch: Callable[[], PromptBatch]
+    rows: SeedBatch
+    micro_batch: int
 
     @property
     def schedule(self) -> Schedule:
-        """The grid of the regeneration."""
+        """The schedule of the regeneration."""
         return self.sampler.segments[0].schedule
 
     def generate(
-        self, grid: Schedule, noise: Float[np.ndarray, "b h w c"] | None = None
+        self, schedule: Schedule, noise: Float[np.ndarray, "b h w c"] | None = None
     ) -> Float[np.ndarray, "b h w c"]:
-        """Latents of all rows by the base on `grid`; noise: what they start from, in place of the seeds' own."""
-        stage = dataclasses.replace(
-            self.sampler, segments=(Segment(self.backbone.transformer, grid),)
-        )
-        return generate(
-            self.backbone, stage, self.prompt_batch(), dataclasses.replace(self.rows, noise=noise)
-        ).latents
+        """Samples the latents of all rows with the base policy.
+
+        Args:
+          schedule: the steps to take.
+          noise: the initial latents. None: those of the rows' seeds.
+
+        Returns:
+          The clean latents, float32.
+        """
+        segments = (Segment(self.backbone.transformer, schedule),)
+        sampler = dataclasses.replace(self.sampler, segments=segments)
+        rows = dataclasses.replace(self.rows, noise=noise)
+        return generate(self.backbone, sampler, self.prompt_batch(), rows).latents
 
 
 class ExplorationOption(abc.ABC):
-    """A lever says when it is active. The default of each other method changes nothing."""
+    """Changes the schedule, the quantizer or the segments of exploration.
+
+    Every method but `active` has a default that changes nothing.
+    """
 
     @abc.abstractmethod
     def active(self, explore: Explore) -> bool:
-        """Whether the configuration asks for this lever."""
+        """Returns whether the configuration asks for this option."""
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
-        """Whether it measures anything on the base. full_steps: of the regeneration; quantizes: whether the format does."""
+        """Returns whether the option needs a measurement on the base policy.
+
+        Args:
+          explore: the configuration of exploration.
+          full_steps: number of steps of the regeneration.
+          quantizes: whether the exploration format quantizes weights.
+        """
         return False
 
     def schedule(self, explore: Explore, calibration: Calibration, grid: Schedule) -> Schedule:
-        """The grid to explore on, in place of `grid`, which is the schedule's own with as many steps."""
+        """Returns the schedule to explore on.
+
+        Args:
+          explore: the configuration of exploration.
+          calibration: what to measure on.
+          grid: the configured schedule with as many steps.
+        """
         return grid
 
     def quantizer(
@@ -79,40 +106,39 @@ class ExplorationOption(abc.ABC):
         quantizer: Quantizer,
         grid: Schedule,
     ) -> Quantizer:
-        """How to quantise the linears at `paths`, in place of `quantizer`. grid: the one that is explored on."""
+        """Returns the quantizer of the exploration policy.
+
+        Args:
+          explore: the configuration of exploration.
+          calibration: what to measure on.
+          paths: parameter paths of the quantized linear layers.
+          quantizer: the quantizer without this option.
+          grid: the schedule that is explored on.
+        """
         return quantizer
 
     def segments(
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
-        """The segments to explore in, in place of `segments`. exact: the policy that regenerates."""
+        """Returns the segments to explore in.
+
+        Args:
+          explore: the configuration of exploration.
+          segments: the segments without this option.
+          exact: the unquantized policy that regenerates.
+        """
         return segments
 
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """`quantizer` with shapes for arrays, from the shapes of the weights: nothing is measured. For plans and reports."""
+        """Returns the quantizer with shapes in the place of arrays, for plans and reports.
+
+        Nothing is measured.
+
+        Args:
+          explore: the configuration of exploration.
+          weights: shapes of the quantized weights by parameter path.
+          quantizer: the quantizer without this option.
+        """
         return quantizer
-
-
-def shaped_quantizer(
-    explore: Explore, quantizer: Quantizer, weights: dict[str, jax.ShapeDtypeStruct]
-) -> Quantizer:
-    """`quantizer` with the levers that a configuration asks for, with shapes for arrays: nothing is measured."""
-    for lever in active_levers(explore):
-        quantizer = lever.abstract_quantizer(explore, weights, quantizer)
-    return quantizer
-
-
-@cache
-def levers() -> tuple[ExplorationOption, ...]:
-    """Every lever in `rl/explore/options/`, by name."""
-    names = sorted(
-        module.name for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}.")
-    )
-    return tuple(importlib.import_module(name).LEVER for name in names)
-
-
-def active_levers(explore: Explore) -> tuple[ExplorationOption, ...]:
-    """The levers that a configuration asks for."""
-    return tuple(lever for lever in levers() if lever.active(explore))

@@ -21,6 +21,3 @@ class Attention(ExplorationOption):
         self, explore: Explore, segments: tuple[Segment, ...], exact: Params
     ) -> tuple[Segment, ...]:
         return tuple(dataclasses.replace(segment, fp8_attention=True) for segment in segments)
-
-
-LEVER = Attention()

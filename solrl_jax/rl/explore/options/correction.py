@@ -169,9 +169,6 @@ class Correction(ExplorationOption):
         )
 
 
-LEVER = Correction()
-
-
 def principal_inputs(
     calibration: Calibration, paths: tuple[str, ...], rank: int, grid: Schedule
 ) -> Bases:

@@ -28,6 +28,3 @@ class ExactSteps(ExplorationOption):
             dataclasses.replace(first, schedule=first.schedule.slice_steps(count)),
             *others,
         )
-
-
-LEVER = ExactSteps()

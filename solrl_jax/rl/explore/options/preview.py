@@ -57,9 +57,6 @@ class Preview(ExplorationOption):
         )
 
 
-LEVER = Preview()
-
-
 def first_sigmas(
     full: Float[np.ndarray, " full_plus_one"], steps: int
 ) -> Float[np.ndarray, " steps_plus_one"]:

@@ -1,0 +1,40 @@
+"""The exploration options, one line each, in the order in which they are applied."""
+
+import jax
+
+from solrl_jax.config.schema import Explore
+from solrl_jax.rl.explore.option import ExplorationOption
+from solrl_jax.rl.explore.options.attention import Attention
+from solrl_jax.rl.explore.options.correction import Correction
+from solrl_jax.rl.explore.options.exact_steps import ExactSteps
+from solrl_jax.rl.explore.options.preview import Preview
+from solrl_jax.rl.explore.sync import Quantizer
+
+OPTIONS: tuple[ExplorationOption, ...] = (
+    Attention(),
+    Correction(),
+    ExactSteps(),
+    Preview(),
+)
+
+
+def active_options(explore: Explore) -> tuple[ExplorationOption, ...]:
+    """Returns the options that a configuration asks for."""
+    return tuple(option for option in OPTIONS if option.active(explore))
+
+
+def shaped_quantizer(
+    explore: Explore, quantizer: Quantizer, weights: dict[str, jax.ShapeDtypeStruct]
+) -> Quantizer:
+    """Returns the quantizer of a configuration with shapes in the place of arrays.
+
+    Nothing is measured.
+
+    Args:
+      explore: the configuration of exploration.
+      quantizer: the quantizer without options.
+      weights: shapes of the quantized weights by parameter path.
+    """
+    for option in active_options(explore):
+        quantizer = option.abstract_quantizer(explore, weights, quantizer)
+    return quantizer
