@@ -28,7 +28,7 @@ def toy():
 def drawn(monkeypatch):
     """The seeds of every rollout, in order."""
     seeds = []
-    for module in (evaluation, iterations):
+    for module in (evaluation, iterations, rank):
         original = module.generate
 
         def spy(*a, original=original, **k):
