@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.parallel import consensus
 from solrl_jax.storage import files
-from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.storage.readers import parse_json, read_bytes
 
 FORMAT = 1
@@ -51,8 +51,12 @@ def candidates(root: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise RunError(f"{files.disk_reason(error)} while looking for checkpoints in {root}") from error
-    return sorted(found, key=lambda path: (iteration_of(path), not path.name.endswith(REPLACED)), reverse=True)
+        raise RunError(
+            f"{files.disk_reason(error)} while looking for checkpoints in {root}"
+        ) from error
+    return sorted(
+        found, key=lambda path: (iteration_of(path), not path.name.endswith(REPLACED)), reverse=True
+    )
 
 
 def whole(root: Path) -> Iterator[Path]:
@@ -71,7 +75,9 @@ def ranked(root: Path) -> list[Path]:
     rows = {path: meta_of(path).get("evaluation") for path in whole(root)}
     rewards = {path: row.get("eval/reward") for path, row in rows.items() if isinstance(row, dict)}
     finite = {path: reward for path, reward in rewards.items() if isinstance(reward, int | float)}
-    return sorted(finite, key=finite.__getitem__, reverse=True)  # stable: of equal ones the newest come first
+    return sorted(
+        finite, key=finite.__getitem__, reverse=True
+    )  # stable: of equal ones the newest come first
 
 
 def verify(path: Path, *, contents: bool = True) -> None:
@@ -83,12 +89,16 @@ def verify(path: Path, *, contents: bool = True) -> None:
         raise CheckpointError(f"{path}: {reason}")
     header = _header(path)
     if header.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {header.get('format')}, not {FORMAT}; another version of solrl_jax saved it")
+        raise CheckpointError(
+            f"{path}: format {header.get('format')}, not {FORMAT}; another version of solrl_jax saved it"
+        )
     if (named := iteration_of(path)) not in (None, header.get("iteration")):
         raise CheckpointError(f"{path}: holds iteration {header.get('iteration')}, not {named}")
 
 
-def restore(path: Path, abstract_state: Any, expect: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+def restore(
+    path: Path, abstract_state: Any, expect: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Reads a checkpoint, bit for bit. Every process calls this.
 
     abstract_state: a pytree of jax.ShapeDtypeStruct or arrays. The result has its structure and its shardings; a leaf without a
@@ -96,7 +106,9 @@ def restore(path: Path, abstract_state: Any, expect: dict[str, Any] | None = Non
     "iteration" added. Raises CheckpointError if the checkpoint fails `verify`, or if names, shapes or dtypes of its arrays are
     not those of `abstract_state`; InputError if the meta does not hold what is expected: it belongs to another run.
     """
-    meta = consensus.first("restore/judge", functools.partial(_judge, path, expect or {}), CheckpointError)
+    meta = consensus.first(
+        "restore/judge", functools.partial(_judge, path, expect or {}), CheckpointError
+    )
     return _load(path, abstract_state), meta
 
 
@@ -106,7 +118,9 @@ def meta_of(path: Path) -> dict[str, Any]:
     return {**header["meta"], "iteration": header["iteration"]}
 
 
-def restore_latest(root: Path, abstract_state: Any, expect: dict[str, Any]) -> tuple[Any, dict[str, Any], list[str]] | None:
+def restore_latest(
+    root: Path, abstract_state: Any, expect: dict[str, Any]
+) -> tuple[Any, dict[str, Any], list[str]] | None:
     """Restores the newest good checkpoint of `root` as `restore` does. All processes restore the same one.
 
     Returns the state, its meta, and a line for each newer checkpoint that is damaged; None if `root` has no checkpoint. Raises
@@ -123,7 +137,11 @@ def newest(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] | None:
     """
     warnings: list[str] = []
     tried: list[str] = []
-    while (names := consensus.first("restore/candidates", lambda: [path.name for path in candidates(root)])) != tried:
+    while (
+        names := consensus.first(
+            "restore/candidates", lambda: [path.name for path in candidates(root)]
+        )
+    ) != tried:
         # again, if a run beside this one has saved, and removed what was listed
         warnings = []
         tried = names
@@ -150,7 +168,9 @@ def _judge(path: Path, expect: dict[str, Any]) -> dict[str, Any]:
     meta = meta_of(path)
     expect = json.loads(json.dumps(expect))
     if differing := [key for key in expect if meta.get(key) != expect[key]]:
-        pairs = ", ".join(f"{key} ({meta.get(key)!r} there, {expect[key]!r} here)" for key in differing)
+        pairs = ", ".join(
+            f"{key} ({meta.get(key)!r} there, {expect[key]!r} here)" for key in differing
+        )
         raise InputError(f"checkpoint {path} belongs to another run: {pairs}")
     return meta
 
@@ -162,7 +182,9 @@ def _compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     differences = [f"{key} is missing" for key in here.keys() - there.keys()]
     differences += [f"{key} is unknown here" for key in there.keys() - here.keys()]
     common = here.keys() & there.keys()
-    differences += [f"{key} is {there[key]}, not {here[key]}" for key in common if there[key] != here[key]]
+    differences += [
+        f"{key} is {there[key]}, not {here[key]}" for key in common if there[key] != here[key]
+    ]
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise CheckpointError(f"{path}: another state: {'; '.join(sorted(differences)[:5])}{more}")
@@ -179,12 +201,17 @@ def orbax() -> tuple[Any, Any]:
 
     def of_others(record: logging.LogRecord) -> bool:
         frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
-        return all("orbax" not in Path(name).parts for name in (record.pathname, *(frame.filename for frame in frames)))
+        return all(
+            "orbax" not in Path(name).parts
+            for name in (record.pathname, *(frame.filename for frame in frames))
+        )
 
     for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
         logger.addFilter(of_others)
     show = sys.unraisablehook
-    sys.unraisablehook = lambda told: None if "Event loop is closed" in str(told.exc_value) else show(told)
+    sys.unraisablehook = lambda told: (
+        None if "Event loop is closed" in str(told.exc_value) else show(told)
+    )
     import orbax.checkpoint
     from etils import epath
 
@@ -202,14 +229,25 @@ def _load(path: Path, abstract_state: Any) -> Any:
     def read() -> None:
         _compare(path, _header(path)["arrays"], wanted)
         ocp, epath = orbax()
-        full = {key: leaf for key, leaf in wanted.items() if math.prod(leaf.shape)}  # orbax refuses to save empty arrays
+        full = {
+            key: leaf for key, leaf in wanted.items() if math.prod(leaf.shape)
+        }  # orbax refuses to save empty arrays
         for key in wanted.keys() - full.keys():
-            arrays[key] = jax.device_put(np.zeros(wanted[key].shape, wanted[key].dtype), shardings[key])
-        how = {k: ocp.ArrayRestoreArgs(sharding=shardings[k], global_shape=x.shape, dtype=x.dtype) for k, x in full.items()}
+            arrays[key] = jax.device_put(
+                np.zeros(wanted[key].shape, wanted[key].dtype), shardings[key]
+            )
+        how = {
+            k: ocp.ArrayRestoreArgs(sharding=shardings[k], global_shape=x.shape, dtype=x.dtype)
+            for k, x in full.items()
+        }
         try:
             if full:
                 args = ocp.args.PyTreeRestore(full, restore_args=how)
-                arrays.update(ocp.PyTreeCheckpointHandler().restore(epath.Path(path.absolute() / ARRAYS), args=args))
+                arrays.update(
+                    ocp.PyTreeCheckpointHandler().restore(
+                        epath.Path(path.absolute() / ARRAYS), args=args
+                    )
+                )
         except Exception as error:
             # The bytes are as saved, so it is another version of orbax or a device without room.
             raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
@@ -224,8 +262,15 @@ def _header(path: Path) -> dict[str, Any]:
         header = parse_json(read_bytes(path / META))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {META} cannot be read: {first_line(error)}") from error
-    parts = [header.get(name) for name in ("meta", "arrays")] if isinstance(header, dict) else [None]
-    described = lambda entry: isinstance(entry, dict) and {"shape", "dtype"} <= entry.keys()
-    if not all(isinstance(part, dict) for part in parts) or not all(map(described, header["arrays"].values())):
+    parts = (
+        [header.get(name) for name in ("meta", "arrays")] if isinstance(header, dict) else [None]
+    )
+
+    def described(entry):
+        return isinstance(entry, dict) and {"shape", "dtype"} <= entry.keys()
+
+    if not all(isinstance(part, dict) for part in parts) or not all(
+        map(described, header["arrays"].values())
+    ):
         raise CheckpointError(f"{path}: {META} is not that of a checkpoint")
     return header

@@ -75,7 +75,13 @@ class Saver:
 
 
 def begin(
-    root: Path, iteration: int, state: Any, meta: Mapping[str, Any], *, keep: int | None = None, best: int = 0
+    root: Path,
+    iteration: int,
+    state: Any,
+    meta: Mapping[str, Any],
+    *,
+    keep: int | None = None,
+    best: int = 0,
 ) -> Callable[[], Path]:
     """The first half of a save. Every process calls this.
 
@@ -95,10 +101,16 @@ def begin(
     target = root / f"{iteration:06d}"
     temporary = root / f"{SAVING}{iteration:06d}"
     arrays = _arrays(state)
-    index = {key: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for key, leaf in arrays.items()}
-    header = json.dumps({"format": FORMAT, "iteration": iteration, "meta": meta, "arrays": index}, indent=1)
+    index = {
+        key: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for key, leaf in arrays.items()
+    }
+    header = json.dumps(
+        {"format": FORMAT, "iteration": iteration, "meta": meta, "arrays": index}, indent=1
+    )
 
-    refusable = files.writing(target, note=lambda: f"; the last checkpoint is {next(iter(candidates(root)), 'none')}")
+    refusable = files.writing(
+        target, note=lambda: f"; the last checkpoint is {next(iter(candidates(root)), 'none')}"
+    )
 
     @refusable
     def prepare() -> None:
@@ -122,7 +134,9 @@ def begin(
         failed: Future[None] = Future()
         failed.set_exception(error)
         wait = failed.result
-        merge = lambda: None
+
+        def merge():
+            return None
 
     def finish() -> Path:
         with _or_nothing(temporary):
@@ -153,10 +167,14 @@ def prune(root: Path, keep: int, best: int = 0) -> None:
 
 def _arrays(state: Any) -> dict[str, jax.Array]:
     """The arrays of a pytree by key path. Raises TypeError, which names the leaf, for one that cannot be saved."""
-    arrays = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    arrays = {
+        jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
     for key, leaf in arrays.items():
         if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise TypeError(f"{key} is a {getattr(leaf, 'dtype', type(leaf).__name__)}, not a plain jax array")
+            raise TypeError(
+                f"{key} is a {getattr(leaf, 'dtype', type(leaf).__name__)}, not a plain jax array"
+            )
     return arrays
 
 
@@ -171,7 +189,9 @@ def _or_nothing(temporary: Path) -> Iterator[None]:
         raise
 
 
-def _start_writing(folder: Path, arrays: dict[str, jax.Array]) -> tuple[Callable[[], None], Callable[[], None]]:
+def _start_writing(
+    folder: Path, arrays: dict[str, jax.Array]
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Copies this process's shards of the arrays to the host, and starts to write the copies to `folder`.
 
     Returns two functions: the first waits until they are written, the second then merges the files of all processes. On CPU the
@@ -209,6 +229,10 @@ def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def _sweep(root: Path) -> None:
     """Removes what a killed save left: unfinished directories, and checkpoints that were replaced."""
     for path in list(root.iterdir()):
-        replaced = path.name.endswith(REPLACED) and checkpoint.iteration_of(path) is not None and path.with_suffix("").exists()
+        replaced = (
+            path.name.endswith(REPLACED)
+            and checkpoint.iteration_of(path) is not None
+            and path.with_suffix("").exists()
+        )
         if replaced or path.name.startswith((SAVING, files.REMOVING)):
             files.remove_directory(path)

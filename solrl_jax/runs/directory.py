@@ -12,22 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.models.backbone import Backbone
 from solrl_jax.config.overrides import text_override
 from solrl_jax.config.presets import override, preset_names, resolve
-from solrl_jax.config.serialization import from_yaml
 from solrl_jax.config.schema import Config, Reward, is_plugin
+from solrl_jax.config.serialization import from_yaml
 from solrl_jax.config.values import ConfigError
-from solrl_jax.rl.trainable.trainable import Trainable, find_targets
-from solrl_jax.rl.state import abstract_state, read_start
-from solrl_jax.rewards.registry import REWARDS, reward_names
-from solrl_jax.runs import checkpoint
 from solrl_jax.errors import InputError, RunError
+from solrl_jax.models.backbone import Backbone
+from solrl_jax.rewards.registry import REWARDS, reward_names
+from solrl_jax.rl.state import abstract_state, read_start
+from solrl_jax.rl.trainable.trainable import Trainable, find_targets
+from solrl_jax.runs import checkpoint
 from solrl_jax.storage.files import disk_reason
 from solrl_jax.storage.readers import is_number, read_text
 
 
-def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *, trust: bool) -> tuple[Config, Path | None]:
+def configuration(
+    target: str, overrides: tuple[str, ...], preset: str | None, *, trust: bool
+) -> tuple[Config, Path | None]:
     """The configuration that `target` stands for, and the run directory if it is one.
 
     Args:
@@ -42,19 +44,33 @@ def configuration(target: str, overrides: tuple[str, ...], preset: str | None, *
     if is_run(target):
         own = read_run(target)
         config = override(own, overrides)
-        trained = ("train.parameters", "model.attention", "model.mhla_blocks", "model.mhla_released", "model.mhla_norm")
+        trained = (
+            "train.parameters",
+            "model.attention",
+            "model.mhla_blocks",
+            "model.mhla_released",
+            "model.mhla_norm",
+        )
         for name in (*trained, *(f"lora.{field.name}" for field in dataclasses.fields(own.lora))):
             if (value := operator.attrgetter(name)(config)) != operator.attrgetter(name)(own):
-                raise InputError(f"{name}={value}: {target} is a run and has its own adapters; leave it out")
-        blank = dataclasses.replace(own, reward=dataclasses.replace(own.reward, weights={"": 1.0}, eval_only=(), options={}))
+                raise InputError(
+                    f"{name}={value}: {target} is a run and has its own adapters; leave it out"
+                )
+        blank = dataclasses.replace(
+            own, reward=dataclasses.replace(own.reward, weights={"": 1.0}, eval_only=(), options={})
+        )
         said = _outside(override(blank, overrides).reward)  # by this command line
         if not trust and (foreign := sorted(_outside(config.reward) - said)):
             how = "add --trust-run if you trust whoever wrote it, or name the rewards yourself: reward.weights={NAME: 1}"
-            raise InputError(f"{target}: scores with {', '.join(foreign)}, which it brings from outside the package; {how}")
+            raise InputError(
+                f"{target}: scores with {', '.join(foreign)}, which it brings from outside the package; {how}"
+            )
         objective = config.algorithm.objective
         if not trust and is_plugin(objective) and not _names_objective(overrides):
             how = "add --trust-run if you trust whoever wrote it, or name an objective of the package: algorithm.objective=nft"
-            raise InputError(f"{target}: trains with {objective}, which it brings from outside the package; {how}")
+            raise InputError(
+                f"{target}: trains with {objective}, which it brings from outside the package; {how}"
+            )
         return config, Path(target)
     if target in preset_names():
         return resolve(target, overrides), None
@@ -72,11 +88,15 @@ def _outside(reward: Reward) -> set[str]:
     """What rewards may run or ask outside the package: functions, services, and texts of options that may name such."""
 
     def texts(value: Any) -> Iterator[str]:
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        parts = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
         yield from [value] if isinstance(value, str) and ":" in value else []
         yield from (text for part in parts for text in texts(part))
 
-    return ({*reward_names((*reward.weights, *reward.eval_only))} - {*REWARDS}) | {*texts(reward.options)}
+    return ({*reward_names((*reward.weights, *reward.eval_only))} - {*REWARDS}) | {
+        *texts(reward.options)
+    }
 
 
 def is_run(path: str | Path) -> bool:
@@ -94,7 +114,9 @@ def read_run(path: str | Path) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read as UTF-8 text ({disk_reason(error) or error})") from error
+        raise InputError(
+            f"{file}: cannot be read as UTF-8 text ({disk_reason(error) or error})"
+        ) from error
 
 
 def find_checkpoint(target: str | Path, which: str) -> Path | None:
@@ -118,7 +140,9 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
     if which == "best":
         if best := checkpoint.ranked(root):
             return best[0]
-        raise InputError(f"{asked}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves whatever is evaluated")
+        raise InputError(
+            f"{asked}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves whatever is evaluated"
+        )
     there = {checkpoint.iteration_of(path): path for path in reversed(checkpoint.candidates(root))}
     if int(which) not in there:
         raise InputError(f"{asked}: {root} has {', '.join(map(str, there)) or 'none'}")
@@ -127,16 +151,24 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
     return there[int(which)]
 
 
-def load_ema(folder: Path, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Trainable, int]:
+def load_ema(
+    folder: Path, config: Config, backbone: Backbone, path: Path | None = None
+) -> tuple[Trainable, int]:
     """The averaged adapters (EMA) of a run's checkpoint, and its iteration.
 
     path: as `find_checkpoint` returns it. Raises RunError if that checkpoint is damaged, InputError if the run has none.
     """
     targets = find_targets(backbone.pipeline.transformer, config)
-    abstract = abstract_state(backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh)
+    abstract = abstract_state(
+        backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh
+    )
     with _damage_told():
         root = folder / "checkpoints"
-        restored = checkpoint.restore(path, abstract) if path else checkpoint.restore_latest(root, abstract, {})
+        restored = (
+            checkpoint.restore(path, abstract)
+            if path
+            else checkpoint.restore_latest(root, abstract, {})
+        )
     if restored is None:
         raise InputError(f"{folder}: has no checkpoint yet")
     return restored[0].ema, restored[1]["iteration"]
@@ -151,7 +183,9 @@ def _damage_told() -> Iterator[None]:
         raise RunError(f"checkpoint {error}") from error
 
 
-def load_policy(run: Path | None, config: Config, backbone: Backbone, path: Path | None = None) -> tuple[Trainable, int]:
+def load_policy(
+    run: Path | None, config: Config, backbone: Backbone, path: Path | None = None
+) -> tuple[Trainable, int]:
     """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.path`), and 0."""
     if run is not None:
         return load_ema(run, config, backbone, path)

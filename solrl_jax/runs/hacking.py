@@ -21,9 +21,14 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
     lines = []
     for name in watched:
         key = f"eval/{name}"
-        first = next((row for row in rows if row.get(TRAINED) is not None and row.get(key) is not None), None)
+        first = next(
+            (row for row in rows if row.get(TRAINED) is not None and row.get(key) is not None), None
+        )
         if first is not None and _steps(first, now, TRAINED) > 1 and _steps(first, now, key) < -1:
-            change = lambda key, first=first: f"{first[key]:.3f} to {now[key]:.3f}"
+
+            def change(key, first=first):
+                return f"{first[key]:.3f} to {now[key]:.3f}"
+
             lines.append(
                 f"reward hacking? since the evaluation after iteration {first['iteration']} the trained reward rose from"
                 f" {change(TRAINED)}, the watched '{name}' fell from {change(key)}"
@@ -38,4 +43,10 @@ def _steps(first: Row, now: Row, key: str) -> float:
         return 0.0
     before, error_before, after, error_after = (float(value or 0) for value in values)
     error = math.hypot(error_before, error_after)
-    return (after - before) / error if error else math.copysign(math.inf, after - before) if after != before else 0.0
+    return (
+        (after - before) / error
+        if error
+        else math.copysign(math.inf, after - before)
+        if after != before
+        else 0.0
+    )

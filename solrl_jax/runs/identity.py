@@ -14,18 +14,16 @@ from typing import Any
 
 import yaml
 
-from solrl_jax.config.serialization import drop_defaults, to_yaml
 from solrl_jax.config.schema import Config
+from solrl_jax.config.serialization import drop_defaults, to_yaml
+from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, resolve_format
 from solrl_jax.rewards.registry import reward_name, reward_names
-from solrl_jax.runs import checkpoint
-from solrl_jax.runs import ledger
-from solrl_jax.runs import metrics
+from solrl_jax.rl.experiment import local_device
+from solrl_jax.runs import checkpoint, ledger, metrics
 from solrl_jax.runs.directory import is_run, read_run
-from solrl_jax.errors import InputError
 from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.storage.readers import parse_json, read_text
-from solrl_jax.rl.experiment import local_device
 
 # settings that the adapters do not depend on; the cache holds the very bits that would be computed
 FREE = (
@@ -33,7 +31,15 @@ FREE = (
     "reward.eval_only", "reward.workers", "reward.timeout", "reward.on_failure",
 )  # fmt: skip
 # what a run writes besides config.yaml, which it writes first
-RECORDS = ("checkpoints", "ledger", "metrics.jsonl", "pictures", "profile", "report.html", "run.json")
+RECORDS = (
+    "checkpoints",
+    "ledger",
+    "metrics.jsonl",
+    "pictures",
+    "profile",
+    "report.html",
+    "run.json",
+)
 
 
 def refuse_another_run(folder: Path, config: Config) -> None:
@@ -41,7 +47,9 @@ def refuse_another_run(folder: Path, config: Config) -> None:
     name = f"run.dir={str(folder)!r}"
     if not is_run(folder):
         if found := [record for record in RECORDS if _holds_something(folder / record)]:
-            raise InputError(f"{name} has {found[0]} but no config.yaml, so it may not be a run's; name another directory")
+            raise InputError(
+                f"{name} has {found[0]} but no config.yaml, so it may not be a run's; name another directory"
+            )
         return
     there = read_run(folder)
     here = resolve_format(config.rollout.explore.precision, local_device()).name
@@ -69,7 +77,10 @@ def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
     A run that stopped before its first save has an empty `checkpoints` (see `claim`). It may start over.
     """
     root = folder / "checkpoints"
-    iterations = [*ledger.iterations_in(folder / "ledger"), *(row["iteration"] for row in metrics.read(folder))]
+    iterations = [
+        *ledger.iterations_in(folder / "ledger"),
+        *(row["iteration"] for row in metrics.read(folder)),
+    ]
     had_checkpoints = not root.is_dir() or "finished_after_iteration" in _recorded(folder)
     if had_checkpoints and max(iterations, default=0) > 0 and not checkpoint.candidates(root):
         lost = f"{name} records {max(iterations)} iterations, but {root} holds no checkpoint"
@@ -119,7 +130,11 @@ def _bound(config: Config) -> dict[str, Any]:
         functools.reduce(operator.getitem, sections, tree).pop(field)
     trained = reward_names(config.reward.weights)
     for field in ("paths", "options"):  # of what is only watched
-        tree["reward"][field] = {name: value for name, value in tree["reward"][field].items() if reward_name(name) in trained}
+        tree["reward"][field] = {
+            name: value
+            for name, value in tree["reward"][field].items()
+            if reward_name(name) in trained
+        }
     return tree
 
 

@@ -39,7 +39,9 @@ _GAP = 4  # pixels between images
 _SMALLEST = 96
 _LARGEST = 384
 _CELLS = "Cells"  # the metadata of a PNG file of `save_grid` that has the facts of its images
-_MOST_CELLS = 2**11  # images in a file that is read: two stages of a pool of the largest `eval.num_grid_images`
+_MOST_CELLS = (
+    2**11
+)  # images in a file that is read: two stages of a pool of the largest `eval.num_grid_images`
 # pixels: the frame of an image of `save_before_after`, the tick or cross in its corner
 _FRAME = 4
 _MARK = 20
@@ -77,11 +79,16 @@ def save_grid(
     cell_height = height + band + _GAP
     sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    corners = [(_GAP + i % columns * cell_width, _GAP + i // columns * cell_height) for i in range(count)]
+    corners = [
+        (_GAP + i % columns * cell_width, _GAP + i // columns * cell_height) for i in range(count)
+    ]
     for image, text, (left, top) in zip(pixels, texts, corners, strict=True):
         sheet.paste(Image.fromarray(image), (left, top))
         draw.multiline_text((left, top + height + 2), text, _INK, font, spacing=2)
-    cells = [{"box": (x, y, x + width, y + height), **fact} for (x, y), fact in zip(corners, facts, strict=False)]
+    cells = [
+        {"box": (x, y, x + width, y + height), **fact}
+        for (x, y), fact in zip(corners, facts, strict=False)
+    ]
     _save_image(path, sheet, **{_CELLS: json.dumps(cells)} if cells else {})
 
 
@@ -89,19 +96,40 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
     """The images of a file of `save_grid` with their facts; none if it has no facts. Raises InputError if it is damaged."""
     from PIL import Image
 
-    damaged = (OSError, SyntaxError, ValueError, TypeError, AttributeError, KeyError, Image.DecompressionBombError)
+    damaged = (
+        OSError,
+        SyntaxError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        Image.DecompressionBombError,
+    )
     try:
         if not path.is_file():
             raise ValueError("not a regular file")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the sheet of a run may be as large
+            warnings.simplefilter(
+                "ignore", Image.DecompressionBombWarning
+            )  # the sheet of a run may be as large
             sheet = Image.open(path, formats=["PNG"])
         with sheet:
             cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
-            boxes = [(int(x), int(y), int(right), int(bottom)) for x, y, right, bottom in (cell.pop("box") for cell in cells)]
-            inside = all(0 <= x < right <= sheet.width and 0 <= y < bottom <= sheet.height for x, y, right, bottom in boxes)
+            boxes = [
+                (int(x), int(y), int(right), int(bottom))
+                for x, y, right, bottom in (cell.pop("box") for cell in cells)
+            ]
+            inside = all(
+                0 <= x < right <= sheet.width and 0 <= y < bottom <= sheet.height
+                for x, y, right, bottom in boxes
+            )
             taken = sum((right - x) * (bottom - y) for x, y, right, bottom in boxes)
-            if sheet.mode != "RGB" or not inside or taken > sheet.width * sheet.height or len(boxes) > _MOST_CELLS:
+            if (
+                sheet.mode != "RGB"
+                or not inside
+                or taken > sheet.width * sheet.height
+                or len(boxes) > _MOST_CELLS
+            ):
                 raise ValueError("its images do not fit into it")
             return [(sheet.crop(box), cell) for box, cell in zip(boxes, cells, strict=True)]
     except damaged as error:
@@ -138,25 +166,35 @@ def save_before_after(
     step = shown + 2 * _FRAME + _GAP
     margin = 16
     gutter = 24
-    half = max(images_in_row * step - _GAP, *(math.ceil(title_font.getlength(title)) for title in titles))
+    half = max(
+        images_in_row * step - _GAP, *(math.ceil(title_font.getlength(title)) for title in titles)
+    )
     head = _text_height(title_font, 1) + 8
     caption = _text_height(font, 1) + 4
     row_height = caption + size[1] + 2 * _FRAME + 16
-    sheet = Image.new("RGB", (2 * (margin + half) + gutter, 2 * margin + head + len(before) * row_height), _PAPER)
+    sheet = Image.new(
+        "RGB", (2 * (margin + half) + gutter, 2 * margin + head + len(before) * row_height), _PAPER
+    )
     draw = ImageDraw.Draw(sheet)
     for row, prompt in zip(range(len(before)), prompts, strict=True):
         text = _wrap(prompt, font, 2 * half + gutter, lines=1)[0]
         draw.text((margin, margin + head + row * row_height), text, _QUIET, font)
     halves = ((to_uint8(before), right_before), (to_uint8(after), right_after))
-    for left, title, (images, right) in zip((margin, margin + half + gutter), titles, halves, strict=True):
+    for left, title, (images, right) in zip(
+        (margin, margin + half + gutter), titles, halves, strict=True
+    ):
         draw.text((left, margin), title, _INK, title_font)
         for row, column in np.ndindex(images.shape[:2]):
-            framed = _framed(images[row, column], size, None if right is None else bool(right[row, column]))
+            framed = _framed(
+                images[row, column], size, None if right is None else bool(right[row, column])
+            )
             sheet.paste(framed, (left + column * step, margin + head + row * row_height + caption))
     _save_image(path, sheet, Title="    ".join(titles))
 
 
-def _framed(image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None) -> "Image":
+def _framed(
+    image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None
+) -> "Image":
     """An image resized to `size` (width, height) in a frame; with a tick if `right`, a cross if not, nothing if None."""
     from PIL import Image, ImageDraw
 
@@ -166,11 +204,22 @@ def _framed(image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: boo
     framed.paste(Image.fromarray(image).resize(size, smooth), (_FRAME, _FRAME))
     if right is None:
         return framed
-    mark = Image.new("RGB", (_MARK * 8, _MARK * 8), color)  # drawn large, then shrunk: that smooths the strokes
-    strokes = [[(2, 4.2), (3.4, 5.6), (6, 2.6)]] if right else [[(2.4, 2.4), (5.6, 5.6)], [(2.4, 5.6), (5.6, 2.4)]]
+    mark = Image.new(
+        "RGB", (_MARK * 8, _MARK * 8), color
+    )  # drawn large, then shrunk: that smooths the strokes
+    strokes = (
+        [[(2, 4.2), (3.4, 5.6), (6, 2.6)]]
+        if right
+        else [[(2.4, 2.4), (5.6, 5.6)], [(2.4, 5.6), (5.6, 2.4)]]
+    )
     for stroke in strokes:
-        ImageDraw.Draw(mark).line([(x * _MARK, y * _MARK) for x, y in stroke], _PAPER, width=_MARK, joint="curve")
-    framed.paste(mark.resize((_MARK, _MARK), Image.Resampling.LANCZOS), (framed.width - _MARK, framed.height - _MARK))
+        ImageDraw.Draw(mark).line(
+            [(x * _MARK, y * _MARK) for x, y in stroke], _PAPER, width=_MARK, joint="curve"
+        )
+    framed.paste(
+        mark.resize((_MARK, _MARK), Image.Resampling.LANCZOS),
+        (framed.width - _MARK, framed.height - _MARK),
+    )
     return framed
 
 
@@ -232,6 +281,10 @@ def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[st
             out[-1] = longer
     for index, line in enumerate(out):
         if font.getlength(line) > width:
-            most = bisect.bisect(range(1, len(line)), width, key=lambda n, line=line: math.ceil(font.getlength(line[:n] + "…")))
+            most = bisect.bisect(
+                range(1, len(line)),
+                width,
+                key=lambda n, line=line: math.ceil(font.getlength(line[:n] + "…")),
+            )
             out[index] = line[:most].rstrip() + "…"
     return out

@@ -36,7 +36,10 @@ _COLUMNS = {
 }  # fmt: skip
 _NULLABLE = ("regenerated_reward", "advantage")
 SCHEMA = pa.schema(
-    [pa.field(name, dtype, name in _NULLABLE, {"description": what}) for name, (dtype, what) in _COLUMNS.items()],
+    [
+        pa.field(name, dtype, name in _NULLABLE, {"description": what})
+        for name, (dtype, what) in _COLUMNS.items()
+    ],
     metadata={"description": "every candidate that was explored, one row each"},
 )
 
@@ -60,7 +63,10 @@ def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
     disk refuses.
     """
     columns = {"iteration": iteration, **columns}
-    table = pa.table([_column(field, columns[field.name], len(columns["kept"])) for field in SCHEMA], schema=SCHEMA)
+    table = pa.table(
+        [_column(field, columns[field.name], len(columns["kept"])) for field in SCHEMA],
+        schema=SCHEMA,
+    )
     path = path_of(root, iteration)
     with atomic(path) as partial:
         pq.write_table(table, partial, compression="zstd")
@@ -76,7 +82,9 @@ def read(root: Path, iteration: int) -> pa.Table:
             raise ValueError(f"{rows} rows; accepted are {MOST_ROWS}")
         batches = []
         size = 0
-        for batch in file.iter_batches(64):  # one text, which the file has once, may be that of all rows
+        for batch in file.iter_batches(
+            64
+        ):  # one text, which the file has once, may be that of all rows
             batches.append(batch)
             if (size := size + batch.nbytes) > MOST_TEXT:
                 raise ValueError(f"more than {MOST_TEXT} bytes of text")
@@ -109,4 +117,6 @@ def _column(field: pa.Field, values: Any, rows: int) -> pa.Array:
     array = values if np.ndim(values) else np.full(rows, values)
     if not isinstance(array, np.ma.MaskedArray):
         return pa.array(array, field.type)
-    return pa.array(array.filled(0), field.type, mask=np.ma.getmaskarray(array))  # what is masked must not change the bytes
+    return pa.array(
+        array.filled(0), field.type, mask=np.ma.getmaskarray(array)
+    )  # what is masked must not change the bytes

@@ -52,7 +52,9 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
     rows = []
     bad = 0
     at_end = False
-    for line in filter(bytes.strip, io.BytesIO(data)):  # line by line: a list of them all would take many times their bytes
+    for line in filter(
+        bytes.strip, io.BytesIO(data)
+    ):  # line by line: a list of them all would take many times their bytes
         at_end = False
         try:
             row = parse_json(line[:MOST_LINE])  # what is longer is no JSON then
@@ -73,14 +75,18 @@ def import_wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise InputError("run.wandb: Weights & Biases is not installed: pip install 'solrl_jax[wandb]'") from error
+        raise InputError(
+            "run.wandb: Weights & Biases is not installed: pip install 'solrl_jax[wandb]'"
+        ) from error
     return wandb
 
 
 class Metrics:
     """The record of one run; a context manager that opens it. Nothing is read or written before."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int) -> None:
+    def __init__(
+        self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int
+    ) -> None:
         """resume_after: rows of later iterations are dropped when the record is opened; -1: all are."""
         self._run_dir = Path(run_dir)
         self._path = Path(run_dir) / _JSONL
@@ -103,7 +109,11 @@ class Metrics:
         with contextlib.ExitStack() as opened:
             logs = [opened.enter_context(_record(self._path, rows))]
             if self._tensorboard:
-                logs.append(opened.enter_context(_tensorboard(self._run_dir / _TENSORBOARD, self._resume_after + 1)))
+                logs.append(
+                    opened.enter_context(
+                        _tensorboard(self._run_dir / _TENSORBOARD, self._resume_after + 1)
+                    )
+                )
             if self._wandb:
                 logs.append(opened.enter_context(_weights_and_biases(self._run_dir)))
             self._closing = opened.pop_all()
@@ -167,7 +177,12 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
 
     def log(iteration: int, values: dict[str, float]) -> None:
         with writing(folder):
-            write(iteration, summary=Summary(value=[Summary.Value(tag=name, simple_value=v) for name, v in values.items()]))
+            write(
+                iteration,
+                summary=Summary(
+                    value=[Summary.Value(tag=name, simple_value=v) for name, v in values.items()]
+                ),
+            )
 
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +193,9 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
     try:
         yield log
     finally:
-        with contextlib.suppress(OSError):  # all events are on the disk already, so an error now loses nothing
+        with contextlib.suppress(
+            OSError
+        ):  # all events are on the disk already, so an error now loses nothing
             writer.close()
 
 
@@ -190,7 +207,13 @@ def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
     if not identity.exists():
         atomic_write(identity, uuid.uuid4().hex[:12])
     try:
-        run = wandb.init(project="solrl_jax", name=run_dir.name, id=read_text(identity), dir=str(run_dir), resume="allow")
+        run = wandb.init(
+            project="solrl_jax",
+            name=run_dir.name,
+            id=read_text(identity),
+            dir=str(run_dir),
+            resume="allow",
+        )
     except Exception as error:
         raise InputError(f"Weights & Biases did not start: {first_line(error)}") from error
     # The service's own step can only grow, so it would drop the iterations that a resumed run repeats.

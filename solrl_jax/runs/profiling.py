@@ -11,19 +11,28 @@ from pathlib import Path
 
 import jax
 
+from solrl_jax.errors import InputError
 from solrl_jax.runs import checkpoint
 from solrl_jax.storage import files
-from solrl_jax.errors import InputError
 
 
 def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
     """Raises InputError if the run in `folder` has done an iteration of `profile` already, or ends before it."""
-    shown = lambda found: ",".join(map(str, found))
+
+    def shown(found):
+        return ",".join(map(str, found))
+
     if outside := sorted(i for i in profile if not 1 <= i <= iterations):
-        raise InputError(f"--profile {shown(outside)}: must be in 1..{iterations} (train.iterations)")
+        raise InputError(
+            f"--profile {shown(outside)}: must be in 1..{iterations} (train.iterations)"
+        )
     newest = next(checkpoint.whole(folder / "checkpoints"), None) if profile else None
-    if newest is not None and (done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))):
-        raise InputError(f"--profile {shown(done)}: done already, see {newest}; name later ones or another run.dir")
+    if newest is not None and (
+        done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))
+    ):
+        raise InputError(
+            f"--profile {shown(done)}: done already, see {newest}; name later ones or another run.dir"
+        )
 
 
 @contextlib.contextmanager

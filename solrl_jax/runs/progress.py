@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from solrl_jax.parallel import hosts
 from solrl_jax.errors import one_line
+from solrl_jax.parallel import hosts
 
 
 class Stopped(Exception):
@@ -66,7 +66,9 @@ class TerminalProgress:
 
     def start(self, iterations: int, done: int) -> None:
         look = "iteration {n_fmt} of {total_fmt} |{bar:14}| {elapsed}, {remaining} left{postfix}"
-        wide = shutil.get_terminal_size().columns  # 80 where a terminal does not know: for tqdm that would be no bar at all
+        wide = (
+            shutil.get_terminal_size().columns
+        )  # 80 where a terminal does not know: for tqdm that would be no bar at all
         shown = {"bar_format": look, "ncols": wide, "disable": not self._bars, "file": sys.stderr}
         self._bar = tqdm(total=iterations, initial=done, **shown)
         self._first = done
@@ -102,7 +104,9 @@ class TerminalProgress:
             pool = metrics.get("pool/reward", float("nan"))
             each = (time.monotonic() - self._began) / max(done - self._first, 1)
             left = f"about {tqdm.format_interval(max(each * (self._last - done), 0))} left"
-            self.line(f"iteration {done}: pool {pool:.3f}, kept {reward:.3f}, spearman {fidelity:.2f}, {seconds:.1f} s, {left}")
+            self.line(
+                f"iteration {done}: pool {pool:.3f}, kept {reward:.3f}, spearman {fidelity:.2f}, {seconds:.1f} s, {left}"
+            )
         if self._asked(between_stages=True):
             raise KeyboardInterrupt
 

@@ -20,12 +20,11 @@ import numpy as np
 from solrl_jax.config.presets import preset_names, resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.config.values import MAX_NUMBER, brief_repr
-from solrl_jax.runs import ledger
-from solrl_jax.runs import metrics
+from solrl_jax.errors import InputError, RunError, first_line
+from solrl_jax.runs import ledger, metrics
 from solrl_jax.runs.directory import read_run
 from solrl_jax.runs.image_files import read_grid
 from solrl_jax.runs.report_figures import Line, curves
-from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.storage.files import atomic_write, disk_reason
 from solrl_jax.storage.readers import MOST_TEXT, parse_json, read_bytes
 
@@ -40,7 +39,15 @@ MOST_PIXELS = 160  # the longer side of a picture
 SHARE = 0.01  # of the time of a run that `HtmlReport` may take
 _LEDGER = ("iteration", "prompt", "candidate", "seed", "precision", "steps", "proxy_reward", "rank", "kept",
            "regenerated_reward", "advantage")  # fmt: skip
-_SHOWN = ("solrl_jax", "python", "packages", "devices", "mesh", "exploration", "evaluation")  # of run.json
+_SHOWN = (
+    "solrl_jax",
+    "python",
+    "packages",
+    "devices",
+    "mesh",
+    "exploration",
+    "evaluation",
+)  # of run.json
 # after the rewards; metrics that a run does not have are left out
 _FIGURES = {
     "exploration": {
@@ -48,7 +55,10 @@ _FIGURES = {
         "kept/reward": "Reward of what is trained on",
         "kept/spread": "Best minus worst kept reward",
     },
-    "fidelity": {"fidelity/spearman": "Spearman, proxy and regenerated", "fidelity/kendall": "Kendall, proxy and regenerated"},
+    "fidelity": {
+        "fidelity/spearman": "Spearman, proxy and regenerated",
+        "fidelity/kendall": "Kendall, proxy and regenerated",
+    },
     "update": {"loss/kl": "Distance from the base model (KL term)", "grad_norm": "Gradient norm"},
     "time": {
         "seconds": "Seconds an iteration",
@@ -58,7 +68,9 @@ _FIGURES = {
 }
 
 
-def write(folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path | None = None) -> None:
+def write(
+    folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path | None = None
+) -> None:
     """Writes the report of runs to `out`.
 
     live: whether it is written again soon, so that the page offers to load itself again. plan: the JSON of `solrl plan`, to be
@@ -67,14 +79,31 @@ def write(folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path 
     """
     short = [folder.resolve().name for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
-    runs = [_run(folder, name, MOST_ROWS // len(folders)) for folder, name in zip(folders, names, strict=True)]
+    runs = [
+        _run(folder, name, MOST_ROWS // len(folders))
+        for folder, name in zip(folders, names, strict=True)
+    ]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     planned = None if plan is None else _plan(plan)
-    content = {"written": now, "live": live, "runs": runs, "figures": list(_figures(runs)), "plan": planned}
+    content = {
+        "written": now,
+        "live": live,
+        "runs": runs,
+        "figures": list(_figures(runs)),
+        "plan": planned,
+    }
     # no text of a run can end the script that holds it
     data = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    part = lambda name: Path(__file__).with_name(name).read_text(encoding="utf-8")
-    page = part(NAME).replace("/*CSS*/", part("report.css")).replace("/*JS*/", part("report.js")).replace("/*DATA*/", data)
+
+    def part(name):
+        return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+    page = (
+        part(NAME)
+        .replace("/*CSS*/", part("report.css"))
+        .replace("/*JS*/", part("report.js"))
+        .replace("/*DATA*/", data)
+    )
     atomic_write(out, page)
 
 
@@ -115,12 +144,16 @@ def _run(folder: Path, name: str, most_rows: int) -> dict[str, Any]:
     """All that the page shows of a run, as JSON knows it."""
     config = read_run(folder)
     if not (rows := metrics.read(folder)):
-        raise InputError(f"{folder}: nothing to report yet, its metrics.jsonl has no line that can be read")
+        raise InputError(
+            f"{folder}: nothing to report yet, its metrics.jsonl has no line that can be read"
+        )
     rows = list({row["iteration"]: row for row in rows}.values())
     columns = dict.fromkeys(key for row in rows for key in row)
     if len(columns) * len(rows) > MOST_VALUES:
         many = f"{len(columns)} metrics in {len(rows)} iterations"
-        raise InputError(f"{folder}: its metrics.jsonl has {many}; a report has at most {MOST_VALUES} values")
+        raise InputError(
+            f"{folder}: its metrics.jsonl has {many}; a report has at most {MOST_VALUES} values"
+        )
     return {
         "name": name,
         "config": _flat(config),
@@ -155,7 +188,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
         facts = dict(parse_json(read_bytes(path))) if path.exists() else {}
         facts |= {"packages": dict(facts["packages"])} if "packages" in facts else {}
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: cannot be read ({disk_reason(error) or first_line(error)})") from error
+        raise InputError(
+            f"{path}: cannot be read ({disk_reason(error) or first_line(error)})"
+        ) from error
     return {key: facts[key] for key in _SHOWN if key in facts}
 
 
@@ -164,16 +199,38 @@ def _plan(path: Path) -> dict[str, Any]:
     try:
         plan = parse_json(read_bytes(path))
         kinds = ("products", "attention", "memory", "links")
-        split = lambda stage, kind: sum(_number(p["calls"]) * _number(p["roofline"]["split"][kind]) for p in stage["programs"])
+
+        def split(stage, kind):
+            return sum(
+                _number(p["calls"]) * _number(p["roofline"]["split"][kind])
+                for p in stage["programs"]
+            )
+
         stages = [
-            [str(s["name"]), *map(_number, (s["seconds"], *(split(s, kind) for kind in kinds), s["peak"]))]
+            [
+                str(s["name"]),
+                *map(_number, (s["seconds"], *(split(s, kind) for kind in kinds), s["peak"])),
+            ]
             for s in plan["stages"]
         ]
-        shown = ("preset", "device", "devices", "hosts", "exploration", "usable", "seconds", "rollout", "naive_scaling", "fits")
+        shown = (
+            "preset",
+            "device",
+            "devices",
+            "hosts",
+            "exploration",
+            "usable",
+            "seconds",
+            "rollout",
+            "naive_scaling",
+            "fits",
+        )
         numbers = {name: _number(plan[name]) for name in ("usable", "seconds")}
         return {name: plan.get(name) for name in shown} | numbers | {"stages": stages}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise InputError(f"{path}: not the JSON of `solrl plan PRESET --json` ({disk_reason(error) or error!r})") from error
+        raise InputError(
+            f"{path}: not the JSON of `solrl plan PRESET --json` ({disk_reason(error) or error!r})"
+        ) from error
 
 
 def _number(value: Any) -> float:
@@ -196,7 +253,9 @@ def _ledger(root: Path, most: int) -> dict[str, Any]:
         if tables and (rows > most or size > MOST_TEXT):
             break
         tables.insert(0, table)
-    columns = {name: [value for table in tables for value in _column(table[name])] for name in _LEDGER}
+    columns = {
+        name: [value for table in tables for value in _column(table[name])] for name in _LEDGER
+    }
     texts = list(dict.fromkeys(columns["prompt"] + columns["precision"]))
     number = {text: index for index, text in enumerate(texts)}
     columns |= {name: [number[text] for text in columns[name]] for name in ("prompt", "precision")}
@@ -206,24 +265,45 @@ def _ledger(root: Path, most: int) -> dict[str, Any]:
 def _column(values: Any) -> list[Any]:
     """A ledger's column for JSON: float32 in its shortest digits, what is not finite as text, a 64-bit seed as text."""
     if str(values.type) == "float":
-        shortest = lambda x: x if x is None else float(str(np.float32(x))) if math.isfinite(x) else str(x)
+
+        def shortest(x):
+            return x if x is None else float(str(np.float32(x))) if math.isfinite(x) else str(x)
+
         return [shortest(x) for x in values.to_pylist()]
-    return [str(x) for x in values.to_pylist()] if str(values.type) == "uint64" else values.to_pylist()
+    return (
+        [str(x) for x in values.to_pylist()] if str(values.type) == "uint64" else values.to_pylist()
+    )
 
 
 def _pictures(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The pictures that `kind` names, iteration by iteration, with what is known of each."""
-    paths = [path for path in sorted(folder.glob(f"{kind}-*.png")) if path.stem.removeprefix(f"{kind}-").isdecimal()]
-    chosen = np.unique(np.linspace(0, len(paths) - 1, MOST_PICTURED).round().astype(int)) if len(paths) > MOST_PICTURED else ...
-    made = ({"iteration": int(path.stem.rpartition("-")[2]), **_cells(path)} for path in np.array(paths, object)[chosen])
+    paths = [
+        path
+        for path in sorted(folder.glob(f"{kind}-*.png"))
+        if path.stem.removeprefix(f"{kind}-").isdecimal()
+    ]
+    chosen = (
+        np.unique(np.linspace(0, len(paths) - 1, MOST_PICTURED).round().astype(int))
+        if len(paths) > MOST_PICTURED
+        else ...
+    )
+    made = (
+        {"iteration": int(path.stem.rpartition("-")[2]), **_cells(path)}
+        for path in np.array(paths, object)[chosen]
+    )
     return [picture for picture in made if picture["cells"]]
 
 
 def _cells(path: Path) -> dict[str, Any]:
     """The images of one picture, and the size of each. The picture, of up to a gigabyte, is freed at the end."""
     grid = read_grid(path)
-    size = [f"{image.height} x {image.width}" for image, _ in grid[:1]]  # before `_source` shrinks the image
-    return {"size": "".join(size), "cells": [{**facts, "src": _source(image)} for image, facts in grid]}
+    size = [
+        f"{image.height} x {image.width}" for image, _ in grid[:1]
+    ]  # before `_source` shrinks the image
+    return {
+        "size": "".join(size),
+        "cells": [{**facts, "src": _source(image)} for image, facts in grid],
+    }
 
 
 def _source(image: "Image") -> str:
@@ -243,24 +323,44 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             errors = columns.get(f"{metric}/standard_error")
             known = [i for i, value in enumerate(columns.get(metric, [])) if value is not None]
             if known:
-                pick = lambda values, known=known: [values[i] for i in known]
+
+                def pick(values, known=known):
+                    return [values[i] for i in known]
+
                 x = pick(columns["iteration"])
                 y = pick(columns[metric])
                 band = [error or 0.0 for error in pick(errors)] if errors else []
-                lines.append(Line(index, run["name"] if len(runs) > 1 else f"{y[-1]:.3g}", x, y, band))
+                lines.append(
+                    Line(index, run["name"] if len(runs) > 1 else f"{y[-1]:.3g}", x, y, band)
+                )
         if lines:
             svg, axis = curves(lines, f"figure{number}")
-            series = [{"run": line.run, "x": line.x, "y": line.y, "error": line.error} for line in lines]
-            yield {"section": section, "metric": metric, "title": title, "svg": svg, "axis": axis, "lines": series}
+            series = [
+                {"run": line.run, "x": line.x, "y": line.y, "error": line.error} for line in lines
+            ]
+            yield {
+                "section": section,
+                "metric": metric,
+                "title": title,
+                "svg": svg,
+                "axis": axis,
+                "lines": series,
+            }
 
 
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """(section, metric, title) of every figure. The only reward that is trained on is shown once, as the reward."""
-    scores = dict.fromkeys(key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"])
+    scores = dict.fromkeys(
+        key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]
+    )
     single = {f"eval/{run['trained'][0]}" for run in runs if len(run["trained"]) == 1}
     for key in scores:
         name = key.removeprefix("eval/")
-        watched = any(name == other or name.startswith(f"{other}/") for run in runs for other in run["watched"])
+        watched = any(
+            name == other or name.startswith(f"{other}/")
+            for run in runs
+            for other in run["watched"]
+        )
         if key not in single:
             how = "watched only" if watched else "trained on" if name == "reward" else "held-out"
             yield "rewards", key, f"{'Held-out reward' if name == 'reward' else name}, {how}"

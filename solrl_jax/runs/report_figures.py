@@ -21,7 +21,9 @@ _LINE = 13  # height of a label
 _INK = "#010101"
 _RULE = "#010102"
 _RUNS = [f"#0102{number:02}" for number in range(6)]
-_VARIABLES = {_INK: "--muted", _RULE: "--rule"} | {color: f"--run-{number}" for number, color in enumerate(_RUNS)}
+_VARIABLES = {_INK: "--muted", _RULE: "--rule"} | {
+    color: f"--run-{number}" for number, color in enumerate(_RUNS)
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +50,31 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
     right = width - 18 - _LETTER * max(len(_short(line.label)) for line in lines)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-        box = (_LEFT / width, _BOTTOM / height, (right - _LEFT) / width, 1 - (_TOP + _BOTTOM) / height)
+        box = (
+            _LEFT / width,
+            _BOTTOM / height,
+            (right - _LEFT) / width,
+            1 - (_TOP + _BOTTOM) / height,
+        )
         axes = figure.add_axes(box, frameon=False)
         for line in lines:
             color = _RUNS[line.run % len(_RUNS)]
             if line.error:
-                low, high = ([y + sign * e for y, e in zip(line.y, line.error, strict=True)] for sign in (-1, 1))
+                low, high = (
+                    [y + sign * e for y, e in zip(line.y, line.error, strict=True)]
+                    for sign in (-1, 1)
+                )
                 axes.fill_between(line.x, low, high, color=color, alpha=0.16, linewidth=0)
             marker = "o" if len(line.x) <= 30 else None
-            axes.plot(line.x, line.y, color=color, linewidth=1.6, marker=marker, markersize=3, clip_on=False)
+            axes.plot(
+                line.x,
+                line.y,
+                color=color,
+                linewidth=1.6,
+                marker=marker,
+                markersize=3,
+                clip_on=False,
+            )
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.yaxis.grid(True, color=_RULE, linewidth=1)
@@ -73,7 +91,10 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
 
 def _label(axes, lines: Sequence[Line]) -> None:
     """Writes each line's label at its end, moved upwards where two would overlap."""
-    placed = sorted((float(axes.transData.transform((0, line.y[-1]))[1]), number) for number, line in enumerate(lines))
+    placed = sorted(
+        (float(axes.transData.transform((0, line.y[-1]))[1]), number)
+        for number, line in enumerate(lines)
+    )
     y = {}
     lowest = float("-inf")
     for wanted, number in placed:
@@ -81,8 +102,21 @@ def _label(axes, lines: Sequence[Line]) -> None:
     for number, line in enumerate(lines):
         at = axes.transData.inverted().transform((0, y[number]))[1]
         color = _RUNS[line.run % len(_RUNS)]
-        where = dict(xy=(1, at), xycoords=("axes fraction", "data"), xytext=(7, 0), textcoords="offset points", va="center")
-        axes.annotate(_short(line.label), **where, color=color, fontsize=11.5, parse_math=False, annotation_clip=False)
+        where = dict(
+            xy=(1, at),
+            xycoords=("axes fraction", "data"),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+        )
+        axes.annotate(
+            _short(line.label),
+            **where,
+            color=color,
+            fontsize=11.5,
+            parse_math=False,
+            annotation_clip=False,
+        )
 
 
 def _short(label: str) -> str:
@@ -92,7 +126,12 @@ def _short(label: str) -> str:
 
 def _themed(svg: str, name: str) -> str:
     """The `<svg>` element with the page's colours, its font, and identifiers that begin with `name`."""
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|\s(?=\s)", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<!--.*?-->|\s(?=\s)",
+        "",
+        svg[svg.index("<svg") :],
+        flags=re.DOTALL,
+    )
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
     svg = re.sub(r"(font: [\d.]+px) [^;\"]+", r"\1 var(--sans)", svg)
     svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)

@@ -22,30 +22,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from solrl_jax.data.prompts import draw_prompts
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import training_sizes
-from solrl_jax.rl.explore.monitor import WINDOW, level_after
+from solrl_jax.data.prompts import draw_prompts
+from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.parallel import hosts
-from solrl_jax.rl.trainable.trainable import Trainable
+from solrl_jax.rl.experiment import Experiment, build, fresh_state, state_shapes
+from solrl_jax.rl.explore.monitor import WINDOW, level_after
+from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.state import TrainState
-from solrl_jax.runs import checkpoint
-from solrl_jax.runs import ledger
-from solrl_jax.runs import image_files
-from solrl_jax.runs import profiling
-from solrl_jax.runs import record
+from solrl_jax.rl.trainable.trainable import Trainable
+from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
 from solrl_jax.runs.checkpoint_writer import Saver
+from solrl_jax.runs.evaluate import evaluate, sample_grid
 from solrl_jax.runs.hacking import hacking_alarms
 from solrl_jax.runs.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.runs.metrics import Metrics, import_wandb
 from solrl_jax.runs.metrics import read as read_metrics
-from solrl_jax.runs.progress import TerminalProgress, Stopped
+from solrl_jax.runs.progress import Stopped, TerminalProgress
 from solrl_jax.runs.report import NAME, HtmlReport, is_page
 from solrl_jax.storage import files
-from solrl_jax.errors import InputError, RunError, first_line
-from solrl_jax.runs.evaluate import evaluate, sample_grid
-from solrl_jax.rl.experiment import Experiment, build, fresh_state, state_shapes
-from solrl_jax.rl.iteration import iterate
 
 Row = dict[str, float]
 MOST_BLANK = 3  # iterations in a row without a finite reward, after which a run ends
@@ -80,7 +76,12 @@ class _Run:
 
 
 def run(
-    config: Config, report: TerminalProgress, profile: Collection[int] = (), page: bool = False, *, force: bool = False
+    config: Config,
+    report: TerminalProgress,
+    profile: Collection[int] = (),
+    page: bool = False,
+    *,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Trains, or goes on with, the run that `config` describes. Returns what `--json` prints.
 
@@ -103,15 +104,38 @@ def run(
         # the directory is this run's once all input has been accepted
         hosts.write(lambda: claim(folder, config))
         facts = record.describe(experiment, folder, done, report)
-        metrics = Metrics(folder, tensorboard=config.run.tensorboard, wandb=config.run.wandb, resume_after=done if done else -1)
+        metrics = Metrics(
+            folder,
+            tensorboard=config.run.tensorboard,
+            wandb=config.run.wandb,
+            resume_after=done if done else -1,
+        )
         hosts.write(lambda: stack.enter_context(metrics))
         if metrics.set_aside is not None:
-            report.line(f"metrics.jsonl was damaged: kept as {metrics.set_aside}, and goes on with the rows that can be read")
-        elif hosts.first() and (lost := done - len({row["iteration"] for row in metrics.rows} & {*range(1, done + 1)})):
-            report.line(f"metrics.jsonl lacks {lost} of {done} iterations, and goes on without them")
-        saver = stack.enter_context(Saver(folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best))
+            report.line(
+                f"metrics.jsonl was damaged: kept as {metrics.set_aside}, and goes on with the rows that can be read"
+            )
+        elif hosts.first() and (
+            lost := done - len({row["iteration"] for row in metrics.rows} & {*range(1, done + 1)})
+        ):
+            report.line(
+                f"metrics.jsonl lacks {lost} of {done} iterations, and goes on without them"
+            )
+        saver = stack.enter_context(
+            Saver(
+                folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best
+            )
+        )
         hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
-        this = _Run(experiment, folder, metrics, saver, report, profile, HtmlReport(folder) if page else None)
+        this = _Run(
+            experiment,
+            folder,
+            metrics,
+            saver,
+            report,
+            profile,
+            HtmlReport(folder) if page else None,
+        )
         interrupted = False
         try:
             state, done = _loop(this, state, done)
@@ -143,20 +167,30 @@ def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
         while done < config.train.iterations:
             level = hosts.agreed(lambda: _level(this))
             # which `iterate` gives away, for pictures of what it drew
-            old = jax.tree.map(jnp.copy, state.old) if config.eval.num_grid_images and _is_due(config, done + 1) else None
+            old = (
+                jax.tree.map(jnp.copy, state.old)
+                if config.eval.num_grid_images and _is_due(config, done + 1)
+                else None
+            )
             with profiling.traced(this.folder, done + 1, this.profile):
                 state, outcome = iterate(this.experiment, state, done + 1, level, report.stage)
                 done += 1  # also if its trace cannot be written
             row = outcome.metrics
-            unlearned = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0  # no loss that is finite
+            unlearned = (
+                row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0
+            )  # no loss that is finite
             blank = blank + 1 if unlearned or math.isnan(row["kept/spread"]) else 0
             try:
                 hosts.write(partial(ledger.write, this.folder / "ledger", done, outcome.ledger))
-                _refuse_blank(this, state, row, done, blank)  # first: what stops the rest has the state saved
+                _refuse_blank(
+                    this, state, row, done, blank
+                )  # first: what stops the rest has the state saved
                 if _is_due(config, done):
                     row = row | _evaluate(this, state.ema, done)
                 if old is not None:
-                    record.draw_pools(this.experiment, this.folder, old, level, outcome.ledger, done)
+                    record.draw_pools(
+                        this.experiment, this.folder, old, level, outcome.ledger, done
+                    )
             finally:  # an evaluation that does not end is made up for by the next start
                 this.log(done, row)
             if _is_saved(config, done) and not blank:
@@ -188,13 +222,17 @@ def _refuse_blank(this: _Run, state: TrainState, row: Row, done: int, blank: int
     elif blank < (MOST_BLANK if done < this.config.train.iterations else 1):
         return
     last = next(iter(checkpoint.candidates(this.folder / "checkpoints")), None)
-    raise Diverged(f"iteration {done}: {what}; {f'the last finite checkpoint is {last}' if last else 'nothing is saved'}")
+    raise Diverged(
+        f"iteration {done}: {what}; {f'the last finite checkpoint is {last}' if last else 'nothing is saved'}"
+    )
 
 
 @jax.jit
 def _is_finite(state: TrainState) -> jax.Array:
     """Whether the state is finite, and small enough for its squares to be."""
-    return jnp.all(jnp.array([jnp.isfinite(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(state)]))
+    return jnp.all(
+        jnp.array([jnp.isfinite(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(state)])
+    )
 
 
 def _save_last(this: _Run, stop: Stopped) -> None:
@@ -202,7 +240,9 @@ def _save_last(this: _Run, stop: Stopped) -> None:
     cause = stop.__cause__
     report = this.report
     what = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
-    lost = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(stop.state))
+    lost = any(
+        isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(stop.state)
+    )
     if isinstance(cause, Diverged):
         pass  # its last good state is saved
     elif not stop.done:
@@ -213,7 +253,9 @@ def _save_last(this: _Run, stop: Stopped) -> None:
         try:
             _save(this, stop.state, stop.done)
             this.saver.wait()
-            report.line(f"{what}: saved after iteration {stop.done}; the same command goes on from there")
+            report.line(
+                f"{what}: saved after iteration {stop.done}; the same command goes on from there"
+            )
         except RunError as error:
             if isinstance(cause, KeyboardInterrupt) or str(error) == str(cause):
                 raise
@@ -231,23 +273,35 @@ def _prepare(this: _Run, done: int) -> None:
     report = this.report
     last = config.train.iterations
     drawn = [experiment.train_prompts]
-    if (last - done) * config.train.num_prompts < 2 * len(experiment.train_prompts):  # else all of them, or nearly so, are drawn
-        drawn = [draw_prompts(experiment.train_prompts, config.seed, i, config.train.num_prompts) for i in range(done, last)]
+    if (last - done) * config.train.num_prompts < 2 * len(
+        experiment.train_prompts
+    ):  # else all of them, or nearly so, are drawn
+        drawn = [
+            draw_prompts(experiment.train_prompts, config.seed, i, config.train.num_prompts)
+            for i in range(done, last)
+        ]
     shown = experiment.test_prompts[: max(config.eval.num_prompts, config.eval.num_grid_images)]
     calibrates = experiment.explorer.calibrates and done < last
     measured = experiment.explorer.calibration.prompts if calibrates else []
     prompts = list(dict.fromkeys([p for part in (*drawn, shown, measured) for p in part]))
-    show = lambda rows, more: report.stage("encode", rows, more)
+
+    def show(rows, more):
+        return report.stage("encode", rows, more)
+
     encoders = experiment.backbone.text_encoders
     encoders.encode_ahead([""], config.model.max_sequence_length, None, show)
-    encoders.encode_ahead(prompts, config.model.max_sequence_length, experiment.backbone.instruction, show)
+    encoders.encode_ahead(
+        prompts, config.model.max_sequence_length, experiment.backbone.instruction, show
+    )
     if calibrates:
         report.stage("calibrate", len(measured), 0)
         try:
             for size in training_sizes(config):
                 experiment.with_size(size).explorer.calibrate()
         except np.linalg.LinAlgError as error:
-            raise RunError(f"stage 'calibrate': its values are not finite ({first_line(error)})") from error
+            raise RunError(
+                f"stage 'calibrate': its values are not finite ({first_line(error)})"
+            ) from error
 
 
 def _level(this: _Run) -> int:
@@ -261,26 +315,43 @@ def _level(this: _Run) -> int:
     if history and level != history[-1][0]:
         values = ", ".join(f"{value:.2f}" for _, value in history[-WINDOW:])
         how = f"{ladder[level].precision}, {ladder[level].steps} steps"
-        this.report.line(f"exploring in {how} from now on: Spearman over kept samples was {values}, the floor is {floor:g}")
+        this.report.line(
+            f"exploring in {how} from now on: Spearman over kept samples was {values}, the floor is {floor:g}"
+        )
     return level
 
 
 def _explored(rows: Sequence[Mapping[str, Any]], levels: int) -> list[tuple[int, float]]:
     """ExplorationSetting and correlation of each iteration of a record, once, in order. A row without a level of these is left out."""
-    known = {row["iteration"]: row for row in rows if row["iteration"] > 0 and row.get("fidelity/level") in range(levels)}
-    correlation = lambda row: math.nan if (value := row.get("fidelity/spearman")) is None else value
+    known = {
+        row["iteration"]: row
+        for row in rows
+        if row["iteration"] > 0 and row.get("fidelity/level") in range(levels)
+    }
+
+    def correlation(row):
+        return math.nan if (value := row.get("fidelity/spearman")) is None else value
+
     return [(int(row["fidelity/level"]), correlation(row)) for _, row in sorted(known.items())]
 
 
 def _evaluation(this: _Run, done: int) -> Row:
     """The recorded evaluation after iteration `done`, the same on every host; empty if there was none."""
-    rows = hosts.agreed(lambda: [row for row in this.metrics.rows[-2:] if row["iteration"] == done and "eval/reward" in row])
+    rows = hosts.agreed(
+        lambda: [
+            row
+            for row in this.metrics.rows[-2:]
+            if row["iteration"] == done and "eval/reward" in row
+        ]
+    )
     return {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
 
 
 def _is_due(config: Config, done: int) -> bool:
     """Whether there is an evaluation after iteration `done`."""
-    return done in (0, config.train.iterations) or bool(config.eval.every and done % config.eval.every == 0)
+    return done in (0, config.train.iterations) or bool(
+        config.eval.every and done % config.eval.every == 0
+    )
 
 
 def _is_saved(config: Config, done: int) -> bool:
@@ -302,22 +373,31 @@ def _evaluate(this: _Run, ema: Trainable, done: int) -> Row:
         columns = shown.images.shape[1]
         captions = [p for p in shown.prompts for _ in range(columns)]
         images = shown.images.reshape(-1, *shown.images.shape[2:])
-        facts = [{"prompt": prompt, "right": mark} for prompt, mark in zip(captions, shown.marks, strict=True)]
+        facts = [
+            {"prompt": prompt, "right": mark}
+            for prompt, mark in zip(captions, shown.marks, strict=True)
+        ]
         hosts.write(lambda: image_files.save_grid(path, images, columns, captions, facts))
-    means = ", ".join(f"{name} {mean:.3f} ± {result.errors[name]:.3f}" for name, mean in result.means.items())
+    means = ", ".join(
+        f"{name} {mean:.3f} ± {result.errors[name]:.3f}" for name, mean in result.means.items()
+    )
     report.line(f"evaluation after iteration {done}: {means}")
     row = {f"eval/{name}": mean for name, mean in result.means.items()}
     row |= {f"eval/{name}/standard_error": error for name, error in result.errors.items()}
     row |= {f"eval/reward_failures/{name}": float(count) for name, count in result.failed.items()}
     if config.reward.eval_only:
-        lines = hosts.agreed(lambda: hacking_alarms(this.metrics.rows, row, config.reward.eval_only))
+        lines = hosts.agreed(
+            lambda: hacking_alarms(this.metrics.rows, row, config.reward.eval_only)
+        )
         for line in lines:
             report.line(line)
         row["eval/hacking"] = float(bool(lines))
     return row
 
 
-def _restore(experiment: Experiment, folder: Path, report: TerminalProgress, force: bool) -> tuple[TrainState, int]:
+def _restore(
+    experiment: Experiment, folder: Path, report: TerminalProgress, force: bool
+) -> tuple[TrainState, int]:
     """The state to go on from, and how many iterations it has behind it. force: also if texts have changed."""
     expected = {"fingerprint": fingerprint(experiment.config, experiment.explorer.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)
@@ -330,7 +410,11 @@ def _restore(experiment: Experiment, folder: Path, report: TerminalProgress, for
         "prompts": f"prompts.train={config.prompts.train!r}: its prompts have",
         "instruction": f"model.instruction={config.model.instruction!r}: its text has",
     }
-    if differing := [said for name, said in read.items() if meta.get(name, known[name]) != known[name] and not force]:
+    if differing := [
+        said
+        for name, said in read.items()
+        if meta.get(name, known[name]) != known[name] and not force
+    ]:
         remedy = "put the file back, or add --force to go on with it"
         raise InputError(f"{differing[0]} changed since iteration {meta['iteration']}; {remedy}")
     for warning in warnings:
@@ -346,22 +430,44 @@ def _save(this: _Run, state: TrainState, done: int) -> None:
     """
     config = this.config
     named = fingerprint(this.config, this.experiment.explorer.format.name)
-    meta = {"fingerprint": named, "key": config.seed, "prompt_cursor": done * config.train.num_prompts}
-    this.saver.save(done, state, meta | this.experiment.text_hashes | {"evaluation": _evaluation(this, done) or None})
+    meta = {
+        "fingerprint": named,
+        "key": config.seed,
+        "prompt_cursor": done * config.train.num_prompts,
+    }
+    this.saver.save(
+        done,
+        state,
+        meta | this.experiment.text_hashes | {"evaluation": _evaluation(this, done) or None},
+    )
 
 
 def _finish(this: _Run, state: TrainState) -> None:
     """The picture of the whole run: before and after."""
     if this.config.eval.num_grid_images:
-        unchanged = jax.tree.map(jnp.zeros_like, state.ema)  # the base, through the program that is compiled already
+        unchanged = jax.tree.map(
+            jnp.zeros_like, state.ema
+        )  # the base, through the program that is compiled already
         before = sample_grid(this.experiment, unchanged)
         after = sample_grid(this.experiment, state.ema)
         path = this.folder / "pictures" / "before-after.png"
         pair = (before.images, after.images)
-        hosts.write(lambda: image_files.save_before_after(path, *pair, before.prompts, before.right, after.right))
+        hosts.write(
+            lambda: image_files.save_before_after(
+                path, *pair, before.prompts, before.right, after.right
+            )
+        )
 
 
 def _summary(folder: Path, done: int, interrupted: bool) -> dict[str, Any]:
     rows = [row for row in read_metrics(folder) if "eval/reward" in row] or [{}]
-    before, after = ({k: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1]))
-    return {"run": str(folder), "iterations": done, "interrupted": interrupted, "before": before, "after": after}
+    before, after = (
+        {k: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1])
+    )
+    return {
+        "run": str(folder),
+        "iterations": done,
+        "interrupted": interrupted,
+        "before": before,
+        "after": after,
+    }

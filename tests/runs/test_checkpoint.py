@@ -22,10 +22,9 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from solrl_jax.runs import checkpoint
-from solrl_jax.runs import checkpoint_writer
-from solrl_jax.runs.checkpoint import CheckpointError
 from solrl_jax.errors import InputError, RunError
+from solrl_jax.runs import checkpoint, checkpoint_writer
+from solrl_jax.runs.checkpoint import CheckpointError
 from tests.states import Policy, abstract, assert_same_bits, make_state, save
 
 
@@ -44,7 +43,9 @@ def root(saved, tmp_path):
 
 
 def test_a_round_trip_keeps_every_bit_and_the_meta(saved):
-    state, meta, warnings = checkpoint.restore_latest(saved, abstract(make_state(0)), {"config": "abc", "cursor": (2, 7)})
+    state, meta, warnings = checkpoint.restore_latest(
+        saved, abstract(make_state(0)), {"config": "abc", "cursor": (2, 7)}
+    )
     assert_same_bits(state, make_state(2))
     assert meta == {"config": "abc", "cursor": [2, 7], "iteration": 2}
     assert warnings == []
@@ -62,20 +63,32 @@ def test_nothing_saved_is_none(tmp_path):
 def test_a_state_moves_between_meshes(tmp_path):
     """From 8 devices to 4 of them, otherwise split, to one, and back."""
     eight, four = (
-        jax.make_mesh(shape, ("data", "fsdp"), devices=jax.devices()[: shape[0] * shape[1]]) for shape in ((2, 4), (2, 2))
+        jax.make_mesh(shape, ("data", "fsdp"), devices=jax.devices()[: shape[0] * shape[1]])
+        for shape in ((2, 4), (2, 2))
     )
     one = SingleDeviceSharding(jax.devices()[3])
     spread = NamedSharding(eight, P("data", "fsdp"))
     whole = NamedSharding(eight, P())
     half = NamedSharding(four, P("fsdp"))
     thin = NamedSharding(four, P(("data", "fsdp")))
-    state = {"w": jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16), "v": jnp.arange(8.0), "step": jnp.int32(5)}
+    state = {
+        "w": jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16),
+        "v": jnp.arange(8.0),
+        "step": jnp.int32(5),
+    }
     wide = {"w": spread, "v": NamedSharding(eight, P("fsdp")), "step": whole}
-    placements = [wide, {"w": half, "v": thin, "step": NamedSharding(four, P())}, dict.fromkeys(state, one), wide]
+    placements = [
+        wide,
+        {"w": half, "v": thin, "step": NamedSharding(four, P())},
+        dict.fromkeys(state, one),
+        wide,
+    ]
     placed = jax.device_put(state, wide)
     for iteration, placement in enumerate(placements[1:]):
         path = save(tmp_path, iteration, placed, {})
-        wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placement)
+        wanted = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placement
+        )
         placed, _ = checkpoint.restore(path, wanted)
         assert_same_bits(placed, state)
         assert jax.tree.map(lambda leaf: leaf.sharding, placed) == placement
@@ -106,7 +119,10 @@ def test_another_structure_shape_or_dtype_is_refused_by_leaf(saved):
     leaf = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     for weights, words in (
         ({**good.weights, "new": leaf}, ".weights['new'] is missing"),
-        ({k: v for k, v in good.weights.items() if k != "codes"}, ".weights['codes'] is unknown here"),
+        (
+            {k: v for k, v in good.weights.items() if k != "codes"},
+            ".weights['codes'] is unknown here",
+        ),
         ({**good.weights, "codes": leaf}, ".weights['codes'] is uint8[8, 2], not float32[2, 2]"),
     ):
         with pytest.raises(CheckpointError) as error:
@@ -130,7 +146,9 @@ def assert_skipped(root, reason=""):
     newest = checkpoint.candidates(root)[0]
     with pytest.raises(CheckpointError) as error:
         checkpoint.verify(newest)
-    state, meta, warnings = checkpoint.restore_latest(root, abstract(make_state(0)), {"config": "abc"})
+    state, meta, warnings = checkpoint.restore_latest(
+        root, abstract(make_state(0)), {"config": "abc"}
+    )
     assert meta["iteration"] == 1
     assert_same_bits(state, make_state(1))
     assert warnings == [f"skipped checkpoint {error.value}"]
@@ -197,7 +215,9 @@ def test_what_a_run_beside_removes_while_it_is_looked_for_is_looked_for_again(ro
 
 
 def test_a_good_checkpoint_of_another_run_is_refused(root):
-    with pytest.raises(InputError, match=r"another run: config \('abc' there, 'xyz' here\), model \(None there"):
+    with pytest.raises(
+        InputError, match=r"another run: config \('abc' there, 'xyz' here\), model \(None there"
+    ):
         checkpoint.restore_latest(root, abstract(make_state(0)), {"config": "xyz", "model": "sana"})
 
 
@@ -214,10 +234,19 @@ def test_pruning_counts_good_ones_only(root):
     checkpoint.verify(root / "000003")
 
 
-@pytest.mark.parametrize(("word", "other"), [('"evaluation"', '"evaluatiom"'), ("0.9", "0.1"), ('"meta"', '"meat"')])
+@pytest.mark.parametrize(
+    ("word", "other"), [('"evaluation"', '"evaluatiom"'), ("0.9", "0.1"), ('"meta"', '"meat"')]
+)
 def test_the_best_is_not_removed_because_its_meta_is_damaged(word, other, tmp_path):
     for iteration, reward in ((1, 0.9), (2, 0.5)):
-        save(tmp_path, iteration, make_state(iteration), {"evaluation": {"eval/reward": reward}}, keep=1, best=1)
+        save(
+            tmp_path,
+            iteration,
+            make_state(iteration),
+            {"evaluation": {"eval/reward": reward}},
+            keep=1,
+            best=1,
+        )
     meta = tmp_path / "000001" / "meta.json"
     meta.write_text(meta.read_text().replace(word, other))
     save(tmp_path, 3, make_state(3), {"evaluation": {"eval/reward": 0.6}}, keep=1, best=1)
@@ -247,8 +276,15 @@ def dying_at(monkeypatch, instant, arrays):
         return call
 
     with monkeypatch.context() as patch:
-        copy = lambda folder: shutil.copytree(arrays, folder, dirs_exist_ok=True)
-        patch.setattr(checkpoint_writer, "_start_writing", lambda folder, _: (lambda: copy(folder), lambda: None))
+
+        def copy(folder):
+            return shutil.copytree(arrays, folder, dirs_exist_ok=True)
+
+        patch.setattr(
+            checkpoint_writer,
+            "_start_writing",
+            lambda folder, _: (lambda: copy(folder), lambda: None),
+        )
         patch.setattr(os, "fsync", lambda _: None)
         for name in ("mkdir", "replace", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
@@ -268,7 +304,9 @@ def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path,
         except Killed:
             newest = checkpoint.candidates(root)[0]
             checkpoint.verify(newest)
-            seen.append((newest.name, "new" in json.loads((newest / "meta.json").read_text())["meta"]))
+            seen.append(
+                (newest.name, "new" in json.loads((newest / "meta.json").read_text())["meta"])
+            )
         else:
             break
         if seen[-1] not in seen[:-1]:
@@ -301,19 +339,26 @@ SAVER = textwrap.dedent(
 def saver(root, last):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SAVER, str(root), str(last)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_kill_nine_while_saving(tmp_path):
     rng = random.Random(time.time_ns())
-    processes = [(tmp_path / str(number), saver(tmp_path / str(number), 10**6)) for number in range(3)]
+    processes = [
+        (tmp_path / str(number), saver(tmp_path / str(number), 10**6)) for number in range(3)
+    ]
     for _, process in processes:
         process.stdout.readline()
     deadlines = sorted(time.monotonic() + rng.uniform(0, 1.5) for _ in processes)
     for deadline, (_, process) in zip(deadlines, processes, strict=True):
         time.sleep(max(0, deadline - time.monotonic()))
         process.send_signal(signal.SIGKILL)
-    like = {"w": jax.ShapeDtypeStruct((256, 64), jnp.bfloat16), "n": jax.ShapeDtypeStruct((), jnp.int32)}
+    like = {
+        "w": jax.ShapeDtypeStruct((256, 64), jnp.bfloat16),
+        "n": jax.ShapeDtypeStruct((), jnp.int32),
+    }
     for root, process in processes:
         said = [0, *map(int, process.stdout.read().split())]
         assert process.wait(timeout=300) == -signal.SIGKILL
@@ -322,7 +367,9 @@ def test_kill_nine_while_saving(tmp_path):
         state, meta, warnings = checkpoint.restore_latest(root, like, {})
         assert warnings == []
         assert meta["iteration"] - said[-1] in (0, 1)
-        assert (np.asarray(state["w"]) == np.asarray(jnp.full((256, 64), meta["n"], jnp.bfloat16))).all()
+        assert (
+            np.asarray(state["w"]) == np.asarray(jnp.full((256, 64), meta["n"], jnp.bfloat16))
+        ).all()
         assert int(state["n"]) == meta["n"] == meta["iteration"]
         save(root, meta["n"] + 1, state, {}, keep=1)
         assert os.listdir(root) == [f"{meta['n'] + 1:06d}"]
@@ -338,7 +385,9 @@ def full(*_args, **_kwargs):
 
 
 def full_in_orbax(*_args):
-    raise ValueError(f"RESOURCE_EXHAUSTED: Failed to write 9 bytes: {os.strerror(errno.ENOSPC)} [os_error_code='28']")
+    raise ValueError(
+        f"RESOURCE_EXHAUSTED: Failed to write 9 bytes: {os.strerror(errno.ENOSPC)} [os_error_code='28']"
+    )
 
 
 @pytest.mark.parametrize(
@@ -357,7 +406,10 @@ def test_a_full_disk_is_one_line_and_takes_nothing(root, monkeypatch, owner, nam
         patch.setattr(owner, name, function)
         with pytest.raises(RunError) as error:
             save(root, 3, make_state(3), {})
-    assert str(error.value) == f"disk full while writing {root / '000003'}; the last checkpoint is {root / '000002'}"
+    assert (
+        str(error.value)
+        == f"disk full while writing {root / '000003'}; the last checkpoint is {root / '000002'}"
+    )
     assert sorted(os.listdir(root)) == ["000001", "000002"]
     checkpoint.verify(root / "000002")
 
@@ -368,27 +420,39 @@ def test_what_orbax_leaves_to_asyncio_is_not_told_again(caplog):
         caplog.clear()
         with pytest.raises(ValueError, match="full") as caught:
             exec(compile("raise ValueError('full')", f"/packages/{folder}/writer.py", "exec"))
-        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=caught.value)
+        logging.getLogger("asyncio").error(
+            "Task exception was never retrieved", exc_info=caught.value
+        )
         assert len(caplog.records) == told
 
 
 def test_a_disk_that_is_really_full(tmp_path, capfd, caplog):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("cannot mount a tmpfs here")
     try:
-        small, big = ({"w": jax.random.normal(jax.random.key(0), (size,))} for size in (1000, 150_000))
+        small, big = (
+            {"w": jax.random.normal(jax.random.key(0), (size,))} for size in (1000, 150_000)
+        )
         for size in (60_000, 70_000, 80_000, 90_000, 100_000):
             save(tmp_path, 1, small, {})
             with contextlib.suppress(RunError):
                 save(tmp_path, 2, {"w": big["w"][:size]}, {})
                 shutil.rmtree(tmp_path / "000002")
-        with pytest.raises(RunError, match=r"^disk full while writing .*000002; the last checkpoint is .*000001$"):
+        with pytest.raises(
+            RunError, match=r"^disk full while writing .*000002; the last checkpoint is .*000001$"
+        ):
             save(tmp_path, 2, big, {})
         assert os.listdir(tmp_path) == ["000001"]
         assert_same_bits(checkpoint.restore(tmp_path / "000001", abstract(small))[0], small)
         many = {str(i): jax.random.normal(jax.random.key(i), (4000,)) for i in range(60)}
-        with pytest.raises(RunError, match=r"^disk full while writing .*000002; the last checkpoint is .*000001$"):
+        with pytest.raises(
+            RunError, match=r"^disk full while writing .*000002; the last checkpoint is .*000001$"
+        ):
             save(tmp_path, 2, many, {})
         save(tmp_path, 2, small, {})
         assert capfd.readouterr() == ("", "")  # what fails in other threads is told once

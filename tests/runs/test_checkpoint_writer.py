@@ -18,10 +18,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from solrl_jax.runs import checkpoint
-from solrl_jax.runs import checkpoint_writer
-from solrl_jax.runs.checkpoint_writer import Saver
 from solrl_jax.errors import RunError
+from solrl_jax.runs import checkpoint, checkpoint_writer
+from solrl_jax.runs.checkpoint_writer import Saver
 from tests.states import abstract, abstract_on, assert_same_bits, flat, make_state, placed, save
 
 SMALL = {"w": jnp.arange(4.0)}
@@ -50,7 +49,9 @@ def test_a_state_may_be_overwritten_as_soon_as_its_save_has_begun(tmp_path, spre
 
 
 @pytest.mark.parametrize("told", ["save", "wait", "end", "end of a run that failed"])
-def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(tmp_path, monkeypatch, told):
+def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(
+    tmp_path, monkeypatch, told
+):
     save(tmp_path, 1, SMALL, {})
     saver = Saver(tmp_path, keep=3, best=0)
     expected = f"disk full while writing {tmp_path / '000002'}; the last checkpoint is {tmp_path / '000001'}"
@@ -112,7 +113,9 @@ def test_the_best_stay_beside_the_newest(tmp_path):
     assert names(5, 0.5, best=2) == [5, 2]  # of equal ones the newer is the better
     assert names(6, 0.95, best=2) == [6, 2]
     assert [path.name for path in checkpoint.ranked(tmp_path)] == ["000006", "000002"]
-    (tmp_path / "000006" / "manifest.json").unlink()  # damaged: neither the best nor the newest good one
+    (
+        tmp_path / "000006" / "manifest.json"
+    ).unlink()  # damaged: neither the best nor the newest good one
     assert names(7, 0.1, best=1) == [7, 6, 2]
     assert [path.name for path in checkpoint.ranked(tmp_path)] == ["000002", "000007"]
     assert names(8, 0.2) == [8, 6]  # what has no manifest is not ours to remove
@@ -226,7 +229,10 @@ def two(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+    }
     environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
@@ -270,7 +276,10 @@ def test_no_process_decides_alone(two):
     assert one["there"] == other["there"] == ["000001", "000002"]
     assert one["before"] == other["before"] == [1, 1]
     assert one["unread"] == other["unread"] == "CheckpointError: not here"
-    assert (one["other"], other["other"]) == ("RunError: process 1: KeyError: 'gone'", "KeyError: 'gone'")
+    assert (one["other"], other["other"]) == (
+        "RunError: process 1: KeyError: 'gone'",
+        "KeyError: 'gone'",
+    )
     assert one["all"] == other["all"] == [0, 1]
     # of five answers the service holds the last
     assert one["counted"] == other["counted"] == ["solrl_jax/counted/4/0", "solrl_jax/counted/4/1"]

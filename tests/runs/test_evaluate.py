@@ -11,15 +11,27 @@ from scipy import stats
 
 from solrl_jax.diffusion.seeds import prompt_uid
 from solrl_jax.rewards.protocol import Reward
-from solrl_jax.rl.generate import Samples
-from solrl_jax.rl.phase_timer import PhaseTimer
-from solrl_jax.runs.evaluate import Differing, Evaluation, evaluate, paired_difference, pool_pictures, sample_grid, setting
 from solrl_jax.rl.experiment import fresh_state
-from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.generate import Samples, SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
+from solrl_jax.rl.phase_timer import PhaseTimer
+from solrl_jax.runs.evaluate import (
+    Differing,
+    Evaluation,
+    evaluate,
+    paired_difference,
+    pool_pictures,
+    sample_grid,
+    setting,
+)
 from tests.toys import toy_experiment
 
-OVERRIDES = ("eval.num_prompts=3", "eval.num_images_per_prompt=4", "eval.num_grid_images=8", "eval.num_steps=2")
+OVERRIDES = (
+    "eval.num_prompts=3",
+    "eval.num_images_per_prompt=4",
+    "eval.num_grid_images=8",
+    "eval.num_steps=2",
+)
 DARK = 0.565  # as the mean of a picture; some pictures of a prompt are darker, others are not
 
 
@@ -34,7 +46,9 @@ def judge(*, strict=True) -> Reward:
     def score(params, images, prompt):
         mean = images.mean((1, 2, 3))
         reward = jnp.where((prompt == 2) | ((prompt == 1) & (mean < DARK)), jnp.nan, mean)
-        return {"reward": reward} | ({"toy/strict": (mean > DARK).astype(jnp.float32)} if strict else {})
+        return {"reward": reward} | (
+            {"toy/strict": (mean > DARK).astype(jnp.float32)} if strict else {}
+        )
 
     return Reward(None, lambda prompts: np.arange(len(prompts), dtype=np.int32), score)
 
@@ -72,15 +86,25 @@ def test_pictures_without_a_score_are_left_out_of_means(toy):
     assert 4 < len(finite) < 8
     assert result.means["reward"] == pytest.approx(finite.mean(), rel=1e-6)
     assert result.errors["reward"] == pytest.approx(finite.std() / np.sqrt(len(finite)), rel=1e-5)
-    assert result.means["toy/strict"] == pytest.approx(result.scores["toy/strict"].mean(), rel=1e-6)  # each by itself
-    nothing = Reward(None, lambda prompts: np.zeros(len(prompts)), lambda p, images, _: {"reward": images.mean((1, 2, 3)) / 0})
+    assert result.means["toy/strict"] == pytest.approx(
+        result.scores["toy/strict"].mean(), rel=1e-6
+    )  # each by itself
+    nothing = Reward(
+        None,
+        lambda prompts: np.zeros(len(prompts)),
+        lambda p, images, _: {"reward": images.mean((1, 2, 3)) / 0},
+    )
     empty = evaluate(dataclasses.replace(toy, evaluation_reward=nothing), fresh_state(toy).ema)
     assert np.isnan(empty.means["reward"])
     assert np.isnan(empty.errors["reward"])
 
 
 def test_scores_whose_squares_float32_cannot_hold_have_an_error(toy, recwarn):
-    vast = Reward(None, lambda prompts: np.zeros(len(prompts)), lambda p, images, _: {"reward": 3e38 * images.mean((1, 2, 3))})
+    vast = Reward(
+        None,
+        lambda prompts: np.zeros(len(prompts)),
+        lambda p, images, _: {"reward": 3e38 * images.mean((1, 2, 3))},
+    )
     result = evaluate(dataclasses.replace(toy, evaluation_reward=vast), fresh_state(toy).ema)
     assert np.isfinite([result.means["reward"], result.errors["reward"]]).all()
     assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
@@ -94,10 +118,17 @@ def test_the_picture_has_four_of_each_prompt_and_says_which_are_right(toy):
     assert ((grid.images >= 0) & (grid.images <= 1)).all()
     np.testing.assert_array_equal(grid.right, grid.images.mean((2, 3, 4)) > DARK)
     assert 0 < grid.right.sum() < 8
-    assert sample_grid(dataclasses.replace(toy, evaluation_reward=judge(strict=False)), fresh_state(toy).ema).right is None
+    assert (
+        sample_grid(
+            dataclasses.replace(toy, evaluation_reward=judge(strict=False)), fresh_state(toy).ema
+        ).right
+        is None
+    )
 
 
-@pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (3, (1, 3)), (11, (2, 4)), (400, (6, 4))])
+@pytest.mark.parametrize(
+    ("count", "shape"), [(1, (1, 1)), (3, (1, 3)), (11, (2, 4)), (400, (6, 4))]
+)
 def test_a_picture_of_any_number_is_filled_as_far_as_prompts_go(count, shape):
     toy = toy_experiment(*OVERRIDES, f"eval.num_grid_images={count}")
     assert sample_grid(toy, fresh_state(toy).ema).images.shape[:2] == shape
@@ -111,7 +142,10 @@ def test_the_clock_tells_seconds_by_stage_and_what_was_compiled():
     clock.stop()
     clock.stop()  # of nothing
     assert list(clock.seconds) == ["explore", "regenerate", "update"]
-    samples = lambda n: Samples(np.zeros((n, 1, 1, 1), np.float32), {"reward": np.zeros(n)})
+
+    def samples(n):
+        return Samples(np.zeros((n, 1, 1, 1), np.float32), {"reward": np.zeros(n)})
+
     told = clock.report(samples(6), samples(2))
     assert {name for name in told if name.startswith("seconds/")} == {
         "seconds/explore", "seconds/regenerate", "seconds/update", "seconds/compile",
@@ -130,7 +164,9 @@ MOVING_WINDOW = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [(), NOT_REGENERATED, MOVING_WINDOW], ids=["plain", "explored", "window"])
+@pytest.mark.parametrize(
+    "settings", [(), NOT_REGENERATED, MOVING_WINDOW], ids=["plain", "explored", "window"]
+)
 def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
     """The toy's reward can be had from the picture: how near its mean is to a number of the prompt."""
     toy = toy_experiment(*OVERRIDES, "rollout.explore.precision=nvfp4", *settings)
@@ -138,15 +174,23 @@ def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
     old = jax.tree.map(jnp.copy, state.old)
     _, outcome = iterate(toy, state, 2)
     made = pool_pictures(toy, old, toy.explorer.settings[0], outcome.ledger, 2)
-    columns = {name: np.ma.getdata(values).reshape(2, -1) for name, values in outcome.ledger.items() if np.ndim(values)}
+    columns = {
+        name: np.ma.getdata(values).reshape(2, -1)
+        for name, values in outcome.ledger.items()
+        if np.ndim(values)
+    }
     assert list(made.prompts) == columns["prompt"][:, 0].tolist()
-    assert made.stages.keys() == ({"explored"} if settings == NOT_REGENERATED else {"explored", "regenerated"})
+    assert made.stages.keys() == (
+        {"explored"} if settings == NOT_REGENERATED else {"explored", "regenerated"}
+    )
     for row, prompt in enumerate(made.prompts):
         kept = np.flatnonzero(columns["kept"][row])
         by_rank = kept[np.argsort(columns["rank"][row][kept])]
         assert made.candidates[row].tolist() == by_rank[[0, 1, -2, -1]].tolist()
         for stage, grid in made.stages.items():
-            rewards = columns["proxy_reward" if stage == "explored" else "regenerated_reward"][row, made.candidates[row]]
+            rewards = columns["proxy_reward" if stage == "explored" else "regenerated_reward"][
+                row, made.candidates[row]
+            ]
             drawn = 1 - np.abs(grid.images[row].mean((1, 2, 3)) - prompt_uid(prompt) / 2**32)
             np.testing.assert_allclose(drawn, rewards, atol=1e-6)
     assert np.ptp(columns["proxy_reward"]) > 1e-3
@@ -164,7 +208,10 @@ def test_a_paired_difference_is_students_over_prompts():
     gain, half = paired_difference(of_scores(better), of_scores(pictures))["reward"]
     interval = stats.ttest_rel(better.mean(1), pictures.mean(1)).confidence_interval(0.95)
     assert (gain - half, gain + half) == pytest.approx((interval.low, interval.high))
-    assert half < stats.ttest_ind(better.mean(1), pictures.mean(1)).confidence_interval(0.95).high - gain
+    assert (
+        half
+        < stats.ttest_ind(better.mean(1), pictures.mean(1)).confidence_interval(0.95).high - gain
+    )
     assert paired_difference(of_scores(pictures), of_scores(pictures))["reward"] == (0, 0)
 
 
@@ -186,18 +233,24 @@ def test_where_two_policies_differ_most_is_drawn_as_it_was_scored(toy):
     sizes = np.abs(gains)
     order = np.argsort(-sizes.max(1))
     assert differing.prompts.tolist() == order[:2].tolist()
-    for prompt, pictures, shown in zip(differing.prompts, differing.pictures, differing.gains, strict=True):
+    for prompt, pictures, shown in zip(
+        differing.prompts, differing.pictures, differing.gains, strict=True
+    ):
         assert pictures.tolist() == np.argsort(-sizes[prompt])[:3].tolist()
         np.testing.assert_array_equal(shown, gains[prompt, pictures])
     for adapters, result in zip(policies, (first, second), strict=True):
         grid = differing.draw(toy, adapters)
         assert list(grid.prompts) == [toy.test_prompts[i] for i in differing.prompts]
-        wanted = np.take_along_axis(result.scores["mean"][differing.prompts], differing.pictures, axis=1)
+        wanted = np.take_along_axis(
+            result.scores["mean"][differing.prompts], differing.pictures, axis=1
+        )
         np.testing.assert_allclose(grid.images.mean((2, 3, 4)), wanted, rtol=1e-5)
 
 
 def test_pictures_without_a_score_differ_least():
-    score = lambda *rows: Evaluation({}, {}, {"reward": np.array(rows)}, {})
+    def score(*rows):
+        return Evaluation({}, {}, {"reward": np.array(rows)}, {})
+
     first = score([np.nan, 0.5, 0.1], [0.0, np.nan, np.nan])
     second = score([0.0, 0.0, 0.0], [0.0, 1.0, 1.0])
     differing = Differing.of(first, second, 2, 2)
@@ -212,9 +265,11 @@ def test_the_setting_names_all_that_a_figure_depends_on(toy):
     assert said == f"{pictures}; euler, 2 steps, guidance 1, bf16, seed 0"
     config = toy.config
     for section, change in (
-        ("eval", {"prompts": 2}), ("eval", {"images_per_prompt": 5}), ("eval", {"steps": 3}), ("eval", {"seed": 1}),
-        ("rollout", {"guidance": 2.0}), ("rollout", {"true_guidance": 2.0}), ("rollout", {"precision": "fp32"}),
+        ("eval", {"num_prompts": 2}), ("eval", {"images_per_prompt": 5}), ("eval", {"num_steps": 3}), ("eval", {"seed": 1}),
+        ("rollout", {"guidance_scale": 2.0}), ("rollout", {"true_cfg_scale": 2.0}), ("rollout", {"precision": "fp32"}),
         ("rollout", {"solver": "dpm2"}), ("model", {"width": 64}),
     ):  # fmt: skip
-        changed = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **change)})
+        changed = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **change)}
+        )
         assert setting(dataclasses.replace(toy, config=changed)) != said

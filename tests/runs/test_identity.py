@@ -6,10 +6,9 @@ import shutil
 import pytest
 
 from solrl_jax.config.values import ConfigError
-from solrl_jax.runs import ledger
-from solrl_jax.runs import metrics
-from solrl_jax.runs.identity import RECORDS, claim, refuse_another_run
 from solrl_jax.errors import InputError
+from solrl_jax.runs import ledger, metrics
+from solrl_jax.runs.identity import RECORDS, claim, refuse_another_run
 from tests.small import small_config
 
 
@@ -28,7 +27,10 @@ def refuse(folder) -> None:
 
 def refusal(folder) -> str:
     """The one line with which a start in the directory is refused; nothing in it has changed."""
-    contents = lambda: {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def contents():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
     before = contents()
     with pytest.raises((InputError, ConfigError)) as error:
         refuse(folder)
@@ -84,7 +86,10 @@ def test_a_run_goes_on_and_another_does_not(folder):
     log(folder, 4)
     save(folder, 4)
     refuse(folder)
-    with pytest.raises(InputError, match=r"holds another run \(optimizer.learning_rate: 0.001 there, 0.002 here\); name"):
+    with pytest.raises(
+        InputError,
+        match=r"holds another run \(optimizer.learning_rate: 0.001 there, 0.002 here\); name",
+    ):
         refuse_another_run(folder, small_config(folder, "optimizer.learning_rate=2e-3"))
 
 
@@ -112,7 +117,10 @@ def test_a_run_whose_checkpoints_were_moved_away_does_not_start_over(folder, fin
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"exploration": null}', b"\xff", json.dumps("x").encode()])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"{}", b'{"exploration": null}', b"\xff", json.dumps("x").encode()],
+)
 def test_a_damaged_run_json_is_set_aside(folder, content):
     (folder / "run.json").write_bytes(content)
     refuse(folder)

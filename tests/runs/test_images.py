@@ -7,15 +7,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from solrl_jax.runs import image_files
 from solrl_jax.errors import RunError
+from solrl_jax.runs import image_files
 from solrl_jax.storage.images import to_uint8
 
 RNG = np.random.default_rng(0)
 
 
 def test_a_pixel_is_255_times_its_value_rounded_and_clipped(tmp_path):
-    image = np.array([[[0.0, 0.5, 1.0], [-1.0, 2.0, np.nan]], [[1 / 255, 1.49 / 255, 1.51 / 255], [0.2, 0.4, np.inf]]])
+    image = np.array(
+        [
+            [[0.0, 0.5, 1.0], [-1.0, 2.0, np.nan]],
+            [[1 / 255, 1.49 / 255, 1.51 / 255], [0.2, 0.4, np.inf]],
+        ]
+    )
     image_files.save_png(tmp_path / "one.png", jnp.asarray(image, jnp.float32))
     pixels = np.asarray(Image.open(tmp_path / "one.png"))
     assert pixels.tolist() == [[[0, 128, 255], [0, 255, 0]], [[1, 1, 2], [51, 102, 255]]]
@@ -42,7 +47,10 @@ def test_a_grid_shows_every_pixel_and_fills_rows(tmp_path):
 def test_captions_take_room_below_and_never_leave_their_cell(tmp_path):
     images = np.zeros((2, 64, 64, 3))
     path = tmp_path / "grid.png"
-    for captions in (["short", "a caption that is far too long for sixty-four pixels in two lines"], ["", "x" * 300]):
+    for captions in (
+        ["short", "a caption that is far too long for sixty-four pixels in two lines"],
+        ["", "x" * 300],
+    ):
         image_files.save_grid(path, images, 2, captions)
         sheet = sheet_of(path)
         assert sheet.shape[1] == 2 * 68 + 4
@@ -76,7 +84,9 @@ def test_the_images_of_a_grid_are_read_again_with_their_facts(tmp_path):
 def test_before_and_after_stand_side_by_side(tmp_path, size, shown):
     before = np.zeros((2, 3, size, size, 3))
     after = np.full((2, 3, size, size, 3), 0.5)
-    image_files.save_before_after(tmp_path / "sheet.png", before, after, ["a red circle", "a prompt " * 100])
+    image_files.save_before_after(
+        tmp_path / "sheet.png", before, after, ["a red circle", "a prompt " * 100]
+    )
     pixels = sheet_of(tmp_path / "sheet.png")
     middle = pixels.shape[1] // 2
     for half, value in ((pixels[:, :middle], 0), (pixels[:, middle:], 128)):
@@ -89,16 +99,24 @@ def test_the_verifiers_verdicts_are_counted_and_marked(tmp_path):
     images = np.full((2, 2, 96, 96, 3), 0.5)
     prompts = ["a red circle", "two blue squares"]
     right = np.array([[True, False], [False, False]])
-    draw = lambda name, *verdicts: image_files.save_before_after(tmp_path / name, images, images, prompts, *verdicts)
+
+    def draw(name, *verdicts):
+        return image_files.save_before_after(tmp_path / name, images, images, prompts, *verdicts)
+
     draw("plain.png")
     draw("marked.png", right, ~right)
     draw("half.png", right)
-    title = lambda name: Image.open(tmp_path / name).text["Title"]
+
+    def title(name):
+        return Image.open(tmp_path / name).text["Title"]
+
     assert title("marked.png") == "before training: 1 of 4 right    after training: 3 of 4 right"
     assert title("half.png") == "before training: 1 of 4 right    after training"
 
     pixels = sheet_of(tmp_path / "marked.png")
-    corners = np.argwhere((sheet_of(tmp_path / "plain.png") == 128).all(-1))  # of the images, whose places do not change
+    corners = np.argwhere(
+        (sheet_of(tmp_path / "plain.png") == 128).all(-1)
+    )  # of the images, whose places do not change
     top, left = corners.min(0)
     row_step = np.diff(np.unique(corners[:, 0]))
     rows = (top, top + 96 + row_step.max() - 1)
@@ -120,7 +138,9 @@ def test_the_verifiers_verdicts_are_counted_and_marked(tmp_path):
 
 def test_the_titles_have_room_however_few_images_there_are(tmp_path):
     images = np.zeros((1, 1, 8, 8, 3))
-    image_files.save_before_after(tmp_path / "one.png", images, images, ["a"], *[np.array([[True]])] * 2)
+    image_files.save_before_after(
+        tmp_path / "one.png", images, images, ["a"], *[np.array([[True]])] * 2
+    )
     pixels = sheet_of(tmp_path / "one.png")
     assert pixels.shape[1] > 2 * (16 + 104) + 24
     assert (pixels[:, -16:] == 255).all()

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from solrl_jax.runs import ledger
 from solrl_jax.errors import InputError, RunError
+from solrl_jax.runs import ledger
 
 ROWS = 6
 
@@ -17,7 +17,9 @@ ROWS = 6
 def columns(**changes):
     kept = np.array([True, False, False, True, False, True])
     return {
-        "prompt": np.array(["a red circle", "a red circle", "a red circle", "un café", "un café", "un café"]),
+        "prompt": np.array(
+            ["a red circle", "a red circle", "a red circle", "un café", "un café", "un café"]
+        ),
         "prompt_uid": np.array([7, 7, 7, 2**32 - 1, 2**32 - 1, 2**32 - 1]),
         "candidate": np.arange(ROWS) % 3,
         "seed": np.array([0, 1, 2**63, 2**64 - 1, 3, 4], np.uint64),
@@ -41,8 +43,22 @@ def test_a_row_reads_back_exactly(tmp_path):
     rows = table.to_pylist()
     assert len(rows) == ROWS
     assert rows[0] == {
-        **{"iteration": 12, "prompt": "a red circle", "prompt_uid": 7, "candidate": 0, "seed": 0, "precision": "nvfp4"},
-        **{"steps": 6, "proxy_reward": 0.5, "rank": 0, "kept": True, "regenerated_reward": 0.0, "advantage": 1.0},
+        **{
+            "iteration": 12,
+            "prompt": "a red circle",
+            "prompt_uid": 7,
+            "candidate": 0,
+            "seed": 0,
+            "precision": "nvfp4",
+        },
+        **{
+            "steps": 6,
+            "proxy_reward": 0.5,
+            "rank": 0,
+            "kept": True,
+            "regenerated_reward": 0.0,
+            "advantage": 1.0,
+        },
         "policy_revision": 12,
     }
     assert rows[3]["seed"] == 2**64 - 1
@@ -69,7 +85,9 @@ def test_a_mask_or_none_decides_the_nulls(tmp_path):
 
 def test_what_is_masked_out_leaves_no_trace_in_the_bytes(tmp_path):
     first = ledger.write(tmp_path, 3, columns()).read_bytes()
-    other = np.ma.masked_array(np.where(columns()["kept"], np.linspace(0, 1, ROWS), 99.0), ~columns()["kept"])
+    other = np.ma.masked_array(
+        np.where(columns()["kept"], np.linspace(0, 1, ROWS), 99.0), ~columns()["kept"]
+    )
     assert ledger.write(tmp_path, 3, columns(regenerated_reward=other)).read_bytes() == first
 
 
@@ -82,11 +100,16 @@ def test_the_files_sort_by_iteration(tmp_path):
 def test_resume_discards_what_came_after(tmp_path):
     for iteration in range(5):
         ledger.write(tmp_path, iteration, columns())
-    others = ["iteration-0000099.parquet", "notes.txt"]  # no ledger writes six digits and a zero before them
+    others = [
+        "iteration-0000099.parquet",
+        "notes.txt",
+    ]  # no ledger writes six digits and a zero before them
     for name in others:
         (tmp_path / name).touch()
     ledger.discard_after(tmp_path, 2)
-    assert sorted(os.listdir(tmp_path)) == sorted([*(f"iteration-{i:06d}.parquet" for i in range(3)), *others])
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [*(f"iteration-{i:06d}.parquet" for i in range(3)), *others]
+    )
     ledger.discard_after(tmp_path / "absent", 2)
 
 
@@ -106,7 +129,9 @@ def test_wrong_columns_are_refused(tmp_path, change):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("rows", "letters", "words"), [(10**7, 1, "accepted are"), (2000, 10**6, "bytes of text")])
+@pytest.mark.parametrize(
+    ("rows", "letters", "words"), [(10**7, 1, "accepted are"), (2000, 10**6, "bytes of text")]
+)
 def test_a_file_that_unpacks_to_gigabytes_is_refused_before_that(rows, letters, words, tmp_path):
     """A column of one value takes no room on the disk."""
     column = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int8), [letters * "a"])
@@ -131,4 +156,7 @@ def test_a_full_disk_keeps_the_file_before(tmp_path, monkeypatch):
 def test_every_column_says_what_it_is():
     for field in ledger.SCHEMA:
         assert len(field.metadata[b"description"]) > 10, field.name
-    assert [field.name for field in ledger.SCHEMA if field.nullable] == ["regenerated_reward", "advantage"]
+    assert [field.name for field in ledger.SCHEMA if field.nullable] == [
+        "regenerated_reward",
+        "advantage",
+    ]

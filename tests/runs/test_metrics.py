@@ -15,10 +15,17 @@ import numpy as np
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
+from solrl_jax.errors import InputError, RunError
 from solrl_jax.runs import metrics
 from solrl_jax.runs.metrics import Metrics
-from solrl_jax.errors import InputError, RunError
-from solrl_jax.storage.files import atomic, atomic_directory, atomic_write, only_user, remove_directory, writable_directory
+from solrl_jax.storage.files import (
+    atomic,
+    atomic_directory,
+    atomic_write,
+    only_user,
+    remove_directory,
+    writable_directory,
+)
 
 
 def report(run_dir, iterations, **options):
@@ -34,11 +41,15 @@ def test_a_row_is_on_the_disk_when_log_returns(tmp_path):
         record.log(4, {"a": 1, "bad": math.nan, "worse": -math.inf, "b": jnp.bfloat16(0.5)})
         line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"iteration": 4, "a": 1.0, "bad": null, "worse": null, "b": 0.5}\n'
-    assert metrics.read(tmp_path) == [{"iteration": 4, "a": 1.0, "bad": None, "worse": None, "b": 0.5}]
+    assert metrics.read(tmp_path) == [
+        {"iteration": 4, "a": 1.0, "bad": None, "worse": None, "b": 0.5}
+    ]
     assert metrics.read(tmp_path / "absent") == []
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"iteration": 7, "rew', b"{", b'{"iteration": "\xc3', b"\n"])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"iteration": 7, "rew', b"{", b'{"iteration": "\xc3', b"\n"]
+)
 def test_a_resumed_run_leaves_the_same_files(tmp_path, torn):
     report(tmp_path / "whole", range(10))
     report(tmp_path / "resumed", range(7))
@@ -46,11 +57,21 @@ def test_a_resumed_run_leaves_the_same_files(tmp_path, torn):
         stream.write(torn)
     assert [row["iteration"] for row in metrics.read(tmp_path / "resumed")][-1] == 6
     report(tmp_path / "resumed", range(5, 10), resume_after=4)
-    assert (tmp_path / "resumed" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "resumed" / "metrics.jsonl").read_bytes() == (
+        tmp_path / "whole" / "metrics.jsonl"
+    ).read_bytes()
     assert os.listdir(tmp_path / "resumed") == ["metrics.jsonl"]
 
 
-BAD_LINES = ("{}", "[1]", "nonsense", '{"iteration": null}', '{"iteration": 1e9}', '{"iteration": 1, "a": [2]}', "[" * 10**5)
+BAD_LINES = (
+    "{}",
+    "[1]",
+    "nonsense",
+    '{"iteration": null}',
+    '{"iteration": 1e9}',
+    '{"iteration": 1, "a": [2]}',
+    "[" * 10**5,
+)
 
 
 @pytest.mark.parametrize("bad", [*BAD_LINES, '{"iteration": 1, "a": Infinity}', None])
@@ -74,7 +95,9 @@ def test_a_damaged_record_is_set_aside_and_goes_on_with_the_rows_that_can_be_rea
 LONG = b'{"iteration": 1, "a": [' + 10**6 * b"[]," + b"1]}"
 
 
-@pytest.mark.parametrize(("row", "count"), [(b'{"iteration": 1}', 10**6), (LONG, 1)], ids=["rows", "a row"])
+@pytest.mark.parametrize(
+    ("row", "count"), [(b'{"iteration": 1}', 10**6), (LONG, 1)], ids=["rows", "a row"]
+)
 def test_a_record_that_would_fill_the_memory_is_not_read(row, count, tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_bytes(count * (row + b"\n"))
     parsed = []
@@ -93,7 +116,9 @@ def test_a_full_disk_ends_the_record_with_the_row_before(tmp_path, monkeypatch):
         before = (tmp_path / "metrics.jsonl").read_bytes()
         write = os.write
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", lambda fd, data: write(fd, data[:5]) if len(data) > 20 else full())
+            patch.setattr(
+                os, "write", lambda fd, data: write(fd, data[:5]) if len(data) > 20 else full()
+            )
             with pytest.raises(RunError, match=r"^disk full while writing .*metrics.jsonl$"):
                 record.log(1, {"a": 1.0})
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -124,11 +149,19 @@ def test_tensorboard_gets_every_row_and_hides_what_is_repeated(tmp_path):
     with Metrics(tmp_path, tensorboard=True, resume_after=99) as record:
         for iteration in range(3):
             record.log(iteration, {"reward/mean": iteration / 2})
-        assert [(step, scalars) for step, scalars, _ in events(tmp_path) if scalars][-1] == (2, {"reward/mean": 1.0})
+        assert [(step, scalars) for step, scalars, _ in events(tmp_path) if scalars][-1] == (
+            2,
+            {"reward/mean": 1.0},
+        )
     report(tmp_path, [2], tensorboard=True, resume_after=1)
     assert len(os.listdir(tmp_path / "tensorboard")) == 2
     later = list(events(tmp_path))[5:]
-    assert [(step, start) for step, _, start in later] == [(0, False), (2, True), (2, False), (2, False)]
+    assert [(step, start) for step, _, start in later] == [
+        (0, False),
+        (2, True),
+        (2, False),
+        (2, False),
+    ]
     assert threading.active_count() == threads
 
 
@@ -140,7 +173,9 @@ def test_wandb_is_asked_for_and_explained(tmp_path, monkeypatch):
 
     calls = []
     run = types.SimpleNamespace(
-        log=lambda values: calls.append(values), define_metric=lambda *_, **__: None, finish=lambda: calls.append("end")
+        log=lambda values: calls.append(values),
+        define_metric=lambda *_, **__: None,
+        finish=lambda: calls.append("end"),
     )
     fake = types.ModuleType("wandb")
     fake.init = lambda **options: calls.append(options["id"]) or run
@@ -153,7 +188,9 @@ def test_wandb_is_asked_for_and_explained(tmp_path, monkeypatch):
 
     (tmp_path / "wandb-id.txt").unlink()
     os.mkfifo(tmp_path / "wandb-id.txt")
-    with pytest.raises(InputError, match=r"did not start: not a regular file$"):  # and is not waited for
+    with pytest.raises(
+        InputError, match=r"did not start: not a regular file$"
+    ):  # and is not waited for
         report(tmp_path, [], wandb=True)
 
     def refuse(**_):
@@ -191,12 +228,19 @@ def test_a_link_that_somebody_planted_is_not_written_through(tmp_path):
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / ".partial-mine").symlink_to(tmp_path / "theirs")
     atomic_write(tmp_path / "mine", "mine")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"theirs": "theirs", "mine": "mine"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "theirs": "theirs",
+        "mine": "mine",
+    }
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(errno.ENOSPC, "disk full"), (errno.EROFS, "read-only file system"), (errno.EACCES, "permission denied")],
+    [
+        (errno.ENOSPC, "disk full"),
+        (errno.EROFS, "read-only file system"),
+        (errno.EACCES, "permission denied"),
+    ],
 )
 def test_a_disk_that_refuses_is_one_line(tmp_path, monkeypatch, code, words):
     def refuse(*_):
@@ -206,7 +250,9 @@ def test_a_disk_that_refuses_is_one_line(tmp_path, monkeypatch, code, words):
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(RunError, match=rf"^{words} while writing .*note.txt$"):
             atomic_write(tmp_path / "note.txt", "x")
-        with pytest.raises(InputError, match=rf"^the run directory .*/run cannot be written: {words}$"):
+        with pytest.raises(
+            InputError, match=rf"^the run directory .*/run cannot be written: {words}$"
+        ):
             writable_directory(tmp_path / "run")
     assert os.listdir(tmp_path) == ["run"]
     assert os.listdir(writable_directory(tmp_path / "run")) == []
@@ -246,7 +292,11 @@ def test_one_process_at_a_time(tmp_path):
 
     def other():
         return subprocess.run(
-            [sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code, tmp_path],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
     with only_user(tmp_path):

@@ -52,13 +52,24 @@ def test_a_terminal_shows_stage_reward_and_time_left(monkeypatch):
 
 def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeypatch):
     # the reward comes first, also where another score is recorded before it
-    before = {"eval/shapes/strict": 0.1, "eval/shapes": 0.3, "eval/reward": 0.3, "eval/reward/standard_error": 0.03}
-    after = before | {"eval/reward": 0.5, "eval/reward/standard_error": 0.04, "eval/shapes/strict": 0.25}
+    before = {
+        "eval/shapes/strict": 0.1,
+        "eval/shapes": 0.3,
+        "eval/reward": 0.3,
+        "eval/reward/standard_error": 0.03,
+    }
+    after = before | {
+        "eval/reward": 0.5,
+        "eval/reward/standard_error": 0.04,
+        "eval/shapes/strict": 0.25,
+    }
     monkeypatch.setattr(train.shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "argv", [".venv/bin/solrl", "train", "tiny"])
     summary = {"run": "runs/demo", "before": before, "after": after}
     gained, *rest = train.closing(summary, page=True).splitlines()
-    assert gained.startswith("gained: held-out reward +0.200 (0.300 ± 0.030 -> 0.500 ± 0.040), strict success +0.150 (0.100 ")
+    assert gained.startswith(
+        "gained: held-out reward +0.200 (0.300 ± 0.030 -> 0.500 ± 0.040), strict success +0.150 (0.100 "
+    )
     assert rest == [
         "report: open runs/demo/report.html in a browser",
         "next:   .venv/bin/solrl sample runs/demo --prompts FILE --out pictures; .venv/bin/solrl export runs/demo --out"
@@ -69,9 +80,13 @@ def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeyp
 
 
 def test_a_gain_within_two_standard_errors_is_not_claimed():
-    row = lambda value: {"eval/reward": value, "eval/reward/standard_error": 0.03}
+    def row(value):
+        return {"eval/reward": value, "eval/reward/standard_error": 0.03}
+
     assert "chance" not in train.gained(row(0.5), row(0.59))
     assert "which may be chance" in train.gained(row(0.5), row(0.58))
     assert "which may be chance" in train.gained(row(0.5), row(0.42))
     for before in ({}, {"eval/reward": None}):
-        assert train.gained(before, row(0.5)) == "unknown, for nothing was evaluated before and after"
+        assert (
+            train.gained(before, row(0.5)) == "unknown, for nothing was evaluated before and after"
+        )

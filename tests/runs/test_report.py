@@ -14,13 +14,10 @@ import pytest
 from PIL import Image
 
 from solrl_jax.config.serialization import to_yaml
-from solrl_jax.runs import ledger
-from solrl_jax.runs import metrics
-from solrl_jax.runs import image_files
-from solrl_jax.runs import report
+from solrl_jax.errors import InputError
+from solrl_jax.runs import image_files, ledger, metrics, report
 from solrl_jax.runs.metrics import Metrics
 from solrl_jax.runs.report_figures import Line, curves
-from solrl_jax.errors import InputError
 from tests.small import small_config
 
 HOSTILE = "</script><script>document.title='owned'</script><b>a red & blue circle</b>"
@@ -31,20 +28,37 @@ SETTING = "2 prompts (sha256 0123456789ab) x 3 pictures of 32 x 32; euler, 10 st
 PLANS = Path(__file__).parents[2] / "benchmarks" / "plans.json"
 
 
-def make_run(folder: Path, *, seed: int = 0, iterations: int = 3, overrides: tuple[str, ...] = ()) -> Path:
+def make_run(
+    folder: Path, *, seed: int = 0, iterations: int = 3, overrides: tuple[str, ...] = ()
+) -> Path:
     """A run directory as training leaves it, of drawn numbers."""
     rng = np.random.default_rng(seed)
     folder.mkdir()
     (folder / "config.yaml").write_text(
         to_yaml(small_config(folder, f"seed={seed}", "reward.eval_only=['tiny-clip']", *overrides))
     )
-    (folder / "run.json").write_text(json.dumps({"devices": "1 x <cpu>", "packages": {"jax": "1"}, "evaluation": SETTING}))
+    (folder / "run.json").write_text(
+        json.dumps({"devices": "1 x <cpu>", "packages": {"jax": "1"}, "evaluation": SETTING})
+    )
     with Metrics(folder, resume_after=-1) as record:
         record.log(0, evaluation(rng))
         for iteration in range(1, iterations + 1):
-            row = {"pool/reward": rng.random(), "kept/reward": rng.random(), "fidelity/spearman": rng.random()}
-            row |= {"seconds": 1.5, "seconds/explore": 1.0, "seconds/update": 0.5, "images_per_second/explore": 96.0}
-            row |= {"skipped_micro_batches": 1.0, "nonfinite_rewards": 2.0, "loss/kl": np.nan if iteration == 2 else 0.1}
+            row = {
+                "pool/reward": rng.random(),
+                "kept/reward": rng.random(),
+                "fidelity/spearman": rng.random(),
+            }
+            row |= {
+                "seconds": 1.5,
+                "seconds/explore": 1.0,
+                "seconds/update": 0.5,
+                "images_per_second/explore": 96.0,
+            }
+            row |= {
+                "skipped_micro_batches": 1.0,
+                "nonfinite_rewards": 2.0,
+                "loss/kl": np.nan if iteration == 2 else 0.1,
+            }
             record.log(iteration, row | (evaluation(rng) if iteration == iterations else {}))
             columns = candidates(rng, iteration)
             ledger.write(folder / "ledger", iteration, columns)
@@ -53,7 +67,12 @@ def make_run(folder: Path, *, seed: int = 0, iterations: int = 3, overrides: tup
         save(folder / "pictures" / f"iteration-{iteration:06d}.png", rng, cells)
     rank = columns["rank"].reshape(2, N)
     cells = [
-        {"prompt": prompt, "candidate": int(np.flatnonzero(rank[row] == place)[0]), "stage": stage, "right": place == 0}
+        {
+            "prompt": prompt,
+            "candidate": int(np.flatnonzero(rank[row] == place)[0]),
+            "stage": stage,
+            "right": place == 0,
+        }
         for row, prompt in enumerate(PROMPTS)
         for stage in ("explored", "regenerated")
         for place in (0, N - 1)
@@ -64,7 +83,9 @@ def make_run(folder: Path, *, seed: int = 0, iterations: int = 3, overrides: tup
 
 def evaluation(rng) -> dict[str, float]:
     names = ("reward", "shapes", "shapes/strict", "tiny-clip")
-    return {f"eval/{name}{what}": rng.random() for name in names for what in ("", "/standard_error")}
+    return {
+        f"eval/{name}{what}": rng.random() for name in names for what in ("", "/standard_error")
+    }
 
 
 def candidates(rng, iteration: int) -> dict:
@@ -83,7 +104,9 @@ def candidates(rng, iteration: int) -> dict:
 
 
 def save(path: Path, rng, cells) -> None:
-    image_files.save_grid(path, rng.random((len(cells), 16, 16, 3)), 2, [cell["prompt"] for cell in cells], cells)
+    image_files.save_grid(
+        path, rng.random((len(cells), 16, 16, 3)), 2, [cell["prompt"] for cell in cells], cells
+    )
 
 
 class Page(HTMLParser):
@@ -114,7 +137,9 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = make_run(tmp_path_factory.mktemp("runs") / "demo")
-    (folder / "plan.json").write_text(json.dumps(json.loads(PLANS.read_text())["plans"]["flux1-b200"]))
+    (folder / "plan.json").write_text(
+        json.dumps(json.loads(PLANS.read_text())["plans"]["flux1-b200"])
+    )
     report.write([folder], folder / report.NAME, plan=folder / "plan.json")
     return folder
 
@@ -140,12 +165,21 @@ def test_the_numbers_are_the_ledgers_and_the_records(run):
             else:
                 assert ours == value or np.float32(ours) == np.float32(value), name
     assert shown["ledger"]["iterations"] == [1, 2, 3]
-    figures = {figure["metric"]: figure["lines"] for figure in Page(run / report.NAME).data["figures"]}
+    figures = {
+        figure["metric"]: figure["lines"] for figure in Page(run / report.NAME).data["figures"]
+    }
     assert figures["loss/kl"][0]["x"] == [1, 3]  # what is not finite is left out
     assert figures["eval/reward"][0]["y"] == [row["eval/reward"] for row in (rows[0], rows[3])]
-    assert figures["eval/reward"][0]["error"] == [row["eval/reward/standard_error"] for row in (rows[0], rows[3])]
+    assert figures["eval/reward"][0]["error"] == [
+        row["eval/reward/standard_error"] for row in (rows[0], rows[3])
+    ]
     assert "eval/shapes" not in figures  # the reward itself
-    assert {"eval/shapes/strict", "eval/tiny-clip", "fidelity/spearman", "images_per_second/explore"} <= figures.keys()
+    assert {
+        "eval/shapes/strict",
+        "eval/tiny-clip",
+        "fidelity/spearman",
+        "images_per_second/explore",
+    } <= figures.keys()
 
 
 def test_a_picture_is_the_one_that_was_saved(run):
@@ -159,7 +193,12 @@ def test_a_picture_is_the_one_that_was_saved(run):
     assert (cell["prompt"], cell["right"]) == (PROMPTS[0], True)
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(cell["src"].partition(",")[2]))))
     assert (pixels == sheet[4:20, 24:40]).all()
-    assert [cell["stage"] for cell in shown["pools"][0]["cells"]] == ["explored", "explored", "regenerated", "regenerated"] * 2
+    assert [cell["stage"] for cell in shown["pools"][0]["cells"]] == [
+        "explored",
+        "explored",
+        "regenerated",
+        "regenerated",
+    ] * 2
 
 
 def test_what_a_run_says_never_becomes_markup(run):
@@ -177,7 +216,10 @@ def test_nothing_is_loaded(run):
     assert page.loads == []
     text = (run / report.NAME).read_text()
     assert "default-src 'none'" in text
-    assert set(re.findall(r"https?://[^\"'\\ ]+", text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[^\"'\\ ]+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
 
 
 def test_a_figure_takes_the_pages_colours_and_shows_its_axis():
@@ -225,13 +267,19 @@ def damage_ledger(folder):
 
 
 def damage_columns(folder):
-    pq.write_table(pq.read_table(ledger.path_of(folder / "ledger", 2)).drop(["seed"]), ledger.path_of(folder / "ledger", 2))
+    pq.write_table(
+        pq.read_table(ledger.path_of(folder / "ledger", 2)).drop(["seed"]),
+        ledger.path_of(folder / "ledger", 2),
+    )
 
 
 def damage_keys(folder):
     """So many metrics that a table of them would fill the memory."""
     with (folder / "metrics.jsonl").open("a") as stream:
-        stream.writelines(json.dumps({"iteration": 4 + i} | {f"{i}-{j}": 0 for j in range(100)}) + "\n" for i in range(300))
+        stream.writelines(
+            json.dumps({"iteration": 4 + i} | {f"{i}-{j}": 0 for j in range(100)}) + "\n"
+            for i in range(300)
+        )
 
 
 def damage_picture(folder):
@@ -259,7 +307,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("damage", "words"), DAMAGES.items(), ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    ("damage", "words"), DAMAGES.items(), ids=lambda x: getattr(x, "__name__", "")
+)
 def test_a_damaged_run_is_one_line(tmp_path, damage, words):
     folder = make_run(tmp_path / "run")
     damage(folder)
@@ -387,11 +437,26 @@ def seen(run, request, tmp_path_factory) -> dict:
     page = (run / report.NAME).read_text()
     driven = folder / "driven.html"
     narrow = f"<style>body {{ width: {request.param}px }}</style>"  # no window is narrower than 500 pixels
-    for tag, instead in (("<head>", "<head>" + BEFORE), ("</head>", narrow + "</head>"), ("</body>", AFTER)):
+    for tag, instead in (
+        ("<head>", "<head>" + BEFORE),
+        ("</head>", narrow + "</head>"),
+        ("</body>", AFTER),
+    ):
         page = page.replace(tag, instead)
     driven.write_text(page)
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
-    flags += ("--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder / 'profile'}")
+    flags = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    )
+    flags += (
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={folder / 'profile'}",
+    )
     command = [browser, *flags, f"--window-size={request.param},900", "--dump-dom", driven.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     found = re.search(r"<pre>(.*)</pre>", done.stdout, re.DOTALL)
@@ -421,18 +486,33 @@ def test_a_browser_shows_it_without_an_error(seen, run):
     assert all(paths >= 3 for paths, _ in drawn.values())
     last = f"{rows[3]['eval/reward']:.3f} ± {rows[3]['eval/reward/standard_error']:.3f}"
     assert drawn["eval/reward"][1] == f"Iteration 3: {last}"
-    assert seen["first"] == f"Iteration 0: {rows[0]['eval/reward']:.3f} ± {rows[0]['eval/reward/standard_error']:.3f}"
+    assert (
+        seen["first"]
+        == f"Iteration 0: {rows[0]['eval/reward']:.3f} ± {rows[0]['eval/reward/standard_error']:.3f}"
+    )
     assert seen["note"] == f"Held-out: {SETTING}; averaged policy."
-    assert seen["plan"][0].startswith("flux1_sol_rl_hpsv2 on 1 × 1 b200, compiled, not run: exploration in nvfp4 ")
+    assert seen["plan"][0].startswith(
+        "flux1_sol_rl_hpsv2 on 1 × 1 b200, compiled, not run: exploration in nvfp4 "
+    )
     plan = json.loads(PLANS.read_text())["plans"]["flux1-b200"]
     ours = plan["seconds"]
     naive = plan["naive_scaling"]["seconds"]
     said = f"takes {ours:.0f} s at the public peaks, no less. naive_scaling would take {naive:.0f} s, {naive / ours:.3f} times"
     assert said in seen["plan"][0]
-    assert [row[:7] for row in seen["plan"][1]] == ["encode0", "sync0.0", "explore", "regener", "score10", "update1"]
+    assert [row[:7] for row in seen["plan"][1]] == [
+        "encode0",
+        "sync0.0",
+        "explore",
+        "regener",
+        "score10",
+        "update1",
+    ]
     assert seen["tiles"]["Skipped"][0] == "3"
     assert seen["tiles"]["Not finite"][0] == "6"
-    assert seen["tiles"]["Held-out reward"][0] == f"{rows[0]['eval/reward']:.3f} → {rows[3]['eval/reward']:.3f}"
+    assert (
+        seen["tiles"]["Held-out reward"][0]
+        == f"{rows[0]['eval/reward']:.3f} → {rows[3]['eval/reward']:.3f}"
+    )
 
 
 def test_the_sliders_change_what_is_shown(seen, run):
@@ -444,28 +524,44 @@ def test_the_sliders_change_what_is_shown(seen, run):
         assert marks == ["✗ wrong", "✓ right"] * 2
     table = pq.read_table(run / "ledger").to_pylist()
     for (said, prompts, values, images), iteration in zip(seen["pools"], (1, 3), strict=True):
-        assert said.startswith(f"iteration {iteration}, {'16 x 16 pixels, ' * (iteration == 3)}rewards ")
+        assert said.startswith(
+            f"iteration {iteration}, {'16 x 16 pixels, ' * (iteration == 3)}rewards "
+        )
         assert prompts == list(PROMPTS)
         assert images == (8 if iteration == 3 else 0)
         rows = [row for row in table if row["iteration"] == iteration and row["kept"]]
         expected = []
         for prompt in PROMPTS:
-            kept = sorted((row for row in rows if row["prompt"] == prompt), key=lambda row: row["rank"])
+            kept = sorted(
+                (row for row in rows if row["prompt"] == prompt), key=lambda row: row["rank"]
+            )
             if iteration == 3:
                 kept = [kept[0], kept[-1]]  # those with pictures
             marks = (" ✓ right", " ✗ wrong") if iteration == 3 else [""] * len(kept)
-            text = lambda value: "nan" if np.isnan(value) else f"{value:.3f}"
+
+            def text(value):
+                return "nan" if np.isnan(value) else f"{value:.3f}"
+
             for name in ("proxy_reward", "regenerated_reward"):
                 expected += [text(row[name]) + mark for row, mark in zip(kept, marks, strict=True)]
         assert values == expected
 
 
 def test_the_ledger_is_searched_and_sorted(seen, run):
-    table = [row for row in pq.read_table(run / "ledger").to_pylist() if row["prompt"] == PROMPTS[1]]
+    table = [
+        row for row in pq.read_table(run / "ledger").to_pylist() if row["prompt"] == PROMPTS[1]
+    ]
     assert seen["rows"] == 25
     assert seen["found"][0] == f"1 to {len(table)} of {len(table)}"
-    table.sort(key=lambda row: -np.inf if np.isnan(row["proxy_reward"]) else row["proxy_reward"], reverse=True)
-    proxies = ["nan" if np.isnan(row["proxy_reward"]) else f"{row['proxy_reward']:.4f}" for row in table]
+    table.sort(
+        key=lambda row: -np.inf if np.isnan(row["proxy_reward"]) else row["proxy_reward"],
+        reverse=True,
+    )
+    proxies = [
+        "nan" if np.isnan(row["proxy_reward"]) else f"{row['proxy_reward']:.4f}" for row in table
+    ]
     assert [row[4] for row in seen["found"][1]] == proxies
     finite = len(table) - 3
-    assert [row[10] for row in seen["found"][1]][:finite] == [str(row["seed"]) for row in table][:finite]
+    assert [row[10] for row in seen["found"][1]][:finite] == [str(row["seed"]) for row in table][
+        :finite
+    ]

@@ -18,17 +18,15 @@ import pytest
 from click.testing import CliRunner
 
 from solrl_jax.cli import main
-from solrl_jax.rl.trainable.trainable import flatten
+from solrl_jax.errors import InputError, RunError
+from solrl_jax.rl.experiment import build, state_shapes
 from solrl_jax.rl.trainable.lora_files import import_lora
-from solrl_jax.runs import checkpoint
-from solrl_jax.runs import checkpoint_writer
-from solrl_jax.runs import metrics
+from solrl_jax.rl.trainable.trainable import flatten
+from solrl_jax.runs import checkpoint, checkpoint_writer, metrics
 from solrl_jax.runs import trainer as trainer
 from solrl_jax.runs.directory import find_checkpoint
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import files
-from solrl_jax.errors import InputError, RunError
-from solrl_jax.rl.experiment import build, state_shapes
 from tests.small import SMALL, small_config
 
 ITERATIONS = 5
@@ -41,7 +39,9 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
 
 def run(run_dir: Path, *overrides: str, **options) -> dict:
     with TerminalProgress(bars=False) as report:
-        return trainer.run(small_config(run_dir, f"train.iterations={ITERATIONS}", *overrides), report)
+        return trainer.run(
+            small_config(run_dir, f"train.iterations={ITERATIONS}", *overrides), report
+        )
 
 
 def arrays(run_dir: Path) -> dict[str, np.ndarray]:
@@ -50,7 +50,10 @@ def arrays(run_dir: Path) -> dict[str, np.ndarray]:
     checkpoint.verify(path)
     state, meta = checkpoint.restore(path, state_shapes(build(small_config(run_dir))))
     assert meta["iteration"] == int(path.name)
-    return {jax.tree_util.keystr(k): np.asarray(v) for k, v in jax.tree_util.tree_leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(k): np.asarray(v)
+        for k, v in jax.tree_util.tree_leaves_with_path(state)
+    }
 
 
 def record(run_dir: Path) -> list[dict]:
@@ -80,9 +83,13 @@ def test_killed_at_any_moment_and_started_again_ends_bit_identical(tmp_path, uni
     kills = 0
     keeping = f"model.prompt_cache_dir={tmp_path / 'cache'}"  # what the uninterrupted run computed is read, to the bit
     for attempt in range(12):
-        with subprocess.Popen(command(tmp_path, keeping), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command(tmp_path, keeping), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
             assert process.stderr is not None
-            if attempt < 1:  # somewhere in the iteration after the first line of progress, its saves and writes included
+            if (
+                attempt < 1
+            ):  # somewhere in the iteration after the first line of progress, its saves and writes included
                 for line in process.stderr:
                     if line.startswith("iteration"):
                         break
@@ -103,14 +110,20 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
     """Some parameters in full, adapters on others; the directory is what is sampled and what diffusers loads."""
     from diffusers import SanaTransformer2DModel
 
-    some = ("train.parameters=.*(scale_shift_table|ff/conv_point/kernel)", "train.iterations=2", "optimizer.learning_rate=0.01")
+    some = (
+        "train.parameters=.*(scale_shift_table|ff/conv_point/kernel)",
+        "train.iterations=2",
+        "optimizer.learning_rate=0.01",
+    )
     for folder, lengths in (("once", (2,)), ("twice", (1, 2))):
         for last in lengths:
             run(tmp_path / folder, *some, f"train.iterations={last}")
     config = small_config(tmp_path / "once", *some)
     experiment = build(config)
     states = [
-        checkpoint.restore(tmp_path / folder / "checkpoints" / "000002", state_shapes(experiment))[0]
+        checkpoint.restore(tmp_path / folder / "checkpoints" / "000002", state_shapes(experiment))[
+            0
+        ]
         for folder in ("once", "twice")
     ]
     jax.tree.map(np.testing.assert_array_equal, *states)
@@ -118,22 +131,34 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
     path = "transformer_blocks/ff/conv_point/kernel"
     base = flatten(experiment.backbone.transformer)[path]
     assert np.abs(np.asarray(trained[path]) - np.asarray(base, np.float32)).max() > 1e-3
-    said = CliRunner().invoke(main.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "out"), "--json"])
+    said = CliRunner().invoke(
+        main.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "out"), "--json"]
+    )
     assert json.loads(said.stdout)["trained_in_full"] == 3
     network = SanaTransformer2DModel.from_pretrained(tmp_path / "out")
     for layer, block in enumerate(network.transformer_blocks):
-        np.testing.assert_array_equal(block.ff.conv_point.weight[:, :, 0, 0].detach().numpy().T, trained[path][layer])
-    adapters, _ = import_lora(tmp_path / "out" / "pytorch_lora_weights.safetensors", experiment.backbone.parameter_table())
+        np.testing.assert_array_equal(
+            block.ff.conv_point.weight[:, :, 0, 0].detach().numpy().T, trained[path][layer]
+        )
+    adapters, _ = import_lora(
+        tmp_path / "out" / "pytorch_lora_weights.safetensors", experiment.backbone.parameter_table()
+    )
     assert adapters.keys() == set(experiment.targets.adapted)
     jax.tree.map(np.testing.assert_array_equal, adapters, {p: trained[p] for p in adapters})
     for option in (("--format", "peft"), ("--fold-alpha",)):
-        said = CliRunner().invoke(main.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "no"), *option])
+        said = CliRunner().invoke(
+            main.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "no"), *option]
+        )
         assert isinstance(said.exception, InputError)
-        assert f"{' '.join(option)}: {tmp_path / 'once'} trains 3 parameter(s) in full" in str(said.exception)
+        assert f"{' '.join(option)}: {tmp_path / 'once'} trains 3 parameter(s) in full" in str(
+            said.exception
+        )
 
 
 @pytest.mark.exhaustive
-def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_saved(tmp_path, monkeypatch):
+def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_saved(
+    tmp_path, monkeypatch
+):
     on_the_disk = {}
     seal = files.seal
 
@@ -144,7 +169,10 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
     def noting(every: int):
         class Noting(TerminalProgress):
             def iteration(self, done: int, row: dict[str, float]) -> None:
-                names = [path.name for path in checkpoint.candidates(tmp_path / str(every) / "checkpoints")]
+                names = [
+                    path.name
+                    for path in checkpoint.candidates(tmp_path / str(every) / "checkpoints")
+                ]
                 on_the_disk[every, done] = f"{done:06d}" in names
                 super().iteration(done, row)
 
@@ -153,14 +181,22 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
     monkeypatch.setattr(files, "seal", slow)
     for every in (1, 2):
         with noting(every) as report:
-            trainer.run(small_config(tmp_path / str(every), "train.iterations=2", f"run.checkpoint_every={every}"), report)
+            trainer.run(
+                small_config(
+                    tmp_path / str(every), "train.iterations=2", f"run.checkpoint_every={every}"
+                ),
+                report,
+            )
     assert on_the_disk == {(1, 1): True, (1, 2): True, (2, 1): False, (2, 2): False}
 
 
 @pytest.mark.exhaustive
 def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
     with subprocess.Popen(
-        command(tmp_path, "run.checkpoint_every=5"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command(tmp_path, "run.checkpoint_every=5"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -173,13 +209,17 @@ def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
     assert summary["interrupted"]
     assert 2 <= summary["iterations"] < ITERATIONS
     assert "Traceback" not in errors
-    assert [p.name for p in checkpoint.candidates(tmp_path / "checkpoints")] == [f"{summary['iterations']:06d}"]
+    assert [p.name for p in checkpoint.candidates(tmp_path / "checkpoints")] == [
+        f"{summary['iterations']:06d}"
+    ]
     run(tmp_path)
     assert_same_run(tmp_path, uninterrupted)
 
 
 @pytest.mark.exhaustive
-def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_used(tmp_path, uninterrupted, capsys):
+def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_used(
+    tmp_path, uninterrupted, capsys
+):
     run(tmp_path, "train.iterations=3")
     newest = checkpoint.candidates(tmp_path / "checkpoints")[0]
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -200,20 +240,28 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path, uninterrupted):
 
 
 def test_another_run_is_not_overwritten(uninterrupted):
-    with pytest.raises(InputError, match=r"holds another run.*optimizer.learning_rate: 0.001 there, 0.002 here"):
+    with pytest.raises(
+        InputError, match=r"holds another run.*optimizer.learning_rate: 0.001 there, 0.002 here"
+    ):
         run(uninterrupted, "optimizer.learning_rate=2e-3")
 
 
-def test_a_finished_run_whose_checkpoints_were_moved_away_keeps_its_records(tmp_path, uninterrupted):
+def test_a_finished_run_whose_checkpoints_were_moved_away_keeps_its_records(
+    tmp_path, uninterrupted
+):
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder, ignore=shutil.ignore_patterns("checkpoints"))
-    with pytest.raises(InputError, match=r"records 5 iterations, but .*/checkpoints holds no checkpoint; put"):
+    with pytest.raises(
+        InputError, match=r"records 5 iterations, but .*/checkpoints holds no checkpoint; put"
+    ):
         run(folder)
     assert record(folder) == record(uninterrupted)
     assert pq.read_table(folder / "ledger").equals(pq.read_table(uninterrupted / "ledger"))
 
 
-def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(tmp_path, uninterrupted, monkeypatch, capsys):
+def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(
+    tmp_path, uninterrupted, monkeypatch, capsys
+):
     original = checkpoint_writer._start_writing
     saves = []
 
@@ -228,7 +276,9 @@ def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(t
         return (full if len(saves) >= 3 else wait), merge
 
     monkeypatch.setattr(checkpoint_writer, "_start_writing", third)
-    with pytest.raises(RunError, match=r"^disk full while writing .*000003; the last checkpoint is .*000002$"):
+    with pytest.raises(
+        RunError, match=r"^disk full while writing .*000003; the last checkpoint is .*000002$"
+    ):
         run(tmp_path)
     assert len(saves) == 4  # tried again at the end
     assert "saved after" not in capsys.readouterr().err
@@ -245,7 +295,12 @@ def stopped(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("stopped")
     original = checkpoint_writer._start_writing
-    options = ("eval.every=2", "run.keep_best=2", "run.keep_checkpoints=1", "run.checkpoint_every=9")
+    options = (
+        "eval.every=2",
+        "run.keep_best=2",
+        "run.keep_checkpoints=1",
+        "run.checkpoint_every=9",
+    )
 
     def slow(path, state):
         wait, merge = original(path, state)
@@ -281,20 +336,33 @@ def test_sigterm_while_a_save_is_under_way_waits_for_it(stopped, uninterrupted):
 @pytest.mark.exhaustive
 def test_the_best_are_kept_beside_the_newest_and_hold_their_evaluation(stopped):
     folder, _, meta = stopped
-    scores = {row["iteration"]: {k: v for k, v in row.items() if k.startswith("eval/")} for row in metrics.read(folder)}
+    scores = {
+        row["iteration"]: {k: v for k, v in row.items() if k.startswith("eval/")}
+        for row in metrics.read(folder)
+    }
     assert meta["evaluation"] == scores[2]
-    evaluated = sorted((2, 4, 5), key=lambda iteration: (-scores[iteration]["eval/reward"], -iteration))
+    evaluated = sorted(
+        (2, 4, 5), key=lambda iteration: (-scores[iteration]["eval/reward"], -iteration)
+    )
     root = folder / "checkpoints"
-    assert {path.name for path in checkpoint.candidates(root)} == {"000005", *(f"{i:06d}" for i in evaluated[:2])}
+    assert {path.name for path in checkpoint.candidates(root)} == {
+        "000005",
+        *(f"{i:06d}" for i in evaluated[:2]),
+    }
     assert find_checkpoint(folder, "best") == root / f"{evaluated[0]:06d}"
 
 
 def test_of_a_record_that_somebody_wrote_only_levels_that_there_are_count():
-    rows = [{"iteration": 1}, *({"iteration": 2, "fidelity/level": level} for level in (-5, 99, 0.5, None, 1.0))]
+    rows = [
+        {"iteration": 1},
+        *({"iteration": 2, "fidelity/level": level} for level in (-5, 99, 0.5, None, 1.0)),
+    ]
     ((level, correlation),) = trainer._explored(rows, 2)
     assert level == 1
     assert np.isnan(correlation)
-    rows = [{"iteration": i, "fidelity/level": 0, "fidelity/spearman": i / 10} for i in (2, 1, 1, -1)]
+    rows = [
+        {"iteration": i, "fidelity/level": 0, "fidelity/spearman": i / 10} for i in (2, 1, 1, -1)
+    ]
     assert trainer._explored(rows, 2) == [(0, 0.1), (0, 0.2)]  # each once, in order
 
 

@@ -173,7 +173,8 @@ def test_a_kernel_beside_its_twin():
 
 def test_a_twin_that_fails_leaves_the_kernels_own_figures():
     case = next(kernels.cases(kernels.SMALL))
-    done, failed = Future(), Future()
+    done = Future()
+    failed = Future()
     done.set_result((lambda *arrays: arrays[0], 0.1))
     failed.set_exception(MemoryError("too large"))
     figures = kernels.compare(case, done, failed, repeat=1)

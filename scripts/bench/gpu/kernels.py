@@ -127,7 +127,8 @@ def compare(case: Case, ours: Future[Any], twin: Future[Any], repeat: int) -> di
 
 @jax.jit
 def _difference(ours: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    wide, reference = ours.astype(jnp.float32), expected.astype(jnp.float32)
+    wide = ours.astype(jnp.float32)
+    reference = expected.astype(jnp.float32)
     largest = jnp.maximum(jnp.abs(reference).max(), 1e-30)
     alike = (wide == expected.astype(ours.dtype).astype(jnp.float32)).mean()
     return jnp.abs(wide - reference).max() / largest, alike
@@ -195,7 +196,8 @@ def one_pass_cases(sizes: Sizes) -> Iterator[Case]:
 
     def queries(*arguments: jax.Array) -> list[LazyActivation]:
         *streams, factor = arguments
-        made, position = [], 0
+        made = []
+        position = 0
         positions = np.zeros((3, text + image))
         positions[2, text:] = np.arange(image)
         rotation = rotation_table(positions, AXES, 10_000.0)

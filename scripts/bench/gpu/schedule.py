@@ -20,7 +20,8 @@ FIRST, LAST = (
     ("facts", "kernels", "parity"),
     ("products",),
 )  # of all models, before and after those of each
-ALL, EACH = (*FIRST, *LAST), ("steps", "rollout", "update")
+ALL = (*FIRST, *LAST)
+EACH = ("steps", "rollout", "update")
 PRESETS = {  # of a model: a preset and what is chosen beside it
     "sana": ("sana_sol_rl_pickscore",),
     "flux1": ("flux1_sol_rl_pickscore",),
@@ -91,7 +92,8 @@ def references(task: Task) -> Iterator[None]:
 
 def run_one(task: Task, most: float) -> Record:
     """One step in its own process, which is ended after `most` seconds. The step writes its figures as it finds them."""
-    began, ended = time.monotonic(), False
+    began = time.monotonic()
+    ended = False
     task.path.unlink(missing_ok=True)
     with started(task, session=True) as process:
         try:
@@ -100,11 +102,12 @@ def run_one(task: Task, most: float) -> Record:
             ended = True
     record = Record.read(task.path) or Record(task.name)
     if ended and record.state == RUNNING:
-        record.state, record.reason = CUT_OFF, f"ended after the {most:.0f} s that it had"
+        record.state = CUT_OFF
+        record.reason = f"ended after the {most:.0f} s that it had"
     elif record.state == RUNNING:
-        record.state, record.reason = (
-            FAILED,
-            f"its process ended with {process.returncode}; a negative number is a signal's",
+        record.state = FAILED
+        record.reason = (
+            f"its process ended with {process.returncode}; a negative number is a signal's"
         )
     record.seconds = round(time.monotonic() - began, 2)
     return record
