@@ -257,10 +257,6 @@ def test_what_other_pages_say_of_the_plans():
     def prose(page):
         return " ".join(page.read_text().replace("\n>", " ").split())
 
-    figures = r"an exploring step of FLUX\.1 is (\S+) times as .* An iteration is (\S+) times as"
-    said = re.search("At a B200's public peaks, " + figures, prose(README))
-    assert said is not None
-    check(said.groups(), [float(flux[0]), float(flux[6])], "README.md")
     said = re.search(
         r"on a B200 these take at least (\d+), (\d+) and (\d+) s",
         choose := prose(DOCS / "choose.md"),
