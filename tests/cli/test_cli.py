@@ -615,9 +615,8 @@ def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):
     )
     code, out, _ = call("presets", "--show", "tiny", f"prompts.train={prompts}")
     assert code == 0
-    assert out.startswith(
-        f"tiny: 2 prompts to train on ({prompts}), 26 prompts to test on (embedded:shapes-test), 0 in both;"
-    )
+    sizes = f"2 train prompts ({prompts}), 26 test prompts (embedded:shapes-test), 0 in both;"
+    assert f"\ntiny: {sizes}" in out
     shown = [
         json.loads(
             call("presets", "--show", "tiny", f"prompts.train={prompts}", f"seed={s}", "--json")[1]
@@ -633,7 +632,7 @@ def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):
     code, _, err = call("presets", "train.num_prompts=1")
     assert (code, err) == (
         2,
-        "solrl: train.num_prompts=1: settings are for one preset; expected --show PRESET before them\n",
+        "solrl: train.num_prompts=1: overrides need --show PRESET before them\n",
     )
 
 
@@ -668,7 +667,7 @@ def test_presets_lists_them_all(call):
         ),
         (
             ("train", "tiny", "model.path=embedded:big-sana"),
-            "there are tiny-flux, tiny-sana, tiny-sd3",
+            "accepted: tiny-flux, tiny-sana, tiny-sd3",
         ),
         (("train", "tiny", "model.height=30"), "size 30x32"),
         (

@@ -226,7 +226,7 @@ def test_files_are_what_they_promise(first):
             np.asarray(Image.open(out / f"{i:05d}.png")), np.round(255 * image)
         )
     assert summary == {"out": str(out), "images": 3, "height": 32, "width": 32, "steps": 4} | {
-        "precision": "fp32 (no linear is quantised; native)"
+        "precision": "fp32 (no linear layer is quantized; native)"
     }
 
 

@@ -755,7 +755,7 @@ CASES = [
         "encode tiny model.prompt_cache_dir=~nobody-at-all/x",
         "model.prompt_cache_dir",
     ),
-    Case("presets: settings without one", "presets seed=1", "expected --show PRESET"),
+    Case("presets: settings without one", "presets seed=1", "overrides need --show PRESET"),
     Case(
         "encode: a cache that is a file",
         "encode tiny model.prompt_cache_dir={dir}/x",
