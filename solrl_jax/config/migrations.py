@@ -83,12 +83,13 @@ def current_value(key: str, value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""
-        return {
-            current_name(f"{prefix}{name}").rpartition(".")[2]: current_value(
-                f"{prefix}{name}", inner
-            )
-            for name, inner in value.items()
-        }
+        translated = {}
+        for name, inner in value.items():
+            # A key without an entry keeps its name: those of free fields may contain dots.
+            renamed = RENAMED.get(f"{prefix}{name}")
+            new_name = name if renamed is None else renamed.rpartition(".")[2]
+            translated[new_name] = current_value(f"{prefix}{name}", inner)
+        return translated
     if isinstance(value, str):
         return RENAMED_VALUES.get(key, {}).get(value, value)
     return value

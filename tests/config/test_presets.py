@@ -1,5 +1,6 @@
 """Every preset resolves to the numbers of its recipe, and files combine in their order."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -320,3 +321,9 @@ def test_a_recipe_with_a_condition_that_a_run_does_not_record_is_for_presets_alo
     )
     with pytest.raises(ConfigError, match=expected):
         override(resolve("sana_sol_rl_hpsv2"), ["explore=mine"])
+
+
+def test_keys_of_free_fields_keep_their_dots():
+    options = {"my.module:score": {"a.b": 1}}
+    config = resolve("tiny", ["reward=my.module:score", f"reward.options={json.dumps(options)}"])
+    assert config.reward.options == options

@@ -265,7 +265,7 @@ def test_the_setting_names_all_that_a_figure_depends_on(toy):
     assert said == f"{pictures}; euler, 2 steps, guidance 1, bf16, seed 0"
     config = toy.config
     for section, change in (
-        ("eval", {"num_prompts": 2}), ("eval", {"images_per_prompt": 5}), ("eval", {"num_steps": 3}), ("eval", {"seed": 1}),
+        ("eval", {"num_prompts": 2}), ("eval", {"num_images_per_prompt": 5}), ("eval", {"num_steps": 3}), ("eval", {"seed": 1}),
         ("rollout", {"guidance_scale": 2.0}), ("rollout", {"true_cfg_scale": 2.0}), ("rollout", {"precision": "fp32"}),
         ("rollout", {"solver": "dpm2"}), ("model", {"width": 64}),
     ):  # fmt: skip

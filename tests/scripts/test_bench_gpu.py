@@ -47,7 +47,7 @@ def test_no_step_begins_without_time(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [(["--models", "huge"], "--models huge"), (["--steps", "all"], "--steps all"), (["--formats", "int3"], "--formats int3"),
-     (["rollout.chunk=0"], "rollout.chunk")],
+     (["rollout.per_device_batch_size=0"], "rollout.per_device_batch_size")],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, capsys, arguments, told):
     with pytest.raises(SystemExit):
