@@ -15,13 +15,13 @@ def main(*overrides: str) -> None:
     for i in range(1, experiment.config.train.iterations + 1):
         state, outcome = solrl.iterate(experiment, state, i)
         row = outcome.metrics
+        rank = row["fidelity/spearman"]
         print(
-            f"{i:3}: pool {row['pool/reward']:.3f}, kept {row['kept/reward']:.3f}, rank {row['fidelity/spearman']:.2f}"
+            f"{i:3}: pool {row['pool/reward']:.3f}, kept {row['kept/reward']:.3f}, rank {rank:.2f}"
         )
     after = solrl.evaluate(experiment, state.ema)
-    print(
-        f"held-out reward: {before.means['reward']:.3f} before, {after.means['reward']:.3f} after"
-    )
+    rewards = [result.means["reward"] for result in (before, after)]
+    print("held-out reward: {:.3f} before, {:.3f} after".format(*rewards))
     solrl.export_lora(experiment, state.ema, "tiny-lora.safetensors")
 
 

@@ -105,7 +105,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives, packed):
     assert {name for name in names if name.startswith("solrl_jax/")} == packed
     for name in (
         "py.typed",
-        "configs/base.yaml",
+        "configs/tiny.yaml",
         "configs/model/flux1.yaml",
         "models/flux/transformer.py",
         "assets/pipelines/tiny-sana",
@@ -158,8 +158,8 @@ def test_the_installed_package_trains_beside_models_and_configs_of_the_users_own
     call(*PIP, "install", "--quiet", "--no-deps", "--target", installed, archives[1])
     (mine / "models").mkdir(parents=True)
     (mine / "models" / "__init__.py").write_text("MINE = 'the user\\'s own'\n")
-    (mine / "configs").mkdir()
-    for name in ("base.yaml", "tiny.yaml"):
+    (mine / "configs" / "model").mkdir(parents=True)
+    for name in ("tiny.yaml", "model/tiny-sana.yaml"):
         (mine / "configs" / name).write_text("what: nobody reads\n")
     (mine / "program.py").write_text(PROGRAM)
     # before the checkout, which is installed in this environment

@@ -330,7 +330,7 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
         ),
         (
             ("model.instruction=absent",),
-            "model.instruction='absent': no such file; expected a text file that holds",
+            "model.instruction='absent': no such file; expected a text file with",
         ),
         (
             (*flux, f"model.instruction={tmp_path / 'instruction'}"),
