@@ -13,11 +13,10 @@ from flax import nnx
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
 from solrl_jax.models.checks import check_attention
-from solrl_jax.models.layers import attention_fp8 as module
-from solrl_jax.models.layers.attention_fp8 import E4M3, PEAK, attention_fp8
-from solrl_jax.models.layers.mmdit import JointAttention, SelfAttention
+from solrl_jax.models.layers.attention_fp8 import E4M3, PROBABILITY_SCALE, attention_fp8
+from solrl_jax.models.layers.softmax_attention import JointAttention, SelfAttention
 from solrl_jax.models.locate import open_model
-from solrl_jax.quant.lazy import LazyActivation
+from solrl_jax.quant.lazy import LazyActivation, cast_saturating
 from tests.parity import relative
 
 B = 2
@@ -40,14 +39,15 @@ def formula(q, k, v):
     """Written out in float64, rounded where cuDNN rounds."""
     logits = np.einsum("btnh,bsnh->bnts", rounded(q), rounded(k)) / np.sqrt(H)
     powers = np.exp(logits - logits.max(-1, keepdims=True))
-    weights = rounded(PEAK * powers) / (PEAK * powers.sum(-1, keepdims=True))
+    weights = rounded(PROBABILITY_SCALE * powers)
+    weights /= PROBABILITY_SCALE * powers.sum(-1, keepdims=True)
     return np.einsum("bnts,bsnh->btnh", weights, rounded(v))
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1e-2])
 def test_operands_probabilities_and_result_are_in_e4m3(scale):
     arrays = operands(scale)
-    out = attention_fp8(*(module.rounded(jnp.asarray(a, jnp.float32), E4M3) for a in arrays))
+    out = attention_fp8(*(cast_saturating(jnp.asarray(a, jnp.float32), E4M3) for a in arrays))
     assert out.dtype == E4M3
     exact = formula(*arrays)
     ours = np.asarray(out).astype(np.float64)
@@ -71,10 +71,10 @@ def test_probabilities_keep_their_bits_down_to_a_sixteen_thousandth():
 
 
 def test_large_values_saturate():
-    big = module.rounded(jnp.asarray([1e4, -500.0, 448.0, 0.1]), E4M3)
+    big = cast_saturating(jnp.asarray([1e4, -500.0, 448.0, 0.1]), E4M3)
     np.testing.assert_array_equal(np.asarray(big).astype(np.float32)[:3], [448, -448, 448])
     assert np.isnan(
-        np.asarray(module.rounded(jnp.asarray([np.nan]), E4M3)).astype(np.float32)
+        np.asarray(cast_saturating(jnp.asarray([np.nan]), E4M3)).astype(np.float32)
     ).all()
 
 
@@ -83,7 +83,7 @@ def test_a_network_takes_it_where_it_is_asked_for(joint):
     make = JointAttention if joint else SelfAttention
     attend = make(32, H, normed=True, rngs=nnx.Rngs(0), **({} if joint else {"projected": True}))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 32)), jnp.bfloat16)
-    streams = [LazyActivation.of(x)] * (2 if joint else 1)
+    streams = [LazyActivation.from_array(x)] * (2 if joint else 1)
 
     def run(fp8_attention):
         outputs = jax.jit(lambda: attend(*streams, fp8_attention=fp8_attention))()

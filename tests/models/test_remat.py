@@ -96,7 +96,7 @@ def test_sums_of_squares_are_kept_only_where_asked_and_change_no_gradient():
 
     def norm(keep):
         return jax.checkpoint(
-            lambda x: (rms_norm(x, weight, 1e-6, keep=keep) ** 3).sum(),
+            lambda x: (rms_norm(x, weight, 1e-6, save_squares=keep) ** 3).sum(),
             policy=REMAT["matmuls"],
             prevent_cse=False,
         )
