@@ -267,7 +267,7 @@ def materialize_heads(
     if all(x.exact for x in pieces):
         values = [split_heads(cast_saturating(x.value, dtype)) for x in pieces]
         return values[0] if len(values) == 1 else jnp.concatenate(values, axis=1)
-    return split_heads(encode_in_one_pass(partial(_cast_parts, dtype), pieces)[0])
+    return split_heads(encode_in_one_pass(partial(cast_rows, dtype), pieces)[0])
 
 
 def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
@@ -281,7 +281,7 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return x.astype(dtype)
 
 
-def _cast_parts(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
+def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
     """An `Encode` with one output: the rows themselves, in `dtype`."""
     return ([cast_saturating(x, dtype) for x in parts],)
 

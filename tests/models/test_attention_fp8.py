@@ -14,7 +14,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
 from solrl_jax.models.checks import check_attention
 from solrl_jax.models.layers.attention_fp8 import E4M3, PROBABILITY_SCALE, attention_fp8
-from solrl_jax.models.layers.mmdit import JointAttention, SelfAttention
+from solrl_jax.models.layers.softmax_attention import JointAttention, SelfAttention
 from solrl_jax.models.locate import open_model
 from solrl_jax.quant.lazy import LazyActivation, cast_saturating
 from tests.parity import relative
@@ -39,8 +39,8 @@ def formula(q, k, v):
     """Written out in float64, rounded where cuDNN rounds."""
     logits = np.einsum("btnh,bsnh->bnts", rounded(q), rounded(k)) / np.sqrt(H)
     powers = np.exp(logits - logits.max(-1, keepdims=True))
-    codes = rounded(PROBABILITY_SCALE * powers)
-    weights = codes / (PROBABILITY_SCALE * powers.sum(-1, keepdims=True))
+    weights = rounded(PROBABILITY_SCALE * powers)
+    weights /= PROBABILITY_SCALE * powers.sum(-1, keepdims=True)
     return np.einsum("bnts,bsnh->btnh", weights, rounded(v))
 
 

@@ -30,7 +30,7 @@ from solrl_jax.quant.lazy import LazyActivation, LazyPart
 from solrl_jax.quant.matmul import matmul
 
 BF16 = jnp.bfloat16
-ENCODERS = {"fp8": fp8.encode, "nvfp4": nvfp4.encode, "bf16": partial(lazy._cast_parts, BF16)}
+ENCODERS = {"fp8": fp8.encode, "nvfp4": nvfp4.encode, "bf16": partial(lazy.cast_rows, BF16)}
 AXES = (16, 56, 56)  # FLUX.1: the features of a head that each coordinate of a position rotates
 
 
@@ -39,18 +39,17 @@ class Sizes:
     """The sizes of the networks' layers. The defaults are those of the released models.
 
     Attributes:
-      sana: batch, rows and columns of tokens, heads, features of a head, text tokens, and channels
-        of the gated convolution.
+      sana: batch, rows and columns of tokens, heads, features of a head, and text tokens.
       flux: batch, text tokens, image tokens, heads, and features of a head.
       sd3: batch, tokens of text and image together (an odd number), heads, and features of a head.
     """
 
-    sana: tuple[int, int, int, int, int, int, int] = (16, 32, 32, 70, 32, 300, 11200)
+    sana: tuple[int, int, int, int, int, int] = (16, 32, 32, 70, 32, 300)
     flux: tuple[int, int, int, int, int] = (12, 128, 1024, 24, 128)
     sd3: tuple[int, int, int, int] = (1, 4429, 38, 64)
 
 
-SMALL = Sizes((2, 4, 4, 2, 32, 12, 128), (2, 8, 16, 2, 128), (1, 29, 2, 64))
+SMALL = Sizes((2, 4, 4, 2, 32, 12), (2, 8, 16, 2, 128), (1, 29, 2, 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +166,7 @@ def product_shapes(batch: int, tokens: int, width: int) -> tuple[jax.ShapeDtypeS
 
 def one_pass_cases(sizes: Sizes) -> Iterator[Case]:
     """`quant.lazy.triton_kernel`: what a quantized matmul or an attention reads."""
-    batch, rows, columns, heads, head, *_ = sizes.sana
+    batch, rows, columns, heads, head, _ = sizes.sana
     flux, text, image, flux_heads, flux_head = sizes.flux
     width = flux_heads * flux_head
 
@@ -229,7 +228,7 @@ def _by_head(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 def linear_attention_cases(sizes: Sizes) -> Iterator[Case]:
     """SANA's linear attention and MHLA's, and their gradients, beside the twin in BF16."""
-    batch, rows, columns, heads, head, *_ = sizes.sana
+    batch, rows, columns, heads, head, _ = sizes.sana
     shapes = (shape(batch, rows * columns, heads * head),) * 3
     blocks = linear_attention.Blocks((4, 4), (rows, columns), 1e-6, 1e-6)
 
@@ -272,7 +271,7 @@ def gradient(f: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 def attention_cases(sizes: Sizes) -> Iterator[Case]:
     """cuDNN's flash attention in BF16 and FP8, beside XLA's matmuls and softmax."""
-    batch, rows, columns, _, _, text, _ = sizes.sana
+    batch, rows, columns, _, _, text = sizes.sana
     flux, of_text, image, flux_heads, flux_head = sizes.flux
     sd3, tokens, sd3_heads, sd3_head = sizes.sd3
     lengths = {
