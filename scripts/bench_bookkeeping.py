@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         return state, real[0]
 
     trainer.iterate = again
-    with tempfile.TemporaryDirectory() as folder, TerminalProgress(bars=False) as report:
+    with tempfile.TemporaryDirectory() as folder, TerminalProgress(bars=False) as progress:
         run = f"{folder}/run"
         length = (
             f"train.iterations={args.iterations}",
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         config = resolve(args.preset, (*SETTINGS, *length, *args.overrides))
         with contextlib.redirect_stderr(io.StringIO()):
-            trainer.run(config, report, page=True)
+            trainer.run(config, progress, html_report=True)
         sizes = {
             name: (Path(run) / name).stat().st_size for name in ("metrics.jsonl", "report.html")
         }

@@ -37,8 +37,8 @@ def train(preset: str, *overrides: str) -> dict[str, Any]:
     Raises KeyboardInterrupt if it was interrupted, after the last whole iteration is saved.
     """
     config = resolve(preset, overrides)
-    with TerminalProgress(bars=False) as report:
-        summary = trainer.run(config, report)
+    with TerminalProgress(bars=False) as progress:
+        summary = trainer.run(config, progress)
     if summary["interrupted"]:
         raise KeyboardInterrupt(
             f"{summary['run']}: saved after iteration {summary['iterations']}; the same call goes on"

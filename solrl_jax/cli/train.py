@@ -66,9 +66,9 @@ def command(
     """
     config = resolve(preset, overrides)
     initialise(**hosts)
-    with TerminalProgress() as report:
-        summary = trainer.run(config, report, profile, page, force=force)
-    if report.speaks:
+    with TerminalProgress() as progress:
+        summary = trainer.run(config, progress, profile, page, force=force)
+    if progress.speaks:
         finish(
             summary,
             as_json,

@@ -16,15 +16,6 @@ from solrl_jax.errors import one_line
 from solrl_jax.parallel import hosts
 
 
-class Stopped(Exception):
-    """The loop was stopped, by a signal or a failure. Carries the last whole state and how many iterations it has behind it."""
-
-    def __init__(self, state: Any, done: int) -> None:
-        super().__init__(f"after iteration {done}")
-        self.state = state
-        self.done = done
-
-
 class TerminalProgress:
     """Bars and lines on standard error. As a context manager it also handles Ctrl-C and SIGTERM.
 

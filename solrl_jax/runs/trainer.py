@@ -1,18 +1,24 @@
-"""The loop around `rl.iteration.iterate`: resuming, evaluating, recording, saving. Knows paths; knows no algorithm.
+"""The training loop around `rl.iteration.iterate`: it resumes, trains, evaluates, records and saves.
 
-run.dir/config.yaml             the resolved configuration
-run.dir/run.json                versions, devices, what is native and what is emulated
-run.dir/metrics.jsonl           one row an iteration (0: before training), and TensorBoard's files
-run.dir/ledger/                 every candidate of every iteration, Parquet
-run.dir/checkpoints/000010/     the state after iteration 10
-run.dir/profile/                traces of the iterations that were asked for
-run.dir/pictures/               fixed prompts and seeds before, during and after; pools
-run.dir/report.html             all of this as one page, if asked for
+This module knows the files of a run and nothing about the algorithm. It reads in the order in which a
+run executes: `run` opens everything, `_train` loops over iterations, and the functions that they call
+follow in the order of the calls.
+
+    run.dir/config.yaml             the resolved configuration
+    run.dir/run.json                versions, devices, and whether exploration is native or emulated
+    run.dir/metrics.jsonl           one row per iteration (row 0: before training)
+    run.dir/tensorboard/            the same values for TensorBoard, if configured
+    run.dir/ledger/                 every candidate of every iteration, as Parquet
+    run.dir/checkpoints/000010/     the state after iteration 10
+    run.dir/profile/                traces of the iterations that were requested
+    run.dir/pictures/               images of fixed prompts and seeds, and of candidate pools
+    run.dir/report.html             all of this on one page, if requested
 """
 
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,14 +30,13 @@ import numpy as np
 
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import training_sizes
-from solrl_jax.data.prompts import draw_prompts
+from solrl_jax.data.prompts import Prompt, draw_prompts
 from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.parallel import hosts
 from solrl_jax.rl.experiment import Experiment, build, fresh_state, state_shapes
 from solrl_jax.rl.explore.monitor import WINDOW, level_after
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.state import TrainState
-from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
 from solrl_jax.runs.checkpoint_writer import Saver
 from solrl_jax.runs.evaluate import evaluate, sample_grid
@@ -39,71 +44,121 @@ from solrl_jax.runs.hacking import hacking_alarms
 from solrl_jax.runs.identity import claim, fingerprint, refuse_another_run
 from solrl_jax.runs.metrics import Metrics, import_wandb
 from solrl_jax.runs.metrics import read as read_metrics
-from solrl_jax.runs.progress import Stopped, TerminalProgress
+from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.runs.report import NAME, HtmlReport, is_page
 from solrl_jax.storage import files
 
 Row = dict[str, float]
-MOST_BLANK = 3  # iterations in a row without a finite reward, after which a run ends
+
+# A run ends after this many iterations in a row from which nothing could be learned.
+MAX_FAILED_ITERATIONS = 3
 
 
 class Diverged(RunError):
-    """Rewards or adapters are no longer finite. The state is not saved."""
+    """The rewards, the loss or the trained parameters are no longer finite.
+
+    The state is not saved, so the last checkpoint is from before the divergence.
+    """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Run:
-    """What one start of a run holds open."""
+    """The open files of a run in this process, and how far training has come.
+
+    Attributes:
+        experiment: The models, rewards and prompts.
+        folder: The run directory.
+        metrics: The record of the run. Only the first process opens it.
+        saver: Writes the checkpoints.
+        progress: The output in the terminal. It also notes interruptions by signals.
+        html_report: The page that is refreshed after every iteration, or None.
+        profile: The numbers of the iterations that are traced.
+        state: The training state after iteration `done`.
+        done: The number of complete iterations.
+    """
 
     experiment: Experiment
     folder: Path
     metrics: Metrics
     saver: Saver
-    report: TerminalProgress
+    progress: TerminalProgress
+    html_report: HtmlReport | None
     profile: Collection[int]
-    page: HtmlReport | None  # the report that is refreshed; None: not asked for
+    state: TrainState
+    done: int
 
     @property
     def config(self) -> Config:
+        """The configuration of the run."""
         return self.experiment.config
 
-    def log(self, done: int, row: Row) -> None:
-        hosts.write(lambda: self.metrics.log(done, row))
+    def log(self, row: Row) -> None:
+        """Appends a row to the record, as that of iteration `done`. Every process calls this."""
+        hosts.write(lambda: self.metrics.log(self.done, row))
 
-    def refresh(self, *, last: bool = False) -> None:
-        if self.page is not None and hosts.first() and (problem := self.page.refresh(last=last)):
-            self.report.line(problem)
+    def refresh_report(self, *, last: bool = False) -> None:
+        """Rewrites the HTML report, if there is one. A failure is printed and does not stop the run.
+
+        Args:
+            last: Whether the run ends here, so that the page is no longer marked as live.
+        """
+        if self.html_report is None or not hosts.first():
+            return
+        problem = self.html_report.refresh(last=last)
+        if problem:
+            self.progress.line(problem)
 
 
 def run(
     config: Config,
-    report: TerminalProgress,
+    progress: TerminalProgress,
     profile: Collection[int] = (),
-    page: bool = False,
+    html_report: bool = False,
     *,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Trains, or goes on with, the run that `config` describes. Returns what `--json` prints.
+    """Trains the run that `config` describes, or resumes it from its last checkpoint.
 
-    An interruption saves the last whole iteration and returns with "interrupted" true. Any other failure saves it too, and is
-    raised then. Raises InputError for what the user can mend, RunError when the run failed for another reason.
-    profile: the iterations of which a trace is written. page: whether `report.html` is kept up to date. force: also with
-    prompts that changed since the last start, and with sizes that cannot fit into memory.
+    Every process of a run calls this with the same arguments. After an interruption (Ctrl-C or
+    SIGTERM) the last complete iteration is saved and the function returns. After any other failure
+    that iteration is saved too, and the error is raised again.
+
+    Args:
+        config: The resolved configuration. `run.dir` is the run directory.
+        progress: The output in the terminal, entered as a context manager by the caller.
+        profile: Numbers of the iterations to trace, from 1. They must not be complete yet.
+        html_report: Whether `report.html` is rewritten after every iteration.
+        force: Whether to continue with training prompts or an instruction that changed since the
+            last start, to train with sizes that are estimated not to fit into memory, and to replace
+            a `report.html` that solrl_jax did not write.
+
+    Returns:
+        The summary of the run: "run" (its directory), "iterations" (complete ones), "interrupted",
+        and the first and the last recorded evaluation as "before" and "after".
+
+    Raises:
+        InputError: If the configuration, the run directory or an input file cannot be used.
+        RunError: If the run fails for another reason, such as a full disk.
+        Diverged: If rewards, loss or trained parameters stop being finite.
     """
     folder = Path(config.run.dir)
     if config.run.wandb:
-        import_wandb()  # before anything is loaded
+        import_wandb()  # fails early if it is not installed: loading a model takes minutes
     with contextlib.ExitStack() as stack:
+        # Refuse whatever would lose data before any model is loaded.
         hosts.write(lambda: profiling.refuse(profile, folder, config.train.iterations))
         hosts.write(lambda: stack.enter_context(files.only_user(files.writable_directory(folder))))
         hosts.write(lambda: refuse_another_run(folder, config))
-        if page and not is_page(folder / NAME):
-            hosts.write(lambda: files.refuse_existing("--report", [folder / NAME], force))
+        if html_report:
+            hosts.write(lambda: _refuse_foreign_report(folder / NAME, force))
+
+        # Load the models and the state to continue from.
         experiment = build(config, force=force)
-        state, done = _restore(experiment, folder, report, force)
-        # the directory is this run's once all input has been accepted
+        state, done = _restore(experiment, folder, progress, force)
+
+        # All input has been accepted, so the directory may be written to from here on.
         hosts.write(lambda: claim(folder, config))
-        facts = record.describe(experiment, folder, done, report)
+        facts = record.describe(experiment, folder, done, progress)
         metrics = Metrics(
             folder,
             tensorboard=config.run.tensorboard,
@@ -111,363 +166,498 @@ def run(
             resume_after=done if done else -1,
         )
         hosts.write(lambda: stack.enter_context(metrics))
-        if metrics.set_aside is not None:
-            report.line(
-                f"metrics.jsonl was damaged: kept as {metrics.set_aside}, and goes on with the rows that can be read"
-            )
-        elif hosts.first() and (
-            lost := done - len({row["iteration"] for row in metrics.rows} & {*range(1, done + 1)})
-        ):
-            report.line(
-                f"metrics.jsonl lacks {lost} of {done} iterations, and goes on without them"
-            )
-        saver = stack.enter_context(
-            Saver(
-                folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best
-            )
+        _report_lost_rows(metrics, done, progress)
+        saver = Saver(
+            folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best
         )
+        stack.enter_context(saver)
         hosts.write(lambda: ledger.discard_after(folder / "ledger", done))
+
         this = _Run(
-            experiment,
-            folder,
-            metrics,
-            saver,
-            report,
-            profile,
-            HtmlReport(folder) if page else None,
+            experiment=experiment,
+            folder=folder,
+            metrics=metrics,
+            saver=saver,
+            progress=progress,
+            html_report=HtmlReport(folder) if html_report else None,
+            profile=profile,
+            state=state,
+            done=done,
         )
+        del state  # `this.state` is the only reference, because each update deletes the old arrays
         interrupted = False
         try:
-            state, done = _loop(this, state, done)
-        except Stopped as stop:
-            state = stop.state
-            done = stop.done
+            _train(this)
+        except KeyboardInterrupt as stop:
             interrupted = True
-            _save_last(this, stop)
+            _save_after_stop(this, stop)
+        except Exception as failure:
+            _save_after_stop(this, failure)
+            raise
         saver.wait()
         if not interrupted:
-            _finish(this, state)
-            record.write(folder, facts | {"finished_after_iteration": done})
-        this.refresh(last=True)
-        return hosts.agreed(lambda: _summary(folder, done, interrupted))
+            _save_before_after(this)
+            record.write(folder, facts | {"finished_after_iteration": this.done})
+        this.refresh_report(last=True)
+        return hosts.agreed(lambda: _summary(folder, this.done, interrupted))
 
 
-def _loop(this: _Run, state: TrainState, done: int) -> tuple[TrainState, int]:
-    """From iteration `done` + 1 to the last. Raises Stopped, with the last whole state, for whatever stops it."""
-    config = this.config
-    report = this.report
-    report.start(config.train.iterations, done)
-    try:
-        _prepare(this, done)
-        if _is_due(config, done) and not _evaluation(this, done):
-            this.log(done, _evaluate(this, state.ema, done))
-            if done and config.run.keep_best:
-                _save(this, state, done)  # again, with its evaluation
-        blank = 0  # iterations in a row without a finite reward, or without a finite loss
-        while done < config.train.iterations:
-            level = hosts.agreed(lambda: _level(this))
-            # which `iterate` gives away, for pictures of what it drew
-            old = (
-                jax.tree.map(jnp.copy, state.old)
-                if config.eval.num_grid_images and _is_due(config, done + 1)
-                else None
-            )
-            with profiling.traced(this.folder, done + 1, this.profile):
-                state, outcome = iterate(this.experiment, state, done + 1, level, report.stage)
-                done += 1  # also if its trace cannot be written
-            row = outcome.metrics
-            unlearned = (
-                row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0
-            )  # no loss that is finite
-            blank = blank + 1 if unlearned or math.isnan(row["kept/spread"]) else 0
-            try:
-                hosts.write(partial(ledger.write, this.folder / "ledger", done, outcome.ledger))
-                _refuse_blank(
-                    this, state, row, done, blank
-                )  # first: what stops the rest has the state saved
-                if _is_due(config, done):
-                    row = row | _evaluate(this, state.ema, done)
-                if old is not None:
-                    record.draw_pools(
-                        this.experiment, this.folder, old, level, outcome.ledger, done
-                    )
-            finally:  # an evaluation that does not end is made up for by the next start
-                this.log(done, row)
-            if _is_saved(config, done) and not blank:
-                _save(this, state, done)
-                if config.run.checkpoint_every == 1:
-                    this.saver.wait()  # then no kill takes back an iteration that was reported
-            this.refresh()
-            report.iteration(done, row)
-        return state, done
-    except (KeyboardInterrupt, Exception) as error:
-        raise Stopped(state, done) from error
-    finally:
-        report.stop()
+def _refuse_foreign_report(path: Path, force: bool) -> None:
+    """Raises InputError if `path` holds anything but a report of solrl_jax.
 
-
-def _refuse_blank(this: _Run, state: TrainState, row: Row, done: int, blank: int) -> None:
-    """Raises Diverged when the run learns nothing any more: adapters that are not finite, or no finite reward or loss.
-
-    Such iterations are not saved, so the last checkpoint is of before.
+    Args:
+        path: The file that the report would replace.
+        force: Whether another file may be replaced. A directory never is.
     """
-    where = "explore" if math.isnan(row["pool/reward"]) else "regenerate"
-    what = f"no finite reward in {blank} iteration(s) in a row, first in stage '{where}'"
-    if not math.isnan(row["kept/reward"]):
-        what = f"no prompt with rollout.kept={this.config.rollout.kept} finite rewards in {blank} iteration(s) in a row"
-    if not math.isnan(row["kept/spread"]):
-        what = f"no finite loss in {blank} iteration(s) in a row"
-    if not _is_finite(state):
-        what = "the adapters are not finite after the update"
-    elif blank < (MOST_BLANK if done < this.config.train.iterations else 1):
+    if not os.path.lexists(path) or is_page(path):
         return
-    last = next(iter(checkpoint.candidates(this.folder / "checkpoints")), None)
-    raise Diverged(
-        f"iteration {done}: {what}; {f'the last finite checkpoint is {last}' if last else 'nothing is saved'}"
-    )
-
-
-@jax.jit
-def _is_finite(state: TrainState) -> jax.Array:
-    """Whether the state is finite, and small enough for its squares to be."""
-    return jnp.all(
-        jnp.array([jnp.isfinite(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(state)])
-    )
-
-
-def _save_last(this: _Run, stop: Stopped) -> None:
-    """Saves the last whole state of a loop that was stopped, then raises what stopped it, unless that was the user."""
-    cause = stop.__cause__
-    report = this.report
-    what = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
-    lost = any(
-        isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(stop.state)
-    )
-    if isinstance(cause, Diverged):
-        pass  # its last good state is saved
-    elif not stop.done:
-        report.line(f"{what} before the end of the first iteration: nothing to save")
-    elif lost:
-        report.line(f"{what} within the update: the same command goes on from the last checkpoint")
-    else:
-        try:
-            _save(this, stop.state, stop.done)
-            this.saver.wait()
-            report.line(
-                f"{what}: saved after iteration {stop.done}; the same command goes on from there"
-            )
-        except RunError as error:
-            if isinstance(cause, KeyboardInterrupt) or str(error) == str(cause):
-                raise
-            report.line(f"{what} and could not be saved: {error}")
-    if not isinstance(cause, KeyboardInterrupt):
-        this.saver.wait()
-        assert cause is not None
-        raise cause
-
-
-def _prepare(this: _Run, done: int) -> None:
-    """Encodes all that the rest of the run asks for, so that the text encoders need no room beside the policy; calibrates."""
-    experiment = this.experiment
-    config = this.config
-    report = this.report
-    last = config.train.iterations
-    drawn = [experiment.train_prompts]
-    if (last - done) * config.train.num_prompts < 2 * len(
-        experiment.train_prompts
-    ):  # else all of them, or nearly so, are drawn
-        drawn = [
-            draw_prompts(experiment.train_prompts, config.seed, i, config.train.num_prompts)
-            for i in range(done, last)
-        ]
-    shown = experiment.test_prompts[: max(config.eval.num_prompts, config.eval.num_grid_images)]
-    calibrates = experiment.explorer.calibrates and done < last
-    measured = experiment.explorer.calibration.prompts if calibrates else []
-    prompts = list(dict.fromkeys([p for part in (*drawn, shown, measured) for p in part]))
-
-    def show(rows, more):
-        return report.stage("encode", rows, more)
-
-    encoders = experiment.backbone.text_encoders
-    encoders.encode_ahead([""], config.model.max_sequence_length, None, show)
-    encoders.encode_ahead(
-        prompts, config.model.max_sequence_length, experiment.backbone.instruction, show
-    )
-    if calibrates:
-        report.stage("calibrate", len(measured), 0)
-        try:
-            for size in training_sizes(config):
-                experiment.with_size(size).explorer.calibrate()
-        except np.linalg.LinAlgError as error:
-            raise RunError(
-                f"stage 'calibrate': its values are not finite ({first_line(error)})"
-            ) from error
-
-
-def _level(this: _Run) -> int:
-    """How the next iteration explores, of `Explorer.levels`; says so where the level changes."""
-    floor = this.config.rollout.explore.min_rank_correlation
-    ladder = this.experiment.explorer.settings
-    if floor is None:
-        return 0
-    history = _explored(this.metrics.rows, len(ladder))
-    level = level_after(history, floor, len(ladder) - 1)
-    if history and level != history[-1][0]:
-        values = ", ".join(f"{value:.2f}" for _, value in history[-WINDOW:])
-        how = f"{ladder[level].precision}, {ladder[level].steps} steps"
-        this.report.line(
-            f"exploring in {how} from now on: Spearman over kept samples was {values}, the floor is {floor:g}"
+    if path.is_dir() or not force:
+        raise InputError(
+            f"html_report=True: {path} exists and is no report; move it away, or replace the file by "
+            "force=True"
         )
-    return level
-
-
-def _explored(rows: Sequence[Mapping[str, Any]], levels: int) -> list[tuple[int, float]]:
-    """ExplorationSetting and correlation of each iteration of a record, once, in order. A row without a level of these is left out."""
-    known = {
-        row["iteration"]: row
-        for row in rows
-        if row["iteration"] > 0 and row.get("fidelity/level") in range(levels)
-    }
-
-    def correlation(row):
-        return math.nan if (value := row.get("fidelity/spearman")) is None else value
-
-    return [(int(row["fidelity/level"]), correlation(row)) for _, row in sorted(known.items())]
-
-
-def _evaluation(this: _Run, done: int) -> Row:
-    """The recorded evaluation after iteration `done`, the same on every host; empty if there was none."""
-    rows = hosts.agreed(
-        lambda: [
-            row
-            for row in this.metrics.rows[-2:]
-            if row["iteration"] == done and "eval/reward" in row
-        ]
-    )
-    return {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-
-
-def _is_due(config: Config, done: int) -> bool:
-    """Whether there is an evaluation after iteration `done`."""
-    return done in (0, config.train.iterations) or bool(
-        config.eval.every and done % config.eval.every == 0
-    )
-
-
-def _is_saved(config: Config, done: int) -> bool:
-    """Whether there is a checkpoint after iteration `done`."""
-    evaluated = config.run.keep_best > 0 and _is_due(config, done)
-    return done == config.train.iterations or done % config.run.checkpoint_every == 0 or evaluated
-
-
-def _evaluate(this: _Run, ema: Trainable, done: int) -> Row:
-    """Scores of the averaged policy on the test prompts, and its picture."""
-    config = this.config
-    report = this.report
-    total = config.eval.num_prompts * config.eval.num_images_per_prompt
-    report.stage("evaluate", total, 0)
-    result = evaluate(this.experiment, ema, lambda rows: report.stage("evaluate", total, rows))
-    if config.eval.num_grid_images:
-        shown = sample_grid(this.experiment, ema)
-        path = this.folder / "pictures" / f"iteration-{done:06d}.png"
-        columns = shown.images.shape[1]
-        captions = [p for p in shown.prompts for _ in range(columns)]
-        images = shown.images.reshape(-1, *shown.images.shape[2:])
-        facts = [
-            {"prompt": prompt, "right": mark}
-            for prompt, mark in zip(captions, shown.marks, strict=True)
-        ]
-        hosts.write(lambda: image_files.save_grid(path, images, columns, captions, facts))
-    means = ", ".join(
-        f"{name} {mean:.3f} ± {result.errors[name]:.3f}" for name, mean in result.means.items()
-    )
-    report.line(f"evaluation after iteration {done}: {means}")
-    row = {f"eval/{name}": mean for name, mean in result.means.items()}
-    row |= {f"eval/{name}/standard_error": error for name, error in result.errors.items()}
-    row |= {f"eval/reward_failures/{name}": float(count) for name, count in result.failed.items()}
-    if config.reward.eval_only:
-        lines = hosts.agreed(
-            lambda: hacking_alarms(this.metrics.rows, row, config.reward.eval_only)
-        )
-        for line in lines:
-            report.line(line)
-        row["eval/hacking"] = float(bool(lines))
-    return row
 
 
 def _restore(
-    experiment: Experiment, folder: Path, report: TerminalProgress, force: bool
+    experiment: Experiment, folder: Path, progress: TerminalProgress, force: bool
 ) -> tuple[TrainState, int]:
-    """The state to go on from, and how many iterations it has behind it. force: also if texts have changed."""
+    """Restores the newest good checkpoint of a run, or creates the state that training starts from.
+
+    Args:
+        experiment: The loaded experiment.
+        folder: The run directory.
+        progress: Prints which checkpoint is used, and which damaged ones are skipped.
+        force: Whether to continue if the training prompts or the instruction have changed.
+
+    Returns:
+        The state, and the number of complete iterations.
+
+    Raises:
+        InputError: If the checkpoint is from another run, or if the texts have changed.
+    """
     expected = {"fingerprint": fingerprint(experiment.config, experiment.explorer.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)
     if restored is None:
         return fresh_state(experiment), 0
     state, meta, warnings = restored
-    config = experiment.config
-    known = experiment.text_hashes
-    read = {
-        "prompts": f"prompts.train={config.prompts.train!r}: its prompts have",
-        "instruction": f"model.instruction={config.model.instruction!r}: its text has",
-    }
-    if differing := [
-        said
-        for name, said in read.items()
-        if meta.get(name, known[name]) != known[name] and not force
-    ]:
-        remedy = "put the file back, or add --force to go on with it"
-        raise InputError(f"{differing[0]} changed since iteration {meta['iteration']}; {remedy}")
+    if not force:
+        _refuse_changed_texts(experiment, meta)
     for warning in warnings:
-        report.line(warning)
-    report.line(f"resuming after iteration {meta['iteration']}")
+        progress.line(warning)
+    progress.line(f"resuming after iteration {meta['iteration']}")
     return state, meta["iteration"]
 
 
-def _save(this: _Run, state: TrainState, done: int) -> None:
-    """Saves the state, with the evaluation after this iteration if there was one.
+def _refuse_changed_texts(experiment: Experiment, meta: Mapping[str, Any]) -> None:
+    """Raises InputError if the training prompts or the instruction changed since a checkpoint.
 
-    The key of the run is its seed, and the cursor through the prompts follows from the iteration: both are named for readers.
+    Args:
+        experiment: The experiment with the texts of today.
+        meta: The metadata of the checkpoint, with the hashes of the texts that it was trained on.
+    """
+    config = experiment.config
+    descriptions = {
+        "prompts": f"prompts.train={config.prompts.train!r}: its prompts have",
+        "instruction": f"model.instruction={config.model.instruction!r}: its text has",
+    }
+    for name, description in descriptions.items():
+        current = experiment.text_hashes[name]
+        if meta.get(name, current) != current:
+            raise InputError(
+                f"{description} changed since iteration {meta['iteration']}; restore the file, or "
+                "continue with the changed one by force=True"
+            )
+
+
+def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -> None:
+    """Prints a line if the record lacks rows of complete iterations.
+
+    Args:
+        metrics: The record, opened in the first process.
+        done: The number of complete iterations.
+        progress: Prints the line.
+    """
+    if metrics.set_aside is not None:
+        progress.line(
+            f"metrics.jsonl was damaged: it was moved to {metrics.set_aside}, and its readable rows "
+            "were kept"
+        )
+    elif hosts.first():
+        recorded = {row["iteration"] for row in metrics.rows}
+        missing = [i for i in range(1, done + 1) if i not in recorded]
+        if missing:
+            progress.line(
+                f"metrics.jsonl lacks {len(missing)} of {done} iterations, and continues without them"
+            )
+
+
+def _train(this: _Run) -> None:
+    """Runs the iterations from `this.done + 1` to the last one.
+
+    `this.state` and `this.done` are those of the last complete iteration at any time, also after an
+    exception.
     """
     config = this.config
-    named = fingerprint(this.config, this.experiment.explorer.format.name)
-    meta = {
-        "fingerprint": named,
-        "key": config.seed,
-        "prompt_cursor": done * config.train.num_prompts,
-    }
-    this.saver.save(
-        done,
-        state,
-        meta | this.experiment.text_hashes | {"evaluation": _evaluation(this, done) or None},
+    progress = this.progress
+    progress.start(config.train.iterations, this.done)
+    try:
+        _prepare(this)
+        if _evaluation_is_due(config, this.done) and not _recorded_evaluation(this):
+            this.log(_evaluate(this))
+            if this.done and config.run.keep_best:
+                _save(this)  # once more, now with its evaluation
+        failures = 0  # iterations in a row from which nothing could be learned
+        while this.done < config.train.iterations:
+            setting = hosts.agreed(lambda: _choose_setting(this))
+            draws_pools = config.eval.num_grid_images and _evaluation_is_due(config, this.done + 1)
+            # A copy, because `iterate` deletes the arrays of the state that it is given.
+            old_policy = jax.tree.map(jnp.copy, this.state.old) if draws_pools else None
+            with profiling.traced(this.folder, this.done + 1, this.profile):
+                this.state, result = iterate(
+                    this.experiment, this.state, this.done + 1, setting, progress.stage
+                )
+                this.done += 1  # inside, so that a trace that cannot be written costs no iteration
+            row = result.metrics
+            failures = failures + 1 if _learned_nothing(row) else 0
+            try:
+                hosts.write(partial(ledger.write, this.folder / "ledger", this.done, result.ledger))
+                # Before the evaluation, because a state that is saved after a failed evaluation must
+                # be known to be finite.
+                _refuse_divergence(this, row, failures)
+                if _evaluation_is_due(config, this.done):
+                    row = row | _evaluate(this)
+                if old_policy is not None:
+                    record.draw_pools(
+                        this.experiment,
+                        this.folder,
+                        old_policy,
+                        setting,
+                        result.ledger,
+                        this.done,
+                    )
+            finally:
+                # Also after a failure. The next start repeats an evaluation that is missing.
+                this.log(row)
+            if _checkpoint_is_due(config, this.done) and not failures:
+                _save(this)
+                if config.run.checkpoint_every == 1:
+                    # If every iteration is saved, one that was reported is never lost.
+                    this.saver.wait()
+            this.refresh_report()
+            progress.iteration(this.done, row)
+    finally:
+        progress.stop()
+
+
+def _prepare(this: _Run) -> None:
+    """Encodes all prompts that the rest of the run needs, and calibrates exploration.
+
+    The text encoders are not needed on the devices afterwards.
+
+    Raises:
+        RunError: If the measured values of the calibration are not finite.
+    """
+    experiment = this.experiment
+    config = this.config
+    encoders = experiment.backbone.text_encoders
+    explorer = experiment.explorer
+    calibrates = explorer.calibrates and this.done < config.train.iterations
+    calibration_prompts = explorer.calibration.prompts if calibrates else []
+    num_test_prompts = max(config.eval.num_prompts, config.eval.num_grid_images)
+    prompts = [
+        *_remaining_prompts(experiment, this.done),
+        *experiment.test_prompts[:num_test_prompts],
+        *calibration_prompts,
+    ]
+    unique = list(dict.fromkeys(prompts))
+    show = partial(this.progress.stage, "encode")
+    length = config.model.max_sequence_length
+    encoders.encode_ahead([""], length, None, show)
+    encoders.encode_ahead(unique, length, experiment.backbone.instruction, show)
+    if not calibrates:
+        return
+    this.progress.stage("calibrate", len(calibration_prompts), 0)
+    try:
+        for size in training_sizes(config):
+            experiment.with_size(size).explorer.calibrate()
+    except np.linalg.LinAlgError as error:
+        raise RunError(
+            f"stage 'calibrate': the measured values are not finite ({first_line(error)})"
+        ) from error
+
+
+def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
+    """Returns the training prompts that the iterations after `done` may draw.
+
+    These are the drawn prompts if the rest of the run is short, and otherwise all of them: a run that
+    draws twice as many as there are draws nearly all of them.
+    """
+    train = experiment.config.train
+    remaining = range(done, train.iterations)
+    if len(remaining) * train.num_prompts >= 2 * len(experiment.train_prompts):
+        return experiment.train_prompts
+    seed = experiment.config.seed
+    return [
+        prompt
+        for index in remaining
+        for prompt in draw_prompts(experiment.train_prompts, seed, index, train.num_prompts)
+    ]
+
+
+def _choose_setting(this: _Run) -> int:
+    """Returns the index in `Explorer.settings` that the next iteration explores with.
+
+    Prints a line if it differs from that of the last iteration. It is always 0 unless
+    `rollout.explore.min_rank_correlation` sets a floor.
+    """
+    floor = this.config.rollout.explore.min_rank_correlation
+    if floor is None:
+        return 0
+    settings = this.experiment.explorer.settings
+    history = exploration_history(this.metrics.rows, len(settings))
+    index = level_after(history, floor, len(settings) - 1)
+    if history and index != history[-1][0]:
+        values = ", ".join(f"{correlation:.2f}" for _, correlation in history[-WINDOW:])
+        chosen = settings[index]
+        this.progress.line(
+            f"exploring in {chosen.precision}, {chosen.steps} steps from now on: Spearman over kept "
+            f"samples was {values}, the floor is {floor:g}"
+        )
+    return index
+
+
+def exploration_history(
+    rows: Sequence[Mapping[str, Any]], num_settings: int
+) -> list[tuple[int, float]]:
+    """Reads from the record of a run how its iterations explored.
+
+    Args:
+        rows: The rows of `metrics.jsonl`. If an iteration has several, the last one counts. Rows
+            without a valid "fidelity/level" are left out.
+        num_settings: The number of exploration settings.
+
+    Returns:
+        For each iteration, in order, the index of its setting and the rank correlation of its proxy
+        and regenerated rewards (NaN if it is not recorded).
+    """
+    explored = {}
+    for row in rows:
+        if row["iteration"] > 0 and row.get("fidelity/level") in range(num_settings):
+            explored[row["iteration"]] = row
+    history = []
+    for _, row in sorted(explored.items()):
+        correlation = row.get("fidelity/spearman")
+        history.append(
+            (int(row["fidelity/level"]), math.nan if correlation is None else correlation)
+        )
+    return history
+
+
+def _learned_nothing(row: Row) -> bool:
+    """Whether an iteration had no finite loss, or no prompt with enough finite rewards."""
+    no_finite_loss = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0
+    return no_finite_loss or math.isnan(row["kept/spread"])
+
+
+def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
+    """Raises Diverged if the trained parameters are not finite, or if too many iterations failed.
+
+    Args:
+        this: The run, after the iteration.
+        row: The metrics of the iteration.
+        failures: The number of iterations in a row, up to this one, from which nothing could be
+            learned. `MAX_FAILED_ITERATIONS` end the run; in its last iteration, one does.
+    """
+    allowed = MAX_FAILED_ITERATIONS if this.done < this.config.train.iterations else 1
+    in_a_row = f"in {failures} iteration(s) in a row"
+    if not _is_finite(this.state):
+        problem = "the trained parameters are not finite after the update"
+    elif failures < allowed:
+        return
+    elif not math.isnan(row["kept/spread"]):
+        problem = f"no finite loss {in_a_row}"
+    elif not math.isnan(row["kept/reward"]):
+        kept = this.config.rollout.kept
+        problem = f"no prompt with rollout.kept={kept} finite rewards {in_a_row}"
+    else:
+        stage = "explore" if math.isnan(row["pool/reward"]) else "regenerate"
+        problem = f"no finite reward {in_a_row}, first in stage '{stage}'"
+    last = next(iter(checkpoint.candidates(this.folder / "checkpoints")), None)
+    saved = f"the last finite checkpoint is {last}" if last else "nothing is saved"
+    raise Diverged(f"iteration {this.done}: {problem}; {saved}")
+
+
+@jax.jit
+def _is_finite(state: TrainState) -> jax.Array:
+    """Whether all values of the state, and the sums of their squares, are finite."""
+    return jnp.all(
+        jnp.array([jnp.isfinite(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(state)])
     )
 
 
-def _finish(this: _Run, state: TrainState) -> None:
-    """The picture of the whole run: before and after."""
-    if this.config.eval.num_grid_images:
-        unchanged = jax.tree.map(
-            jnp.zeros_like, state.ema
-        )  # the base, through the program that is compiled already
-        before = sample_grid(this.experiment, unchanged)
-        after = sample_grid(this.experiment, state.ema)
-        path = this.folder / "pictures" / "before-after.png"
-        pair = (before.images, after.images)
-        hosts.write(
-            lambda: image_files.save_before_after(
-                path, *pair, before.prompts, before.right, after.right
-            )
+def _evaluation_is_due(config: Config, done: int) -> bool:
+    """Whether the policy is evaluated after `done` iterations: before the first one, after the last
+    one, and every `eval.every` iterations.
+    """
+    if done in (0, config.train.iterations):
+        return True
+    return config.eval.every > 0 and done % config.eval.every == 0
+
+
+def _recorded_evaluation(this: _Run) -> Row:
+    """Returns the recorded evaluation after iteration `this.done`, the same in every process; an
+    empty dict if there is none.
+    """
+
+    def find() -> Row:
+        evaluation: Row = {}
+        for row in this.metrics.rows[-2:]:  # an iteration, and its evaluation by a later start
+            if row["iteration"] == this.done and "eval/reward" in row:
+                evaluation |= {k: v for k, v in row.items() if k.startswith("eval/")}
+        return evaluation
+
+    return hosts.agreed(find)
+
+
+def _evaluate(this: _Run) -> Row:
+    """Scores the averaged policy (EMA) on the test prompts and prints the means.
+
+    Also writes a grid of images to `pictures/`, and prints a warning for each score that is only
+    watched and that falls while the trained reward rises.
+
+    Returns:
+        The values for the record, with names that start with "eval/".
+    """
+    config = this.config
+    progress = this.progress
+    total = config.eval.num_prompts * config.eval.num_images_per_prompt
+    progress.stage("evaluate", total, 0)
+    result = evaluate(this.experiment, this.state.ema, partial(progress.stage, "evaluate", total))
+    if config.eval.num_grid_images:
+        _save_grid(this)
+    means = ", ".join(
+        f"{name} {mean:.3f} ± {result.errors[name]:.3f}" for name, mean in result.means.items()
+    )
+    progress.line(f"evaluation after iteration {this.done}: {means}")
+    row = {f"eval/{name}": mean for name, mean in result.means.items()}
+    for name, error in result.errors.items():
+        row[f"eval/{name}/standard_error"] = error
+    for name, count in result.failed.items():
+        row[f"eval/reward_failures/{name}"] = float(count)
+    watched = config.reward.eval_only
+    if watched:
+        alarms = hosts.agreed(lambda: hacking_alarms(this.metrics.rows, row, watched))
+        for alarm in alarms:
+            progress.line(alarm)
+        row["eval/hacking"] = float(bool(alarms))
+    return row
+
+
+def _save_grid(this: _Run) -> None:
+    """Writes images of fixed test prompts and seeds to `pictures/iteration-NNNNNN.png`."""
+    grid = sample_grid(this.experiment, this.state.ema)
+    columns = grid.images.shape[1]
+    images = grid.images.reshape(-1, *grid.images.shape[2:])
+    captions = [prompt for prompt in grid.prompts for _ in range(columns)]
+    facts = [
+        {"prompt": prompt, "right": mark} for prompt, mark in zip(captions, grid.marks, strict=True)
+    ]
+    path = this.folder / "pictures" / f"iteration-{this.done:06d}.png"
+    hosts.write(lambda: image_files.save_grid(path, images, columns, captions, facts))
+
+
+def _checkpoint_is_due(config: Config, done: int) -> bool:
+    """Whether the state is saved after `done` iterations: after the last one, every
+    `run.checkpoint_every` iterations, and, with `run.keep_best`, after every evaluation.
+    """
+    if done == config.train.iterations or done % config.run.checkpoint_every == 0:
+        return True
+    return config.run.keep_best > 0 and _evaluation_is_due(config, done)
+
+
+def _save(this: _Run) -> None:
+    """Starts to save the state, with the evaluation after this iteration if there is one.
+
+    The random key and the position in the prompts follow from the seed and the iteration. They are
+    in the metadata for readers only.
+    """
+    config = this.config
+    meta = {
+        "fingerprint": fingerprint(config, this.experiment.explorer.format.name),
+        "key": config.seed,
+        "prompt_cursor": this.done * config.train.num_prompts,
+        **this.experiment.text_hashes,
+        "evaluation": _recorded_evaluation(this) or None,
+    }
+    this.saver.save(this.done, this.state, meta)
+
+
+def _save_after_stop(this: _Run, cause: BaseException) -> None:
+    """Saves the last complete iteration after an interruption or a failure, and prints a line.
+
+    Args:
+        this: The run.
+        cause: What stopped `_train`. After Diverged nothing is saved, because the last finite state
+            is saved already.
+
+    Raises:
+        RunError: If the state cannot be saved, unless another failure is the cause; that failure is
+            then the one to report.
+    """
+    interrupted = isinstance(cause, KeyboardInterrupt)
+    what = "interrupted" if interrupted else "failed"
+    leaves = jax.tree.leaves(this.state)
+    deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+    if isinstance(cause, Diverged):
+        pass
+    elif not this.done:
+        this.progress.line(f"{what} before the end of the first iteration: nothing to save")
+    elif deleted:
+        this.progress.line(
+            f"{what} within the update: the same command continues from the last checkpoint"
         )
+    else:
+        try:
+            _save(this)
+            this.saver.wait()
+            this.progress.line(
+                f"{what}: saved after iteration {this.done}; the same command continues from there"
+            )
+        except RunError as error:
+            if interrupted or str(error) == str(cause):
+                raise
+            this.progress.line(f"{what} and could not be saved: {error}")
+    if not interrupted:
+        this.saver.wait()
+
+
+def _save_before_after(this: _Run) -> None:
+    """Writes `pictures/before-after.png`: images of the base model beside those of the trained one."""
+    if not this.config.eval.num_grid_images:
+        return
+    # Zero adapters give the base model, by the program that is compiled already.
+    untrained = jax.tree.map(jnp.zeros_like, this.state.ema)
+    before = sample_grid(this.experiment, untrained)
+    after = sample_grid(this.experiment, this.state.ema)
+    path = this.folder / "pictures" / "before-after.png"
+    hosts.write(
+        lambda: image_files.save_before_after(
+            path, before.images, after.images, before.prompts, before.right, after.right
+        )
+    )
 
 
 def _summary(folder: Path, done: int, interrupted: bool) -> dict[str, Any]:
+    """Returns the summary of a run, see `run`. Its evaluations are read from the record."""
     rows = [row for row in read_metrics(folder) if "eval/reward" in row] or [{}]
-    before, after = (
-        {k: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1])
-    )
+
+    def scores(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name.startswith("eval/")}
+
     return {
         "run": str(folder),
         "iterations": done,
         "interrupted": interrupted,
-        "before": before,
-        "after": after,
+        "before": scores(rows[0]),
+        "after": scores(rows[-1]),
     }

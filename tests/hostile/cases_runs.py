@@ -194,7 +194,7 @@ CASES = [
     Case(
         "metrics.jsonl lacks its iterations",
         TRAIN,
-        "metrics.jsonl lacks 2 of 2 iterations, and goes on without them",
+        "metrics.jsonl lacks 2 of 2 iterations, and continues without them",
         0,
         files={"{run}/metrics.jsonl": ROW},
         seconds=60,
@@ -366,7 +366,7 @@ CASES = [
     Case(
         "train: the run has somebody's report",
         TRAIN + " --report",
-        "--report",
+        "html_report=True: ",
         files={"{run}/report.html": "mine"},
         kept=("{run}",),
     ),

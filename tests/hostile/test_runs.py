@@ -50,7 +50,7 @@ def test_a_run_whose_adapters_are_not_finite_fails_and_saves_nothing(tmp_path):
     )
     assert (ended.code, saved(tmp_path)) == (1, [])
     assert (
-        "solrl: iteration 1: the adapters are not finite after the update; nothing is saved"
+        "solrl: iteration 1: the trained parameters are not finite after the update; nothing is saved"
         in ended.error
     )
 
@@ -136,16 +136,16 @@ def test_a_run_that_never_has_enough_finite_rewards_to_train_on_fails(tmp_path):
 def test_adapters_that_are_not_finite_are_not_saved_because_their_evaluation_fails(
     tmp_path, monkeypatch
 ):
-    def stopped(this, ema, done):
+    def stopped(experiment, ema, progress):
         raise RunError("no score")
 
     assert train(tmp_path, "train.iterations=1", "run.keep_checkpoints=1").code == 0
-    monkeypatch.setattr(trainer, "_evaluate", stopped)
+    monkeypatch.setattr(trainer, "evaluate", stopped)
     monkeypatch.setattr(trainer, "iterate", lambda *given: _not_finite(*iterate(*given)))
     ended = train(tmp_path, "train.iterations=2", "run.keep_checkpoints=1")
     assert (ended.code, saved(tmp_path)) == (1, [1])
     assert (
-        "iteration 2: the adapters are not finite after the update; the last finite checkpoint is"
+        "iteration 2: the trained parameters are not finite after the update; the last finite checkpoint is"
         in ended.error
     )
 

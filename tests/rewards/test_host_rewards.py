@@ -388,7 +388,7 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch
         with pytest.raises(RewardError, match=r"ValueError: no such thing \(prompt 'a"):
             run(stage, at)
         assert (
-            f"failed: saved after iteration {done}; the same command goes on from there"
+            f"failed: saved after iteration {done}; the same command continues from there"
             in capsys.readouterr().err
         )
     last = tmp_path / "run" / "checkpoints" / "000002"

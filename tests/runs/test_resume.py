@@ -357,13 +357,13 @@ def test_of_a_record_that_somebody_wrote_only_levels_that_there_are_count():
         {"iteration": 1},
         *({"iteration": 2, "fidelity/level": level} for level in (-5, 99, 0.5, None, 1.0)),
     ]
-    ((level, correlation),) = trainer._explored(rows, 2)
+    ((level, correlation),) = trainer.exploration_history(rows, 2)
     assert level == 1
     assert np.isnan(correlation)
     rows = [
         {"iteration": i, "fidelity/level": 0, "fidelity/spearman": i / 10} for i in (2, 1, 1, -1)
     ]
-    assert trainer._explored(rows, 2) == [(0, 0.1), (0, 0.2)]  # each once, in order
+    assert trainer.exploration_history(rows, 2) == [(0, 0.1), (0, 0.2)]  # each once, in order
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):
