@@ -1,14 +1,17 @@
-"""What a checkpoint is: its format on disk, how one is found, checked and restored. `checkpoint_writer.py` writes them.
+"""The format of a checkpoint on disk, and how one is found, verified and restored.
+
+`checkpoint_writer.py` writes checkpoints. A checkpoint is a directory that is named by its iteration:
 
     000012/arrays/         the arrays, written by orbax
-    000012/meta.json       format, iteration, the caller's own facts, and shape and dtype of every array
+    000012/meta.json       format, iteration, the caller's metadata, shape and dtype of every array
     000012/manifest.json   size and SHA-256 of every other file
 
-A state is saved as a flat dict {key path: array} and rebuilt from the abstract state that the caller gives. So no container
-class is stored, and what one mesh saved, any other can restore.
+A state is saved as a flat dict from key path to array, and rebuilt from the abstract state that the
+caller gives. No container class is stored, and a state that was saved on one mesh can be restored on
+any other.
 
-Several processes share one file system. Each reads and writes its own shards. The first process checks the files and tells
-the others which checkpoint is good.
+The processes of a run share one file system, and each reads and writes the shards of its own devices.
+The first process verifies the files and tells the others which checkpoint to use.
 """
 
 import contextlib
@@ -34,115 +37,163 @@ from solrl_jax.storage.readers import parse_json, read_bytes
 FORMAT = 1
 ARRAYS = "arrays"
 META = "meta.json"
-# A checkpoint that is being replaced has this suffix until the new one has its name: at every instant there is a whole one.
+# Suffix of a checkpoint that is being replaced by one of the same iteration, until the new one has its
+# name. So there is a complete checkpoint at any instant.
 REPLACED = ".replaced"
 _NAME = re.compile(rf"(\d{{6,}})({re.escape(REPLACED)})?")
 T = TypeVar("T")
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be used; the message is one line that names it and says why."""
+    """A checkpoint cannot be used. The message is one line with its path and the reason."""
 
 
 def candidates(root: Path) -> list[Path]:
-    """Directories of `root` that are named like checkpoints, good or bad, the newest first."""
+    """Lists the directories in `root` that are named like checkpoints, intact or not, newest first.
+
+    Args:
+        root: The directory of checkpoints. It need not exist.
+
+    Raises:
+        RunError: If the directory cannot be read.
+    """
     try:
-        found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        paths = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise RunError(
-            f"{files.disk_reason(error)} while looking for checkpoints in {root}"
-        ) from error
-    return sorted(
-        found, key=lambda path: (iteration_of(path), not path.name.endswith(REPLACED)), reverse=True
-    )
+        reason = files.disk_reason(error)
+        raise RunError(f"{reason} while looking for checkpoints in {root}") from error
+
+    def age(path: Path) -> tuple[int | None, bool]:
+        return iteration_of(path), not path.name.endswith(REPLACED)
+
+    return sorted(paths, key=age, reverse=True)
 
 
-def whole(root: Path) -> Iterator[Path]:
-    """Checkpoints of `root` whose files have the right names and sizes, the newest first."""
+def iteration_of(path: Path) -> int | None:
+    """Returns the iteration in a directory's name, or None if it is not named like a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def intact(root: Path) -> Iterator[Path]:
+    """Yields the checkpoints in `root` that pass `verify` without its `contents`, newest first."""
     for path in candidates(root):
         with contextlib.suppress(CheckpointError):
             verify(path, contents=False)
             yield path
 
 
-def ranked(root: Path) -> list[Path]:
-    """Checkpoints of `root` whose meta has an "evaluation", by its "eval/reward", the best first; of equal ones the newest.
+def rank_by_reward(root: Path) -> list[Path]:
+    """Returns the checkpoints that hold an evaluation, the highest "eval/reward" first.
 
-    Only the names and sizes of their files are checked, and the contents of small ones.
+    Newer checkpoints come first among equal ones. Only names and sizes of files are verified, and the
+    contents of small ones.
+
+    Args:
+        root: The directory of checkpoints.
     """
-    rows = {path: meta_of(path).get("evaluation") for path in whole(root)}
-    rewards = {path: row.get("eval/reward") for path, row in rows.items() if isinstance(row, dict)}
-    finite = {path: reward for path, reward in rewards.items() if isinstance(reward, int | float)}
-    return sorted(
-        finite, key=finite.__getitem__, reverse=True
-    )  # stable: of equal ones the newest come first
+    rewards = {}
+    for path in intact(root):
+        evaluation = meta_of(path).get("evaluation")
+        reward = evaluation.get("eval/reward") if isinstance(evaluation, dict) else None
+        if isinstance(reward, int | float):
+            rewards[path] = reward
+    # `sorted` is stable, also in reverse, and `intact` yields the newest first.
+    return sorted(rewards, key=rewards.__getitem__, reverse=True)
 
 
 def verify(path: Path, *, contents: bool = True) -> None:
-    """Raises CheckpointError unless `path` holds exactly the files that were saved.
+    """Checks that a checkpoint holds exactly the files that were saved.
 
-    contents: compare every byte; else only names, sizes and small files, which does not read large arrays.
+    Args:
+        path: The checkpoint.
+        contents: Whether to compare every byte. If False, only names and sizes are compared, and the
+            contents of files of at most `files.SMALL` bytes, so that no large array is read.
+
+    Raises:
+        CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
+            saved the checkpoint, or if its name is not that of its iteration.
     """
-    if (reason := files.damage(path, contents=contents)) is not None:
+    reason = files.damage(path, contents=contents)
+    if reason is not None:
         raise CheckpointError(f"{path}: {reason}")
-    header = _header(path)
+    header = _read_header(path)
     if header.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: format {header.get('format')}, not {FORMAT}; another version of solrl_jax saved it"
+            f"{path}: format {header.get('format')}, not {FORMAT}; another version of solrl_jax saved "
+            "it"
         )
-    if (named := iteration_of(path)) not in (None, header.get("iteration")):
+    named = iteration_of(path)
+    if named is not None and named != header.get("iteration"):
         raise CheckpointError(f"{path}: holds iteration {header.get('iteration')}, not {named}")
 
 
-def restore(
-    path: Path, abstract_state: Any, expect: dict[str, Any] | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """Reads a checkpoint, bit for bit. Every process calls this.
-
-    abstract_state: a pytree of jax.ShapeDtypeStruct or arrays. The result has its structure and its shardings; a leaf without a
-    sharding goes to the first device. expect: what the checkpoint's meta must hold. Returns the state, and the saved meta with
-    "iteration" added. Raises CheckpointError if the checkpoint fails `verify`, or if names, shapes or dtypes of its arrays are
-    not those of `abstract_state`; InputError if the meta does not hold what is expected: it belongs to another run.
-    """
-    meta = consensus.first(
-        "restore/judge", functools.partial(_judge, path, expect or {}), CheckpointError
-    )
-    return _load(path, abstract_state), meta
-
-
 def meta_of(path: Path) -> dict[str, Any]:
-    """The meta that a checkpoint was saved with, and its "iteration". Reads one small file and checks no other."""
-    header = _header(path)
+    """Returns the metadata that a checkpoint was saved with, and its iteration as "iteration".
+
+    Reads `meta.json` and verifies no other file.
+
+    Raises:
+        CheckpointError: If `meta.json` cannot be read.
+    """
+    header = _read_header(path)
     return {**header["meta"], "iteration": header["iteration"]}
 
 
 def restore_latest(
-    root: Path, abstract_state: Any, expect: dict[str, Any]
+    root: Path, abstract_state: Any, expected: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], list[str]] | None:
-    """Restores the newest good checkpoint of `root` as `restore` does. All processes restore the same one.
+    """Restores the newest intact checkpoint in `root`, the same in all processes. Each calls this.
 
-    Returns the state, its meta, and a line for each newer checkpoint that is damaged; None if `root` has no checkpoint. Raises
-    RunError if there are checkpoints and all are damaged: to start again would overwrite what is left of them.
+    Args:
+        root: The directory of checkpoints. It need not exist.
+        abstract_state: The structure of the state, see `restore`.
+        expected: Metadata that the checkpoint must hold, see `restore`.
+
+    Returns:
+        The state, its metadata with "iteration", and one line for each newer checkpoint that was
+        skipped because it is damaged; None if there is no checkpoint.
+
+    Raises:
+        RunError: If there are checkpoints and all are damaged. A fresh start would overwrite what is
+            left of them.
+        InputError: If the checkpoint belongs to another run.
     """
-    found = newest(root, lambda path: restore(path, abstract_state, expect))
-    return found and (*found[0], found[1])
+    newest = newest_usable(root, lambda path: restore(path, abstract_state, expected))
+    if newest is None:
+        return None
+    (state, meta), warnings = newest
+    return state, meta, warnings
 
 
-def newest(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] | None:
-    """What `use` returns for the newest checkpoint of `root` for which it raises no CheckpointError; None if there is none.
+def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] | None:
+    """Calls `use` with the checkpoints in `root`, newest first, until it succeeds.
 
-    Beside it a line for each newer one. Every process calls this. Raises RunError if there are checkpoints and all are damaged.
+    Every process calls this, and all try the same checkpoints in the same order.
+
+    Args:
+        root: The directory of checkpoints.
+        use: Called with the path of a checkpoint. CheckpointError means to try the next one. It must
+            succeed or fail in all processes alike.
+
+    Returns:
+        The result of `use`, and one line for each newer checkpoint that was skipped; None if there
+        is no checkpoint.
+
+    Raises:
+        RunError: If there are checkpoints and `use` failed for all of them.
     """
+
+    def list_names() -> list[str]:
+        return [path.name for path in candidates(root)]
+
     warnings: list[str] = []
     tried: list[str] = []
-    while (
-        names := consensus.first(
-            "restore/candidates", lambda: [path.name for path in candidates(root)]
-        )
-    ) != tried:
-        # again, if a run beside this one has saved, and removed what was listed
+    # The list is read again after a failure: a run that saves at the same time may have written a new
+    # checkpoint and removed the listed ones.
+    while (names := consensus.first("restore/candidates", list_names)) != tried:
         warnings = []
         tried = names
         for name in names:
@@ -155,122 +206,164 @@ def newest(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] | None:
     return None
 
 
-def iteration_of(path: Path) -> int | None:
-    """The iteration in a directory's name; None if it is not named like a checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else None
+def restore(
+    path: Path, abstract_state: Any, expected: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Verifies and reads a checkpoint, bit for bit. Every process calls this.
+
+    Args:
+        path: The checkpoint.
+        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays. The result has its structure and
+            its shardings. A leaf without a sharding is placed on the first device of the process.
+        expected: Names and values that the checkpoint's metadata must hold. None: anything.
+
+    Returns:
+        The state, and the metadata with "iteration".
+
+    Raises:
+        CheckpointError: If the checkpoint fails `verify`, or if the names, shapes or dtypes of its
+            arrays are not those of `abstract_state`.
+        InputError: If the metadata differs from `expected`: the checkpoint belongs to another run.
+    """
+    check = functools.partial(_verify_meta, path, expected or {})
+    meta = consensus.first("restore/judge", check, CheckpointError)
+    return _read_state(path, abstract_state), meta
 
 
-def _judge(path: Path, expect: dict[str, Any]) -> dict[str, Any]:
-    """The meta of a checkpoint. Raises CheckpointError if it is damaged, InputError if it does not hold what is expected."""
+def _verify_meta(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """Verifies a checkpoint and its metadata, and returns the latter. See `restore`."""
     verify(path)
-    # as JSON returns it: tuples are lists
     meta = meta_of(path)
-    expect = json.loads(json.dumps(expect))
-    if differing := [key for key in expect if meta.get(key) != expect[key]]:
-        pairs = ", ".join(
-            f"{key} ({meta.get(key)!r} there, {expect[key]!r} here)" for key in differing
-        )
-        raise InputError(f"checkpoint {path} belongs to another run: {pairs}")
+    expected = json.loads(json.dumps(expected))  # as it was saved: JSON turns tuples into lists
+    differences = [
+        f"{key} ({meta.get(key)!r} there, {value!r} here)"
+        for key, value in expected.items()
+        if meta.get(key) != value
+    ]
+    if differences:
+        raise InputError(f"checkpoint {path} belongs to another run: {', '.join(differences)}")
     return meta
 
 
-def _compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises CheckpointError if shapes and dtypes differ between a checkpoint and an abstract state; names the leaves."""
-    there = {key: f"{entry['dtype']}{entry['shape']}" for key, entry in saved.items()}
-    here = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in wanted.items()}
-    differences = [f"{key} is missing" for key in here.keys() - there.keys()]
-    differences += [f"{key} is unknown here" for key in there.keys() - here.keys()]
-    common = here.keys() & there.keys()
-    differences += [
-        f"{key} is {there[key]}, not {here[key]}" for key in common if there[key] != here[key]
-    ]
-    if differences:
-        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise CheckpointError(f"{path}: another state: {'; '.join(sorted(differences)[:5])}{more}")
+def _read_state(path: Path, abstract_state: Any) -> Any:
+    """Reads the state of a verified checkpoint. See `restore`.
 
-
-@functools.cache
-def orbax() -> tuple[Any, Any]:
-    """orbax and its module of paths, imported at the first call because that is slow.
-
-    Its log is muted, and what asyncio logs of its tasks: both show a stack for each error that is also raised here. So are
-    threads of its library in C++, which go on after a failure and find their event loop closed.
+    If one process cannot read its shards, all processes raise CheckpointError.
     """
-    import absl.logging
-
-    def of_others(record: logging.LogRecord) -> bool:
-        frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
-        return all(
-            "orbax" not in Path(name).parts
-            for name in (record.pathname, *(frame.filename for frame in frames))
-        )
-
-    for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
-        logger.addFilter(of_others)
-    show = sys.unraisablehook
-    sys.unraisablehook = lambda told: (
-        None if "Event loop is closed" in str(told.exc_value) else show(told)
-    )
-    import orbax.checkpoint
-    from etils import epath
-
-    return orbax.checkpoint, epath
-
-
-def _load(path: Path, abstract_state: Any) -> Any:
-    """The state of a verified checkpoint, see `restore`. If one process cannot read it, all raise CheckpointError."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
-    wanted = {jax.tree_util.keystr(key): leaf for key, leaf in leaves}
-    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shardings = {key: getattr(leaf, "sharding", None) or first for key, leaf in wanted.items()}
+    abstract_leaves = {jax.tree_util.keystr(key): leaf for key, leaf in leaves}
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = {
+        key: getattr(leaf, "sharding", None) or first_device
+        for key, leaf in abstract_leaves.items()
+    }
     arrays: dict[str, jax.Array] = {}
 
     def read() -> None:
-        _compare(path, _header(path)["arrays"], wanted)
+        compare_leaves(path, _read_header(path)["arrays"], abstract_leaves)
+        stored = {}
+        for key, leaf in abstract_leaves.items():
+            if math.prod(leaf.shape):
+                stored[key] = leaf
+            else:  # orbax refuses empty arrays, so they are not saved
+                arrays[key] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), shardings[key])
+        if not stored:
+            return
         ocp, epath = orbax()
-        full = {
-            key: leaf for key, leaf in wanted.items() if math.prod(leaf.shape)
-        }  # orbax refuses to save empty arrays
-        for key in wanted.keys() - full.keys():
-            arrays[key] = jax.device_put(
-                np.zeros(wanted[key].shape, wanted[key].dtype), shardings[key]
+        restore_args = {
+            key: ocp.ArrayRestoreArgs(
+                sharding=shardings[key], global_shape=leaf.shape, dtype=leaf.dtype
             )
-        how = {
-            k: ocp.ArrayRestoreArgs(sharding=shardings[k], global_shape=x.shape, dtype=x.dtype)
-            for k, x in full.items()
+            for key, leaf in stored.items()
         }
+        args = ocp.args.PyTreeRestore(stored, restore_args=restore_args)
+        directory = epath.Path(path.absolute() / ARRAYS)
         try:
-            if full:
-                args = ocp.args.PyTreeRestore(full, restore_args=how)
-                arrays.update(
-                    ocp.PyTreeCheckpointHandler().restore(
-                        epath.Path(path.absolute() / ARRAYS), args=args
-                    )
-                )
+            arrays.update(ocp.PyTreeCheckpointHandler().restore(directory, args=args))
         except Exception as error:
-            # The bytes are as saved, so it is another version of orbax or a device without room.
+            # The bytes are those that were saved. The cause is another version of orbax, or a device
+            # without enough memory.
             raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
     consensus.together("restore/read", read, CheckpointError)
-    return jax.tree_util.tree_unflatten(structure, [arrays[key] for key in wanted])
+    return jax.tree_util.tree_unflatten(structure, [arrays[key] for key in abstract_leaves])
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The content of `meta.json`. Raises CheckpointError if it cannot be read."""
+def compare_leaves(path: Path, saved: dict[str, Any], abstract_leaves: dict[str, Any]) -> None:
+    """Raises CheckpointError, which names the leaves, if a state does not fit a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        saved: {"shape", "dtype"} of each saved array, by key path.
+        abstract_leaves: The leaves of the abstract state, with a shape and a dtype, by key path.
+    """
+    saved_types = {key: f"{entry['dtype']}{entry['shape']}" for key, entry in saved.items()}
+    types = {key: f"{leaf.dtype}{list(leaf.shape)}" for key, leaf in abstract_leaves.items()}
+    differences = []
+    for key in sorted(saved_types.keys() | types.keys()):
+        if key not in saved_types:
+            differences.append(f"{key} is missing")
+        elif key not in types:
+            differences.append(f"{key} is unknown here")
+        elif saved_types[key] != types[key]:
+            differences.append(f"{key} is {saved_types[key]}, not {types[key]}")
+    if differences:
+        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise CheckpointError(f"{path}: another state: {'; '.join(differences[:5])}{more}")
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Returns the content of a checkpoint's `meta.json`.
+
+    Raises:
+        CheckpointError: If it cannot be read, or has no "meta" or no "arrays" of the right form.
+    """
     try:
         header = parse_json(read_bytes(path / META))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {META} cannot be read: {first_line(error)}") from error
-    parts = (
-        [header.get(name) for name in ("meta", "arrays")] if isinstance(header, dict) else [None]
-    )
 
-    def described(entry):
-        return isinstance(entry, dict) and {"shape", "dtype"} <= entry.keys()
+    def is_valid() -> bool:
+        if not isinstance(header, dict) or not isinstance(header.get("meta"), dict):
+            return False
+        if not isinstance(header.get("arrays"), dict):
+            return False
+        return all(
+            isinstance(entry, dict) and {"shape", "dtype"} <= entry.keys()
+            for entry in header["arrays"].values()
+        )
 
-    if not all(isinstance(part, dict) for part in parts) or not all(
-        map(described, header["arrays"].values())
-    ):
+    if not is_valid():
         raise CheckpointError(f"{path}: {META} is not that of a checkpoint")
     return header
+
+
+@functools.cache
+def orbax() -> tuple[Any, Any]:
+    """Returns the modules `orbax.checkpoint` and `etils.epath`, imported at the first call.
+
+    The import is slow. It also mutes three outputs, which would show a stack trace for each error
+    that orbax raises here anyway: the log of absl, which orbax uses, for records that come from
+    orbax; the log of asyncio for exceptions in tasks of orbax; and "Event loop is closed", from
+    threads of its C++ library that outlive a failure.
+    """
+    import absl.logging
+
+    def is_foreign(record: logging.LogRecord) -> bool:
+        frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
+        names = [record.pathname, *(frame.filename for frame in frames)]
+        return all("orbax" not in Path(name).parts for name in names)
+
+    for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
+        logger.addFilter(is_foreign)
+    show = sys.unraisablehook
+
+    def show_others(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            show(unraisable)
+
+    sys.unraisablehook = show_others
+    import orbax.checkpoint
+    from etils import epath
+
+    return orbax.checkpoint, epath

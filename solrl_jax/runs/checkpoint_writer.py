@@ -1,11 +1,13 @@
-"""Writes checkpoints in a thread beside the training, and removes old ones. `checkpoint.py` says what a checkpoint is.
+"""Writes checkpoints in a thread beside the training, and removes old ones.
 
-A save has two halves. The first copies the arrays to the host; when it returns, the next update may overwrite them. The second
-runs in the thread: it writes the copies, adds the manifest, gives the directory its name and removes old checkpoints.
+`checkpoint.py` describes the format. A save has two halves. The first copies the arrays to the host;
+when it returns, the next update may overwrite them. The second runs in the thread: it writes the
+copies, adds the manifest, gives the directory its name and removes old checkpoints.
 
-orbax writes the arrays and merges the files of several processes. Its AsyncCheckpointer would do all of a save, but it names
-the directory before there is a manifest, and if one process's disk is full, it keeps the others waiting for minutes. Here every
-process tells the others whether its half succeeded. Then the first process adds the manifest, or removes what was written.
+orbax writes the arrays and merges the files of several processes. Its AsyncCheckpointer could do a
+whole save, but it names the directory before there is a manifest, and if the disk of one process is
+full, it keeps the others waiting for minutes. Here every process tells the others whether its half
+succeeded. Then the first process adds the manifest, or removes what was written.
 """
 
 import asyncio
@@ -24,50 +26,74 @@ from solrl_jax.runs import checkpoint
 from solrl_jax.runs.checkpoint import ARRAYS, FORMAT, META, REPLACED, CheckpointError, candidates
 from solrl_jax.storage import files
 
-SAVING = ".saving-"  # how the name of a checkpoint begins while it is written
+# Prefix of the name of a checkpoint while it is written.
+SAVING = ".saving-"
 
 
 class Saver:
-    """Saves to one directory, one checkpoint at a time. An error in the thread is raised by the next call.
+    """Saves checkpoints to one directory, one at a time, in a thread.
 
-    Every process has one. As a context manager it waits at the end for the save under way, also when the body raised.
+    Every process has one. An error in the thread is raised by the next call. As a context manager, it
+    waits at the end for the save in progress, also if the body raised.
     """
 
     def __init__(self, root: Path, *, keep: int, best: int) -> None:
-        """keep, best: see `prune`."""
+        """Writes nothing yet.
+
+        Args:
+            root: The directory of checkpoints. It is created by the first save.
+            keep: The number of newest checkpoints to keep, see `prune`.
+            best: The number of checkpoints with the highest reward to keep as well, see `prune`.
+        """
         self._root = root
         self._keep = keep
         self._best = best
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._under_way: Future[Path] | None = None
+        self._pending: Future[Path] | None = None
         self._last: int | None = None
 
     def save(self, iteration: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Waits for the previous save and starts one of `state`. When this returns, `state` may be overwritten.
+        """Waits for the previous save and starts a new one.
 
-        The same iteration twice in a row is saved once. Raises what `wait` and `begin` raise.
+        When this returns, the arrays of `state` may be overwritten. If it is called twice in a row
+        for an iteration, the second call saves nothing.
+
+        Args:
+            iteration: The number of iterations behind the state.
+            state: A pytree of jax arrays.
+            meta: JSON values that are saved with it.
+
+        Raises:
+            RunError: If the disk refuses this save or the previous one.
         """
         self.wait()
-        if iteration != self._last:
-            finish = begin(self._root, iteration, state, meta, keep=self._keep, best=self._best)
-            self._under_way = self._thread.submit(finish)
-            self._last = iteration
+        if iteration == self._last:
+            return
+        finish = begin(self._root, iteration, state, meta, keep=self._keep, best=self._best)
+        self._pending = self._thread.submit(finish)
+        self._last = iteration
 
     def wait(self) -> None:
-        """Waits for the save under way. Raises RunError, which names the last checkpoint, if the disk refused."""
-        under_way = self._under_way
-        self._under_way = None
-        if under_way is not None:
-            # a save that failed may be tried again
+        """Waits for the save in progress, if there is one.
+
+        Raises:
+            RunError: If the disk refused it. The message names the last checkpoint.
+        """
+        pending = self._pending
+        self._pending = None
+        if pending is not None:
+            # Forgotten until it has succeeded, so that a failed save may be tried again.
             last = self._last
             self._last = None
-            under_way.result()
+            pending.result()
             self._last = last
 
     def __enter__(self) -> "Saver":
+        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Waits for the save in progress, then ends the thread."""
         try:
             self.wait()
         finally:
@@ -83,24 +109,31 @@ def begin(
     keep: int | None = None,
     best: int = 0,
 ) -> Callable[[], Path]:
-    """The first half of a save. Every process calls this.
+    """Does the first half of a save, and returns the second. Every process calls both.
 
-    What a killed save left is removed first. An older checkpoint of the same iteration is replaced.
+    Also removes what killed saves left in `root`. A checkpoint of the same iteration is replaced. A
+    failed save leaves the directory as it was.
 
     Args:
-      root: directory of the checkpoints.
-      state: a pytree of jax arrays. When this returns, they may be overwritten.
-      meta: JSON values; those of the first process are saved.
-      keep, best: see `prune`, which follows; None: it does not.
+        root: The directory of checkpoints. It is created if necessary.
+        iteration: The number of iterations behind the state.
+        state: A pytree of jax arrays. When this returns, they may be overwritten.
+        meta: JSON values. Those of the first process are saved.
+        keep: The number of newest checkpoints that `prune` keeps afterwards. None: none is removed.
+        best: The number of checkpoints with the highest reward that `prune` keeps as well.
 
-    Returns the second half, to be called once, in any thread; that returns the checkpoint's path when all of it is on the disk.
-    Both raise RunError, which names the last checkpoint, if the disk refuses. Raises TypeError for a leaf that is no plain jax
-    array.
+    Returns:
+        The second half. Call it once, in any thread. It returns the path of the checkpoint when all
+        of it is on the disk.
+
+    Raises:
+        RunError: If the disk refuses; both halves raise it. The message names the last checkpoint.
+        TypeError: If a leaf of the state is no plain jax array.
     """
     root = root.absolute()
     target = root / f"{iteration:06d}"
     temporary = root / f"{SAVING}{iteration:06d}"
-    arrays = _arrays(state)
+    arrays = _named_arrays(state)
     index = {
         key: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for key, leaf in arrays.items()
     }
@@ -108,79 +141,127 @@ def begin(
         {"format": FORMAT, "iteration": iteration, "meta": meta, "arrays": index}, indent=1
     )
 
-    refusable = files.writing(
-        target, note=lambda: f"; the last checkpoint is {next(iter(candidates(root)), 'none')}"
-    )
+    def name_last_checkpoint() -> str:
+        return f"; the last checkpoint is {next(iter(candidates(root)), 'none')}"
 
-    @refusable
+    # Turns errors of the disk into RunError, as a decorator.
+    reports_disk_errors = files.writing(target, note=name_last_checkpoint)
+
+    @reports_disk_errors
     def prepare() -> None:
         root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        _remove_leftovers(root)
         temporary.mkdir()
         (temporary / ARRAYS).mkdir()
 
-    @refusable
+    with _removed_on_failure(temporary):
+        consensus.first("save/prepare", prepare)
+    try:
+        wait, merge = start_writing(temporary / ARRAYS, arrays)
+    except Exception as error:
+        # Raised in the second half, when no process writes any more.
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        wait = failed.result
+        merge = _do_nothing
+
+    @reports_disk_errors
     def publish() -> None:
         merge()
         (temporary / META).write_text(header)
         files.seal(temporary)
         files.publish(temporary, target, replaced=root / (target.name + REPLACED))
 
-    with _or_nothing(temporary):
-        consensus.first("save/prepare", prepare)
-    try:
-        wait, merge = _start_writing(temporary / ARRAYS, arrays)
-    except Exception as error:  # is raised in the second half, when no process writes any more
-        failed: Future[None] = Future()
-        failed.set_exception(error)
-        wait = failed.result
-
-        def merge():
-            return None
-
     def finish() -> Path:
-        with _or_nothing(temporary):
-            consensus.together("save/write", refusable(wait))
+        with _removed_on_failure(temporary):
+            consensus.together("save/write", reports_disk_errors(wait))
             consensus.first("save/publish", publish)
         if keep is not None:
-            consensus.first("save/prune", refusable(lambda: prune(root, keep, best)))
+            consensus.first("save/prune", reports_disk_errors(lambda: prune(root, keep, best)))
         return target
 
     return finish
 
 
-def prune(root: Path, keep: int, best: int = 0) -> None:
-    """Removes all checkpoints but the newest `keep` good ones, at least one, and the `best` with the highest "eval/reward".
+def start_writing(
+    folder: Path, arrays: dict[str, jax.Array]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Copies this process's shards to the host, and starts to write the copies to `folder`.
 
-    The newest good one is read in full, of the others only small files: to read all of them would take longer than the save.
-    What is damaged is not removed: it may be what is left of the best, or not be this program's.
+    On CPU the copies are views of the buffers, and XLA does not donate a buffer that has a view.
+    Empty arrays are left out, because orbax refuses them. Their shape and dtype are in `meta.json`.
+
+    Args:
+        folder: An existing, empty directory, the same in all processes.
+        arrays: The arrays to save, by key path.
+
+    Returns:
+        Two functions. The first waits until this process's files are written. The second merges the
+        files of all processes, and is called in the first process, after all have waited.
     """
-    good = 0
-    prized = checkpoint.ranked(root)[:best]
+    stored = {key: leaf for key, leaf in arrays.items() if leaf.size}
+    if not stored:
+        return _do_nothing, _do_nothing
+    ocp, epath = checkpoint.orbax()
+    handler = ocp.PyTreeCheckpointHandler()
+    directory = epath.Path(folder)
+    commits = _run_coroutine(handler.async_save(directory, args=ocp.args.PyTreeSave(stored)))
+
+    def wait() -> None:
+        for commit in commits:
+            commit.result()
+
+    def merge() -> None:
+        handler.finalize(directory)
+
+    return wait, merge
+
+
+def prune(root: Path, keep: int, best: int = 0) -> None:
+    """Removes old checkpoints.
+
+    The newest intact one is read in full. Of the others only small files are read, because to read
+    all of them would take longer than the save. Damaged checkpoints are not removed: one may be all
+    that is left of the best, or may not be a checkpoint of this program.
+
+    Args:
+        root: The directory of checkpoints.
+        keep: The number of newest intact checkpoints to keep. At least one is kept.
+        best: The number of checkpoints with the highest "eval/reward" to keep beside them.
+    """
+    num_intact = 0
+    best_paths = checkpoint.rank_by_reward(root)[:best]
     for path in candidates(root):
         with contextlib.suppress(CheckpointError):
-            checkpoint.verify(path, contents=good == 0)
-            if good >= max(keep, 1) and path not in prized:
+            checkpoint.verify(path, contents=num_intact == 0)
+            if num_intact >= max(keep, 1) and path not in best_paths:
                 files.remove_directory(path)
-            good += 1
+            num_intact += 1
 
 
-def _arrays(state: Any) -> dict[str, jax.Array]:
-    """The arrays of a pytree by key path. Raises TypeError, which names the leaf, for one that cannot be saved."""
+def _do_nothing() -> None:
+    """Does nothing."""
+
+
+def _named_arrays(state: Any) -> dict[str, jax.Array]:
+    """Returns the arrays of a pytree by key path.
+
+    Raises:
+        TypeError: If a leaf is no jax array, or one of an extended dtype such as a random key.
+    """
     arrays = {
         jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)
     }
     for key, leaf in arrays.items():
         if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise TypeError(
-                f"{key} is a {getattr(leaf, 'dtype', type(leaf).__name__)}, not a plain jax array"
-            )
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise TypeError(f"{key} is a {kind}, not a plain jax array")
     return arrays
 
 
 @contextlib.contextmanager
-def _or_nothing(temporary: Path) -> Iterator[None]:
-    """Removes the directory, in the first process, if the body raises. The other processes do not wait for that."""
+def _removed_on_failure(temporary: Path) -> Iterator[None]:
+    """Removes a directory if the body raises. The first process does; the others do not wait."""
     try:
         yield
     except BaseException:
@@ -189,34 +270,12 @@ def _or_nothing(temporary: Path) -> Iterator[None]:
         raise
 
 
-def _start_writing(
-    folder: Path, arrays: dict[str, jax.Array]
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Copies this process's shards of the arrays to the host, and starts to write the copies to `folder`.
+def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine in a new thread and returns its result.
 
-    Returns two functions: the first waits until they are written, the second then merges the files of all processes. On CPU the
-    copies are views, and XLA donates no buffer that has a view. Empty arrays are left out, because orbax refuses them: their
-    shape and dtype are in `meta.json`.
-    """
-    full = {key: leaf for key, leaf in arrays.items() if leaf.size}
-    if not full:
-        return lambda: None, lambda: None
-    ocp, epath = checkpoint.orbax()
-    handler = ocp.PyTreeCheckpointHandler()
-    directory = epath.Path(folder)
-    commits = _awaited(handler.async_save(directory, args=ocp.args.PyTreeSave(full)))
-
-    def wait() -> None:
-        for commit in commits:
-            commit.result()
-
-    return wait, lambda: handler.finalize(directory)
-
-
-def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine in a new thread: the caller's thread may have an event loop already, as a notebook's has.
-
-    asyncio.run will not do: before it returns it goes through the tasks of all threads, and some of them are still writing.
+    The thread of the caller may have a running event loop, as that of a notebook has. `asyncio.run`
+    cannot be used: before it returns, it goes through the tasks of all threads, and some of them are
+    still writing.
     """
     loop = asyncio.new_event_loop()
     try:
@@ -226,13 +285,13 @@ def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
         loop.close()
 
 
-def _sweep(root: Path) -> None:
-    """Removes what a killed save left: unfinished directories, and checkpoints that were replaced."""
+def _remove_leftovers(root: Path) -> None:
+    """Removes what killed saves left: unfinished directories, and checkpoints that were replaced."""
     for path in list(root.iterdir()):
-        replaced = (
+        is_replaced = (
             path.name.endswith(REPLACED)
             and checkpoint.iteration_of(path) is not None
             and path.with_suffix("").exists()
         )
-        if replaced or path.name.startswith((SAVING, files.REMOVING)):
+        if is_replaced or path.name.startswith((SAVING, files.REMOVING)):
             files.remove_directory(path)

@@ -1,14 +1,13 @@
-"""What commands read from a run directory: its configuration, a checkpoint, the averaged policy.
+"""Reads a run directory: its configuration, its checkpoints, and the averaged policy (EMA).
 
-Most commands also take a preset or a model instead: `configuration` and `load_policy`. `identity.py` decides whether a run may
-write to a directory.
+Most commands also take a preset or a model instead of a run directory. `configuration` and
+`load_policy` accept all three. `identity.py` decides whether a run may write to a directory.
 """
 
 import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,86 +25,152 @@ from solrl_jax.runs import checkpoint
 from solrl_jax.storage.files import disk_reason
 from solrl_jax.storage.readers import is_number, read_text
 
+# Settings that decide, beside all of `lora`, which parameters a checkpoint holds.
+_TRAINED = (
+    "train.parameters",
+    "model.attention",
+    "model.mhla_blocks",
+    "model.mhla_released",
+    "model.mhla_norm",
+)
+
 
 def configuration(
     target: str, overrides: tuple[str, ...], preset: str | None, *, trust: bool
 ) -> tuple[Config, Path | None]:
-    """The configuration that `target` stands for, and the run directory if it is one.
+    """Returns the configuration that a command-line target stands for.
 
     Args:
-      target: a run directory, a preset, or a model (a directory or "embedded:NAME").
-      overrides: `key=value`. What a run trains cannot be changed.
-      preset: the rest of the configuration for a model.
-      trust: whether functions and services that a run directory names may be used, because the user said so or because the
-        command uses no reward. Whoever wrote the directory chose them.
+        target: A run directory, the name of a preset, or a model (a directory or "embedded:NAME").
+        overrides: Overrides of the form `key=value`. For a run, they cannot change which parameters
+            are trained.
+        preset: The preset with the rest of the configuration, if `target` is a model.
+        trust: Whether a run directory may name reward functions, reward services and objectives that
+            are not part of the package. They run code that whoever wrote the directory chose. True
+            if the user said so, or if the command uses none of them.
 
-    Raises InputError or ConfigError.
+    Returns:
+        The configuration, and the path of the run directory, or None if `target` is none.
+
+    Raises:
+        InputError: If `target` is none of the three, if an override changes which parameters a run
+            trains, or if a run needs `trust`.
+        ConfigError: If the configuration or an override is invalid.
     """
     if is_run(target):
-        own = read_run(target)
-        config = override(own, overrides)
-        trained = (
-            "train.parameters",
-            "model.attention",
-            "model.mhla_blocks",
-            "model.mhla_released",
-            "model.mhla_norm",
-        )
-        for name in (*trained, *(f"lora.{field.name}" for field in dataclasses.fields(own.lora))):
-            if (value := operator.attrgetter(name)(config)) != operator.attrgetter(name)(own):
-                raise InputError(
-                    f"{name}={value}: {target} is a run and has its own adapters; leave it out"
-                )
-        blank = dataclasses.replace(
-            own, reward=dataclasses.replace(own.reward, weights={"": 1.0}, eval_only=(), options={})
-        )
-        said = _outside(override(blank, overrides).reward)  # by this command line
-        if not trust and (foreign := sorted(_outside(config.reward) - said)):
-            how = "add --trust-run if you trust whoever wrote it, or name the rewards yourself: reward.weights={NAME: 1}"
-            raise InputError(
-                f"{target}: scores with {', '.join(foreign)}, which it brings from outside the package; {how}"
-            )
-        objective = config.algorithm.objective
-        if not trust and is_plugin(objective) and not _names_objective(overrides):
-            how = "add --trust-run if you trust whoever wrote it, or name an objective of the package: algorithm.objective=nft"
-            raise InputError(
-                f"{target}: trains with {objective}, which it brings from outside the package; {how}"
-            )
+        saved = read_run(target)
+        config = override(saved, overrides)
+        _refuse_other_parameters(target, saved, config)
+        if not trust:
+            _refuse_foreign_rewards(target, saved, config, overrides)
+            _refuse_foreign_objective(target, config, overrides)
         return config, Path(target)
     if target in preset_names():
         return resolve(target, overrides), None
-    if preset is None or not (Path(target).is_dir() or target.startswith("embedded:")):
+    is_model = Path(target).is_dir() or target.startswith("embedded:")
+    if preset is None or not is_model:
         raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
     return resolve(preset, (text_override("model.path", target), *overrides)), None
 
 
-def _names_objective(overrides: tuple[str, ...]) -> bool:
-    """Whether the command line itself chooses the objective, so that it does not come from the run directory."""
-    return any(override.partition("=")[0] == "algorithm.objective" for override in overrides)
+def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None:
+    """Raises InputError if overrides changed which parameters a run trains.
+
+    Args:
+        target: The run directory.
+        saved: Its configuration.
+        config: The same configuration with the overrides.
+    """
+    lora = [f"lora.{field.name}" for field in dataclasses.fields(saved.lora)]
+    for name in (*_TRAINED, *lora):
+        get = operator.attrgetter(name)
+        if get(config) != get(saved):
+            raise InputError(
+                f"{name}={get(config)}: {target} is a run and has its own adapters; leave it out"
+            )
 
 
-def _outside(reward: Reward) -> set[str]:
-    """What rewards may run or ask outside the package: functions, services, and texts of options that may name such."""
+def _refuse_foreign_rewards(
+    target: str, saved: Config, config: Config, overrides: tuple[str, ...]
+) -> None:
+    """Raises InputError if a run directory names reward functions or services of its own.
 
-    def texts(value: Any) -> Iterator[str]:
-        parts = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    Rewards that the overrides name are the user's choice and accepted.
+
+    Args:
+        target: The run directory.
+        saved: Its configuration.
+        config: The same configuration with the overrides.
+        overrides: The overrides, of the form `key=value`.
+    """
+    without_rewards = dataclasses.replace(
+        saved,
+        reward=dataclasses.replace(saved.reward, weights={"": 1.0}, eval_only=(), options={}),
+    )
+    chosen_by_user = _foreign_names(override(without_rewards, overrides).reward)
+    foreign = sorted(_foreign_names(config.reward) - chosen_by_user)
+    if foreign:
+        raise InputError(
+            f"{target}: scores with {', '.join(foreign)}, which is not part of the package; use "
+            "trust=True if you trust whoever wrote the directory, or name the rewards yourself: "
+            "reward.weights={NAME: 1}"
         )
-        yield from [value] if isinstance(value, str) and ":" in value else []
-        yield from (text for part in parts for text in texts(part))
 
-    return ({*reward_names((*reward.weights, *reward.eval_only))} - {*REWARDS}) | {
-        *texts(reward.options)
-    }
+
+def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str, ...]) -> None:
+    """Raises InputError if a run directory names an objective that is not part of the package.
+
+    An objective that the overrides name is the user's choice and accepted.
+
+    Args:
+        target: The run directory.
+        config: Its configuration with the overrides. `algorithm.objective` is read.
+        overrides: The overrides, of the form `key=value`.
+    """
+    objective = config.algorithm.objective
+    chosen_by_user = any(text.partition("=")[0] == "algorithm.objective" for text in overrides)
+    if is_plugin(objective) and not chosen_by_user:
+        raise InputError(
+            f"{target}: trains with {objective}, which is not part of the package; use trust=True if "
+            "you trust whoever wrote the directory, or name an objective of the package: "
+            "algorithm.objective=nft"
+        )
+
+
+def _foreign_names(reward: Reward) -> set[str]:
+    """Returns everything in a reward section that may run or ask something outside the package.
+
+    These are the names of functions and services, and all texts with a colon among the options,
+    because an option may name such a function or service.
+    """
+
+    def texts_with_colon(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            if ":" in value:
+                yield value
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from texts_with_colon(item)
+        elif isinstance(value, list):
+            for item in value:
+                yield from texts_with_colon(item)
+
+    names = set(reward_names((*reward.weights, *reward.eval_only))) - set(REWARDS)
+    return names | set(texts_with_colon(reward.options))
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether `path` is a run directory."""
+    """Whether `path` is a run directory, which is one that holds a file `config.yaml`."""
     return (Path(path) / "config.yaml").is_file()
 
 
 def read_run(path: str | Path) -> Config:
-    """The configuration of a run directory. Raises InputError or ConfigError."""
+    """Reads the configuration of a run directory.
+
+    Raises:
+        InputError: If `path` is no run directory, or if its `config.yaml` cannot be read as text.
+        ConfigError: If the configuration is invalid. The message begins with the file's path.
+    """
     if not is_run(path):
         raise InputError(f"{path}: not a run directory (it has no config.yaml)")
     file = Path(path) / "config.yaml"
@@ -114,80 +179,124 @@ def read_run(path: str | Path) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{file}: cannot be read as UTF-8 text ({disk_reason(error) or error})"
-        ) from error
+        reason = disk_reason(error) or error
+        raise InputError(f"{file}: cannot be read as UTF-8 text ({reason})") from error
 
 
 def find_checkpoint(target: str | Path, which: str) -> Path | None:
-    """The checkpoint that `--checkpoint` names in the run directory `target`; None for the newest good one.
+    """Finds a checkpoint of a run by its description.
 
-    which: "latest", "best" (the highest eval/reward) or an iteration. Raises InputError for anything else, for a target that is
-    no run directory, and for a checkpoint that is not there; RunError for one that is damaged. Names and sizes of its files are
-    checked and the contents of small ones, which takes no time. `load_ema` checks all.
+    The names and sizes of its files are verified, and the contents of small ones, which takes no
+    time. `load_ema` verifies everything.
+
+    Args:
+        target: The run directory. With "latest", anything else is accepted too.
+        which: "latest", "best" (the highest eval/reward) or the number of an iteration.
+
+    Returns:
+        The path of the checkpoint. None for "latest": `load_ema` then finds the newest intact one.
+
+    Raises:
+        InputError: If `which` is none of the three, if `target` is no run directory, or if there is
+            no such checkpoint.
+        RunError: If that checkpoint is damaged.
     """
-    asked = f"--checkpoint {which}"
+    name = f"checkpoint={which}"
     root = Path(target) / "checkpoints"
-    sound = partial(checkpoint.verify, contents=False)
+
+    def verify_quickly(path: Path) -> None:
+        checkpoint.verify(path, contents=False)
+
     if which == "latest":
-        if is_run(target) and checkpoint.newest(root, sound) is None:
+        if is_run(target) and checkpoint.newest_usable(root, verify_quickly) is None:
             raise InputError(f"{target}: has no checkpoint yet")
         return None
     if which != "best" and not is_number(which):
-        raise InputError(f"{asked}: must be best, latest or an iteration")
+        raise InputError(f"{name}: must be best, latest or an iteration")
     if not is_run(target):
-        raise InputError(f"{asked}: {target} is no run directory; only runs have checkpoints")
+        raise InputError(f"{name}: {target} is no run directory; only runs have checkpoints")
     if which == "best":
-        if best := checkpoint.ranked(root):
-            return best[0]
-        raise InputError(
-            f"{asked}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves whatever is evaluated"
-        )
-    there = {checkpoint.iteration_of(path): path for path in reversed(checkpoint.candidates(root))}
-    if int(which) not in there:
-        raise InputError(f"{asked}: {root} has {', '.join(map(str, there)) or 'none'}")
-    with _damage_told():
-        sound(there[int(which)])
-    return there[int(which)]
-
-
-def load_ema(
-    folder: Path, config: Config, backbone: Backbone, path: Path | None = None
-) -> tuple[Trainable, int]:
-    """The averaged adapters (EMA) of a run's checkpoint, and its iteration.
-
-    path: as `find_checkpoint` returns it. Raises RunError if that checkpoint is damaged, InputError if the run has none.
-    """
-    targets = find_targets(backbone.pipeline.transformer, config)
-    abstract = abstract_state(
-        backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh
-    )
-    with _damage_told():
-        root = folder / "checkpoints"
-        restored = (
-            checkpoint.restore(path, abstract)
-            if path
-            else checkpoint.restore_latest(root, abstract, {})
-        )
-    if restored is None:
-        raise InputError(f"{folder}: has no checkpoint yet")
-    return restored[0].ema, restored[1]["iteration"]
-
-
-@contextlib.contextmanager
-def _damage_told() -> Iterator[None]:
-    """Raises RunError in place of CheckpointError."""
-    try:
-        yield
-    except checkpoint.CheckpointError as error:
-        raise RunError(f"checkpoint {error}") from error
+        ranking = checkpoint.rank_by_reward(root)
+        if not ranking:
+            raise InputError(
+                f"{name}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves whatever "
+                "is evaluated"
+            )
+        return ranking[0]
+    # From old to new, so that a checkpoint takes precedence over one that it replaces.
+    by_iteration = {
+        checkpoint.iteration_of(path): path for path in reversed(checkpoint.candidates(root))
+    }
+    if int(which) not in by_iteration:
+        raise InputError(f"{name}: {root} has {', '.join(map(str, by_iteration)) or 'none'}")
+    path = by_iteration[int(which)]
+    with _damage_as_run_error():
+        verify_quickly(path)
+    return path
 
 
 def load_policy(
     run: Path | None, config: Config, backbone: Backbone, path: Path | None = None
 ) -> tuple[Trainable, int]:
-    """What `load_ema` returns for `run`; without a run, the adapters that training starts from (`lora.path`), and 0."""
+    """Loads the policy of a run, or the one that training would start from.
+
+    Args:
+        run: The run directory. None: the start of training, which is `lora.path` or zero adapters.
+        config: The configuration, as `configuration` returns it.
+        backbone: The model of that configuration.
+        path: The checkpoint of the run, as `find_checkpoint` returns it.
+
+    Returns:
+        The trainable parameters, and the number of iterations that they were trained for.
+
+    Raises:
+        RunError: If the checkpoint is damaged.
+        InputError: If the run has no checkpoint, or `lora.path` cannot be used.
+    """
     if run is not None:
         return load_ema(run, config, backbone, path)
     targets = find_targets(backbone.pipeline.transformer, config)
     return read_start(config.lora, targets.adapted, backbone.parameter_table()), 0
+
+
+def load_ema(
+    folder: Path, config: Config, backbone: Backbone, path: Path | None = None
+) -> tuple[Trainable, int]:
+    """Loads the averaged trainable parameters (EMA) from a checkpoint of a run.
+
+    Args:
+        folder: The run directory.
+        config: Its configuration. `lora`, `optimizer` and the settings of the trained parameters are
+            read.
+        backbone: The model of that configuration.
+        path: The checkpoint, as `find_checkpoint` returns it. None: the newest intact one.
+
+    Returns:
+        The averaged parameters, and the iteration of the checkpoint.
+
+    Raises:
+        RunError: If the checkpoint is damaged, or if all are.
+        InputError: If the run has no checkpoint.
+    """
+    targets = find_targets(backbone.pipeline.transformer, config)
+    abstract = abstract_state(
+        backbone.transformer, targets, config.lora, config.optimizer, backbone.mesh
+    )
+    with _damage_as_run_error():
+        if path is not None:
+            state, meta = checkpoint.restore(path, abstract)
+            return state.ema, meta["iteration"]
+        restored = checkpoint.restore_latest(folder / "checkpoints", abstract, {})
+    if restored is None:
+        raise InputError(f"{folder}: has no checkpoint yet")
+    state, meta, _ = restored
+    return state.ema, meta["iteration"]
+
+
+@contextlib.contextmanager
+def _damage_as_run_error() -> Iterator[None]:
+    """Raises RunError in place of CheckpointError."""
+    try:
+        yield
+    except checkpoint.CheckpointError as error:
+        raise RunError(f"checkpoint {error}") from error

@@ -1,6 +1,8 @@
-"""Whether a run may write to a directory: it may if the directory is empty of runs, or holds this very run.
+"""Decides whether a run may write to a directory.
 
-Two starts are of one run if their configurations have the same `fingerprint`: all that the trained adapters depend on.
+It may if the directory holds no run and none of a run's files, or if it holds this very run. Two
+starts belong to the same run if their configurations have the same `fingerprint`, a hash of all
+settings that the trained parameters depend on.
 """
 
 import contextlib
@@ -25,12 +27,15 @@ from solrl_jax.runs.directory import is_run, read_run
 from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.storage.readers import parse_json, read_text
 
-# settings that the adapters do not depend on; the cache holds the very bits that would be computed
+# Sections and fields that may differ between the starts of a run, because the trained parameters do
+# not depend on them. The prompt cache is one: it holds the very bits that would be computed.
 FREE = (
-    "version", "run", "eval", "mesh", "preset", "prompts.test", "train.iterations", "model.prompt_cache_dir",
-    "reward.eval_only", "reward.workers", "reward.timeout", "reward.on_failure",
+    "version", "run", "eval", "mesh", "preset", "prompts.test", "train.iterations",
+    "model.prompt_cache_dir", "reward.eval_only", "reward.workers", "reward.timeout",
+    "reward.on_failure",
 )  # fmt: skip
-# what a run writes besides config.yaml, which it writes first
+
+# The files and directories that a run writes after `config.yaml`.
 RECORDS = (
     "checkpoints",
     "ledger",
@@ -43,109 +48,173 @@ RECORDS = (
 
 
 def refuse_another_run(folder: Path, config: Config) -> None:
-    """Raises InputError if training `config` in `folder` would overwrite anything but this run's own records."""
+    """Checks that training `config` in `folder` overwrites nothing but the records of this run.
+
+    Nothing is written.
+
+    Args:
+        folder: The run directory. It need not exist.
+        config: The resolved configuration of the run that is about to start.
+
+    Raises:
+        InputError: If the directory holds another run, files of unknown origin with the names of a
+            run's records, or this run without the checkpoints that it had.
+        ConfigError: If the directory's `config.yaml` is not a configuration.
+    """
     name = f"run.dir={str(folder)!r}"
     if not is_run(folder):
-        if found := [record for record in RECORDS if _holds_something(folder / record)]:
-            raise InputError(
-                f"{name} has {found[0]} but no config.yaml, so it may not be a run's; name another directory"
-            )
+        for record in RECORDS:
+            if _is_occupied(folder / record):
+                raise InputError(
+                    f"{name} has {record} but no config.yaml, so it may not be a run's; name another "
+                    "directory"
+                )
         return
-    there = read_run(folder)
-    here = resolve_format(config.rollout.explore.precision, local_device()).name
-    precision = there.rollout.explore.precision
-    was = precision if precision != AUTO else _explored_in(folder) or here
-    if fingerprint(there, was) == fingerprint(config, here):
+    saved = read_run(folder)
+    current_format = resolve_format(config.rollout.explore.precision, local_device()).name
+    saved_format: str = saved.rollout.explore.precision
+    if saved_format == AUTO:
+        saved_format = _recorded_format(folder) or current_format
+    current_fingerprint = fingerprint(config, current_format)
+    if fingerprint(saved, saved_format) == current_fingerprint:
         _refuse_lost_checkpoints(folder, name)
         return
-    if fingerprint(there, here) == fingerprint(config, here):
+    if fingerprint(saved, current_format) == current_fingerprint:
         field = "rollout.explore.precision"
-        means = f"explored in {was}, and {field}={config.rollout.explore.precision} is {here} here"
-        raise InputError(f"{name} {means}; set {field}={was} to go on, or name another directory")
-    changed = ", ".join(_differences(_bound(there), _bound(config)))
+        raise InputError(
+            f"{name} explored in {saved_format}, and {field}={config.rollout.explore.precision} is "
+            f"{current_format} here; set {field}={saved_format} to go on, or name another directory"
+        )
+    changed = ", ".join(_differences(_bound_settings(saved), _bound_settings(config)))
     raise InputError(f"{name} holds another run ({changed}); name another directory, or remove it")
 
 
-def _holds_something(path: Path) -> bool:
-    """Whether there is a file or link `path`, or a directory that is not empty."""
-    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
+def _is_occupied(path: Path) -> bool:
+    """Whether `path` is a file, a link that leads nowhere, or a directory that is not empty.
+
+    A link to a directory counts as that directory.
+    """
+    if path.is_dir():
+        return any(path.iterdir())
+    return os.path.lexists(path)
 
 
 def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
-    """Raises InputError if a run had checkpoints and has none: it would start over and erase its records.
+    """Raises InputError if a run had checkpoints and has none now.
 
-    A run that stopped before its first save has an empty `checkpoints` (see `claim`). It may start over.
+    Such a run would start over and erase its records. A run that stopped before its first save may
+    start over: it has an empty directory `checkpoints` (see `claim`).
+
+    Args:
+        folder: The run directory.
+        name: The directory as the message names it.
     """
     root = folder / "checkpoints"
-    iterations = [
-        *ledger.iterations_in(folder / "ledger"),
-        *(row["iteration"] for row in metrics.read(folder)),
-    ]
-    had_checkpoints = not root.is_dir() or "finished_after_iteration" in _recorded(folder)
-    if had_checkpoints and max(iterations, default=0) > 0 and not checkpoint.candidates(root):
-        lost = f"{name} records {max(iterations)} iterations, but {root} holds no checkpoint"
-        raise InputError(f"{lost}; put the checkpoints back, or name another directory")
+    finished = "finished_after_iteration" in _read_facts(folder)
+    if root.is_dir() and not finished:
+        return  # nothing shows that there ever was a checkpoint
+    iterations = ledger.iterations_in(folder / "ledger")
+    iterations += [row["iteration"] for row in metrics.read(folder)]
+    last = max(iterations, default=0)
+    if last > 0 and not checkpoint.candidates(root):
+        raise InputError(
+            f"{name} records {last} iterations, but {root} holds no checkpoint; put the checkpoints "
+            "back, or name another directory"
+        )
 
 
 def claim(folder: Path, config: Config) -> None:
-    """Makes `folder` the run directory of `config`. Raises RunError if the disk refuses."""
+    """Makes an existing directory the run directory of `config`.
+
+    Creates an empty directory `checkpoints` in it, then writes `config.yaml`.
+
+    Args:
+        folder: The directory, for which `refuse_another_run` has raised nothing.
+        config: The resolved configuration.
+
+    Raises:
+        RunError: If the disk refuses the write.
+    """
     with writing(folder / "checkpoints"):
         (folder / "checkpoints").mkdir(exist_ok=True)
     atomic_write(folder / "config.yaml", to_yaml(config))
 
 
-def _explored_in(folder: Path) -> str | None:
-    """The format that `run.json` says the run explores in; None if it cannot be read: the checkpoints then decide."""
+def _recorded_format(folder: Path) -> str | None:
+    """Returns the name of the format that a run explores in, from its `run.json`.
+
+    None if the file is absent or damaged. The fingerprint in the checkpoints decides then.
+    """
     with contextlib.suppress(LookupError, TypeError):
-        return str(_recorded(folder)["exploration"]["format"])
+        return str(_read_facts(folder)["exploration"]["format"])
     return None
 
 
-def _recorded(folder: Path) -> dict[str, Any]:
-    """What `run.json` holds; nothing if it cannot be read."""
+def _read_facts(folder: Path) -> dict[str, Any]:
+    """Returns the content of `run.json`, or an empty dict if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        if isinstance(facts := parse_json(read_text(folder / "run.json")), dict):
+        facts = parse_json(read_text(folder / "run.json"))
+        if isinstance(facts, dict):
             return facts
     return {}
 
 
-def fingerprint(config: Config, explored_in: str) -> str:
-    """A hash of all that the trained adapters depend on. A run may resume another with the same fingerprint.
+def fingerprint(config: Config, explore_format: str) -> str:
+    """Hashes all settings that the trained parameters depend on.
 
-    Only settings that differ from the defaults are hashed, so that a field that is added later does not change it.
+    A run may resume another with the same fingerprint. Settings that have their default value are
+    left out, so that a new field with a default does not change the fingerprint of older runs.
 
-    explored_in: the format that `rollout.explore.precision` stands for on the devices of the run.
+    Args:
+        config: The resolved configuration, without the settings in `FREE`.
+        explore_format: The name of the format that `rollout.explore.precision` resolves to on the
+            devices of the run, e.g. "nvfp4".
+
+    Returns:
+        The first 16 hexadecimal digits of a SHA-256.
     """
-    tree = _bound(config)
-    tree["rollout"]["explore"]["precision"] = explored_in
-    tree = drop_defaults(tree)
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
+    settings = _bound_settings(config)
+    settings["rollout"]["explore"]["precision"] = explore_format
+    text = json.dumps(drop_defaults(settings), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _bound(config: Config) -> dict[str, Any]:
-    """The configuration without settings that may differ between starts: lengths, logging, devices, how rewards are run."""
-    tree = yaml.safe_load(to_yaml(config))
+def _bound_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings of a configuration, as nested dicts, that may not differ between the
+    starts of a run.
+
+    These are all settings without `FREE`, and without the paths and options of rewards that are only
+    watched.
+    """
+    settings = yaml.safe_load(to_yaml(config))
     for name in FREE:
         *sections, field = name.split(".")
-        functools.reduce(operator.getitem, sections, tree).pop(field)
+        section = functools.reduce(operator.getitem, sections, settings)
+        section.pop(field)
     trained = reward_names(config.reward.weights)
-    for field in ("paths", "options"):  # of what is only watched
-        tree["reward"][field] = {
+    for field in ("paths", "options"):
+        settings["reward"][field] = {
             name: value
-            for name, value in tree["reward"][field].items()
+            for name, value in settings["reward"][field].items()
             if reward_name(name) in trained
         }
-    return tree
+    return settings
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
-    """A line for each setting in which two configurations differ."""
-    out = []
-    for key in there.keys() | here.keys():
-        a = there.get(key)
-        b = here.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            out += _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            out.append(f"{prefix}{key}: {a!r} there, {b!r} here")
-    return sorted(out)
+def _differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
+    """Describes the settings in which two configurations differ, sorted by name.
+
+    Args:
+        saved: The settings of the run in the directory, as nested dicts.
+        current: The settings of the run that is about to start.
+        prefix: The name of the section that both belong to, with a dot at the end.
+    """
+    differences = []
+    for key in saved.keys() | current.keys():
+        old = saved.get(key)
+        new = current.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            differences += _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            differences.append(f"{prefix}{key}: {old!r} there, {new!r} here")
+    return sorted(differences)

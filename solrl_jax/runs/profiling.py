@@ -26,7 +26,7 @@ def refuse(profile: Collection[int], folder: Path, iterations: int) -> None:
         raise InputError(
             f"--profile {shown(outside)}: must be in 1..{iterations} (train.iterations)"
         )
-    newest = next(checkpoint.whole(folder / "checkpoints"), None) if profile else None
+    newest = next(checkpoint.intact(folder / "checkpoints"), None) if profile else None
     if newest is not None and (
         done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))
     ):

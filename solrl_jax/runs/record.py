@@ -1,4 +1,4 @@
-"""What a run says of itself: `run.json`, the first lines in the terminal, pictures of pools."""
+"""What a run records about itself: `run.json`, the first lines in the terminal, images of its pools."""
 
 import importlib.metadata
 import json
@@ -23,43 +23,62 @@ from solrl_jax.runs.evaluate import pool_pictures, setting
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage.files import atomic_write
 
+# The distributions whose versions `run.json` and `solrl doctor` list.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
 def describe(
-    experiment: Experiment, folder: Path, done: int, report: TerminalProgress
+    experiment: Experiment, folder: Path, done: int, progress: TerminalProgress
 ) -> dict[str, Any]:
-    """Writes `run.json` and prints what runs where. Returns what it wrote."""
+    """Writes `run.json` and prints the model, the devices, the precision and the batch of a run.
+
+    Args:
+        experiment: The loaded experiment.
+        folder: The run directory.
+        done: The number of iterations that are complete at this start.
+        progress: Prints the lines.
+
+    Returns:
+        The content of `run.json`.
+    """
     config = experiment.config
-    mesh = experiment.backbone.mesh
     facts = _facts(experiment, done)
     write(folder, facts)
-    report.line(
-        f"{config.preset}: {config.model.name}, {config.family}, {'+'.join(config.reward.weights)} -> {folder}"
-    )
+    rewards = "+".join(config.reward.weights)
+    progress.line(f"{config.preset}: {config.model.name}, {config.family}, {rewards} -> {folder}")
     exploration = facts["exploration"]
-    options = f", with {', '.join(exploration['options'])}" if exploration["options"] else ""
-    report.line(
-        f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {exploration['means']}{options}"
-    )
-    report.line(describe_batch(config, row_groups(mesh)))
+    means = exploration["means"]
+    if exploration["options"]:
+        means += f", with {', '.join(exploration['options'])}"
+    progress.line(f"devices: {facts['devices']}, mesh {facts['mesh']}; exploration in {means}")
+    progress.line(describe_batch(config, row_groups(experiment.backbone.mesh)))
     return facts
 
 
 def write(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Writes `run.json`."""
+    """Writes `run.json`. Every process calls this; the first one writes.
+
+    Args:
+        folder: The run directory.
+        facts: The whole content of the file, as JSON values.
+    """
     hosts.write(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
 
 
 def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
+    """Returns the content of `run.json` for a start after `done` iterations."""
     config = experiment.config
     backbone = experiment.backbone
     explorer = experiment.explorer
     mesh = backbone.mesh
     pipeline = backbone.pipeline
-    rows = report_linears(
+    linear_layers = report_linears(
         backbone.transformer, config.model.quantization, explorer.format, explorer.explore
     )
+    parameters = {"transformer": pipeline.transformer.num_parameters}
+    for name, encoder in pipeline.text_encoders.items():
+        parameters[name] = encoder.num_parameters
+    parameters["vae"] = pipeline.vae.num_parameters
     return {
         "solrl_jax": importlib.metadata.version("solrl_jax"),
         "python": platform.python_version(),
@@ -76,17 +95,11 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         },
         "evaluation": setting(experiment),
         "remat": pipeline.remat,
-        "parameters": {
-            "transformer": pipeline.transformer.num_parameters,
-            **{
-                name: component.num_parameters for name, component in pipeline.text_encoders.items()
-            },
-            "vae": pipeline.vae.num_parameters,
-        },
+        "parameters": parameters,
         "adapted": list(experiment.targets.adapted),
         "trained_in_full": list(experiment.targets.whole),
-        "quantized": [row.path for row in rows if not row.kept],
-        "linears": totals(rows),
+        "quantized": [linear.path for linear in linear_layers if not linear.kept],
+        "linears": totals(linear_layers),
         "started_after_iteration": done,
     }
 
@@ -94,29 +107,47 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
 def draw_pools(
     experiment: Experiment,
     folder: Path,
-    old: Trainable,
-    level: int,
+    old_policy: Trainable,
+    setting_index: int,
     ledger: Mapping[str, Any],
     iteration: int,
 ) -> None:
-    """`pictures/pool-ITERATION.png`: candidates of the iteration, a row a prompt and stage; as `pool_pictures` takes them."""
-    made = pool_pictures(experiment, old, experiment.explorer.settings[level], ledger, iteration)
-    width = experiment.config.rollout.candidates
-    each = made.candidates.shape[1]
+    """Writes `pictures/pool-NNNNNN.png`: the best and the worst kept candidates of an iteration.
+
+    The image grid has one row per prompt and stage ("explored" and, if the kept candidates are
+    regenerated, "regenerated"). Each image has its reward as caption. The candidates are generated
+    again from their seeds by `evaluate.pool_pictures`.
+
+    Args:
+        experiment: The experiment of the run.
+        folder: The run directory.
+        old_policy: The trainable parameters that the iteration explored with.
+        setting_index: The index in `experiment.explorer.settings` that the iteration explored with.
+        ledger: The record of the iteration's candidates, see `IterationResult.ledger`.
+        iteration: The number of the iteration, from 1.
+    """
+    exploration = experiment.explorer.settings[setting_index]
+    pools = pool_pictures(experiment, old_policy, exploration, ledger, iteration)
+    candidates_per_prompt = experiment.config.rollout.candidates
+    columns = pools.candidates.shape[1]
     images = []
     captions = []
     facts = []
-    for row, prompt in enumerate(made.prompts):
-        for stage, grid in made.stages.items():
-            rewards = np.ma.filled(
-                ledger["proxy_reward" if stage == "explored" else "regenerated_reward"], np.nan
-            )
-            for column, candidate in enumerate(made.candidates[row].tolist()):
+    for row, prompt in enumerate(pools.prompts):
+        for stage, grid in pools.stages.items():
+            reward_column = "proxy_reward" if stage == "explored" else "regenerated_reward"
+            rewards = np.ma.filled(ledger[reward_column], np.nan)
+            for column, candidate in enumerate(pools.candidates[row].tolist()):
+                reward = rewards[row * candidates_per_prompt + candidate]
                 images.append(grid.images[row, column])
-                captions.append(f"{stage} {rewards[row * width + candidate]:.3f}")
-                right = grid.marks[row * each + column]
+                captions.append(f"{stage} {reward:.3f}")
                 facts.append(
-                    {"prompt": prompt, "candidate": candidate, "stage": stage, "right": right}
+                    {
+                        "prompt": prompt,
+                        "candidate": candidate,
+                        "stage": stage,
+                        "right": grid.marks[row * columns + column],
+                    }
                 )
     path = folder / "pictures" / f"pool-{iteration:06d}.png"
-    hosts.write(lambda: image_files.save_grid(path, np.stack(images), each, captions, facts))
+    hosts.write(lambda: image_files.save_grid(path, np.stack(images), columns, captions, facts))

@@ -547,7 +547,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         (("export", "{run}"), "Missing option '--out'"),
         (
             ("export", "{run}", "--out", "{dir}/x.safetensors", "--checkpoint", "7"),
-            "--checkpoint 7: {run}/checkpoints has 1, 2",
+            "checkpoint=7: {run}/checkpoints has 1, 2",
         ),
         (
             ("eval", "{run}", "lora.path={dir}/x"),
@@ -559,15 +559,15 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         ),
         (
             ("eval", "{run}", "--checkpoint", "newest"),
-            "--checkpoint newest: must be best, latest or an iteration",
+            "checkpoint=newest: must be best, latest or an iteration",
         ),
         (
             ("eval", "{empty}", "--checkpoint", "best"),
-            "--checkpoint best: no checkpoint in {empty}/checkpoints holds an evalua",
+            "checkpoint=best: no checkpoint in {empty}/checkpoints holds an evalua",
         ),
         (
             ("sample", TINY, *SAMPLE, "--checkpoint", "best"),
-            f"--checkpoint best: {TINY} is no run directory",
+            f"checkpoint=best: {TINY} is no run directory",
         ),
         (
             ("train", "tiny", "run.dir={dir}/run", "--profile", "1,31"),

@@ -296,7 +296,7 @@ CASES = [
         Case(
             f"{command} of a run that names {name}",
             call,
-            "--trust-run",
+            "trust=True",
             kept=("{dir}",),
             files={
                 "{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"),
@@ -380,7 +380,7 @@ CASES = [
         Case(
             f"{command} of a run that watches {name}",
             call,
-            "--trust-run",
+            "trust=True",
             kept=("{dir}",),
             files={
                 "{run}/config.yaml": Replaced("eval_only: []", f"eval_only: ['{target}']"),

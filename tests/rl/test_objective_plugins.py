@@ -43,7 +43,7 @@ def test_a_wrong_name_is_one_line(name, message):
 def test_a_run_directory_runs_no_objective_that_is_not_trusted(tmp_path):
     config = small_config(tmp_path, f"objective={NAME}")
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    with pytest.raises(InputError, match=rf"trains with {NAME}, .* --trust-run"):
+    with pytest.raises(InputError, match=rf"trains with {NAME}, .* trust=True"):
         configuration(str(tmp_path), (), None, trust=False)
     assert configuration(str(tmp_path), (), None, trust=True)[0].algorithm.objective == NAME
     own, _ = configuration(str(tmp_path), ("algorithm.objective=nft",), None, trust=False)

@@ -282,7 +282,7 @@ def dying_at(monkeypatch, instant, arrays):
 
         patch.setattr(
             checkpoint_writer,
-            "_start_writing",
+            "start_writing",
             lambda folder, _: (lambda: copy(folder), lambda: None),
         )
         patch.setattr(os, "fsync", lambda _: None)
@@ -393,9 +393,9 @@ def full_in_orbax(*_args):
 @pytest.mark.parametrize(
     ("owner", "name", "function"),
     [
-        (checkpoint_writer, "_start_writing", full),
-        (checkpoint_writer, "_start_writing", lambda *_: (full_in_orbax, lambda: None)),
-        (checkpoint_writer, "_start_writing", lambda *_: (lambda: None, full)),
+        (checkpoint_writer, "start_writing", full),
+        (checkpoint_writer, "start_writing", lambda *_: (full_in_orbax, lambda: None)),
+        (checkpoint_writer, "start_writing", lambda *_: (lambda: None, full)),
         (Path, "write_text", full),
         (os, "fsync", full),
         (os, "replace", full),

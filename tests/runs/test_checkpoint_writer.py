@@ -56,7 +56,7 @@ def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(
     saver = Saver(tmp_path, keep=3, best=0)
     expected = f"disk full while writing {tmp_path / '000002'}; the last checkpoint is {tmp_path / '000001'}"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer, "_start_writing", lambda *_: (full, lambda: None))
+        patch.setattr(checkpoint_writer, "start_writing", lambda *_: (full, lambda: None))
         saver.save(2, SMALL, {})
 
     def end(error: Exception | None = None) -> None:
@@ -75,7 +75,7 @@ def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(
 def test_one_save_at_a_time_and_one_an_iteration(tmp_path, monkeypatch):
     events = []
     go = threading.Event()
-    original = checkpoint_writer._start_writing
+    original = checkpoint_writer.start_writing
 
     def gated(folder, arrays):
         number = folder.parent.name[-1]
@@ -89,7 +89,7 @@ def test_one_save_at_a_time_and_one_an_iteration(tmp_path, monkeypatch):
 
         return held, merge
 
-    monkeypatch.setattr(checkpoint_writer, "_start_writing", gated)
+    monkeypatch.setattr(checkpoint_writer, "start_writing", gated)
     with Saver(tmp_path, keep=3, best=0) as saver:
         saver.save(1, SMALL, {})
         threading.Timer(0.3, go.set).start()
@@ -112,12 +112,12 @@ def test_the_best_stay_beside_the_newest(tmp_path):
     assert names(4, None, best=2) == [4, 2, 1]  # its reward was not finite
     assert names(5, 0.5, best=2) == [5, 2]  # of equal ones the newer is the better
     assert names(6, 0.95, best=2) == [6, 2]
-    assert [path.name for path in checkpoint.ranked(tmp_path)] == ["000006", "000002"]
+    assert [path.name for path in checkpoint.rank_by_reward(tmp_path)] == ["000006", "000002"]
     (
         tmp_path / "000006" / "manifest.json"
     ).unlink()  # damaged: neither the best nor the newest good one
     assert names(7, 0.1, best=1) == [7, 6, 2]
-    assert [path.name for path in checkpoint.ranked(tmp_path)] == ["000002", "000007"]
+    assert [path.name for path in checkpoint.rank_by_reward(tmp_path)] == ["000002", "000007"]
     assert names(8, 0.2) == [8, 6]  # what has no manifest is not ours to remove
 
 
@@ -170,7 +170,7 @@ WORKER = textwrap.dedent(
     said["newest"] = [meta["iteration"], meta["by"], warnings]
 
     # a disk that refuses one process, at once and later
-    original, full = checkpoint_writer._start_writing, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    original, full = checkpoint_writer.start_writing, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     def early(folder, arrays):
         if me == 1:
             raise full
@@ -183,9 +183,9 @@ WORKER = textwrap.dedent(
                 raise full
         return refused, merge
     for number, broken in enumerate((late, early), start=3):
-        checkpoint_writer._start_writing = broken
+        checkpoint_writer.start_writing = broken
         said[f"full {number}"] = line(lambda: save(root / "two", number, state, {}))
-    checkpoint_writer._start_writing = original
+    checkpoint_writer.start_writing = original
     said["there"] = consensus.first("there", lambda: sorted(os.listdir(root / "two")))
 
     # the newest one is damaged: no process may take another one than the others
@@ -198,10 +198,10 @@ WORKER = textwrap.dedent(
     said["before"] = [meta["iteration"], len(warnings)]
 
     # what one process alone cannot read, none has
-    compare = checkpoint._compare
+    compare = checkpoint.compare_leaves
     def other(*arguments):
         raise CheckpointError("not here")
-    checkpoint._compare = other if me == 1 else compare
+    checkpoint.compare_leaves = other if me == 1 else compare
     said["unread"] = line(lambda: checkpoint.restore(root / "two" / "000001", abstract_on(states[1], wide)))
 
     def wrong():

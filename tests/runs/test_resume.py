@@ -262,7 +262,7 @@ def test_a_finished_run_whose_checkpoints_were_moved_away_keeps_its_records(
 def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(
     tmp_path, uninterrupted, monkeypatch, capsys
 ):
-    original = checkpoint_writer._start_writing
+    original = checkpoint_writer.start_writing
     saves = []
 
     def third(folder, state):
@@ -275,7 +275,7 @@ def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(
 
         return (full if len(saves) >= 3 else wait), merge
 
-    monkeypatch.setattr(checkpoint_writer, "_start_writing", third)
+    monkeypatch.setattr(checkpoint_writer, "start_writing", third)
     with pytest.raises(
         RunError, match=r"^disk full while writing .*000003; the last checkpoint is .*000002$"
     ):
@@ -294,7 +294,7 @@ def stopped(tmp_path_factory):
     Returns its directory, what it said when it was stopped, and the names and the newest meta of its checkpoints then.
     """
     folder = tmp_path_factory.mktemp("stopped")
-    original = checkpoint_writer._start_writing
+    original = checkpoint_writer.start_writing
     options = (
         "eval.every=2",
         "run.keep_best=2",
@@ -314,7 +314,7 @@ def stopped(tmp_path_factory):
         return terminated, merge
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_writer, "_start_writing", slow)
+        patch.setattr(checkpoint_writer, "start_writing", slow)
         summary = run(folder, *options)
     (path,) = checkpoint.candidates(folder / "checkpoints")
     checkpoint.verify(path)
