@@ -1,24 +1,34 @@
-"""The two errors that a command reports in one line: what the user gave cannot work, or the run failed."""
+"""The two errors that a command reports in one line, and helpers that turn other errors into
+them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 
 
 class RunError(Exception):
-    """The run failed for a reason outside of its input; the message is one line (exit code 1)."""
+    """The run failed for a reason outside of its input, such as a full disk.
+
+    The message is one line. A command that raises it exits with code 1.
+    """
 
 
 class InputError(ValueError):
-    """What the user gave cannot work; the message is one line that says what to change (exit code 2)."""
+    """The user's input cannot be used.
+
+    The message is one line that says what to change. A command that raises it exits with code 2.
+    """
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type when it has none."""
+    """Returns the first line of an error's message, or the name of its type if it has none."""
     return next(iter(text(error).splitlines()), type(error).__name__)
 
 
 def text(error: BaseException) -> str:
-    """An error's message; "" for an exception of somebody else's that cannot make one."""
+    """Returns an error's message.
+
+    It is empty for a foreign exception whose `__str__` fails.
+    """
     try:
         return str(error)
     except Exception:
@@ -26,20 +36,24 @@ def text(error: BaseException) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An error's type and message, in one line."""
+    """Returns an error's type and message in one line, e.g. "ValueError: bad shape"."""
     return f"{type(error).__name__}: {' '.join(text(error).split())}".removesuffix(": ")
 
 
 def one_line(text: str) -> str:
-    """The text without what a terminal obeys: an end of line becomes a space, other controls and separators are escaped."""
+    """Makes a text safe to print as one line in a terminal.
+
+    A line feed becomes a space. All other characters that are not printable, such as control
+    characters and line separators, are escaped as in a Python literal.
+    """
     return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in text.replace("\n", " ")
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text.replace("\n", " ")
     )
 
 
-# what reading raises for content of another form than it expects
-_OF_CONTENT = (
+# The exceptions that code raises when a file has other content than it expects.
+_CONTENT_ERRORS = (
     OSError,
     ValueError,
     LookupError,
@@ -51,13 +65,20 @@ _OF_CONTENT = (
 
 
 @contextlib.contextmanager
-def in_one_line(shown: Callable[[str], str] = str) -> Iterator[None]:
-    """Raises as InputError, in one line, whatever the body raises while it reads a model's files.
+def in_one_line(make_message: Callable[[str], str] = str) -> Iterator[None]:
+    """Turns errors about the content of files in the body into InputError with a message of one
+    line.
 
-    shown: makes the message for the user from that line.
+    These are OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError and
+    RecursionError, with their subclasses. The name of the type is part of the message unless it is
+    an OSError or a ValueError.
+
+    Args:
+        make_message: Returns the message for the user, given the error's own message in one line.
+            By default that message itself.
     """
     try:
         yield
-    except _OF_CONTENT as error:
+    except _CONTENT_ERRORS as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise InputError(shown(kind + " ".join(str(error).split()))) from error
+        raise InputError(make_message(kind + " ".join(str(error).split()))) from error

@@ -1,17 +1,18 @@
 """The format of a checkpoint on disk, and how one is found, verified and restored.
 
-`checkpoint_writer.py` writes checkpoints. A checkpoint is a directory that is named by its iteration:
+`checkpoint_writer.py` writes checkpoints. A checkpoint is a directory that is named by its
+iteration:
 
     000012/arrays/         the arrays, written by orbax
     000012/meta.json       format, iteration, the caller's metadata, shape and dtype of every array
     000012/manifest.json   size and SHA-256 of every other file
 
 A state is saved as a flat dict from key path to array, and rebuilt from the abstract state that the
-caller gives. No container class is stored, and a state that was saved on one mesh can be restored on
-any other.
+caller gives. No container class is stored, and a state that was saved on one mesh can be restored
+on any other.
 
-The processes of a run share one file system, and each reads and writes the shards of its own devices.
-The first process verifies the files and tells the others which checkpoint to use.
+The processes of a run share one file system, and each reads and writes the shards of its own
+devices. The first process verifies the files and tells the others which checkpoint to use.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ from solrl_jax.storage.readers import parse_json, read_bytes
 FORMAT = 1
 ARRAYS = "arrays"
 META = "meta.json"
-# Suffix of a checkpoint that is being replaced by one of the same iteration, until the new one has its
-# name. So there is a complete checkpoint at any instant.
+# Suffix of a checkpoint that is being replaced by one of the same iteration, until the new one has
+# its name. So there is a complete checkpoint at any instant.
 REPLACED = ".replaced"
 _NAME = re.compile(rf"(\d{{6,}})({re.escape(REPLACED)})?")
 T = TypeVar("T")
@@ -88,8 +89,8 @@ def intact(root: Path) -> Iterator[Path]:
 def rank_by_reward(root: Path) -> list[Path]:
     """Returns the checkpoints that hold an evaluation, the highest "eval/reward" first.
 
-    Newer checkpoints come first among equal ones. Only names and sizes of files are verified, and the
-    contents of small ones.
+    Newer checkpoints come first among equal ones. Only names and sizes of files are verified, and
+    the contents of small ones.
 
     Args:
         root: The directory of checkpoints.
@@ -109,8 +110,8 @@ def verify(path: Path, *, contents: bool = True) -> None:
 
     Args:
         path: The checkpoint.
-        contents: Whether to compare every byte. If False, only names and sizes are compared, and the
-            contents of files of at most `files.SMALL` bytes, so that no large array is read.
+        contents: Whether to compare every byte. If False, only names and sizes are compared, and
+            the contents of files of at most `files.SMALL` bytes, so that no large array is read.
 
     Raises:
         CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
@@ -122,8 +123,8 @@ def verify(path: Path, *, contents: bool = True) -> None:
     header = _read_header(path)
     if header.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: format {header.get('format')}, not {FORMAT}; another version of solrl_jax saved "
-            "it"
+            f"{path}: format {header.get('format')}, not {FORMAT}; another version of solrl_jax "
+            "saved it"
         )
     named = iteration_of(path)
     if named is not None and named != header.get("iteration"):
@@ -157,8 +158,8 @@ def restore_latest(
         skipped because it is damaged; None if there is no checkpoint.
 
     Raises:
-        RunError: If there are checkpoints and all are damaged. A fresh start would overwrite what is
-            left of them.
+        RunError: If there are checkpoints and all are damaged. A fresh start would overwrite what
+            is left of them.
         InputError: If the checkpoint belongs to another run.
     """
     newest = newest_usable(root, lambda path: restore(path, abstract_state, expected))
@@ -175,8 +176,8 @@ def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] |
 
     Args:
         root: The directory of checkpoints.
-        use: Called with the path of a checkpoint. CheckpointError means to try the next one. It must
-            succeed or fail in all processes alike.
+        use: Called with the path of a checkpoint. CheckpointError means to try the next one. It
+            must succeed or fail in all processes alike.
 
     Returns:
         The result of `use`, and one line for each newer checkpoint that was skipped; None if there
@@ -191,8 +192,8 @@ def newest_usable(root: Path, use: Callable[[Path], T]) -> tuple[T, list[str]] |
 
     warnings: list[str] = []
     tried: list[str] = []
-    # The list is read again after a failure: a run that saves at the same time may have written a new
-    # checkpoint and removed the listed ones.
+    # The list is read again after a failure: a run that saves at the same time may have written a
+    # new checkpoint and removed the listed ones.
     while (names := consensus.first("restore/candidates", list_names)) != tried:
         warnings = []
         tried = names
@@ -213,8 +214,9 @@ def restore(
 
     Args:
         path: The checkpoint.
-        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays. The result has its structure and
-            its shardings. A leaf without a sharding is placed on the first device of the process.
+        abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays. The result has its structure
+            and its shardings. A leaf without a sharding is placed on the first device of the
+            process.
         expected: Names and values that the checkpoint's metadata must hold. None: anything.
 
     Returns:
@@ -281,8 +283,8 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
         try:
             arrays.update(ocp.PyTreeCheckpointHandler().restore(directory, args=args))
         except Exception as error:
-            # The bytes are those that were saved. The cause is another version of orbax, or a device
-            # without enough memory.
+            # The bytes are those that were saved. The cause is another version of orbax, or a
+            # device without enough memory.
             raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
     consensus.together("restore/read", read, CheckpointError)

@@ -1,8 +1,8 @@
 """Writes checkpoints in a thread beside the training, and removes old ones.
 
-`checkpoint.py` describes the format. A save has two halves. The first copies the arrays to the host;
-when it returns, the next update may overwrite them. The second runs in the thread: it writes the
-copies, adds the manifest, gives the directory its name and removes old checkpoints.
+`checkpoint.py` describes the format. A save has two halves. The first copies the arrays to the
+host; when it returns, the next update may overwrite them. The second runs in the thread: it writes
+the copies, adds the manifest, gives the directory its name and removes old checkpoints.
 
 orbax writes the arrays and merges the files of several processes. Its AsyncCheckpointer could do a
 whole save, but it names the directory before there is a manifest, and if the disk of one process is
@@ -33,8 +33,8 @@ SAVING = ".saving-"
 class Saver:
     """Saves checkpoints to one directory, one at a time, in a thread.
 
-    Every process has one. An error in the thread is raised by the next call. As a context manager, it
-    waits at the end for the save in progress, also if the body raised.
+    Every process has one. An error in the thread is raised by the next call. As a context manager,
+    it waits at the end for the save in progress, also if the body raised.
     """
 
     def __init__(self, root: Path, *, keep: int, best: int) -> None:
@@ -274,8 +274,8 @@ def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Runs a coroutine in a new thread and returns its result.
 
     The thread of the caller may have a running event loop, as that of a notebook has. `asyncio.run`
-    cannot be used: before it returns, it goes through the tasks of all threads, and some of them are
-    still writing.
+    cannot be used: before it returns, it goes through the tasks of all threads, and some of them
+    are still writing.
     """
     loop = asyncio.new_event_loop()
     try:
@@ -286,7 +286,7 @@ def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Removes what killed saves left: unfinished directories, and checkpoints that were replaced."""
+    """Removes what killed saves left: unfinished directories and replaced checkpoints."""
     for path in list(root.iterdir()):
         is_replaced = (
             path.name.endswith(REPLACED)

@@ -45,9 +45,9 @@ def configuration(
         overrides: Overrides of the form `key=value`. For a run, they cannot change which parameters
             are trained.
         preset: The preset with the rest of the configuration, if `target` is a model.
-        trust: Whether a run directory may name reward functions, reward services and objectives that
-            are not part of the package. They run code that whoever wrote the directory chose. True
-            if the user said so, or if the command uses none of them.
+        trust: Whether a run directory may name reward functions, reward services and objectives
+            that are not part of the package. They run code that whoever wrote the directory chose.
+            True if the user said so, or if the command uses none of them.
 
     Returns:
         The configuration, and the path of the run directory, or None if `target` is none.
@@ -131,8 +131,8 @@ def _refuse_foreign_objective(target: str, config: Config, overrides: tuple[str,
     chosen_by_user = any(text.partition("=")[0] == "algorithm.objective" for text in overrides)
     if is_plugin(objective) and not chosen_by_user:
         raise InputError(
-            f"{target}: trains with {objective}, which is not part of the package; use trust=True if "
-            "you trust whoever wrote the directory, or name an objective of the package: "
+            f"{target}: trains with {objective}, which is not part of the package; use trust=True "
+            "if you trust whoever wrote the directory, or name an objective of the package: "
             "algorithm.objective=nft"
         )
 
@@ -219,8 +219,8 @@ def find_checkpoint(target: str | Path, which: str) -> Path | None:
         ranking = checkpoint.rank_by_reward(root)
         if not ranking:
             raise InputError(
-                f"{name}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves whatever "
-                "is evaluated"
+                f"{name}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves "
+                "whatever is evaluated"
             )
         return ranking[0]
     # From old to new, so that a checkpoint takes precedence over one that it replaces.
@@ -266,8 +266,8 @@ def load_ema(
 
     Args:
         folder: The run directory.
-        config: Its configuration. `lora`, `optimizer` and the settings of the trained parameters are
-            read.
+        config: Its configuration. `lora`, `optimizer` and the settings of the trained parameters
+            are read.
         backbone: The model of that configuration.
         path: The checkpoint, as `find_checkpoint` returns it. None: the newest intact one.
 

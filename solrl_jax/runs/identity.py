@@ -66,8 +66,8 @@ def refuse_another_run(folder: Path, config: Config) -> None:
         for record in RECORDS:
             if _is_occupied(folder / record):
                 raise InputError(
-                    f"{name} has {record} but no config.yaml, so it may not be a run's; name another "
-                    "directory"
+                    f"{name} has {record} but no config.yaml, so it may not be a run's; name "
+                    "another directory"
                 )
         return
     saved = read_run(folder)
@@ -118,8 +118,8 @@ def _refuse_lost_checkpoints(folder: Path, name: str) -> None:
     last = max(iterations, default=0)
     if last > 0 and not checkpoint.candidates(root):
         raise InputError(
-            f"{name} records {last} iterations, but {root} holds no checkpoint; put the checkpoints "
-            "back, or name another directory"
+            f"{name} records {last} iterations, but {root} holds no checkpoint; put the "
+            "checkpoints back, or name another directory"
         )
 
 
@@ -183,8 +183,8 @@ def _bound_settings(config: Config) -> dict[str, Any]:
     """Returns the settings of a configuration, as nested dicts, that may not differ between the
     starts of a run.
 
-    These are all settings without `FREE`, and without the paths and options of rewards that are only
-    watched.
+    These are all settings without `FREE`, and without the paths and options of rewards that are
+    only watched.
     """
     settings = yaml.safe_load(to_yaml(config))
     for name in FREE:

@@ -1,4 +1,4 @@
-"""What a run records about itself: `run.json`, the first lines in the terminal, images of its pools."""
+"""What a run records about itself: `run.json`, the first terminal lines, images of its pools."""
 
 import importlib.metadata
 import json

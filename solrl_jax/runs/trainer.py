@@ -1,8 +1,8 @@
-"""The training loop around `rl.iteration.iterate`: it resumes, trains, evaluates, records and saves.
+"""The training loop: it resumes, runs iterations, evaluates, records and saves.
 
-This module knows the files of a run and nothing about the algorithm. It reads in the order in which a
-run executes: `run` opens everything, `_train` loops over iterations, and the functions that they call
-follow in the order of the calls.
+This module knows the files of a run and nothing about the algorithm. It reads in the order in which
+a run executes: `run` opens everything, `_train` loops over iterations, and the functions that they
+call follow in the order of the calls.
 
     run.dir/config.yaml             the resolved configuration
     run.dir/run.json                versions, devices, and whether exploration is native or emulated
@@ -97,7 +97,7 @@ class _Run:
         hosts.write(lambda: self.metrics.log(self.done, row))
 
     def refresh_report(self, *, last: bool = False) -> None:
-        """Rewrites the HTML report, if there is one. A failure is printed and does not stop the run.
+        """Rewrites the HTML report, if there is one. A failure is only printed.
 
         Args:
             last: Whether the run ends here, so that the page is no longer marked as live.
@@ -129,8 +129,8 @@ def run(
         profile: Numbers of the iterations to trace, from 1. They must not be complete yet.
         html_report: Whether `report.html` is rewritten after every iteration.
         force: Whether to continue with training prompts or an instruction that changed since the
-            last start, to train with sizes that are estimated not to fit into memory, and to replace
-            a `report.html` that solrl_jax did not write.
+            last start, to train with sizes that are estimated not to fit into memory, and to
+            replace a `report.html` that solrl_jax did not write.
 
     Returns:
         The summary of the run: "run" (its directory), "iterations" (complete ones), "interrupted",
@@ -213,8 +213,8 @@ def _refuse_foreign_report(path: Path, force: bool) -> None:
         return
     if path.is_dir() or not force:
         raise InputError(
-            f"html_report=True: {path} exists and is no report; move it away, or replace the file by "
-            "force=True"
+            f"html_report=True: {path} exists and is no report; move it away, or replace the file "
+            "by force=True"
         )
 
 
@@ -279,15 +279,16 @@ def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -
     """
     if metrics.set_aside is not None:
         progress.line(
-            f"metrics.jsonl was damaged: it was moved to {metrics.set_aside}, and its readable rows "
-            "were kept"
+            f"metrics.jsonl was damaged: it was moved to {metrics.set_aside}, and its readable "
+            "rows were kept"
         )
     elif hosts.first():
         recorded = {row["iteration"] for row in metrics.rows}
         missing = [i for i in range(1, done + 1) if i not in recorded]
         if missing:
             progress.line(
-                f"metrics.jsonl lacks {len(missing)} of {done} iterations, and continues without them"
+                f"metrics.jsonl lacks {len(missing)} of {done} iterations, and continues without "
+                "them"
             )
 
 
@@ -321,8 +322,8 @@ def _train(this: _Run) -> None:
             failures = failures + 1 if _learned_nothing(row) else 0
             try:
                 hosts.write(partial(ledger.write, this.folder / "ledger", this.done, result.ledger))
-                # Before the evaluation, because a state that is saved after a failed evaluation must
-                # be known to be finite.
+                # Before the evaluation, because a state that is saved after a failed evaluation
+                # must be known to be finite.
                 _refuse_divergence(this, row, failures)
                 if _evaluation_is_due(config, this.done):
                     row = row | _evaluate(this)
@@ -389,8 +390,8 @@ def _prepare(this: _Run) -> None:
 def _remaining_prompts(experiment: Experiment, done: int) -> Sequence[Prompt]:
     """Returns the training prompts that the iterations after `done` may draw.
 
-    These are the drawn prompts if the rest of the run is short, and otherwise all of them: a run that
-    draws twice as many as there are draws nearly all of them.
+    These are the drawn prompts if the rest of the run is short, and otherwise all of them: a run
+    that draws twice as many as there are draws nearly all of them.
     """
     train = experiment.config.train
     remaining = range(done, train.iterations)
@@ -420,8 +421,8 @@ def _choose_setting(this: _Run) -> int:
         values = ", ".join(f"{correlation:.2f}" for _, correlation in history[-WINDOW:])
         chosen = settings[index]
         this.progress.line(
-            f"exploring in {chosen.precision}, {chosen.steps} steps from now on: Spearman over kept "
-            f"samples was {values}, the floor is {floor:g}"
+            f"exploring in {chosen.precision}, {chosen.steps} steps from now on: Spearman over "
+            f"kept samples was {values}, the floor is {floor:g}"
         )
     return index
 
@@ -632,7 +633,7 @@ def _save_after_stop(this: _Run, cause: BaseException) -> None:
 
 
 def _save_before_after(this: _Run) -> None:
-    """Writes `pictures/before-after.png`: images of the base model beside those of the trained one."""
+    """Writes `pictures/before-after.png`: images of the base model and of the trained one."""
     if not this.config.eval.num_grid_images:
         return
     # Zero adapters give the base model, by the program that is compiled already.

@@ -1,8 +1,9 @@
-"""Writing to a run directory: a file appears complete or not at all, and a refusal of the disk is reported in one line.
+"""Writes files and directories that appear complete or not at all.
 
-A file or directory is written under a hidden sibling name, synced to the disk, then renamed. If the process is killed, it
-leaves the old one or the new one, and at most one hidden sibling, which the next write replaces. A directory also has a
-manifest, by which a reader can tell whether it was altered.
+A file or directory is written under a hidden sibling name, synced to the disk, then renamed. If the
+process is killed, the old one or the new one is there, and at most one hidden sibling, which the
+next write replaces. A directory may also have a manifest, by which a reader can tell whether it was
+altered. If the disk refuses a write, the error is a RunError of one line.
 """
 
 import contextlib
@@ -20,10 +21,12 @@ from typing import Any
 from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.storage.readers import parse_json, read_bytes
 
+# Prefixes of the hidden siblings: of what is being written, and of what is being removed.
 PARTIAL = ".partial-"
 REMOVING = ".removing-"
 MANIFEST = "manifest.json"
-SMALL = 2**20  # bytes of a file whose contents are always compared
+# `damage` always compares the contents of files of at most so many bytes.
+SMALL = 2**20
 
 _REASONS = {
     errno.ENOSPC: "disk full",
@@ -36,35 +39,47 @@ _REASONS = {
 
 
 def disk_reason(error: BaseException) -> str | None:
-    """Why the disk refused, in a few words; None if `error` is not about the disk.
+    """Returns why the disk refused an operation, in a few words; None for an error of another kind.
 
-    Libraries written in C++ raise errors of other types with the system's words in their text, so the text counts too.
+    Every OSError counts. Libraries in C++ raise errors of other types that quote the system's
+    message, so the message of any error is searched for it.
+
+    Args:
+        error: The error that an operation on a file raised.
     """
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
-    if "RESOURCE_EXHAUSTED" in str(error):  # orbax, whose cause is not always in the text
+    message = str(error)
+    if "RESOURCE_EXHAUSTED" in message:  # orbax does not always quote the system's message
         return _REASONS[errno.ENOSPC]
-    return next(
-        (reason for code, reason in _REASONS.items() if os.strerror(code) in str(error)), None
-    )
+    for code, reason in _REASONS.items():
+        if os.strerror(code) in message:
+            return reason
+    return None
 
 
 @contextlib.contextmanager
 def writing(path: Path, note: Callable[[], str] = str) -> Iterator[None]:
-    """Raises a refusal of the disk in the body as a RunError with the reason, `path`, and the text of `note`.
+    """Turns an error of the disk in the body into a RunError of one line. Also works as a
+    decorator.
 
-    Every OSError counts, so the body must not read input.
+    Every OSError counts as one (see `disk_reason`), so the body must not read the user's input.
+
+    Args:
+        path: The file or directory that the body writes. The message names it.
+        note: Returns text for the end of the message. It is called when an error occurs.
     """
     try:
         yield
     except Exception as error:
-        if (reason := disk_reason(error)) is None:
+        reason = disk_reason(error)
+        if reason is None:
             raise
         raise RunError(f"{reason} while writing {path}{note()}") from error
 
 
 def sync(path: Path) -> None:
-    """Waits until the file's bytes, or the directory's names, are on the disk."""
+    """Waits until the content of a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,16 +93,25 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Yields a sibling path to write. On success it becomes `path`; on failure it is removed, and `path` is untouched.
+    """Replaces a file at once, when the body has written all of it.
 
-    The sibling has the suffix of `path`, because image writers choose the format by it. Missing parent directories are created.
-    An OSError of the body is raised as RunError.
+    Missing parent directories are created. If the body raises, `path` is untouched.
+
+    Args:
+        path: The file to write. It may exist.
+
+    Yields:
+        The path of a hidden sibling, which the body writes and which becomes `path`. It has the
+        suffix of `path`, because image writers choose the format by it.
+
+    Raises:
+        RunError: If the disk refuses. Every OSError of the body counts.
     """
     path = Path(path)
     partial = path.with_name(PARTIAL + path.name)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(partial)  # also a link that somebody planted: it would be written through
+        _remove(partial)  # also if it is a link, through which the body would write
         try:
             yield partial
             sync(partial)
@@ -100,22 +124,40 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def atomic_write(path: str | Path, data: bytes | str) -> None:
-    """Replaces the content of `path` by `data` (text as UTF-8). Raises RunError if the disk refuses."""
+    """Writes a whole file at once, see `atomic`.
+
+    Args:
+        path: The file to write. It may exist.
+        data: The content. Text is encoded as UTF-8.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     with atomic(path) as partial:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yields a new sibling directory to fill. On success it replaces `path`; on failure it is removed, and `path` is untouched.
+    """Replaces a directory at once, when the body has filled the new one.
 
-    What a killed process left is removed first. A refusal of the disk outside of the body is raised as RunError.
+    Leftovers of a killed process are removed first. If the body raises, `path` is untouched.
+
+    Args:
+        path: The directory to write. It may exist.
+
+    Yields:
+        The path of a new, empty sibling directory, which the body fills and which becomes `path`.
+
+    Raises:
+        RunError: If the disk refuses an operation outside of the body.
     """
-    partial, replaced = (path.with_name(prefix + path.name) for prefix in (PARTIAL, REMOVING))
+    partial = path.with_name(PARTIAL + path.name)
+    replaced = path.with_name(REMOVING + path.name)
     try:
         with writing(path):
-            for left in (partial, replaced):
-                _remove(left)
+            _remove(partial)
+            _remove(replaced)
             partial.mkdir(parents=True)
         yield partial
         with writing(path):
@@ -127,31 +169,44 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 def refuse_existing(
     option: str, paths: Iterable[Path], force: bool, *, folders: bool = False
 ) -> None:
-    """Raises InputError if one of the files that a command is about to write exists, unless the user says so by `--force`.
+    """Checks that a command replaces no existing file, unless its option `--force` allows it.
 
-    Devices and pipes are never replaced, nor are directories, unless the command writes such (`folders`).
+    Args:
+        option: The option of the command that the paths come from, for the message, e.g. "--out".
+        paths: The files that the command is about to write.
+        force: Whether existing files may be replaced. Devices and pipes never are.
+        folders: Whether the command writes directories, so that `force` covers them too.
+
+    Raises:
+        InputError: If a path exists that may not be replaced.
     """
-    there = [path for path in paths if os.path.lexists(path)]
-    for path in there:
-        # a link to a device, such as /dev/stdout, is one
-        if not (
-            path.is_file()
-            or (path.is_symlink() and not (force and path.exists()))
-            or (folders and path.is_dir())
-        ):
-            raise InputError(
-                f"{option} {path}: is {'a directory' if path.is_dir() else 'no file'}; name another one"
-            )
-    if there and not force:
+    existing = [path for path in paths if os.path.lexists(path)]
+    for path in existing:
+        # With `force`, a link counts as its target, so that a link to a device (/dev/stdout) is
+        # one.
+        is_replaceable_link = path.is_symlink() and not (force and path.exists())
+        is_replaceable_folder = folders and path.is_dir()
+        if not (path.is_file() or is_replaceable_link or is_replaceable_folder):
+            kind = "a directory" if path.is_dir() else "no file"
+            raise InputError(f"{option} {path}: is {kind}; name another one")
+    if existing and not force:
         raise InputError(
-            f"{option} {there[0]}: exists; name another one, or add --force to replace it"
+            f"{option} {existing[0]}: exists; name another one, or add --force to replace it"
         )
 
 
 def writable_directory(path: Path, name: str = "the run directory") -> Path:
-    """Creates `path` if it does not exist, and tries a write in it.
+    """Creates a directory if necessary, and checks that files can be written to it.
 
-    Raises InputError in one line, which calls it `name`, if it is a file, cannot be created, is read-only or has no room.
+    Args:
+        path: The directory. Missing parents are created too.
+        name: What the messages call it, e.g. the option of a command.
+
+    Returns:
+        `path`.
+
+    Raises:
+        InputError: If it is a file, cannot be created, is read-only, or if the disk is full.
     """
     probe = path / f"{PARTIAL}probe-{os.getpid()}"
     try:
@@ -171,9 +226,14 @@ def writable_directory(path: Path, name: str = "the run directory") -> Path:
 
 @contextlib.contextmanager
 def only_user(directory: Path) -> Iterator[None]:
-    """Locks `directory` for this process; raises InputError if another process holds the lock.
+    """Locks an existing directory for this process while the body runs.
 
-    The system releases the lock when the process ends, even if it is killed: there is nothing to clean up.
+    The lock is that of a file `.lock` in the directory. The system releases it when the process
+    ends, even if it is killed, so there is nothing to clean up.
+
+    Raises:
+        InputError: If another process holds the lock.
+        RunError: If the file cannot be created.
     """
     with writing(directory / ".lock"):
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -188,7 +248,10 @@ def only_user(directory: Path) -> Iterator[None]:
 
 
 def seal(directory: Path) -> None:
-    """Writes `manifest.json` with the size and SHA-256 of every other file below `directory`, and syncs all of them."""
+    """Writes `manifest.json` with the size and SHA-256 of every other file below a directory.
+
+    Also syncs all files and directories below it.
+    """
     files = {name: _describe(directory / name) for name in _file_names(directory)}
     (directory / MANIFEST).write_text(json.dumps(files, indent=1))
     for path in (*directory.rglob("*"), directory):
@@ -196,9 +259,15 @@ def seal(directory: Path) -> None:
 
 
 def damage(directory: Path, *, contents: bool = True) -> str | None:
-    """How `directory` differs from what was sealed, with the name of a file; None if it does not differ.
+    """Compares a directory with its manifest, which `seal` wrote.
 
-    contents: if False, only names and sizes are compared, and the contents of files of at most `SMALL` bytes.
+    Args:
+        directory: The directory.
+        contents: Whether to compare the SHA-256 of all files. If False,
+            names and sizes are compared, and the SHA-256 of files of at most `SMALL` bytes.
+
+    Returns:
+        The first difference, with the name of a file; None if there is none.
     """
     name = MANIFEST
     try:
@@ -206,19 +275,20 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
         if not isinstance(manifest, dict):
             return f"{MANIFEST} is damaged"
         actual = set(_file_names(directory)) - {MANIFEST}
-        for word, names in (
-            ("missing", manifest.keys() - actual),
-            ("unknown", actual - manifest.keys()),
-        ):
-            if names:
-                return f"{word} file {', '.join(sorted(names)[:3])}"
+        missing = sorted(manifest.keys() - actual)
+        if missing:
+            return f"missing file {', '.join(missing[:3])}"
+        unknown = sorted(actual - manifest.keys())
+        if unknown:
+            return f"unknown file {', '.join(unknown[:3])}"
         for name, entry in manifest.items():
-            found = (directory / name).lstat()
-            if not stat.S_ISREG(found.st_mode):
+            status = (directory / name).lstat()
+            if not stat.S_ISREG(status.st_mode):
                 return f"{name} is no regular file"
-            if not isinstance(entry, dict) or entry.get("size") != found.st_size:
-                return f"{name} has {found.st_size} bytes, not the number that was written"
-            if (contents or found.st_size <= SMALL) and entry != _describe(directory / name):
+            if not isinstance(entry, dict) or entry.get("size") != status.st_size:
+                return f"{name} has {status.st_size} bytes, not the number that was written"
+            is_compared = contents or status.st_size <= SMALL
+            if is_compared and entry != _describe(directory / name):
                 return f"{name} was altered"
     except OSError as error:
         return f"{name} cannot be read: {disk_reason(error)}"
@@ -228,7 +298,13 @@ def damage(directory: Path, *, contents: bool = True) -> str | None:
 
 
 def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
-    """Renames a sealed directory to `target`. An older `target` is first renamed to `replaced`, and removed afterwards."""
+    """Renames a directory that is complete to its final name.
+
+    Args:
+        temporary: The directory.
+        target: Its final name, in the same parent directory. It may exist.
+        replaced: The name that an older `target` has meanwhile. It is removed afterwards.
+    """
     if target.exists():
         os.replace(target, replaced)
     os.replace(temporary, target)
@@ -238,7 +314,13 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Removes a directory; of a link to one, the link. It is first renamed to a hidden name: a kill leaves no part in sight."""
+    """Removes a directory with its content. Of a link to a directory, the link is removed.
+
+    It is renamed to a hidden name first, so that no part of it is visible after a kill.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     hidden = path.with_name(REMOVING + path.name.removeprefix(REMOVING))
     with writing(path):
         if hidden != path:
@@ -248,7 +330,7 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes what is at `path`, if anything is: a directory with all that is in it, or a file or link alone."""
+    """Removes a directory with its content, a file or a link. Does nothing if `path` is absent."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -256,12 +338,12 @@ def _remove(path: Path) -> None:
 
 
 def _file_names(path: Path) -> list[str]:
-    """Every file below `path`, as sorted names relative to it."""
+    """Returns the names of all files below a directory, relative to it and sorted."""
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """The manifest's entry of one file: {"size": bytes, "sha256": hexadecimal}."""
+    """Returns the manifest's entry of one file: {"size": bytes, "sha256": hexadecimal digits}."""
     with path.open("rb") as stream:
         return {
             "size": os.fstat(stream.fileno()).st_size,

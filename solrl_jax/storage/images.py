@@ -1,4 +1,4 @@
-"""Images as bytes."""
+"""Conversion of images to bytes."""
 
 import numpy as np
 from jax import Array
@@ -6,6 +6,13 @@ from jaxtyping import Float, UInt8
 
 
 def to_uint8(image: Float[Array | np.ndarray, "*size"]) -> UInt8[np.ndarray, "*size"]:
-    """The bytes of an image [..., 3]: 255 times its values, rounded and clipped to 0..255; NaN gives 0."""
+    """Converts an image, or an array of images, from values in 0..1 to bytes in 0..255.
+
+    Args:
+        image: Values of any shape. Values outside 0..1 are clipped, and NaN becomes 0.
+
+    Returns:
+        255 times the values, rounded, on the host.
+    """
     unit = np.clip(np.nan_to_num(np.asarray(image, np.float32)), 0, 1)
     return np.round(255 * unit).astype(np.uint8)

@@ -1,6 +1,7 @@
-"""Reading what others wrote. Text, JSON and YAML come from regular files alone, and are bounded in size and depth.
+"""Reads text, JSON and YAML that others wrote, with limits on size and depth.
 
-What cannot be read raises OSError or ValueError, in one line that does not name the file.
+Only regular files are read, so that no command waits for a pipe or reads a device forever. Whatever
+cannot be read raises OSError or ValueError with a message of one line that does not name the file.
 """
 
 import json
@@ -14,28 +15,39 @@ from typing import Any
 
 import yaml
 
-MOST_TEXT = 2**26  # bytes of a text file: a vocabulary has 2**25
-MOST_YAML = 2**16  # bytes of a configuration: a run's has 2**12
-MOST_NESTED = (
-    2**21
-)  # lists and mappings of a JSON value, which take many times their text: a vocabulary's merges are 2**19
-_BASE_8_OR_60 = re.compile(
-    r"[-+]?(0[\d_]+|\d[\d_]*(:\d\d?)+(\.[\d_]*)?)"
-)  # 010 and 1:30 are 8 and 90 in YAML 1.1: text here
-DEPTH = 32  # levels of lists and mappings in each other
+# The largest text file in bytes. A large vocabulary has 2**25.
+MOST_TEXT = 2**26
+# The largest YAML text in characters. The configuration of a run has about 2**12.
+MOST_YAML = 2**16
+# The most lists and objects in a JSON value. They take many times the memory of their text. The
+# merges of a large vocabulary are 2**19.
+MOST_NESTED = 2**21
+# The most levels of lists and objects inside each other.
+DEPTH = 32
+# YAML 1.1 reads 010 as 8 and 1:30 as 90. Here both are text.
+_OCTAL_OR_SEXAGESIMAL = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d\d?)+(\.[\d_]*)?)")
 
 
 def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
-    """The content of a regular file of at most `most` bytes. Pipes and devices are refused, and are not waited for."""
+    """Reads a regular file.
+
+    Args:
+        path: The file. Links are followed.
+        most: The largest accepted size in bytes.
+
+    Raises:
+        OSError: If the file cannot be opened or read.
+        ValueError: If it is larger, or if it is a pipe, a device or a directory.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a regular file")
-        if found.st_size > most:
+        if status.st_size > most:
             raise ValueError(f"more than {most} bytes")
         with open(descriptor, "rb", closefd=False) as stream:
-            data = stream.read(most + 1) or b""  # None: a file of the kernel with nothing in it yet
+            data = stream.read(most + 1) or b""  # None: a kernel's file that has no content yet
     finally:
         os.close(descriptor)
     if len(data) > most:
@@ -44,70 +56,101 @@ def read_bytes(path: str | Path, most: int = MOST_TEXT) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_TEXT) -> str:
-    """A UTF-8 file as `read_bytes` reads it, without a byte-order mark. Every line ends with a line feed."""
+    """Reads a UTF-8 file as `read_bytes` does.
+
+    A byte-order mark is removed, and every line ends with a line feed.
+
+    Args:
+        path: The file. Links are followed.
+        most: The largest accepted size in bytes.
+
+    Raises:
+        OSError: If the file cannot be opened or read.
+        ValueError: If it is larger, no regular file, or not UTF-8.
+    """
     return read_bytes(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
+def _parse_finite(text: str) -> float:
+    """Returns the number that a text stands for. Raises ValueError if it is not finite."""
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")
     return number
 
 
-def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The mapping of these pairs. Raises ValueError for a key that comes twice, because either value may be meant."""
-    made: dict[Any, Any] = {}
+def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Builds a dict. Raises ValueError for a repeated key, because either value may be meant."""
+    result: dict[Any, Any] = {}
     for key, value in pairs:
-        if key in made:
+        if key in result:
             raise ValueError(f"the key {str(key)[:80]!r} comes twice")
-        made[key] = value
-    return made
+        result[key] = value
+    return result
 
 
-def parse_json(text: str | bytes, *, number: Callable[[str], float] = _finite) -> Any:
-    """A JSON value at most `DEPTH` levels deep. No key comes twice.
+def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_finite) -> Any:
+    """Parses a JSON text.
 
-    number: makes a number of its text; `float` accepts infinity and NaN, which Python writes though JSON has none.
+    Args:
+        text: The text.
+        number: Parses the text of a number with a fraction or an exponent, and the words NaN,
+            Infinity and -Infinity, which Python writes although JSON has none. By default only
+            finite numbers are accepted; `float` accepts all.
+
+    Raises:
+        ValueError: If the text is no JSON, has a repeated key, or exceeds `MOST_NESTED` or `DEPTH`.
     """
-    nested = (
-        text.count(b"[") + text.count(b"{")
-        if isinstance(text, bytes)
-        else text.count("[") + text.count("{")
-    )
-    if nested > MOST_NESTED:
+    if isinstance(text, bytes):
+        num_nested = text.count(b"[") + text.count(b"{")
+    else:
+        num_nested = text.count("[") + text.count("{")
+    if num_nested > MOST_NESTED:
         raise ValueError(f"more than {MOST_NESTED} lists and objects")
+    too_deep = f"more than {DEPTH} levels deep"
     try:
         value = json.loads(
-            text, parse_constant=number, parse_float=number, object_pairs_hook=_distinct
+            text, parse_constant=number, parse_float=number, object_pairs_hook=_unique_dict
         )
     except RecursionError:
-        raise ValueError(f"more than {DEPTH} levels deep") from None
+        raise ValueError(too_deep) from None
     level = [value]
     for _ in range(DEPTH):
-        level = [
-            x
-            for one in level
-            if isinstance(one, list | dict)
-            for x in (one.values() if isinstance(one, dict) else one)
-        ]
+        level = [child for parent in level for child in _children(parent)]
     if level:
-        raise ValueError(f"more than {DEPTH} levels deep")
+        raise ValueError(too_deep)
     return value
 
 
-def strict(value: Any) -> Any:
-    """The value as strict JSON has it: null for a number that is not finite."""
+def _children(value: Any) -> list[Any]:
+    """Returns the items of a list or the values of a dict; an empty list for anything else."""
     if isinstance(value, dict):
-        return {key: strict(one) for key, one in value.items()}
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def strict(value: Any) -> Any:
+    """Prepares a value for strict JSON: numbers that are not finite become None, tuples become
+    lists.
+
+    Args:
+        value: Nested dicts, lists, tuples and plain values.
+    """
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def parse_yaml(text: str) -> Any:
-    """A YAML value of plain data, at most `DEPTH` levels deep. Tags, aliases and a key that comes twice are refused.
+    """Parses a YAML text of plain data.
 
-    Raises yaml.YAMLError too.
+    Raises:
+        ValueError: If the text is longer than `MOST_YAML`, or has a repeated key.
+        yaml.YAMLError: If it is no YAML, has tags or aliases, or is more than `DEPTH` levels deep.
     """
     if len(text) > MOST_YAML:
         raise ValueError(f"more than {MOST_YAML} characters")
@@ -115,36 +158,42 @@ def parse_yaml(text: str) -> Any:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a whole number of up to nine digits: no "1_0", no digits of other scripts."""
+    """Whether a text is a whole number of one to nine ASCII digits, without sign or underscore."""
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses what can grow while it is read, or is more than plain data."""
+    """A SafeLoader that refuses tags, aliases, repeated keys and deep nesting.
+
+    Aliases are refused because a short text with aliases can stand for a giant value.
+    """
 
     depth = 0
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        if kind is yaml.ScalarNode and implicit[0] and _BASE_8_OR_60.fullmatch(value):
+        """Resolves the tag of a node. Octal and sexagesimal numbers are text."""
+        is_plain_scalar = kind is yaml.ScalarNode and implicit[0]
+        if is_plain_scalar and _OCTAL_OR_SEXAGESIMAL.fullmatch(value):
             return "tag:yaml.org,2002:str"
         return super().resolve(kind, value, implicit)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Composes a node. Raises ComposerError for tags, aliases and too many levels."""
         event = self.peek_event()
+        problem = None
         if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-            raise yaml.composer.ComposerError(
-                None, None, "tags and aliases are not accepted", event.start_mark
-            )
-        if self.depth == DEPTH:
-            raise yaml.composer.ComposerError(
-                None, None, f"more than {DEPTH} levels deep", event.start_mark
-            )
+            problem = "tags and aliases are not accepted"
+        elif self.depth == DEPTH:
+            problem = f"more than {DEPTH} levels deep"
+        if problem is not None:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        made = super().construct_mapping(node, deep)
-        _distinct([(self.construct_object(key), None) for key, _ in node.value])
-        return made
+        """Constructs a dict. Raises ValueError for a repeated key."""
+        mapping = super().construct_mapping(node, deep)
+        _unique_dict([(self.construct_object(key), None) for key, _ in node.value])
+        return mapping
