@@ -251,7 +251,7 @@ def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     )
     roomy = left["update"] > planner.usable / 2
     return found | (
-        {"update": "model.gradient_checkpointing=products"} if roomy and remat == "blocks" else {}
+        {"update": "model.gradient_checkpointing=matmuls"} if roomy and remat == "blocks" else {}
     )
 
 

@@ -71,7 +71,7 @@ class Case:
 
 
 def kernels(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Every case, compiled in threads while the first ones are measured."""
+    """Every case. All are compiled first: compiling threads would delay the calls that are measured."""
     listed = list(cases(Sizes() if compile_target.platform() == "gpu" else SMALL))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         compiled = [
@@ -79,8 +79,8 @@ def kernels(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
              threads.submit(compile_case, case.twin, case.shapes))
             for case in listed
         ]  # fmt: skip
-        for case, ours, twin in compiled:
-            yield case.name, partial(compare, case, ours, twin, task.repeat)
+    for case, ours, twin in compiled:
+        yield case.name, partial(compare, case, ours, twin, task.repeat)
 
 
 def compile_case(
