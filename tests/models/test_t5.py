@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from flax import nnx
@@ -154,6 +155,25 @@ def test_a_saved_component_loads(tmp_path):
     back = to_torch(state, params)
     assert back.keys() == released(reference).keys()
     assert all(np.array_equal(back[name], t.numpy()) for name, t in released(reference).items())
+
+
+def test_the_token_table_loads_under_either_of_its_names(tmp_path):
+    """Transformers loads a file that has only `encoder.embed_tokens.weight`."""
+    reference = reference_model({})
+    state, _, params = port(reference)
+    tensors = {name: t.clone() for name, t in reference.state_dict().items()}
+    del tensors["shared.weight"]
+    reference.config.save_pretrained(tmp_path)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = transformers.T5EncoderModel.from_pretrained(tmp_path)
+    assert torch.equal(theirs.shared.weight, reference.shared.weight)
+    ours = load_tensors(*locate_tensors(tmp_path, state), jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, ours, params)
+
+
+def test_a_quantized_checkpoint_is_refused_by_name():
+    with pytest.raises(ValueError, match="quantized checkpoints are not read"):
+        T5Config.from_dict(BASE | {"quantization_config": {"load_in_4bit": True}})
 
 
 def test_released_size():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from pretrain import networks
@@ -242,11 +243,10 @@ def test_variants_that_cannot_be_chosen_between_are_refused(tmp_path):
         FileNotFoundError, match=r"found model\.fp16\.safetensors, model\.non_ema\.safetensors"
     ):
         weight_files(tmp_path)
-    for name in ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json"):
+    for name in ("a.safetensors.index.json", "b.safetensors.index.json"):
         (tmp_path / name).touch()
     with pytest.raises(
-        FileNotFoundError,
-        match=r"found diffusion_pytorch_model\..*index\.json, model\..*index\.json",
+        FileNotFoundError, match=r"found a\.safetensors\.index\.json, b\.safetensors\.index\.json"
     ):
         weight_files(tmp_path)
 
@@ -259,6 +259,65 @@ def test_files_that_cannot_be_chosen_between_are_refused(theirs, tmp_path):
         weight_files(tmp_path)
     names = save_shards(tmp_path, theirs, index=False)
     with pytest.raises(FileNotFoundError, match=f"found {names[0]}, {names[1]}"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("present", "read"),
+    [
+        # transformers reads the single file, also beside an index that names shards that are gone
+        (["model.safetensors", "model.safetensors.index.json"], ["model.safetensors"]),
+        # diffusers reads the shards of an index
+        (
+            [
+                "diffusion_pytorch_model.safetensors",
+                "diffusion_pytorch_model.safetensors.index.json",
+            ],
+            ["shard.safetensors"],
+        ),
+        # a LoRA beside the weights, as our own export writes one
+        (
+            ["diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"],
+            ["diffusion_pytorch_model.safetensors"],
+        ),
+    ],
+)
+def test_of_several_files_the_one_is_read_that_transformers_and_diffusers_read(
+    present, read, tmp_path
+):
+    for name in present:
+        (tmp_path / name).touch()
+        if name.endswith(".json"):
+            (tmp_path / name).write_text('{"weight_map": {"weight": "shard.safetensors"}}')
+            if "diffusion" in name:
+                (tmp_path / "shard.safetensors").touch()
+    assert [path.name for path in weight_files(tmp_path)] == read
+
+
+def test_transformers_reads_the_single_file_too(tmp_path):
+    config = transformers.T5Config(
+        vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
+    )
+    model = transformers.T5EncoderModel(config)
+    model.save_pretrained(tmp_path, max_shard_size="1KB")  # shards and an index
+    assert len(weight_files(tmp_path)) > 1
+    with torch.no_grad():
+        model.shared.weight.fill_(2.0)
+    safetensors.torch.save_file(
+        {name: t.clone() for name, t in model.state_dict().items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+    loaded = transformers.T5EncoderModel.from_pretrained(tmp_path)
+    assert bool((loaded.shared.weight == 2.0).all())
+
+
+def test_pickles_are_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(
+        FileNotFoundError, match=r"PyTorch pickles only \(pytorch_model\.bin\); `solrl convert`"
+    ):
         weight_files(tmp_path)
 
 

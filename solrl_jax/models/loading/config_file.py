@@ -98,6 +98,11 @@ class ReleasedConfig:
             ValueError: a field is unknown or not supported; the message names it.
         """
         types = {field.name: field.type for field in dataclasses.fields(cls)}
+        if fields.get("quantization_config"):
+            raise ValueError(
+                f"{cls.network}: has a quantization_config; quantized checkpoints are not read, "
+                "accepted: weights in BF16, FP16 or float32"
+            )
         if cls.model_type:
             model_type = fields.get("model_type", cls.model_type)
             if model_type != cls.model_type:

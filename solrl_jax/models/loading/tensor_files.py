@@ -21,6 +21,15 @@ BLOCK_BYTES = 2**22  # read at a time: they fit the cache while they are cast an
 MAX_HEADER_BYTES = 2**24  # of a safetensors file; that of FLUX.1 has 2**17
 # The accepted dtypes of stored tensors, by their names in safetensors.
 STORED_DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+# The names under which diffusers and transformers save the weights of a component. The first one
+# that exists is read, as both libraries do: diffusers prefers an index of shards to a single file,
+# transformers a single file to an index. Other files beside them, such as a LoRA, are not read.
+STANDARD_NAMES = (
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "model.safetensors",
+    "model.safetensors.index.json",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,23 +121,35 @@ def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a component: one file, or those that an index of shards
     names.
 
-    Variants (see `without_variants`) are used only if there is nothing else.
+    The names that diffusers and transformers give come first (`STANDARD_NAMES`). Variants (see
+    `without_variants`) are used only if there is nothing else.
+
+    Args:
+        folder: directory of the component.
 
     Raises:
         FileNotFoundError: there is no file, or more than one without an index.
         ValueError: the index cannot be read.
     """
-    names = without_variants(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    present = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    names = without_variants(present)
+    for name in STANDARD_NAMES:
+        if name in names:
+            return _indexed_files(folder / name) if name.endswith(".json") else [folder / name]
     indices = [name for name in names if name.endswith(".json")]
     files = [name for name in names if not name.endswith(".json")]
     if len(indices) == 1:
         return _indexed_files(folder / indices[0])
-    if indices or len(files) != 1:
-        present = ", ".join(indices or files) or "none"
+    if not indices and len(files) == 1:
+        return [folder / files[0]]
+    message = f"{folder}: expected one .safetensors file or an index of shards, found "
+    pickles = sorted(name for name in present if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
+    if not names and pickles:
         raise FileNotFoundError(
-            f"{folder}: expected one .safetensors file or an index of shards, found {present}"
+            f"{message}PyTorch pickles only ({pickles[0]}); `solrl convert` turns a pickle into a "
+            "safetensors file"
         )
-    return [folder / files[0]]
+    raise FileNotFoundError(message + (", ".join(indices or files) or "none"))
 
 
 def _indexed_files(index: Path) -> list[Path]:

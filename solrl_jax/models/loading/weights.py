@@ -63,6 +63,8 @@ REDUNDANT = {
     "vision_model.embeddings.position_ids": "vision_model.embeddings.position_embedding.weight",
     "encoder.embed_tokens.weight": "shared.weight",
 }
+# Other names of a tensor, with ours: transformers loads T5's token table under either of its names.
+ALIASES = {"encoder.embed_tokens.weight": "shared.weight"}
 # Prefixes common to all names of a network that its files may leave out: transformers 5 saves
 # `CLIPTextModel` without "text_model.", and a language model may be saved with or without the
 # "model." of the class that adds a head.
@@ -176,6 +178,7 @@ def locate_tensors(
     files = [source] if source.is_file() else weight_files(source)
     stored_names = {tensor.name for file in files for tensor in read_header(file)}
     table = _without_optional_prefix(parameter_table(state), stored_names)
+    table = _with_aliases(table, stored_names)
     expected: dict[str, tuple[int, ...]] = {}
     for entry in table:
         initialised = entry.start is not None and stored_names.isdisjoint(entry.names)
@@ -209,6 +212,21 @@ def _without_optional_prefix(
                 for entry in table
             ]
     return table
+
+
+def _with_aliases(table: list[ParameterEntry], stored_names: set[str]) -> list[ParameterEntry]:
+    """Returns the table with the spelling of the files: where a tensor has only another name of
+    `ALIASES` there, with that name.
+    """
+    renamed = {
+        ours: other
+        for other, ours in ALIASES.items()
+        if other in stored_names and ours not in stored_names
+    }
+    return [
+        dataclasses.replace(entry, names=tuple(renamed.get(name, name) for name in entry.names))
+        for entry in table
+    ]
 
 
 def match_tensors(
