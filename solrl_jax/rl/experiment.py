@@ -1,8 +1,6 @@
 """`Experiment`: the loaded models, rewards and prompts of a configuration."""
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
@@ -115,20 +113,6 @@ class Experiment:
         cycle_key = jax.random.fold_in(key(self.config.seed, "sizes"), cycle)
         order = jax.random.permutation(cycle_key, len(sizes))
         return self.with_size(sizes[int(order[position])])
-
-    @cached_property
-    def text_hashes(self) -> dict[str, str]:
-        """Hashes of the texts that files hold, by name: the training prompts with their metadata in
-        order, and the instruction.
-        """
-        texts = {
-            "prompts": [(str(prompt), dict(prompt.metadata)) for prompt in self.train_prompts],
-            "instruction": self.backbone.instruction,
-        }
-        return {
-            name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-            for name, value in texts.items()
-        }
 
     def policy(self, trained: Trainable) -> Params:
         """The parameters of a policy in the training precision: the base with `trained`

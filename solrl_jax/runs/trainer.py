@@ -42,6 +42,7 @@ from solrl_jax.runs.checkpoint_writer import Saver
 from solrl_jax.runs.evaluate import evaluate, sample_grid
 from solrl_jax.runs.hacking import hacking_alarms
 from solrl_jax.runs.identity import claim, fingerprint, refuse_another_run
+from solrl_jax.runs.inputs import hash_inputs, refuse_changed_inputs
 from solrl_jax.runs.metrics import Metrics, import_wandb
 from solrl_jax.runs.metrics import read as read_metrics
 from solrl_jax.runs.progress import TerminalProgress
@@ -73,6 +74,7 @@ class _Run:
         progress: The output in the terminal. It also notes interruptions by signals.
         html_report: The page that is refreshed after every iteration, or None.
         profile: The numbers of the iterations that are traced.
+        input_hashes: The hashes of the run's input files, see `runs.inputs.hash_inputs`.
         state: The training state after iteration `done`.
         done: The number of complete iterations.
     """
@@ -84,6 +86,7 @@ class _Run:
     progress: TerminalProgress
     html_report: HtmlReport | None
     profile: Collection[int]
+    input_hashes: Mapping[str, str]
     state: TrainState
     done: int
 
@@ -128,8 +131,8 @@ def run(
         progress: The output in the terminal, entered as a context manager by the caller.
         profile: Numbers of the iterations to trace, from 1. They must not be complete yet.
         html_report: Whether `report.html` is rewritten after every iteration.
-        force: Whether to continue with training prompts or an instruction that changed since the
-            last start, to train with sizes that are estimated not to fit into memory, and to
+        force: Whether to continue with input files (prompts, instruction, base weights, plug-ins)
+            that changed since the last start, to train with sizes that are estimated not to fit into memory, and to
             replace a `report.html` that solrl_jax did not write.
 
     Returns:
@@ -154,7 +157,8 @@ def run(
 
         # Load the models and the state to continue from.
         experiment = build(config, force=force)
-        state, done = _restore(experiment, folder, progress, force)
+        input_hashes = hosts.agreed(lambda: hash_inputs(experiment))
+        state, done = _restore(experiment, input_hashes, folder, progress, force)
 
         # All input has been accepted, so the directory may be written to from here on.
         hosts.write(lambda: claim(folder, config))
@@ -181,6 +185,7 @@ def run(
             progress=progress,
             html_report=HtmlReport(folder) if html_report else None,
             profile=profile,
+            input_hashes=input_hashes,
             state=state,
             done=done,
         )
@@ -219,21 +224,26 @@ def _refuse_foreign_report(path: Path, force: bool) -> None:
 
 
 def _restore(
-    experiment: Experiment, folder: Path, progress: TerminalProgress, force: bool
+    experiment: Experiment,
+    input_hashes: Mapping[str, str],
+    folder: Path,
+    progress: TerminalProgress,
+    force: bool,
 ) -> tuple[TrainState, int]:
     """Restores the newest good checkpoint of a run, or creates the state that training starts from.
 
     Args:
         experiment: The loaded experiment.
+        input_hashes: The hashes of its input files.
         folder: The run directory.
         progress: Prints which checkpoint is used, and which damaged ones are skipped.
-        force: Whether to continue if the training prompts or the instruction have changed.
+        force: Whether to continue if the input files have changed.
 
     Returns:
         The state, and the number of complete iterations.
 
     Raises:
-        InputError: If the checkpoint is from another run, or if the texts have changed.
+        InputError: If the checkpoint is from another run, or if the input files have changed.
     """
     expected = {"fingerprint": fingerprint(experiment.config, experiment.explorer.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)
@@ -241,32 +251,11 @@ def _restore(
         return fresh_state(experiment), 0
     state, meta, warnings = restored
     if not force:
-        _refuse_changed_texts(experiment, meta)
+        refuse_changed_inputs(experiment.config, meta, input_hashes)
     for warning in warnings:
         progress.line(warning)
     progress.line(f"resuming after iteration {meta['iteration']}")
     return state, meta["iteration"]
-
-
-def _refuse_changed_texts(experiment: Experiment, meta: Mapping[str, Any]) -> None:
-    """Raises InputError if the training prompts or the instruction changed since a checkpoint.
-
-    Args:
-        experiment: The experiment with the texts of today.
-        meta: The metadata of the checkpoint, with the hashes of the texts that it was trained on.
-    """
-    config = experiment.config
-    descriptions = {
-        "prompts": f"prompts.train={config.prompts.train!r}: its prompts have",
-        "instruction": f"model.instruction={config.model.instruction!r}: its text has",
-    }
-    for name, description in descriptions.items():
-        current = experiment.text_hashes[name]
-        if meta.get(name, current) != current:
-            raise InputError(
-                f"{description} changed since iteration {meta['iteration']}; restore the file, or "
-                "continue with the changed one by force=True"
-            )
 
 
 def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -> None:
@@ -587,7 +576,7 @@ def _save(this: _Run) -> None:
         "fingerprint": fingerprint(config, this.experiment.explorer.format.name),
         "key": config.seed,
         "prompt_cursor": this.done * config.train.num_prompts,
-        **this.experiment.text_hashes,
+        **this.input_hashes,
         "evaluation": _recorded_evaluation(this) or None,
     }
     this.saver.save(this.done, this.state, meta)

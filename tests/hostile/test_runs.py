@@ -201,7 +201,10 @@ def test_weights_that_became_nan_end_a_run_and_its_checkpoint_is_kept(tmp_path):
     settings = [f"model.path={tmp_path / 'model'}", "eval.num_prompts=1", "run.keep_checkpoints=1"]
     assert train(tmp_path / "run", *settings, "train.iterations=1").code == 0
     not_finite(tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
-    ended = train(tmp_path / "run", *settings, "train.iterations=9")
+    refused = train(tmp_path / "run", *settings, "train.iterations=9")
+    assert (refused.code, saved(tmp_path / "run")) == (2, [1])
+    assert "the weights of transformer have changed since iteration 1; " in refused.error
+    ended = train(tmp_path / "run", *settings, "train.iterations=9", "--force")
     assert (ended.code, saved(tmp_path / "run")) == (1, [1])
     assert (
         "iteration 4: no finite reward in 3 iteration(s) in a row, first in stage 'explore'; "

@@ -1,0 +1,131 @@
+"""Hashes of a run's input files: its texts, its base weights, and the code of its plug-ins.
+
+The configuration names these files, so its fingerprint does not change when their content does. The
+hashes are saved with every checkpoint, and a resumed run is refused if its inputs have changed.
+"""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from solrl_jax.config.schema import Config, is_plugin
+from solrl_jax.errors import InputError
+from solrl_jax.models.loading.tensor_files import weight_files
+from solrl_jax.models.pipeline import Pipeline
+from solrl_jax.rewards.registry import entry_points, reward_names
+from solrl_jax.rl.experiment import Experiment
+
+# A weight file is hashed by its size, its first bytes (the header of a safetensors file) and blocks
+# at equal distances: 24 GB of weights take less than a second.
+HEADER_BYTES = 2**20
+NUM_BLOCKS = 64
+BLOCK_BYTES = 2**14
+
+
+def hash_inputs(experiment: Experiment) -> dict[str, str]:
+    """Hashes the inputs that the trained parameters depend on.
+
+    Args:
+        experiment: The loaded experiment.
+
+    Returns:
+        Hashes by name: "prompts" (the training prompts with their metadata, in order),
+        "instruction", "weights/COMPONENT" for every component of the model whose files are there,
+        and "code/MODULE:FUNCTION" for every reward and objective outside of the package.
+    """
+    prompts = [(str(prompt), dict(prompt.metadata)) for prompt in experiment.train_prompts]
+    hashes = {
+        "prompts": _digest(json.dumps(prompts).encode()),
+        "instruction": _digest(json.dumps(experiment.backbone.instruction).encode()),
+    }
+    for name, folder in _weight_folders(experiment.backbone.pipeline).items():
+        if folder.is_dir():
+            hashes[f"weights/{name}"] = _hash_weights(folder)
+    for plugin in _plugins(experiment.config):
+        source = _source_file(plugin)
+        if source is not None:
+            hashes[f"code/{plugin}"] = _digest(source.read_bytes())
+    return hashes
+
+
+def refuse_changed_inputs(
+    config: Config, saved: Mapping[str, Any], current: Mapping[str, str]
+) -> None:
+    """Raises InputError if an input of a run differs from the one of its last checkpoint.
+
+    An input that only one of the two has is not compared: older checkpoints lack some, and the text
+    encoders may be gone once all prompts are in the cache.
+
+    Args:
+        config: The configuration of the run, for the message.
+        saved: The metadata of the checkpoint, which includes the result of `hash_inputs` and the
+            iteration.
+        current: The result of `hash_inputs` now.
+    """
+    for name, value in current.items():
+        if saved.get(name, value) != value:
+            raise InputError(
+                f"{_describe(config, name)} changed since iteration {saved['iteration']}; restore "
+                "the file, or continue with the changed one by force=True"
+            )
+
+
+def _describe(config: Config, name: str) -> str:
+    """Returns the beginning of the sentence that says that an input has changed."""
+    kind, _, detail = name.partition("/")
+    if kind == "prompts":
+        return f"prompts.train={config.prompts.train!r}: its prompts have"
+    if kind == "instruction":
+        return f"model.instruction={config.model.instruction!r}: its text has"
+    if kind == "weights":
+        return f"model.path={config.model.path!r}: the weights of {detail} have"
+    field = "algorithm.objective" if detail == config.algorithm.objective else "reward.weights"
+    return f"{field}: the source file of {detail} has"
+
+
+def _weight_folders(pipeline: Pipeline) -> dict[str, Path]:
+    """Returns the directory of every component's weights, by the name of the component."""
+    components = {"transformer": pipeline.transformer, **pipeline.text_encoders}
+    components["vae"] = pipeline.vae
+    return {name: component.source for name, component in components.items()}
+
+
+def _hash_weights(folder: Path) -> str:
+    """Hashes the weight files of a component by their sizes, headers and a sample of their bytes."""
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(HEADER_BYTES))
+            for block in range(1, NUM_BLOCKS + 1):
+                file.seek(max(0, size * block // NUM_BLOCKS - BLOCK_BYTES))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _plugins(config: Config) -> list[str]:
+    """Returns the functions outside of the package that are trained on, as `module:function`."""
+    installed = entry_points()
+    rewards = [installed.get(name, name) for name in reward_names(config.reward.weights)]
+    return sorted({name for name in (*rewards, config.algorithm.objective) if is_plugin(name)})
+
+
+def _source_file(plugin: str) -> Path | None:
+    """Returns the file that defines the module of `module:function`, or None if there is none.
+
+    The module has been imported before, or its directory is on `sys.path`.
+    """
+    spec = importlib.util.find_spec(plugin.partition(":")[0])
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin)
+    return path if path.is_file() else None
+
+
+def _digest(data: bytes) -> str:
+    """Returns the first 16 hexadecimal digits of the SHA-256 of `data`."""
+    return hashlib.sha256(data).hexdigest()[:16]

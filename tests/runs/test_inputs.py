@@ -1,0 +1,78 @@
+"""A resumed run notices that its base weights, its plug-ins or its texts have changed."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from solrl_jax.errors import InputError
+from solrl_jax.models.locate import EMBEDDED_FOLDER
+from solrl_jax.rl.experiment import build
+from solrl_jax.runs.inputs import hash_inputs, refuse_changed_inputs
+from tests.small import small_config
+
+REWARD = """
+def score(images, prompts, metadata):
+    return [{} for _ in prompts]
+"""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A copy of an embedded model, a reward of one's own and prompts: (configuration, folder)."""
+    shutil.copytree(EMBEDDED_FOLDER / "tiny-sana", tmp_path / "model")
+    (tmp_path / "own_reward_of_test.py").write_text(REWARD.format("1.0"))
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = [
+        f"model.path={tmp_path / 'model'}",
+        f"prompts.train={tmp_path / 'prompts.txt'}",
+        "train.num_prompts=1",
+        "reward=own_reward_of_test:score",
+    ]
+    yield small_config(tmp_path / "run", *settings), tmp_path
+    sys.modules.pop("own_reward_of_test", None)
+
+
+def change_weights(folder):
+    path = folder / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    save_file({name: np.float32(1.5) * x for name, x in load_file(path).items()}, path)
+
+
+def change_reward(folder):
+    (folder / "own_reward_of_test.py").write_text(REWARD.format("-100.0"))
+
+
+def change_prompts(folder):
+    (folder / "prompts.txt").write_text("a red circle\na green square\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "message"),
+    [
+        (change_weights, "weights/vae", "the weights of vae have changed since iteration 7"),
+        (
+            change_reward,
+            "code/own_reward_of_test:score",
+            "reward.weights: the source file of own_reward_of_test:score has changed since",
+        ),
+        (change_prompts, "prompts", "its prompts have changed since iteration 7"),
+    ],
+)
+def test_a_changed_input_is_noticed_by_name(files, change, name, message):
+    config, folder = files
+    saved = hash_inputs(build(config))
+    assert {"prompts", "instruction", "weights/transformer", "weights/text_encoder"} < saved.keys()
+    change(folder)
+    current = hash_inputs(build(config))
+    assert {key for key in current if current[key] != saved[key]} == {name}
+    with pytest.raises(InputError, match=message):
+        refuse_changed_inputs(config, {"iteration": 7, **saved}, current)
+    refuse_changed_inputs(config, {"iteration": 7, **current}, current)
+
+
+def test_an_input_that_an_older_checkpoint_does_not_record_is_not_compared(files):
+    config, _ = files
+    refuse_changed_inputs(config, {"iteration": 7, "prompts": "x"}, {"weights/vae": "y"})
