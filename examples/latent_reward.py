@@ -1,8 +1,10 @@
-"""A reward on latents, inside JAX: nothing is decoded, which is a large part of scoring.
+"""A reward on latents, inside JAX. It saves the decoding, which takes a large part of scoring.
 
-python examples/latent_reward.py [KEY=VALUE]...                    (or, in this folder, reward=latent_reward:calm)
+    python examples/latent_reward.py [KEY=VALUE]...
+    solrl train tiny 'reward.weights={"latent_reward:calm": 1}'       (in this folder)
 
-It can be any network on latents. Here it is a formula, so that the example needs no weights.
+The reward may be any network on latents. Here it is a formula, so that the example needs no
+weights.
 """
 
 import sys
@@ -14,15 +16,17 @@ import solrl_jax as solrl
 
 
 def calm() -> solrl.Reward:
-    """How alike neighbouring latents are."""
+    """Rewards smooth latents: the negative mean squared difference of neighbouring latents."""
 
-    def score(params, latents, rows):  # latents: float32 [b, h, w, c]; returns [b]
+    def score(params, latents, prepared):
+        """Scores latents [b, h, w, c] (float32). Returns the scores [b] by name."""
         down = jnp.diff(latents, axis=1)
         right = jnp.diff(latents, axis=2)
         return {"reward": -jnp.square(down).mean((1, 2, 3)) - jnp.square(right).mean((1, 2, 3))}
 
     def prepare(prompts):
-        return np.zeros(len(prompts), np.float32)  # an array with a row a prompt; not read
+        """Returns one row per prompt for `score`, which does not use them."""
+        return np.zeros(len(prompts), np.float32)
 
     return solrl.Reward(None, prepare, score, inputs="latents")
 
@@ -34,9 +38,8 @@ def main(*overrides: str) -> None:
     state = solrl.fresh_state(experiment)
     for i in range(1, experiment.config.train.iterations + 1):
         state, outcome = solrl.iterate(experiment, state, i)
-        print(
-            f"{i}: calmness of the pool {outcome.metrics['pool/reward']:.3f}, kept {outcome.metrics['kept/reward']:.3f}"
-        )
+        pool, kept = outcome.metrics["pool/reward"], outcome.metrics["kept/reward"]
+        print(f"{i}: calmness of the pool {pool:.3f}, of the kept candidates {kept:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""An objective of your own: filtered distillation.
+"""An objective of your own: flow matching on the better samples.
 
-The policy moves towards the better half of its samples and ignores the rest.
+The policy moves towards samples with a positive advantage and ignores the others.
 
-    solrl train tiny objective=own_objective:better_half run.dir=runs/mine       (in this folder)
     python examples/own_objective.py [KEY=VALUE]...
+    solrl train tiny objective=own_objective:better_half run.dir=runs/mine       (in this folder)
 
-The run has everything that a run has: metrics, checkpoints, resume and evaluation.
+Such a run has metrics, checkpoints, resume and evaluation like any other.
 """
 
 import sys
@@ -29,9 +29,9 @@ def better_half(
     """Flow matching on samples with a positive advantage, held near the base by the KL term.
 
     Args:
-        velocities: What the trained, the old and the reference policy predict.
-        target: The samples that are trained on.
-        algorithm: `kl_coef` is read.
+        velocities: The velocities that the trained, the old and the reference policy predict.
+        target: The noised samples and their optimality probabilities.
+        algorithm: The algorithm section of the configuration. Only `kl_coef` is used.
 
     Returns:
         One loss per sample, and metrics with one value per sample.

@@ -1,9 +1,10 @@
-"""A reward of your own: pictures, prompts and metadata in, a score a picture out.
+"""A reward of your own: a function of images, prompts and metadata.
 
-solrl train tiny reward=own_reward:redness run.dir=runs/red        (in this folder)
-python examples/own_reward.py [KEY=VALUE]...
+    python examples/own_reward.py [KEY=VALUE]...
+    solrl train tiny reward=own_reward:redness run.dir=runs/red        (in this folder)
 
-The function runs in processes of its own, so it may use any library. A score that is not finite is not trained on.
+The function runs in worker processes, so it may use any library. Images with a non-finite score
+are not trained on.
 """
 
 import sys
@@ -18,7 +19,16 @@ import solrl_jax as solrl
 def redness(
     images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
 ) -> np.ndarray:
-    """How red the pictures are. images: float32 [n, height, width, 3] in [0, 1]. Returns [n], higher is better."""
+    """Scores how red images are.
+
+    Args:
+        images: Float32 [n, height, width, 3] in [0, 1].
+        prompts: The n prompts.
+        metadata: The metadata of each prompt; empty for prompt sets without metadata.
+
+    Returns:
+        One score per image, higher is better.
+    """
     red, green, blue = np.moveaxis(images, -1, 0)
     return (red - (green + blue) / 2).mean(axis=(1, 2))
 
@@ -26,9 +36,9 @@ def redness(
 def main(*overrides: str) -> None:
     weights = 'reward.weights={"own_reward:redness": 1}'
     summary = solrl.train("tiny", weights, "run.dir=runs/own-reward", *overrides)
-    print(
-        f"reward: {summary['before']['eval/reward']:.3f} before, {summary['after']['eval/reward']:.3f} after"
-    )
+    before = summary["before"]["eval/reward"]
+    after = summary["after"]["eval/reward"]
+    print(f"reward: {before:.3f} before, {after:.3f} after")
 
 
 if __name__ == "__main__":

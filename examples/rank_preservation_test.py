@@ -1,4 +1,4 @@
-"""Rank preservation as a unit test: does NVFP4 exploration still find the best and the worst candidates?
+"""A unit test of rank preservation: NVFP4 exploration finds the best and the worst candidates.
 
 python -m pytest examples/rank_preservation_test.py
 """
@@ -21,7 +21,8 @@ def test_exploration_finds_both_ends() -> None:
     )
     state = solrl.fresh_state(experiment)
     (figures,) = solrl.rank(experiment, state.ema, prompts=PROMPTS)
-    # the proxy's best KEPT / 2 lie well above the middle of the true order, and its worst well below
+    # On average the KEPT / 2 best candidates by proxy are in the better half of the true order, and
+    # the KEPT / 2 worst in the other half.
     assert figures["true_rank_best"] < CANDIDATES / 2 < figures["true_rank_worst"]
 
 

@@ -1,4 +1,4 @@
-"""Pictures from a diffusers directory, in BF16 and in NVFP4 from the same noise.
+"""Generates images with a diffusers directory, in BF16 and in NVFP4 from the same noise.
 
 python examples/sample_a_directory.py [DIRECTORY]        (default: the embedded tiny-sana)
 """

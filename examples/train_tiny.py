@@ -1,4 +1,4 @@
-"""Trains the embedded pipeline from Python: the loop of `solrl train`, without its records and checkpoints.
+"""Trains the embedded pipeline from Python, without the records and checkpoints of `solrl train`.
 
 python examples/train_tiny.py [KEY=VALUE]...
 """

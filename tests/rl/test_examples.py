@@ -32,7 +32,7 @@ def test_there_is_one_for_each_purpose():
         "latent_reward",
         "own_objective",
         "own_reward",
-        "quantise_a_matrix",
+        "quantize_a_matrix",
         "rank_preservation_test",
         "sample_a_directory",
         "train_tiny",
@@ -89,7 +89,7 @@ def test_a_reward_on_latents_trains(tmp_path, monkeypatch, capsys):
 
 
 def test_formats_cost_what_they_should(capsys):
-    load("quantise_a_matrix").main()
+    load("quantize_a_matrix").main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     quantising = [name for name, form in solrl_jax.FORMATS.items() if form.quantize is not None]
     assert [row[0] for row in rows] == quantising
