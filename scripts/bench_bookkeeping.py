@@ -1,10 +1,12 @@
-"""What the loop around an iteration costs after 1 iteration and after 10,000: records, ledger, monitor, report.
+"""Measures what the training loop costs beside the iterations, after 1 and after 10,000 of them.
 
     python scripts/bench_bookkeeping.py tiny --out benchmarks/bookkeeping-cpu.json
 
-The first iteration is a real one. All others return what it returned, so that what is left is the loop's own work. No
-checkpoint is written and nothing evaluated in between: what these cost does not depend on the iterations before. Prints the
-median milliseconds of the first and the last --window iterations, and the share of the real iteration that they are.
+The loop writes metrics, the ledger and the report, and runs the rank monitor. Only the first
+iteration is computed; all others return its result, so that the remaining time is the loop's own.
+No checkpoint is written and nothing is evaluated in between, because their cost does not depend on
+earlier iterations. The result has the median milliseconds of the first and the last `--window`
+iterations, and the share of the last ones in the time of a real iteration.
 """
 
 import contextlib

@@ -1,12 +1,13 @@
-"""How long the released transformers take to compile, from shapes alone.
+"""Measures how long the released transformers take to compile, from shapes alone.
 
-    python scripts/bench_compile.py                          # FLUX.1-dev, SD3.5-Large and SANA 1.6B, forward and LoRA gradient
+    python scripts/bench_compile.py
     python scripts/bench_compile.py --model flux1 --out benchmarks/compile-cpu.json
 
-Two programs are compiled ahead of time, for a batch of one at the recipe's resolution in BF16: the velocity, and its gradient
-with respect to LoRA adapters on the recipe's targets. Reported: seconds to trace and to compile, and their share of the limit
-of 10 s. The peer in the same run is a scan over the same number of plain transformer blocks (attention and MLP, no
-modulation) of the same width.
+The networks are FLUX.1-dev, SD3.5 Large and SANA 1.6B. Two programs are compiled ahead of time, for
+a batch of one at the recipe's resolution in BF16: the velocity, and its gradient with respect to
+LoRA adapters on the recipe's targets. The result has the seconds to trace and to compile, and their
+share of the limit of 10 s. For comparison, the same run compiles a scan over as many plain
+transformer blocks (attention and MLP, no modulation) of the same width.
 """
 
 import argparse
@@ -30,12 +31,13 @@ from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
 
-LIMIT = 10.0  # seconds, for either program
+LIMIT = 10.0  # seconds per program
 BF16 = jnp.bfloat16
-REMAT = "blocks"  # as the recipes train
+REMAT = "blocks"  # gradient checkpointing as in the recipes
 
 
 def shaped(*shape, dtype=BF16):
+    """An abstract array."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -47,25 +49,35 @@ LARGE = SD3Config(
     pos_embed_max_size=192,
     qk_norm="rms_norm",
 )
-# preset of the model -> network, batch of inputs at the recipe's resolution, blocks, width, image and text tokens
+# By the model's name in presets: the network, a batch of inputs at the recipe's resolution, the
+# number of blocks, their width, and the number of image and text tokens.
 MODELS = {
     "flux1": (
         lambda r: FluxTransformer2DModel(FluxConfig(guidance_embeds=True), remat=REMAT, rngs=r),
-        (shaped(1, 64, 64, 16), shaped(1, 128, 4096), shaped(1, 768), TIME, TIME), 57, 3072, 1024 + 128,
+        (shaped(1, 64, 64, 16), shaped(1, 128, 4096), shaped(1, 768), TIME, TIME),
+        57,
+        3072,
+        1024 + 128,
     ),
     "sd3": (
         lambda r: SD3Transformer2DModel(LARGE, remat=REMAT, rngs=r),
-        (shaped(1, 128, 128, 16), shaped(1, 205, 4096), shaped(1, 2048), TIME), 38, 2432, 4096 + 205,
+        (shaped(1, 128, 128, 16), shaped(1, 205, 4096), shaped(1, 2048), TIME),
+        38,
+        2432,
+        4096 + 205,
     ),
     "sana": (
         lambda r: SanaTransformer2DModel(SanaConfig(), remat=REMAT, rngs=r),
-        (shaped(1, 32, 32, 32), shaped(1, 300, 2304), shaped(1, 300, dtype=bool), TIME), 20, 2240, 1024,
+        (shaped(1, 32, 32, 32), shaped(1, 300, 2304), shaped(1, 300, dtype=bool), TIME),
+        20,
+        2240,
+        1024,
     ),
-}  # fmt: skip
+}
 
 
 class PlainBlock(nnx.Module):
-    """A transformer block without modulation."""
+    """A transformer block without modulation: attention, then an MLP."""
 
     def __init__(self, d: int, head: int, *, rngs: nnx.Rngs):
         self.norm1, self.norm2 = (LayerNorm(d, eps=1e-6, affine=False) for _ in range(2))
@@ -89,7 +101,7 @@ class PlainBlock(nnx.Module):
 
 
 def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, dict]:
-    """A network's graph and its parameters as shapes in BF16."""
+    """Returns the graph of a network, and its parameters as abstract BF16 arrays."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return graphdef, jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, BF16), nnx.to_pure_dict(state)
@@ -97,7 +109,15 @@ def abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, dict
 
 
 def seconds_to_compile(function: Callable, *arguments: Any) -> dict[str, float]:
-    """Seconds to trace, to compile, and both, without running."""
+    """Compiles a function ahead of time.
+
+    Args:
+        function: The function. It is not run.
+        arguments: Its abstract arguments.
+
+    Returns:
+        The seconds to trace, to compile, and in total.
+    """
     started = time.perf_counter()
     lowered = jax.jit(function).lower(*arguments)
     traced = time.perf_counter()
@@ -111,7 +131,7 @@ def seconds_to_compile(function: Callable, *arguments: Any) -> dict[str, float]:
 
 
 def measure(name: str) -> dict[str, dict[str, float]]:
-    """The results of one model."""
+    """Measures one model of `MODELS`. Returns the seconds of each program by its name."""
     make, inputs, blocks, width, tokens = MODELS[name]
     graphdef, params = abstract(make)
     lora = resolve(f"{name}_sol_rl_pickscore").lora
@@ -157,7 +177,7 @@ def main() -> None:
     parser.add_argument(
         "--model", choices=[*MODELS], action="append", help="may be repeated (default: all)"
     )
-    parser.add_argument("--out", type=Path, help="where the JSON goes, beside standard output")
+    parser.add_argument("--out", type=Path, help="JSON file for the result, which is also printed")
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     finish(

@@ -1,13 +1,14 @@
-"""On a CPU: each stage of an iteration against this machine's best product, and sampling against diffusers, in one run.
+"""Measures the phases of an iteration on a CPU, and compares sampling with diffusers.
 
     python scripts/bench_cpu.py tiny --out benchmarks/cpu.json
 
-* stages: the median seconds of each stage of an iteration after one that compiles, with scoring; the operations of its products
-  as XLA compiled them; and their rate as a share of the best rate at which this run multiplied square matrices, in BF16 or
-  in float32.
-* sampling: --pictures pictures of --steps steps of each embedded pipeline, from encoded prompts to pixels, in BF16 and in
-  float32. Beside it diffusers' pipeline, in PyTorch eager with two threads, in both types too. `times_diffusers` compares the
-  same type, `best_times_diffusers` the faster type of each.
+* stages: the median seconds of each phase of an iteration, including scoring, after a first
+  iteration that compiles; the operations of its matmuls as compiled by XLA; and their rate as a
+  share of the best rate of square matmuls in this run, in BF16 or in float32.
+* sampling: the seconds of `--steps` steps for `--pictures` images with each embedded pipeline, from
+  encoded prompts to pixels, in BF16 and in float32. diffusers' pipelines run in PyTorch eager mode
+  with two threads, in both dtypes. `times_diffusers` compares the same dtype,
+  `best_times_diffusers` the faster dtype of each.
 """
 
 import argparse
@@ -38,11 +39,20 @@ from solrl_jax.rl.iteration import iterate
 
 MODELS = ("tiny-sana", "tiny-flux", "tiny-sd3")
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
-THREADS = 2  # of PyTorch
+THREADS = 2  # of PyTorch and OpenMP
 
 
 def stages(config: Config, repeat: int, best: float) -> dict[str, Any]:
-    """Seconds and operations of each stage of an iteration."""
+    """Measures the phases of an iteration.
+
+    Args:
+        config: The configuration of the run.
+        repeat: The number of iterations whose median is taken, after one that compiles.
+        best: The best matmul rate of this machine, in operations per second.
+
+    Returns:
+        By phase, the seconds and the operations, with their rate as a share of `best`.
+    """
     counts = counted(config)
     experiment = build(config)
     state = fresh_state(experiment)
@@ -58,7 +68,7 @@ def stages(config: Config, repeat: int, best: float) -> dict[str, Any]:
 
 
 def counted(config: Config) -> dict[str, int]:
-    """Operations of the products of each stage of an iteration. Scoring is a part of the two rollouts."""
+    """Counts the operations of the matmuls in each phase. Both rollout phases include scoring."""
     shapes = of_shapes(
         config, open_configurations(config.model.path), local_device(), open_mesh(config)
     )
@@ -84,7 +94,7 @@ def counted(config: Config) -> dict[str, int]:
 
 
 def seconds(run: Callable[[], Any], repeat: int) -> float:
-    """The median of `repeat` calls after two that compile and warm up."""
+    """The median time of `repeat` calls, after two calls that compile and warm up."""
     times = []
     for _ in range(repeat + 2):
         began = time.perf_counter()
@@ -94,7 +104,7 @@ def seconds(run: Callable[[], Any], repeat: int) -> float:
 
 
 def sampling(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of ours and of diffusers' pipeline, by type."""
+    """Measures an embedded pipeline. Returns our seconds and those of diffusers, by dtype."""
     ours = {}
     for precision in PRECISIONS:
         experiment = build(resolve("tiny", (f"model={model}", f"rollout.precision={precision}")))
@@ -135,7 +145,7 @@ def sampling(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def peer(model: str, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of diffusers' pipeline in PyTorch, by type; the prompts are encoded before."""
+    """Measures diffusers' pipeline on encoded prompts. Returns the seconds by dtype."""
     import diffusers
     import torch
 

@@ -1,30 +1,35 @@
-"""All that is to be measured on a GPU, in one command for so many minutes: the most important first.
+"""Measures everything on a GPU within a given number of minutes, the most important first.
 
     python scripts/bench_gpu.py --minutes 9 --out measured
     python scripts/bench_gpu.py --minutes 9 --out measured --models flux1 --steps facts,steps,update
-    python scripts/bench_gpu.py --minutes 5 --out measured --models tiny --formats nvfp4 mesh.data=1    # a CPU can do this
+    python scripts/bench_gpu.py --minutes 5 --out measured --models tiny --formats nvfp4 mesh.data=1
 
-Nothing is downloaded. The models have their released configurations and random weights, made on the device. Steps:
+The last command also runs on a CPU. Nothing is downloaded: the models have their released
+configurations and random weights, which are generated on the device. The steps are:
 
-* facts: the device, the versions of the driver, CUDA and cuDNN, of JAX.
-* kernels: each fused kernel beside its twin in plain JAX at the sizes of the released models: the
-  largest difference, and the seconds of both.
-* parity: the embedded pipelines' rewards of the same seeds here and on the CPU; which kernels of libraries ran.
-* products: BF16 and each format that the device has natively (nvfp4, fp8; --formats names others) at the shapes of the
-  models' quantised linears; the share of the device's public peak.
-* steps, of each model: a chunk regenerated in BF16, and explored in each format: seconds a call and a step, of `sync` too.
-* rollout, of each model: decoding and scoring a chunk; with the calls of `steps` and their number, the rollout phase of an
-  iteration, against `naive_scaling`.
-* update, of each model: two or three micro-batches; times their number, the update of an iteration.
+* facts: the device, and the versions of the driver, CUDA, cuDNN and JAX.
+* kernels: each fused kernel and the same computation in plain JAX, at the sizes of the released
+  models; their largest difference, and the seconds of both.
+* parity: the rewards of the embedded pipelines for the same seeds on this device and on the CPU;
+  which library kernels ran.
+* products: matmuls in BF16 and in each native format (nvfp4, fp8; `--formats` selects others), at
+  the shapes of the models' quantized layers, and their share of the device's public peak.
+* steps, per model: a batch regenerated in BF16 and explored in each format; seconds per call and
+  per solver step, and those of `sync`.
+* rollout, per model: decoding and scoring a batch. With the results of `steps` this gives the time
+  of an iteration's rollout phase, compared with `naive_scaling`.
+* update, per model: two or three micro-batches, from which the time of an update follows.
 
-Programs are the jitted functions that train. A time is a median of --repeat calls after a first one that compiles, each until
-its result is there; beside it are the plan's least seconds, read from the compiled text of the same program, and their ratio.
-Memory is the allocator's high-water mark, which is known where a program raises it, and the plan's sum for the same arrays.
+The programs are the jitted functions of the training. A time is the median of `--repeat` calls
+after a first one that compiles; each call waits for its result. It is reported with the roofline
+time of the same compiled program, and their ratio. Memory is the allocator's high-water mark, which
+is known if a program raises it, and the planned memory of the same arrays.
 
-DIR has a JSON file a step, written anew after each figure, and `summary.md`, written anew after each step. A step runs in a
-process of its own. One that fails is recorded with the first line of its error; one for which no time is left is recorded as
-skipped; one that runs when the minutes are over is ended, and what it has found stays. `kernels`, `parity` and `products`
-are ended before, when each has had about three tenths of the minutes.
+The output folder has one JSON file per step, updated after each figure, and `summary.md`, updated
+after each step. Each step runs in its own process. A step that fails is recorded with the first
+line of its error. A step for which no time is left is recorded as skipped. A step that is running
+at the end is stopped, and its figures remain. `kernels`, `parity` and `products` are stopped after
+about 30 % of the time each.
 """
 
 import argparse
@@ -47,23 +52,25 @@ def main(arguments: list[str] | None = None) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="of the models' presets, as `solrl train` takes them",
+        help="overrides of the models' presets, as in `solrl train`",
+    )
+    made.add_argument("--minutes", type=float, default=9.0, help="time limit (default: 9)")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
+    made.add_argument(
+        "--models",
+        default="sana,flux1,sd3",
+        help=f"separated by commas, from {', '.join(schedule.PRESETS)}",
     )
     made.add_argument(
-        "--minutes", type=float, default=9.0, help="after these all is over (default: 9)"
-    )
-    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the records go")
-    made.add_argument(
-        "--models", default="sana,flux1,sd3", help=f"with commas, of {', '.join(schedule.PRESETS)}"
+        "--steps",
+        default=",".join(schedule.ALL + schedule.EACH),
+        help="separated by commas (default: all)",
     )
     made.add_argument(
-        "--steps", default=",".join(schedule.ALL + schedule.EACH), help="with commas (default: all)"
+        "--formats", default="", help="separated by commas (default: the native ones)"
     )
     made.add_argument(
-        "--formats", default="", help="with commas (default: those that the device has natively)"
-    )
-    made.add_argument(
-        "--repeat", type=int, default=3, help="times are medians of this many calls (default: 3)"
+        "--repeat", type=int, default=3, help="number of calls whose median is taken (default: 3)"
     )
     args = made.parse_args(arguments)
     try:
@@ -83,7 +90,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def asked(args: argparse.Namespace) -> list[Task]:
-    """The steps of a command line. Raises InputError or ConfigError for what cannot be, before anything runs."""
+    """Checks the command line and returns the steps to run.
+
+    Raises:
+        InputError: If a model, step or format is unknown, or the folder is not writable.
+        ConfigError: If an override is invalid.
+    """
 
     def listed(text):
         return tuple(part.strip() for part in text.split(",") if part.strip())

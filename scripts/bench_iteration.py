@@ -1,11 +1,11 @@
-"""Whole iterations at full size with random weights: `sol_rl` against `naive_scaling`, stage by stage, in one run.
+"""Compares whole iterations of `sol_rl` and `naive_scaling` at full size with random weights.
 
-    python scripts/bench_iteration.py flux1_sol_rl_hpsv2 train.num_prompts=1 --out benchmarks/iteration-flux1-h200.json
+    python scripts/bench_iteration.py flux1_sol_rl_hpsv2 train.num_prompts=1 --out iteration.json
     python scripts/bench_iteration.py tiny --families sol_rl,naive_scaling,diffusionnft
 
-For each family: the median seconds of each stage over --repeat iterations after one that compiles, and the share of an
-iteration that `sync` takes (adapters merged, linears quantised). `times_sol_rl`: the time of an iteration over that of
-`sol_rl`.
+For each family the result has the median seconds of each phase over `--repeat` iterations, after
+one that compiles, and the share of an iteration that `sync` takes (merging adapters and
+quantizing). `times_sol_rl` is the time of an iteration divided by that of `sol_rl`.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from solrl_jax.rl.iteration import iterate
 
 
 def measure(config: Config, repeat: int) -> dict[str, Any]:
-    """The medians of `repeat` iterations of a family."""
+    """Measures `repeat` iterations of a configuration. Returns the median seconds by phase."""
     experiment = random_experiment(config)
     state = fresh_state(experiment)
     measured = []
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument(
         "--families",
         default="sol_rl,naive_scaling",
-        help="with commas; others are compared with the first",
+        help="separated by commas; the others are compared with the first",
     )
     args = options.parse_args(arguments)
     families = {}

@@ -1,13 +1,15 @@
-"""Measures loading: time, and host memory beyond the arrays that are placed.
+"""Measures the loading of weights: its time, and its host memory beyond the loaded arrays.
 
     python scripts/bench_load.py --gigabytes 8 --out benchmarks/load-cpu.json
 
-Writes a checkpoint of random numbers in the released layout: the transformer of Stable Diffusion 3.5 Large in BF16, in shards
-with an index, with as many layers as the size needs. It drops the files from the page cache, loads them as training does,
-compares every tensor with its file, and deletes the checkpoint.
+The script writes a checkpoint of random numbers in the released layout: the transformer of Stable
+Diffusion 3.5 Large in BF16, in shards with an index, with as many layers as the size requires. It
+drops the files from the page cache, loads them as training does, compares every tensor with its
+file, and deletes the checkpoint.
 
-`host_bytes_peak` is the largest resident memory of the process over time, interpreter and libraries included, minus the
-arrays on the mesh if those are in host memory (on a CPU). The bar: it stays below the largest shard plus 1 GB.
+`host_bytes_peak` is the largest resident memory of the process, including interpreter and
+libraries, minus the arrays on the mesh if those are in host memory (on a CPU). It should stay below
+the largest shard plus 1 GB.
 """
 
 import argparse
@@ -39,12 +41,20 @@ from solrl_jax.models.loading.weights import (
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 
-# the released configuration without the number of layers
+# The released configuration without the number of layers.
 LARGE = {
-    "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_attention_heads": 38, "attention_head_dim": 64,
-    "joint_attention_dim": 4096, "caption_projection_dim": 2432, "pooled_projection_dim": 2048, "out_channels": 16,
-    "pos_embed_max_size": 192, "qk_norm": "rms_norm",
-}  # fmt: skip
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "num_attention_heads": 38,
+    "attention_head_dim": 64,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 2432,
+    "pooled_projection_dim": 2048,
+    "out_channels": 16,
+    "pos_embed_max_size": 192,
+    "qk_norm": "rms_norm",
+}
 GB = 10**9
 
 
@@ -53,25 +63,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--gigabytes", type=float, default=8.0, help="at least this much (default: 8)"
+        "--gigabytes", type=float, default=8.0, help="smallest size of the checkpoint (default: 8)"
     )
     parser.add_argument(
-        "--shard-gigabytes", type=float, default=2.0, help="at most this much a shard (default: 2)"
+        "--shard-gigabytes", type=float, default=2.0, help="largest size of a shard (default: 2)"
     )
     parser.add_argument(
-        "--fsdp", type=int, default=1, help="devices that split the parameters (default: 1)"
+        "--fsdp", type=int, default=1, help="devices that share the parameters (default: 1)"
     )
     parser.add_argument(
         "--folder",
         type=Path,
         default=None,
-        help="where the checkpoint is written (default: a temporary one)",
+        help="folder of the checkpoint (default: a temporary one)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=None,
-        help="a JSON file for the result, which is printed as well",
+        help="JSON file for the result, which is also printed",
     )
     args = parser.parse_args()
     state, layers = network(args.gigabytes * GB)
@@ -82,9 +92,14 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     checkpoint = {
-        "architecture": "SD3Transformer2DModel", "layers": layers, "parameters": count(state), "dtype": "BF16",
-        "bytes": sum(sizes), "shards": len(sizes), "largest_shard_bytes": max(sizes),
-    }  # fmt: skip
+        "architecture": "SD3Transformer2DModel",
+        "layers": layers,
+        "parameters": count(state),
+        "dtype": "BF16",
+        "bytes": sum(sizes),
+        "shards": len(sizes),
+        "largest_shard_bytes": max(sizes),
+    }
     bar = max(sizes) + GB
     peak = result["host_bytes_peak"]
     verdict = {"bar_bytes": bar, "peak_over_bar": round(peak / bar, 3), "within_bar": peak < bar}
@@ -97,7 +112,7 @@ def main() -> None:
 
 
 def network(size: float) -> tuple[nnx.State, int]:
-    """The abstract network with the fewest layers that take `size` bytes in BF16, and the number of layers."""
+    """Returns the smallest abstract network of at least `size` bytes in BF16, and its layers."""
 
     def state(layers: int) -> nnx.State:
         config = SD3Config.from_dict(LARGE | {"num_layers": layers})
@@ -110,12 +125,21 @@ def network(size: float) -> tuple[nnx.State, int]:
 
 
 def count(state: nnx.State) -> int:
-    """How many parameters a network has."""
+    """The number of parameters of a network."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
 def write(folder: Path, table: list[ParameterEntry], shard: int) -> list[int]:
-    """Writes the tensors of `table` with random numbers, in shards of at most `shard` bytes. Returns the sizes of the files."""
+    """Writes a sharded checkpoint of random numbers.
+
+    Args:
+        folder: The directory of the checkpoint.
+        table: The tensors to write.
+        shard: The largest size of a shard, in bytes.
+
+    Returns:
+        The size of each file, in bytes.
+    """
     shapes = {name: e.torch_shape for e in table for name in e.names}
     shards: list[list[str]] = [[]]
     size = 0
@@ -138,7 +162,7 @@ def write(folder: Path, table: list[ParameterEntry], shard: int) -> list[int]:
 
 
 def write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A safetensors file of BF16 tensors, written a block at a time."""
+    """Writes a safetensors file of random BF16 tensors, and drops it from the page cache."""
     header = {}
     end = 0
     for name, shape in shapes.items():
@@ -154,13 +178,12 @@ def write_shard(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
                 file.write(block.data)
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(
-            file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-        )  # so that it is read from the disk, not from memory
+        # The file is then read from the disk, not from memory.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def noise(name: str, count: int, block: int = 2**20) -> Iterator[np.ndarray]:
-    """`count` BF16 numbers that depend on the name, as bytes, `block` of them at a time."""
+    """Yields `count` BF16 numbers that depend on `name`, as bytes, `block` numbers at a time."""
     draw = np.random.default_rng(list(name.encode())).standard_normal(block, np.float32)
     numbers = draw.astype(ml_dtypes.bfloat16).view(np.uint8)
     for start in range(0, count, block):
@@ -168,9 +191,18 @@ def noise(name: str, count: int, block: int = 2**20) -> Iterator[np.ndarray]:
 
 
 def measure(folder: Path, state: nnx.State, fsdp: int) -> dict:
-    """Loads, sampling memory meanwhile; then compares every tensor with its file."""
+    """Loads a checkpoint while sampling the memory, then compares every tensor with its file.
+
+    Args:
+        folder: The directory of the checkpoint.
+        state: The abstract network.
+        fsdp: The number of devices that share the parameters.
+
+    Returns:
+        Seconds and bytes by name.
+    """
     mesh = make_mesh(1, fsdp)
-    jnp.zeros(1).block_until_ready()  # the backend has started
+    jnp.zeros(1).block_until_ready()  # starts the backend before the measurement
     with HostMemory() as memory:
 
         def place(_: tuple, shape: tuple[int, ...]) -> NamedSharding:
@@ -199,11 +231,12 @@ def measure(folder: Path, state: nnx.State, fsdp: int) -> dict:
 
 
 class HostMemory:
-    """Samples the resident memory of this process, minus the arrays on the mesh if those are in host memory.
+    """Samples the resident memory of this process while it is entered.
 
-    `peak` subtracts the arrays of all parameters whose placing has `begun`: an array is allocated before the host's buffer is
-    freed. `peak_unfinished` subtracts only arrays that JAX lists at the time, without those that a program is writing: it is an
-    upper bound.
+    If the arrays on the mesh are in host memory, they are subtracted. `peak` subtracts the arrays
+    of all parameters whose placement has `begun`, because an array is allocated before its host
+    buffer is freed. `peak_unfinished` subtracts only arrays that JAX lists at the time, which do
+    not include those that a program is writing, so it is an upper bound.
     """
 
     def __init__(self, seconds: float = 0.005):
@@ -242,12 +275,15 @@ class HostMemory:
 
     @staticmethod
     def _listed() -> int:
-        """Bytes of the arrays on the mesh. Pieces on single devices do not count: on a GPU they may still be in transfer."""
+        """The bytes of the arrays on the mesh.
+
+        Shards on single devices are not counted: on a GPU they may still be in transfer.
+        """
         return sum(a.nbytes for a in jax.live_arrays() if isinstance(a.sharding, NamedSharding))
 
 
 def check(folder: Path, state: nnx.State, params: dict) -> None:
-    """Raises ValueError that names a tensor which differs from its file."""
+    """Raises ValueError naming the first tensor that differs from its file."""
     files = {
         name: file
         for file in folder.glob("*.safetensors")

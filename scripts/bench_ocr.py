@@ -1,11 +1,12 @@
-"""How many pictures the `ocr` reward scores in a minute.
+"""Measures how many images per minute the `ocr` reward scores.
 
     python scripts/bench_ocr.py --out benchmarks/ocr-cpu.json
 
-Draws the words of the embedded prompt set on plain, noisy and busy grounds, 512 x 512, and scores them in processes with one
-engine thread each, as a run does. The first round (`fresh`) includes making the engines, the second (`warm`) does not. The
-bar is 100 pictures a minute on 2 cores for the slower round. `cpu_seconds` is the processor time, which does not depend on
-other work of the machine (`load_average`, before).
+The script draws the words of the embedded prompt set on plain, noisy and blotchy backgrounds, 512 x
+512, and scores them in processes with one engine thread each, as a run does. The first round
+(`fresh`) includes the creation of the engines, the second (`warm`) does not. The slower round
+should reach 100 images per minute on 2 cores. `cpu_seconds` is processor time, which does not
+depend on other work of the machine (`load_average`, before the start).
 """
 
 import argparse
@@ -23,23 +24,25 @@ from scipy.ndimage import gaussian_filter
 from solrl_jax.data.prompts import EMBEDDED_FOLDER
 from solrl_jax.rewards.ocr import ocr, target
 
-BAR = 100  # pictures a minute
-PIECE = 5  # pictures handed over at once
+BAR = 100  # images per minute
+PIECE = 5  # images per call
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=100, help="pictures to score (default: 100)")
-    parser.add_argument("--size", type=int, default=512, help="pixels a side (default: 512)")
+    parser.add_argument("--images", type=int, default=100, help="number of images (default: 100)")
+    parser.add_argument(
+        "--size", type=int, default=512, help="height and width in pixels (default: 512)"
+    )
     parser.add_argument(
         "--processes",
         type=int,
         default=os.cpu_count(),
-        help="processes that score (default: one a core)",
+        help="number of processes (default: one per core)",
     )
-    parser.add_argument("--out", type=Path, help="where the JSON goes, beside standard output")
+    parser.add_argument("--out", type=Path, help="JSON file for the result, which is also printed")
     args = parser.parse_args()
     prompts = (EMBEDDED_FOLDER / "ocr-train.txt").read_text().splitlines()[: args.images]
     load = round(os.getloadavg()[0], 1)
@@ -63,7 +66,16 @@ def main() -> None:
 
 
 def draw(prompt: str, size: int, seed: int) -> np.ndarray:
-    """A picture of the quoted words, float32 [size, size, 3]. By turns the ground is plain, noisy, or has coarse blotches."""
+    """Draws the quoted words of a prompt on a plain, a noisy or a blotchy background.
+
+    Args:
+        prompt: The prompt.
+        size: The height and width in pixels.
+        seed: The seed of the colors and positions; modulo 3 it selects the background.
+
+    Returns:
+        The image, float32 [size, size, 3] in [0, 1].
+    """
     rng = np.random.default_rng(seed)
     ground = np.full((size, size, 3), rng.uniform(0.6, 1.0, 3))
     if seed % 3 == 1:
@@ -82,7 +94,7 @@ def draw(prompt: str, size: int, seed: int) -> np.ndarray:
 
 
 def measure(pool: ProcessPoolExecutor, images: np.ndarray, prompts: list[str]) -> dict[str, float]:
-    """Scores all images [n, size, size, 3] once."""
+    """Scores all images [n, size, size, 3] once. Returns times and scores by name."""
     pieces = [slice(start, start + PIECE) for start in range(0, len(images), PIECE)]
     began = time.perf_counter()
     waiting = [pool.submit(score, images[piece], prompts[piece]) for piece in pieces]
@@ -99,7 +111,7 @@ def measure(pool: ProcessPoolExecutor, images: np.ndarray, prompts: list[str]) -
 
 
 def score(images: np.ndarray, prompts: list[str]) -> tuple[np.ndarray, float]:
-    """The scores [n], and the seconds of processor time. It runs in a process of the pool."""
+    """Scores images in a process of the pool. Returns the scores [n] and the processor seconds."""
     began = time.process_time()
     return ocr(images, prompts, [{}] * len(prompts)), time.process_time() - began
 

@@ -1,10 +1,11 @@
-"""The peer of scripts/bench_rollout.py: diffusers' transformer with torch.compile, random weights, the same shapes, in BF16.
+"""Measures diffusers' transformer with torch.compile, for comparison with scripts/bench_rollout.py.
 
     python scripts/bench_peer_torch.py flux1_sol_rl_hpsv2 --rows 4
     python scripts/bench_peer_torch.py tiny --rows 2 --mode eager
 
-Prints the seconds of one evaluation of the network, as JSON. It needs PyTorch and diffusers. JAX stays on the CPU and is asked
-for shapes alone.
+The weights are random, the shapes are those of the preset, and the dtype is BF16. The script prints
+the seconds of one evaluation of the network as JSON. It needs PyTorch and diffusers. JAX stays on
+the CPU and only provides shapes.
 """
 
 import argparse
@@ -28,7 +29,16 @@ MODES = ("eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
 
 
 def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int, int, int]]:
-    """The transformer's config.json, the shape of each encoding of a prompt without its row, and that of a latent [h, w, c]."""
+    """Returns the shapes that a preset gives the transformer.
+
+    Args:
+        preset: The name of the preset.
+        overrides: Overrides of the form `key=value`.
+
+    Returns:
+        The transformer's config.json, the shape of each encoding of one prompt without its batch
+        dimension, and the latent shape [h, w, c].
+    """
     config = resolve(preset, tuple(overrides))
     pipeline = open_configurations(config.model.path)
     there = experiment(config, pipeline, local_device(), sharding.make_mesh(1, 1))
@@ -40,14 +50,14 @@ def shapes_of(preset: str, overrides: list[str]) -> tuple[dict, dict, tuple[int,
 def inputs(
     stored: dict, encodings: dict, latent: tuple[int, int, int], rows: int, device: str
 ) -> dict[str, torch.Tensor]:
-    """The arguments of a call of the network."""
+    """Draws the keyword arguments of one call of the network, for a batch of `rows` samples."""
 
     def draw(*shape):
         return torch.randn(rows, *shape, dtype=torch.bfloat16, device=device)
 
     (height, width, channels), time = latent, torch.full((rows,), 500.0, device=device)
     text = {"encoder_hidden_states": draw(*encodings["text"])}
-    if stored["_class_name"] == "FluxTransformer2DModel":  # packed: a token is 2 x 2 latents
+    if stored["_class_name"] == "FluxTransformer2DModel":  # a token is 2 x 2 latents
         tokens = height // 2 * (width // 2)
         ids = {
             "img_ids": torch.zeros(tokens, 3, device=device),
@@ -80,15 +90,15 @@ def main() -> None:
     )
     parser.add_argument("preset")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--rows", type=int, default=4, help="pictures at once (default: 4)")
+    parser.add_argument("--rows", type=int, default=4, help="batch size (default: 4)")
     parser.add_argument(
         "--repeat",
         type=int,
         default=5,
-        help="the time is the median of this many calls (default: 5)",
+        help="number of calls whose median is taken (default: 5)",
     )
     parser.add_argument(
-        "--mode", choices=MODES, default="max-autotune-no-cudagraphs", help="of torch.compile"
+        "--mode", choices=MODES, default="max-autotune-no-cudagraphs", help="mode of torch.compile"
     )
     args = parser.parse_args()
     stored, encodings, latent = shapes_of(args.preset, args.overrides)
@@ -104,7 +114,7 @@ def main() -> None:
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     with torch.inference_mode():
-        for _ in range(args.repeat + 2):  # the first two compile and warm up
+        for _ in range(args.repeat + 2):  # the first two calls compile and warm up
             wait()
             began = time.perf_counter()
             run(**given, return_dict=False)

@@ -1,17 +1,18 @@
-"""Exploration at full size with random weights: a step of the network in each format, and the rollout phase of the families.
+"""Measures exploration at full size with random weights, in each format.
 
-    python scripts/bench_rollout.py flux1_sol_rl_hpsv2 --peer --out benchmarks/rollout-flux1-h200.json
+    python scripts/bench_rollout.py flux1_sol_rl_hpsv2 --peer --out rollout-flux1.json
     python scripts/bench_rollout.py flux1_sol_rl_hpsv2 model.height=512 model.width=512
     python scripts/bench_rollout.py tiny rollout.candidates=24 --formats nvfp4 --repeat 2
 
-* step: the velocity of --rows pictures, of the base in BF16 (`plain_step`), and of the policy in each format. Reported:
-  seconds, pictures a second, operations a second, their share of the best rate at which this run multiplied BF16 matrices,
-  and how many times as fast as the base in BF16. (In `bf16` the policy has its adapters beside the base; in the other formats
-  they are merged.)
-* rollout: exploring the pool of one prompt and regenerating the kept candidates, decoded and scored, in each format. It is
-  compared with sampling the pool in BF16 with all steps and regenerating nothing (`naive_scaling`).
+* step: one evaluation of the network for `--rows` samples, by the base in BF16 (`plain_step`) and
+  by the policy in each format. The result has the seconds, images and operations per second, their
+  share of the best rate of BF16 matmuls in this run, and the speed-up over the base in BF16. In
+  `bf16` the policy keeps its adapters beside the base; in the other formats they are merged.
+* rollout: exploring the pool of one prompt and regenerating the kept candidates, with decoding and
+  scoring, in each format. It is compared with generating the pool in BF16 with all steps
+  (`naive_scaling`).
 
---peer runs scripts/bench_peer_torch.py on the same shapes first, in a process of its own.
+`--peer` first runs scripts/bench_peer_torch.py on the same shapes, in its own process.
 """
 
 import dataclasses
@@ -39,18 +40,25 @@ from solrl_jax.rl.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all measurements share."""
+    """The experiment and the settings of all measurements.
 
-    experiment: (
-        Experiment  # its format quantises; the formats that are measured are named beside it
-    )
+    Attributes:
+        experiment: The experiment. It explores in a quantizing format; the methods take the format
+            that is measured.
+        state: The initial state of the training.
+        rows: The batch size of a step.
+        repeat: The number of calls whose median is taken.
+        best: The rate of the fastest BF16 matmul, in operations per second.
+    """
+
+    experiment: Experiment
     state: TrainState
-    rows: int  # pictures of a step
+    rows: int
     repeat: int
-    best: float  # operations a second of the best BF16 product
+    best: float
 
     def step(self, params: Params) -> dict[str, float]:
-        """One evaluation of the network. params: the policy, in any format."""
+        """Measures one evaluation of the network with the parameters of a policy in any format."""
         backbone = self.experiment.backbone
         shape = self._full("step").shape
         conditioning = backbone.encode(
@@ -70,11 +78,11 @@ class Bench:
         )
 
     def pool(self) -> float:
-        """Seconds for all candidates of one prompt with all steps, in the training precision."""
+        """The seconds to generate all candidates of one prompt in the training precision."""
         return self._rolled_out(self._full("pool"), self.experiment.config.rollout.candidates)
 
     def rollout(self, precision: str) -> dict[str, float]:
-        """Seconds for exploring all candidates of one prompt in `precision`, and for regenerating those that are kept."""
+        """The seconds to explore one prompt in a format, and to regenerate the kept candidates."""
         rollout = self.experiment.config.rollout
         exploring = self.experiment.explorer.sampler(
             self.state.old, ExplorationSetting(precision, rollout.explore.num_steps)
@@ -84,7 +92,16 @@ class Bench:
         return {"explore": explore, "regenerate": regenerate, "seconds": explore + regenerate}
 
     def format(self, name: str, plain: float, whole: float) -> dict[str, Any]:
-        """A format's results. plain: seconds of a step of the base in BF16; whole: of the pool in BF16."""
+        """Measures a format.
+
+        Args:
+            name: The name of the format.
+            plain: The seconds of a step of the base in BF16.
+            whole: The seconds of generating the pool in BF16.
+
+        Returns:
+            The results of `sync`, `step` and `rollout`.
+        """
         explorer = self.experiment.explorer
         sync = seconds(lambda: explorer.policy(self.state.old, name), self.repeat)
         step = self.step(explorer.policy(self.state.old, name))
@@ -121,7 +138,7 @@ class Bench:
 
 
 def run_peer(arguments: list[str]) -> dict[str, Any]:
-    """The peer's report on the same shapes."""
+    """Runs scripts/bench_peer_torch.py with the arguments. Returns its report."""
     script = Path(__file__).with_name("bench_peer_torch.py")
     done = subprocess.run(
         [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True, check=True
@@ -132,20 +149,20 @@ def run_peer(arguments: list[str]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument(
-        "--rows", type=int, help="pictures of a step (default: rollout.per_device_batch_size)"
+        "--rows", type=int, help="batch size of a step (default: rollout.per_device_batch_size)"
     )
     options.add_argument(
-        "--formats", default="auto,fp8,nvfp4", help="with commas; bf16 is always measured"
+        "--formats", default="auto,fp8,nvfp4", help="separated by commas; bf16 is always measured"
     )
     options.add_argument(
-        "--peer", action="store_true", help="measure diffusers with torch.compile too"
+        "--peer", action="store_true", help="also measure diffusers with torch.compile"
     )
     args = options.parse_args(arguments)
-    # a format that quantises: the experiment then knows which linears are quantised
+    # With a quantizing format the experiment knows which linear layers are quantized.
     config = resolve(args.preset, (*args.overrides, "rollout.explore.precision=nvfp4"))
     rows = args.rows or config.rollout.per_device_batch_size
     peer = None
-    if args.peer:  # before JAX takes the device's memory
+    if args.peer:  # before JAX allocates the device's memory
         peer = run_peer(
             [args.preset, *args.overrides, "--rows", str(rows), "--repeat", str(args.repeat)]
         )

@@ -1,13 +1,14 @@
-"""Two hosts of four devices train as one of eight, also if one is killed in any stage of an iteration.
+"""Checks that two hosts of four devices train as one of eight, also if one is killed in any phase.
 
     python scripts/check_hosts.py            # 20 to 30 minutes on 2 CPU cores
 
-A run of one process comes first, then one of two. Both must keep the same candidates and end with the same state to 1e-6. Then,
-for each stage, two processes start anew, and one of them kills itself in that stage of the second iteration. The other must end
-by itself within a minute, with exit code 1. Both start again, and must end as the run of two processes that nobody killed. The
-mesh is data=2 fsdp=2 tensor=2 in all runs of two processes.
+A run of one process comes first, then a run of two processes. Both must keep the same candidates
+and end with the same state up to 1e-6. Then, for each phase, two processes start anew, and one of
+them kills itself in that phase of the second iteration. The other must exit by itself within a
+minute, with exit code 1. Both start again and must end like the undisturbed run of two processes.
+All runs of two processes have the mesh data=2, fsdp=2, tensor=2.
 
-Prints a line for each stage, and one of JSON at the end. The exit code is 1 if something differs.
+Prints one line per phase and one line of JSON at the end. The exit code is 1 if something differs.
 """
 
 import argparse
@@ -33,13 +34,18 @@ from check_kills import SMALL, state_of
 ITERATIONS = 3
 SETTINGS = (*SMALL, "eval.every=2", f"train.iterations={ITERATIONS}")
 STAGES = ("encode", "sync", "explore", "regenerate", "update", "evaluate", "save")
-TOLERANCE = 1e-6  # of the state, relative
-LIMIT = 60.0  # seconds in which the other process ends
-DELAY = 0.05  # seconds into the stage
+TOLERANCE = 1e-6  # relative distance of two states
+LIMIT = 60.0  # seconds within which the other process must exit
+DELAY = 0.05  # seconds from the start of the phase to the kill
 
 
 def child(stage: str, arguments: list[str]) -> None:
-    """Runs `solrl` with `arguments`. If a stage is named, the process kills itself in that stage of the second iteration."""
+    """Runs `solrl` in this process.
+
+    Args:
+        stage: The phase of the second iteration in which the process kills itself. "": none.
+        arguments: The arguments of `solrl`.
+    """
     from solrl_jax.cli import main
     from solrl_jax.rl.phase_timer import PhaseTimer
     from solrl_jax.runs import checkpoint_writer
@@ -56,7 +62,13 @@ def child(stage: str, arguments: list[str]) -> None:
             die()
 
     def before(owner: Any, method: str, name_of: Callable[..., str]) -> None:
-        """Has `in_stage` called before each call of a method, with the stage that the call's arguments name."""
+        """Patches a method so that `in_stage` is called first.
+
+        Args:
+            owner: The class or module of the method.
+            method: The name of the method.
+            name_of: Maps the arguments of a call to the name of a phase.
+        """
         original = getattr(owner, method)
 
         def wrapped(*args: Any, **options: Any) -> Any:
@@ -77,7 +89,14 @@ def child(stage: str, arguments: list[str]) -> None:
 
 
 class Processes:
-    """The processes of a start, and their logs."""
+    """The processes of a run, which start at once, and their logs.
+
+    Args:
+        folder: The run directory. The logs are written beside it.
+        hosts: The number of processes, 1 or 2.
+        dying: The process that kills itself. None: none does.
+        stage: The phase in which it does.
+    """
 
     def __init__(self, folder: Path, hosts: int, dying: int | None = None, stage: str = "") -> None:
         mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2") if hosts == 2 else ("mesh.data=8",)
@@ -119,7 +138,7 @@ class Processes:
 
 
 def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    """The distance of two states divided by the norm of the second."""
+    """The norm of the difference of two states, divided by the norm of the second."""
 
     def norm(arrays):
         return float(np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in arrays)))
@@ -128,30 +147,34 @@ def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
 
 
 def kept(folder: Path) -> list[tuple[int, bool]]:
-    """Each candidate's seed, and whether it was kept."""
+    """Returns the seed of each candidate, and whether it was kept."""
     table = pq.read_table(folder / "ledger")
     return list(zip(table["seed"].to_pylist(), table["kept"].to_pylist(), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """What happened when one of two processes was killed."""
+    """The outcome of killing one of two processes.
+
+    Attributes:
+        stage: The phase in which the process was killed.
+        killed: The index of the process.
+        other_ended_after_seconds: The time until the other process exited.
+        apart: The relative distance of the restarted run's state from that of the undisturbed run.
+    """
 
     stage: str
-    killed: int  # the process
+    killed: int
     other_ended_after_seconds: float
-    apart: (
-        float  # the distance of the restarted run's state from that of the run that nobody killed
-    )
+    apart: float
 
 
 def compare_hosts(folder: Path) -> list[str]:
-    """Runs one process and two, undisturbed; returns the problems."""
+    """Runs one process and two, undisturbed. Returns the differences."""
     for name, hosts in (("one", 1), ("two", 2)):
         if any(statuses := Processes(folder / name, hosts).wait()):
-            sys.exit(
-                f"the run {name} ended with {statuses}: {(folder / f'{name}-0.log').read_text()[-500:]}"
-            )
+            log = (folder / f"{name}-0.log").read_text()[-500:]
+            sys.exit(f"the run {name} ended with {statuses}: {log}")
     distance = apart(state_of(folder / "two", ITERATIONS), state_of(folder / "one", ITERATIONS))
     print(f"one process and two: {distance:.1e} apart", flush=True)
     if distance <= TOLERANCE and kept(folder / "two") == kept(folder / "one"):
@@ -160,7 +183,16 @@ def compare_hosts(folder: Path) -> list[str]:
 
 
 def kill_in(stage: str, dying: int, folder: Path) -> tuple[Kill | None, list[str]]:
-    """Kills process `dying` in `stage` of the second iteration, starts both again, and compares; returns the problems too."""
+    """Kills one of two processes, starts both again, and compares the result.
+
+    Args:
+        stage: The phase of the second iteration in which the process is killed.
+        dying: The index of the process.
+        folder: The folder of all runs.
+
+    Returns:
+        The outcome (None if the second start failed), and the problems.
+    """
     problems = []
     run = folder / stage
     start = Processes(run, 2, dying, stage)
@@ -180,11 +212,10 @@ def kill_in(stage: str, dying: int, folder: Path) -> tuple[Kill | None, list[str
         ]
     distance = apart(state_of(run, ITERATIONS), state_of(folder / "two", ITERATIONS))
     if distance > TOLERANCE or kept(run) != kept(folder / "two"):
-        problems.append(
-            f"{stage}: ends {distance:.1e} from the run that nobody killed, or keeps others"
-        )
+        problems.append(f"{stage}: ends {distance:.1e} from the undisturbed run, or keeps others")
     print(
-        f"{stage}: process {dying} killed, other ended {seconds:.0f} s later; restarted: {distance:.1e} apart",
+        f"{stage}: process {dying} killed, other ended {seconds:.0f} s later; "
+        f"restarted: {distance:.1e} apart",
         flush=True,
     )
     return Kill(stage, dying, round(seconds, 1), distance), problems
@@ -195,10 +226,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--stages", default=",".join(STAGES), help="in which a process is killed, with commas"
+        "--stages",
+        default=",".join(STAGES),
+        help="phases in which a process is killed, separated by commas",
     )
     parser.add_argument(
-        "--folder", type=Path, help="where the runs are kept (default: they are deleted)"
+        "--folder", type=Path, help="folder that keeps the runs (default: they are deleted)"
     )
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="hosts-"))

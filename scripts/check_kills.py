@@ -1,22 +1,23 @@
-"""Kills a small run of `solrl train tiny`, damages its checkpoints, fills its disk; starts it again, and compares how it ends.
+"""Kills runs of `solrl train tiny`, damages their checkpoints and fills their disks.
 
-    python scripts/check_kills.py                              # 20 kills, 40 flipped bits, 12 full disks
+    python scripts/check_kills.py                  # 20 kills, 40 flipped bits, 12 full disks
     python scripts/check_kills.py --kills 5 --flips 0 --disks 0 --seed 3 --folder runs/kills
 
-An uninterrupted run comes first. It says how long a start and an iteration take. At the end of each of the three parts the
-state equals that of the uninterrupted run to the bit. So do the ledger, and the metrics without times.
+An uninterrupted run comes first. It determines how long a start and an iteration take. At the end
+of each of the three parts, the state, the ledger and the metrics without times must equal those of
+the uninterrupted run bit for bit.
 
-Kills: SIGKILL, one in five during a start, the others during the iterations after it. After each kill the newest checkpoint is
-verified byte for byte. A kill may lose the iteration under way and nothing else: with run.checkpoint_every=1 the iteration
-before is on the disk.
+* Kills: SIGKILL, 20 % of them during a start, the others during the following iterations. After
+  each kill the newest checkpoint is verified byte for byte. With run.checkpoint_every=1 a kill may
+  lose only the iteration in progress.
+* Flips: one bit in a file of the newest checkpoint, for each file in turn. The next start must
+  restore the checkpoint before it and name the damaged file. Every tenth time the run is also
+  continued.
+* Disks: a run on a file system that is too small for it. It must exit with one line that names the
+  last good checkpoint, and continue from there once there is room. Mounting a file system needs
+  root; otherwise this part is skipped.
 
-Flips: of one bit in a file of the newest checkpoint, each file in turn. What a start restores then is the checkpoint before, to
-the bit, and one line says which file was altered. One time in ten the run is started, too, and ends as the uninterrupted one.
-
-Disks: a run on a file system that is full after a part of what a whole run takes. It ends with one line that names the last
-good checkpoint, and goes on from there when there is room. Mounting a file system needs root; without it this part is left out.
-
-Prints a line for each, and one of JSON at the end. The exit code is 1 if something differs.
+Prints one line per case and one line of JSON at the end. The exit code is 1 if something differs.
 """
 
 import argparse
@@ -45,17 +46,35 @@ from solrl_jax.rl.experiment import build, state_shapes
 from solrl_jax.runs import checkpoint, checkpoint_writer, metrics
 
 SMALL = (
-    "train.num_prompts=2", "rollout.candidates=8", "rollout.kept=4", "rollout.per_device_batch_size=2", "rollout.num_steps=3",
-    "rollout.explore.num_steps=2", "optimizer.per_device_batch_size=2", "algorithm.timestep_fraction=0.7", "eval.num_prompts=2",
-    "eval.num_images_per_prompt=2", "eval.num_grid_images=0", "eval.num_steps=3", "eval.every=5", "run.checkpoint_every=1", "run.keep_best=1",
-    "run.tensorboard=false", "mesh.data=1",
-)  # fmt: skip
-IN_START = 0.2  # share of the kills
+    "train.num_prompts=2",
+    "rollout.candidates=8",
+    "rollout.kept=4",
+    "rollout.per_device_batch_size=2",
+    "rollout.num_steps=3",
+    "rollout.explore.num_steps=2",
+    "optimizer.per_device_batch_size=2",
+    "algorithm.timestep_fraction=0.7",
+    "eval.num_prompts=2",
+    "eval.num_images_per_prompt=2",
+    "eval.num_grid_images=0",
+    "eval.num_steps=3",
+    "eval.every=5",
+    "run.checkpoint_every=1",
+    "run.keep_best=1",
+    "run.tensorboard=false",
+    "mesh.data=1",
+)
+IN_START = 0.2  # share of the kills that happen during a start
 SAID = re.compile(r"(?:resuming after )?iteration (\d+)")
 
 
 class Process:
-    """A start of the run: its messages with their times, and the last iteration that it reported."""
+    """A process of the run: its messages with their times, and the last iteration that it reported.
+
+    Args:
+        folder: The run directory.
+        iterations: The length of the run.
+    """
 
     def __init__(self, folder: Path, iterations: int) -> None:
         command = [
@@ -102,18 +121,18 @@ class Process:
         return time.monotonic() - self._began
 
     def finished(self) -> list[float]:
-        """The seconds after which each iteration of this start was finished."""
+        """The seconds from the start to the end of each iteration."""
         return [when for when, line in self.lines if line.startswith("iteration ")]
 
     def wait_for(self, count: int) -> None:
-        """Waits until `count` iterations are finished, or the process has ended."""
+        """Waits until `count` iterations are finished or the process has exited."""
         with self._spoke:
             self._spoke.wait_for(
                 lambda: len(self.finished()) >= count or not self._reader.is_alive()
             )
 
     def end(self, number: int | None = None) -> int:
-        """Sends a signal, if one is given, and waits; returns the exit status, negative for a signal."""
+        """Sends a signal, if given, and waits. Returns the exit status, negative for a signal."""
         if number is not None:
             self._process.send_signal(number)
         status = self._process.wait()
@@ -122,7 +141,7 @@ class Process:
 
 
 def newest(folder: Path) -> int:
-    """The iteration of the newest checkpoint; 0 if there is none. A damaged checkpoint ends the script."""
+    """Verifies the newest checkpoint. Returns its iteration, or 0 if there is none."""
     for path in checkpoint.candidates(folder / "checkpoints"):
         checkpoint.verify(path)
         return checkpoint.iteration_of(path) or 0
@@ -131,12 +150,12 @@ def newest(folder: Path) -> int:
 
 @functools.cache
 def shapes() -> Any:
-    """The shapes of the state of a run."""
+    """The abstract state of a run."""
     return state_shapes(build(resolve("tiny", SMALL)))
 
 
 def state_of(folder: Path, iterations: int) -> dict[str, np.ndarray]:
-    """The arrays of the last checkpoint, by key path."""
+    """Returns the arrays of the last checkpoint by key path."""
     state, meta = checkpoint.restore(checkpoint.candidates(folder / "checkpoints")[0], shapes())
     assert meta["iteration"] == iterations
     return {
@@ -146,7 +165,7 @@ def state_of(folder: Path, iterations: int) -> dict[str, np.ndarray]:
 
 
 def record(folder: Path) -> list[dict]:
-    """The metrics without times."""
+    """Returns the metrics without times."""
     return [
         {name: value for name, value in row.items() if "second" not in name}
         for row in metrics.read(folder)
@@ -155,28 +174,36 @@ def record(folder: Path) -> list[dict]:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """How long an uninterrupted run takes, in seconds."""
+    """The duration of an uninterrupted run.
 
-    start: float  # until the first iteration is finished
-    each: float  # of the other iterations
+    Attributes:
+        start: The seconds until the first iteration is finished.
+        each: The seconds per further iteration.
+    """
+
+    start: float
+    each: float
 
 
 @dataclasses.dataclass
 class Kills:
-    """What the kills did so far."""
+    """The outcome of the kills.
 
-    lost: list[int] = dataclasses.field(
-        default_factory=list
-    )  # finished iterations that each kill lost
-    saves_under_way: int = 0  # kills while a checkpoint was written
+    Attributes:
+        lost: The number of finished iterations that each kill lost.
+        saves_under_way: The number of kills while a checkpoint was being written.
+        problems: What differed from the expected outcome.
+    """
+
+    lost: list[int] = dataclasses.field(default_factory=list)
+    saves_under_way: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
 def run_whole(folder: Path, iterations: int) -> Timing:
-    """Runs `folder`/whole without interruption."""
-    for _ in range(
-        2
-    ):  # the second time its programs are compiled, as they are in the starts after a kill
+    """Runs `folder`/whole without interruption. Returns its timing."""
+    # The second run finds its programs in the compilation cache, as the starts after a kill do.
+    for _ in range(2):
         shutil.rmtree(folder / "whole", ignore_errors=True)
         whole = Process(folder / "whole", iterations)
         if (status := whole.end()) != 0:
@@ -184,7 +211,8 @@ def run_whole(folder: Path, iterations: int) -> Timing:
     finished = whole.finished()
     timing = Timing(finished[0], (finished[-1] - finished[0]) / (len(finished) - 1))
     print(
-        f"uninterrupted: {iterations} iterations, first after {timing.start:.1f} s, then {timing.each:.2f} s each",
+        f"uninterrupted: {iterations} iterations, first after {timing.start:.1f} s, "
+        f"then {timing.each:.2f} s each",
         flush=True,
     )
     return timing
@@ -193,7 +221,7 @@ def run_whole(folder: Path, iterations: int) -> Timing:
 def kill_often(
     folder: Path, iterations: int, count: int, timing: Timing, rng: random.Random
 ) -> Kills:
-    """Starts `folder`/killed and kills it, `count` times."""
+    """Starts and kills the run `folder`/killed `count` times. Returns the outcome."""
     kills = Kills()
     resumed = 0
     for number in range(1, count + 1):
@@ -219,7 +247,8 @@ def kill_often(
         kills.saves_under_way += bool(saving_now)
         beside = f", while {', '.join(saving_now)} was written" if saving_now else ""
         print(
-            f"kill {number:2d} after {when:5.1f} s, in iteration {reached + 1}{beside}: goes on after {left}",
+            f"kill {number:2d} after {when:5.1f} s, in iteration {reached + 1}{beside}: "
+            f"goes on after {left}",
             flush=True,
         )
         if lost > 0:
@@ -230,7 +259,16 @@ def kill_often(
 
 
 def differences(run: Path, whole: Path, iterations: int) -> tuple[list[str], list[str]]:
-    """Lets a run come to its end, and compares it with the uninterrupted one. Returns its messages and the problems."""
+    """Runs to the end and compares the result with the uninterrupted run.
+
+    Args:
+        run: The run directory.
+        whole: The directory of the uninterrupted run.
+        iterations: The length of both runs.
+
+    Returns:
+        The messages of the run, and the differences.
+    """
     last = Process(run, iterations)
     status = last.end()
     said = [line for _, line in last.lines]
@@ -246,9 +284,12 @@ def differences(run: Path, whole: Path, iterations: int) -> tuple[list[str], lis
 
 
 def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> list[str]:
-    """Flips a bit in the newest checkpoint of a copy of `folder`/whole, `count` times. Returns the problems.
+    """Flips a bit in the newest checkpoint of a copy of `folder`/whole, `count` times.
 
-    Each time the state is restored as a start does it. One time in ten the run is started, too.
+    Each time the state is restored as at a start. Every tenth time the run is also continued.
+
+    Returns:
+        The problems.
     """
     whole = folder / "whole"
     run = folder / "flipped"
@@ -294,7 +335,11 @@ def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> 
 
 
 def fill_disks(folder: Path, iterations: int, count: int) -> list[str]:
-    """Runs on `count` file systems that are too small, then makes room. Returns the problems."""
+    """Runs on `count` file systems that are too small, and continues after enlarging them.
+
+    Returns:
+        The problems.
+    """
     whole = folder / "whole"
     disk = folder / "disk"
     problems = []
@@ -339,11 +384,11 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=40)
     parser.add_argument("--disks", type=int, default=12)
     parser.add_argument(
-        "--iterations", type=int, help="of the run (default: two for each kill, and two more)"
+        "--iterations", type=int, help="length of the run (default: 2 per kill, plus 2)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--folder", type=Path, help="where both runs are kept (default: they are deleted)"
+        "--folder", type=Path, help="folder that keeps the runs (default: they are deleted)"
     )
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kills-"))

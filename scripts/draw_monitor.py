@@ -1,4 +1,4 @@
-"""Draws docs/monitor.png from benchmarks/monitor.json: a run with a floor under its rank fidelity, and the same run without it.
+"""Draws docs/monitor.png from benchmarks/monitor.json: rank fidelity with and without a floor.
 
 python scripts/draw_monitor.py
 """
@@ -9,8 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-COLOURS = {"without": "#D55E00", "with": "#0072B2"}
-WINDOW = 3  # iterations whose median the monitor compares with the floor
+COLORS = {"without": "#D55E00", "with": "#0072B2"}
 
 
 def main() -> None:
@@ -25,10 +24,10 @@ def main() -> None:
             "o-",
             ms=3,
             lw=1,
-            color=COLOURS[name],
+            color=COLORS[name],
             label=f"{name} the floor",
         )
-        below.step(iterations, run["level"], where="mid", color=COLOURS[name])
+        below.step(iterations, run["level"], where="mid", color=COLORS[name])
     above.axhline(
         record["floor"], color="#555555", lw=1, ls="--", label=f"floor {record['floor']:g}"
     )

@@ -1,10 +1,11 @@
-"""Writes the prompt sets of the rewards `ocr` and `geneval` into solrl_jax/assets/prompt_sets.
+"""Writes the prompt sets of the rewards `ocr` and `geneval` to solrl_jax/assets/prompt_sets.
 
     python scripts/make_prompt_sets.py
 
-* ocr-train.txt, ocr-test.txt: places where words stand, and words in double quotes; no words of the one are in the other;
-* geneval-shapes-train.jsonl, geneval-shapes-test.jsonl: captions of the embedded world with GenEval's metadata; those to test
-  on are among the captions that no training of the embedded pipelines has seen (`drawing.held_out`).
+* ocr-train.txt, ocr-test.txt: places that show a text in double quotes. No text is in both sets.
+* geneval-shapes-train.jsonl, geneval-shapes-test.jsonl: captions of the embedded world with
+  GenEval's metadata. Test captions are held out from the pretraining of the embedded pipelines
+  (`drawing.held_out`).
 """
 
 import argparse
@@ -19,11 +20,9 @@ from solrl_jax.data.shapes import scenes
 from solrl_jax.storage.files import atomic_write
 
 FOLDER = Path(__file__).parents[1] / "solrl_jax" / "assets" / "prompt_sets"
-COUNTS = {"train": 360, "test": 48}  # of ocr
-SHAPES = {
-    "train": 256,
-    "test": 26,
-}  # of geneval-shapes: as many as of the embedded world's other sets
+# Sizes of the sets.
+COUNTS = {"train": 360, "test": 48}  # ocr
+SHAPES = {"train": 256, "test": 26}  # geneval-shapes, as in `embedded:shapes-train` and `-test`
 
 PLACES = (
     "a wooden sign beside a mountain trail that says {}",
@@ -150,7 +149,7 @@ PHRASES = (
 
 
 def ocr_prompts() -> dict[str, list[str]]:
-    """Prompts by set, each of other words: a set in order of drawing."""
+    """Returns the prompts of each set, with distinct texts, in random order."""
     rng = random.Random(0)
     prompts: dict[str, list[str]] = {name: [] for name in COUNTS}
     used = set()
@@ -169,9 +168,11 @@ def ocr_prompts() -> dict[str, list[str]]:
 
 
 def geneval_shapes() -> dict[str, list[dict]]:
-    """Captions with metadata by set: four in seven of one group, the others of two single objects of different shapes.
+    """Returns captions with metadata for each set.
 
-    GenEval finds objects by class alone, hence the different shapes; and it wants each of a class where it was asked.
+    Four of seven captions have one group of objects, the others two single objects of different
+    shapes. The shapes differ because GenEval finds objects by class alone and expects each class
+    where it was asked for.
     """
     sets = {}
     for name, count in SHAPES.items():
@@ -197,7 +198,10 @@ def geneval_shapes() -> dict[str, list[dict]]:
 
 
 def line(scene: scenes.Scene) -> dict:
-    """The caption of a scene and what GenEval would say of it: a group is a class, with its size if the caption tells one."""
+    """Returns the caption of a scene with its GenEval metadata.
+
+    Each group is a class, which includes the size if the caption names one.
+    """
     clauses = [
         {
             "class": " ".join(filter(None, (group.size, group.shape))),
@@ -209,10 +213,8 @@ def line(scene: scenes.Scene) -> dict:
     tag = "colors" if scene.groups[0].count == 1 else "counting"
     if scene.relation:
         tag = "position"
-        clauses[1]["position"] = [
-            scene.relation,
-            0,
-        ]  # the first group lies so to the second, which GenEval names first
+        # The position of the first group relative to the second, which GenEval lists first.
+        clauses[1]["position"] = [scene.relation, 0]
     return {"prompt": drawing.caption(scene), "tag": tag, "include": clauses}
 
 

@@ -1,21 +1,24 @@
-"""Makes the embedded pipelines and `tiny-clip` from nothing, and the prompt sets of coloured shapes.
+"""Pretrains the embedded pipelines and `tiny-clip`, and writes the prompt sets of colored shapes.
 
-    python scripts/pretrain_tiny.py                        # everything: hours on 2 cores
+    python scripts/pretrain_tiny.py                        # everything, hours on 2 cores
     python scripts/pretrain_tiny.py --pipeline tiny-sana   # one pipeline
-    python scripts/pretrain_tiny.py --stop 2 --pictures 600 --out runs/tiny   # all trainings, cut short: does the script run?
+    python scripts/pretrain_tiny.py --stop 2 --pictures 600 --out runs/tiny   # a quick check
 
-All networks are trained on rendered pictures of coloured shapes and their captions, never on a held-out caption:
+All networks are trained on rendered images of colored shapes and their captions, never on a
+held-out
+caption:
 
-* tiny-clip: a CLIP, every caption beside one that differs in a word;
-* tiny-sana: a DC-AE, then a SANA transformer and its Gemma-2 text encoder on the flow-matching loss. It sees all scenes first,
-  then those that the prompt sets may ask for, at last with three captions in ten wrong;
-* tiny-flux: a KL autoencoder, then a FLUX transformer with CLIP and T5, likewise. It then learns from itself what its guidance
-  scale means;
-* tiny-sd3: the same autoencoder, then an SD3 transformer with two CLIPs and T5. It learns the velocity of `tiny-flux` under
-  guidance.
+* tiny-clip: a CLIP; each caption is contrasted with one that differs in one word.
+* tiny-sana: a DC-AE, then a SANA transformer and its Gemma 2 text encoder with the flow-matching
+  loss. They are trained on all scenes first, then on those that prompt sets may ask for, and
+  finally with 30 % wrong captions.
+* tiny-flux: a KL autoencoder, then a FLUX transformer with CLIP and T5 in the same way, which is
+  then distilled for its embedded guidance scale.
+* tiny-sd3: the same autoencoder, then an SD3 transformer with two CLIPs and T5, distilled from the
+  guided velocity of `tiny-flux`.
 
-`pretrain/recipe.py` says for how many steps, and at which learning rates. Each training keeps its state in --work and goes on
-from there after an interruption. `--stop 0` writes pipelines as far as their trainings have come.
+`pretrain/recipe.py` sets the steps and learning rates. Each training saves its state in `--work`
+and resumes from there. `--stop 0` writes the pipelines in their current state.
 """
 
 import argparse
@@ -37,15 +40,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--pipeline", choices=["all", "tiny-clip", *RECIPES], default="all")
     parser.add_argument(
-        "--work", type=Path, default=Path("runs/pretrain"), help="where states are kept"
+        "--work", type=Path, default=Path("runs/pretrain"), help="folder of the training states"
     )
     parser.add_argument(
-        "--out", type=Path, default=ASSETS, help="where `pipelines` and `prompt_sets` go"
+        "--out", type=Path, default=ASSETS, help="folder for `pipelines` and `prompt_sets`"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pictures", type=int, default=60_000, help="how many to train on")
+    parser.add_argument("--pictures", type=int, default=60_000, help="number of training images")
     parser.add_argument(
-        "--stop", type=int, help="leave every training at this step (default: at its end)"
+        "--stop", type=int, help="stop every training at this step (default: its end)"
     )
     args = parser.parse_args(arguments)
     args.work.mkdir(parents=True, exist_ok=True)

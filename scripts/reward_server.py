@@ -1,11 +1,12 @@
-"""Serves a reward, for a scorer that needs an environment of its own. This file needs NumPy and Pillow, but not solrl_jax.
+"""Serves a reward over HTTP, for scorers that need an environment of their own.
 
-    python reward_server.py module.path:function --port 8000            # in the scorer's environment
-    solrl train tiny reward=http://127.0.0.1:8000/                      # where the training runs
+    python reward_server.py module.path:function --port 8000     # in the scorer's environment
+    solrl train tiny reward=http://127.0.0.1:8000/               # in the training environment
 
-The function is called as function(images float32 [n, H, W, 3] in [0, 1], prompts, metadata). It returns scores [n], or a
-mapping with scores [n] under "reward". It is called by one request at a time. Whoever reaches the address can ask for scores:
-by default that is this machine alone.
+This file needs NumPy and Pillow, but not solrl_jax. The function is called as `function(images,
+prompts, metadata)` with images [n, H, W, 3] (float32 in [0, 1]). It returns scores [n], or a
+mapping with scores [n] under "reward". It handles one request at a time. The server does not
+authenticate clients; by default it listens on this machine only.
 """
 
 import argparse
@@ -26,27 +27,26 @@ from typing import Any, NoReturn
 import numpy as np
 from PIL import Image
 
-MOST_REQUESTS = 8  # that are read or wait at once; further ones wait to be accepted
-MOST_BYTES = 2**27  # of a request
-MOST_VALUES = (
-    2**18
-)  # in the JSON of a request: a list of nothing takes 3 bytes in it, and 60 in memory
-# of a request
+MOST_REQUESTS = 8  # requests that are read or wait at once; further ones are not accepted yet
+# Limits for one request. An empty list takes 3 bytes of JSON and 60 bytes of memory.
+MOST_BYTES = 2**27
+MOST_VALUES = 2**18
 MOST_PICTURES = 2**12
 MOST_PIXELS = 2**26
-SECONDS = 60  # for a request to arrive
-PATIENCE = 600  # seconds that a request waits for the others; then it is answered "503 busy", and a run asks again
+SECONDS = 60  # time limit for a request to arrive
+# Seconds that a request waits for others. It is then answered "503 busy", and the run retries.
+PATIENCE = 600
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """An argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"reward_server: {' '.join(message.split())}\n")
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers in a thread a request, `MOST_REQUESTS` at once."""
+    """An HTTP server with one thread per request, of which `MOST_REQUESTS` run at once."""
 
     request_queue_size = 128
 
@@ -66,19 +66,21 @@ class Server(http.server.ThreadingHTTPServer):
         finally:
             self.room.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # a client that has left
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # The client has closed the connection.
         print(f"{client_address[0]}: {said(sys.exc_info()[1] or OSError())}", file=sys.stderr)
 
 
 class Service(http.server.BaseHTTPRequestHandler):
-    """Scores what a POST request holds: see solrl_jax/rewards/http.py for its form."""
+    """Scores the images of a POST request. solrl_jax/rewards/http.py describes the format."""
 
     server: Server
     timeout = SECONDS
 
     def setup(self) -> None:
         super().setup()
-        self.late = threading.Timer(SECONDS, self.stop_reading)  # `timeout` is for each read
+        # `timeout` limits each read; this timer limits the whole request.
+        self.late = threading.Timer(SECONDS, self.stop_reading)
         self.late.daemon = True
         self.late.start()
 
@@ -99,7 +101,8 @@ class Service(http.server.BaseHTTPRequestHandler):
                 raise ValueError(f"a body of {length} bytes; at most {MOST_BYTES} are accepted")
             if len(asked := self.rfile.read(length)) < length:
                 raise ValueError(
-                    f"a body of {len(asked)} bytes within {SECONDS} seconds; {length} were announced"
+                    f"a body of {len(asked)} bytes within {SECONDS} seconds; "
+                    f"{length} were announced"
                 )
             if self.server.turn.acquire(timeout=PATIENCE):
                 try:
@@ -109,7 +112,7 @@ class Service(http.server.BaseHTTPRequestHandler):
                 status = 200
                 kind = "application/json"
                 body = json.dumps(answer)
-        except BaseException as error:  # a function may raise anything
+        except BaseException as error:  # the function may raise anything
             status = 500
             kind = "text/plain"
             body = said(error)
@@ -122,31 +125,56 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 
 def said(error: BaseException) -> str:
-    """An error in one line, also one whose message cannot be made."""
+    """Formats an exception in one line, even if its message cannot be formatted."""
     return " ".join(traceback.format_exception_only(error)[-1].split())
 
 
 def scored(function: Callable[..., Any], body: bytes) -> dict[str, list[float | None]]:
-    """The answer to a request. Raises ValueError before anything large is made of it."""
+    """Scores the body of a request.
+
+    Args:
+        function: The reward.
+        body: The JSON text.
+
+    Returns:
+        The response: a score per image, or None for a non-finite one.
+
+    Raises:
+        ValueError: If the request is invalid or too large, before it is decoded; or if the function
+            returns something else than scores.
+    """
     if (values := sum(map(body.count, (b",", b"[", b"{")))) > MOST_VALUES:
         raise ValueError(f"JSON of about {values} values; at most {MOST_VALUES} are accepted")
     asked = json.loads(body)
     images, prompts, metadata = (asked[name] for name in ("images", "prompts", "metadata"))
     if not 0 < len(images) == len(prompts) == len(metadata):
         raise ValueError(
-            f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata; expected as many of each"
+            f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata; "
+            "expected as many of each"
         )
     scores = function(opened(images), prompts, metadata)
     numbers = np.asarray(scores["reward"] if isinstance(scores, Mapping) else scores)
     if numbers.shape != (len(images),) or numbers.dtype.kind not in "iuf":
         raise ValueError(
-            f"the function returned {numbers.dtype} of shape {numbers.shape}; expected {len(images)} numbers"
+            f"the function returned {numbers.dtype} of shape {numbers.shape}; "
+            f"expected {len(images)} numbers"
         )
     return {"scores": [float(n) if np.isfinite(n) else None for n in numbers]}
 
 
 def opened(pngs: list[str]) -> np.ndarray:
-    """The pictures of a request, float32 [n, H, W, 3] in [0, 1]. Raises ValueError before anything large is unpacked."""
+    """Decodes the images of a request.
+
+    Args:
+        pngs: The PNG files in base64.
+
+    Returns:
+        The images, float32 [n, H, W, 3] in [0, 1].
+
+    Raises:
+        ValueError: If the images are too large, before they are decompressed, or of different
+            sizes.
+    """
     if len(pngs) > MOST_PICTURES:
         raise ValueError(f"{len(pngs)} pictures; at most {MOST_PICTURES} are accepted")
     pictures = [Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]) for png in pngs]
@@ -176,7 +204,7 @@ def main() -> None:
         function = pkgutil.resolve_name(options.function)
         if not callable(function):
             raise TypeError("no function")
-    except (Exception, SystemExit) as error:  # an imported module may do anything
+    except (Exception, SystemExit) as error:  # the imported module may raise anything
         parser.error(f"{options.function}: expected module.path:function ({said(error)})")
     try:
         server = Server((options.host, options.port), function)

@@ -1,10 +1,11 @@
-"""FLUX.1 on more and more devices, on paper: compiles its programs for each division, and draws what the compilers say.
+"""Compiles FLUX.1 for many devices and draws how its roofline time scales.
 
-python scripts/scaling.py b200 --hosts 2 --devices 8 mesh.fsdp=16    # adds a row to benchmarks/scaling.json
-python scripts/scaling.py --draw                                     # docs/scaling.png
+    python scripts/scaling.py b200 --hosts 2 --devices 8 mesh.fsdp=16
+    python scripts/scaling.py --draw
 
-The first needs the device's compiler (`solrl plan` says which). Encoding and scoring are left out: there each device has whole
-networks, and takes rows of its own.
+The first command adds a row to benchmarks/scaling.json; it needs the compiler of the device (see
+`solrl plan --help`). The second one draws docs/scaling.png. Encoding and scoring are omitted,
+because there each device has whole networks and samples of its own.
 """
 
 import argparse
@@ -16,15 +17,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "scaling.json"
 PRESET = ("flux1_sol_rl_hpsv2", "rollout.explore.precision=auto")
-COLOURS = {"h200": "#0072B2", "b200": "#D55E00", "tpu-v5p": "#009E73", "tpu-v6e": "#CC79A7"}
-STYLES = {"explore": "o-", "regenerate": "s--", "update": "^:"}  # marker and line
+COLORS = {"h200": "#0072B2", "b200": "#D55E00", "tpu-v5p": "#009E73", "tpu-v6e": "#CC79A7"}
+# Marker and line style by phase.
+STYLES = {"explore": "o-", "regenerate": "s--", "update": "^:"}
 STAGES = ("sync", "explore", "regenerate", "update")
 
 
 def compiled(
     device: str, hosts: int, count: int, overrides: list[str], stages: list[str]
 ) -> dict[str, Any]:
-    """A row of the record: one device's figures of an iteration, by stage."""
+    """Compiles the training programs for a mesh of devices.
+
+    Args:
+        device: The kind of device, a key of `planning.targets.TARGETS`.
+        hosts: The number of hosts.
+        count: The number of devices per host.
+        overrides: Overrides of the preset, of the form `key=value`.
+        stages: The phases to compile.
+
+    Returns:
+        A row of the record: the figures of one device in an iteration, by phase.
+    """
     from solrl_jax.config.presets import resolve
     from solrl_jax.planning import topology
     from solrl_jax.planning.targets import TARGETS
@@ -54,7 +67,14 @@ def compiled(
 
 
 def summary(figures: dict[str, Any]) -> dict[str, Any]:
-    """Of one program, all of its calls in an iteration: seconds, bytes sent and waited for, memory of the largest moment."""
+    """Sums up all calls of one program in an iteration.
+
+    Args:
+        figures: The measurements of the program by `planning.plan`.
+
+    Returns:
+        The seconds, the bytes of the collectives, and the memory, by name.
+    """
     calls = figures["calls"]
     roofline = figures["roofline"]
     memory = figures["memory"]
@@ -68,7 +88,7 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
         "split": {kind: calls * seconds for kind, seconds in roofline["split"].items()},
         "messages": {
             "sent": total(lambda row: row["sent"]),
-            "crossing": total(lambda row: row["crossing"]),  # from host to host
+            "crossing": total(lambda row: row["crossing"]),  # between hosts
             "waited_for": total(lambda row: row["sent"] * (not row["overlaps"])),
             "seconds": total(lambda row: row["seconds"]),
         },
@@ -78,7 +98,7 @@ def summary(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def add(row: dict[str, Any]) -> None:
-    """Puts a row into the record, in place of an older one; stages that it lacks stay as they were."""
+    """Adds a row to the record, replacing an older one. Phases that the row lacks are kept."""
     record = json.loads(RECORD.read_text())
 
     def same(other):
@@ -96,14 +116,14 @@ def add(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """See above."""
+    """Parses the command line; see the module docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("device", nargs="?")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--devices", type=int, default=1, help="of a host")
+    parser.add_argument("--devices", type=int, default=1, help="devices per host")
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--draw", action="store_true")
     given = parser.parse_intermixed_args()
@@ -118,21 +138,21 @@ def main() -> None:
 
 
 def draw() -> None:
-    """Panels against the number of devices: the share of linear speed, of time that links are busy, and memory.
+    """Plots linear speed, the time that links are busy, and memory against the number of devices.
 
-    Lines: `mesh.fsdp` within a host, `mesh.data` between hosts. Hollow: divided otherwise.
+    Lines show `mesh.fsdp` within a host and `mesh.data` between hosts. Hollow markers show other
+    meshes.
     """
     import matplotlib.pyplot as plt
 
     figure = plt.figure(figsize=(11, 3.9), layout="constrained")
     panels = figure.subplots(1, 3)
-    rows = [
-        row for row in json.loads(RECORD.read_text())["rows"] if "code" not in row
-    ]  # those of older code are left out
+    # Rows with a key "code" were compiled from an older version.
+    rows = [row for row in json.loads(RECORD.read_text())["rows"] if "code" not in row]
     alone = {row["device"]: row["stages"] for row in rows if row["devices"] == 1}
     for row in rows:
         row["plain"] = row["mesh"].get("fsdp", 1) == row["devices"] // row["hosts"]
-    for (device, colour), (stage, style) in itertools.product(COLOURS.items(), STYLES.items()):
+    for (device, color), (stage, style) in itertools.product(COLORS.items(), STYLES.items()):
         for plain, settings in (
             (True, {"ls": style[1:], "label": f"{device}, {stage}"}),
             (False, {"ls": "", "mfc": "none"}),
@@ -151,7 +171,7 @@ def draw() -> None:
                         [row["devices"] for row in of],
                         points,
                         style[0],
-                        color=colour,
+                        color=color,
                         ms=5,
                         **settings,
                     )
@@ -171,7 +191,17 @@ def draw() -> None:
 
 
 def share(alone: dict[str, Any], stage: dict[str, Any], devices: int) -> tuple[float, float, float]:
-    """Per cent of linear speed, per cent of its time that links are busy, and GB; of a stage on some devices."""
+    """The figures of one point of the plot.
+
+    Args:
+        alone: The phase on one device.
+        stage: The phase on several devices.
+        devices: The number of devices.
+
+    Returns:
+        The speed in percent of linear speed, the percentage of its time that links are busy, and
+        the peak memory in GB.
+    """
     busy = stage["messages"]["seconds"] / stage["seconds"]
     return 100 * alone["seconds"] / stage["seconds"] / devices, 100 * busy, stage["peak"] / 1e9
 
