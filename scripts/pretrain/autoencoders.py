@@ -1,7 +1,8 @@
-"""The two autoencoders, and the latents of all pictures.
+"""Trains the two autoencoders and encodes all images.
 
-`tiny-sana` has a small DC-AE. `tiny-flux` and `tiny-sd3` share a small KL autoencoder. Both map 32 x 32 pixels to 8 x 8 latents
-of 8 channels. Noise on the latents teaches each decoder to forgive a transformer's errors.
+`tiny-sana` has a small DC-AE. `tiny-flux` and `tiny-sd3` share a small KL autoencoder. Both map 32
+x 32 pixels to 8 x 8 latents of 8 channels. Noise on the latents makes the decoders robust to the
+errors of a transformer.
 """
 
 import dataclasses
@@ -23,21 +24,27 @@ from solrl_jax.models.loading.weights import Params
 
 @dataclasses.dataclass(frozen=True)
 class Latents:
-    """A trained autoencoder, and the latents of all pictures as a transformer sees them: of unit variance."""
+    """A trained autoencoder and the latents of all images.
+
+    Attributes:
+        vae: The parameters of the autoencoder.
+        values: The latents, float32 [n, 8, 8, 8], scaled to unit variance as for a transformer.
+        config: The scaling factors in the autoencoder's config.json.
+    """
 
     vae: Params
-    values: np.ndarray  # [n, 8, 8, 8] float32
-    config: dict[str, float]  # what the autoencoder's config.json says of the scale
+    values: np.ndarray
+    config: dict[str, float]
 
 
 def dc_latents(settings: Settings, images: np.ndarray) -> Latents:
-    """Trains the DC-AE on images [n, 32, 32, 3] uint8 and encodes them."""
+    """Trains the DC-AE on images [n, 32, 32, 3] (uint8) and encodes them."""
 
     def loss(params: Params, batch: jax.Array, key: jax.Array) -> jax.Array:
         vae = DC(params)
         z = vae.encode(batch)
         noisy = z + 0.1 * jax.lax.stop_gradient(z.std()) * jax.random.normal(key, z.shape)
-        # a weak pull to unit size keeps the latents' scale from drifting
+        # A weak penalty keeps the scale of the latents from drifting.
         return _picture_loss(vae.decode(noisy), batch) + 1e-3 * (z**2).mean()
 
     batches = picture_batches(images, settings.seed, 1)
@@ -48,14 +55,14 @@ def dc_latents(settings: Settings, images: np.ndarray) -> Latents:
 
 
 def kl_latents(settings: Settings, images: np.ndarray) -> Latents:
-    """Trains the KL autoencoder on images [n, 32, 32, 3] uint8 and encodes them."""
+    """Trains the KL autoencoder on images [n, 32, 32, 3] (uint8) and encodes them."""
 
     def loss(params: Params, batch: jax.Array, key: jax.Array) -> jax.Array:
         vae = KL(params)
         mean, logvar = vae.encode(batch)
         variance = jnp.exp(logvar) + (0.15 * jax.lax.stop_gradient(mean.std())) ** 2
         decoded = vae.decode(mean + jnp.sqrt(variance) * jax.random.normal(key, mean.shape))
-        divergence = (mean**2 + jnp.exp(logvar) - 1 - logvar).mean() / 2  # from a standard normal
+        divergence = (mean**2 + jnp.exp(logvar) - 1 - logvar).mean() / 2  # KL to a standard normal
         return _picture_loss(decoded, batch) + 1e-3 * divergence
 
     batches = picture_batches(images, settings.seed, 5)
@@ -79,7 +86,10 @@ def _picture_loss(decoded: jax.Array, image: jax.Array) -> jax.Array:
 def _encode_all(
     settings: Settings, name: str, encode: Callable[[jax.Array], jax.Array], images: np.ndarray
 ) -> np.ndarray:
-    """Latents of all pictures [n, 8, 8, 8], unscaled. They are kept in a file until the autoencoder `name` is trained again."""
+    """Returns the unscaled latents [n, 8, 8, 8] of all images.
+
+    They are cached in a file until the autoencoder is trained again.
+    """
     path = settings.work / f"{name}-latents.npy"
     state = settings.work / f"{name}.safetensors"
     if path.exists() and state.exists() and path.stat().st_mtime > state.stat().st_mtime:

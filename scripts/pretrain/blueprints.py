@@ -1,7 +1,8 @@
-"""The embedded pipelines described: everything that the files of their directories say, except the weights.
+"""Describes the embedded pipelines: all files of their directories except the weights.
 
-Every pipeline draws 32 x 32 pixels from an 8 x 8 latent. The networks are the released ones in miniature: SD3 has two CLIPs of
-different width, side by side and padded to the width of its T5.
+Every pipeline generates 32 x 32 pixels from an 8 x 8 latent. The networks are miniatures of the
+released ones. SD3 has two CLIPs of different widths, whose outputs are concatenated and padded to
+the width of its T5.
 """
 
 import dataclasses
@@ -37,20 +38,29 @@ LATENT_CHANNELS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """A pipeline: its networks and tokenizers by folder, and its scheduler."""
+    """A pipeline without weights.
 
-    kind: str  # the class name in model_index.json
+    Attributes:
+        kind: The class name in model_index.json.
+        parts: The networks by folder.
+        tokenizers: Functions that build the tokenizers, by folder.
+        scheduler: The content of scheduler_config.json.
+        absent: Optional components that model_index.json lists as missing.
+    """
+
+    kind: str
     parts: dict[str, Part]
     tokenizers: dict[str, Callable[[], Any]]
     scheduler: dict[str, Any]
-    absent: tuple[str, ...] = ()  # optional parts that model_index.json names as not there
+    absent: tuple[str, ...] = ()
 
     @property
     def text_encoders(self) -> dict[str, Part]:
+        """The text encoders by folder."""
         return {name: part for name, part in self.parts.items() if name.startswith("text_encoder")}
 
     def with_vae(self, config: Mapping[str, float]) -> "Blueprint":
-        """The same pipeline, whose autoencoder's config.json says `config` too."""
+        """Returns the same pipeline with further entries in the autoencoder's config.json."""
         vae = dataclasses.replace(self.parts["vae"], config=self.parts["vae"].config | dict(config))
         return dataclasses.replace(self, parts=self.parts | {"vae": vae})
 
@@ -71,7 +81,12 @@ class Blueprint:
         )
 
     def save(self, folder: Path, params: Mapping[str, Params]) -> None:
-        """Writes the directory. params: by folder; they are stored in BF16, as the released pipelines are."""
+        """Writes the directory with weights.
+
+        Args:
+            folder: The directory.
+            params: The parameters by folder. They are stored in BF16, as in the released pipelines.
+        """
         self.write(folder)
         for name, part in self.parts.items():
             part.save(folder / name, params[name], jnp.bfloat16)
@@ -83,55 +98,130 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _clip(network: type, width: int) -> Part:
-    """A text tower with heads of 32."""
-    return Part("transformers", network, CLIPTextConfig, {
-        "model_type": "clip_text_model", "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
-        "num_attention_heads": width // 32, "hidden_act": "quick_gelu", "projection_dim": width, "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": SHORT, "pad_token_id": 0, "bos_token_id": CLIP_END - 1, "eos_token_id": CLIP_END,
-    })  # fmt: skip
+    """A CLIP text encoder with heads of 32 channels."""
+    return Part(
+        "transformers",
+        network,
+        CLIPTextConfig,
+        {
+            "model_type": "clip_text_model",
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "num_hidden_layers": 2,
+            "num_attention_heads": width // 32,
+            "hidden_act": "quick_gelu",
+            "projection_dim": width,
+            "vocab_size": VOCAB_SIZE,
+            "max_position_embeddings": SHORT,
+            "pad_token_id": 0,
+            "bos_token_id": CLIP_END - 1,
+            "eos_token_id": CLIP_END,
+        },
+    )
 
 
 def _t5(width: int) -> Part:
-    return Part("transformers", T5EncoderModel, T5Config, {
-        "model_type": "t5", "d_model": width, "d_kv": 32, "d_ff": 2 * width, "num_layers": 2, "num_heads": width // 32,
-        "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
-        "layer_norm_epsilon": 1e-6, "vocab_size": VOCAB_SIZE, "pad_token_id": 0, "eos_token_id": 1,
-        "is_encoder_decoder": False, "tie_word_embeddings": False,
-    })  # fmt: skip
+    """A T5 encoder with heads of 32 channels."""
+    return Part(
+        "transformers",
+        T5EncoderModel,
+        T5Config,
+        {
+            "model_type": "t5",
+            "d_model": width,
+            "d_kv": 32,
+            "d_ff": 2 * width,
+            "num_layers": 2,
+            "num_heads": width // 32,
+            "feed_forward_proj": "gated-gelu",
+            "relative_attention_num_buckets": 32,
+            "relative_attention_max_distance": 128,
+            "layer_norm_epsilon": 1e-6,
+            "vocab_size": VOCAB_SIZE,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "is_encoder_decoder": False,
+            "tie_word_embeddings": False,
+        },
+    )
 
 
-DC = Part("diffusers", AutoencoderDC, AutoencoderDCConfig, {
-    "in_channels": 3, "latent_channels": LATENT_CHANNELS, "attention_head_dim": 32,
-    "encoder_block_types": ["ResBlock", "ResBlock", "EfficientViTBlock"],
-    "decoder_block_types": ["ResBlock", "ResBlock", "EfficientViTBlock"],
-    "encoder_block_out_channels": [16, 32, 64], "decoder_block_out_channels": [16, 32, 64],
-    "encoder_layers_per_block": [1, 1, 1], "decoder_layers_per_block": [1, 2, 2],
-    "encoder_qkv_multiscales": [[], [], [5]], "decoder_qkv_multiscales": [[], [], [5]],
-    "downsample_block_type": "Conv", "upsample_block_type": "pixel_shuffle",
-    "decoder_norm_types": "rms_norm", "decoder_act_fns": "silu",
-    "encoder_out_shortcut": True, "decoder_in_shortcut": True, "decoder_conv_act_fn": "relu", "scaling_factor": 1.0,
-})  # fmt: skip
-KL = Part("diffusers", AutoencoderKL, AutoencoderKLConfig, {
-    "in_channels": 3, "out_channels": 3, "latent_channels": LATENT_CHANNELS, "block_out_channels": [16, 32, 64],
-    "down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3, "layers_per_block": 1,
-    "norm_num_groups": 8, "sample_size": 32, "scaling_factor": 1.0, "shift_factor": 0.0, "force_upcast": True,
-    "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": True, "act_fn": "silu",
-})  # fmt: skip
+DC = Part(
+    "diffusers",
+    AutoencoderDC,
+    AutoencoderDCConfig,
+    {
+        "in_channels": 3,
+        "latent_channels": LATENT_CHANNELS,
+        "attention_head_dim": 32,
+        "encoder_block_types": ["ResBlock", "ResBlock", "EfficientViTBlock"],
+        "decoder_block_types": ["ResBlock", "ResBlock", "EfficientViTBlock"],
+        "encoder_block_out_channels": [16, 32, 64],
+        "decoder_block_out_channels": [16, 32, 64],
+        "encoder_layers_per_block": [1, 1, 1],
+        "decoder_layers_per_block": [1, 2, 2],
+        "encoder_qkv_multiscales": [[], [], [5]],
+        "decoder_qkv_multiscales": [[], [], [5]],
+        "downsample_block_type": "Conv",
+        "upsample_block_type": "pixel_shuffle",
+        "decoder_norm_types": "rms_norm",
+        "decoder_act_fns": "silu",
+        "encoder_out_shortcut": True,
+        "decoder_in_shortcut": True,
+        "decoder_conv_act_fn": "relu",
+        "scaling_factor": 1.0,
+    },
+)
+KL = Part(
+    "diffusers",
+    AutoencoderKL,
+    AutoencoderKLConfig,
+    {
+        "in_channels": 3,
+        "out_channels": 3,
+        "latent_channels": LATENT_CHANNELS,
+        "block_out_channels": [16, 32, 64],
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "sample_size": 32,
+        "scaling_factor": 1.0,
+        "shift_factor": 0.0,
+        "force_upcast": True,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "mid_block_add_attention": True,
+        "act_fn": "silu",
+    },
+)
 TOWER = {
     "hidden_size": 96,
     "intermediate_size": 192,
     "num_attention_heads": 4,
     "hidden_act": "quick_gelu",
 }
-CLIP = Part("transformers", CLIPModel, CLIPConfig, {
-    "model_type": "clip", "projection_dim": 64,
-    "text_config": TOWER | {
-        "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_TOKENS, "pad_token_id": 0,
-        "bos_token_id": CLIP_END - 1, "eos_token_id": CLIP_END,
+CLIP = Part(
+    "transformers",
+    CLIPModel,
+    CLIPConfig,
+    {
+        "model_type": "clip",
+        "projection_dim": 64,
+        "text_config": TOWER
+        | {
+            "num_hidden_layers": 2,
+            "vocab_size": VOCAB_SIZE,
+            "max_position_embeddings": MAX_TOKENS,
+            "pad_token_id": 0,
+            "bos_token_id": CLIP_END - 1,
+            "eos_token_id": CLIP_END,
+        },
+        "vision_config": TOWER
+        | {"num_hidden_layers": 3, "image_size": 32, "patch_size": 4, "num_channels": 3},
     },
-    "vision_config": TOWER | {"num_hidden_layers": 3, "image_size": 32, "patch_size": 4, "num_channels": 3},
-})  # fmt: skip
-# schedules are not shifted: shifts are for resolutions far above 32 pixels
+)
+# Schedules are not shifted: shifts are for resolutions far above 32 pixels.
 EULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "num_train_timesteps": 1000,
@@ -143,20 +233,54 @@ BLUEPRINTS = {
     "tiny-sana": Blueprint(
         "SanaPipeline",
         {
-            "transformer": Part("diffusers", SanaTransformer2DModel, SanaConfig, {
-                "in_channels": LATENT_CHANNELS, "out_channels": LATENT_CHANNELS, "num_attention_heads": 4,
-                "attention_head_dim": 32, "num_layers": 4, "num_cross_attention_heads": 4, "cross_attention_head_dim": 32,
-                "cross_attention_dim": 128, "caption_channels": 64, "mlp_ratio": 1.5, "sample_size": 8, "patch_size": 1,
-                "interpolation_scale": 1.0,
-            }),
-            "text_encoder": Part("transformers", Gemma2Model, Gemma2Config, {
-                "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 32,
-                "sliding_window": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-                "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-                "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention_bias": False,
-                "layer_types": ["sliding_attention", "full_attention"],
-            }),
+            "transformer": Part(
+                "diffusers",
+                SanaTransformer2DModel,
+                SanaConfig,
+                {
+                    "in_channels": LATENT_CHANNELS,
+                    "out_channels": LATENT_CHANNELS,
+                    "num_attention_heads": 4,
+                    "attention_head_dim": 32,
+                    "num_layers": 4,
+                    "num_cross_attention_heads": 4,
+                    "cross_attention_head_dim": 32,
+                    "cross_attention_dim": 128,
+                    "caption_channels": 64,
+                    "mlp_ratio": 1.5,
+                    "sample_size": 8,
+                    "patch_size": 1,
+                    "interpolation_scale": 1.0,
+                },
+            ),
+            "text_encoder": Part(
+                "transformers",
+                Gemma2Model,
+                Gemma2Config,
+                {
+                    "vocab_size": VOCAB_SIZE,
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "head_dim": 32,
+                    "query_pre_attn_scalar": 32,
+                    "sliding_window": 16,
+                    "max_position_embeddings": 64,
+                    "pad_token_id": 0,
+                    "bos_token_id": 1,
+                    "eos_token_id": 2,
+                    "model_type": "gemma2",
+                    "hidden_activation": "gelu_pytorch_tanh",
+                    "rms_norm_eps": 1e-6,
+                    "rope_theta": 10000.0,
+                    "attn_logit_softcapping": 50.0,
+                    "final_logit_softcapping": 30.0,
+                    "attention_bias": False,
+                    "layer_types": ["sliding_attention", "full_attention"],
+                },
+            ),
             "vae": DC,
         },
         {"tokenizer": gemma_tokenizer},
@@ -165,11 +289,24 @@ BLUEPRINTS = {
     "tiny-flux": Blueprint(
         "FluxPipeline",
         {
-            "transformer": Part("diffusers", FluxTransformer2DModel, FluxConfig, {
-                "patch_size": 1, "in_channels": 4 * LATENT_CHANNELS, "out_channels": None, "num_layers": 2,
-                "num_single_layers": 3, "attention_head_dim": 32, "num_attention_heads": 4, "joint_attention_dim": 64,
-                "pooled_projection_dim": 64, "guidance_embeds": True, "axes_dims_rope": [4, 14, 14],
-            }),
+            "transformer": Part(
+                "diffusers",
+                FluxTransformer2DModel,
+                FluxConfig,
+                {
+                    "patch_size": 1,
+                    "in_channels": 4 * LATENT_CHANNELS,
+                    "out_channels": None,
+                    "num_layers": 2,
+                    "num_single_layers": 3,
+                    "attention_head_dim": 32,
+                    "num_attention_heads": 4,
+                    "joint_attention_dim": 64,
+                    "pooled_projection_dim": 64,
+                    "guidance_embeds": True,
+                    "axes_dims_rope": [4, 14, 14],
+                },
+            ),
             "text_encoder": _clip(CLIPTextModel, 64),
             "text_encoder_2": _t5(64),
             "vae": KL,
@@ -181,12 +318,26 @@ BLUEPRINTS = {
     "tiny-sd3": Blueprint(
         "StableDiffusion3Pipeline",
         {
-            "transformer": Part("diffusers", SD3Transformer2DModel, SD3Config, {
-                "sample_size": 8, "patch_size": 2, "in_channels": LATENT_CHANNELS, "out_channels": LATENT_CHANNELS,
-                "num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 4, "joint_attention_dim": 128,
-                "caption_projection_dim": 128, "pooled_projection_dim": 96, "pos_embed_max_size": 8,
-                "dual_attention_layers": [], "qk_norm": "rms_norm",
-            }),
+            "transformer": Part(
+                "diffusers",
+                SD3Transformer2DModel,
+                SD3Config,
+                {
+                    "sample_size": 8,
+                    "patch_size": 2,
+                    "in_channels": LATENT_CHANNELS,
+                    "out_channels": LATENT_CHANNELS,
+                    "num_layers": 4,
+                    "attention_head_dim": 32,
+                    "num_attention_heads": 4,
+                    "joint_attention_dim": 128,
+                    "caption_projection_dim": 128,
+                    "pooled_projection_dim": 96,
+                    "pos_embed_max_size": 8,
+                    "dual_attention_layers": [],
+                    "qk_norm": "rms_norm",
+                },
+            ),
             "text_encoder": _clip(CLIPTextModelWithProjection, 32),
             "text_encoder_2": _clip(CLIPTextModelWithProjection, 64),
             "text_encoder_3": _t5(128),
@@ -196,4 +347,4 @@ BLUEPRINTS = {
         EULER,
         ABSENT,
     ),
-}  # fmt: skip
+}

@@ -1,4 +1,7 @@
-"""`tiny-clip`: a CLIP trained on pictures and captions, each beside a caption that differs in one word."""
+"""Trains `tiny-clip`, a CLIP on images and captions.
+
+Each caption is contrasted with one that differs in one word.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +17,18 @@ from pretrain.words import clip_tokenizer
 from solrl_jax.models.loading.weights import Params
 
 BATCH = 128
-MEAN = np.array([0.48145466, 0.4578275, 0.40821073])  # OpenAI's, of the channels
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073])  # of the channels, as in OpenAI's CLIP
 STD = np.array([0.26862954, 0.26130258, 0.27577711])
 
 
 def train_clip(settings: Settings, images: np.ndarray, captions: list[str]) -> None:
-    """Trains on images [n, 32, 32, 3] uint8 and writes `tiny-clip` in the layout of transformers' CLIPModel."""
+    """Trains `tiny-clip` and writes it in the layout of transformers' CLIPModel.
+
+    Args:
+        settings: Where files are kept.
+        images: The training images [n, 32, 32, 3], uint8.
+        captions: Their captions.
+    """
     tokenizer = clip_tokenizer(MAX_TOKENS)
 
     def batches(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -41,15 +50,18 @@ def train_clip(settings: Settings, images: np.ndarray, captions: list[str]) -> N
 def _loss(
     params: Params, batch: tuple[jax.Array, jax.Array, jax.Array], key: jax.Array
 ) -> jax.Array:
-    """CLIP's contrastive loss (arXiv 2103.00020); near misses are further texts that a picture must not match.
+    """CLIP's contrastive loss (arXiv 2103.00020), with near misses as additional negative texts.
 
-    batch: pixels [b, 32, 32, 3], token ids and attention mask [2b, t], near misses in the second half.
+    Args:
+        params: The parameters of the CLIP.
+        batch: Pixels [b, 32, 32, 3], token ids and attention mask [2 b, t]; the second half are the
+            near misses.
+        key: The key of the noise on the pixels.
     """
     pixels, ids, mask = batch
     clip = CLIP(params)
-    pixels = pixels + 0.03 * jax.random.normal(
-        key, pixels.shape
-    )  # generated pictures are never quite clean
+    # Generated images are never quite clean.
+    pixels = pixels + 0.03 * jax.random.normal(key, pixels.shape)
 
     def unit(x):
         return x / jnp.linalg.norm(x, axis=-1, keepdims=True)

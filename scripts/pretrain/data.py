@@ -1,4 +1,7 @@
-"""What the embedded pipelines are trained on: rendered pictures of coloured shapes, and their captions. None is held out."""
+"""The training data of the embedded pipelines: rendered images of colored shapes with captions.
+
+No caption is held out for evaluation.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +19,16 @@ BATCH = 64
 
 
 def make_dataset(count: int, seed: int, cache: Path) -> tuple[np.ndarray, list[str]]:
-    """`count` pictures [n, 32, 32, 3] uint8 and their captions, kept in a file in `cache`."""
+    """Renders the training images, or reads them from a cache.
+
+    Args:
+        count: The number of images.
+        seed: The seed of the scenes.
+        cache: The folder that keeps the result.
+
+    Returns:
+        The images [n, 32, 32, 3] (uint8) and their captions.
+    """
     path = cache / f"pictures-{count}-{seed}.npz"
     if path.exists():
         with np.load(path) as file:
@@ -37,7 +49,7 @@ def make_dataset(count: int, seed: int, cache: Path) -> tuple[np.ndarray, list[s
 
 
 def write_prompt_sets(seed: int, folder: Path) -> None:
-    """Writes `shapes-train`, captions that pre-training has seen, and `shapes-test`, held-out ones."""
+    """Writes `shapes-train`, captions used in pretraining, and `shapes-test`, held-out ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count, held_out in (("shapes-train", 256, False), ("shapes-test", 26, True)):
         drawn = drawing.draw_prompts(
@@ -52,12 +64,12 @@ def write_prompt_sets(seed: int, folder: Path) -> None:
 
 
 def to_signed(images: np.ndarray) -> np.ndarray:
-    """Pixels in [-1, 1], float32, of uint8 ones."""
+    """Maps uint8 pixels to float32 in [-1, 1]."""
     return images.astype(np.float32) / 127.5 - 1
 
 
 def picture_batches(images: np.ndarray, seed: int, stream: int) -> Callable[[int], np.ndarray]:
-    """A function from the step to a batch of pictures [b, 32, 32, 3], float32."""
+    """Returns a function from a step to a batch of images [b, 32, 32, 3], float32 in [-1, 1]."""
     return lambda step: to_signed(
         images[np.random.default_rng((seed, stream, step)).integers(len(images), size=BATCH)]
     )
@@ -65,10 +77,19 @@ def picture_batches(images: np.ndarray, seed: int, stream: int) -> Callable[[int
 
 def caption_batches(
     captions: list[str], curriculum: Curriculum, seed: int
-) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:  # fmt: skip
-    """A function from the step to a batch: the rows of its pictures [b], and those of its prompts [b] in `["", *captions]`.
+) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+    """Returns a function that maps a step to a batch.
 
-    One prompt in ten is the empty one, so that guidance has something to compare with.
+    One prompt in ten is empty, as classifier-free guidance requires.
+
+    Args:
+        captions: The captions of all images.
+        curriculum: Which images and captions are used in a step.
+        seed: The seed of the batches.
+
+    Returns:
+        A function from the step to the indices [b] of the images, and the indices [b] of the
+        prompts in `["", *captions]`.
     """
     asked = np.array([row for row, caption in enumerate(captions) if _is_asked(caption)])
     paired = np.array([len(scenes.parse(captions[row]).groups) == 2 for row in asked])
@@ -93,7 +114,7 @@ def caption_batches(
 
 
 def near_miss(caption: str, rng: np.random.Generator) -> str:
-    """The caption with one attribute changed: what a reward has to tell apart."""
+    """Returns the caption with one attribute changed."""
     scene = scenes.parse(caption)
     while True:
         i = int(rng.integers(len(scene.groups)))
@@ -120,6 +141,9 @@ def near_miss(caption: str, rng: np.random.Generator) -> str:
 
 
 def _is_asked(caption: str) -> bool:
-    """Whether the prompt sets may hold it: one group of any count, or two single objects and their relation."""
+    """Whether a prompt set may hold the caption.
+
+    These captions have one group of any count, or two single objects and their relation.
+    """
     scene = scenes.parse(caption)
     return len(scene.groups) == 1 or sum(group.count for group in scene.groups) == 2

@@ -1,6 +1,7 @@
-"""Draws what the embedded pipelines are trained on: scenes of the embedded world, their captions, and pictures of them.
+"""Draws the training data of the embedded pipelines: scenes, their captions and their images.
 
-This file uses NumPy, not JAX. Every random choice comes from the `numpy.random.Generator` that the caller passes in.
+This file uses NumPy, not JAX. Every random choice comes from the `numpy.random.Generator` of the
+caller.
 """
 
 import functools
@@ -34,17 +35,18 @@ VOCABULARY: tuple[str, ...] = (
     *("above", "below", "left", "right", "of"),
 )
 
-GAP = 2.0  # least free space between the bounding boxes of two objects
-# Two groups are further apart along their relation's axis than across it, by at least this: no second relation holds.
+GAP = 2.0  # smallest distance in pixels between the bounding boxes of two objects
+# The distance of two groups is larger along the axis of their relation than across it, by at least
+# this many pixels, so that no second relation holds.
 LEAD = 2.0
-GRID = 4  # corners lie on quarter pixels, so that the masks of shapes can be cached
+GRID = 4  # corners lie on quarter pixels, so that masks can be cached
 SUPERSAMPLE = 8
-CANDIDATES = 64  # layouts that one round of rejection sampling draws
-ROUNDS = 200  # a round fails at most one time in ten: if all fail, no layout exists
+CANDIDATES = 64  # layouts per round of rejection sampling
+ROUNDS = 200  # at most 10 % of the rounds fail: if all do, no layout exists
 
 
 def caption(scene: Scene) -> str:
-    """Describes the scene in words of VOCABULARY: "two red circles above a small blue square"."""
+    """Describes a scene in words of VOCABULARY: "two red circles above a small blue square"."""
     words = [_group_words(scene.groups[0])]
     if scene.relation is not None:
         words += [scene.relation, _group_words(scene.groups[1])]
@@ -62,16 +64,25 @@ def draw_scene(rng: np.random.Generator) -> Scene:
         try:
             return Scene(groups, RELATIONS[rng.integers(len(RELATIONS))])
         except ValueError:
-            continue  # equal groups, or three large shapes: draw again
+            continue  # equal groups, or three large shapes
 
 
 def held_out(text: str) -> bool:
-    """Whether the caption is held out from training: about 10 % are, by a stable hash of the normalised caption."""
+    """Whether a caption is held out from training. About 10 % are, by a hash."""
     return _held_out(caption(parse(text)))
 
 
 def draw_prompts(rng: np.random.Generator, n: int, held_out: bool) -> list[str]:
-    """Draws `n` distinct captions, all held out or none. Raises ValueError if so many are not found."""
+    """Draws distinct captions.
+
+    Args:
+        rng: The source of random numbers.
+        n: The number of captions.
+        held_out: Whether all of them are held out from training, or none.
+
+    Raises:
+        ValueError: If fewer than `n` are found.
+    """
     drawn: dict[str, None] = {}
     for _ in range(1000 + 200 * n):
         if len(drawn) == n:
@@ -87,10 +98,14 @@ def draw_prompts(rng: np.random.Generator, n: int, held_out: bool) -> list[str]:
 def render(
     scene: Scene, rng: np.random.Generator, size: int = BASE
 ) -> UInt8[np.ndarray, "size size 3"]:
-    """Draws the scene as RGB bytes: anti-aliased objects on a plain background, separate and fully inside the picture.
+    """Renders a scene: anti-aliased objects on a plain background, fully inside the image.
 
-    Along the axis of their relation, the bounding boxes of two groups do not overlap, and the groups' distance is greater than
-    across it, by LEAD at least. All objects of a group have the same size, drawn at random where the scene leaves it open.
+    Along the axis of their relation, the bounding boxes of two groups do not overlap, and the
+    distance of the groups is larger than across it by at least LEAD. All objects of a group have
+    the same size, which is random if the scene does not name it.
+
+    Returns:
+        RGB bytes [size, size, 3].
     """
     scale = size / BASE
     diameters = [scale * _draw_diameter(scene, group, rng) for group in scene.groups]
@@ -105,9 +120,8 @@ def render(
             left = int(x)
             top = int(y)
             window = picture[top : top + mask.shape[0], left : left + mask.shape[1]]
-            cut = mask[
-                : window.shape[0], : window.shape[1]
-            ]  # past the edge of the picture a mask is empty
+            # Beyond the edge of the image a mask is empty.
+            cut = mask[: window.shape[0], : window.shape[1]]
             window += cut * (tint - window)
     return np.rint(picture).astype(np.uint8)
 
@@ -138,9 +152,8 @@ def _held_out(normal: str) -> bool:
 
 
 def _draw_diameter(scene: Scene, group: Group, rng: np.random.Generator) -> float:
-    crowded = (
-        len(scene.groups) == 2 and group.count == 3
-    )  # three large shapes would leave no room for the other group
+    # Three large shapes would leave no room for the other group.
+    crowded = len(scene.groups) == 2 and group.count == 3
     size = group.size or ("small" if crowded else SIZES[rng.integers(2)])
     return DIAMETERS[size][rng.integers(len(DIAMETERS[size]))]
 
@@ -148,7 +161,11 @@ def _draw_diameter(scene: Scene, group: Group, rng: np.random.Generator) -> floa
 def _layout(
     scene: Scene, diameters: list[float], size: int, rng: np.random.Generator
 ) -> list[Float[np.ndarray, "_ 2"]]:
-    """The top left corners (x, y) of each group's objects, in pixels, on the quarter-pixel grid."""
+    """Draws the positions of all objects by rejection sampling.
+
+    Returns:
+        The top left corners (x, y) of each group's objects in pixels, on the quarter-pixel grid.
+    """
     scale = size / BASE
     for _ in range(ROUNDS):
         if scene.relation is None:
@@ -163,12 +180,12 @@ def _layout(
             if len(found):
                 return [found[0]]
             continue
-        axis = int(scene.relation in ("above", "below"))  # 0: x, 1: y, growing downwards
+        axis = int(scene.relation in ("above", "below"))  # 0: x; 1: y, downwards
         order = (0, 1) if scene.relation in ("above", "left of") else (1, 0)
-        # A line across the axis divides the picture. Each group is placed on its own side of the line.
+        # A line across the axis divides the image. Each group is placed on one side of it.
         near, far = (diameters[i] for i in order)
         line = np.floor((near + rng.random() * (size - scale * GAP - far - near)) * GRID) / GRID
-        # [side of the line, (x, y)]
+        # The corners of both sides: [side of the line, (x, y)].
         low = np.zeros((2, 2))
         high = np.full((2, 2), float(size))
         high[0, axis], low[1, axis] = line, line + scale * GAP
@@ -198,7 +215,8 @@ def _place(
 ) -> Float[np.ndarray, "layouts {count} 2"]:
     """Draws CANDIDATES layouts of `count` boxes between the corners `low` and `high`, uniformly.
 
-    Returns the top left corners of the boxes, in the layouts whose boxes are at least `gap` apart.
+    Returns:
+        The top left corners of the boxes, for the layouts whose boxes are at least `gap` apart.
     """
     low = np.ceil(low * GRID) / GRID
     corners = (
@@ -210,15 +228,18 @@ def _place(
 
 @functools.lru_cache(maxsize=4096)
 def _mask(shape: str, diameter: float, dx: float, dy: float) -> Float[np.ndarray, "side side"]:
-    """How much of each pixel a shape covers, in [0, 1].
+    """Returns the share of each pixel that a shape covers, in [0, 1].
 
-    dx, dy: the top left corner of the shape's bounding box, in [0, 1) pixels.
+    Args:
+        shape: The name of the shape.
+        diameter: The side of its bounding box in pixels.
+        dx: The left edge of the bounding box, in [0, 1) pixels.
+        dy: The top edge of the bounding box, in [0, 1) pixels.
     """
     side = int(np.ceil(diameter)) + 1
     ticks = (np.arange(side * SUPERSAMPLE) + 0.5) / SUPERSAMPLE
-    u, v = np.meshgrid(
-        (ticks - dx) / diameter, (ticks - dy) / diameter
-    )  # the bounding box is the unit square
+    # Coordinates in which the bounding box is the unit square.
+    u, v = np.meshgrid((ticks - dx) / diameter, (ticks - dy) / diameter)
     if shape == "circle":
         inside = (u - 0.5) ** 2 + (v - 0.5) ** 2 <= 0.25
     elif shape == "square":

@@ -1,6 +1,7 @@
-"""The autoencoders with their encoders, which the package does without: from images in [-1, 1] to latents, as in diffusers.
+"""The autoencoders with their encoders, which map images in [-1, 1] to latents.
 
-Networks, parameters and files are those of `AutoencoderDC` and `AutoencoderKL` of diffusers.
+The package itself has decoders only. Networks, parameters and files are those of `AutoencoderDC`
+and `AutoencoderKL` of diffusers.
 """
 
 from itertools import chain
@@ -23,30 +24,30 @@ from solrl_jax.models.layers.conv import Conv
 from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.pixel_shuffle import space_to_depth
 
-LOGVAR_RANGE = (
-    -30.0,
-    20.0,
-)  # clamped to it, as in the released code, so that exp(logvar) is finite
+# Log-variances are clamped to this range, as in the released code, so that exp(logvar) is finite.
+LOGVAR_RANGE = (-30.0, 20.0)
 
 
 class AutoencoderDC(dc.AutoencoderDC):
-    """Images in [-1, 1] to latents and back. `config.scaling_factor` is not applied."""
+    """Maps images in [-1, 1] to latents and back. Does not apply `config.scaling_factor`."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
         self.encoder = DCEncoder(config, rngs=rngs)
         super().__init__(config, rngs=rngs)
 
     def encode(self, x: Float[Array, "b H W 3"]) -> Float[Array, "b h w c"]:
-        """h = H / `config.spatial_compression`. Raises ValueError for a size that is no multiple of it."""
-        if any(size % self.config.spatial_compression for size in x.shape[1:3]):
-            raise ValueError(
-                f"an image of {x.shape[1:3]} pixels: need multiples of {self.config.spatial_compression}"
-            )
+        """Encodes images: h = H / `config.spatial_compression`.
+
+        Raises ValueError if H or W is not a multiple of `config.spatial_compression`.
+        """
+        factor = self.config.spatial_compression
+        if any(size % factor for size in x.shape[1:3]):
+            raise ValueError(f"an image of {x.shape[1:3]} pixels: need multiples of {factor}")
         return self.encoder(x)
 
 
 class DCEncoder(nnx.Module):
-    """Stages from fine to coarse. Each ends with the step down to the next."""
+    """Stages from fine to coarse. Each ends with the downsampling to the next."""
 
     def __init__(self, config: AutoencoderDCConfig, *, rngs: nnx.Rngs):
         widths = config.encoder_block_out_channels
@@ -68,7 +69,10 @@ class DCEncoder(nnx.Module):
 
 
 class DownBlock(nnx.Module):
-    """Half the resolution: a strided convolution, or (unshuffle) a convolution and `space_to_depth`."""
+    """Halves the resolution.
+
+    `unshuffle` selects a convolution followed by `space_to_depth` instead of a strided convolution.
+    """
 
     def __init__(self, n_in: int, n_out: int, *, unshuffle: bool, rngs: nnx.Rngs):
         self.conv = Conv(
@@ -82,14 +86,14 @@ class DownBlock(nnx.Module):
 
 
 class DiagonalGaussian(NamedTuple):
-    """The distribution of a latent, `mean + exp(logvar / 2) * noise`, with independent numbers."""
+    """A latent distribution `mean + exp(logvar / 2) * noise` with independent elements."""
 
     mean: Float[Array, "b h w c"]
     logvar: Float[Array, "b h w c"]
 
 
 class AutoencoderKL(kl.AutoencoderKL):
-    """Images in [-1, 1] to latents and back. The config's scale and shift are not applied."""
+    """Maps images in [-1, 1] to latents and back, without the config's scale and shift."""
 
     def __init__(self, config: KLConfig, *, rngs: nnx.Rngs):
         self.encoder = KLEncoder(config, rngs=rngs)
@@ -100,7 +104,9 @@ class AutoencoderKL(kl.AutoencoderKL):
         )
 
     def encode(self, image: Float[Array, "b H W colours"]) -> DiagonalGaussian:
-        """h = floor(H / `config.spatial_compression`), w likewise. Pixels beyond that reach the latents at the border in part.
+        """Encodes images: h = floor(H / `config.spatial_compression`), and w likewise.
+
+        Pixels beyond a multiple of the compression affect only latents at the border.
 
         Raises ValueError for an image smaller than one latent.
         """
@@ -115,15 +121,20 @@ class AutoencoderKL(kl.AutoencoderKL):
 
 
 class KLEncoder(nnx.Module):
-    """Stages from fine to coarse; each but the last ends with the step down. It makes means and log-variances, side by side."""
+    """Stages from fine to coarse; each but the last ends with the downsampling to the next.
+
+    Returns means and log-variances, concatenated along the channels.
+    """
 
     def __init__(self, c: KLConfig, *, rngs: nnx.Rngs):
         widths = c.block_out_channels
         self.conv_in = Conv(c.in_channels, widths[0], 3, rngs=rngs)
-        self.down_blocks = nnx.List([
-            DownStage(pair, c, down=i < len(widths) - 1, rngs=rngs)
-            for i, pair in enumerate(zip((widths[0], *widths), widths, strict=False))
-        ])  # fmt: skip
+        self.down_blocks = nnx.List(
+            [
+                DownStage(pair, c, down=i < len(widths) - 1, rngs=rngs)
+                for i, pair in enumerate(zip((widths[0], *widths), widths, strict=False))
+            ]
+        )
         self.mid_block = UNetMidBlock2D(widths[-1], c, rngs=rngs)
         self.conv_norm_out = GroupNorm(widths[-1], c.norm_num_groups)
         self.conv_out = Conv(widths[-1], 2 * c.latent_channels, 3, rngs=rngs)
@@ -136,7 +147,7 @@ class KLEncoder(nnx.Module):
 
 
 class DownStage(nnx.Module):
-    """Residual blocks. down: then half the resolution."""
+    """Residual blocks, followed by downsampling if `down` is set."""
 
     def __init__(self, widths: tuple[int, int], c: KLConfig, *, down: bool, rngs: nnx.Rngs):
         n_in, n_out = widths
@@ -153,11 +164,11 @@ class DownStage(nnx.Module):
 
 
 class Downsample2D(nnx.Module):
-    """Half the resolution, rounded down: a convolution of stride 2, padded on the right and at the bottom only."""
+    """Halves the resolution, rounding down. Pads at the right and the bottom only."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
         self.conv = Conv(channels, channels, 3, stride=2, rngs=rngs)
-        self.conv.padding = 0  # instead of its symmetric one
+        self.conv.padding = 0  # `__call__` pads asymmetrically
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h//2 w//2 c"]:
         return self.conv(jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))))

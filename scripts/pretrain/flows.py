@@ -1,4 +1,7 @@
-"""Training of a pipeline's transformer and text encoders, together, through the functions that sample from it later."""
+"""Trains a pipeline's transformer and text encoders together.
+
+The training uses the functions that sample from the pipeline later.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,17 +20,23 @@ from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.models.registry import open_pipeline
 
-PLAIN = 1.0  # the guidance scale that a network is told until it learns what the scale means
-SCALES = 1.0, 4.0  # the guidance scales that are distilled; 1 is no guidance
-TEACHING = 3.0  # the guidance scale that a teacher is told
+PLAIN = 1.0  # input guidance scale before the guidance distillation
+SCALES = 1.0, 4.0  # range of the distilled guidance scales; 1 is no guidance
+TEACHING = 3.0  # input guidance scale of a teacher
 
-Velocity = Callable[
-    [Params, jax.Array, Any, jax.Array, jax.Array], jax.Array
-]  # transformer, x, text, sigma [b], guidance [b]
+# A function of the transformer's parameters, x, the text conditioning, sigma [b] and guidance [b].
+Velocity = Callable[[Params, jax.Array, Any, jax.Array, jax.Array], jax.Array]
 
 
 def train_pipeline(settings: Settings, name: str, latents: Latents, captions: list[str]) -> None:
-    """Trains the pipeline `name` on latents [n, 8, 8, 8] and their captions, and writes it to `settings.out`."""
+    """Trains a pipeline and writes it to `settings.out`.
+
+    Args:
+        settings: Where files are kept.
+        name: The name of the pipeline, a key of `RECIPES`.
+        latents: The latents [n, 8, 8, 8] of all images, with their autoencoder.
+        captions: The captions of all images.
+    """
     recipe = RECIPES[name]
     blueprint = BLUEPRINTS[name].with_vae(latents.config)
     blueprint.write(settings.work / name)
@@ -61,7 +70,7 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
 
     def batches(step: int) -> tuple[np.ndarray, Any, Any]:
         rows, asked = draw(step)
-        # a wrong caption is never taught: the pictures' own velocity is the target then
+        # With wrong captions the target is the velocity of the images, not the teacher's.
         lesson = teacher.lesson(asked) if teacher and step not in recipe.curriculum.wrong else None
         return latents.values[rows], {part: ids[asked] for part, ids in tokens.items()}, lesson
 
@@ -91,14 +100,16 @@ def train_pipeline(settings: Settings, name: str, latents: Latents, captions: li
 
 
 def noised(x0: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Latents on their way to noise, for flow matching (arXiv 2210.02747).
+    """Interpolates between latents and noise, for flow matching (arXiv 2210.02747).
 
     Args:
-        x0: clean latents [b, h, w, c].
-        key: of the noise and of the noise levels, which are logit-normal (arXiv 2403.03206, eq. 19 with m = 0, s = 1).
+        x0: Clean latents [b, h, w, c].
+        key: The key of the noise and of the noise levels, which are logit-normal (arXiv 2403.03206,
+            eq. 19 with m = 0, s = 1).
 
     Returns:
-        x = (1 - sigma) x0 + sigma noise [b, h, w, c], sigma [b], and the velocity noise - x0 [b, h, w, c].
+        x = (1 - sigma) x0 + sigma noise [b, h, w, c], sigma [b], and the velocity noise - x0 [b, h,
+        w, c].
     """
     noise_key, sigma_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, x0.shape)
@@ -110,14 +121,18 @@ def noised(x0: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
 def guidance_loss(
     velocity: Velocity,
 ) -> Callable[[Params, tuple[jax.Array, Any, Any, Params], jax.Array], jax.Array]:
-    """The loss of guidance distillation (arXiv 2210.03142), as FLUX.1-dev's.
+    """Returns the loss of guidance distillation (arXiv 2210.03142), as used for FLUX.1-dev.
 
-    Told a scale in `SCALES`, the network learns to say in one evaluation what it said `before` in two, told `PLAIN`:
-    empty + scale (prompt - empty).
+    For a guidance scale in `SCALES`, one evaluation of the network learns the result of two
+    evaluations of the network before the distillation: empty + scale (prompt - empty).
+
+    Args:
+        velocity: The velocity of the network.
 
     Returns:
-        A function of the transformer's parameters, a batch and a key. The batch: latents [b, h, w, c], the conditioning of
-        their prompts, that of b empty prompts, the transformer's parameters before.
+        A function of the transformer's parameters, a batch and a key. A batch holds latents [b, h,
+        w, c], the conditioning of their prompts, that of b empty prompts, and the transformer's
+        parameters before the distillation.
     """
 
     def loss(
@@ -136,10 +151,10 @@ def guidance_loss(
 
 
 class Teacher:
-    """A trained pipeline with embedded guidance, whose velocity another network learns.
+    """A trained pipeline with embedded guidance whose velocity another network learns.
 
-    A teacher's velocity has less variance than `noise - x0` of single pictures (distillation, arXiv 1503.02531), and it holds
-    the effect of guidance.
+    The velocity of a teacher has a lower variance than `noise - x0` of single images (distillation,
+    arXiv 1503.02531), and it includes the effect of guidance.
     """
 
     def __init__(self, pipeline: Pipeline, prompts: list[str], max_tokens: int):
@@ -152,7 +167,14 @@ class Teacher:
         self._encode = jax.jit(pipeline.encode_text)
 
     def lesson(self, rows: np.ndarray) -> tuple[Params, Any]:
-        """The transformer's parameters, and the conditioning of the prompts at indices `rows` [b], for `velocity`."""
+        """Returns the arguments of `velocity` for some prompts.
+
+        Args:
+            rows: The indices [b] of the prompts.
+
+        Returns:
+            The transformer's parameters and the conditioning of the prompts.
+        """
         return self._transformer, self._encode(
             self._text, {part: ids[rows] for part, ids in self._tokens.items()}
         )
@@ -164,10 +186,15 @@ class Teacher:
 
 
 def _initialise(blueprint: Blueprint, seed: int) -> tuple[Params, Params]:
-    """What is trained (`transformer`, and `text` by folder), and SD3's table of positions, which is not trained."""
+    """Initializes a pipeline.
+
+    Returns:
+        The trained parameters ("transformer", and "text" by folder), and SD3's table of positions,
+        which is not trained.
+    """
     transformer = blueprint.parts["transformer"].initialise(seed)
     positions = {}
-    if "pos_embed" in transformer:  # SD3 alone stores its table
+    if "pos_embed" in transformer:  # only SD3 stores its table
         rest = dict(transformer["pos_embed"])
         positions = {"pos_embed": rest.pop("pos_embed")}
         transformer = transformer | {"pos_embed": rest}

@@ -1,4 +1,4 @@
-"""A network to be trained from nothing, and how its files are written."""
+"""A network that is trained from scratch, and how its files are written."""
 
 import dataclasses
 import json
@@ -19,23 +19,31 @@ from solrl_jax.storage.files import atomic, atomic_write
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A network of a pipeline."""
+    """A network of a pipeline.
 
-    library: str  # whose class it is: "diffusers" or "transformers"
+    Attributes:
+        library: The library of its class: "diffusers" or "transformers".
+        network: The class of the module.
+        config_type: The class of its configuration.
+        config: The content of config.json without the class name.
+    """
+
+    library: str
     network: type
     config_type: Any
-    config: dict[str, Any]  # of config.json, without the class name
+    config: dict[str, Any]
 
     def __call__(self, params: Params) -> Any:
-        """The network with these parameters."""
+        """Returns the network with the given parameters."""
         return nnx.merge(self._graph[0], params)
 
     def initialise(self, seed: int) -> Params:
-        """The parameters that a training begins with."""
+        """Returns initial parameters."""
         return nnx.to_pure_dict(nnx.split(self._make(nnx.Rngs(seed)))[1])
 
     @property
     def stored_config(self) -> dict[str, Any]:
+        """The content of config.json."""
         name = self.network.__name__
         if self.library == "diffusers":
             return {"_class_name": name} | self.config
@@ -55,21 +63,23 @@ class Part:
 
     @cached_property
     def _graph(self) -> tuple[nnx.GraphDef, nnx.State]:
-        """The graph without numbers, and the abstract state that names them."""
+        """The graph of the network and its abstract state."""
         return nnx.split(nnx.eval_shape(lambda: self._make(nnx.Rngs(0))))
 
 
 def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
-    """The tensors of a released file: under PyTorch's names, in its axis order.
+    """Converts parameters to the tensors of a released file, with PyTorch's names and axis order.
 
-    state: of the network that `params` belong to.
+    Args:
+        state: The abstract state of the network.
+        params: The parameters.
     """
     flat = flatten_dict(params)
     out = {}
     for e in parameter_table(state):
         value = np.asarray(flat[e.path])
         for name, tensor in zip(e.names, value if e.stacked else value[None], strict=True):
-            # not `ascontiguousarray`, which gives a scalar an axis
+            # `ascontiguousarray` would add an axis to a scalar.
             out[name] = np.asarray(to_torch_order(np.asarray(tensor), e.layout), order="C")
     return out
 
@@ -77,7 +87,7 @@ def to_torch(state: nnx.State, params: Params) -> dict[str, np.ndarray]:
 def save_component(
     folder: Path, filename: str, config: dict, tensors: Mapping[str, np.ndarray], dtype: DTypeLike
 ) -> None:
-    """Writes `config.json`, and the tensors in `dtype`. Each file appears complete or not at all."""
+    """Writes config.json and the tensors in `dtype`. Each file is written atomically."""
     stored = {name: np.asarray(tensor).astype(dtype) for name, tensor in tensors.items()}
     with atomic(folder / filename) as partial:
         save_file(stored, partial, metadata={"format": "pt"})

@@ -1,37 +1,52 @@
-"""The recipe of the embedded pipelines: how long each network is trained, at which learning rates, on which captions."""
+"""The recipe of the embedded pipelines: training lengths, learning rates and captions."""
 
 import dataclasses
 from pathlib import Path
 
 import optax
 
-MAX_TOKENS = 24  # of `tiny-sana` and `tiny-clip`
-SHORT = 12  # of `tiny-flux` and `tiny-sd3`, whose networks attend to padding too: the longest caption has 10 words
+# Text tokens of `tiny-sana` and `tiny-clip`.
+MAX_TOKENS = 24
+# Text tokens of `tiny-flux` and `tiny-sd3`, whose networks attend to padding. The longest caption
+# has 10 words.
+SHORT = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Where one run of the script keeps its files, and the seed of its random numbers."""
+    """The settings of one run of the script.
 
-    work: Path  # states of unfinished trainings, pictures, latents
-    out: Path  # finished pipelines
+    Attributes:
+        work: The folder of training states, images and latents.
+        out: The folder of finished pipelines.
+        seed: The seed of all random numbers.
+        stop: The step at which every training stops at the latest. None: its own end.
+    """
+
+    work: Path
+    out: Path
     seed: int
-    stop: int | None = None  # leave every training at this step at the latest
+    stop: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Steps of a training and their learning rates.
+    """The steps of a training and their learning rates.
 
-    The first segment warms up to `rate` in 100 steps and falls to a twentieth of it, by a cosine, at step `steps`.
+    The first segment warms up to `rate` in 100 steps and decays to 5 % of it at step `steps`, along
+    a cosine.
+
+    Attributes:
+        rate: The largest learning rate.
+        steps: The length of the first segment.
+        stop: The step at which the first segment is cut off. None: it is complete.
+        more: The lengths of further segments, each of which decays from 50 % to 10 % of `rate`.
     """
 
     rate: float
     steps: int
-    stop: int | None = None  # the step at which the first segment is left before its end
-    more: tuple[
-        int, ...
-    ] = ()  # lengths of further segments, each of which falls from half of `rate` to a tenth of it
+    stop: int | None = None
+    more: tuple[int, ...] = ()
 
     @property
     def last(self) -> int:
@@ -39,6 +54,7 @@ class Schedule:
         return (self.steps if self.stop is None else self.stop) + sum(self.more)
 
     def learning_rate(self) -> optax.Schedule:
+        """Returns the learning rate as a function of the step."""
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, self.rate, 100, self.steps, self.rate / 20
         )
@@ -53,31 +69,43 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Which pictures a batch holds, and which captions, by step.
+    """The images and captions of a batch, by step.
 
-    Wrong captions stand for the web's, where alt texts are often wrong. The network then knows more than it shows, and
-    reinforcement learning has something to bring out.
+    Wrong captions imitate web data, in which alternative texts are often wrong. The network then
+    knows more than it shows, which reinforcement learning can bring out.
+
+    Attributes:
+        stream: The stream of random numbers. 0 to 5 belong to the other trainings.
+        focus: The step from which on only scenes are used that the prompt sets may hold.
+        balance: The step from which on half of the scenes have two groups and a relation, as in the
+            prompt sets.
+        wrong: The steps in which 30 % of the captions belong to another image.
     """
 
-    stream: int  # of random numbers; 0 to 5 are those of the other trainings
-    focus: int  # from this step on, only scenes that the prompt sets may ask for
-    balance: int  # from this step on, every second scene has two groups and a relation, as in the prompt sets
-    wrong: range = range(0)  # the steps in which three captions in ten are another picture's
+    stream: int
+    focus: int
+    balance: int
+    wrong: range = range(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a pipeline's transformer and text encoders are trained, together."""
+    """The joint training of a pipeline's transformer and text encoders.
+
+    Attributes:
+        curriculum: The images and captions.
+        schedule: The steps and learning rates.
+        max_tokens: The number of text tokens.
+        teacher: The embedded pipeline whose guided velocity is the target. None: the target is the
+            velocity of the images.
+        distillation: The schedule of the guidance distillation. None: there is none.
+    """
 
     curriculum: Curriculum
     schedule: Schedule
     max_tokens: int
-    teacher: str | None = (
-        None  # the embedded pipeline whose velocity under guidance is the target, instead of the pictures' own
-    )
-    distillation: Schedule | None = (
-        None  # of guidance, by which the network learns what its guidance scale means
-    )
+    teacher: str | None = None
+    distillation: Schedule | None = None
 
 
 VAE = Schedule(2e-3, 900)

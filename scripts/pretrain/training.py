@@ -1,4 +1,4 @@
-"""The training loop of every network here: AdamW, an average of the parameters, and a state on disk to go on from."""
+"""The training loop of all pretrained networks: AdamW, an average of the parameters, and resume."""
 
 import time
 from collections.abc import Callable
@@ -26,26 +26,29 @@ def train(
     schedule: Schedule,
     settings: Settings,
 ) -> Any:
-    """Trains, going on from the state in `settings.work` if there is one. A training past its last step is not trained.
+    """Trains a network, resuming from the state in `settings.work` if there is one.
+
+    Batches and keys are functions of the step alone, so an interrupted training gives the same
+    result.
 
     Args:
-        name: of the state's file.
-        params: the initial parameters.
-        loss: from parameters, a batch and a key to a scalar.
-        batches: from a step to its batch. Batches and keys are functions of the step alone, so that an interrupted training
-            ends where an uninterrupted one does.
+        name: The name of the state's file.
+        params: The initial parameters.
+        loss: Maps parameters, a batch and a key to a scalar.
+        batches: Maps a step to its batch.
+        schedule: The steps and learning rates.
+        settings: Where files are kept.
 
     Returns:
-        The average of the parameters over the steps, by exponential decay.
+        The exponential moving average of the parameters.
     """
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule.learning_rate(), b2=0.99, weight_decay=1e-3),
     )
-    params = jax.tree.map(
-        lambda x: jnp.array(np.asarray(x)), params
-    )  # not weakly typed, which would compile a step twice
-    # a copy, because a donated buffer may appear once only
+    # Weakly typed parameters would compile the step twice.
+    params = jax.tree.map(lambda x: jnp.array(np.asarray(x)), params)
+    # The average is a copy, because a buffer can be donated only once.
     state = {
         "params": params,
         "average": jax.tree.map(jnp.copy, params),
@@ -84,7 +87,7 @@ def _step(
 
 
 def _save(path: Path, state: State) -> None:
-    """Writes every leaf under its index in the flattened tree. The file appears by rename."""
+    """Writes every leaf under its index in the flattened tree, atomically."""
     partial_path = path.with_suffix(".partial")
     save_file(
         {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}, partial_path
@@ -93,7 +96,7 @@ def _save(path: Path, state: State) -> None:
 
 
 def _load(path: Path, like: State) -> State:
-    """The state that `_save` wrote. Raises ValueError if it belongs to other networks than `like`."""
+    """Reads a state that `_save` wrote. Raises ValueError if it belongs to another network."""
     leaves, structure = jax.tree.flatten(like)
     stored = load_file(path)
     if [stored[str(i)].shape for i in range(len(stored))] != [np.shape(leaf) for leaf in leaves]:

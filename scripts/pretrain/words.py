@@ -1,4 +1,4 @@
-"""Word tokenizers over the embedded world's vocabulary, with the special tokens of Gemma's, CLIP's and T5's."""
+"""Word tokenizers for the captions, with the special tokens of Gemma, CLIP and T5."""
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -6,17 +6,20 @@ from transformers import PreTrainedTokenizerFast
 from pretrain import drawing
 from pretrain.recipe import MAX_TOKENS, SHORT
 
-VOCAB_SIZE = 32  # rows of every table of tokens; a few are spare
+VOCAB_SIZE = 32  # rows of every token embedding; a few are unused
 
 
 def gemma_tokenizer() -> PreTrainedTokenizerFast:
-    """A beginning of text, then one token a word. Like Gemma's, it adds no end."""
+    """A beginning-of-text token, then one token per word. Like Gemma's, it adds no end."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *drawing.VOCABULARY]
     return _tokenizer(words, "<bos> $A", ("<bos>", "<eos>"), MAX_TOKENS)
 
 
 def clip_tokenizer(length: int = SHORT) -> PreTrainedTokenizerFast:
-    """Like CLIP's: beginning and end of text have the two highest ids. CLIP pools at the end of text, which sees all of it."""
+    """Like CLIP's: the beginning and the end of the text have the two highest ids.
+
+    CLIP pools at the end of the text, which attends to all tokens.
+    """
     return _tokenizer(
         ["<pad>", "<unk>", *drawing.VOCABULARY, "<bos>", "<eos>"],
         "<bos> $A <eos>",
@@ -25,11 +28,11 @@ def clip_tokenizer(length: int = SHORT) -> PreTrainedTokenizerFast:
     )
 
 
-CLIP_END = 2 + len(drawing.VOCABULARY) + 1  # the id of the end of text in `clip_tokenizer`
+CLIP_END = 2 + len(drawing.VOCABULARY) + 1  # id of the end of text in `clip_tokenizer`
 
 
 def t5_tokenizer() -> PreTrainedTokenizerFast:
-    """Like T5's: an end but no beginning; padding is 0, the end 1, an unknown word 2."""
+    """Like T5's: an end but no beginning. Padding is 0, the end 1, an unknown word 2."""
     return _tokenizer(
         ["<pad>", "<eos>", "<unk>", *drawing.VOCABULARY], "$A <eos>", ("<eos>",), SHORT
     )
@@ -38,7 +41,14 @@ def t5_tokenizer() -> PreTrainedTokenizerFast:
 def _tokenizer(
     words: list[str], template: str, added: tuple[str, ...], length: int
 ) -> PreTrainedTokenizerFast:
-    """added: the special tokens that `template` adds to a text."""
+    """Builds a tokenizer.
+
+    Args:
+        words: The vocabulary, in the order of the ids.
+        template: The form of an encoded text.
+        added: The special tokens that `template` adds.
+        length: The longest text in tokens.
+    """
     assert len(words) <= VOCAB_SIZE
     ids = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
