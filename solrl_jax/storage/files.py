@@ -95,7 +95,9 @@ def sync(path: Path) -> None:
 def atomic(path: str | Path) -> Iterator[Path]:
     """Replaces a file at once, when the body has written all of it.
 
-    Missing parent directories are created. If the body raises, `path` is untouched.
+    Missing parent directories are created. If the body raises, `path` is untouched. The file gets
+    the permissions that new files have (666 without the umask), whatever mode the body created it
+    with: safetensors creates files that their owner alone can read.
 
     Args:
         path: The file to write. It may exist.
@@ -112,8 +114,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(partial)  # also if it is a link, through which the body would write
+        partial.touch()
+        mode = stat.S_IMODE(partial.stat().st_mode)
         try:
             yield partial
+            if stat.S_IMODE(partial.stat().st_mode) != mode:
+                partial.chmod(mode)
             sync(partial)
             os.replace(partial, path)
             sync(path.parent)
