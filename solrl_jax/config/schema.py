@@ -410,8 +410,11 @@ class Lora(Section):
         "transformer_blocks/attn[12]/to_[qkv]/kernel",
         "transformer_blocks/attn[12]/to_out/0/kernel",
     )
-    # LoRA file of diffusers or PEFT to start from. None: start from the base model.
+    # LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or ComfyUI. None:
+    # start from the base model.
     path: Text | None = None
+    # Whether adapters of text encoders in that file are left out. Otherwise such a file is refused.
+    skip_text_encoders: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

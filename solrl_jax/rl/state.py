@@ -82,7 +82,9 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
         return {}
     name = f"lora.path={lora.path!r}"
     try:
-        adapters, settings = import_lora(Path(lora.path), table)
+        adapters, settings = import_lora(
+            Path(lora.path), table, skip_text_encoders=lora.skip_text_encoders
+        )
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     if outside := sorted(adapters.keys() - set(adapted)):
@@ -180,9 +182,13 @@ def _fresh(
 
 
 def _filled(adapter: Adapter, fresh: Adapter) -> Adapter:
-    """Replaces the layers of `adapter` whose factors are both zero by those of `fresh`.
+    """Replaces the ranks of `adapter` whose column of A and row of B are both zero by those of
+    `fresh`.
 
-    No gradient would ever move such layers.
+    No gradient would ever move them. Layers that a file lacks have only such ranks.
     """
-    used = adapter["a"].any((-2, -1)) | adapter["b"].any((-2, -1))
-    return {k: jnp.where(used[..., None, None], adapter[k], fresh[k]) for k in adapter}
+    used = adapter["a"].any(-2) | adapter["b"].any(-1)
+    return {
+        "a": jnp.where(used[..., None, :], adapter["a"], fresh["a"]),
+        "b": jnp.where(used[..., :, None], adapter["b"], fresh["b"]),
+    }

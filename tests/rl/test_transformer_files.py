@@ -128,6 +128,6 @@ def test_what_cannot_be_written_is_refused_in_one_line(backbone, trained, tmp_pa
     assert not (tmp_path / "out").exists()
     with pytest.raises(
         InputError,
-        match=re.escape("a LoRA does not hold what is trained in full; 4 parameter(s) are, first "),
+        match=re.escape("a LoRA cannot hold parameters that are trained in full; 4 are, first "),
     ):
         export_diffusers(tmp_path / "x.safetensors", trained, SETTINGS, backbone.parameter_table())

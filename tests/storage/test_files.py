@@ -22,8 +22,13 @@ def test_a_file_has_the_permissions_of_any_new_file(tmp_path):
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "file"
     files.atomic_write(path, "old")
-    with pytest.raises(ValueError, match="stop"), files.atomic(path) as partial:
-        partial.write_text("half")
-        raise ValueError("stop")
+
+    def stop_half_way():
+        with files.atomic(path) as partial:
+            partial.write_text("half")
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        stop_half_way()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

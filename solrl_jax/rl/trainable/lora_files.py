@@ -11,15 +11,14 @@ Both hold two tensors per linear layer under its released name: `lora_A.weight` 
 
 diffusers takes alpha = rank where the header has no metadata. Its SANA and SD3 pipelines refuse the
 keys `MODULE.alpha` that other tools write, and so does its FLUX pipeline beside the metadata. Such
-keys are read here and not written.
+keys are read here and not written. The names of other programs are in `lora_layouts.py`.
 """
 
 import contextlib
 import dataclasses
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ from safetensors.numpy import save_file
 from solrl_jax.errors import InputError, RunError, first_line, in_one_line
 from solrl_jax.models.loading.tensor_files import STORED_DTYPES, read_header
 from solrl_jax.rl.trainable import lora_settings
+from solrl_jax.rl.trainable.lora_layouts import FileLayer, ParsedKeys, parse_keys
 from solrl_jax.rl.trainable.lora_settings import PEFT_CONFIG, PEFT_FILE, LoraSettings, Table
 from solrl_jax.rl.trainable.trainable import Adapter, Trainable
 from solrl_jax.storage import files
@@ -38,11 +38,7 @@ from solrl_jax.storage import files
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"  # the default name in diffusers
 _A = "lora_A.weight"
 _B = "lora_B.weight"
-_ALPHA = "alpha"
-_KEY = re.compile(
-    r"(?:transformer\.|base_model\.model\.)?(?P<module>.+)\.(?P<part>lora_[AB]\.weight|alpha)"
-)
-
+MAX_LISTED = 5  # keys in an error message
 
 Tensors = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]  # the shapes of the tensors in a file, by key
@@ -65,12 +61,13 @@ def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
             )
     elif path.exists() and not path.is_dir():
         raise InputError(f"{path}: is a file; PEFT's format is a directory, name another one")
-    elif path.is_dir() and (
-        strange := sorted({f.name for f in path.iterdir()} - {PEFT_FILE, PEFT_CONFIG})
-    ):
-        raise InputError(
-            f"{path}: holds {', '.join(strange)}, which an export would remove; name another directory"
-        )
+    elif path.is_dir():
+        others = sorted({f.name for f in path.iterdir()} - {PEFT_FILE, PEFT_CONFIG})
+        if others:
+            raise InputError(
+                f"{path}: holds {', '.join(others)}, which an export would remove; name another "
+                "directory"
+            )
 
 
 def export_diffusers(
@@ -145,68 +142,139 @@ def export_peft(
         )
 
 
-def import_lora(path: Path, table: Table) -> tuple[dict[str, Adapter], LoraSettings]:
-    """Reads a LoRA file of diffusers or a LoRA directory of PEFT.
+def import_lora(
+    path: Path, table: Table, *, skip_text_encoders: bool = False
+) -> tuple[dict[str, Adapter], LoraSettings]:
+    """Reads a LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a LoRA directory of PEFT.
 
     Names and shapes are checked before any tensor is read. A linear layer that the file does not
     mention gets no adapter. Where the file has only some layers of a stack, both factors of the
-    others are zero, which neither changes anything nor trains; an export leaves them out again.
+    others are zero, which changes nothing; an export leaves them out again.
 
     Args:
         path: The file or the directory.
         table: The table of all parameters of the network that the adapters are for.
+        skip_text_encoders: Whether adapters of text encoders in the file are left out. They cannot
+            be used here.
 
     Returns:
-        The adapters by path, float32, and their rank and alpha.
+        The adapters by path, float32, and their rank and alpha. If the layers of the file differ
+        in rank or alpha, smaller factors are padded with zeros to the largest rank, the scale
+        alpha / rank of every layer is multiplied into its factor B, and alpha equals the rank.
 
     Raises:
-        InputError: If keys belong to no linear layer of the network, shapes do not fit, values are
-            not finite, or modules differ in rank or alpha. It lists every offender in one line.
+        InputError: If keys belong to no linear layer of the network, shapes do not fit, or values
+            are not finite. Also for DoRA, trained biases, and adapters of text encoders that are
+            not skipped.
     """
-    file = _file(path)
+    file = _find_file(path)
     slots = _slots(table)
     with _opened(file) as (shapes, handle):
-        modules, alphas, strange = _by_module(shapes, slots)
-        if strange:
-            raise InputError(
-                f"{file}: {len(strange)} key(s) fit no linear of this network: {', '.join(strange)}"
-            )
-        if not modules:
-            raise InputError(f"{file}: holds no adapter (keys that end in .{_A} and .{_B})")
-        rank = _check(file, shapes, modules, slots)
-        stated = {
-            module: float(handle.get_tensor(key).reshape(())) for module, key in alphas.items()
-        }
+        parsed = parse_keys(shapes, slots)
+        _refuse_other_keys(file, parsed, skip_text_encoders)
+        ranks = _check_shapes(file, shapes, parsed.layers, slots)
         config = lora_settings.read_config(file, shapes, handle.metadata() or {})
-        settings = LoraSettings(
-            rank, lora_settings.read_alpha(file, modules.keys(), stated, config, rank)
-        )
-
-        def read(keys):
-            return {part: handle.get_tensor(key).astype(np.float32) for part, key in keys.items()}
-
+        alphas = {}
+        for name, layer in parsed.layers.items():
+            stated = None
+            if "alpha" in layer.keys:
+                stated = float(handle.get_tensor(layer.keys["alpha"]).reshape(()))
+            alphas[name] = lora_settings.layer_alpha(file, name, ranks[name], stated, config)
         with np.errstate(over="ignore"):  # values too large for float32 are reported below
-            tensors = {module: read(keys) for module, keys in modules.items()}
-    if endless := [
-        f"{m}.{k} is not finite"
-        for m, pair in tensors.items()
-        for k, t in pair.items()
-        if not np.isfinite(t).all()
-    ]:
-        raise InputError(f"{file}: {'; '.join(endless)}")
+            tensors = {
+                name: {
+                    part: handle.get_tensor(layer.keys[part]).astype(np.float32) for part in "ab"
+                }
+                for name, layer in parsed.layers.items()
+            }
+    endless = [
+        parsed.layers[name].keys[part]
+        for name, factors in tensors.items()
+        for part, tensor in factors.items()
+        if not np.isfinite(tensor).all()
+    ]
+    if endless:
+        raise InputError(f"{file}: {len(endless)} tensor(s) are not finite: {_listed(endless)}")
+
+    rank = max(ranks.values())
+    mixed = len(set(ranks.values())) > 1 or len(set(alphas.values())) > 1
+    settings = LoraSettings(rank, float(rank) if mixed else next(iter(alphas.values())))
     adapters: dict[str, dict[str, np.ndarray]] = {}
-    for module, pair in tensors.items():
-        slot = slots[module]
-        ab = adapters.setdefault(
-            slot.path, {k: np.zeros(s, np.float32) for k, s in slot.shapes(rank).items()}
-        )
-        for key, part in (("a", _A), ("b", _B)):
-            ab[key][slot.layer] = (
-                pair[part].reshape(pair[part].shape[:2]).T
-            )  # the index () means the whole array
+    for name, layer in parsed.layers.items():
+        a = tensors[name]["a"].reshape(ranks[name], -1)
+        b = tensors[name]["b"].reshape(-1, ranks[name])
+        if mixed:
+            b = b * np.float32(alphas[name] / ranks[name])
+        if layer.aliased and name.endswith(("adaLN_modulation.1", "adaLN_modulation_1")):
+            b = _scale_first(b, a.shape[1])
+        start = 0
+        for module in layer.modules:
+            slot = slots[module]
+            whole = adapters.setdefault(
+                slot.path, {k: np.zeros(s, np.float32) for k, s in slot.shapes(rank).items()}
+            )
+            # `slot.layer` is () for a layer that is not stacked, and then selects the whole array.
+            whole["a"][slot.layer][:, : ranks[name]] = a.T
+            whole["b"][slot.layer][: ranks[name]] = b[start : start + slot.n_out].T
+            start += slot.n_out
     return {
-        p: {k: jnp.asarray(v) for k, v in adapters[p].items()} for p in sorted(adapters)
+        path: {part: jnp.asarray(factor) for part, factor in adapters[path].items()}
+        for path in sorted(adapters)
     }, settings
+
+
+def _scale_first(b: np.ndarray, n_in: int) -> np.ndarray:
+    """Exchanges the halves of a modulation's outputs if it has two parts, shift and scale.
+
+    The model's authors have the shift first, diffusers the scale.
+
+    Args:
+        b: The factor B, [outputs, rank].
+        n_in: The number of inputs, which is the width of the network.
+    """
+    if len(b) != 2 * n_in:
+        return b
+    return np.concatenate([b[n_in:], b[:n_in]])
+
+
+def _refuse_other_keys(file: Path, parsed: ParsedKeys, skip_text_encoders: bool) -> None:
+    """Raises InputError if a file holds anything but LoRA factors of the network's linear layers.
+
+    Args:
+        file: The file, for messages.
+        parsed: Its keys.
+        skip_text_encoders: Whether keys of text encoders are accepted.
+    """
+    where = f"{file} (names of {parsed.layout}):"
+    if parsed.dora:
+        raise InputError(
+            f"{where} is a DoRA, which is not supported; accepted is plain LoRA: "
+            f"{_listed(parsed.dora)}"
+        )
+    if parsed.biases:
+        raise InputError(
+            f"{where} holds trained biases or whole weights, which is not supported; accepted is "
+            f"plain LoRA: {_listed(parsed.biases)}"
+        )
+    if parsed.unknown:
+        raise InputError(
+            f"{where} {len(parsed.unknown)} key(s) fit no linear layer of this network: "
+            f"{_listed(parsed.unknown)}"
+        )
+    if parsed.text_encoders and not skip_text_encoders:
+        raise InputError(
+            f"{where} {len(parsed.text_encoders)} key(s) belong to text encoders, which are not "
+            f"adapted here; lora.skip_text_encoders=true leaves them out: "
+            f"{_listed(parsed.text_encoders)}"
+        )
+    if not any({"a", "b"} & layer.keys.keys() for layer in parsed.layers.values()):
+        raise InputError(f"{file}: holds no adapter (keys that end in .{_A} and .{_B})")
+
+
+def _listed(keys: Sequence[str]) -> str:
+    """Returns the first keys, and how many more there are."""
+    more = f" and {len(keys) - MAX_LISTED} more" if len(keys) > MAX_LISTED else ""
+    return ", ".join(keys[:MAX_LISTED]) + more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +302,8 @@ class _Slot:
         return {"a": (*self.layers, self.n_in, rank), "b": (*self.layers, rank, self.n_out)}
 
     def torch_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the factors of one layer in a file, by the end of the key."""
-        return {_A: (rank, self.n_in, *self.ones), _B: (self.n_out, rank, *self.ones)}
+        """The shapes of the factors A and B of one layer in a file."""
+        return {"a": (rank, self.n_in, *self.ones), "b": (self.n_out, rank, *self.ones)}
 
 
 def _slots(table: Table) -> dict[str, _Slot]:
@@ -253,9 +321,11 @@ def _slots(table: Table) -> dict[str, _Slot]:
 
 def _of_lora(adapters: Trainable) -> dict[str, Adapter]:
     """The LoRA adapters. Raises InputError if some parameters are trained in full."""
-    if whole := [path for path, own in adapters.items() if not isinstance(own, dict)]:
+    whole = [path for path, trained in adapters.items() if not isinstance(trained, dict)]
+    if whole:
         raise InputError(
-            f"a LoRA does not hold what is trained in full; {len(whole)} parameter(s) are, first {whole[0]}"
+            f"a LoRA cannot hold parameters that are trained in full; {len(whole)} are, first "
+            f"{whole[0]}"
         )
     return {path: own for path, own in adapters.items() if isinstance(own, dict)}
 
@@ -270,8 +340,11 @@ def _to_modules(
     slots = _slots(table)
     out = {}
     host = {path: {k: np.asarray(v) for k, v in ab.items()} for path, ab in adapters.items()}
-    if unknown := sorted(host.keys() - {slot.path for slot in slots.values()}):
-        raise InputError(f"adapters on what is no linear of this network: {', '.join(unknown)}")
+    unknown = sorted(host.keys() - {slot.path for slot in slots.values()})
+    if unknown:
+        raise InputError(
+            f"adapters on paths that are no linear layer of this network: {_listed(unknown)}"
+        )
     for module, slot in slots.items():
         if (ab := host.get(slot.path)) is None:
             continue
@@ -339,7 +412,7 @@ def _save(
         )
 
 
-def _file(path: Path) -> Path:
+def _find_file(path: Path) -> Path:
     """The file of tensors at a path, which is that file or a directory with it. Raises
     InputError.
     """
@@ -387,61 +460,45 @@ def _opened(file: Path) -> Iterator[tuple[Shapes, Any]]:
         ) from error
 
 
-def _by_module(
-    shapes: Shapes, slots: Mapping[str, _Slot]
-) -> tuple[dict[str, dict[str, str]], dict[str, str], list[str]]:
-    """Sorts the keys of a file by module.
+def _check_shapes(
+    file: Path, shapes: Shapes, layers: Mapping[str, FileLayer], slots: Mapping[str, _Slot]
+) -> dict[str, int]:
+    """Checks the shapes of all factors.
+
+    Args:
+        file: The file, for messages.
+        shapes: The shapes of its tensors, by key.
+        layers: Its linear layers, by their name in the file.
+        slots: The slot of every linear layer of the network, by its diffusers name.
 
     Returns:
-        The keys of the factors by module and part, the key of the alpha by module, and the keys
-        that belong to no linear layer or repeat another one.
+        The rank of each layer.
+
+    Raises:
+        InputError: If factors are missing or do not fit.
     """
-    modules: dict[str, dict[str, str]] = {}
-    alphas: dict[str, str] = {}
-    strange = []
-    for key, shape in sorted(shapes.items()):
-        match = _KEY.fullmatch(key)
-        if match is None or match["module"] not in slots:
-            strange.append(key)
-        elif match["part"] == _ALPHA and math.prod(shape) == 1 and match["module"] not in alphas:
-            alphas[match["module"]] = key
-        elif match["part"] != _ALPHA and match["part"] not in modules.setdefault(
-            match["module"], {}
-        ):
-            modules[match["module"]][match["part"]] = key
-        else:
-            strange.append(key)
-    return modules, alphas, strange
-
-
-def _check(
-    file: Path, shapes: Shapes, modules: Mapping[str, Mapping[str, str]], slots: Mapping[str, _Slot]
-) -> int:
-    """The common rank of all modules. Raises InputError that lists the tensors that do not fit."""
-    ranks: dict[int, str] = {}  # with a module of it
-    most = max(
-        max(slot.n_in, slot.n_out) for slot in slots.values()
-    )  # no matrix of the network has a higher rank
+    # No matrix of the network has a higher rank.
+    largest = max(max(slot.n_in, slot.n_out) for slot in slots.values())
+    ranks = {}
     problems = []
-    for module, keys in modules.items():
-        if missing := {_A, _B} - keys.keys():
-            problems.append(f"{module}.{missing.pop()} is missing")
+    for name, layer in layers.items():
+        missing = [end for part, end in (("a", _A), ("b", _B)) if part not in layer.keys]
+        if missing:
+            problems.append(f"{name}.{missing[0]} is missing")
             continue
-        rank = next(iter(shapes[keys[_A]]), 0)
-        ranks.setdefault(rank, module)
-        for part, shape in slots[module].torch_shapes(rank).items():
-            if (there := shapes[keys[part]]) != shape or not 1 <= rank <= most:
-                of_rank = "" if 1 <= rank <= most else f", of a rank from 1 to {most}"
-                problems.append(
-                    f"{module}.{part} is {list(there)}, expected {list(shape)}{of_rank}"
-                )
+        rank = next(iter(shapes[layer.keys["a"]]), 0)
+        ranks[name] = rank
+        n_out = sum(slots[module].n_out for module in layer.modules)
+        slot = dataclasses.replace(slots[layer.modules[0]], n_out=n_out)
+        for part, expected in slot.torch_shapes(rank).items():
+            key = layer.keys[part]
+            if shapes[key] != expected or not 1 <= rank <= largest:
+                limit = "" if 1 <= rank <= largest else f", of a rank from 1 to {largest}"
+                problems.append(f"{key} is {list(shapes[key])}, expected {list(expected)}{limit}")
+        if "alpha" in layer.keys and math.prod(shapes[layer.keys["alpha"]]) != 1:
+            problems.append(f"{layer.keys['alpha']} is not a scalar")
     if problems:
-        raise InputError(
-            f"{file}: {len(problems)} tensor(s) do not fit the network: {'; '.join(problems)}"
-        )
-    if len(ranks) > 1:
-        listed = ", ".join(f"{r} ({ranks[r]})" for r in sorted(ranks))
-        raise InputError(
-            f"{file}: modules of different ranks, {listed}; accepted is one rank for all"
-        )
-    return next(iter(ranks))
+        shown = "; ".join(problems[:MAX_LISTED])
+        more = f" and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+        raise InputError(f"{file}: {len(problems)} tensor(s) do not fit the network: {shown}{more}")
+    return ranks

@@ -1,4 +1,4 @@
-"""What a LoRA file says beside its matrices: rank and alpha, in the fields of PEFT's `LoraConfig`.
+"""Rank and alpha of the adapters in a LoRA file, in the fields of PEFT's `LoraConfig`.
 
 diffusers writes these fields as JSON into the header of the file, and PEFT into a file beside the
 tensors. The matrices are in `lora_files.py`.
@@ -21,13 +21,9 @@ PEFT_CONFIG = "adapter_config.json"
 DIFFUSERS = "transformer."
 PEFT = "base_model.model."
 METADATA = "lora_adapter_metadata"
-CHANGES_BASE = (
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-)  # initialisations for which PEFT also changes the weights of the base
-MOST_ALPHA = 1e30  # a number in JSON may be larger than any float
+# The initialisations for which PEFT also changes the weights of the base.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+MAX_ALPHA = 1e30  # a number in JSON may be larger than any float
 
 Table = Sequence[ParameterEntry]  # all parameters of the network that adapters are on
 
@@ -87,13 +83,20 @@ def read_config(
         The fields, or None if the file has no such configuration.
 
     Raises:
-        InputError: If it is not a JSON object, or the file that PEFT writes is missing.
+        InputError: If it is not a JSON object, is not of plain LoRA, or if the file that PEFT
+            writes is missing beside a file that PEFT has named.
     """
-    if any(key.startswith(PEFT) for key in keys) or file.name == PEFT_FILE:
-        return _fields(file.with_name(PEFT_CONFIG), None)
-    if METADATA not in metadata:
+    beside = file.with_name(PEFT_CONFIG)
+    of_peft = any(key.startswith(PEFT) for key in keys)
+    if file.name == PEFT_FILE or (of_peft and beside.is_file()):
+        config = _fields(beside, None)
+    elif METADATA in metadata:
+        fields = _fields(file, metadata[METADATA])
+        config = {name.removeprefix(DIFFUSERS): value for name, value in fields.items()}
+    else:
         return None
-    return {k.removeprefix(DIFFUSERS): v for k, v in _fields(file, metadata[METADATA]).items()}
+    _check_config(file, config)
+    return config
 
 
 def _fields(file: Path, text: str | None) -> dict[str, Any]:
@@ -108,55 +111,86 @@ def _fields(file: Path, text: str | None) -> dict[str, Any]:
         ) from error
 
 
-def read_alpha(
-    file: Path,
-    modules: Iterable[str],
-    alphas: Mapping[str, float],
-    config: Mapping[str, Any] | None,
-    rank: int,
+def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Raises InputError if a `LoraConfig` is not of plain LoRA or has a field of the wrong type."""
+    if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
+        raise InputError(
+            f"{file}: accepted is plain LoRA, not peft_type={config.get('peft_type')!r} or DoRA"
+        )
+    start = config.get("init_lora_weights")
+    if str(start).startswith(CHANGES_BASE):
+        raise InputError(
+            f"{file}: init_lora_weights={start!r}: was trained on another base than the model's "
+            "weights"
+        )
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, Mapping):
+            raise InputError(
+                f"{file}: its configuration has {name}={pattern!r}; accepted is a mapping"
+            )
+    alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
+    for value in alphas:
+        if type(value) not in (int, float) or abs(value) > MAX_ALPHA:
+            raise InputError(
+                f"{file}: its configuration has lora_alpha={value!r}; accepted is a number"
+            )
+
+
+def layer_alpha(
+    file: Path, name: str, rank: int, stated: float | None, config: Mapping[str, Any] | None
 ) -> float:
-    """Finds the alpha that all modules share.
+    """Finds the alpha of one linear layer, so that its weight gains `alpha / rank * B A`.
 
     Args:
         file: The file of tensors, for error messages.
-        modules: The names of the modules that have an adapter.
-        alphas: The values of the keys `MODULE.alpha`, by module.
-        config: The fields of its `LoraConfig`, if it has one.
-        rank: The rank of the adapters, which is the alpha of modules for which none is stated.
+        name: The name of the layer in the file, without the prefix of a program.
+        rank: The rank of its factors.
+        stated: The value of its key `alpha`, if the file has one.
+        config: The fields of the file's `LoraConfig`, if it has one.
+
+    Returns:
+        The alpha of the key or of the configuration; the rank where neither has one, as diffusers
+        takes it.
 
     Raises:
-        InputError: If modules differ in alpha, or the configuration is not of plain LoRA.
+        InputError: If the two differ, the alpha is not above 0, or the rank is not the configured
+            one.
     """
-    stated = set(alphas.values())
-    if config is None:
-        stated |= {float(rank)} if set(modules) - alphas.keys() else set()
-    else:
-        if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
+    configured = None
+    if config is not None:
+        expected_rank = _by_pattern(config.get("rank_pattern") or {}, name, config.get("r"))
+        if expected_rank != rank:
             raise InputError(
-                f"{file}: accepted is plain LoRA, not peft_type={config.get('peft_type')!r} or DoRA"
+                f"{file}: its configuration has r={expected_rank!r} for {name}, its tensors are of "
+                f"rank {rank}"
             )
-        if str(start := config.get("init_lora_weights")).startswith(CHANGES_BASE):
-            raise InputError(
-                f"{file}: init_lora_weights={start!r}: was trained on another base than the model's weights"
-            )
-        if config.get("r") != rank and not config.get("rank_pattern"):
-            raise InputError(
-                f"{file}: its configuration has r={config.get('r')!r}, its tensors are of rank {rank}"
-            )
-        # Rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(rank).
-        factor = math.sqrt(rank) if config.get("use_rslora") else 1.0
-        if not isinstance(pattern := config.get("alpha_pattern") or {}, Mapping):
-            raise InputError(
-                f"{file}: its configuration has alpha_pattern={pattern!r}; accepted is a mapping"
-            )
-        for value in (config.get("lora_alpha"), *pattern.values()):
-            if type(value) not in (int, float) or abs(value) > MOST_ALPHA:
-                raise InputError(
-                    f"{file}: its configuration has lora_alpha={value!r}; accepted is a number"
-                )
-            stated.add(factor * value)
-    if len(stated) > 1 or not all(0 < x < math.inf for x in stated):
-        raise InputError(
-            f"{file}: modules of alpha {', '.join(map(str, sorted(stated)))}; accepted is one, above 0, for all"
+        configured = float(
+            _by_pattern(config.get("alpha_pattern") or {}, name, config["lora_alpha"])
         )
-    return stated.pop()
+        if config.get("use_rslora"):
+            # Rank-stabilised LoRA (arXiv 2312.03732) scales by alpha / sqrt(rank).
+            configured *= math.sqrt(rank)
+    if stated is not None and configured is not None and stated != configured:
+        raise InputError(
+            f"{file}: {name} has alpha {stated} by its key and {configured} by the configuration; "
+            "they must be equal"
+        )
+    alpha = configured if stated is None else stated
+    if alpha is None:
+        return float(rank)
+    if not 0 < alpha < math.inf:
+        raise InputError(f"{file}: {name} has alpha {alpha}; accepted is a number above 0")
+    return alpha
+
+
+def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Returns the value for a module in PEFT's `rank_pattern` or `alpha_pattern`.
+
+    As in PEFT, a key is a regular expression that matches the whole name or the end of it that
+    follows a dot, and the first key that matches counts.
+    """
+    for key, value in pattern.items():
+        if re.fullmatch(rf"(.*\.)?({key})", name):
+            return value
+    return default
