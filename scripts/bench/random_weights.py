@@ -1,4 +1,7 @@
-"""An experiment of full size without a weight file: released configurations, random weights, random encodings of prompts."""
+"""Builds full-size experiments without weight files.
+
+They have the released configurations, random weights and random prompt encodings.
+"""
 
 import dataclasses
 import os
@@ -23,11 +26,18 @@ from solrl_jax.rl.experiment import Experiment, local_device, open_mesh
 from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.rl.memory_check import device_memory
 
-SIZE = 0.02  # deviation of weights and encodings: nothing overflows, and no time depends on it
+SIZE = 0.02  # standard deviation of weights and encodings, small enough not to overflow
 
 
 def random_experiment(config: Config) -> Experiment:
-    """The experiment of `config` on this machine's devices, with the rewards that are scored in JAX. Raises InputError."""
+    """Builds an experiment on the devices of this machine, with the rewards inside JAX.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        InputError: If the configuration does not fit these devices.
+    """
     shapes = shapes_of_experiment(config)
     decoder = dataclasses.replace(
         shapes.backbone.decoder, params=fill(shapes.backbone.decoder.params)
@@ -40,10 +50,16 @@ def random_experiment(config: Config) -> Experiment:
 
 
 def shapes_of_experiment(config: Config) -> Experiment:
-    """The experiment of `config` on this machine's devices, with a shape for every array.
+    """Builds an experiment on the devices of this machine with abstract arrays.
 
-    The pipeline is the one that a run trains, with the gradient checkpointing that fits the memory of
-    these devices. Raises InputError.
+    The pipeline is the one that a run trains, with the gradient checkpointing that fits the memory
+    of these devices.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        InputError: If the configuration does not fit these devices.
     """
     mesh = open_mesh(config)
     mhla = mhla_override(config.model)
@@ -56,7 +72,10 @@ def shapes_of_experiment(config: Config) -> Experiment:
 
 
 def with_weights(shapes: Experiment) -> Experiment:
-    """An experiment of shapes with a transformer that has weights, and encodings. Decoder and rewards stay as they are."""
+    """Fills the transformer of an abstract experiment and adds prompt encodings.
+
+    The decoder and the rewards stay abstract.
+    """
     backbone = dataclasses.replace(
         shapes.backbone,
         transformer=fill(shapes.backbone.transformer),
@@ -66,22 +85,30 @@ def with_weights(shapes: Experiment) -> Experiment:
 
 
 def encoding_shapes(shapes: Experiment) -> Any:
-    """The shapes of the encoding of one prompt: every leaf has one row. shapes: an experiment of shapes."""
+    """Returns the abstract encoding of one prompt, whose leaves have one row."""
     return Stages(shapes).conditions.negative
 
 
 class RandomEncodings(TextEncoders):
-    """Text encoders without weights: numbers of the right shapes that depend on the prompt."""
+    """Text encoders without weights, which return random encodings that depend on the prompt."""
 
     def __init__(self, encoders: TextEncoders, one: Any):
-        """one: the shapes of the encoding of one prompt."""
+        """Replaces the text encoders of an experiment.
+
+        Args:
+            encoders: The text encoders that are replaced.
+            one: The abstract encoding of one prompt.
+        """
         super().__init__(encoders.pipeline, encoders.mesh, encoders.dtype, cache=None)
         self._one = one
 
     def encode(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> tuple[Any, int]:
-        """max_tokens: the configuration's."""
+        """Returns random encodings, one row per prompt.
+
+        `max_tokens` must be that of the configuration.
+        """
         rows = [
             jax.tree.map(partial(self._row, zlib.crc32(prompt.encode())), self._one)
             for prompt in prompts
@@ -97,7 +124,13 @@ class RandomEncodings(TextEncoders):
 
 
 def fill(tree: Any) -> Any:
-    """Random arrays for shapes, with the shapes' shardings. Arrays stay. What draws an array is compiled in threads."""
+    """Replaces abstract arrays by random ones with the same sharding.
+
+    The programs that draw them are compiled in threads.
+
+    Args:
+        tree: A tree of arrays and abstract arrays. Arrays are kept.
+    """
     shapes = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
     kinds = list(dict.fromkeys((x.shape, x.dtype, x.sharding) for x in shapes))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -113,7 +146,7 @@ def fill(tree: Any) -> Any:
 
 
 def _drawing(kind: tuple[tuple[int, ...], Any, Any]) -> Any:
-    """A compiled function from a key to an array of a shape, a type and a sharding."""
+    """Compiles a function from a key to a random array of a shape, a dtype and a sharding."""
     shape, dtype, where = kind
     return (
         jax.jit(partial(_draw, shape, dtype), out_shardings=where)
@@ -127,7 +160,7 @@ def _draw(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
         return jnp.zeros(shape, dtype)
     if len(shape) < 3:
         return (SIZE * jax.random.normal(key, shape)).astype(dtype)
-    # a layer at a time, because random bits take four bytes an element
+    # One layer at a time, because random bits take four bytes per element.
     return jax.lax.map(
         lambda k: (SIZE * jax.random.normal(k, shape[1:])).astype(dtype),
         jax.random.split(key, shape[0]),

@@ -1,4 +1,7 @@
-"""How a benchmark's result is written: what was measured, when, on which device, with which versions. JAX is not imported."""
+"""Writes the result of a benchmark with its date, device and versions.
+
+JAX is not imported.
+"""
 
 import datetime
 import json
@@ -13,14 +16,21 @@ from solrl_jax.storage.files import atomic_write
 
 
 def cores() -> str:
-    """The CPU of this machine, as `device` of a report."""
+    """Describes the CPU of this machine, for `device` of a report."""
     return f"{os.cpu_count()} CPU cores"
 
 
 def finish(
     result: Mapping[str, Any], out: Path | None, device: str, packages: Sequence[str]
 ) -> None:
-    """Prints `result` as JSON, with date, device and the versions of `packages`, and writes it to `out` if given."""
+    """Prints a result as JSON, with its date, device and versions.
+
+    Args:
+        result: The result.
+        out: The file that it is also written to, or None.
+        device: The device that was measured.
+        packages: The packages whose versions are recorded.
+    """
     versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
     facts = {"date": datetime.date.today().isoformat(), "device": device, "versions": versions}
     text = json.dumps(facts | dict(result), indent=2)

@@ -1,4 +1,4 @@
-"""How long a computation takes, how many operations it is, and the best rate that this device reaches."""
+"""Measures times and matmul rates, and counts operations."""
 
 import argparse
 import math
@@ -16,16 +16,17 @@ from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import kernels
 
 PACKAGES = ("jax", "jaxlib", "flax")
-SHORTEST = 0.05  # seconds that are measured
+SHORTEST = 0.05  # seconds of one measurement at least
+# Sizes of the matrices that `best_matmul_rate` multiplies, by platform.
 SQUARES = {
     "cpu": (512, 1024),
     "gpu": (4096, 8192, 16384),
     "tpu": (4096, 8192),
-}  # sides of the matrices that are multiplied
+}
 
 
 def seconds(run: Callable[[], Any], repeat: int) -> float:
-    """The median time of `repeat` calls, each until its result is there, after a first call that compiles."""
+    """The median time of `repeat` calls that wait for their result, after one that compiles."""
     jax.block_until_ready(run())
     times = []
     for _ in range(repeat):
@@ -36,10 +37,18 @@ def seconds(run: Callable[[], Any], repeat: int) -> float:
 
 
 def timed(run: Callable[[], Any], repeat: int, most: float = 10.0) -> tuple[float, int]:
-    """The median time of a call, and how often it was measured: `repeat` times, or once `most` seconds have passed.
+    """Measures the time of a call.
 
-    The first call, which may compile, does not count. Short calls are queued, and measured so many at a time that sending
-    them to the device takes none of it.
+    The first call, which may compile, does not count. Short calls are queued, and timed in groups
+    that are long enough to hide the dispatch.
+
+    Args:
+        run: The call.
+        repeat: The number of measurements.
+        most: No further measurement starts after this many seconds.
+
+    Returns:
+        The median seconds per call, and the number of measurements.
     """
     jax.block_until_ready(run())
     began = time.perf_counter()
@@ -52,14 +61,14 @@ def timed(run: Callable[[], Any], repeat: int, most: float = 10.0) -> tuple[floa
     while len(times) < repeat and (not times or time.perf_counter() - began < most):
         start = time.perf_counter()
         for _ in range(queued - 1):
-            run()  # what it returns is not kept: two results at a time may not fit
+            run()  # the result is dropped, because two may not fit into memory
         jax.block_until_ready(run())
         times.append((time.perf_counter() - start) / queued)
     return statistics.median(times), len(times)
 
 
 def best_matmul_rate(repeat: int, dtype: Any = jnp.bfloat16) -> float:
-    """Operations a second of the fastest product of square matrices on one device here."""
+    """The operations per second of the fastest square matmul on one device."""
     rates = []
     for side in SQUARES[jax.devices()[0].platform]:
         x = jnp.full((side, side), 0.01, dtype)
@@ -69,7 +78,10 @@ def best_matmul_rate(repeat: int, dtype: Any = jnp.bfloat16) -> float:
 
 
 def operations(function: Callable[..., Any], *arguments: Any) -> int:
-    """The operations of all products in one call of `function`, attention included, in any format, on one device."""
+    """Counts the operations of all matmuls in one call of a function, per device.
+
+    Attention is included, and so are quantized matmuls.
+    """
     text = (
         (function if hasattr(function, "lower") else jax.jit(function))
         .lower(*arguments)
@@ -80,7 +92,13 @@ def operations(function: Callable[..., Any], *arguments: Any) -> int:
 
 
 def rate(count: int, elapsed: float, best: float) -> dict[str, float]:
-    """`count` operations in `elapsed` seconds, beside the best rate of this device."""
+    """The rate of a computation.
+
+    Args:
+        count: Its operations.
+        elapsed: Its seconds.
+        best: The best rate of the device, in operations per second.
+    """
     return {
         "tflops": round(count / elapsed / 1e12, 4),
         "share_of_best_matmul": round(count / elapsed / best, 4),
@@ -88,30 +106,28 @@ def rate(count: int, elapsed: float, best: float) -> dict[str, float]:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that all benchmarks of a preset take."""
+    """Returns a parser for the arguments that all benchmarks of a preset share."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
         "preset",
-        help="as `solrl train` takes it: `flux1_sol_rl_hpsv2`, or `tiny`, which a CPU can run",
+        help="a preset, e.g. `flux1_sol_rl_hpsv2`, or `tiny`, which runs on a CPU",
     )
     made.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="as `solrl train` takes them"
+        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides as in `solrl train`"
     )
     made.add_argument(
-        "--repeat", type=int, default=5, help="times are medians of this many calls (default: 5)"
+        "--repeat", type=int, default=5, help="number of calls whose median is taken (default: 5)"
     )
-    made.add_argument(
-        "--out", type=Path, help="a JSON file for the result, which is printed as well"
-    )
+    made.add_argument("--out", type=Path, help="JSON file for the result, which is also printed")
     return made
 
 
 def finish(
     result: Mapping[str, Any], out: Path | None, packages: tuple[str, ...] = PACKAGES
 ) -> None:
-    """Prints and writes `result`, with the devices that JAX sees here."""
+    """Prints and writes a result, with the devices of JAX. See `report.finish`."""
     devices = jax.devices()
     here = (
         report.cores()

@@ -1,4 +1,4 @@
-"""The step `facts`: what the device is, and the versions of what runs on it."""
+"""The step `facts`: the device and the versions of all software."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
-from jax._src.lib import cuda_versions  # the only place where JAX tells them
+from jax._src.lib import cuda_versions  # JAX has no public name for these
 
 from bench.gpu.measure import target_of
 from bench.gpu.record import Task
@@ -16,14 +16,14 @@ from solrl_jax.rl.experiment import local_device
 
 
 def facts(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """The device, what a plan says of its kind, and versions."""
+    """Yields the figures `device`, `plan` and `versions`."""
     yield "device", device
     yield "plan", planned
     yield "versions", versions
 
 
 def device() -> dict[str, Any]:
-    """The first of JAX's devices, and how many there are."""
+    """Describes the first device of JAX and counts them."""
     first = jax.devices()[0]
     found = local_device()
     memory = first.memory_stats() or {}
@@ -38,7 +38,7 @@ def device() -> dict[str, Any]:
 
 
 def planned() -> dict[str, Any]:
-    """The device among those that `solrl plan` knows: its public peaks."""
+    """Returns the public peaks of the device, if `solrl plan` knows it."""
     target = target_of(jax.devices()[0].device_kind)
     return (
         {"target": None}
@@ -48,10 +48,10 @@ def planned() -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """Of packages, and of CUDA's libraries and driver as JAX reads them."""
+    """Returns the versions of packages, and of CUDA's libraries and driver as JAX reads them."""
     found: dict[str, Any] = {name: version(name) for name in PACKAGES}
     for name in dir(cuda_versions) if cuda_versions is not None else ():
         if name.endswith("_get_version"):
-            with contextlib.suppress(Exception):  # a library that is not there
+            with contextlib.suppress(Exception):  # the library is missing
                 found[name.removesuffix("_get_version")] = getattr(cuda_versions, name)()
     return found | {"backend": jax.devices()[0].client.platform_version}

@@ -1,4 +1,4 @@
-"""The step `kernels`: each fused kernel beside its twin in plain JAX, on this device, at the sizes of the released models.
+"""The step `kernels`: each fused kernel and its twin in plain JAX, at the released sizes.
 
 A figure has the largest difference of the results and the seconds of both. All programs are compiled
 at once, in threads, before the first one is measured. On a CPU the kernels are interpreted.

@@ -1,4 +1,7 @@
-"""A program that trains, measured: its seconds, kernels and memory, beside what the plan says of its compiled text."""
+"""Measures a training program: its seconds, kernels and memory.
+
+Each is compared with what the plan derives from the compiled text.
+"""
 
 import dataclasses
 import re
@@ -20,14 +23,15 @@ from solrl_jax.planning.targets import TARGETS, Target
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl.experiment import local_device
 
-DEFAULT = ("nvfp4", "fp8")  # formats, by the memory that they take: a high-water mark only rises
-LARGEST = 3  # kernels that are listed
-# built with fewer units or slower memory than the device of that name whose peaks are in `planning.targets`
+# Formats in the order of the memory that they take, because a high-water mark only rises.
+DEFAULT = ("nvfp4", "fp8")
+LARGEST = 3  # number of kernels that are listed
+# Variants with fewer units or slower memory than the devices in `planning.targets`.
 _OTHERS = re.compile("PCIe|NVL|40GB|Max-Q|MIG", re.IGNORECASE)
 
 
 def target_of(kind: str) -> Target | None:
-    """The device of JAX's `device_kind` whose public peaks are known; None if they are not."""
+    """Returns the planned device for JAX's `device_kind`, or None if its peaks are unknown."""
     found = [
         target
         for target in TARGETS.values()
@@ -37,18 +41,18 @@ def target_of(kind: str) -> Target | None:
 
 
 def formats(task: Task) -> list[str]:
-    """The quantised formats to measure: those asked for, or those that the device has natively."""
+    """Returns the quantizing formats to measure: the requested ones, or the native ones."""
     here = local_device()
     return list(task.formats) or [name for name in DEFAULT if FORMATS[name].is_native(here)]
 
 
 def over(measured: float | None, planned: float | None) -> float | None:
-    """How many times as much was measured as planned; None where either is unknown."""
+    """Returns the ratio of a measured to a planned figure. None if either is unknown."""
     return round(measured / planned, 3) if measured and planned else None
 
 
 def all_finite(tree: Any) -> bool:
-    """Whether no floating-point number in a tree of arrays is infinite or NaN."""
+    """Whether all floating-point numbers in a tree of arrays are finite."""
     arrays = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return all(bool(_finite(x)) for x in arrays)
 
@@ -60,18 +64,32 @@ def _finite(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Gauge:
-    """Measures programs on the devices here. target: None where their peaks are unknown."""
+    """Measures programs on the devices of this machine.
+
+    Attributes:
+        repeat: The number of calls whose median is taken.
+        target: The public peaks of the device. None: unknown.
+    """
 
     repeat: int
     target: Target | None
 
     @classmethod
     def here(cls, repeat: int) -> "Gauge":
-        """For JAX's devices."""
+        """Returns a gauge for the devices of JAX."""
         return cls(repeat, target_of(jax.devices()[0].device_kind))
 
     def measure(self, program: Program, run: Callable[[], Any] | None = None) -> dict[str, Any]:
-        """A call of a program whose arguments are arrays. run: calls it, where calling it twice takes more than that."""
+        """Measures a call of a program whose arguments are arrays.
+
+        Args:
+            program: The program.
+            run: Calls it. Needed if repeated calls need more than that, e.g. new arguments after a
+                donation. None: call the function with its arguments.
+
+        Returns:
+            The figures of the program by name.
+        """
         with jax.set_mesh(program.mesh):
             began = time.perf_counter()
             made = program.function.lower(*program.arguments).compile()
@@ -92,7 +110,17 @@ class Gauge:
         }
 
     def plan(self, text: str, devices: int, seconds: float) -> dict[str, Any]:
-        """What a plan reads from a compiled text; `ratio`: measured over planned seconds."""
+        """Compares a measurement with the roofline.
+
+        Args:
+            text: The compiled text.
+            devices: The number of devices.
+            seconds: The measured time.
+
+        Returns:
+            The native kernels, the rate, the roofline time, and `ratio`, the measured over the
+            roofline time.
+        """
         found = kernels(parse(text))
         count = sum(kernel.times * kernel.operations for kernel in found)
         figures: dict[str, Any] = {
@@ -114,10 +142,17 @@ class Gauge:
         }
 
     def memory(self, analysis: Any) -> Callable[[], dict[str, Any]]:
-        """Called before a program runs; what it returns, after. Bytes of the first device.
+        """Starts a measurement of the memory of the first device. Call it before a program runs.
 
-        planned: as a plan adds up the peak (`planning.plan.Planner.memory`), of the arrays that are there now. peak: what the
-        device's allocator had in use at most; None if the program did not raise that mark, which begins with the process.
+        `planned` is the peak as a plan adds it up (`planning.plan.Planner.memory`), for the arrays
+        that exist now. `peak` is the high-water mark of the allocator, or None if the program did
+        not raise it; it covers the whole life of the process.
+
+        Args:
+            analysis: The memory analysis of the compiled program.
+
+        Returns:
+            A function to call after the program has run. It returns bytes by name.
         """
         device = jax.devices()[0]
         there = held([x for x in jax.live_arrays() if device in x.sharding.device_set])
@@ -148,7 +183,13 @@ class Gauge:
         return after
 
     def share_of_peak(self, form: str, count: float, seconds: float) -> float | None:
-        """Of `count` operations in `seconds`: of the device's public peak for products of a format."""
+        """Returns the share of the device's public peak rate, or None if that is unknown.
+
+        Args:
+            form: The format of the matmul.
+            count: Its operations.
+            seconds: Its time.
+        """
         if self.target is None:
             return None
         element = {"nvfp4": "f4", "fp8": "f8", "bf16": "bf16", "fp32": "f32"}[form]

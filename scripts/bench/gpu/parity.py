@@ -1,7 +1,7 @@
-"""The step `parity`: an iteration of each embedded pipeline, here and on the CPU, and rewards of the same seeds.
+"""The step `parity`: compares rewards and an iteration of each embedded pipeline with the CPU.
 
-The CPU's figures come from other processes (the step `rewards`), one per pipeline with
-JAX_PLATFORMS=cpu. `schedule.run` starts them before the first step.
+The seeds are the same on both. The CPU's figures come from other processes (the step `rewards`),
+one per pipeline with JAX_PLATFORMS=cpu. `schedule.run` starts them before the first step.
 """
 
 import dataclasses
@@ -28,14 +28,23 @@ from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.sampler import Sampler
 
 SETTINGS = (
-    "train.num_prompts=4", "rollout.candidates=12", "rollout.kept=4", "rollout.per_device_batch_size=24", "optimizer.per_device_batch_size=24", "mesh.data=1",
-)  # fmt: skip
-POLL = 0.2  # seconds between looks at the other process's record
+    "train.num_prompts=4",
+    "rollout.candidates=12",
+    "rollout.kept=4",
+    "rollout.per_device_batch_size=24",
+    "optimizer.per_device_batch_size=24",
+    "mesh.data=1",
+)
+POLL = 0.2  # seconds between two reads of the other process's record
 Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
 
 def rewards(task: Task) -> Figures:
-    """Of whole pools, with all steps in the training precision and explored in each format; then the first iteration."""
+    """The step `rewards`, which also runs on the CPU.
+
+    Yields the rewards of whole pools, generated with all steps in the training precision and
+    explored in each format, and then the first iteration.
+    """
     preset, *chosen = schedule.PRESETS[task.model.removesuffix(schedule.CPU)]
     experiment = build(resolve(preset, (*chosen, *SETTINGS)))
     adapters = fresh_state(experiment).old
@@ -55,7 +64,7 @@ def rewards(task: Task) -> Figures:
 
 
 def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
-    """Rewards [prompts, candidates], and the libraries' kernels in the program that sampled."""
+    """Generates a pool. Returns its rewards [prompts, candidates] and the native kernels."""
     prompts = experiment.train_prompts[: experiment.config.train.num_prompts]
     seeds = experiment.seeds("candidate", prompts, experiment.config.rollout.candidates)
     found = generate(
@@ -75,7 +84,7 @@ def pool(experiment: Experiment, stage: Sampler) -> dict[str, Any]:
 
 
 def iteration(experiment: Experiment) -> dict[str, Any]:
-    """What the first one explored, kept and trained."""
+    """Runs the first iteration. Returns its rewards, its selection and its metrics."""
     _, outcome = iterate(experiment, fresh_state(experiment), 1)
     own = {
         name: outcome.metrics[name] for name in ("loss", "grad_norm", "seconds", "seconds/compile")
@@ -87,14 +96,14 @@ def iteration(experiment: Experiment) -> dict[str, Any]:
 
 
 def parity(task: Task) -> Figures:
-    """How far this device's rewards are from the CPU's, and how alike both rank."""
+    """The step `parity`: yields the comparison of each figure of `rewards` with that of the CPU."""
     for there in schedule.embedded(task):
         model = there.model.removesuffix(schedule.CPU)
         try:
             for name, find in rewards(dataclasses.replace(there, model=model)):
                 other = partial(wait_for, there, name)
                 yield f"{model} {name}", lambda find=find, other=other: compared(find(), other())
-        except Exception as error:  # the next pipeline is compared all the same
+        except Exception as error:  # the next pipeline is compared regardless
             yield model, partial(_raise, error)
 
 
@@ -103,7 +112,11 @@ def _raise(error: Exception) -> dict[str, Any]:
 
 
 def wait_for(there: Task, name: str) -> dict[str, Any]:
-    """A figure of the CPU's process, when it has it. Raises RuntimeError if it will not have it."""
+    """Waits for a figure of the CPU's process.
+
+    Raises:
+        RuntimeError: If that process fails or ends without the figure.
+    """
     while True:
         record = Record.read(there.path) or Record(there.name)
         if "error" not in record.result.get(name, {"error": ""}):
@@ -114,7 +127,12 @@ def wait_for(there: Task, name: str) -> dict[str, Any]:
 
 
 def compared(here: dict[str, Any], cpu: dict[str, Any]) -> dict[str, Any]:
-    """Of the rewards: the largest difference, the mean rank correlation within prompts, the CPU's mean range of a prompt."""
+    """Compares the rewards of this device with those of the CPU.
+
+    Returns:
+        The largest difference, the mean rank correlation within prompts, and the mean range of a
+        prompt's rewards on the CPU.
+    """
     one = np.array(here.pop("rewards"))
     other = np.array(cpu.pop("rewards"))
     spearman = rank_correlations(one, other).spearman

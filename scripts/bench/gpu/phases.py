@@ -1,4 +1,7 @@
-"""The steps `steps`, `rollout` and `update`: the programs of an iteration of one model at full size, with random weights."""
+"""The steps `steps`, `rollout` and `update`: the programs of an iteration at full size.
+
+The weights are random.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +23,7 @@ Figures = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
 
 def steps(task: Task) -> Figures:
-    """A chunk regenerated in the training precision, and explored in each format: the whole call, and a step of it."""
+    """Yields the figures of a batch that is regenerated, and explored in each format."""
     shapes = shapes_of_experiment(config_of(task))
     gauge = Gauge.here(task.repeat)
     experiment = with_weights(shapes)
@@ -47,7 +50,14 @@ def steps(task: Task) -> Figures:
 
 
 def sampled(gauge: Gauge, experiment: Experiment, stage: Sampler, calls: int) -> dict[str, Any]:
-    """A chunk of a stage. calls: of an iteration."""
+    """Measures the generation of one batch.
+
+    Args:
+        gauge: The gauge.
+        experiment: The experiment.
+        stage: The sampler.
+        calls: The number of such batches in an iteration.
+    """
     count = sum(segment.schedule.steps for segment in stage.segments)
     figures = gauge.measure(sampling(experiment, stage, calls))
     plan = figures["plan"]
@@ -61,7 +71,7 @@ def sampled(gauge: Gauge, experiment: Experiment, stage: Sampler, calls: int) ->
 def explored(
     gauge: Gauge, experiment: Experiment, adapters: Trainable, level: ExplorationSetting, calls: int
 ) -> dict[str, Any]:
-    """A chunk explored at a level, and what makes the policy that explores."""
+    """Measures `sync` and the exploration of one batch in one setting."""
     sync = gauge.measure(syncing(experiment, adapters, level.precision))
     stage = experiment.explorer.sampler(adapters, level)
     means = FORMATS[level.precision].describe(experiment.device)
@@ -69,9 +79,10 @@ def explored(
 
 
 def rollout(task: Task) -> Figures:
-    """Decoding and scoring a chunk; then the phase of an iteration in each format that `steps` has measured.
+    """Yields the figures of decoding and scoring a batch, and then those of the rollout phase.
 
-    `naive_scaling`: all candidates in the training precision with all steps, decoded and scored once.
+    The phase is computed for `naive_scaling` (all candidates in the training precision with all
+    steps) and for each format that `steps` has measured.
     """
     record = Record.read(Task("steps", task.model, folder=task.folder).path)
     chunks = record.figures() if record else {}
@@ -109,7 +120,11 @@ def rollout(task: Task) -> Figures:
 
 
 def phase(parts: list[tuple[dict[str, Any], int]]) -> dict[str, Any]:
-    """Seconds of programs called so many times, measured and planned."""
+    """Adds up the measured and the planned seconds of programs.
+
+    Args:
+        parts: The figures of each program, and the number of its calls.
+    """
     seconds = sum(calls * figures["seconds"] for figures, calls in parts)
     known = all(figures["plan"] for figures, _ in parts)
     plan = sum(calls * figures["plan"]["seconds"] for figures, calls in parts) if known else None
@@ -117,7 +132,7 @@ def phase(parts: list[tuple[dict[str, Any], int]]) -> dict[str, Any]:
 
 
 def update(task: Task) -> Figures:
-    """A few micro-batches of the update, and from them the update of an iteration."""
+    """Yields the figures of a few micro-batches, from which the update of an iteration follows."""
     config = config_of(task)
     groups = row_groups(shapes_of_experiment(config).backbone.mesh)
     short, micro, whole = shortened(config, groups)
@@ -130,11 +145,21 @@ def update(task: Task) -> Figures:
 def updated(
     gauge: Gauge, experiment: Experiment, shapes: Experiment, micro: int, whole: int
 ) -> dict[str, Any]:
-    """micro: micro-batches of a call; whole: of an iteration. A call's optimiser step is counted as part of them."""
+    """Measures the update.
+
+    The optimizer step of a call is counted as part of its micro-batches.
+
+    Args:
+        gauge: The gauge.
+        experiment: The experiment.
+        shapes: The same experiment with abstract arrays.
+        micro: The number of micro-batches per call.
+        whole: The number of micro-batches in an iteration.
+    """
     program = updating(experiment, shapes, fresh_state(experiment))
     backbone, config, state, *others = program.arguments
 
-    def run() -> Any:  # the state is donated
+    def run() -> Any:  # the state is donated, so each call needs the new one
         nonlocal state
         state, metrics = program.function(backbone, config, state, *others)
         return metrics

@@ -1,4 +1,4 @@
-"""The step `products`: the linears that exploration quantises, of each model's released configuration, in each format."""
+"""The step `products`: the matmuls of the quantized layers of each model, in each format."""
 
 import math
 from collections import Counter
@@ -27,7 +27,10 @@ _quantized = jax.jit(lambda w, form: FORMATS[form].quantize(w), static_argnums=1
 
 
 def products(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """BF16 and each format, at each shape [in, out] of a model's quantised linears, for the image tokens of a chunk."""
+    """Yields the figures of each shape [in, out] of a model's quantized layers.
+
+    Each shape is measured in BF16 and in each format, for the image tokens of one batch.
+    """
     gauge = Gauge.here(task.repeat)
     named = formats(task)
     for model in task.models:
@@ -50,7 +53,7 @@ def products(task: Task) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
-    """How many linears of each shape [in, out] are quantised, and how many image tokens a picture has."""
+    """Counts the quantized layers by shape [in, out]. Also returns the image tokens per image."""
     pipeline = open_configurations(config.model.path)
     shapes = Counter[tuple[int, int]]()
     for linear in report(
@@ -64,7 +67,13 @@ def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
 
 
 def measure(gauge: Gauge, form: str, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """A product of activations [rows, in] and a weight [in, out] on one device. Activations are quantised as part of it."""
+    """Measures a matmul on one device. The quantization of the activations is included.
+
+    Args:
+        gauge: The gauge.
+        form: The format.
+        shape: The rows of the activations, and the input and output width of the weight.
+    """
     rows, n_in, n_out = shape
     mesh = sharding.make_mesh(1, 1)
     x = jax.random.normal(jax.random.key(0), (rows, n_in), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The programs of an iteration with arrays for arguments, made from an experiment as training makes them."""
+"""Builds the programs of an iteration with concrete arguments, as training does."""
 
 import dataclasses
 from typing import Any
@@ -24,13 +24,22 @@ from solrl_jax.rl.update import update
 
 
 def config_of(task: Task) -> Config:
-    """The configuration of a task's model. Its format quantises, so that it is known which linears are quantised."""
+    """Returns the configuration of a task's model.
+
+    It explores in a quantizing format, so the experiment knows which layers are quantized.
+    """
     preset, *chosen = PRESETS[task.model]
     return resolve(preset, (*chosen, *task.overrides, "rollout.explore.precision=nvfp4"))
 
 
 def sampling(experiment: Experiment, stage: Sampler, calls: int) -> Program:
-    """A chunk of a stage: candidates of the first prompt."""
+    """Returns the program that generates one batch of candidates of the first prompt.
+
+    Args:
+        experiment: The experiment.
+        stage: The sampler.
+        calls: The number of such batches in an iteration.
+    """
     mesh = experiment.backbone.mesh
     config = experiment.config
     count = stage.chunk * sharding.row_groups(mesh)
@@ -50,7 +59,7 @@ def sampling(experiment: Experiment, stage: Sampler, calls: int) -> Program:
 
 
 def syncing(experiment: Experiment, adapters: Trainable, form: str) -> Program:
-    """Merging `adapters` into the base and quantising it, as `Explorer.policy` does for a format that quantises."""
+    """Returns the program that merges adapters into the base and quantizes the result."""
     explorer = experiment.explorer
     backbone = experiment.backbone
     arguments = (
@@ -65,13 +74,25 @@ def syncing(experiment: Experiment, adapters: Trainable, form: str) -> Program:
 
 
 def scoring(shapes: Experiment) -> list[Program]:
-    """Decoding a chunk, and scoring it if that is done inside JAX, with random weights. shapes: an experiment of shapes."""
+    """Returns the programs that decode and score one batch, with random weights.
+
+    Args:
+        shapes: The experiment with abstract arrays.
+    """
     programs = Stages(shapes).programs("score", {})
     return [dataclasses.replace(p, arguments=fill(p.arguments), meanwhile=()) for p in programs]
 
 
 def shortened(config: Config, groups: int) -> tuple[Config, int, int]:
-    """A configuration whose update has two or three micro-batches on each of `groups`; how many; how many the whole has."""
+    """Shortens the update to two or three micro-batches per group of devices.
+
+    Args:
+        config: The configuration.
+        groups: The number of groups of devices that divide the samples.
+
+    Returns:
+        The short configuration, its number of micro-batches, and that of a whole iteration.
+    """
     whole = effective_batch(config, groups)
     least = 2 * config.optimizer.per_device_batch_size * groups
     kept = -(-least // config.num_train_sigmas)
@@ -89,7 +110,13 @@ def shortened(config: Config, groups: int) -> tuple[Config, int, int]:
 
 
 def updating(experiment: Experiment, shapes: Experiment, state: TrainState) -> Program:
-    """The update on random samples, all of which count. shapes: an experiment of shapes of the same configuration."""
+    """Returns the update on random samples with random weights.
+
+    Args:
+        experiment: The experiment.
+        shapes: The same experiment with abstract arrays.
+        state: The state of the training. It is donated.
+    """
     mesh = experiment.backbone.mesh
     backbone = experiment.backbone
     config = experiment.config

@@ -1,4 +1,7 @@
-"""What a step leaves: a JSON file, whole at any time. JAX is not imported."""
+"""The record of a step: a JSON file that is complete at any time.
+
+JAX is not imported.
+"""
 
 import dataclasses
 import json
@@ -16,38 +19,48 @@ CUT_OFF = "cut off"
 
 
 class Skipped(Exception):
-    """A step cannot be done; the message says why."""
+    """A step cannot run; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One step of one model, or of all."""
+    """One step, for one model or for all.
+
+    Attributes:
+        step: The name of the step.
+        model: The name of the model. "": the step is not for one model.
+        models: The models of a step for all of them.
+        overrides: Overrides of the models' presets.
+        formats: Quantizing formats. (): the native ones.
+        repeat: The number of calls whose median is taken.
+        folder: The folder of the records.
+    """
 
     step: str
-    model: str = ""  # empty for a step that is not of one model
+    model: str = ""
     models: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()  # of the models' presets
-    formats: tuple[str, ...] = ()  # quantised ones; none: those that the device has natively
+    overrides: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     repeat: int = 3
-    folder: str = "."  # the records' own
+    folder: str = "."
 
     @property
     def name(self) -> str:
-        """Of the record: "steps-sana"."""
+        """The name of the record, e.g. "steps-sana"."""
         return f"{self.step}-{self.model}" if self.model else self.step
 
     @property
     def path(self) -> Path:
-        """Of the record."""
+        """The file of the record."""
         return Path(self.folder) / f"{self.name}.json"
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
+        """Encodes the task for `from_json`."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Task":
-        """What `to_json` wrote."""
+        """Decodes the result of `to_json`."""
         found: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()
         }
@@ -56,12 +69,20 @@ class Task:
 
 @dataclasses.dataclass
 class Record:
-    """How a step went. result: by the name of a figure; one that failed is {"error": its first line}."""
+    """The state and the figures of a step.
+
+    Attributes:
+        name: The name of the step.
+        state: RUNNING, DONE, FAILED, SKIPPED or CUT_OFF.
+        reason: Why it is not done.
+        seconds: The time of the whole step, including the start of its process.
+        result: The figures by name. A failed one is {"error": first line of the error}.
+    """
 
     name: str
     state: str = RUNNING
-    reason: str = ""  # why it is not done
-    seconds: float = 0.0  # of the whole step, with the start of its process
+    reason: str = ""
+    seconds: float = 0.0
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, path: Path) -> None:
@@ -70,14 +91,14 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> "Record | None":
-        """The record in a file, if there is one."""
+        """Reads a record. None if there is no file."""
         return cls(**json.loads(path.read_text())) if path.is_file() else None
 
     def figures(self) -> dict[str, Any]:
-        """The results without those that failed."""
+        """Returns the figures that did not fail."""
         return {name: value for name, value in self.result.items() if "error" not in value}
 
 
 def in_words(error: BaseException) -> str:
-    """The kind of an error and the first line of its message."""
+    """Returns the type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"

@@ -1,7 +1,7 @@
-"""The steps in order, each in a process of its own, until the minutes are over. JAX is not imported: the device is the steps'.
+"""Runs the steps in order, each in its own process, until the time is over.
 
-A process of its own gives a step all of the device's memory, with a high-water mark of its own; a step that crashes or hangs
-takes no other one with it.
+Each process has all of the device's memory and its own high-water mark. A step that crashes or
+hangs does not affect the others. JAX is not imported here, so that the steps can use the device.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from bench.gpu.record import CUT_OFF, FAILED, RUNNING, SKIPPED, Record, Task
 
-FIRST, LAST = (
-    ("facts", "kernels", "parity"),
-    ("products",),
-)  # of all models, before and after those of each
+# Steps for all models, before and after the steps for each model.
+FIRST = ("facts", "kernels", "parity")
+LAST = ("products",)
 ALL = (*FIRST, *LAST)
 EACH = ("steps", "rollout", "update")
-PRESETS = {  # of a model: a preset and what is chosen beside it
+# By model: a preset and its overrides.
+PRESETS = {
     "sana": ("sana_sol_rl_pickscore",),
     "flux1": ("flux1_sol_rl_pickscore",),
     "sd3": ("sd3_sol_rl_pickscore",),
@@ -30,19 +30,26 @@ PRESETS = {  # of a model: a preset and what is chosen beside it
     "tiny-flux": ("tiny", "model=tiny-flux"),
     "tiny-sd3": ("tiny", "model=tiny-sd3"),
 }
-EMBEDDED = ("tiny", "tiny-flux", "tiny-sd3")  # have trained weights, so that ranks mean something
-QUANTISED = ("nvfp4", "fp8")  # formats that quantise
-CPU = "-cpu"  # ends the name of a model whose rewards are computed there
-LEAST = 15.0  # seconds that a step needs: to start Python and JAX and to compile a first program
-# The largest share of all the time: a CPU that compiles slowly must not take that of the models.
+# Models with trained weights, without which ranks have no meaning.
+EMBEDDED = ("tiny", "tiny-flux", "tiny-sd3")
+QUANTISED = ("nvfp4", "fp8")  # formats that quantize
+CPU = "-cpu"  # suffix of a model whose rewards are computed on the CPU
+# Seconds that a step needs to start Python and JAX and to compile a first program.
+LEAST = 15.0
+# The largest share of the time, so that slow compilation leaves time for the models.
 MOST = {"kernels": 0.25, "parity": 0.3, "products": 0.3}
 SCRIPTS = Path(__file__).parents[2]
-# JAX takes 75% of a GPU by itself; `solrl plan` counts on this much
+# JAX allocates 75 % of a GPU by default; `solrl plan` assumes this share.
 MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 
 def tasks(of: Task, steps: Sequence[str]) -> Iterator[Task]:
-    """The steps among `steps`, in their order: all of one model before the next. of: what they share."""
+    """Yields the tasks in the order in which they run: all of one model before the next.
+
+    Args:
+        of: The fields that all tasks share.
+        steps: The names of the requested steps.
+    """
     yield from (replace(of, step=step) for step in FIRST if step in steps)
     yield from (
         replace(of, step=step, model=model) for model in of.models for step in EACH if step in steps
@@ -51,7 +58,13 @@ def tasks(of: Task, steps: Sequence[str]) -> Iterator[Task]:
 
 
 def run(todo: Sequence[Task], seconds: float, after: Callable[[Record], None]) -> None:
-    """Runs all of `todo` that `seconds` suffice for. after: called with each step's record, which is written by then."""
+    """Runs all tasks for which there is time.
+
+    Args:
+        todo: The tasks.
+        seconds: The time limit.
+        after: Called with the record of each step, after it is written.
+    """
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as processes:
         if seconds >= LEAST:
@@ -72,9 +85,10 @@ def run(todo: Sequence[Task], seconds: float, after: Callable[[Record], None]) -
 
 
 def embedded(task: Task) -> list[Task]:
-    """What the CPU computes for a task of the step `parity`: one task per pipeline.
+    """Returns the tasks that the CPU runs for a task of the step `parity`, one per pipeline.
 
-    The pipelines are those of the task's models that are embedded, or all embedded ones if it has none.
+    The pipelines are those of the task's models that are embedded, or all embedded ones if it has
+    none.
     """
     models = [model for model in task.models if model in EMBEDDED] or EMBEDDED
     return [replace(task, step="rewards", model=model + CPU, formats=QUANTISED) for model in models]
@@ -82,7 +96,10 @@ def embedded(task: Task) -> list[Task]:
 
 @contextlib.contextmanager
 def references(task: Task) -> Iterator[None]:
-    """Within it, the CPU's processes of a task of the step `parity` run. Old records are deleted."""
+    """Runs the CPU's processes for a task of the step `parity` while it is entered.
+
+    Older records are deleted.
+    """
     with contextlib.ExitStack() as processes:
         for there in embedded(task):
             there.path.unlink(missing_ok=True)
@@ -91,7 +108,15 @@ def references(task: Task) -> Iterator[None]:
 
 
 def run_one(task: Task, most: float) -> Record:
-    """One step in its own process, which is ended after `most` seconds. The step writes its figures as it finds them."""
+    """Runs one step in its own process. The step writes each figure when it has it.
+
+    Args:
+        task: The step.
+        most: The seconds after which it is stopped.
+
+    Returns:
+        Its record.
+    """
     began = time.monotonic()
     ended = False
     task.path.unlink(missing_ok=True)
@@ -117,9 +142,13 @@ def run_one(task: Task, most: float) -> Record:
 def started(
     task: Task, session: bool = False, **environment: str
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """The process of a step, ended on leaving if it still runs.
+    """Starts the process of a step, and kills it on exit if it is still running.
 
-    session: with those that it starts, which end with it. Others are in the session of their parent.
+    Args:
+        task: The step.
+        session: Whether the process gets a session of its own. Processes that it starts are then
+            killed too.
+        environment: Further environment variables.
     """
     path = os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
     around = MEMORY | os.environ | {"PYTHONPATH": path} | environment
@@ -128,7 +157,7 @@ def started(
     try:
         yield process
     finally:
-        if session:  # whoever is left of it
+        if session:  # all remaining processes of the session
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         elif process.poll() is None:

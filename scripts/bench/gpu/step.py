@@ -1,7 +1,8 @@
-"""One step, in this process: `python -m bench.gpu.step TASK`, where TASK is `Task.to_json`.
+"""Runs one step in this process: `python -m bench.gpu.step TASK`, where TASK is `Task.to_json`.
 
-A step is a generator of names and functions. What a function returns is a figure of the record, which is written after each.
-One that raises is recorded with the first line of its error, and the next one is called.
+A step is a generator of names and functions. The result of a function is a figure of the record,
+which is written after each of them. A function that raises is recorded with the first line of its
+error, and the next one is called.
 """
 
 import importlib
@@ -10,7 +11,8 @@ import traceback
 
 from bench.gpu.record import DONE, FAILED, SKIPPED, Record, Skipped, Task, in_words
 
-MODULES = {  # of a step, where the function of its name is
+# By step: the module that has a function of this name.
+MODULES = {
     "facts": "facts",
     "kernels": "kernels",
     "rewards": "parity",
@@ -23,7 +25,7 @@ MODULES = {  # of a step, where the function of its name is
 
 
 def run(task: Task) -> Record:
-    """Runs a step; its record, written."""
+    """Runs a step. Returns its record, which is also written."""
     record = Record(task.name)
     record.write(task.path)
     try:

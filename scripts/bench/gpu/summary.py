@@ -1,4 +1,7 @@
-"""The records of a folder as a page of tables. JAX is not imported."""
+"""Writes the records of a folder as a page of tables.
+
+JAX is not imported.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,11 +11,11 @@ from bench.gpu.record import Record, Task
 from solrl_jax.storage.files import atomic_write
 
 UNKNOWN = "-"
-LONGEST = 160  # characters of a reason
+LONGEST = 160  # largest number of characters of a reason
 
 
 def page(todo: Sequence[Task]) -> str:
-    """What is known of all steps, in Markdown. A step without a record has not begun."""
+    """Returns the page in Markdown. A step without a record has not begun."""
     records = {task.name: Record.read(task.path) or Record(task.name, "not begun") for task in todo}
 
     def of_models(step):
@@ -32,7 +35,10 @@ def page(todo: Sequence[Task]) -> str:
         ("The rollout phase", table(ROLLOUT, of_each(rollout, of_models("rollout")))),
         ("The update", table(UPDATE, of_each(update, of_models("update")))),
     ]
-    note = "measured / plan: of the compiled text of the program that ran, at the device's public peaks. -: not known."
+    note = (
+        "measured / plan: the measured time over the roofline time of the same compiled program, at "
+        "the device's public peaks. -: unknown."
+    )
     return (
         "\n\n".join(
             ["# Measurements", note, *(f"## {title}\n\n{text}" for title, text in parts if text)]
@@ -42,13 +48,13 @@ def page(todo: Sequence[Task]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Of Markdown; empty without rows."""
+    """Returns a table in Markdown, or "" without rows."""
     lines = [f"| {' | '.join(map(shown, row))} |" for row in rows]
     return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines]) if lines else ""
 
 
 def shown(value: Any) -> str:
-    """A cell."""
+    """Formats a cell."""
     if value is None:
         return UNKNOWN
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -56,22 +62,22 @@ def shown(value: Any) -> str:
 
 
 def named(native: dict[str, int]) -> str:
-    """Kernels of libraries and how often each runs."""
+    """Lists the kernels of libraries with the number of their calls."""
     return ", ".join(f"{count} x {name}" for name, count in native.items()) or "none"
 
 
 def gigabytes(size: float | None) -> float | None:
-    """Of bytes."""
+    """Converts bytes to GB."""
     return None if size is None else size / 1e9
 
 
 def state(record: Record) -> Sequence[Any]:
-    """A row of the table of steps."""
+    """Returns a row of the table of steps."""
     return record.name, record.state, record.seconds, record.reason[:LONGEST]
 
 
 def errors(records: Iterable[Record]) -> Iterator[Sequence[Any]]:
-    """One row per figure that failed."""
+    """Yields one row per figure that failed."""
     for record in records:
         for name, value in record.result.items():
             if "error" in value:
@@ -79,7 +85,7 @@ def errors(records: Iterable[Record]) -> Iterator[Sequence[Any]]:
 
 
 def facts(record: Record) -> Iterator[Sequence[Any]]:
-    """Name and value of all."""
+    """Yields the name and the value of each fact."""
     for part, values in record.figures().items():
         yield from (
             (f"{part}: {name}", str(value).replace("\n", " "))
@@ -89,12 +95,18 @@ def facts(record: Record) -> Iterator[Sequence[Any]]:
 
 
 KERNELS = (
-    "kernel", "largest difference", "equal", "finite", "ms", "twin's ms", "times as fast as the twin",
-)  # fmt: skip
+    "kernel",
+    "largest difference",
+    "equal",
+    "finite",
+    "ms",
+    "twin's ms",
+    "times as fast as the twin",
+)
 
 
 def kernels(record: Record) -> Iterator[Sequence[Any]]:
-    """One row per kernel."""
+    """Yields one row per kernel."""
 
     def milliseconds(seconds):
         return None if seconds is None else 1e3 * seconds
@@ -116,7 +128,7 @@ PARITY = (
 
 
 def parity(record: Record) -> Iterator[Sequence[Any]]:
-    """A row a way to make rewards."""
+    """Yields one row per way to compute rewards."""
     for name, row in record.figures().items():
         kernels = named(row["here"]["native"]) if "native" in row["here"] else None
         yield (
@@ -130,12 +142,21 @@ def parity(record: Record) -> Iterator[Sequence[Any]]:
 
 
 PRODUCTS = (
-    "model", "rows", "in", "out", "format", "TFLOP/s", "of the peak", "times BF16", "measured / plan", "kernels of libraries",
-)  # fmt: skip
+    "model",
+    "rows",
+    "in",
+    "out",
+    "format",
+    "TFLOP/s",
+    "of the peak",
+    "times BF16",
+    "measured / plan",
+    "kernels of libraries",
+)
 
 
 def products(record: Record) -> Iterator[Sequence[Any]]:
-    """A row a shape and format."""
+    """Yields one row per shape and format."""
     rows = record.figures()
     for row in rows.values():
         bf16 = rows.get(f"{row['model']} {row['in']} x {row['out']} bf16")
@@ -145,20 +166,30 @@ def products(record: Record) -> Iterator[Sequence[Any]]:
 
 
 def of_each(rows: Any, records: dict[str, Record]) -> Iterator[Sequence[Any]]:
-    """The rows of all models, each with its model."""
+    """Yields the rows of all models, each with the name of its model."""
     for model, record in records.items():
         yield from ((model, *row) for row in rows(record))
 
 
 MEMORY = ("peak GB", "planned GB", "peak / planned")
 STEPS = (
-    "model", "what", "rows", "steps", "finite", "seconds", "seconds a step", "plan's", "measured / plan", "sync s", *MEMORY,
+    "model",
+    "what",
+    "rows",
+    "steps",
+    "finite",
+    "seconds",
+    "seconds a step",
+    "plan's",
+    "measured / plan",
+    "sync s",
+    *MEMORY,
     "kernels of libraries",
-)  # fmt: skip
+)
 
 
 def sampled(record: Record) -> Iterator[Sequence[Any]]:
-    """Regenerating, then a row a format."""
+    """Yields the row of the regeneration, then one row per format."""
     for name, row in record.figures().items():
         times = (
             row["seconds"],
@@ -179,18 +210,25 @@ def sampled(record: Record) -> Iterator[Sequence[Any]]:
 
 
 def memory(found: dict[str, Any]) -> tuple[Any, ...]:
-    """The columns of `MEMORY`."""
+    """Returns the cells of the columns `MEMORY`."""
     return gigabytes(found["peak"]), gigabytes(found["planned"]), found["ratio"]
 
 
 ROLLOUT = (
-    "model", "what", "calls", "finite", "seconds", "plan's", "measured / plan",
-    "times as fast as naive_scaling", *MEMORY,
-)  # fmt: skip
+    "model",
+    "what",
+    "calls",
+    "finite",
+    "seconds",
+    "plan's",
+    "measured / plan",
+    "times as fast as naive_scaling",
+    *MEMORY,
+)
 
 
 def rollout(record: Record) -> Iterator[Sequence[Any]]:
-    """Of decoding and scoring a call; of the families the phase."""
+    """Yields one row per program (one call) and one per family (the whole phase)."""
     for name, row in record.figures().items():
         if "memory" in row:
             plan = row["plan"] and row["plan"]["seconds"]
@@ -218,14 +256,21 @@ def rollout(record: Record) -> Iterator[Sequence[Any]]:
 
 
 UPDATE = (
-    "model", "micro-batches measured", "finite", "seconds a micro-batch",
-    "micro-batches of an iteration", "seconds of an iteration", "plan's", "measured / plan", *MEMORY,
+    "model",
+    "micro-batches measured",
+    "finite",
+    "seconds a micro-batch",
+    "micro-batches of an iteration",
+    "seconds of an iteration",
+    "plan's",
+    "measured / plan",
+    *MEMORY,
     "kernels of libraries",
-)  # fmt: skip
+)
 
 
 def update(record: Record) -> Iterator[Sequence[Any]]:
-    """One row."""
+    """Yields the row of the update."""
     for row in record.figures().values():
         each = row["micro_batches"], row["finite"], row["micro_batch_seconds"]
         whole = row["micro_batches_of_iteration"], row["iteration_seconds"]
