@@ -29,7 +29,12 @@ def effective_batch(config: Config, devices: int) -> dict[str, int]:
 
 
 def describe_batch(config: Config, devices: int) -> str:
-    """`effective_batch` as the line that is printed when a run starts."""
+    """Returns the line about the batch that is printed when a run starts; see `effective_batch`.
+
+    Args:
+        config: The configuration of the run.
+        devices: The number of devices of the mesh.
+    """
     batch = effective_batch(config, devices)
     prompts = config.train.num_prompts
     sigmas = config.num_train_sigmas
@@ -43,5 +48,5 @@ def describe_batch(config: Config, devices: int) -> str:
 
 
 def _divide_up(numerator: int, denominator: int) -> int:
-    """The quotient rounded up."""
+    """Returns `numerator / denominator`, rounded up to an integer."""
     return -(-numerator // denominator)

@@ -96,9 +96,16 @@ def current_value(key: str, value: Any) -> Any:
 
 
 def migrate_override(key: str, value: Any) -> tuple[str, Any]:
-    """An override `key=value` in the present names.
+    """Translates an override `key=value` from version 2 to the present names.
 
-    Warns with a FutureWarning if it uses a name of version 2.
+    Warns with a FutureWarning if it uses a name or a value of version 2.
+
+    Args:
+        key: The dotted name of the field.
+        value: Its parsed value.
+
+    Returns:
+        The present name and value.
     """
     new_key = current_name(key)
     new_value = current_value(key, value)

@@ -148,7 +148,13 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Writes the value of the field with a dotted name into `tree`, in place."""
+    """Writes the value of a field into a configuration tree, in place.
+
+    Args:
+        tree: The configuration as nested dicts.
+        key: The dotted name of the field.
+        value: Its new value.
+    """
     *parents, last = _split_key(key, value)
     for name in parents:
         tree = tree.setdefault(name, {})
@@ -166,11 +172,14 @@ def _free_field(key: str) -> str | None:
 
 
 def _split_key(key: str, value: Any) -> list[str]:
-    """The names in a dotted key.
+    """Splits a dotted key into the names of sections and field.
 
-    What follows a field with free keys is one name, which may contain dots.
-    `reward.options.NAME.OPTION` sets one option of a reward, unless `value` is a mapping, which
-    holds all options of the reward NAME.OPTION.
+    The part after a field with free keys is one name, which may contain dots.
+
+    Args:
+        key: The dotted key. `reward.options.NAME.OPTION` names one option of a reward, unless
+            `value` is a mapping, which holds all options of the reward NAME.OPTION.
+        value: The value that is assigned to the key.
     """
     field = _free_field(key)
     if field is None:

@@ -127,6 +127,7 @@ def preset_rows() -> list[dict[str, str]]:
 
 
 def _preset_row(config: Config) -> dict[str, str]:
+    """Returns the row of a preset in the table of `solrl presets`, by column."""
     rollout = config.rollout
     explore = rollout.explore
     regenerated = f"{rollout.precision}, {rollout.num_steps} steps"
@@ -173,9 +174,14 @@ def _apply_files(
 
 
 def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> None:
-    """Writes the rules that a model's file has for an exploration recipe into `tree`, in place.
+    """Writes the quantization rules of a model for an exploration recipe into a tree, in place.
 
-    Rules that the file has for no recipe are a user's own and stay.
+    Rules in the tree that the model's file has for no recipe are a user's own and stay.
+
+    Args:
+        tree: The configuration as nested dicts.
+        model: The name of a file in `configs/model/`. Other names change nothing.
+        recipe: The name of a file in `configs/explore/`.
     """
     if model not in part_files("model"):
         return
@@ -185,7 +191,12 @@ def _apply_quantization_rules(tree: dict[str, Any], model: str, recipe: str) -> 
 
 
 def _quantization_rules(model: str, recipe: str) -> dict[str, Any]:
-    """The section `model.quantization` of a preset of this model with this exploration recipe."""
+    """Returns the section `model.quantization` of a model with an exploration recipe, as a dict.
+
+    Args:
+        model: The name of a file in `configs/model/`.
+        recipe: The name of a file in `configs/explore/`.
+    """
     content = read_file(f"model/{model}")
     tree = to_tree(Config())
     merge(tree, {"model": content.get("model", {})})

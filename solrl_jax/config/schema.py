@@ -73,6 +73,9 @@ def is_plugin(objective: str) -> bool:
 
 
 def _check_objective(name: str) -> str:
+    """Returns the name of an objective. Raises ValueError if it is neither built in nor
+    `module:function`.
+    """
     if name not in OBJECTIVES and not is_plugin(name):
         raise ValueError(f"expected one of {', '.join(OBJECTIVES)}, or module:function")
     return name
@@ -241,6 +244,7 @@ class Rollout(Section):
         self._check_noise()
 
     def _check_selection(self) -> None:
+        """Raises ConfigError if `kept` does not fit `candidates`, `selection` and `regenerate`."""
         if self.kept > self.candidates:
             accepted = f"must be at most rollout.candidates={self.candidates}"
             raise ConfigError.of_field("rollout.kept", self.kept, accepted)
@@ -255,6 +259,7 @@ class Rollout(Section):
             raise ConfigError.of_field(field, self.explore.min_rank_correlation, accepted)
 
     def _check_steps(self) -> None:
+        """Raises ConfigError if the numbers of steps of exploration and regeneration do not fit."""
         field = "rollout.explore.num_steps"
         explored = self.explore.num_steps
         if self.regenerate and explored > self.num_steps:
@@ -274,6 +279,9 @@ class Rollout(Section):
             )
 
     def _check_noise(self) -> None:
+        """Raises ConfigError if `noise_level` or `sde_window_size` does not fit solver and
+        steps.
+        """
         if self.noise_level and self.solver not in STOCHASTIC_SOLVERS:
             accepted = f"must be 0 with rollout.solver={self.solver}"
             raise ConfigError.of_field("rollout.noise_level", self.noise_level, accepted)
@@ -304,6 +312,7 @@ class Rollout(Section):
 
 
 def _default_weights() -> dict[str, float]:
+    """Returns the weight of each reward by default: PickScore alone."""
     return {"pickscore": 1.0}
 
 
@@ -559,6 +568,9 @@ class Config(Section):
             self.check_objective()
 
     def _check_terms(self) -> None:
+        """Raises ConfigError if no sigma is trained, or if the terms do not divide among the
+        steps.
+        """
         if self.num_train_sigmas < 1:
             smallest = 1 / self.rollout.num_steps
             accepted = f"must be at least 1 / rollout.num_steps = {smallest:.3g}"
@@ -574,6 +586,7 @@ class Config(Section):
             )
 
     def _check_old_policy(self) -> None:
+        """Raises ConfigError if the old policy would be rounded away in BF16."""
         only_adapters = self.train.parameters == "adapters" and self.model.attention != "mhla"
         # With a decay of 0.999 the old policy moves by a thousandth of the difference, which BF16
         # weights round away.
@@ -600,6 +613,7 @@ class Config(Section):
                 self._check_transitions()
 
     def _check_pairs(self) -> None:
+        """Raises ConfigError if an objective that trains on pairs would get half a pair."""
         purpose = f"for the pairs of algorithm.objective={self.algorithm.objective}"
         batch_size = self.optimizer.per_device_batch_size
         steps = self.optimizer.steps_per_iteration
@@ -613,6 +627,9 @@ class Config(Section):
             raise ConfigError.of_field("optimizer.steps_per_iteration", steps, accepted)
 
     def _check_transitions(self) -> None:
+        """Raises ConfigError if an objective that trains on SDE transitions would get too few or
+        none.
+        """
         rollout = self.rollout
         purpose = (
             f"for the transitions that algorithm.objective={self.algorithm.objective} trains on"

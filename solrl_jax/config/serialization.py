@@ -57,6 +57,13 @@ def drop_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _drop_defaults(
     tree: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
 ) -> dict[str, Any]:
+    """Returns the entries of a configuration that differ from their defaults.
+
+    Args:
+        tree: A section as nested dicts.
+        defaults: The same section with default values.
+        prefix: The dotted name of the section, with a dot at the end; "" for the whole.
+    """
     changed = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -101,7 +101,12 @@ def describe_error(
 
 
 def field_names(section: type = Config, prefix: str = "") -> list[str]:
-    """Dotted names of all sections and fields below `section`, each with `prefix` before it."""
+    """Returns the dotted names of all sections and fields below a section.
+
+    Args:
+        section: The class of the section.
+        prefix: Text before each name: the dotted name of the section, with a dot at the end.
+    """
     names = []
     for field in dataclasses.fields(section):
         names.append(prefix + field.name)

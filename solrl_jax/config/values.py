@@ -77,6 +77,7 @@ def _parse_number(value: Any) -> Any:
 
 
 def _check_regex(pattern: str) -> str:
+    """Returns the pattern. Raises ValueError if it is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -85,6 +86,7 @@ def _check_regex(pattern: str) -> str:
 
 
 def _check_pair(value: Any) -> Any:
+    """Returns the value. Raises ValueError if it is not a list or tuple of two entries."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("expected [HEIGHT, WIDTH] in pixels")
     return value

@@ -96,7 +96,16 @@ def read_scheduler(
 
 
 def _positive(kind: str, config: dict[str, Any], name: str) -> float:
-    """The setting of that name, a positive number. It is 1 if it is absent."""
+    """Returns a positive setting of a scheduler.
+
+    Args:
+        kind: The name of the scheduler's class, for the message.
+        config: The contents of `scheduler_config.json`.
+        name: The name of the setting. It is 1 if it is absent.
+
+    Raises:
+        ValueError: If it is not a finite number of at least `SMALLEST_SHIFT`.
+    """
     value = config.get(name, 1.0)
     if type(value) not in (int, float) or not SMALLEST_SHIFT <= value < math.inf:
         raise ValueError(f"{kind}: {name}={value!r}; must be a number of at least {SMALLEST_SHIFT}")
@@ -104,7 +113,14 @@ def _positive(kind: str, config: dict[str, Any], name: str) -> float:
 
 
 def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple]) -> None:
-    """Raises ValueError for the first setting whose value is not among those in `settings`."""
+    """Raises ValueError for the first setting of a scheduler whose value is not supported.
+
+    Args:
+        kind: The name of the scheduler's class, for the message.
+        config: The contents of `scheduler_config.json`.
+        settings: The accepted values of each setting. An absent setting is accepted, except for two
+            of DPMSolverMultistepScheduler whose defaults are not those of flow models.
+    """
     for name, accepted in settings.items():
         if name in config and config[name] not in accepted:
             values = ", ".join(map(repr, accepted))

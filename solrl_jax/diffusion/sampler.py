@@ -91,7 +91,13 @@ def trajectory(
 def _solver_noise(
     seeds: UInt32[Array, "b 2"], weights: Float[Array, " draws"], shape: tuple[int, ...]
 ) -> Float[Array, "b ..."]:
-    """The weighted sum of the numbered noise draws of each seed. Draws of weight 0 are skipped."""
+    """Returns a weighted sum of numbered standard normal draws for each seed.
+
+    Args:
+        seeds: One seed per sample.
+        weights: The weight of each numbered draw. Draws of weight 0 are not computed.
+        shape: The shape of one sample.
+    """
 
     def add(i, total):
         return jax.lax.cond(

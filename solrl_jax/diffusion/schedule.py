@@ -65,9 +65,10 @@ class Schedule:
             rollout: Its fields on the schedule, the solver, noise and guidance are read.
             steps: Number of solver steps.
             tokens: Number of image tokens of one latent, from which FLUX derives its shift.
-            embedded_guidance: Whether the network embeds its guidance scale. `rollout.guidance_scale` is
-                then that input, and classifier-free guidance is `rollout.true_cfg_scale`. Otherwise
-                `rollout.guidance_scale` is classifier-free guidance.
+            embedded_guidance: Whether the network embeds its guidance scale.
+                `rollout.guidance_scale` is then that input, and classifier-free guidance is
+                `rollout.true_cfg_scale`. Otherwise `rollout.guidance_scale` is classifier-free
+                guidance.
             noise_start: The first step of the full schedule that adds noise, if the solver is
                 stochastic. None: no step does.
             mu: Computes the logarithm of the shift of the "flux" schedule. None uses that of
@@ -156,8 +157,11 @@ class Schedule:
         )
 
     def slice_steps(self, start: int, stop: int | None = None) -> "Schedule":
-        """The steps from `start` up to, and without, `stop`. Both are counted as in a slice of a
-        list.
+        """Returns the schedule of some of its steps.
+
+        Args:
+            start: The first step, counted as in a slice of a list.
+            stop: The step after the last one. None: up to the end.
         """
         steps = slice(start, stop)
         return dataclasses.replace(

@@ -132,7 +132,13 @@ def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]
 
 
 def _stream_key(seed: UInt32[Array, " 2"], name: str, draw: Any) -> Array:
-    """The key of a stream of one seed, or of one numbered draw from it."""
+    """Returns the random key of a stream, or of one numbered draw from it.
+
+    Args:
+        seed: The seed of a candidate: two words of key data.
+        name: The use of the random numbers, a name of `STREAMS`.
+        draw: The number of the draw, or None for the stream itself.
+    """
     root = stream(jax.random.wrap_key_data(seed), name)
     return root if draw is None else jax.random.fold_in(root, draw)
 

@@ -120,18 +120,28 @@ def shared_noise(
 
 
 def _first_order(sigma: float, next_sigma: float) -> Coefficients:
-    """`x' = (s'/s) x + (1 - s'/s) x0_hat`: the step of Euler, and of first-order DPM-Solver and
-    DDIM."""
+    """Coefficients of `x' = (s'/s) x + (1 - s'/s) x0_hat`: the step of Euler, and of first-order
+    DPM-Solver and DDIM.
+
+    Args:
+        sigma: The sigma s before the step.
+        next_sigma: The sigma s' after it.
+    """
     ratio = next_sigma / sigma
     return ratio, 1 - ratio, 0.0, 0.0, 0.0
 
 
 def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
-    """DDIM: `x' = alpha' x0_hat + sqrt(s'^2 - e^2) eps_hat + e noise`, where e^2 is eta^2 times the
-    posterior variance.
+    """Coefficients of DDIM: `x' = alpha' x0_hat + sqrt(s'^2 - e^2) eps_hat + e noise`, where e^2 is
+    eta^2 times the posterior variance.
 
     For a process `x = alpha x0 + s eps` with alpha = 1 - s, that variance is `s'^2 / s^2 (s^2 -
     (alpha / alpha')^2 s'^2)`.
+
+    Args:
+        sigma: The sigma s before the step.
+        next_sigma: The sigma s' after it.
+        eta: The noise level; 0 is the deterministic step.
     """
     alpha = 1 - sigma
     next_alpha = 1 - next_sigma
@@ -142,8 +152,14 @@ def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
 
 
 def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
-    """An Euler step of `dx = (v + g^2 / (2 s) eps_hat) ds + g dw`, an SDE with the marginals of the
-    flow. g2 is `g^2`."""
+    """Coefficients of an Euler step of `dx = (v + g^2 / (2 s) eps_hat) ds + g dw`, an SDE with the
+    marginals of the flow.
+
+    Args:
+        sigma: The sigma s before the step.
+        next_sigma: The sigma after it.
+        g2: `g^2`, the squared strength of the noise at s.
+    """
     h = next_sigma - sigma
     # v = (x - x0) / s, eps_hat = (x - (1 - s) x0) / s
     along_v = h / sigma
@@ -152,8 +168,14 @@ def _sde(sigma: float, next_sigma: float, g2: float) -> Coefficients:
 
 
 def _second_order(previous_sigma: float, sigma: float, next_sigma: float) -> Coefficients:
-    """DPM-Solver++ 2M: a first-order step towards the linear extrapolation of the last two
-    predictions of x0."""
+    """Coefficients of DPM-Solver++ 2M: a first-order step towards the linear extrapolation of the
+    last two predictions of x0.
+
+    Args:
+        previous_sigma: The sigma of the prediction before the last one.
+        sigma: The sigma before the step.
+        next_sigma: The sigma after it.
+    """
 
     # At sigma = 1, lambda is minus infinity. The previous step then carries no slope, and h /
     # h_previous is 0.

@@ -26,6 +26,10 @@ def check_tile(tile: int | None, pipeline: Pipeline) -> None:
 def check_sizes(config: Config, pipeline: Pipeline) -> None:
     """Checks all image sizes of a configuration: `model`, `rollout.size` and `eval.size`.
 
+    Args:
+        config: the configuration.
+        pipeline: the model, whose supported sizes count.
+
     Raises:
         InputError: the model does not support one of the sizes.
     """
@@ -38,7 +42,11 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
 
 
 def check_attention(config: Config, pipeline: Pipeline) -> None:
-    """Checks `rollout.explore.attention`.
+    """Checks whether the model has the attention that `rollout.explore.attention` asks for.
+
+    Args:
+        config: the configuration.
+        pipeline: the model.
 
     Raises:
         InputError: FP8 attention is configured, but the model has none.

@@ -1,4 +1,6 @@
-"""`Decoder`: the decoder of a pipeline's autoencoder with its parameters, as one argument of jit."""
+"""`Decoder`: the decoder of a pipeline's autoencoder with its parameters, as one argument of
+jit.
+"""
 
 import dataclasses
 from functools import partial

@@ -165,7 +165,9 @@ class Pipeline(abc.ABC):
         return None
 
     def size_multiples(self) -> tuple[int, int]:
-        """Returns the numbers of pixels that image heights and image widths must be multiples of."""
+        """Returns the numbers of pixels that image heights and image widths must be multiples
+        of.
+        """
         token = self.compression * self.patch
         return token, token
 
@@ -193,7 +195,12 @@ class Pipeline(abc.ABC):
         return height // self.compression, width // self.compression, self.channels
 
     def image_tokens(self, height: int, width: int) -> int:
-        """Returns how many tokens the transformer makes of an image of this size in pixels."""
+        """Returns how many tokens the transformer makes of an image.
+
+        Args:
+            height: image height in pixels.
+            width: image width in pixels.
+        """
         return height * width // (self.compression * self.patch) ** 2
 
 

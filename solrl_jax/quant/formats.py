@@ -1,7 +1,7 @@
 """The number formats that exploration can run in.
 
-Sources: NVFP4 (arXiv 2509.25149), FP8 (arXiv 2209.05433). `docs/choices.md` explains why the MX formats
-are not among them.
+Sources: NVFP4 (arXiv 2509.25149), FP8 (arXiv 2209.05433). `docs/choices.md` explains why the MX
+formats are not among them.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ class DeviceInfo:
     Attributes:
       platform: JAX's name of the platform: "cpu", "gpu" or "tpu".
       kind: JAX's `device_kind`, for example "NVIDIA H200" or "TPU v6 lite".
-      capability: The CUDA compute capability, for example (9, 0) for Hopper. (0, 0) for all other devices.
+      capability: The CUDA compute capability, for example (9, 0) for Hopper. (0, 0) for all other
+          devices.
     """
 
     platform: str
@@ -47,18 +48,19 @@ class DeviceInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A number format for the quantized linear layers. The rest of a network keeps the training precision.
+    """A number format for the quantized linear layers. The rest of a network keeps the training
+    precision.
 
     Attributes:
       name: The name in configurations, for example "nvfp4".
       description: Half a sentence about the format for progress output and run records.
-      bits_per_weight: The storage of one weight, including its share of the block scales but not the
-        float32 scales per matrix or channel.
+      bits_per_weight: The storage of one weight, including its share of the block scales but not
+        the float32 scales per matrix or channel.
       quantize: Converts weights [..., in, out] to a leaf. None for formats that quantize nothing.
-      cuda_capability: The lowest CUDA compute capability with matmul units for the format. None if every
-        device runs the format natively.
-      tpu_kind: The prefix of the `device_kind` of TPUs with matmul units for the format. None if no TPU
-        has them.
+      cuda_capability: The lowest CUDA compute capability with matmul units for the format. None if
+        every device runs the format natively.
+      tpu_kind: The prefix of the `device_kind` of TPUs with matmul units for the format. None if no
+        TPU has them.
     """
 
     name: str
@@ -69,7 +71,9 @@ class Format:
     tpu_kind: str | None = None
 
     def is_native(self, device: DeviceInfo) -> bool:
-        """Whether `device` has matmul units for the format. Elsewhere XLA converts the operands, exactly."""
+        """Whether `device` has matmul units for the format. Elsewhere XLA converts the operands,
+        exactly.
+        """
         if self.cuda_capability is None:
             return True
         if self.tpu_kind is not None and device.kind.startswith(self.tpu_kind):
@@ -112,8 +116,8 @@ def resolve_format(name: str, device: DeviceInfo) -> Format:
     """Looks up a format.
 
     Args:
-      name: A key of `FORMATS`, or "auto" for the fastest format that `device` runs natively (BF16 if
-        neither NVFP4 nor FP8 is native).
+      name: A key of `FORMATS`, or "auto" for the fastest format that `device` runs natively (BF16
+        if neither NVFP4 nor FP8 is native).
       device: The device that the program will run on. It matters only for "auto".
 
     Returns:
@@ -135,15 +139,16 @@ def scoring_dtypes(
 
     Args:
       name: "fp32", "half" or "auto". "half" decodes in BF16, whose range the autoencoder needs, and
-        multiplies in FP16 in reward networks, which has three more bits of precision (BF16 on TPUs, which
-        have no FP16). "auto" is "half" if the training precision is BF16 and `device` has units for it.
-        Otherwise "auto" decodes in the dtype that the autoencoder was released for, and scores in float32.
+        multiplies in FP16 in reward networks, which has three more bits of precision (BF16 on TPUs,
+        which have no FP16). "auto" is "half" if the training precision is BF16 and `device` has
+        units for it. Otherwise "auto" decodes in the dtype that the autoencoder was released for,
+        and scores in float32.
       precision: The training precision, "bf16" or "fp32".
       device: The device that decodes and scores.
 
     Returns:
-      The dtype of the decoder (None: the dtype that the autoencoder was released for) and the dtype of
-      the matmuls in reward networks.
+      The dtype of the decoder (None: the dtype that the autoencoder was released for) and the dtype
+      of the matmuls in reward networks.
     """
     # Ampere and later GPUs, and TPUs. CPUs are slower in BF16 than in float32.
     has_bf16_units = device.is_cuda_from((8, 0)) or device.platform == "tpu"

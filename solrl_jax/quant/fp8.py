@@ -1,13 +1,14 @@
-"""FP8 (E4M3): one float32 scale per output channel of a weight, and one per row (token) of activations.
+"""FP8 (E4M3): one float32 scale per output channel of a weight, and one per row (token) of
+activations.
 
     scale = amax / 448      code = e4m3(clip(x / scale))
 
-Both scales are constant along the contraction, so they can be applied to the result. The matmul itself
-multiplies plain FP8 matrices, which is what cuBLAS computes on Ada, Hopper and later GPUs. XLA's GEMM
-rewriter (gemm_rewriter.cc) recognizes a dot of two E4M3 operands, and a dot of two operands that are
-converted from E4M3 and multiplied by one *scalar* each. This module emits the first form: no other
-pass can break that pattern, and scales per channel do not fit the second form. On devices without FP8
-units, XLA converts the operands, which is exact.
+Both scales are constant along the contraction, so they can be applied to the result. The matmul
+itself multiplies plain FP8 matrices, which is what cuBLAS computes on Ada, Hopper and later GPUs.
+XLA's GEMM rewriter (gemm_rewriter.cc) recognizes a dot of two E4M3 operands, and a dot of two
+operands that are converted from E4M3 and multiplied by one *scalar* each. This module emits the
+first form: no other pass can break that pattern, and scales per channel do not fit the second form.
+On devices without FP8 units, XLA converts the operands, which is exact.
 """
 
 import dataclasses
@@ -30,8 +31,8 @@ SMALLEST_SCALE = 2.0**-126  # smaller float32 numbers are subnormal, and XLA flu
 class FP8Tensor(QuantizedWithInput):
     """A weight matrix [in, out] in FP8: `w[i, o] = codes[o, i] * scales[o]`, 8 bits per value.
 
-    The contraction axis of `codes` is last. Before Blackwell, this is the only layout in which cuBLAS
-    multiplies FP8; XLA would transpose any other into a copy.
+    The contraction axis of `codes` is last. Before Blackwell, this is the only layout in which
+    cuBLAS multiplies FP8; XLA would transpose any other into a copy.
 
     Attributes:
       codes: The values [..., out, in], float8_e4m3fn.
@@ -44,7 +45,9 @@ class FP8Tensor(QuantizedWithInput):
     scales: Float[Array, "... n_out"]
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` with both operands in FP8, accumulated in float32. The reader applies the scales."""
+        """`x @ w` with both operands in FP8, accumulated in float32. The reader applies the
+        scales.
+        """
         codes, scales = x.encode(encode)
         y = jax.lax.dot_general(
             codes,
@@ -75,8 +78,8 @@ def encode(
       parts: Float32 arrays [..., n_i] that lie side by side along the last axis.
 
     Returns:
-      The codes of each part, float8_e4m3fn [..., n_i], and the scales of the rows [[..., 1]], float32.
-      A row whose scale would be subnormal has zero codes.
+      The codes of each part, float8_e4m3fn [..., n_i], and the scales of the rows [[..., 1]],
+      float32. A row whose scale would be subnormal has zero codes.
     """
     scale = row_amax(parts) / E4M3_MAX
     divisor = jnp.where(scale >= SMALLEST_SCALE, scale, jnp.inf)

@@ -1,4 +1,6 @@
-"""The middle of SANA's MLP: SiLU, depthwise 3x3 convolution, gate (arXiv 2410.10629, section 2.2)."""
+"""The middle of SANA's MLP: SiLU, depthwise 3x3 convolution, gate (arXiv 2410.10629, section
+2.2).
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,8 @@ def gated_conv(
     kernel: Float[Array, "3 3 1 c"],
     bias: Float[Array, " c"],
 ) -> Float[Array, "b n c/2"]:
-    """Computes `y * silu(g)`, where y and g are the halves of the depthwise convolution of `silu(x)`.
+    """Computes `y * silu(g)`, where y and g are the halves of the depthwise convolution of
+    `silu(x)`.
 
     Args:
       x: The pixels [b, n, c] as one lazy part.
@@ -62,9 +65,10 @@ def depthwise_conv(
 ) -> Float[Array, "b h w c"]:
     """A convolution with one filter per channel, stride 1 and zero padding.
 
-    On CPUs and GPUs, it is a sum of shifted products, which XLA fuses into one pass over memory. XLA's grouped
-    convolution is far slower on CPU, above all its gradient. On a TPU, the grouped convolution takes a third
-    of the cycles of the sum (by the compiler's count) and two thirds of its memory traffic.
+    On CPUs and GPUs, it is a sum of shifted products, which XLA fuses into one pass over memory.
+    XLA's grouped convolution is far slower on CPU, above all its gradient. On a TPU, the grouped
+    convolution takes a third of the cycles of the sum (by the compiler's count) and two thirds of
+    its memory traffic.
 
     Args:
       x: The images.

@@ -17,12 +17,14 @@ from solrl_jax.quant.leaf import Leaf
 class HalfPrecisionWeight(Leaf):
     """A weight matrix [in, out] in FP16 or BF16 for float32 inputs.
 
-    The input is cast to the dtype of the weight, and the matmul accumulates in float32. Unlike that of other leaves, the result
-    has the dtype of the weight. The residual stream, norms and softmax of the network stay in float32. A 16-bit residual stream
-    would be rounded in each layer, and the errors of all layers would add up.
+    The input is cast to the dtype of the weight, and the matmul accumulates in float32. Unlike that
+    of other leaves, the result has the dtype of the weight. The residual stream, norms and softmax
+    of the network stay in float32. A 16-bit residual stream would be rounded in each layer, and the
+    errors of all layers would add up.
 
     Attributes:
-      weight: The matrix [..., in, out] in FP16 or BF16. Programs that are only planned hold a `jax.ShapeDtypeStruct`.
+      weight: The matrix [..., in, out] in FP16 or BF16. Programs that are only planned hold a
+          `jax.ShapeDtypeStruct`.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {"weight": -1}

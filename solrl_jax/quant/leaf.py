@@ -1,10 +1,11 @@
 """`Leaf`: a weight matrix that defines its own matmul.
 
-Precision is a property of the leaves of the parameter tree. The BF16 policy, the policy with LoRA adapters and its quantized
-copies are one network with different leaves: plain arrays, `LowRank`, or one of the quantized kinds that `formats.FORMATS` lists.
+Precision is a property of the leaves of the parameter tree. The BF16 policy, the policy with LoRA
+adapters and its quantized copies are one network with different leaves: plain arrays, `LowRank`, or
+one of the quantized kinds that `formats.FORMATS` lists.
 
-To add a kind of leaf, derive a frozen dataclass from `Leaf` or `Quantized` and register it with JAX. No other code needs to know
-its name.
+To add a kind of leaf, derive a frozen dataclass from `Leaf` or `Quantized` and register it with
+JAX. No other code needs to know its name.
 """
 
 import abc
@@ -28,21 +29,26 @@ Matrix: TypeAlias = Float[Array | np.ndarray, "... n_in n_out"]
 class Leaf(abc.ABC):
     """A weight matrix [in, out] in some representation.
 
-    The arrays of a leaf may have leading axes, for example one for stacked layers. `matmul` and `lazy_matmul` accept a single matrix.
+    The arrays of a leaf may have leading axes, for example one for stacked layers. `matmul` and
+    `lazy_matmul` accept a single matrix.
 
     Attributes:
-      output_axes: For each array field whose outputs can be sharded: the axis of the outputs, counted from the end. Arrays of fields
-        that are not listed are replicated.
+      output_axes: For each array field whose outputs can be sharded: the axis of the outputs,
+        counted from the end. Arrays of fields that are not listed are replicated.
     """
 
     output_axes: ClassVar[Mapping[str, int]] = {}
 
     @abc.abstractmethod
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` in the dtype of `x`. On a mesh with an axis `tensor`, the outputs may be sharded over it."""
+        """`x @ w` in the dtype of `x`. On a mesh with an axis `tensor`, the outputs may be sharded
+        over it.
+        """
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` for a lazy activation. By default, both the input and the output are materialized."""
+        """`x @ w` for a lazy activation. By default, both the input and the output are
+        materialized.
+        """
         value = x.value
         y = self.matmul(value.reshape(-1, value.shape[-1]))
         y = checkpoint_name(tensor_parallel.gather_axis(y), MATMUL)
@@ -59,7 +65,8 @@ class Leaf(abc.ABC):
           shards: The number of shards along the axis.
 
         Returns:
-          The leaf with a `PartitionSpec` in place of each array. Outputs are sharded where their number is a multiple of `shards`.
+          The leaf with a `PartitionSpec` in place of each array. Outputs are sharded where their
+          number is a multiple of `shards`.
         """
 
         def spec(path: tuple[Any, ...], x: Any) -> Any:
@@ -80,7 +87,9 @@ class Leaf(abc.ABC):
 
 
 class Quantized(Leaf):
-    """A leaf whose matmul runs in a low-precision format, so that it only approximates that of the original matrix."""
+    """A leaf whose matmul runs in a low-precision format, so that it only approximates that of the
+    original matrix.
+    """
 
 
 class QuantizedWithInput(Quantized):
@@ -104,7 +113,8 @@ def scale_lazily(
       width: The number of columns of the result.
 
     Returns:
-      A lazy activation [b, s, width] in the dtype of `y`. The multiplication happens in float32, in the kernel that reads it.
+      A lazy activation [b, s, width] in the dtype of `y`. The multiplication happens in float32, in
+      the kernel that reads it.
     """
     y = tensor_parallel.gather_axis(y)
     columns = y if width == y.shape[-1] else ColumnView(y, 0, width)
@@ -117,5 +127,7 @@ def _multiply(*factors: Array) -> Array:
 
 
 def nbytes(tree: Any) -> int:
-    """The number of bytes of all arrays of a tree. The arrays may be abstract (`jax.ShapeDtypeStruct`)."""
+    """The number of bytes of all arrays of a tree. The arrays may be abstract
+    (`jax.ShapeDtypeStruct`).
+    """
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))

@@ -1,4 +1,6 @@
-"""The matmul of every linear layer. A weight is an array, or a `Leaf` that defines its own matmul."""
+"""The matmul of every linear layer. A weight is an array, or a `Leaf` that defines its own
+matmul.
+"""
 
 from typing import Any, TypeAlias
 
@@ -32,7 +34,8 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
 
     Args:
       x: Activations [..., in] of a floating-point dtype.
-      w: A weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a `Leaf`, for example a quantized matrix.
+      w: A weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a `Leaf`, for
+          example a quantized matrix.
 
     Returns:
       `x @ w` [..., out] in the dtype of `x`, complete on every device of the mesh axis `tensor`.
@@ -42,21 +45,36 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x has dtype {x.dtype}; matmul takes floating-point activations")
-    # With flattened rows, XLA sees a plain matmul forwards and backwards, which is three times faster on CPU.
+    # With flattened rows, XLA sees a plain matmul forwards and backwards, which is three times
+    # faster on CPU.
     rows = x.reshape(-1, x.shape[-1])
     y = checkpoint_name(tensor_parallel.gather_axis(matmul_sharded(rows, w)), MATMUL)
     return y.reshape(*x.shape[:-1], -1)
 
 
 def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
-    """`x @ w` for a lazy activation. If `w` is a plain array, both the input and the output are materialized."""
+    """`x @ w` for a lazy activation.
+
+    If `w` is a plain array, both the input and the output are materialized.
+
+    Args:
+        x: the lazy activation, [..., n_in].
+        w: an array or a leaf of the parameter tree, [n_in, n_out].
+    """
     if isinstance(w, Leaf):
         return w.lazy_matmul(x)
     return LazyActivation.from_array(matmul(x.value, w))
 
 
 def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
-    """`x @ w` in the dtype of `x`. The outputs may stay sharded over the mesh axis `tensor`, unlike those of `matmul`."""
+    """`x @ w` in the dtype of `x`.
+
+    The outputs may stay sharded over the mesh axis `tensor`, unlike those of `matmul`.
+
+    Args:
+        x: inputs.
+        w: an array or a leaf of the parameter tree, [n_in, n_out].
+    """
     if isinstance(w, Leaf):
         return w.matmul(x)
     return tensor_parallel.matmul(x, w.astype(x.dtype))
@@ -75,8 +93,8 @@ def output_partition_specs(w: Weight | np.ndarray | jax.ShapeDtypeStruct, shards
       shards: The number of shards along the axis.
 
     Returns:
-      `w` with a `PartitionSpec` in place of each array. The outputs are sharded where their number is a multiple of `shards`, and
-      everything else is replicated.
+      `w` with a `PartitionSpec` in place of each array. The outputs are sharded where their number
+      is a multiple of `shards`, and everything else is replicated.
     """
     if isinstance(w, Leaf):
         return w.partition_specs(shards)

@@ -4,9 +4,9 @@
     s_block  = e4m3(amax(block) / 6 / s_tensor)
     code     = e2m1(x / (s_block * s_tensor))
 
-Values round to nearest, ties to the even code, and everything saturates. A weight has one float32 scale
-per matrix. Activations have one float32 scale per *row* (token): with one per tensor, the reward of a
-candidate would depend on the other samples of its batch.
+Values round to nearest, ties to the even code, and everything saturates. A weight has one float32
+scale per matrix. Activations have one float32 scale per *row* (token): with one per tensor, the
+reward of a candidate would depend on the other samples of its batch.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 CONTRACTION_MULTIPLE = 64  # cuDNN's block-scaled matmul takes contractions that are multiples of it
 TILE = 128  # ... and numbers of rows and outputs that are multiples of this
-# Up to this tensor scale, its product with the smallest block scale (2^-9) is a float32 number that XLA
-# flushes to zero, so that the reciprocal would not be finite.
+# Up to this tensor scale, its product with the smallest block scale (2^-9) is a float32 number that
+# XLA flushes to zero, so that the reciprocal would not be finite.
 SMALLEST_SCALE = 2.0**-117
 
 
@@ -37,12 +37,13 @@ SMALLEST_SCALE = 2.0**-117
 class NVFP4Tensor(QuantizedWithInput):
     """A weight matrix [in, out] in NVFP4, 4.5 bits per value.
 
-    `w[i, o] = e2m1(codes)[o, i] * scales[o, i // 16] * tensor_scale`. The contraction axis is last, as
-    the block-scaled dot takes it. Inputs and outputs are padded with zeros to multiples of 64 and 128.
+    `w[i, o] = e2m1(codes)[o, i] * scales[o, i // 16] * tensor_scale`. The contraction axis is last,
+    as the block-scaled dot takes it. Inputs and outputs are padded with zeros to multiples of 64
+    and 128.
 
     Attributes:
-      codes: The values [..., padded out, padded in / 2]. Each byte holds two E2M1 codes, the one of the
-        even index in the low four bits.
+      codes: The values [..., padded out, padded in / 2]. Each byte holds two E2M1 codes, the one of
+        the even index in the low four bits.
       scales: The block scales [..., padded out, padded in / 16], float8_e4m3fn.
       tensor_scale: One scale per matrix [...], float32.
       n_in: The number of inputs without padding.
@@ -102,8 +103,8 @@ def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Arra
     """Quantizes rows to NVFP4 (an encoder for `LazyActivation.encode`).
 
     Args:
-      parts: Float32 arrays [..., n_i] that lie side by side along the last axis. All widths but the last
-        are multiples of 16. The last part is padded so that whole rows are a multiple of 64.
+      parts: Float32 arrays [..., n_i] that lie side by side along the last axis. All widths but the
+        last are multiples of 16. The last part is padded so that whole rows are a multiple of 64.
 
     Returns:
       The packed codes of each part, uint8 [..., n_i / 2]; its block scales, float8_e4m3fn
@@ -124,17 +125,18 @@ def scale_blocks(
 ) -> tuple[Float[Array, "*rows k"], Float[Array, "*rows blocks"]]:
     """Divides each block of 16 values by its scales.
 
-    The order of operations (reciprocals instead of divisions) is that of torchao and Transformer Engine,
-    so that ties round the same way. torchao raises block scales to at least 2^-6. This function uses the
-    subnormal scales of E4M3, and a block whose scale rounds to zero becomes zero.
+    The order of operations (reciprocals instead of divisions) is that of torchao and Transformer
+    Engine, so that ties round the same way. torchao raises block scales to at least 2^-6. This
+    function uses the subnormal scales of E4M3, and a block whose scale rounds to zero becomes zero.
 
     Args:
       x: Float32 rows; k is a multiple of 16.
-      scale: The float32 scale of a tensor or a row. It broadcasts against `x`, with a last axis of 1.
+      scale: The float32 scale of a tensor or a row. It broadcasts against `x`, with a last axis of
+          1.
 
     Returns:
-      Float32 values with magnitudes up to 6, which a cast to E2M1 turns into codes, and the block scales
-      (float8_e4m3fn).
+      Float32 values with magnitudes up to 6, which a cast to E2M1 turns into codes, and the block
+      scales (float8_e4m3fn).
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     usable = scale > SMALLEST_SCALE
@@ -151,7 +153,8 @@ def scale_blocks(
 
 
 def encode_packed(values: Float[Array, "*rows k"]) -> UInt8[Array, "*rows half"]:
-    """Equals `pack(values.astype(float4_e2m1fn))`, computed by comparisons because Triton has no E2M1.
+    """Equals `pack(values.astype(float4_e2m1fn))`, computed by comparisons because Triton has no
+    E2M1.
 
     Args:
       values: Float32 numbers with magnitudes up to 6.
@@ -160,8 +163,8 @@ def encode_packed(values: Float[Array, "*rows k"]) -> UInt8[Array, "*rows half"]
       Two E2M1 codes per byte, the one of the even index in the low four bits.
     """
     size = jnp.abs(values)
-    # A code is the number of thresholds below the magnitude. Ties go to the even code, so that thresholds
-    # alternate between > and >=.
+    # A code is the number of thresholds below the magnitude. Ties go to the even code, so that
+    # thresholds alternate between > and >=.
     thresholds = [
         size > 0.25,
         size >= 0.75,
@@ -188,9 +191,9 @@ def block_scaled_dot(
     """Computes `(x * x_scales) @ (w * w_scales).T`, accumulated in float32.
 
     On CUDA, this is cuDNN's block-scaled matmul, called through XLA's custom call
-    (block_scaling_matcher.cc). Elsewhere XLA expands the scales. That is exact even in BF16: a code times
-    its scale has at most eight significant bits. Float32 scales would not fit, so callers apply them to
-    the result.
+    (block_scaling_matcher.cc). Elsewhere XLA expands the scales. That is exact even in BF16: a code
+    times its scale has at most eight significant bits. Float32 scales would not fit, so callers
+    apply them to the result.
 
     Args:
       x: Codes of the activations, float4_e2m1fn.
@@ -215,6 +218,15 @@ def block_scaled_dot(
 def _xla_scaled_dot(
     dtype: DTypeLike, x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
+    """The block-scaled matmul as XLA's `scaled_dot`.
+
+    Args:
+        dtype: dtype of the result.
+        x: codes of the activations, [rows, n_in].
+        x_scales: one scale per block of `x`.
+        w: codes of the weight, [n_out, n_in].
+        w_scales: one scale per block of `w`.
+    """
     return jax.lax.scaled_dot(
         x,
         w,
@@ -228,7 +240,11 @@ def _xla_scaled_dot(
 def _cudnn_scaled_dot(
     dtype: DTypeLike, x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
-    """Pads rows and outputs to multiples of 128 for cuDNN. XLA would pad, too, but copy the whole result."""
+    """The block-scaled matmul by cuDNN. Arguments and result are those of `_xla_scaled_dot`.
+
+    Rows and outputs are padded to multiples of 128 for cuDNN. XLA would pad, too, but copy the
+    whole result.
+    """
     padded = [jnp.pad(a, ((0, -len(a) % TILE), (0, 0)))[None] for a in (x, w, x_scales, w_scales)]
     return jax.nn.scaled_matmul(*padded, preferred_element_type=dtype)[0, : len(x), : len(w)]
 

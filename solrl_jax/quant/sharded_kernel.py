@@ -1,4 +1,6 @@
-"""Runs Pallas kernels on several devices. XLA cannot partition a kernel, so each device gets its own rows."""
+"""Runs Pallas kernels on several devices. XLA cannot partition a kernel, so each device gets its
+own rows.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,21 +16,24 @@ from solrl_jax.quant import tensor_parallel
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The smallest power of two that is at least `count` and `least`. Triton arrays have no other sizes."""
+    """Returns the smallest power of two that is at least `count` and at least `least`.
+
+    Triton arrays have no other sizes.
+    """
     return 1 << (max(count, least) - 1).bit_length()
 
 
 def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callable[..., Any]:
     """Wraps a kernel so that each device of the mesh of `jax.set_mesh` runs it on its own rows.
 
-    The first axis of every array is the batch ("rows"). An array with a single row is given to every
-    device. Under `jax.vmap`, the mapped axis is merged into the rows. Axes whose sizes are not multiples of
-    the number of devices are replicated.
+    The first axis of every array is the batch ("rows"). An array with a single row is given to
+    every device. Under `jax.vmap`, the mapped axis is merged into the rows. Axes whose sizes are
+    not multiples of the number of devices are replicated.
 
     Args:
       f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
-      by_heads: Whether the second axis of the results, and of inputs with four axes, holds attention
-        heads. Heads are then sharded over the mesh axis `tensor`.
+      by_heads: Whether the second axis of the results, and of inputs with four axes, holds
+        attention heads. Heads are then sharded over the mesh axis `tensor`.
 
     Returns:
       A function with the arguments and results of `f`.

@@ -1,10 +1,12 @@
 """Tensor parallelism that shards the outputs of every matmul and splits no sum.
 
-Along the mesh axis `tensor`, each device computes some of the outputs of a linear layer, or some attention heads, from all of the
-inputs. The outputs are then all-gathered. Megatron (arXiv 1909.08053) shards every second matmul along its contraction instead.
-That communicates less, but it adds partial sums, so results would depend on the mesh.
+Along the mesh axis `tensor`, each device computes some of the outputs of a linear layer, or some
+attention heads, from all of the inputs. The outputs are then all-gathered. Megatron (arXiv
+1909.08053) shards every second matmul along its contraction instead. That communicates less, but it
+adds partial sums, so results would depend on the mesh.
 
-All functions read the mesh of `jax.set_mesh`. If it has no axis `tensor`, or one of size 1, they leave arrays as they are.
+All functions read the mesh of `jax.set_mesh`. If it has no axis `tensor`, or one of size 1, they
+leave arrays as they are.
 """
 
 import jax
@@ -25,7 +27,8 @@ def shard_axis(x: Array, axis: int) -> Array:
 
     Args:
       x: Any array. The sharding of its other axes stays as it is.
-      axis: The axis to shard. If its size is not a multiple of the number of shards, the axis is replicated instead.
+      axis: The axis to shard. If its size is not a multiple of the number of shards, the axis is
+          replicated instead.
 
     Returns:
       `x` with a sharding constraint.
@@ -36,7 +39,10 @@ def shard_axis(x: Array, axis: int) -> Array:
 
 
 def gather_axis(x: Array, axis: int = -1) -> Array:
-    """`x` with all of `axis` on every device. The sharding of the other axes stays as it is."""
+    """Returns `x` with all of its axis `axis` on every device, if it was sharded there.
+
+    The sharding of the other axes stays as it is.
+    """
     return _constrain(x, axis, None) if num_shards() > 1 else x
 
 
@@ -46,7 +52,8 @@ def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> Par
     Args:
       shape: The shape of the parameter.
       axis: The axis to shard over the mesh axis `tensor`. None replicates the parameter.
-      shards: The number of shards. If the size of the axis is not a multiple of it, the parameter is replicated.
+      shards: The number of shards. If the size of the axis is not a multiple of it, the parameter
+          is replicated.
 
     Returns:
       A spec that shards `axis` and replicates all other axes.
@@ -58,7 +65,9 @@ def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> Par
 
 
 def shard_weight(w: Array, axis: int) -> Array:
-    """`w` with `axis` sharded over the mesh axis `tensor` and all other axes replicated (see `partition_spec`)."""
+    """Returns `w` with its axis `axis` sharded over the mesh axis `tensor` and all other axes
+    replicated (see `partition_spec`).
+    """
     if num_shards() == 1:
         return w
     return jax.lax.with_sharding_constraint(w, partition_spec(w.shape, axis, num_shards()))
@@ -67,7 +76,12 @@ def shard_weight(w: Array, axis: int) -> Array:
 def matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w` with the outputs sharded over the mesh axis `tensor`."""
+    """`x @ w` with the outputs sharded over the mesh axis `tensor`. No sum is split.
+
+    Args:
+        x: inputs.
+        w: the weight.
+    """
     return x @ w if num_shards() == 1 else _sharded_matmul(x, w)
 
 
@@ -75,18 +89,27 @@ def matmul(
 def _sharded_matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w`: each device computes some columns.
+    """`x @ w`, of which each device computes some columns.
 
-    The gradient of `x` is sharded by its columns, too. For it, each device receives whole rows of `w`.
+    The gradient of `x` is sharded by its columns, too. For it, each device receives whole rows of
+    `w`.
+
+    Args:
+        x: inputs.
+        w: the weight.
     """
     return x @ shard_weight(w, -1)
 
 
 def _sharded_matmul_forward(x, w):
+    """The forward pass of `_sharded_matmul`: its result, and the operands for the backward pass."""
     return _sharded_matmul(x, w), (x, w)
 
 
 def _sharded_matmul_backward(residuals, g):
+    """The backward pass of `_sharded_matmul`: the gradients of `x` and `w` from that of the
+    result.
+    """
     x, w = residuals
     return gather_axis(g @ shard_weight(w, 0).T), x.T @ g
 
@@ -95,7 +118,13 @@ _sharded_matmul.defvjp(_sharded_matmul_forward, _sharded_matmul_backward)
 
 
 def _constrain(x: Array, axis: int, name: str | None) -> Array:
-    """Shards `axis` over the mesh axis `name` (None: replicates it) and leaves the other axes to the partitioner."""
+    """Constrains the sharding of one axis, and leaves the other axes to the partitioner.
+
+    Args:
+        x: the array.
+        axis: the axis that is constrained.
+        name: the mesh axis over which it is sharded. None: it is replicated.
+    """
     spec: list = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[axis] = name
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

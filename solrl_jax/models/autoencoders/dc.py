@@ -89,6 +89,10 @@ class AutoencoderDCConfig(ReleasedConfig):
     scaling_factor: float = 1.0
 
     def check(self) -> None:
+        """Raises ValueError if a field has a value that this port does not support.
+
+        Also repeats a single block type for every stage.
+        """
         num_stages = len(self.encoder_block_out_channels)
         self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")
         for field in dataclasses.fields(self):
@@ -115,6 +119,11 @@ class AutoencoderDCConfig(ReleasedConfig):
                 self._check_widths(name)
 
     def _check_widths(self, name: str) -> None:
+        """Raises ValueError if the widths of the stages do not fit the shortcuts between them.
+
+        Args:
+            name: field of the widths: "encoder_block_out_channels" or "decoder_block_out_channels".
+        """
         widths = getattr(self, name)
         # Shortcuts average or repeat whole channels, and a pixel shuffle makes a 2 x 2 square from
         # four channels.
@@ -195,6 +204,11 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
     Computed over all pairs of pixels if there are no more pixels than features, otherwise in linear
     time.
+
+    Args:
+        q: queries, [batch, pixels, groups, features].
+        k: keys, of the same shape.
+        v: values, of the same shape.
     """
     q = jax.nn.relu(q)
     k = jax.nn.relu(k)

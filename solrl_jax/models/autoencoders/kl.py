@@ -57,6 +57,7 @@ class KLConfig(ReleasedConfig):
         return self
 
     def check(self) -> None:
+        """Raises ValueError if a field has a value that this port does not support."""
         self.require_one_of("act_fn", ("silu",))
         self.require_one_of("down_block_types", ("DownEncoderBlock2D",))
         self.require_one_of("up_block_types", ("UpDecoderBlock2D",))
@@ -223,7 +224,9 @@ class ResnetBlock2D(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention over all pixels with a single head, after group normalisation, added to the input."""
+    """Attention over all pixels with a single head, after group normalisation, added to the
+    input.
+    """
 
     def __init__(self, channels: int, groups: int, *, rngs: nnx.Rngs):
         self.group_norm = GroupNorm(channels, groups)
@@ -281,7 +284,7 @@ class GroupNorm(nnx.Module):
 
 
 def norm_silu(norm: GroupNorm, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-    """Applies group normalisation and SiLU, and rounds once.
+    """Applies group normalisation and then SiLU to `x`, and rounds once, to the dtype of `x`.
 
     Rounding in between would raise the error in BF16 by 10 %.
     """

@@ -76,6 +76,12 @@ class FluxPipeline(Pipeline):
         self.clip_tokens = clip_length(folder / "tokenizer", clip_config.max_position_embeddings)
 
     def _check_sizes(self, clip_config: CLIPTextConfig, t5_config: T5Config) -> None:
+        """Raises ValueError if the widths of text encoders, transformer and autoencoder do not fit.
+
+        Args:
+            clip_config: configuration of CLIP, which makes the pooled embedding.
+            t5_config: configuration of T5, which makes the token embeddings.
+        """
         config = self.config
         latent = self.vae_config.latent_channels * PATCH**2
         check_equal(self.folder, "transformer in_channels", config.in_channels, latent)
@@ -104,6 +110,11 @@ class FluxPipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
+        """Predicts the velocity `noise - x0`. Arguments and result are those of
+        `Pipeline.velocity`.
+
+        The conditioning is "text" and "pooled". Models without embedded guidance ignore `guidance`.
+        """
         scale = jnp.broadcast_to(guidance, timestep.shape) if self.config.guidance_embeds else None
         network = self.transformer(params)
         return network(
@@ -118,7 +129,13 @@ class FluxPipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts for CLIP and T5. `max_tokens` is the length for T5; CLIP's is fixed."""
+        """Tokenizes prompts for CLIP ("clip") and T5 ("t5"); see `Pipeline.tokenize`.
+
+        Args:
+            prompts: the texts.
+            max_tokens: the number of tokens for T5. CLIP's number is fixed.
+            instruction: not supported; must be None.
+        """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],
             "t5": tokenize(self.folder / "tokenizer_2", prompts, max_tokens)["ids"],
@@ -128,10 +145,15 @@ class FluxPipeline(Pipeline):
         """Returns "text" [b, l, d] from T5 and "pooled" [b, e] from CLIP.
 
         Padding is not masked, because FLUX was trained with attention to it.
+
+        Args:
+            params: parameters of "text_encoder" (CLIP) and "text_encoder_2" (T5).
+            tokens: result of `tokenize`.
         """
         clip = self.text_encoders["text_encoder"](params["text_encoder"])
         t5 = self.text_encoders["text_encoder_2"](params["text_encoder_2"])
         return {"text": t5(tokens["t5"]), "pooled": clip(tokens["clip"]).pooled}
 
     def unscale(self, latent: Array) -> Array:
+        """Converts a latent to the scale that the autoencoder decodes."""
         return self.vae_config.unscale(latent)

@@ -1,9 +1,11 @@
-"""FLUX.1's diffusion transformer (Black Forest Labs, 2024): diffusers' `FluxTransformer2DModel` in NNX.
+"""FLUX.1's diffusion transformer (Black Forest Labs, 2024): diffusers' `FluxTransformer2DModel` in
+NNX.
 
-A multimodal diffusion transformer (arXiv 2403.03206, section 4) with rotary positions (arXiv 2104.09864).
-In the first blocks, text and image are two streams (`models.layers.mmdit`). The later blocks treat both as
-one sequence, and run attention and MLP side by side (arXiv 2302.05442, section 2). Timestep, guidance scale
-and pooled text modulate all blocks. The network predicts the velocity `v = noise - x0` of a flow.
+A multimodal diffusion transformer (arXiv 2403.03206, section 4) with rotary positions (arXiv
+2104.09864). In the first blocks, text and image are two streams (`models.layers.mmdit`). The later
+blocks treat both as one sequence, and run attention and MLP side by side (arXiv 2302.05442, section
+2). Timestep, guidance scale and pooled text modulate all blocks. The network predicts the velocity
+`v = noise - x0` of a flow.
 """
 
 import dataclasses
@@ -135,8 +137,8 @@ class FluxTransformer2DModel(nnx.Module):
         rows = height // PATCH
         columns = width // PATCH
         length = text.shape[1]
-        # In float32, because the condition modulates every token of every block, so that its rounding
-        # error would not average out.
+        # In float32, because the condition modulates every token of every block, so that its
+        # rounding error would not average out.
         embedded = self.time_text_embed(timestep, pooled.astype(jnp.float32), guidance)
         condition = jax.nn.silu(embedded).astype(dtype)
         rotation = rotary_table(length, rows, columns, self.config.axes_dims_rope)
@@ -207,8 +209,8 @@ class FluxSingleBlock(nnx.Module):
 def rotary_table(length: int, rows: int, columns: int, axes_dims: tuple[int, ...]) -> Rotation:
     """The rotary angles of the text tokens, then of the image tokens, row by row.
 
-    A position has three coordinates: (0, row, column) for image tokens, and (0, 0, 0) for text tokens, which
-    are thus not rotated.
+    A position has three coordinates: (0, row, column) for image tokens, and (0, 0, 0) for text
+    tokens, which are thus not rotated.
 
     Args:
       length: The number of text tokens.

@@ -45,12 +45,16 @@ class AutoencoderKLFlux2Config(KLConfig):
 
     @property
     def decoder_config(self) -> "AutoencoderKLFlux2Config":
+        """The configuration with the decoder's own widths, if it has any, instead of the common
+        ones.
+        """
         widths = self.decoder_block_out_channels
         if widths is None:
             return self
         return dataclasses.replace(self, block_out_channels=widths, decoder_block_out_channels=None)
 
     def check(self) -> None:
+        """Raises ValueError if a field has a value that this port does not support."""
         super().check()
         self.require(self.patch_size == (PATCH, PATCH), "patch_size", f"[{PATCH}, {PATCH}]")
         widths = self.decoder_block_out_channels

@@ -56,7 +56,9 @@ class Flux2KleinPipeline(Pipeline):
     linear_sigmas = True
 
     def __init__(self, folder: Path, remat: str = "none"):
-        """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`; see `Pipeline`."""
+        """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`; see
+        `Pipeline`.
+        """
         super().__init__(folder, remat)
         config = Flux2Config.read(folder / "transformer")
         vae_config = AutoencoderKLFlux2Config.read(folder / "vae")
@@ -109,6 +111,11 @@ class Flux2KleinPipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
+        """Predicts the velocity `noise - x0`. Arguments and result are those of
+        `Pipeline.velocity`.
+
+        The conditioning is "text". The network does not read `guidance`.
+        """
         network = self.transformer(params)
         return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)
 
@@ -117,7 +124,11 @@ class Flux2KleinPipeline(Pipeline):
     ) -> Tokens:
         """Tokenizes each prompt as a user's turn of a chat, with Qwen3's reasoning switched off.
 
-        The chat template's tokens count towards `max_tokens`; longer texts are cut at the end.
+        Args:
+            prompts: the texts.
+            max_tokens: the number of tokens, those of the chat template included. Longer texts are
+                cut at the end.
+            instruction: not supported; must be None.
         """
         texts = chat(self.tokenizer, prompts, enable_thinking=False)
         return tokenize(self.tokenizer, texts, max_tokens)
@@ -126,9 +137,14 @@ class Flux2KleinPipeline(Pipeline):
         """Returns "text" [b, l, 3 d]: three hidden states of Qwen3, concatenated.
 
         No mask is returned, because FLUX.2 was trained with attention to padding.
+
+        Args:
+            params: parameters of "text_encoder".
+            tokens: result of `tokenize`.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"])}
 
     def unscale(self, latent: Array) -> Array:
+        """Returns the latent unchanged, because the autoencoder itself undoes the normalisation."""
         return latent  # the autoencoder itself undoes the normalisation

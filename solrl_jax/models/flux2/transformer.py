@@ -1,10 +1,11 @@
-"""FLUX.2's diffusion transformer (Black Forest Labs, 2025): `Flux2Transformer2DModel` of diffusers in NNX.
+"""FLUX.2's diffusion transformer (Black Forest Labs, 2025): `Flux2Transformer2DModel` of diffusers
+in NNX.
 
-It has FLUX.1's two kinds of blocks (`models.flux.transformer`), with four differences. All blocks of a kind
-share their modulation. The MLPs are SiLU-gated (arXiv 2002.05202). In a block with one stream, one linear
-layer computes queries, keys, values and the MLP's input. Positions have four coordinates, and text tokens
-have positions, too. No linear layer has a bias. The network predicts the velocity `v = noise - x0` of a
-flow, from text alone: reference images are not ported.
+It has FLUX.1's two kinds of blocks (`models.flux.transformer`), with four differences. All blocks
+of a kind share their modulation. The MLPs are SiLU-gated (arXiv 2002.05202). In a block with one
+stream, one linear layer computes queries, keys, values and the MLP's input. Positions have four
+coordinates, and text tokens have positions, too. No linear layer has a bias. The network predicts
+the velocity `v = noise - x0` of a flow, from text alone: reference images are not ported.
 """
 
 import dataclasses
@@ -121,7 +122,8 @@ class Flux2Transformer2DModel(nnx.Module):
 
         Args:
           latent: The noisy latents. Each pixel becomes one token.
-          text: The hidden states of the text encoder. Padding is not masked, as in the released pipeline.
+          text: The hidden states of the text encoder. Padding is not masked, as in the released
+              pipeline.
           timestep: `1000 * sigma`.
           fp8_attention: Whether the attention runs in FP8.
 
@@ -130,8 +132,8 @@ class Flux2Transformer2DModel(nnx.Module):
         """
         (batch, height, width, channels), dtype = latent.shape, latent.dtype
         length = text.shape[1]
-        # In float32, because the condition modulates every token of every block, so that its rounding
-        # error would not average out.
+        # In float32, because the condition modulates every token of every block, so that its
+        # rounding error would not average out.
         embedded = self.time_guidance_embed.timestep_embedder(timestep, jnp.float32)
         condition = jax.nn.silu(embedded).astype(dtype)
         image_vectors = _vectors(self.double_stream_modulation_img.linear, condition, 6)
@@ -162,7 +164,13 @@ class Flux2Transformer2DModel(nnx.Module):
 def _vectors(
     linear: Linear, condition: Float[Array, "b d"], count: int
 ) -> list[Float[Array, "b 1 d"]]:
-    """`count` modulation vectors of a condition."""
+    """Returns modulation vectors of a condition.
+
+    Args:
+        linear: projection to all vectors, concatenated.
+        condition: embedding of timestep and guidance.
+        count: number of vectors.
+    """
     return jnp.split(linear(condition)[:, None], count, axis=-1)
 
 
@@ -197,7 +205,8 @@ class Flux2Block(nnx.Module):
         Args:
           text: The text tokens.
           image: The image tokens.
-          text_vectors: The modulation of the text: shift, scale and gate of the attention, then of the MLP.
+          text_vectors: The modulation of the text: shift, scale and gate of the attention, then of
+              the MLP.
           image_vectors: The modulation of the image, in the same order.
           rotation: The rotary angles of the l + n positions, text first.
           fp8_attention: Whether the attention runs in FP8.
@@ -262,8 +271,8 @@ class Flux2SingleBlock(nnx.Module):
 def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> Rotation:
     """The rotary angles of the text tokens, then of the image tokens, row by row.
 
-    A position has four coordinates: (0, row, column, 0) for image tokens, and (0, 0, 0, index) for text
-    tokens. The first coordinate distinguishes reference images.
+    A position has four coordinates: (0, row, column, 0) for image tokens, and (0, 0, 0, index) for
+    text tokens. The first coordinate distinguishes reference images.
 
     Args:
       length: The number of text tokens.

@@ -1,8 +1,9 @@
 """`Activation`: what layers pass to each other, an array or a value that the next layer computes.
 
 A quantized linear layer reads its input once, and computes, scales and encodes it in one kernel
-(`solrl_jax.quant.lazy`). So the layer before it, for example a modulated norm, may leave the computation
-to it. Networks do not distinguish the two cases: they pass activations from layer to layer.
+(`solrl_jax.quant.lazy`). So the layer before it, for example a modulated norm, may leave the
+computation to it. Networks do not distinguish the two cases: they pass activations from layer to
+layer.
 """
 
 from typing import TypeAlias
@@ -36,7 +37,8 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
     Args:
       first: An activation [b, s, d].
       *others: Activations [b, s, d_i] that follow it.
-      dtype: The dtype of the result. FP8 attention returns E4M3 values, which are read in this dtype.
+      dtype: The dtype of the result. FP8 attention returns E4M3 values, which are read in this
+          dtype.
 
     Returns:
       The activation [b, s, d + sum of d_i].

@@ -13,7 +13,8 @@ EPS = 1e-6  # the epsilon of every norm in FLUX and Stable Diffusion 3
 
 
 class AdaLayerNorm(nnx.Module):
-    """adaLN-Zero (arXiv 2212.09748, section 3.2): a layer norm, and a linear layer for its modulation.
+    """adaLN-Zero (arXiv 2212.09748, section 3.2): a layer norm, and a linear layer for its
+    modulation.
 
     Args:
       d: The number of features of the tokens and of the condition.

@@ -1,9 +1,9 @@
 """Softmax attention for all networks. Only this module chooses the kernel.
 
-Scaled dot-product attention (arXiv 1706.03762, section 3.2.1). Several query heads may share the keys and
-values of one head (arXiv 2305.13245). Two options change the logits: the soft cap of Gemma 2 (arXiv
-2408.00118, section 2), and an added bias, which T5 uses for relative positions (arXiv 1910.10683, section
-2.1).
+Scaled dot-product attention (arXiv 1706.03762, section 3.2.1). Several query heads may share the
+keys and values of one head (arXiv 2305.13245). Two options change the logits: the soft cap of Gemma
+2 (arXiv 2408.00118, section 2), and an added bias, which T5 uses for relative positions (arXiv
+1910.10683, section 2.1).
 """
 
 from typing import TypeAlias
@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from solrl_jax.models.layers import attention_tpu
 from solrl_jax.quant import compile_target, tensor_parallel
 
-# Either a Boolean matrix, True where a query may attend to a key; or the number of keys, counted from the
-# first, that all queries of a sample attend to. No kernel has to read the latter as a matrix.
+# Either a Boolean matrix, True where a query may attend to a key; or the number of keys, counted
+# from the first, that all queries of a sample attend to. No kernel has to read the latter as a
+# matrix.
 Mask: TypeAlias = Bool[Array, "#b #n #t s"] | Int[Array, " b"]
 
 
@@ -34,14 +35,16 @@ def attention(
 
     Args:
       q: Queries: batch, query positions, heads, features of a head.
-      k: Keys: batch, key positions, key heads, features. Query head `i` reads key head `i // (n / kv)`.
+      k: Keys: batch, key positions, key heads, features. Query head `i` reads key head `i // (n /
+          kv)`.
       v: Values, with the axes of the keys.
-      mask: The keys that queries attend to, see `Mask`. None: all. A query that attends to no key of a
-        matrix gets the mean of the values, so that the outputs of padding are finite. A number of keys
-        must be at least 1.
+      mask: The keys that queries attend to, see `Mask`. None: all. A query that attends to no key
+        of a matrix gets the mean of the values, so that the outputs of padding are finite. A number
+        of keys must be at least 1.
       scale: The factor of the logits. None: `h ** -0.5`.
       softcap: A cap c turns the logits into `c tanh(logits / c)`, before the mask is applied.
-      bias: Added to the logits; cuDNN reads it in the dtype of `q`. Cannot be combined with `softcap`.
+      bias: Added to the logits; cuDNN reads it in the dtype of `q`. Cannot be combined with
+          `softcap`.
 
     Returns:
       The attended values, in the dtype of `q`.
@@ -62,13 +65,19 @@ def attention_forward(
 ) -> Float[Array, "b t n h"]:
     """`attention` for programs that take no gradient of it.
 
-    Without a gradient, cuDNN takes odd lengths, and one mask for all heads. Arguments and result are those
-    of `attention`.
+    Without a gradient, cuDNN takes odd lengths, and one mask for all heads.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: as in `attention`.
     """
     return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)
 
 
 def _shard_heads(x: Array) -> Array:
+    """Shards an activation [b, t, n, h] by its heads, under tensor parallelism."""
     return tensor_parallel.shard_axis(x, 2)
 
 
@@ -81,7 +90,17 @@ def _attend(
     bias: Array | None,
     gradient: bool,
 ) -> Float[Array, "b t n h"]:
-    """Chooses and calls the kernel. `gradient`: whether a gradient may be taken."""
+    """Chooses the kernel for the platform and the shapes, and calls it.
+
+    Args:
+        q: queries, [b, t, n, h].
+        k: keys, [b, s, kv, h].
+        v: values, [b, s, kv, h].
+        mask: as in `attention`.
+        scale: factor of the logits.
+        bias: as in `attention`.
+        gradient: whether a gradient may be taken.
+    """
     # First complete, so that a norm before the attention sees all features, then sharded by heads.
     q, k, v = (tensor_parallel.gather_axis(x, 2) for x in (q, k, v))
     row_values = q[:, 0, 0, 0] if gradient else None
@@ -100,7 +119,12 @@ def _attend(
 def _mask_matrix(
     mask: Mask | None, k: Float[Array, "b s kv h"]
 ) -> Bool[Array, "#b #n #t s"] | None:
-    """The mask as a Boolean matrix."""
+    """Returns a mask as a Boolean matrix over queries and keys.
+
+    Args:
+        mask: as in `attention`: None, the number of valid keys of each sample, or a matrix.
+        k: the keys, whose number is read.
+    """
     if mask is None or mask.ndim > 1:
         return mask
     return (jnp.arange(k.shape[1]) < mask[:, None])[:, None, None]
@@ -109,7 +133,16 @@ def _mask_matrix(
 def _xla_attention(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None
 ) -> Array:
-    """Attention without a fused kernel: all scores are in memory."""
+    """Attention without a fused kernel: all scores are in memory.
+
+    Args:
+        q: queries, [b, t, n, h].
+        k: keys, [b, s, kv, h].
+        v: values, [b, s, kv, h].
+        mask: Boolean matrix that broadcasts to [b, n, t, s], or None.
+        scale: factor of the logits.
+        bias: added to the logits, or None.
+    """
     if bias is not None:
         shape = (bias.shape[0], q.shape[2], q.shape[1], k.shape[1])
         bias = jnp.broadcast_to(bias, shape).astype(jnp.float32)
@@ -125,9 +158,9 @@ def cudnn_fits(
 ) -> bool:
     """Whether cuDNN's flash attention takes these operands and computes their gradient.
 
-    Heads may have up to 128 features, the limit that all GPUs share (Hopper takes 256). Odd lengths have no
-    gradient. `_cudnn_attention` pads them to even lengths, but not if there is a bias. It is not known here
-    whether a gradient will be taken, so its conditions are always required.
+    Heads may have up to 128 features, the limit that all GPUs share (Hopper takes 256). Odd lengths
+    have no gradient. `_cudnn_attention` pads them to even lengths, but not if there is a bias. It
+    is not known here whether a gradient will be taken, so its conditions are always required.
 
     Args:
       q: Queries [b, t, n, h].
@@ -158,9 +191,9 @@ def _cudnn_attention(
 ) -> Array:
     """cuDNN's flash attention (arXiv 2205.14135), with its operands in the form that it requires.
 
-    cuDNN requires a bias in the dtype of `q` and, for the gradient, a mask of the full shape and even
-    lengths. Odd lengths are padded by one position, and the kernel receives the true length of each row,
-    so that it ignores the padding.
+    cuDNN requires a bias in the dtype of `q` and, for the gradient, a mask of the full shape and
+    even lengths. Odd lengths are padded by one position, and the kernel receives the true length of
+    each row, so that it ignores the padding.
 
     Args:
       q: Queries [b, t, n, h].
@@ -186,9 +219,9 @@ def _cudnn_attention(
     if bias is not None:
         bias = jnp.broadcast_to(bias, (bias.shape[0], heads, t, s)).astype(q.dtype)
     if row_values is not None and (t % 2 or s % 2):
-        # The lengths must be sharded over devices, and mapped by `jax.vmap`, in the way the rows are. A
-        # constant would not be. So each length is computed from a value of the row: `isnan` gives 0 or 1,
-        # and the maximum of that and the length is the length.
+        # The lengths must be sharded over devices, and mapped by `jax.vmap`, in the way the rows
+        # are. A constant would not be. So each length is computed from a value of the row: `isnan`
+        # gives 0 or 1, and the maximum of that and the length is the length.
         if key_lengths is None:
             query_lengths, key_lengths = (
                 jnp.maximum(jnp.isnan(row_values).astype(jnp.int32), n) for n in (t, s)
@@ -213,7 +246,18 @@ def _cudnn_attention(
 def _softcapped(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float
 ) -> Array:
-    """Attention with a soft cap, written out because no fused kernel has one."""
+    """Attention whose logits are capped by `softcap * tanh(logits / softcap)`.
+
+    It is written out because no fused kernel has a soft cap.
+
+    Args:
+        q: queries, [b, t, n, h].
+        k: keys, [b, s, kv, h].
+        v: values, [b, s, kv, h].
+        mask: Boolean matrix that broadcasts to [b, n, t, s], or None.
+        scale: factor of the logits before the cap.
+        softcap: the largest magnitude of a logit.
+    """
     (batch, t, heads, head_dim), (s, kv) = q.shape, k.shape[1:3]
     q = q.reshape(batch, t, kv, heads // kv, head_dim)
     logits = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)

@@ -1,9 +1,10 @@
 """Softmax attention in FP8 (E4M3) for exploration: cuDNN's on Hopper and later, plain JAX on CPUs.
 
-Both matmuls have 8-bit operands, and the result has 8 bits, too. There are no scales: E4M3 keeps three
-mantissa bits from 2^-6 to 448, so a scale would change only which values saturate or vanish. Queries and
-keys are normalized before (RMSNorm). Values are not bounded, and saturate beyond 448. Probabilities are at
-most 1: they are quantized 256 times as large, and so keep their mantissa bits down to 2^-14.
+Both matmuls have 8-bit operands, and the result has 8 bits, too. There are no scales: E4M3 keeps
+three mantissa bits from 2^-6 to 448, so a scale would change only which values saturate or vanish.
+Queries and keys are normalized before (RMSNorm). Values are not bounded, and saturate beyond 448.
+Probabilities are at most 1: they are quantized 256 times as large, and so keep their mantissa bits
+down to 2^-14.
 """
 
 from typing import Any
@@ -24,8 +25,8 @@ def attention_fp8(
 ) -> Float[Array, "b t n h"]:
     """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8.
 
-    There is no gradient, no mask and no bias. On GPUs older than Hopper and for head sizes that cuDNN does
-    not take, the attention runs in BF16, which rounds the probabilities less.
+    There is no gradient, no mask and no bias. On GPUs older than Hopper and for head sizes that
+    cuDNN does not take, the attention runs in BF16, which rounds the probabilities less.
 
     Args:
       q: Queries in E4M3: batch, query positions, heads, features of a head.
@@ -46,6 +47,7 @@ def attention_fp8(
 
 
 def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
+    """Calls cuDNN's attention on operands in E4M3, [b, t, n, h]."""
     # From `jax._src`, because `jax.nn.dot_product_attention` accepts no 8-bit operands.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -62,7 +64,15 @@ def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def reference(q: Array, k: Array, v: Array) -> Array:
-    """Computes what cuDNN computes, in plain JAX with all scores in memory."""
+    """Computes what cuDNN computes from operands in E4M3 [b, t, n, h], in plain JAX.
+
+    All scores are in memory.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+    """
     q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
     logits = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q32, k32)
     powers = jnp.exp(logits - logits.max(-1, keepdims=True))

@@ -1,7 +1,7 @@
 """Flash attention on TPUs: JAX's Pallas kernel, called on each device with its own rows and heads.
 
-The kernel (`jax.experimental.pallas.ops.tpu.flash_attention`) takes lengths that are multiples of 128.
-Padding is distinguished from tokens in the same way as masked keys are: by a segment number.
+The kernel (`jax.experimental.pallas.ops.tpu.flash_attention`) takes lengths that are multiples of
+128. Padding is distinguished from tokens in the same way as masked keys are: by a segment number.
 """
 
 import functools
@@ -27,10 +27,16 @@ def fits(
     mask: Bool[Array, "#b #n #t s"] | None,
     bias: Float[Array, "#b #n t s"] | None,
 ) -> bool:
-    """Whether the program is traced for TPUs and the kernel takes these operands.
+    """Whether the program is traced for TPUs and the flash kernel takes these operands.
 
-    The kernel requires as many key heads as query heads, with up to 128 features or a multiple of 128; a
-    mask that is the same for all queries and heads; and no bias.
+    The kernel requires as many key heads as query heads, with up to 128 features or a multiple of
+    128; a mask that is the same for all queries and heads; and no bias.
+
+    Args:
+        q: queries.
+        k: keys.
+        mask: Boolean mask over queries and keys, or None.
+        bias: addition to the logits, or None.
     """
     head_dim = q.shape[-1]
     if compile_target.platform() != "tpu" or bias is not None:
@@ -53,8 +59,8 @@ def flash_attention(
       q: Queries.
       k: Keys.
       v: Values.
-      mask: True for keys that queries attend to. None: all keys. If a sample has none, its result is the
-        mean of the values and of the zeros that pad them.
+      mask: True for keys that queries attend to. None: all keys. If a sample has none, its result
+        is the mean of the values and of the zeros that pad them.
       scale: The factor of the logits.
 
     Returns:

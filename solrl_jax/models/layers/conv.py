@@ -21,7 +21,8 @@ class Conv(nnx.Module):
       kernel: The side of the kernel, an odd number.
       stride: The stride. 1 keeps the size of images, 2 halves even sizes.
       bias: Whether to add a bias.
-      rngs: Random number generators for the initial weight, which has PyTorch's default distribution.
+      rngs: Random number generators for the initial weight, which has PyTorch's default
+          distribution.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Conv(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
     def apply_upsampled(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """The convolution (stride 1) of `x` upsampled by two with nearest-neighbor interpolation."""
+        """The convolution (stride 1) of `x` upsampled by two with nearest-neighbor
+        interpolation.
+        """
         if compile_target.platform() == "cpu":
             return self(x.repeat(2, axis=1).repeat(2, axis=2))
         y = conv_upsampled(x, self.kernel.get_value())
@@ -67,8 +70,9 @@ def conv_upsampled(
 ) -> Float[Array, "b 2*h 2*w n_out"]:
     """A 3x3 convolution of `x` upsampled by two (nearest neighbor), as one transposed convolution.
 
-    Each tap of the transposed convolution is the sum of the taps that meet the same pixel of `x`. This takes
-    four multiplications instead of nine, and no upsampled image in memory. On a CPU it is slower.
+    Each tap of the transposed convolution is the sum of the taps that meet the same pixel of `x`.
+    This takes four multiplications instead of nine, and no upsampled image in memory. On a CPU it
+    is slower.
 
     Args:
       x: The images before upsampling.
@@ -80,8 +84,8 @@ def conv_upsampled(
     padded = jnp.pad(kernel.astype(jnp.float32), ((1, 1), (1, 1), (0, 0), (0, 0)))
     rows = padded[:-1] + padded[1:]
     taps = (rows[:, :-1] + rows[:, 1:]).astype(x.dtype)
-    # The kernel is reversed twice because XLA recognizes a transposed convolution, which cuDNN then runs
-    # natively, by the reversal of its kernel.
+    # The kernel is reversed twice because XLA recognizes a transposed convolution, which cuDNN then
+    # runs natively, by the reversal of its kernel.
     reversed_taps = jax.lax.optimization_barrier(jax.lax.rev(taps, (0, 1)))
     return jax.lax.conv_general_dilated(
         x,
@@ -100,7 +104,8 @@ class DepthwiseConv(nnx.Module):
       channels: The number of channels.
       kernel: The side of the filters, an odd number.
       bias: Whether to add a bias.
-      rngs: Random number generators for the initial weight, which has PyTorch's default distribution.
+      rngs: Random number generators for the initial weight, which has PyTorch's default
+          distribution.
     """
 
     def __init__(self, channels: int, kernel: int, *, bias: bool = True, rngs: nnx.Rngs):

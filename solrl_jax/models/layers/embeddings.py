@@ -16,7 +16,8 @@ from solrl_jax.quant.matmul import matmul
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose stride equals its kernel size, computed as a matmul over flattened patches.
+    """A convolution whose stride equals its kernel size, computed as a matmul over flattened
+    patches.
 
     Args:
       patch: The side of a patch in pixels.
@@ -94,7 +95,8 @@ class TextProjection(nnx.Module):
 
 
 class TimestepMLP(nnx.Module):
-    """Embeds a number per sample (a timestep or a guidance scale): sinusoids, then an MLP with SiLU.
+    """Embeds a number per sample (a timestep or a guidance scale): sinusoids, then an MLP with
+    SiLU.
 
     Args:
       d: The number of hidden and output features.
@@ -120,9 +122,9 @@ def sinusoid(value: Float[Array, " b"], dim: int = 256) -> Float[Array, "b {dim}
     Returns:
       Float32 cosines, then sines, of `value` at `dim / 2` frequencies from 1 down to 1/10000.
     """
-    # Computed on the host, with the exponent in float32 as in the released code and its exponential rounded
-    # once. NumPy's float32 `exp` is often wrong in the last bit, and at t = 1000 one bit of a frequency
-    # changes the angle by 1e-4.
+    # Computed on the host, with the exponent in float32 as in the released code and its exponential
+    # rounded once. NumPy's float32 `exp` is often wrong in the last bit, and at t = 1000 one bit of
+    # a frequency changes the angle by 1e-4.
     index = np.arange(dim // 2, dtype=np.float32)
     exponent = np.float32(-math.log(10000)) * index / np.float32(dim // 2)
     frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
@@ -141,11 +143,12 @@ def sincos_positions(
       columns: The horizontal coordinate of each column.
 
     Returns:
-      Float32 features. The first half encodes the column and the second half the row; each half consists
-      of sines, then cosines.
+      Float32 features. The first half encodes the column and the second half the row; each half
+      consists of sines, then cosines.
     """
-    # The waves of each axis are computed on the host in float64. The whole grid takes up to a gigabyte, so
-    # JAX computes it: then it is not allocated when a network is only traced for its shapes.
+    # The waves of each axis are computed on the host in float64. The whole grid takes up to a
+    # gigabyte, so JAX computes it: then it is not allocated when a network is only traced for its
+    # shapes.
     omega = 1.0 / 10000 ** (np.arange(d // 4) / (d // 4))
 
     def waves(coordinates: np.ndarray) -> Array:

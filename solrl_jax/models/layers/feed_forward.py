@@ -18,7 +18,8 @@ def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Ar
 
 
 class FeedForward(nnx.Module):
-    """A linear layer to four times the width, GELU (tanh form, arXiv 1606.08415), a linear layer back.
+    """A linear layer to four times the width, GELU (tanh form, arXiv 1606.08415), a linear layer
+    back.
 
     `net` is a list in PyTorch, whose index 1 is a dropout layer.
 

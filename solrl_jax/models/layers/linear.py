@@ -21,7 +21,8 @@ class Linear(nnx.Module):
       n_out: The number of output features.
       bias: Whether to add a bias.
       layout: The layout of the weight in PyTorch: "linear", or "pointwise" for a 1x1 convolution.
-      rngs: Random number generators for the initial weight, which has PyTorch's default distribution.
+      rngs: Random number generators for the initial weight, which has PyTorch's default
+          distribution.
     """
 
     def __init__(
@@ -60,5 +61,7 @@ class Linear(nnx.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weight is quantized. Quantized weights are used only where no gradient is taken."""
+        """Whether the weight is quantized. Quantized weights are used only where no gradient is
+        taken.
+        """
         return isinstance(self.kernel.get_value(), Quantized)

@@ -40,7 +40,15 @@ class CrossProjection(nnx.Module):
         self.heads = heads
 
     def project(self, x: Activation, source: Activation) -> list[LazyActivation]:
-        """Queries of `x`, and keys and values of `source`; heads lie side by side in the last axis."""
+        """Computes queries of one sequence, and keys and values of another.
+
+        Args:
+            x: the sequence that attends.
+            source: the sequence that is attended to.
+
+        Returns:
+            Queries, keys and values. Heads lie side by side in the last axis.
+        """
         q = self.to_q.lazy(x)
         k = self.to_k.lazy(source)
         v = self.to_v.lazy(source)

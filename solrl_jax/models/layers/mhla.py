@@ -1,9 +1,11 @@
-"""MHLA: token-level multi-head linear attention (arXiv 2601.07832), a replacement for SANA's attention.
+"""MHLA: token-level multi-head linear attention (arXiv 2601.07832), a replacement for SANA's
+attention.
 
-The tokens of an image are divided into M equal blocks. Linear attention has one sum over all keys. In MHLA
-each block has its own sum, and the queries of each block read their own mixture of the M sums, given by a
-trained matrix m [M, M]. If all entries of m are equal, MHLA is linear attention. The released DiT code
-(DAGroup-PKU/MHLA) departs from the paper in three places, see `Mhla.released`.
+The tokens of an image are divided into M equal blocks. Linear attention has one sum over all keys.
+In MHLA each block has its own sum, and the queries of each block read their own mixture of the M
+sums, given by a trained matrix m [M, M]. If all entries of m are equal, MHLA is linear attention.
+The released DiT code (DAGroup-PKU/MHLA) departs from the paper in three places, see
+`Mhla.released`.
 """
 
 import dataclasses
@@ -29,8 +31,9 @@ class Mhla:
 
     Attributes:
       blocks: The number M of blocks that the tokens of an image are divided into.
-      released: Whether to follow the released code instead of the paper: m is normalized by columns and is
-        not bounded, `lepe` starts as the identity, and each query position has its own denominator.
+      released: Whether to follow the released code instead of the paper: m is normalized by columns
+        and is not bounded, `lepe` starts as the identity, and each query position has its own
+        denominator.
       normed: Whether queries and keys are normalized (RMSNorm), all heads together.
     """
 
@@ -40,15 +43,17 @@ class Mhla:
 
 
 class BlockMixing(CrossProjection):
-    """Linear attention that mixes the sums over keys among blocks, plus a convolution of the values.
+    """Linear attention that mixes the sums over keys among blocks, plus a convolution of the
+    values.
 
-    The depthwise convolution `lepe` of the values is added to the attention. It starts as zero, so that the
-    network starts near the one that it was; in the released variant it starts as the identity.
+    The depthwise convolution `lepe` of the values is added to the attention. It starts as zero, so
+    that the network starts near the one that it was; in the released variant it starts as the
+    identity.
 
     Args:
       mhla: The variant of MHLA.
-      layout: The number of blocks from top to bottom and from left to right. It is the same for images of
-        every size, because m is about places in the image.
+      layout: The number of blocks from top to bottom and from left to right. It is the same for
+        images of every size, because m is about places in the image.
       widths: The number of features of the tokens (twice), and of all heads together.
       heads: The number of heads.
       normed: Whether the checkpoint normalizes queries and keys, regardless of `mhla.normed`.
@@ -137,8 +142,8 @@ def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
 def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m m"]:
     """The mixing matrix before training. It falls linearly with the distance between blocks.
 
-    In the paper, m_ij is proportional to 1 - dist(i, j) / max_k dist(i, k), and rows sum to 1. In the
-    released code, the maximum is over all pairs, and columns sum to 1.
+    In the paper, m_ij is proportional to 1 - dist(i, j) / max_k dist(i, k), and rows sum to 1. In
+    the released code, the maximum is over all pairs, and columns sum to 1.
 
     Args:
       layout: The number of blocks from top to bottom and from left to right.
@@ -155,5 +160,7 @@ def initial_mix(layout: tuple[int, int], released: bool) -> Float[np.ndarray, "m
 
 
 def initial_filter(released: bool) -> Float[np.ndarray, "3 3 1 1"]:
-    """The filter of `lepe` before training, for every channel: the identity if `released`, else zero."""
+    """The filter of `lepe` before training, for every channel: the identity if `released`, else
+    zero.
+    """
     return np.pad(np.full((1, 1), float(released)), 1)[..., None, None]

@@ -1,8 +1,8 @@
 """The parts that FLUX.1 and Stable Diffusion 3 share: a multimodal diffusion transformer (MMDiT).
 
-Text and image are two streams of tokens with weights of their own (arXiv 2403.03206, section 4). They
-meet in the attention, as one sequence, text first. One vector for the whole image modulates every block:
-the sum of the embedded timestep and the pooled text.
+Text and image are two streams of tokens with weights of their own (arXiv 2403.03206, section 4).
+They meet in the attention, as one sequence, text first. One vector for the whole image modulates
+every block: the sum of the embedded timestep and the pooled text.
 """
 
 import jax.numpy as jnp
@@ -26,9 +26,10 @@ class JointBlock(nnx.Module):
       head_dim: The number of features of one attention head.
       modulate: The function that applies shift and scale. FLUX.1 and SD3 round it differently.
       normed: Whether each head of queries and keys is normalized (RMSNorm).
-      dual: Whether the image stream also attends to itself, beside the joint attention (SD3.5 Medium).
-      last: Whether the text stream ends here: the image attends to it, but nothing is computed from it
-        (the last layer of SD3).
+      dual: Whether the image stream also attends to itself, beside the joint attention (SD3.5
+          Medium).
+      last: Whether the text stream ends here: the image attends to it, but nothing is computed from
+        it (the last layer of SD3).
       rngs: Random number generators for the initial weights.
     """
 
@@ -104,7 +105,8 @@ class JointBlock(nnx.Module):
 
 
 class TimeTextEmbedding(nnx.Module):
-    """The condition that modulates the blocks: embedded timestep plus guidance scale plus pooled text.
+    """The condition that modulates the blocks: embedded timestep plus guidance scale plus pooled
+    text.
 
     Args:
       d: The number of features of the condition.

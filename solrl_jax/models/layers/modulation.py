@@ -14,14 +14,27 @@ Modulate: TypeAlias = Callable[[Array, Array, Array], Array]
 def modulate(
     x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]
 ) -> Float[Array, "... d"]:
-    """`x (1 + scale) + shift`, rounded after each operation, as in the released code of SANA and FLUX."""
+    """`x (1 + scale) + shift`, rounded after each operation, as in the released code of SANA and
+    FLUX.
+
+    Args:
+        x: normalised activations.
+        shift: shift of each feature, which broadcasts to `x`.
+        scale: scale of each feature, which broadcasts to `x`.
+    """
     return x * (1 + scale) + shift
 
 
 def modulate_rounding_once(
     x: Float[Array, "... d"], shift: Float[Array, "... d"], scale: Float[Array, "... d"]
 ) -> Float[Array, "... d"]:
-    """`x (1 + scale) + shift`, computed in float32 and rounded once to the dtype of `x`."""
+    """`x (1 + scale) + shift`, computed in float32 and rounded once to the dtype of `x`.
+
+    Args:
+        x: normalised activations.
+        shift: shift of each feature, which broadcasts to `x`.
+        scale: scale of each feature, which broadcasts to `x`.
+    """
     wide = jnp.float32
     return (x.astype(wide) * (1 + scale.astype(wide)) + shift.astype(wide)).astype(x.dtype)
 

@@ -82,10 +82,19 @@ class LayerNorm(nnx.Module):
         return self._lazy(x).map(modulate, shift, scale)
 
     def scaled(self, x: Float[Array, "b s d"], factor: Float[Array, "b 1 d"]) -> Activation:
-        """`norm(x) * factor`, computed by the layer that reads it."""
+        """Returns `norm(x) * factor` as a lazy activation, which the layer that reads it computes.
+
+        Args:
+            x: activations.
+            factor: one factor per feature of each sample.
+        """
         return self._lazy(x).map(jnp.multiply, factor)
 
     def _lazy(self, x: Float[Array, "b s d"]) -> LazyActivation:
+        """Returns the normalised `x` as a lazy activation, which the layer that reads it computes.
+
+        With a learned scale, the norm is computed at once.
+        """
         if self.scale is not None:
             return LazyActivation.from_array(self(x))
         norm = partial(layer_norm, eps=self.eps, width=x.shape[-1])
@@ -105,9 +114,10 @@ def rms_norm(
       x: The input, of any floating-point dtype.
       scale: The weight; it broadcasts against `x`.
       eps: Added to the mean of the squares.
-      width: The number of columns that are not padding. Kernels pad rows with zeros. None: all columns.
-      save_squares: Whether to write the sums of squares to memory, under the checkpoint name of matmuls,
-        so that the gradient does not recompute them.
+      width: The number of columns that are not padding. Kernels pad rows with zeros. None: all
+          columns.
+      save_squares: Whether to write the sums of squares to memory, under the checkpoint name of
+        matmuls, so that the gradient does not recompute them.
 
     Returns:
       `scale * x / rms(x)` in float32.

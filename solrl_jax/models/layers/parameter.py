@@ -23,7 +23,8 @@ def param(
       layout: The order of the axes in PyTorch: "same" as ours, or a key of
         `models.loading.weights.OUR_AXES`.
       start: `(function, *arguments)`, for a parameter that checkpoints may lack. The call
-        `function(*arguments)` returns its initial value, which is broadcast to the parameter's shape.
+        `function(*arguments)` returns its initial value, which is broadcast to the parameter's
+        shape.
       bounds: The smallest and the largest value that training keeps the parameter between.
 
     Returns:

@@ -4,7 +4,9 @@ from jaxtyping import Array, Float
 
 
 def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
-    """Merges each 2 x 2 square of pixels into one. Its channels are ordered (channel, row, column)."""
+    """Merges each 2 x 2 square of pixels into one. Its channels are ordered (channel, row,
+    column).
+    """
     b, h, w, c = x.shape
     squares = x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 5, 2, 4)
     return squares.reshape(b, h // 2, w // 2, 4 * c)

@@ -15,7 +15,8 @@ Rotation: TypeAlias = tuple[Array | np.ndarray, Array | np.ndarray]
 def rotation_table(
     positions: Float[np.ndarray, "axes s"], axes_dims: tuple[int, ...], theta: float
 ) -> Rotation:
-    """The rotation angles of positions that have one coordinate per axis (arXiv 2104.09864, section 3.3).
+    """The rotation angles of positions that have one coordinate per axis (arXiv 2104.09864, section
+    3.3).
 
     Args:
       positions: The coordinates of each of s positions.
@@ -37,7 +38,8 @@ def rotation_table(
 def rotate_pairs(
     x: Float[Array, "... d"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "... d"]:
-    """Rotates each pair of neighboring features of each head, in float32 (arXiv 2104.09864, equation 34).
+    """Rotates each pair of neighboring features of each head, in float32 (arXiv 2104.09864,
+    equation 34).
 
     Args:
       x: Queries or keys. The last axis holds heads of `2 * half` features side by side.

@@ -1,4 +1,6 @@
-"""Softmax attention layers: projections to queries, keys and values, attention, output projection."""
+"""Softmax attention layers: projections to queries, keys and values, attention, output
+projection.
+"""
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -109,7 +111,13 @@ class QKVProjection(nnx.Module):
     def project(
         self, x: LazyActivation, rotation: Rotation | None, start: int = 0
     ) -> list[LazyActivation]:
-        """Queries, keys and values of `x` (see `project_qkv`)."""
+        """Returns queries, keys and values of a sequence.
+
+        Args:
+            x: the sequence.
+            rotation: the rotary embedding of queries and keys, or None.
+            start: position of the first token of `x` in the tables of `rotation`.
+        """
         return project_qkv(
             x, self.to_q, self.to_k, self.to_v, self.norm_q, self.norm_k, rotation, start
         )
@@ -156,8 +164,8 @@ class SelfAttention(QKVProjection):
           x: The input [b, s, d].
           rotation: The rotary angles of the s positions, or None.
           key_lengths: How many tokens, from the first, each sample attends to. None: all.
-          fp8_attention: Whether the attention runs in FP8. Without an output projection, the result is
-            then in E4M3.
+          fp8_attention: Whether the attention runs in FP8. Without an output projection, the result
+            is then in E4M3.
 
         Returns:
           The output [b, s, d].
@@ -173,7 +181,8 @@ class SelfAttention(QKVProjection):
 
 
 class JointAttention(QKVProjection):
-    """Softmax attention over text and image as one sequence, text first (arXiv 2403.03206, section 4).
+    """Softmax attention over text and image as one sequence, text first (arXiv 2403.03206, section
+    4).
 
     The weights of the text stream are those with `add` in their names.
 
@@ -250,10 +259,11 @@ class JointAttention(QKVProjection):
 
 
 class ParallelAttention(nnx.Module):
-    """Self-attention and a SiLU-gated MLP side by side (arXiv 2302.05442, section 2), without biases.
+    """Self-attention and a SiLU-gated MLP side by side (arXiv 2302.05442, section 2), without
+    biases.
 
-    One linear layer computes queries, keys, values and the MLP's gate and value. One linear layer reads
-    the results of both.
+    One linear layer computes queries, keys, values and the MLP's gate and value. One linear layer
+    reads the results of both.
 
     Args:
       d: The number of features of the tokens, and of all heads together.

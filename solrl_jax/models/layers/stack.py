@@ -18,6 +18,10 @@ X = TypeVar("X")
 
 
 def _saves_kernel_outputs(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether a primitive is a fused kernel, whose outputs are saved for the gradient.
+
+    A policy of `jax.checkpoint`, which passes the primitive and its operands' shapes.
+    """
     return primitive.name.startswith(("dot_product_attention_fwd", "pallas_call"))
 
 
@@ -25,8 +29,8 @@ _SAVE_MATMULS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.save_only_these_names(MATMUL), _saves_kernel_outputs
 )
 
-# What the forward pass through a stack of blocks saves for the gradient. Everything else is recomputed
-# (gradient checkpointing, arXiv 1604.06174).
+# What the forward pass through a stack of blocks saves for the gradient. Everything else is
+# recomputed (gradient checkpointing, arXiv 1604.06174).
 #   "none": saves every intermediate, including the gathered weights under FSDP.
 #   "matmuls": saves the outputs of matmuls and of attention kernels that the gradient reads.
 #   "blocks": saves only the input of each block.
@@ -42,9 +46,9 @@ def stack(n: int, make: Callable[[nnx.Rngs], M], rngs: nnx.Rngs, *, first: int |
       n: The number of modules.
       make: Builds one module from random number generators.
       rngs: Random number generators, which are split for the modules.
-      first: For a list with layers of several kinds, the index in the list of this stack's first layer.
-        Each run of equal layers is then a stack of its own, and one container with the name of the list
-        holds all stacks, under any keys. None: the list holds only this stack.
+      first: For a list with layers of several kinds, the index in the list of this stack's first
+        layer. Each run of equal layers is then a stack of its own, and one container with the name
+        of the list holds all stacks, under any keys. None: the list holds only this stack.
 
     Returns:
       The module, whose parameters have a leading axis of size `n`.
@@ -83,11 +87,13 @@ def scan_blocks(blocks: Any, apply: Callable[..., X], x: X, *each: Array, remat:
 
 
 def gather(params: P) -> P:
-    """Replicates weights over the mesh of `jax.set_mesh`, so that no contraction is split over devices.
+    """Replicates weights over the mesh of `jax.set_mesh`, so that no contraction is split over
+    devices.
 
-    Each device then runs the same matmuls on its own rows, and the result of a row does not depend on the
-    mesh. `scan_blocks` gathers one layer at a time, which is how FSDP saves memory. If the mesh has an axis
-    `tensor`, the outputs of linear layers stay sharded over it (`quant.tensor_parallel`).
+    Each device then runs the same matmuls on its own rows, and the result of a row does not depend
+    on the mesh. `scan_blocks` gathers one layer at a time, which is how FSDP saves memory. If the
+    mesh has an axis `tensor`, the outputs of linear layers stay sharded over it
+    (`quant.tensor_parallel`).
 
     Args:
       params: A tree of weights: arrays or leaves.

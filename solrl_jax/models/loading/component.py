@@ -112,6 +112,7 @@ class Component:
 
     @property
     def num_parameters(self) -> int:
+        """The number of values in all parameters."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property

@@ -150,8 +150,11 @@ class ReleasedConfig:
             raise unsupported(self.network, field, getattr(self, field), accepted)
 
     def require_one_of(self, field: str, accepted: tuple[Any, ...]) -> None:
-        """Raises ValueError unless the value of a field, or every entry of a tuple, is one of
-        `accepted`.
+        """Raises ValueError unless a field has one of some values; of a tuple, every entry.
+
+        Args:
+            field: name of the field.
+            accepted: the supported values.
         """
         value = getattr(self, field)
         values = value if isinstance(value, tuple) else (value,)
@@ -186,9 +189,11 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _matches(value: Any, annotation: Any) -> bool:
-    """Whether a value is of the annotated type.
+    """Whether a value is of an annotated type. An integer is also a float; a bool is neither.
 
-    An integer is also a float; a bool is neither.
+    Args:
+        value: the value of a field.
+        annotation: its type: int, float, str, bool, tuple[...], or a union of these with None.
     """
     if isinstance(annotation, UnionType):
         return any(_matches(value, option) for option in get_args(annotation))

@@ -51,10 +51,16 @@ class StoredTensor:
     start: int
 
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields the rows `first` to `last` (exclusive) of the leading axis in blocks, as (index of
-        the first row, block).
+        """Yields rows of the leading axis in blocks, as (index of the block's first row, block).
 
         Each block overwrites the memory of the one before. A tensor without axes counts as one row.
+
+        Args:
+            first: the first row.
+            last: the row after the last one.
+
+        Raises:
+            ValueError: the file ends too early.
         """
         dtype = np.dtype(STORED_DTYPES[self.dtype])
         row_shape = self.shape[1:]

@@ -200,6 +200,10 @@ def _without_optional_prefix(
 ) -> list[ParameterEntry]:
     """Returns the table with the spelling of the files: without a prefix of `OPTIONAL_PREFIXES`
     that they leave out.
+
+    Args:
+        table: the table of a network.
+        stored_names: the names of all tensors in the files.
     """
     for prefix in OPTIONAL_PREFIXES:
         in_table = all(name.startswith(prefix) for entry in table for name in entry.names)
@@ -217,6 +221,10 @@ def _without_optional_prefix(
 def _with_aliases(table: list[ParameterEntry], stored_names: set[str]) -> list[ParameterEntry]:
     """Returns the table with the spelling of the files: where a tensor has only another name of
     `ALIASES` there, with that name.
+
+    Args:
+        table: the table of a network.
+        stored_names: the names of all tensors in the files.
     """
     renamed = {
         ours: other
@@ -312,7 +320,12 @@ def load_parameter(
 ) -> jax.Array:
     """Reads one parameter, or initialises it if the files lack it.
 
-    The arguments are those of `load_tensors`.
+    Args:
+        entry: the parameter.
+        stored: position of each tensor by name.
+        dtype: dtype that the values are cast to.
+        place: gives the sharding of a parameter from its path and shape; None: JAX's default
+            device.
     """
     if entry.start is not None and entry.names[0] not in stored:
         initialise, *arguments = entry.start
@@ -352,8 +365,17 @@ def _load_rows(
     sharding: NamedSharding,
     rows: slice,
 ) -> jax.Array:
-    """Returns an array that holds, on each device, these leading rows of the device's shard of the
-    parameter.
+    """Reads some rows of every device's shard of a parameter.
+
+    Args:
+        entry: the parameter.
+        stored: position of each tensor by name.
+        dtype: dtype that the values are cast to.
+        sharding: sharding of the whole parameter.
+        rows: rows of the leading axis of a shard.
+
+    Returns:
+        An array with the same sharding that holds these rows alone.
     """
     shards = _local_shards(entry, sharding)
     regions = [(region[0][rows], *region[1:]) if region else region for region in shards]
@@ -374,8 +396,13 @@ def _load_rows(
 def _write_rows(
     array: jax.Array, chunk: jax.Array, start: jax.Array | np.int32, sharding: NamedSharding
 ) -> jax.Array:
-    """Writes, on each device, the shard of `chunk` into the shard of `array` from row `start` on,
-    in place.
+    """Writes, on each device, the shard of `chunk` into the shard of `array`, in place.
+
+    Args:
+        array: the parameter. Its buffer is donated.
+        chunk: rows of it, see `_load_rows`.
+        start: row of each device's shard at which the chunk begins.
+        sharding: sharding of both arrays.
     """
     spec = sharding.spec
     write = jax.shard_map(
@@ -389,7 +416,12 @@ def _write_rows(
 
 
 def _local_shards(entry: ParameterEntry, sharding: NamedSharding) -> dict[Region, list[jax.Device]]:
-    """Returns the regions of a parameter that devices of this process hold, each with its devices."""
+    """Returns the regions of a parameter that devices of this process hold, each with its devices.
+
+    Args:
+        entry: the parameter, whose whole shape counts.
+        sharding: its sharding.
+    """
     shape = entry.full_shape
     shards: dict[Region, list[jax.Device]] = {}
     for device, slices in sharding.addressable_devices_indices_map(shape).items():
@@ -477,8 +509,11 @@ def to_torch_order(parameter: np.ndarray, layout: str) -> np.ndarray:
 
 
 def region_in_torch(region: Region, layout: str) -> Region:
-    """Returns the region of the PyTorch tensor that holds this region of our parameter; see
-    `to_torch_order`.
+    """Returns the region of the PyTorch tensor that holds a region of one layer of our parameter.
+
+    Args:
+        region: one range per axis of our parameter.
+        layout: "same" or a key of `OUR_AXES`.
     """
     if layout == "same":
         return region
@@ -487,4 +522,5 @@ def region_in_torch(region: Region, layout: str) -> Region:
 
 
 def _join(*parts: Any) -> str:
+    """Joins the parts of a PyTorch name by dots."""
     return ".".join(map(str, parts))

@@ -113,6 +113,7 @@ class ConversionPlan:
 
     @property
     def num_parameters(self) -> int:
+        """The number of values in all converted tensors."""
         return sum(math.prod(part.shape) for part in self.parts)
 
 
@@ -191,9 +192,12 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 
 def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
-    """Returns the table of a network with `depth` blocks, with full names.
+    """Returns the table of native names, and the diffusers names that each becomes.
 
-    `ffn` is "conv" or "linear".
+    Args:
+        depth: number of blocks.
+        ffn: name of the feed-forward layer in the native names, "conv" or "linear".
+        qk_norm: whether queries and keys are normalised.
     """
     block = BLOCK | (QK_NORM if qk_norm else {})
     table = dict(OUTER)
@@ -205,7 +209,12 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
 
 
 def _check(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
-    """Raises ValueError unless the native tensors have the expected names and shapes."""
+    """Raises ValueError unless native tensors have the expected names and shapes.
+
+    Args:
+        expected: shape of each expected tensor by native name.
+        shapes: shape of each tensor of the checkpoint by native name.
+    """
     problems = []
     for name, shape in expected.items():
         if name not in shapes:

@@ -127,6 +127,12 @@ class SanaPipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
+        """Predicts the velocity `noise - x0`. Arguments and result are those of
+        `Pipeline.velocity`.
+
+        The conditioning is "text" and its "mask". `guidance` is ignored, and `fp8_attention` raises
+        ValueError, because the attention is masked.
+        """
         timestep = timestep * self.config.timestep_scale
         if fp8_attention:
             raise ValueError(
@@ -145,6 +151,11 @@ class SanaPipeline(Pipeline):
         `complex_human_instruction` of diffusers' `SanaPipeline` (`chi_prompt` in the authors'
         configurations); its lines are joined by line breaks.
 
+        Args:
+            prompts: the texts.
+            max_tokens: the number of tokens of each prompt that the transformer sees.
+            instruction: text before each prompt, or None.
+
         Returns:
             "ids" and "mask" of all tokens, and "kept" [prompts, max_tokens]: positions of the
             tokens that the transformer sees.
@@ -162,7 +173,15 @@ class SanaPipeline(Pipeline):
         return tokens | {"kept": np.tile(kept, (len(texts), 1))}
 
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """Returns "text" [b, l, d] and "mask" [b, l] at the positions `tokens["kept"]`."""
+        """Encodes tokenized prompts by Gemma.
+
+        Args:
+            params: parameters of "text_encoder".
+            tokens: result of `tokenize`.
+
+        Returns:
+            "text" [b, l, d] and "mask" [b, l] at the positions `tokens["kept"]`.
+        """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         text = encoder(tokens["ids"], tokens["mask"])
         return {
@@ -171,4 +190,7 @@ class SanaPipeline(Pipeline):
         }
 
     def unscale(self, latent: Array) -> Array:
+        """Divides a latent by the scaling factor, which gives the scale that the autoencoder
+        decodes.
+        """
         return latent / self.vae_config.scaling_factor

@@ -1,8 +1,9 @@
-"""SANA's diffusion transformer (arXiv 2410.10629, section 2): `SanaTransformer2DModel` of diffusers in NNX.
+"""SANA's diffusion transformer (arXiv 2410.10629, section 2): `SanaTransformer2DModel` of diffusers
+in NNX.
 
-Image tokens attend to each other by linear attention, and to the text by softmax attention. The MLP contains
-a convolution. The timestep modulates every block (adaLN-single, arXiv 2310.00426). The network predicts the
-velocity `v = noise - x0` of a flow.
+Image tokens attend to each other by linear attention, and to the text by softmax attention. The MLP
+contains a convolution. The timestep modulates every block (adaLN-single, arXiv 2310.00426). The
+network predicts the velocity `v = noise - x0` of a flow.
 """
 
 import dataclasses
@@ -183,8 +184,8 @@ class SanaBlock(nnx.Module):
           x: The image tokens, row by row.
           text: The text tokens.
           text_mask: True for tokens, False for padding.
-          modulation: Shift, scale and gate of the attention, then of the MLP, without the block's own
-            table, which is added here.
+          modulation: Shift, scale and gate of the attention, then of the MLP, without the block's
+            own table, which is added here.
           grid: The number of rows and of columns of the image tokens.
 
         Returns:
@@ -199,7 +200,8 @@ class SanaBlock(nnx.Module):
 
 
 class PatchEmbed(nnx.Module):
-    """Converts patches to tokens, and adds fixed positions if the config has an `interpolation_scale`.
+    """Converts patches to tokens, and adds fixed positions if the config has an
+    `interpolation_scale`.
 
     The released SANA models have no positions.
 
@@ -246,8 +248,8 @@ class TimeEmbedding(nnx.Module):
           dtype: The dtype to compute in.
 
         Returns:
-          Six modulation vectors for every block, side by side, and the embedding, which modulates the
-          output of the network.
+          Six modulation vectors for every block, side by side, and the embedding, which modulates
+          the output of the network.
         """
         embedded = self.emb.timestep_embedder(timestep, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded

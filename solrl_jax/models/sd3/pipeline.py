@@ -113,6 +113,11 @@ class StableDiffusion3Pipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
+        """Predicts the velocity `noise - x0`. Arguments and result are those of
+        `Pipeline.velocity`.
+
+        The conditioning is "text" and "pooled". `guidance` is ignored.
+        """
         network = self.transformer(params)
         return network(
             latent,
@@ -125,9 +130,12 @@ class StableDiffusion3Pipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts for each text encoder.
+        """Tokenizes prompts for each text encoder, by the name of its folder.
 
-        `max_tokens` is the length for T5; CLIP's is fixed.
+        Args:
+            prompts: the texts.
+            max_tokens: the number of tokens for T5. CLIP's number is fixed.
+            instruction: not supported; must be None.
         """
         tokens = {T5: np.zeros((len(prompts), max_tokens), "int32")}
         for name in self.text_encoders:
@@ -136,11 +144,16 @@ class StableDiffusion3Pipeline(Pipeline):
         return tokens
 
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """Returns "text" [b, l, d] and "pooled" [b, e].
+        """Encodes tokenized prompts by both CLIPs and T5.
 
-        The text is a sequence of the CLIP tokens (both CLIPs concatenated along the features and
-        padded with zeros to width d), followed by the T5 tokens. Without T5, zeros take the place
-        of its tokens, as in diffusers.
+        Args:
+            params: parameters of the text encoders that the model has, by folder.
+            tokens: result of `tokenize`.
+
+        Returns:
+            "text" [b, l, d] and "pooled" [b, e]. The text is a sequence of the CLIP tokens (both
+            CLIPs concatenated along the features and padded with zeros to width d), followed by the
+            T5 tokens. Without T5, zeros take the place of its tokens, as in diffusers.
         """
         clips = [self.text_encoders[name](params[name])(tokens[name]) for name in CLIPS]
         clip_text = jnp.concatenate([clip.penultimate for clip in clips], axis=-1)
@@ -156,4 +169,5 @@ class StableDiffusion3Pipeline(Pipeline):
         }
 
     def unscale(self, latent: Array) -> Array:
+        """Converts a latent to the scale that the autoencoder decodes."""
         return self.vae_config.unscale(latent)

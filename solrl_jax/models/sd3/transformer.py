@@ -1,8 +1,8 @@
 """Stable Diffusion 3's transformer (MMDiT): `SD3Transformer2DModel` of diffusers in Flax NNX.
 
 Image and text tokens are two streams with weights of their own, which attend as one sequence (arXiv
-2403.03206, section 4; `models.layers.mmdit`). Timestep and pooled text modulate every block. The network
-predicts the velocity `v = noise - x0` of a flow.
+2403.03206, section 4; `models.layers.mmdit`). Timestep and pooled text modulate every block. The
+network predicts the velocity `v = noise - x0` of a flow.
 """
 
 import dataclasses
@@ -60,9 +60,9 @@ class SD3Config(TransformerConfig):
 class SD3Transformer2DModel(nnx.Module):
     """The velocity network.
 
-    The blocks are of up to three kinds (see `models.layers.mmdit.JointBlock`), and each run of equal blocks
-    is a stack. `transformer_blocks` holds the stacks by their first and last layer: "0-12", "13-22",
-    "23-23".
+    The blocks are of up to three kinds (see `models.layers.mmdit.JointBlock`), and each run of
+    equal blocks is a stack. `transformer_blocks` holds the stacks by their first and last layer:
+    "0-12", "13-22", "23-23".
 
     Args:
       config: The sizes of the network.
@@ -94,7 +94,8 @@ class SD3Transformer2DModel(nnx.Module):
 
         Args:
           latent: The noisy latents.
-          text: The text embeddings. Nothing is masked, not even padding, as in the released pipeline.
+          text: The text embeddings. Nothing is masked, not even padding, as in the released
+              pipeline.
           pooled: One embedding of the whole prompt.
           timestep: `1000 * sigma`.
           fp8_attention: Whether the attention runs in FP8.
@@ -103,7 +104,8 @@ class SD3Transformer2DModel(nnx.Module):
           The velocity, in the dtype of `latent`.
 
         Raises:
-          ValueError: For a size that is not a whole number of patches, or larger than the stored positions.
+          ValueError: For a size that is not a whole number of patches, or larger than the stored
+              positions.
         """
         (_, height, width, _), dtype = latent.shape, latent.dtype
         patch = self.config.patch_size
@@ -123,7 +125,15 @@ class SD3Transformer2DModel(nnx.Module):
 
 
 def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
-    """One stack for each run of equal layers, by the run's first and last layer."""
+    """Makes one stack of blocks for each run of equal layers.
+
+    Args:
+        config: configuration of the network.
+        rngs: random number generators of the initial parameters.
+
+    Returns:
+        The stacks by the first and last layer of the run, such as "0-12".
+    """
 
     def make_block(rngs: nnx.Rngs, dual: bool, last: bool) -> JointBlock:
         return JointBlock(
@@ -150,8 +160,9 @@ def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
 class PatchEmbed(nnx.Module):
     """Converts patches to tokens and adds fixed positions.
 
-    The positions are the center of a stored square of `pos_embed_max_size` positions on each side. The
-    square is a parameter because published checkpoints hold it under this name; it is not trained.
+    The positions are the center of a stored square of `pos_embed_max_size` positions on each side.
+    The square is a parameter because published checkpoints hold it under this name; it is not
+    trained.
 
     Args:
       config: The sizes of the network.

@@ -58,6 +58,10 @@ class Cache:
     def write(self, key: str, encoding: Encoding) -> None:
         """Writes the entry of a key.
 
+        Args:
+            key: the key of a prompt, see `entry_path`.
+            encoding: the prompt's arrays by name, without the axis of prompts.
+
         Raises:
             RunError: the disk is full or cannot be written.
         """
@@ -149,7 +153,15 @@ def key_of(identity: str, tokens: Mapping[str, np.ndarray]) -> str:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Writes a file by rename, so that it appears complete or not at all. Raises OSError."""
+    """Writes a file by rename, so that it appears complete or not at all.
+
+    Args:
+        path: the file. Its directory is created if necessary.
+        data: the content.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}{os.getpid()}-{secrets.token_hex(8)}")
     try:
@@ -163,7 +175,12 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], label: str) -> str:
-    """Returns a hash of a label and of the names, dtypes, shapes and values of arrays."""
+    """Returns the hexadecimal SHA-256 of a label and of named arrays.
+
+    Args:
+        arrays: arrays by name. Names, dtypes, shapes and values count.
+        label: text that is hashed too.
+    """
     total = hashlib.sha256(json.dumps(label).encode())
     for name in sorted(arrays):
         x = arrays[name]

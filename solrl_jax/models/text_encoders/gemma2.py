@@ -59,6 +59,11 @@ class Gemma2Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
+        """Makes a configuration from the contents of a `config.json`.
+
+        The base of the rotary frequencies is read from either of the two places that transformers
+        has had for it. Raises ValueError for a field that is not supported.
+        """
         fields = with_rope_theta(cls.network, fields)
         if fields.get("layer_types") is None:
             fields.pop("layer_types", None)
@@ -71,6 +76,7 @@ class Gemma2Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
+        """Raises ValueError if a field has a value that this port does not support."""
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))
         self.require(
@@ -128,8 +134,11 @@ class Gemma2Model(nnx.Module):
     def decode(
         self, x: Float[Array, "b l d"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b l d"]:
-        """Applies all layers and the last normalisation to embedded tokens; see `__call__` for the
-        mask.
+        """Applies all layers and the last normalisation to embedded tokens.
+
+        Args:
+            x: embedded tokens.
+            attention_mask: which tokens may be attended to.
         """
         position = jnp.arange(x.shape[1])
         distance = position[:, None] - position  # [query, key]

@@ -52,6 +52,10 @@ class Qwen3Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen3Config":
+        """Makes a configuration from the contents of a `config.json`.
+
+        Raises ValueError for a field that is not supported, such as sliding attention.
+        """
         config = super().from_dict(with_rope_theta(cls.network, fields))
         full_attention = ["full_attention"] * config.num_hidden_layers
         for name, accepted in (("use_sliding_window", False), ("layer_types", full_attention)):
@@ -61,6 +65,7 @@ class Qwen3Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
+        """Raises ValueError if a field has a value that this port does not support."""
         self.require_one_of("hidden_act", ("silu",))
         self.require(
             self.num_attention_heads % self.num_key_value_heads == 0,

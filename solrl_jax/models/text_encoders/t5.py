@@ -45,6 +45,10 @@ class T5Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "T5Config":
+        """Makes a configuration from the contents of a `config.json`.
+
+        Raises ValueError for a field that is not supported, such as another activation.
+        """
         config = super().from_dict(fields)
         # Transformers would use the last two fields, although they repeat `feed_forward_proj`.
         for name, accepted in (
@@ -58,6 +62,7 @@ class T5Config(ReleasedConfig):
         return config
 
     def check(self) -> None:
+        """Raises ValueError if a field has a value that this port does not support."""
         self.require_one_of("feed_forward_proj", ("gated-gelu",))
         self.require(
             self.relative_attention_num_buckets >= 4, "relative_attention_num_buckets", "4 or more"

@@ -75,18 +75,25 @@ class NoVocabulary:
         return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
 
     def num_special_tokens_to_add(self) -> int:
+        """Returns 0: no special tokens are added."""
         return 0
 
     def get_vocab(self) -> dict[str, int]:
+        """Returns an empty vocabulary."""
         return {}
 
     def encode(self, text: str) -> list[int]:
+        """Returns as many zeros as a text has tokens at most: English has three letters or more per
+        token.
+        """
         return [0] * (len(text) // 3)  # English has three letters or more per token
 
     def get_chat_template(self) -> str:
+        """Returns a template that consists of the first message."""
         return "{{ messages[0].content }}"
 
     def apply_chat_template(self, turns: Sequence[Sequence[dict[str, str]]], **_: Any) -> list[str]:
+        """Returns the text of the first message of each chat."""
         return [messages[0]["content"] for messages in turns]
 
     def add_tokens(self, tokens: Sequence[str], **_: Any) -> None:
@@ -143,7 +150,12 @@ def tokenize(
 
 
 def count_tokens(folder: Path, text: str) -> int:
-    """Returns the number of tokens of a text, special tokens included."""
+    """Returns the number of tokens of a text, special tokens included.
+
+    Args:
+        folder: directory of the tokenizer.
+        text: the text.
+    """
     return len(load_tokenizer(folder).encode(text))
 
 

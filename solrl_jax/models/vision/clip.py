@@ -59,6 +59,7 @@ class TowerConfig(ReleasedConfig):
     layer_norm_eps: float = 1e-5
 
     def check(self) -> None:
+        """Raises ValueError if a field has a value that this port does not support."""
         self.require_one_of("hidden_act", tuple(ACTIVATIONS))
         self.require(
             self.hidden_size % self.num_attention_heads == 0,
@@ -104,6 +105,7 @@ class CLIPVisionConfig(TowerConfig):
     patch_size: int = 32
 
     def check(self) -> None:
+        """Raises ValueError if a field has a value that this port does not support."""
         super().check()
         self.require(
             self.image_size % self.patch_size == 0,
@@ -125,15 +127,22 @@ class CLIPConfig(ReleasedConfig):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "CLIPConfig":
+        """Makes a configuration from the contents of a `config.json`. Those of both towers are
+        parsed too.
+        """
         text = CLIPTextConfig.from_dict(_tower_fields(fields, "text_config"))
         vision = CLIPVisionConfig.from_dict(_tower_fields(fields, "vision_config"))
         return super().from_dict({**fields, "text_config": text, "vision_config": vision})
 
 
 def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the fields of one tower.
+    """Returns the fields of one tower of a `CLIPConfig`.
 
     In the oldest files, `..._config_dict` replaces all of them, as in transformers.
+
+    Args:
+        fields: contents of the whole `config.json`.
+        name: "text_config" or "vision_config".
     """
     oldest = fields.get(f"{name}_dict")
     if oldest is not None:
@@ -342,13 +351,20 @@ class VisionEmbeddings(nnx.Module):
 
 
 def make_encoder(config: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
-    """Makes the layers of a tower, as a module with the name that they have in the released files."""
+    """Makes the layers of a tower, as a module with the name that they have in the released files.
+
+    Args:
+        config: configuration of the tower.
+        rngs: random number generators of the initial parameters.
+    """
     layers = stack(config.num_hidden_layers, lambda rngs: EncoderLayer(config, rngs=rngs), rngs)
     return nnx.Dict(layers=layers)
 
 
 def causal_mask(length: int) -> Bool[Array, "1 1 l l"]:
-    """Returns a mask that is true where a query attends to a key: at its own position and before."""
+    """Returns a mask that is true where a query attends to a key: at its own position and
+    before.
+    """
     return jnp.tril(jnp.ones((length, length), bool))[None, None]
 
 

@@ -84,8 +84,11 @@ class Preprocessing:
         return int(self.size * height / short), int(self.size * width / short)
 
     def _matrix(self, n_in: int, n_out: int) -> Float[np.ndarray, "size n_in"]:
-        """Returns the matrix that resizes one axis from `n_in` to `n_out` pixels, and crops or pads
-        it to `size`.
+        """Returns the matrix that resizes one axis and then crops or pads it to `size` pixels.
+
+        Args:
+            n_in: number of pixels of the image along the axis.
+            n_out: number of pixels to resize to, before cropping or padding.
         """
         matrix = resize_matrix(n_in, n_out, self.kernel)
         if self.fit == "pad":
@@ -122,9 +125,12 @@ def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n
 
 
 def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
-    """Returns the weight at a distance of `x` pixels.
+    """Returns the weights of a resampling kernel.
 
-    "bicubic" is Keys' kernel, a = -1/2 (doi 10.1109/TASSP.1981.1163711).
+    Args:
+        x: distances in pixels, not negative.
+        kernel: "bilinear", or "bicubic", which is Keys' kernel with a = -1/2 (doi
+            10.1109/TASSP.1981.1163711).
     """
     if kernel == "bilinear":
         return np.maximum(1 - x, 0)
@@ -134,7 +140,13 @@ def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
 
 
 def _resample(x: Array, matrix: np.ndarray, axes: str) -> Array:
-    """Multiplies images by a matrix along one axis. `axes` is the einsum of image and matrix."""
+    """Multiplies images by a resizing matrix along one axis, in full float32 on every backend.
+
+    Args:
+        x: images.
+        matrix: the resizing matrix, [pixels out, pixels in].
+        axes: the einsum of image and matrix, which says the axis.
+    """
     # in full float32, also on backends whose default is less
     return jnp.einsum(axes, x, matrix.astype(np.float32), precision=jax.lax.Precision.HIGHEST)
 
@@ -144,7 +156,11 @@ def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
 
     Pillow's sums do not fit into float32, but the sums over the upper and over the lower parts of
     the weights do. They are exact in any order, hence the same on every backend and in every batch.
-    The arguments are those of `_resample`.
+
+    Args:
+        x: images with values 0, 1, ..., 255.
+        matrix: the resizing matrix, [pixels out, pixels in].
+        axes: the einsum of image and matrix, which says the axis.
     """
     weights = np.trunc(matrix * 2**PILLOW_BITS + np.copysign(0.5, matrix))
     upper = np.round(weights / LOW_PART)

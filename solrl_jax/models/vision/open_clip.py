@@ -119,7 +119,12 @@ def open_clip_name(name: str) -> tuple[str, int | None]:
 
 
 def _third(tensor: StoredTensor, index: int) -> StoredTensor:
-    """Returns one third of a tensor's rows as a tensor. Its bytes are contiguous in the file."""
+    """Returns one of the three parts of a fused query-key-value tensor. Its bytes are contiguous.
+
+    Args:
+        tensor: position of the whole tensor in its file.
+        index: 0 for the query, 1 for the key, 2 for the value.
+    """
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])
     size = math.prod(shape) * np.dtype(STORED_DTYPES[tensor.dtype]).itemsize
     return dataclasses.replace(tensor, shape=shape, start=tensor.start + index * size)

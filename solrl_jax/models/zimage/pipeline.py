@@ -84,6 +84,12 @@ class ZImagePipeline(Pipeline):
         guidance: Array,
         fp8_attention: bool = False,
     ) -> Array:
+        """Predicts the velocity `noise - x0`. Arguments and result are those of
+        `Pipeline.velocity`.
+
+        The conditioning is "text" and its "mask". `guidance` is ignored, and `fp8_attention` raises
+        ValueError, because the attention is masked.
+        """
         if fp8_attention:
             raise ValueError(
                 f"fp8_attention: not available for {self.kind}, whose attention is masked"
@@ -94,8 +100,12 @@ class ZImagePipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes each prompt as a user's turn of a chat. The template's tokens count towards
-        `max_tokens`.
+        """Tokenizes each prompt as a user's turn of a chat.
+
+        Args:
+            prompts: the texts.
+            max_tokens: the number of tokens, those of the chat template included.
+            instruction: not supported; must be None.
 
         Raises:
             InputError: the transformer has fewer text positions than `max_tokens`.
@@ -109,9 +119,15 @@ class ZImagePipeline(Pipeline):
         return tokenize(self.tokenizer, texts, max_tokens, padding_side="right")
 
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
-        """Returns "text" [b, l, d], a hidden state of Qwen3, and "mask" [b, l]."""
+        """Returns "text" [b, l, d], a hidden state of Qwen3, and "mask" [b, l].
+
+        Args:
+            params: parameters of "text_encoder".
+            tokens: result of `tokenize`.
+        """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}
 
     def unscale(self, latent: Array) -> Array:
+        """Converts a latent to the scale that the autoencoder decodes."""
         return self.vae_config.unscale(latent)

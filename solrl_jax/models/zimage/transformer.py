@@ -1,9 +1,10 @@
-"""Z-Image's diffusion transformer (arXiv 2511.22699): `ZImageTransformer2DModel` of diffusers in Flax NNX.
+"""Z-Image's diffusion transformer (arXiv 2511.22699): `ZImageTransformer2DModel` of diffusers in
+Flax NNX.
 
-A transformer with one stream: image tokens, then text tokens, with rotary positions along three axes. Two
-small stacks refine image and text separately before they meet. The timestep modulates the scales and gates
-of every block except those that refine the text. Both sequences are padded to a multiple of 32 tokens with
-a learned token, which takes part in the attention.
+A transformer with one stream: image tokens, then text tokens, with rotary positions along three
+axes. Two small stacks refine image and text separately before they meet. The timestep modulates the
+scales and gates of every block except those that refine the text. Both sequences are padded to a
+multiple of 32 tokens with a learned token, which takes part in the attention.
 """
 
 import dataclasses
@@ -157,7 +158,8 @@ class ZImageTransformer2DModel(nnx.Module):
           The velocity, in the dtype of `latent`.
 
         Raises:
-          ValueError: For odd sizes, and for more tokens than there are stored positions along an axis.
+          ValueError: For odd sizes, and for more tokens than there are stored positions along an
+              axis.
         """
         (batch, height, width, _), dtype = latent.shape, latent.dtype
         config = self.config
@@ -231,7 +233,13 @@ class ZImageTransformer2DModel(nnx.Module):
 def _repeat_token(
     token: nnx.Param, like: Float[Array, "b s d"], count: int
 ) -> Float[Array, "b {count} d"]:
-    """`count` copies of a learned token [1, d] for each sample of `like`, in the dtype of `like`."""
+    """Returns copies of a learned token, [b, count, d].
+
+    Args:
+        token: the token, [1, d].
+        like: activations [b, s, d] whose batch size and dtype the result has.
+        count: number of copies for each sample.
+    """
     batch, _, d = like.shape
     return jnp.broadcast_to(token.get_value().astype(like.dtype), (batch, count, d))
 
@@ -289,7 +297,8 @@ class Block(nnx.Module):
 
 
 class FinalLayer(nnx.Module):
-    """A norm without weights, scaled by the timestep, and a linear layer to the features of a patch.
+    """A norm without weights, scaled by the timestep, and a linear layer to the features of a
+    patch.
 
     Args:
       d: The number of features of the tokens.
@@ -315,9 +324,9 @@ def rotary_tables(
 ) -> tuple[Rotation, Rotation]:
     """The rotary angles of the image tokens and of the text tokens, including their padding.
 
-    A position has three coordinates: (i, 0, 0) for text token i, counted from 1; (p + 1, row, column) for
-    image tokens, row by row, where p is the padded length of the sample's text; and (0, 0, 0) for the
-    padding of the image.
+    A position has three coordinates: (i, 0, 0) for text token i, counted from 1; (p + 1, row,
+    column) for image tokens, row by row, where p is the padded length of the sample's text; and (0,
+    0, 0) for the padding of the image.
 
     Args:
       config: Read are `axes_dims` and `rope_theta`.
