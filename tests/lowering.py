@@ -1,23 +1,20 @@
 """Programs as text for a GPU that is not here."""
 
-import contextlib
-from unittest import mock
+from typing import Any
 
-import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-try:
-    from jax._src.pallas.triton import (
-        gpu_info,
-    )  # from JAX 0.11 on, kernels in Pallas ask which GPU they are lowered for
-except ImportError:
-    gpu_info = None
+from solrl_jax.planning import topology
+
+H100 = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
 
 
-def cuda_text(traced: jax.stages.Traced) -> str:
-    """StableHLO of a traced function, for an H100."""
-    with (
-        mock.patch.object(gpu_info, "get_device_kind", return_value="NVIDIA H100")
-        if gpu_info
-        else contextlib.nullcontext()
-    ):
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+def cuda_text(function: Any, *arguments: Any) -> str:
+    """Traces a jitted function and lowers it for an H100.
+
+    Returns:
+        The program as StableHLO text.
+    """
+    # Kernels are chosen, and Pallas lowers them, for the device that the mesh describes.
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H100)), topology.tracing():
+        return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

@@ -52,6 +52,17 @@ def first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
     return together(label, act if jax.process_index() == 0 else lambda: None, *kinds)[0]
 
 
+def client() -> Any:
+    """The client of JAX's coordination service, which stores a string for each key.
+
+    Raises:
+        RuntimeError: If `jax.distributed` was not initialized.
+    """
+    if distributed.global_state.client is None:
+        raise RuntimeError("several processes, but jax.distributed was not initialised")
+    return distributed.global_state.client
+
+
 def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
     """The answer of each process, by process. The service keeps a key's value forever, so each use of a label has a number.
 
@@ -59,23 +70,21 @@ def _exchange(label: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
     So the service, which runs in the first process, holds at most two answers for a label and process.
     """
     count = _asked[label]
-    client = distributed.global_state.client
+    service = client()
     mine = jax.process_index()
     key = f"solrl_jax/{label}/{count}"
     _asked[label] += 1
-    if client is None:
-        raise RuntimeError("several processes, but jax.distributed was not initialised")
-    client.key_value_set(f"{key}/{mine}", json.dumps(answer))
+    service.key_value_set(f"{key}/{mine}", json.dumps(answer))
     answers = []
     for index in range(jax.process_count()):
         try:
             answers.append(
-                json.loads(client.blocking_key_value_get(f"{key}/{index}", int(PATIENCE * 1000)))
+                json.loads(service.blocking_key_value_get(f"{key}/{index}", int(PATIENCE * 1000)))
             )
         except jax.errors.JaxRuntimeError as error:
             raise RunError(
                 f"process {index} gave no answer about {label}: {first_line(error)}"
             ) from error
     if count:
-        client.key_value_delete(f"solrl_jax/{label}/{count - 1}/{mine}")
+        service.key_value_delete(f"solrl_jax/{label}/{count - 1}/{mine}")
     return answers

@@ -16,6 +16,7 @@ from solrl_jax.models.checks import check_attention
 from solrl_jax.models.layers.attention_fp8 import E4M3, PROBABILITY_SCALE, attention_fp8
 from solrl_jax.models.layers.softmax_attention import JointAttention, SelfAttention
 from solrl_jax.models.locate import open_model
+from solrl_jax.planning import topology
 from solrl_jax.quant.lazy import LazyActivation, cast_saturating
 from tests.parity import relative
 
@@ -99,19 +100,13 @@ def test_a_network_takes_it_where_it_is_asked_for(joint):
 
 @pytest.mark.parametrize(("capability", "kernel"), [("8.9", ""), ("9.0", "F8"), ("10.0", "F8")])
 def test_gpus_from_hopper_on_take_cudnns_and_others_that_of_bf16(monkeypatch, capability, kernel):
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     device = SimpleNamespace(platform="gpu", compute_capability=capability)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
     q, k, v = (jax.ShapeDtypeStruct((B, n, N, H), E4M3) for n in (T, S, S))
-    text = (
-        jax.jit(lambda *qkv: attention_fp8(*qkv))
-        .trace(q, k, v)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
+    with topology.tracing():
+        traced = jax.jit(lambda *qkv: attention_fp8(*qkv)).trace(q, k, v)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"@__cudnn\$fmhaSoftmax(\w*)", text) == [kernel]
 
 

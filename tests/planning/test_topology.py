@@ -1,12 +1,12 @@
 """Compiling for devices that are not here: `planning.topology`, `planning.targets`."""
 
+import functools
 import importlib.util
 import os
 from types import SimpleNamespace
 
 import jax
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.compilation_cache import compilation_cache
 
 from solrl_jax.errors import InputError
@@ -127,10 +127,17 @@ def test_slices_of_tpus_are_as_square_as_they_can_be(device, count, hosts, name)
 
 
 def test_attention_is_traced_for_the_targets_cudnn():
-    before = fused_attention_stablehlo.check_cudnn_version
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), "bfloat16")
+
+    def primitives() -> str:
+        attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+        return str(jax.make_jaxpr(attend)(q, q, q))
+
     with topology.tracing():
-        assert fused_attention_stablehlo.check_cudnn_version() == 91200
-    assert fused_attention_stablehlo.check_cudnn_version is before
+        assert "dot_product_attention_fwd" in primitives()
+    if not HERE["gpu"]:
+        with pytest.raises(RuntimeError, match="cuDNN"):
+            primitives()
 
 
 def test_targets_are_consistent():

@@ -359,12 +359,11 @@ def lowered(network):
         quantize = FORMATS[name].quantize
         flat = flatten(params)
         leaves = {path: jax.eval_shape(quantize, flat[path]) for path in paths} if quantize else {}
-        traced = jax.jit(pipeline.velocity).trace(attach(params, {}, 1.0, leaves), *inputs)
-        return (
-            cuda_text(traced)
-            if platform == "cuda"
-            else traced.lower(lowering_platforms=(platform,)).as_text()
-        )
+        velocity = jax.jit(pipeline.velocity)
+        arguments = (attach(params, {}, 1.0, leaves), *inputs)
+        if platform == "cuda":
+            return cuda_text(velocity, *arguments)
+        return velocity.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
     return lower
 

@@ -218,7 +218,7 @@ def test_on_cuda_one_kernel_writes_what_the_product_reads(name):
     def shape(*s):
         return jax.ShapeDtypeStruct(s, jnp.bfloat16)
 
-    text = cuda_text(jax.jit(network).trace(shape(B, S, 64), shape(B, 1, 64)))
+    text = cuda_text(jax.jit(network), shape(B, S, 64), shape(B, 1, 64))
     assert (
         text.count("__gpu$xla.gpu.triton") == 3
     )  # the norm's codes, the activation's, and both stretches
@@ -232,7 +232,7 @@ def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch):
     w = FORMATS["fp8"].quantize(normal(128, 64, seed=3))
 
     def lower():
-        return cuda_text(jax.jit(lambda x: matmul(x, w)).trace(normal(4, 128)))
+        return cuda_text(jax.jit(lambda x: matmul(x, w)), normal(4, 128))
 
     for capability, kernels in (("8.0", 0), ("9.0", 1)):
         device = SimpleNamespace(platform="gpu", compute_capability=capability)

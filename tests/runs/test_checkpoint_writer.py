@@ -128,7 +128,6 @@ WORKER = textwrap.dedent(
     import errno, json, os, pickle, sys
     from pathlib import Path
     import jax, jax.numpy as jnp, numpy as np
-    from jax._src import distributed
     from jax.sharding import NamedSharding, PartitionSpec as P
 
     port, me, root = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -212,7 +211,7 @@ WORKER = textwrap.dedent(
     for count in range(5):
         consensus.together("counted", lambda: count)
     said["all"] = consensus.together("right", lambda: me)
-    said["counted"] = sorted(key for key, _ in distributed.global_state.client.key_value_dir_get("solrl_jax/counted"))
+    said["counted"] = sorted(key for key, _ in consensus.client().key_value_dir_get("solrl_jax/counted"))
     print(json.dumps(said), flush=True)
     """
 )
