@@ -384,8 +384,8 @@ class Algorithm(Section):
     timestep_fraction: Annotated[Number, Field(gt=0, le=1)] = 0.6
     # How slowly the old policy, which generates the samples, follows the trained one
     # (DiffusionNFT). 0: at once. 1: its decay grows by 0.001 per optimizer step up to 0.5. 2: from
-    # step 75 on by 0.0075 per step up to 0.999.
-    decay_type: Annotated[Integer, Field(ge=0, le=2)] = 1
+    # step 75 on by 0.0075 per step up to 0.999. 3: as 1, but up to 0.3 (AWM).
+    decay_type: Annotated[Integer, Field(ge=0, le=3)] = 1
     # Decay in [0, 1) of the exponential moving average of the policy, which is evaluated.
     ema_decay: Decay = 0.9
 
@@ -596,7 +596,7 @@ class Config(Section):
             and self.rollout.precision == "bf16"
         ):
             accepted = (
-                "must be 0 or 1, or rollout.precision=fp32, where whole parameters are trained"
+                "must be 0, 1 or 3, or rollout.precision=fp32, where whole parameters are trained"
             )
             raise ConfigError.of_field("algorithm.decay_type", 2, accepted)
 

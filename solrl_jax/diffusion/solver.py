@@ -146,8 +146,9 @@ def _ddim(sigma: float, next_sigma: float, eta: float) -> Coefficients:
     alpha = 1 - sigma
     next_alpha = 1 - next_sigma
     forward_variance = sigma**2 - (alpha / next_alpha) ** 2 * next_sigma**2
-    e = eta * next_sigma / sigma * np.sqrt(forward_variance)
-    rest = np.sqrt(next_sigma**2 - e**2)
+    # Both differences are at least 0, but close to 0 they can round below it.
+    e = eta * next_sigma / sigma * np.sqrt(max(forward_variance, 0.0))
+    rest = np.sqrt(max(next_sigma**2 - e**2, 0.0))
     return rest / sigma, next_alpha - rest * alpha / sigma, 0.0, 0.0, e
 
 

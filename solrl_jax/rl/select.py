@@ -24,17 +24,28 @@ def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
 
 def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.ndarray, " pairs"]]:
     """Pairs the samples of each prompt: the best with the worst, the second best with the second
-    worst, and so on.
+    worst, and so on. Only samples with a finite reward are paired.
 
     Args:
-        rewards: One row per prompt. A non-finite reward counts as the worst.
+        rewards: One row per prompt.
 
     Returns:
-        Indices into the flattened rewards: the better sample of each pair, and the worse one.
+        Indices into the flattened rewards: the better sample of each pair, and the worse one. Every
+        prompt has half as many pairs as samples. If some of its rewards are not finite, its last
+        pairs consist of one sample twice.
     """
     count = rewards.shape[1]
-    order = np.argsort(rank(rewards), axis=1) + count * np.arange(len(rewards))[:, None]
-    return order[:, : count // 2].reshape(-1), order[:, ::-1][:, : count // 2].reshape(-1)
+    order = np.argsort(rank(rewards), axis=1)  # non-finite rewards come last
+    num_finite = np.isfinite(rewards).sum(1, keepdims=True)
+    best = np.arange(count // 2)[None]
+    worst = np.where(best < num_finite // 2, num_finite - 1 - best, best)
+    first = count * np.arange(len(rewards))[:, None]
+
+    def flat(places: np.ndarray) -> np.ndarray:
+        places = np.broadcast_to(places, worst.shape)
+        return (np.take_along_axis(order, places, axis=1) + first).reshape(-1)
+
+    return flat(best), flat(worst)
 
 
 def select(

@@ -31,7 +31,12 @@ from solrl_jax.rl.trainable.trainable import Trainable, attach, within_bounds
 EMA_WARMUP = 10
 # By `algorithm.decay_type`, (start, rate, cap): after optimizer step t, the decay of the old policy
 # is 0 up to t = start, and then min(rate (t - start), cap).
-OLD_DECAY = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
+OLD_DECAY = {
+    0: (0, 0.0, 0.0),
+    1: (0, 0.001, 0.5),
+    2: (75, 0.0075, 0.999),
+    3: (0, 0.001, 0.3),
+}
 
 Metrics: TypeAlias = dict[str, Float[Array, ""]]
 

@@ -255,6 +255,40 @@ def test_at_the_old_policy_the_ratio_is_one_and_good_steps_become_more_probable(
     assert not gradient.trained[4].any()  # advantage 0
 
 
+def test_awm_is_finite_where_the_policy_fits_much_better_than_the_old_one():
+    """The error of the trained velocity is 1e-10 of the old one's, below the rounding of their difference."""
+    rows, width = 200, 1024
+    rng = np.random.default_rng(0)
+    x0, noise, apart = rng.standard_normal((3, rows, width)).astype(np.float32)
+    x = np.float32(0.5) * (x0 + noise)
+    lead = (x - x0) / np.float32(0.5)
+    v = lead + np.float32(1e-5) * np.sign(apart)
+    v_old = lead + apart / np.sqrt((apart**2).mean(1, keepdims=True))
+    sigma = np.full(rows, 0.5, np.float32)
+    q = np.full(rows, 0.75, np.float32)
+    target = TrainingTarget(*map(jnp.asarray, (x, x0, sigma, q)))
+    algorithm = policy_of("awm", kl_coef=0.0, clip_range=1e6)
+
+    def total(v):
+        velocities = Velocities(v, jnp.asarray(v_old), v)
+        loss, metrics = load_objective("awm")(velocities, target, algorithm)
+        return loss.sum(), metrics
+
+    gradient, metrics = jax.grad(total, has_aux=True)(jnp.asarray(v))
+    exact = [np.mean((u.astype(np.float64) - lead) ** 2, axis=1) for u in (v, v_old)]
+    log_p, log_p_old = (-0.5 * ((e + 1e-10) ** 0.25 - 1e-10**0.25) / 0.25 for e in exact)
+    np.testing.assert_allclose(metrics["ratio"], np.exp(log_p - log_p_old), rtol=1e-4)
+    assert np.isfinite(gradient).all()
+
+
+def test_the_grpo_recipes_divide_by_the_deviation_that_their_code_divides_by():
+    deviations = {name: policy_of(name).global_std for name in OBJECTIVES}
+    assert not deviations["mix_grpo"]
+    assert not deviations["dance_grpo"]
+    assert deviations["flow_grpo"]
+    assert deviations["awm"]
+
+
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
 def test_a_ratio_past_the_clip_has_no_gradient(name):
     """Only where it has gone the way that its advantage pushes."""

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from solrl_jax.rl.select import rank, select
+from solrl_jax.rl.select import best_and_worst, rank, select
 
 MODES = ("best_worst", "best", "random", "best_random")
 N = 8
@@ -82,6 +82,20 @@ def test_a_reward_that_is_not_finite_is_never_selected(mode, rewards):
     assert (usable == (np.isfinite(rewards).sum(1) >= KEPT)).all()
     assert np.isfinite(np.take_along_axis(rewards, chosen, 1)[usable]).all()
     assert (np.diff(chosen, axis=1) > 0).all()  # ascending, hence distinct
+
+
+@unhurried
+@given(TIED)
+def test_pairs_are_the_ends_of_the_finite_rewards(rewards):
+    best, worst = (x.reshape(3, N // 2) for x in best_and_worst(rewards))
+    for number, row in enumerate(rewards):
+        finite = [i for i in range(N) if math.isfinite(row[i])]
+        order = sorted(finite, key=lambda i: (-row[i], i))
+        pairs = len(order) // 2
+        places = number * N + np.array(order, int)
+        assert best[number, :pairs].tolist() == places[:pairs].tolist()
+        assert worst[number, :pairs].tolist() == places[::-1][:pairs].tolist()
+        assert (best[number, pairs:] == worst[number, pairs:]).all()  # these count for nothing
 
 
 @unhurried

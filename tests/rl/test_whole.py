@@ -81,7 +81,7 @@ def test_an_old_policy_that_bf16_could_not_move_is_refused():
     slow = ("train.parameters=all", "algorithm.decay_type=2")
     with pytest.raises(
         ConfigError,
-        match=r"algorithm.decay_type=2: must be 0 or 1, or rollout.precision=fp32, where whole param",
+        match=r"algorithm.decay_type=2: must be 0, 1 or 3, or rollout.precision=fp32, where whole param",
     ):
         resolve("tiny", slow)
     assert resolve("tiny", (*slow, "rollout.precision=fp32")).algorithm.decay_type == 2

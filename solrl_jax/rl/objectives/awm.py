@@ -1,6 +1,8 @@
 """Advantage Weighted Matching (arXiv 2509.25050).
 
-The flow-matching loss takes the place of the log-probability of a sample.
+The flow-matching loss takes the place of the log-probability of a sample. The old policy is a slow
+copy of the trained one (`decay_type` 3). It generates the samples, and the loss holds the policy to
+it: the released code with `off_policy` on. docs/objectives.md lists what differs from that code.
 """
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.rl.objective import (
+    Latents,
     PerSample,
     TrainingTarget,
     Velocities,
@@ -20,7 +23,7 @@ from solrl_jax.rl.objective import (
 # The exponent and the floor of "ghuber", the robust weighting of the released code.
 POWER = 0.25
 FLOOR = 1e-10
-# The weight of the distance to the old policy, as in the released code.
+# The weight of the distance to the old policy, the slow copy, as in the released code.
 ANCHOR = 1.0
 
 
@@ -45,8 +48,7 @@ def awm(
     """
     v, v_old, v_ref = velocities.trained, *map(jax.lax.stop_gradient, velocities[1:])
     error_old = matching_error(v_old, target)
-    # From the difference of the two errors, so that the ratio at the old policy is exactly 1.
-    error = error_old + matching_gap(v, v_old, target)
+    error = _error_near(error_old, v, v_old, target)
     log_r = -target.sigma * ((error + FLOOR) ** POWER - (error_old + FLOOR) ** POWER) / POWER
     loss, metrics = clipped_policy(log_r, target, algorithm, 1.0)
     kl = mean_per_sample(jnp.square(v - v_ref))
@@ -55,3 +57,26 @@ def awm(
         "loss/kl": kl,
         "loss/drift": drift,
     }
+
+
+def _error_near(
+    error_old: PerSample, v: Latents, v_old: Latents, target: TrainingTarget
+) -> PerSample:
+    """The flow-matching loss of `v`, so accurate that the ratio to the old policy is too.
+
+    It is computed from the difference of the two losses, so that it equals `error_old` exactly
+    where the velocities are equal. That sum cancels where `v` fits much better than `v_old`, and can
+    then round below 0, where the fourth root is NaN. There, the loss is computed by itself.
+
+    Args:
+        error_old: The flow-matching loss of `v_old`.
+        v: The velocity that the trained policy predicts.
+        v_old: The velocity that the old policy predicts.
+        target: The noised samples.
+
+    Returns:
+        The loss, at least 0.
+    """
+    by_itself = matching_error(v, target)
+    by_difference = error_old + matching_gap(v, v_old, target)
+    return jnp.maximum(jnp.where(by_itself < error_old / 2, by_itself, by_difference), 0.0)
