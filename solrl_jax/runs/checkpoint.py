@@ -41,6 +41,8 @@ META = "meta.json"
 # Suffix of a checkpoint that is being replaced by one of the same iteration, until the new one has
 # its name. So there is a complete checkpoint at any instant.
 REPLACED = ".replaced"
+# Parameters that networks gained later. An older checkpoint lacks them, and they were 0 in its run.
+ADDED = re.compile(r"\['[^']*/lepe/bias'\]")
 _NAME = re.compile(rf"(\d{{6,}})({re.escape(REPLACED)})?")
 T = TypeVar("T")
 
@@ -224,7 +226,8 @@ def restore(
 
     Raises:
         CheckpointError: If the checkpoint fails `verify`, or if the names, shapes or dtypes of its
-            arrays are not those of `abstract_state`.
+            arrays are not those of `abstract_state`, except for missing parameters that were added
+            later (`ADDED`), which are 0.
         InputError: If the metadata differs from `expected`: the checkpoint belongs to another run.
     """
     check = functools.partial(_verify_meta, path, expected or {})
@@ -262,13 +265,16 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
     arrays: dict[str, jax.Array] = {}
 
     def read() -> None:
-        compare_leaves(path, _read_header(path)["arrays"], abstract_leaves)
+        saved = _read_header(path)["arrays"]
+        added = {key for key in abstract_leaves.keys() - saved.keys() if ADDED.search(key)}
+        compared = {key: leaf for key, leaf in abstract_leaves.items() if key not in added}
+        compare_leaves(path, saved, compared)
         stored = {}
         for key, leaf in abstract_leaves.items():
-            if math.prod(leaf.shape):
+            if math.prod(leaf.shape) and key not in added:
                 stored[key] = leaf
             else:  # orbax refuses empty arrays, so they are not saved
-                arrays[key] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), shardings[key])
+                arrays[key] = _zeros(leaf, shardings[key])
         if not stored:
             return
         ocp, epath = orbax()
@@ -289,6 +295,12 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
 
     consensus.together("restore/read", read, CheckpointError)
     return jax.tree_util.tree_unflatten(structure, [arrays[key] for key in abstract_leaves])
+
+
+def _zeros(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:
+    """An array of zeros with the shape and dtype of `leaf`, also on a mesh of several processes."""
+    values = np.zeros(leaf.shape, leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, where, lambda index: values[index])
 
 
 def compare_leaves(path: Path, saved: dict[str, Any], abstract_leaves: dict[str, Any]) -> None:

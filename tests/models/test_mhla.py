@@ -117,6 +117,8 @@ def by_hand(w, x, released, normed, blocks=BLOCKS):
         for i in range(3)
         for j in range(3)
     )
+    if released:
+        local = local + w["lepe/bias"]
     return linear("to_out/0", out + local.reshape(n, WIDTH))
 
 
@@ -212,6 +214,9 @@ def test_a_pipeline_begins_with_what_its_files_do_not_have(released):
         f"transformer_blocks/attn1/{name}"
         for name in ("mix", "lepe/kernel", "norm_q/scale", "norm_k/scale")
     }
+    if released:
+        new.add("transformer_blocks/attn1/lepe/bias")
+        assert not np.asarray(params["transformer_blocks/attn1/lepe/bias"]).any()
     assert params.keys() == plain.keys() | new
     for path, value in plain.items():
         np.testing.assert_array_equal(params[path], value)

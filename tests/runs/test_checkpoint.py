@@ -54,6 +54,22 @@ def test_a_round_trip_keeps_every_bit_and_the_meta(saved):
     assert [path.name for path in checkpoint.candidates(saved)] == ["000002", "000001"]
 
 
+def test_a_parameter_that_older_checkpoints_lack_is_zero(tmp_path):
+    """The bias of MHLA's `lepe`, among the trained parameters and in the state of the optimizer."""
+    layer = "transformer_blocks/attn1"
+    older = {"ema": {f"{layer}/lepe/kernel": jnp.arange(9.0)}, "mu": {f"{layer}/mix": jnp.ones(4)}}
+    bias = {f"{layer}/lepe/bias": jnp.zeros(3, jnp.bfloat16)}
+    newer = {name: leaves | bias for name, leaves in older.items()}
+    save(tmp_path, 1, older, {})
+    state, _ = checkpoint.restore(tmp_path / "000001", abstract(newer))
+    assert_same_bits(state, newer)
+    with pytest.raises(CheckpointError, match=r"other/bias.* is missing"):
+        checkpoint.restore(
+            tmp_path / "000001",
+            abstract(older | {"ema": older["ema"] | {"other/bias": jnp.ones(3)}}),
+        )
+
+
 def test_nothing_saved_is_none(tmp_path):
     assert checkpoint.restore_latest(tmp_path / "absent", abstract(make_state(0)), {}) is None
     (tmp_path / "notes").mkdir()

@@ -4,7 +4,7 @@ attention.
 The tokens of an image are divided into M equal blocks. Linear attention has one sum over all keys.
 In MHLA each block has its own sum, and the queries of each block read their own mixture of the M
 sums, given by a trained matrix m [M, M]. If all entries of m are equal, MHLA is linear attention.
-The released DiT code (DAGroup-PKU/MHLA) departs from the paper in three places, see
+The released DiT code (DAGroup-PKU/MHLA) departs from the paper in four places, see
 `Mhla.released`.
 """
 
@@ -32,8 +32,8 @@ class Mhla:
     Attributes:
       blocks: The number M of blocks that the tokens of an image are divided into.
       released: Whether to follow the released code instead of the paper: m is normalized by columns
-        and is not bounded, `lepe` starts as the identity, and each query position has its own
-        denominator.
+        and is not bounded, `lepe` starts as the identity and has a bias, and each query position
+        has its own denominator.
       normed: Whether queries and keys are normalized (RMSNorm), all heads together.
     """
 
@@ -47,8 +47,8 @@ class BlockMixing(CrossProjection):
     values.
 
     The depthwise convolution `lepe` of the values is added to the attention. It starts as zero, so
-    that the network starts near the one that it was; in the released variant it starts as the
-    identity.
+    that the network starts near the one that it was. In the released variant it starts as the
+    identity, and has a bias that starts as zero.
 
     Args:
       mhla: The variant of MHLA.
@@ -81,8 +81,10 @@ class BlockMixing(CrossProjection):
             start=(initial_mix, layout, mhla.released),
             bounds=None if mhla.released else (0.0, 1.0),
         )
-        self.lepe = DepthwiseConv(widths[2], 3, bias=False, rngs=rngs)
+        self.lepe = DepthwiseConv(widths[2], 3, bias=mhla.released, rngs=rngs)
         self.lepe.kernel.set_metadata(start=(initial_filter, mhla.released))
+        if self.lepe.bias is not None:
+            self.lepe.bias.set_metadata(start=(np.zeros, widths[2]))
         if self.norm_q is not None and self.norm_k is not None and not normed:
             for norm in (self.norm_q, self.norm_k):
                 norm.scale.set_metadata(start=(np.ones, widths[2]))
