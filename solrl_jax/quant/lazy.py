@@ -20,7 +20,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
-from solrl_jax.quant.sharded_kernel import power_of_two, shard_map_kernel
+from solrl_jax.quant.sharded_kernel import (
+    power_of_two,
+    shard_map_kernel,
+    silence_triton_deprecation,
+)
 
 # An encoder of rows. It takes float32 arrays [..., n], which lie side by side along the last axis (one array per `LazyPart`). It
 # returns a tuple of outputs, for example (codes, scales). Each output is again a list of arrays that lie side by side.
@@ -365,6 +369,8 @@ def triton_kernel(
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
+
+    silence_triton_deprecation()
 
     def encode_reference(arrays: list[Array]) -> tuple[Array, ...]:
         return reference(encode, _replace_arrays(pieces, iter(arrays)))

@@ -20,7 +20,11 @@ from jaxtyping import Array, Float
 
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.lazy import ColumnView, LazyActivation
-from solrl_jax.quant.sharded_kernel import power_of_two, shard_map_kernel
+from solrl_jax.quant.sharded_kernel import (
+    power_of_two,
+    shard_map_kernel,
+    silence_triton_deprecation,
+)
 
 # tokens that a group of threads holds at a time; of 128, SANA's gradient spills registers
 FEWEST = 16
@@ -203,6 +207,7 @@ def in_one_pass(
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton as plgpu
 
+    silence_triton_deprecation()
     (head, width), batch, m = widths, max(len(a) for a in arrays), power_of_two(blocks.count)
 
     def spec(a):

@@ -3,6 +3,7 @@ own rows.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,18 @@ def power_of_two(count: int, least: int = 1) -> int:
     Triton arrays have no other sizes.
     """
     return 1 << (max(count, least) - 1).bit_length()
+
+
+def silence_triton_deprecation() -> None:
+    """Hides JAX's warning that Pallas' lowering to Triton is deprecated, which users cannot act on.
+
+    JAX 0.11 and later warn whenever such a kernel is lowered, which happens after it was traced. A kernel
+    therefore calls this while it is traced. As a side effect, the filter stays in the process; it matches
+    this one message.
+    """
+    warnings.filterwarnings(
+        "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+    )
 
 
 def shard_map_kernel(f: Callable[..., Any], *, by_heads: bool = False) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """`LazyActivation`: the kernel and its reference are one function, bit for bit; and what a quantised product reads is materialize_heads once."""
 
+import warnings
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -154,6 +155,25 @@ def test_the_kernel_is_its_twin_bit_for_bit(encoder, form, n, dtype):
             np.testing.assert_array_equal(
                 np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8), err_msg=name
             )
+
+
+def test_a_kernel_for_cuda_is_lowered_without_a_warning():
+    """JAX warns when it lowers a kernel, from 0.11 on; the second warning stands for it in older versions."""
+    x = jnp.asarray(normal(B, S, 64), jnp.bfloat16)
+
+    def encode(x):
+        return triton_kernel(nvfp4.encode, [LazyActivation.from_array(x).parts])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert "one_pass" in cuda_text(jax.jit(encode).trace(x))
+        warnings.warn(
+            "The Pallas Triton backend is deprecated and will be removed",
+            DeprecationWarning,
+            stacklevel=1,
+        )
+        warnings.warn("another backend is deprecated", DeprecationWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["another backend is deprecated"]
 
 
 @pytest.mark.parametrize("normed", [modulated, rms_normed])
