@@ -1,5 +1,5 @@
-// Lighthouse and axe over the built site in headless Chromium: 390 and 1440 px wide, light and dark. Writes benchmarks/site.json.
-// Exits with 1 on an accessibility below 95, a violation, an error in the console, or a page that is wider than the window.
+// Checks the built site with Lighthouse and axe in headless Chromium, at 390 and 1440 px, light and dark. Writes benchmarks/site.json.
+// The exit code is 1 for an accessibility score below 95, a violation, a console error, or a page that is wider than the window.
 //
 //   make docs
 //   PUPPETEER_SKIP_DOWNLOAD=1 npm install --no-save lighthouse axe-core puppeteer-core
