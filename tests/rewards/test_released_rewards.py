@@ -182,7 +182,7 @@ def test_on_a_mesh_rows_and_parameters_are_split_and_scores_stay(many, at_once, 
 def test_products_in_sixteen_bits_score_and_rank_almost_as_float32(
     dtype, least, many, at_once, files
 ):
-    """FP16 has three bits more than BF16. docs/compiled.md has the errors at the released sizes."""
+    """FP16 has three bits more than BF16. docs/kernels.md has the errors at the released sizes."""
     reward = open_reward(dict.fromkeys(NAMES, 1.0), files[0], dtype)(None).trained
     leaves = jax.tree.leaves(reward.params, is_leaf=lambda x: isinstance(x, HalfPrecisionWeight))
     assert {leaf.weight.dtype for leaf in leaves if isinstance(leaf, HalfPrecisionWeight)} == {

@@ -181,7 +181,7 @@ class RMSNorm(nnx.Module):
         Returns:
           The normalized activation, of the same shape.
         """
-        # on a GPU, the saved sums spare the gradient one pass over `x` (docs/compiled.md)
+        # on a GPU, the saved sums spare the gradient one pass over `x` (docs/kernels.md)
         save_squares = x.exact and compile_target.platform() == "gpu"
 
         def norm(y: Array, scale: Array) -> Array:
