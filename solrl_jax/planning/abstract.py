@@ -108,9 +108,8 @@ def some_prompts(config: Config) -> list[Prompt]:
 
 def reward(config: Config, mesh: Mesh, products: DTypeLike) -> Reward:
     """What is trained on, its networks as they are released. What is scored outside JAX takes nothing of a device."""
-    loaded = open_rewards(
-        dataclasses.replace(config.reward, paths=CARRIED, eval_only=()), products
-    )(mesh).trained
+    settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
+    loaded = open_rewards(settings, products).load(mesh).trained
     return dataclasses.replace(loaded, params=abstract(loaded.params, mesh))
 
 

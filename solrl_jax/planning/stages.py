@@ -206,7 +206,7 @@ class Stages:
         images = self._rows(mesh, (*experiment.size, 3), jnp.float32)
         decode = [
             Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)
-        ] * reward.needs_pictures
+        ] * reward.needs_images
         if reward.score is None:
             return decode
         seen = reward.select_inputs(images, latents)

@@ -1,6 +1,8 @@
-"""The LAION aesthetic predictor (arXiv 2210.08402, section 3): how much people like a picture, whatever its prompt."""
+"""The LAION aesthetic predictor (arXiv 2210.08402, section 3): how much people like an image,
+whatever its prompt.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,20 +11,22 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.linear import Linear
+from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.weights import locate_tensors
 from solrl_jax.models.vision.clip import CLIPConfig, VisionModel
 from solrl_jax.models.vision.image_resize import Preprocessing
 from solrl_jax.models.vision.score_head import ScoreHead
 from solrl_jax.rewards.clip import unit
-from solrl_jax.rewards.network import loader, open_network
-from solrl_jax.rewards.protocol import Loader, Scores
+from solrl_jax.rewards.network import NetworkReward, open_network, score_in_parts
+from solrl_jax.rewards.protocol import Scores
 from solrl_jax.rewards.sources import find
 
-TEXT_TENSORS = ("text_model.", "text_projection.", "logit_scale")  # in CLIP's file; not read
+# Tensors of CLIP's file that are not read.
+TEXT_TENSORS = ("text_model.", "text_projection.", "logit_scale")
 
 
 class ImageEncoder(nnx.Module):
-    """The half of `models.vision.clip.CLIPModel` that reads pictures; its parameters have the same names."""
+    """The image half of `models.vision.clip.CLIPModel`. Its parameters have the same names."""
 
     def __init__(self, c: CLIPConfig, *, rngs: nnx.Rngs):
         self.vision_model = VisionModel(c.vision_config, rngs=rngs)
@@ -34,27 +38,54 @@ class ImageEncoder(nnx.Module):
         return self.visual_projection(self.vision_model(pixels))
 
 
-def aesthetic(paths: Mapping[str, str]) -> Loader:
-    """A rating of about 1 to 10, from the direction of the picture's vector in OpenAI's ViT-L/14."""
+def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
+    """Opens the predictor: a rating of about 1 to 10, from the direction of the embedding of the
+    image in OpenAI's ViT-L/14.
+
+    Args:
+        paths: The setting `reward.paths`, see `sources.find`.
+    """
     head_file = find("aesthetic", paths)
     folder = find("aesthetic/clip", paths)
     config = CLIPConfig.read(folder)
     encoder = open_network(
-        lambda rngs: ImageEncoder(config, rngs=rngs),
+        partial(ImageEncoder, config),
         folder,
         partial(locate_tensors, unused=TEXT_TENSORS),
     )
-    head = open_network(lambda rngs: ScoreHead(config.projection_dim, rngs=rngs), head_file)
+    head = open_network(partial(ScoreHead, config.projection_dim), head_file)
     preprocess = Preprocessing(
         config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down"
     )
+    score = partial(aesthetic_scores, encoder, head, preprocess)
+    return NetworkReward(
+        networks={"encoder": encoder, "head": head},
+        prepare=placeholder_rows,
+        score=partial(score_in_parts, score),
+    )
 
-    # the prompts are not read, but `score` wants an array with a row a prompt
-    def prepare(prompts):
-        return np.zeros(len(prompts), np.float32)
 
-    def score(params: dict[str, Any], images: Array, _: Array) -> Scores:
-        vector = unit(encoder(encoder.gather(params["encoder"]))(preprocess(images)))
-        return {"reward": head(head.gather(params["head"]))(vector)}
+def aesthetic_scores(
+    encoder: Component,
+    head: Component,
+    preprocess: Preprocessing,
+    params: dict[str, Any],
+    rows: tuple[Float[Array, "b H W 3"], Array],
+) -> Scores:
+    """Rates images, under jit.
 
-    return loader({"encoder": encoder, "head": head}, prepare, score)
+    Args:
+        encoder: The image encoder.
+        head: The head that rates an embedding of length 1.
+        preprocess: Converts images to pixels.
+        params: The parameters of "encoder" and "head".
+        rows: The images in [0, 1], and a placeholder per image, because prompts have no influence.
+    """
+    images, _ = rows
+    embedding = unit(encoder(encoder.gather(params["encoder"]))(preprocess(images)))
+    return {"reward": head(head.gather(params["head"]))(embedding)}
+
+
+def placeholder_rows(prompts: Sequence[str]) -> Float[np.ndarray, " n"]:
+    """Returns one zero per prompt, for a reward that does not read them."""
+    return np.zeros(len(prompts), np.float32)

@@ -1,6 +1,10 @@
-"""Rewards that are the cosine between a picture and its prompt in a CLIP (arXiv 2103.00020), each on its published scale."""
+"""Rewards that are the cosine between an image and its prompt in a CLIP (arXiv 2103.00020), each on
+its published scale.
+"""
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,106 +12,173 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.locate import EMBEDDED_FOLDER
+from solrl_jax.models.text_encoders.tokenizers import tokenize
 from solrl_jax.models.vision.clip import CLIPConfig, CLIPModel
 from solrl_jax.models.vision.image_resize import MEAN, STD, Preprocessing
 from solrl_jax.models.vision.open_clip import locate_open_clip_tensors
-from solrl_jax.rewards.network import loader, open_network
-from solrl_jax.rewards.protocol import Loader, Scores
+from solrl_jax.rewards.network import NetworkReward, open_network, score_in_parts
+from solrl_jax.rewards.protocol import Scores
 from solrl_jax.rewards.sources import find
-from solrl_jax.rewards.texts import Tokenize, clip_texts, open_clip_texts, open_tokenizer
+from solrl_jax.rewards.texts import open_tokenizer, tokenize_as_open_clip
 
-# HPS v2.1 is OpenCLIP's ViT-H-14. Its file does not say the sizes. `eos_token_id` 2 means: a text ends at its highest token id
-# (`models.vision.clip.TextModel.at_end`).
-HPS = CLIPConfig.from_dict({
-    "projection_dim": 1024,
-    "text_config": {
-        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-        "hidden_act": "gelu", "eos_token_id": 2,
-    },
-    "vision_config": {
-        "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
-        "hidden_act": "gelu", "patch_size": 14,
-    },
-})  # fmt: skip
+# HPS v2.1 is OpenCLIP's ViT-H-14. Its file does not hold the sizes. `eos_token_id` 2 means that a
+# text ends at its highest token id (`models.vision.clip.TextModel.at_end`).
+HPS = CLIPConfig.from_dict(
+    {
+        "projection_dim": 1024,
+        "text_config": {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "hidden_act": "gelu",
+            "eos_token_id": 2,
+        },
+        "vision_config": {
+            "hidden_size": 1280,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "hidden_act": "gelu",
+            "patch_size": 14,
+        },
+    }
+)
+
+Preprocess = Callable[[Float[Array, "b H W 3"]], Float[Array, "b h w 3"]]
 
 
-def clipscore(paths: Mapping[str, str]) -> Loader:
-    """CLIPScore (arXiv 2104.08718) with OpenAI's ViT-L/14: `exp(logit_scale) / 100` times the cosine, about the cosine."""
-    return _scaled(paths, ("clipscore", "clipscore"), 100, kernel="bilinear", eight_bit=False)
+def clipscore(paths: Mapping[str, str]) -> NetworkReward:
+    """Opens CLIPScore (arXiv 2104.08718) with OpenAI's ViT-L/14.
 
+    The score is `exp(logit_scale) / 100` times the cosine, which is about the cosine.
 
-def pickscore(paths: Mapping[str, str]) -> Loader:
-    """PickScore v1 (arXiv 2305.01569) with a fine-tuned ViT-H/14: `exp(logit_scale) / 26` times the cosine, about 0.8."""
-    return _scaled(
-        paths,
-        ("pickscore", "pickscore/tokenizer"),
-        26,
-        kernel="bicubic",
-        eight_bit=True,
-        odd="down",
+    Args:
+        paths: The setting `reward.paths`, see `sources.find`.
+    """
+    folder = find("clipscore", paths)
+    config = CLIPConfig.read(folder)
+    preprocess = Preprocessing(
+        config.vision_config.image_size, "bilinear", eight_bit=False, fit="crop"
     )
+    return _clip_reward(folder, folder, config, preprocess, divisor=100)
 
 
-def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> Loader:
-    """HPS v2.1 (arXiv 2306.09341) with a fine-tuned ViT-H/14 in OpenCLIP's layout: the cosine, about 0.3."""
-    network = open_network(
-        lambda rngs: CLIPModel(config, rngs=rngs), find("hpsv2", paths), locate_open_clip_tensors
+def pickscore(paths: Mapping[str, str]) -> NetworkReward:
+    """Opens PickScore v1 (arXiv 2305.01569) with a fine-tuned ViT-H/14.
+
+    The score is `exp(logit_scale) / 26` times the cosine, about 0.8.
+
+    Args:
+        paths: The setting `reward.paths`, see `sources.find`.
+    """
+    folder = find("pickscore", paths)
+    config = CLIPConfig.read(folder)
+    preprocess = Preprocessing(
+        config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down"
     )
-    preprocessing = Preprocessing(
+    return _clip_reward(folder, find("pickscore/tokenizer", paths), config, preprocess, divisor=26)
+
+
+def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
+    """Opens HPS v2.1 (arXiv 2306.09341), a fine-tuned ViT-H/14 in OpenCLIP's layout.
+
+    The score is the cosine, about 0.3. It differs from that of the hpsv2 package by up to 1.1e-3,
+    where scores of different images spread over 0.26. The package lets Pillow resize 8-bit images,
+    which rounds and clips after its bicubic kernel. Here images are resized in float32 without
+    rounding, as torchvision resizes tensors.
+
+    Args:
+        paths: The setting `reward.paths`, see `sources.find`.
+        config: The sizes of the network, which its file does not hold.
+    """
+    file = find("hpsv2", paths)
+    tokenizer = find("hpsv2/tokenizer", paths)
+    network = open_network(partial(CLIPModel, config), file, locate_open_clip_tensors)
+    preprocess = Preprocessing(
         config.vision_config.image_size, "bicubic", eight_bit=False, fit="pad"
     )
-    texts = open_clip_texts(
-        find("hpsv2/tokenizer", paths), config.text_config.max_position_embeddings
+    open_tokenizer(tokenizer)
+    length = config.text_config.max_position_embeddings
+    return NetworkReward(
+        networks={"clip": network},
+        prepare=partial(tokenize_as_open_clip, tokenizer, length),
+        score=partial(score_in_parts, partial(cosine_scores, network, preprocess, None)),
     )
-    return _cosine(network, preprocessing, texts, lambda model: jnp.ones(()))
 
 
-def tiny_clip(paths: Mapping[str, str]) -> Loader:
-    """The cosine in the embedded CLIP, about -0.2 to 0.6. Pictures must have that CLIP's own size."""
+def tiny_clip(paths: Mapping[str, str]) -> NetworkReward:
+    """Opens the embedded CLIP, with the cosine as the score, about -0.2 to 0.6.
+
+    Images must have the size that the CLIP itself has.
+
+    Args:
+        paths: Not read, because the package contains the CLIP.
+    """
     folder = EMBEDDED_FOLDER / "tiny-clip"
     config = CLIPConfig.read(folder)
-    network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
-    texts = clip_texts(folder, open_tokenizer(folder).model_max_length)
-    return _cosine(network, lambda images: (images - MEAN) / STD, texts, lambda model: jnp.ones(()))
-
-
-def _scaled(
-    paths: Mapping[str, str], names: tuple[str, str], divisor: float, **resize: Any
-) -> Loader:
-    """The cosine in a CLIP in the layout of transformers, times `exp(logit_scale) / divisor`.
-
-    names: of the network and of its tokenizer, in `reward.paths`.
-    """
-    folder, tokenizer = (find(name, paths) for name in names)
-    config = CLIPConfig.read(folder)
-    network = open_network(lambda rngs: CLIPModel(config, rngs=rngs), folder)
-    preprocessing = Preprocessing(config.vision_config.image_size, fit="crop", **resize)
-    texts = clip_texts(tokenizer, config.text_config.max_position_embeddings)
-    return _cosine(
-        network,
-        preprocessing,
-        texts,
-        lambda model: jnp.exp(model.logit_scale.get_value()) / divisor,
+    network = open_network(partial(CLIPModel, config), folder)
+    length = open_tokenizer(folder).model_max_length
+    return NetworkReward(
+        networks={"clip": network},
+        prepare=partial(tokenize, folder, length=length),
+        score=partial(score_in_parts, partial(cosine_scores, network, normalize, None)),
     )
 
 
-def _cosine(
+def _clip_reward(
+    folder: Path, tokenizer: Path, config: CLIPConfig, preprocess: Preprocess, divisor: float
+) -> NetworkReward:
+    """Opens a CLIP in the layout of transformers.
+
+    Args:
+        folder: The folder of the network.
+        tokenizer: The folder of its tokenizer.
+        config: The sizes of the network.
+        preprocess: Converts images to pixels.
+        divisor: The score is `exp(logit_scale) / divisor` times the cosine.
+    """
+    network = open_network(partial(CLIPModel, config), folder)
+    open_tokenizer(tokenizer)
+    length = config.text_config.max_position_embeddings
+    return NetworkReward(
+        networks={"clip": network},
+        prepare=partial(tokenize, tokenizer, length=length),
+        score=partial(score_in_parts, partial(cosine_scores, network, preprocess, divisor)),
+    )
+
+
+def cosine_scores(
     network: Component,
-    preprocess: Callable[[Float[Array, "b H W 3"]], Float[Array, "b h w 3"]],
-    tokenize: Tokenize,
-    scale: Callable[[CLIPModel], Array],
-) -> Loader:
-    """The reward `scale(model)` (a scalar) times the cosine between picture and prompt."""
+    preprocess: Preprocess,
+    divisor: float | None,
+    params: Any,
+    rows: tuple[Float[Array, "b H W 3"], dict[str, Array]],
+) -> Scores:
+    """Computes the cosine between images and prompts in a CLIP, under jit.
 
-    def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
-        model = network(network.gather(params))
-        image = unit(model.encode_image(preprocess(images)))
-        text = unit(model.encode_text(tokens["ids"], tokens["mask"]))
-        return {"reward": scale(model) * (image * text).sum(-1)}
+    Args:
+        network: The CLIP.
+        preprocess: Converts images in [0, 1] to pixels of the size that the CLIP reads.
+        divisor: The cosine is multiplied by `exp(logit_scale) / divisor`. None: it is not.
+        params: The parameters of the network, under "clip".
+        rows: The images, and the prompt of each, as "ids" and "mask" [b, length].
+    """
+    images, tokens = rows
+    model = network(network.gather(params["clip"]))
+    image = unit(model.encode_image(preprocess(images)))
+    text = unit(model.encode_text(tokens["ids"], tokens["mask"]))
+    cosine = (image * text).sum(-1)
+    if divisor is None:
+        return {"reward": cosine}
+    return {"reward": jnp.exp(model.logit_scale.get_value()) / divisor * cosine}
 
-    return loader(network, tokenize, score)
+
+def normalize(images: Float[Array, "b H W 3"]) -> Float[Array, "b H W 3"]:
+    """Normalizes images in [0, 1] by the statistics of CLIP's training images, without resizing."""
+    return (images - MEAN) / STD
 
 
 def unit(x: Float[Array, "b d"]) -> Float[Array, "b d"]:
-    """Vectors divided by their lengths."""
+    """Divides vectors by their lengths."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)

@@ -1,4 +1,6 @@
-"""Detectors of objects for the `geneval` reward: the verifier of the embedded world, or a function of the user's."""
+"""Object detectors for the `geneval` reward: the verifier of the embedded world, or a function of a
+user.
+"""
 
 import dataclasses
 import functools
@@ -8,14 +10,22 @@ import numpy as np
 from jaxtyping import Float
 
 from solrl_jax.data.shapes import scenes, verifier
-from solrl_jax.rewards.host import imported
+from solrl_jax.rewards.host import import_object
 
-BLOCK = 16  # pictures in each call of the verifier: one number, so it is compiled once
+# Images in each call of the verifier. It is always the same number, so that it is compiled once.
+BLOCK = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Detection:
-    """One object. box: x0, y0, x1, y1 in pixels, y grows downwards. color: None if unclear. confidence: in [0, 1]."""
+    """One object in an image.
+
+    Attributes:
+        name: The class of the object.
+        box: x0, y0, x1, y1 in pixels, where y grows downwards.
+        color: Its color. None: unclear.
+        confidence: The confidence of the detector, in [0, 1].
+    """
 
     name: str
     box: tuple[float, float, float, float]
@@ -23,73 +33,90 @@ class Detection:
     confidence: float
 
 
-Detect = Callable[
-    [Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]
-]  # pictures to a list of objects for each
+# A function from images in [0, 1] to the objects in each.
+Detect = Callable[[Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """All classes and colours that a detector can find; None: unknown."""
+    """All classes and colors that a detector can find. None: unknown."""
 
     classes: tuple[str, ...] | None = None
     colors: tuple[str, ...] | None = None
 
 
 def vocabulary(name: str) -> Vocabulary:
-    """What the detector of this name can find."""
+    """Returns what a detector can find, without opening it.
+
+    Args:
+        name: "shapes", or any other name, whose vocabulary is unknown.
+    """
+    if name != "shapes":
+        return Vocabulary()
     sized = (f"{size} {shape}" for size in scenes.SIZES for shape in scenes.SHAPES)
-    return (
-        Vocabulary((*scenes.SHAPES, *sized), scenes.COLOURS) if name == "shapes" else Vocabulary()
-    )
+    return Vocabulary((*scenes.SHAPES, *sized), scenes.COLOURS)
 
 
 @functools.cache
 def open_detector(name: str) -> Detect:
-    """The detector "shapes", or the function that "module.path:function" names. Raises ValueError in one line."""
+    """Opens a detector.
+
+    Args:
+        name: "shapes", or a function "module.path:function".
+
+    Raises:
+        ValueError: If there is no such function, in one line.
+    """
     if name == "shapes":
         return detect_shapes
     try:
         if ":" not in name:  # a module of that name is not imported
             raise ValueError("it has no ':'")
-        detect = imported(name)
+        detect = import_object(name)
         if not callable(detect):
             raise TypeError(f"{name.rpartition(':')[2]} is no function")
         return detect
-    except Exception as error:  # an imported module may do anything
-        said = f"expected 'shapes' or 'module.path:function' ({' '.join(str(error).split())})"
-        raise ValueError(f"reward 'geneval': detector={name!r}: {said}") from error
+    except Exception as error:  # an imported module may raise anything
+        message = " ".join(str(error).split())
+        raise ValueError(
+            f"reward 'geneval': detector={name!r}: expected 'shapes' or 'module.path:function' "
+            f"({message})"
+        ) from error
 
 
 def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]:
-    """The objects of the embedded world as the strict verdict sees them: each twice, as "circle" and as "small circle".
+    """Detects the objects of the embedded world, as the strict verdict does.
 
-    Their confidence is 1. A component without a clear shape is no object. Raises ValueError for pictures that are no squares.
+    Each object is found twice, e.g. as "circle" and as "small circle". The confidence is 1. A
+    component without a clear shape is no object.
+
+    Args:
+        images: Square images.
+
+    Raises:
+        ValueError: If the images are not square.
     """
-    n, height, width, _ = images.shape
+    num_images, height, width, _ = images.shape
     if height != width:
-        raise ValueError(f"detector 'shapes': pictures {width} x {height}; expected squares")
-    found: list[list[Detection]] = []
-    for start in range(0, n, BLOCK):
-        rows = np.minimum(np.arange(start, start + BLOCK), n - 1)
-        colour, shape, size, centre, diameter = map(np.asarray, verifier.detect(images[rows]))
-        lo, hi = (
-            (centre + sign * diameter[..., None] / 2) * (width / scenes.BASE) for sign in (-1, 1)
-        )
-        for i in range(min(BLOCK, n - start)):
-            objects = []
+        raise ValueError(f"detector 'shapes': images {width} x {height}; expected squares")
+    scale = width / scenes.BASE
+    detections: list[list[Detection]] = []
+    for start in range(0, num_images, BLOCK):
+        # The last block is filled up with copies of the last image.
+        rows = np.minimum(np.arange(start, start + BLOCK), num_images - 1)
+        objects = verifier.detect(images[rows])
+        colour, shape, size, centre, diameter = map(np.asarray, objects)
+        lower = (centre - diameter[..., None] / 2) * scale
+        upper = (centre + diameter[..., None] / 2) * scale
+        for i in range(min(BLOCK, num_images - start)):
+            in_image = []
             for j in np.flatnonzero(shape[i] >= 0):
-                tint = scenes.COLOURS[colour[i, j]] if colour[i, j] >= 0 else None
-                box = (
-                    float(lo[i, j, 0]),
-                    float(lo[i, j, 1]),
-                    float(hi[i, j, 0]),
-                    float(hi[i, j, 1]),
-                )
-                plain = scenes.SHAPES[shape[i, j]]
-                objects += [
-                    Detection(name, box, tint, 1.0)
-                    for name in (plain, f"{scenes.SIZES[size[i, j]]} {plain}")
-                ]
-            found.append(objects)
-    return found
+                color = scenes.COLOURS[colour[i, j]] if colour[i, j] >= 0 else None
+                x0, y0 = map(float, lower[i, j])
+                x1, y1 = map(float, upper[i, j])
+                name = scenes.SHAPES[shape[i, j]]
+                sized_name = f"{scenes.SIZES[size[i, j]]} {name}"
+                in_image.append(Detection(name, (x0, y0, x1, y1), color, 1.0))
+                in_image.append(Detection(sized_name, (x0, y0, x1, y1), color, 1.0))
+            detections.append(in_image)
+    return detections

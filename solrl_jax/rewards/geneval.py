@@ -1,11 +1,15 @@
-"""GenEval (arXiv 2310.11513): whether a picture shows the right number of objects, in the right colours and places.
+"""GenEval (arXiv 2310.11513): whether an image shows the right number of objects, in the right
+colors and positions.
 
-It is scored as in DiffusionNFT and Flow-GRPO. The metadata of a prompt is a line of GenEval's own files:
+It is scored as in DiffusionNFT and Flow-GRPO. The metadata of a prompt is a line of GenEval's own
+files:
 
-    {"tag": "position", "include": [{"class": "bench", "count": 1},
-                                    {"class": "dog", "count": 1, "color": "brown", "position": ["left of", 0]}]}
+    {"tag": "position",
+     "include": [{"class": "bench", "count": 1},
+                 {"class": "dog", "count": 1, "color": "brown", "position": ["left of", 0]}]}
 
-It may also have "exclude": [{"class": ..., "count": ...}]. A position names an earlier clause by its index.
+It may also have "exclude": [{"class": ..., "count": ...}]. A position names an earlier clause by
+its index.
 """
 
 import dataclasses
@@ -17,19 +21,30 @@ from jaxtyping import Float
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.rewards.detectors import Detection, Vocabulary, open_detector, vocabulary
-from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
+from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite_images
 
 RELATIONS = ("left of", "right of", "above", "below")
-MOST = 16  # objects of a class that are counted
-NEAR = 0.1  # an offset counts beyond this share of the sum of both sizes
-LEAN = 0.5  # least share of the distance along the axis of a relation
+# The most objects of a class that are counted.
+MAX_OBJECTS = 16
+# An offset between two objects counts beyond this fraction of the sum of their sizes.
+MIN_OFFSET = 0.1
+# The least fraction of the distance that must lie along the axis of a relation.
+MIN_AXIS_FRACTION = 0.5
 
-Objects = Mapping[str, Sequence[Detection]]  # by class, the most confident first
+# The objects of an image by class, the most confident first.
+Objects = Mapping[str, Sequence[Detection]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Clause:
-    """`count` objects of class `name`, perhaps in a colour. position: (relation, index of an earlier clause)."""
+    """A request for objects of one class.
+
+    Attributes:
+        name: The class.
+        count: The number of objects.
+        color: Their color, or None for any.
+        position: A relation of `RELATIONS` and the index of the earlier clause that it refers to.
+    """
 
     name: str
     count: int
@@ -39,7 +54,13 @@ class Clause:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a picture should show, from the metadata of its prompt."""
+    """What an image should show, from the metadata of its prompt.
+
+    Attributes:
+        tag: GenEval's name of the task, e.g. "counting".
+        include: The objects that must be there.
+        exclude: The objects that must not be there, in that number or more.
+    """
 
     tag: str
     include: tuple[Clause, ...]
@@ -55,163 +76,257 @@ def geneval(
     threshold: float = 0.3,
     counting_threshold: float = 0.9,
 ) -> dict[str, Float[np.ndarray, " n"]]:
-    """Scores pictures against the metadata of their prompts.
+    """Scores images against the metadata of their prompts.
 
-    detector: "shapes", which finds the objects of the embedded world, or "module.path:function", a `detectors.Detect`.
-    threshold: an object counts if its confidence is greater. counting_threshold: the same where the tag is "counting".
+    Args:
+        images: Images in [0, 1]. One with a non-finite value scores NaN.
+        prompts: The prompt of each image, for messages.
+        metadata: GenEval's metadata of each prompt.
+        detector: "shapes", which finds the objects of the embedded world, or
+            "module.path:function" with a `detectors.Detect`.
+        threshold: An object counts if its confidence is greater.
+        counting_threshold: The same, for prompts with the tag "counting".
 
-    Returns "reward", the partial score, at most 1, and "strict", 1 if all is exactly as asked, else 0. A picture with values
-    that are not finite scores NaN. Raises ValueError in one line that names the prompt if its metadata is not GenEval's.
+    Returns:
+        "reward", the partial score, at most 1, and "strict", 1 if everything is exactly as
+        requested and else 0.
+
+    Raises:
+        ValueError: If metadata is not GenEval's. The message names the prompt.
     """
     check_arguments("geneval", images, prompts, metadata)
     detect = open_detector(detector)
     known = vocabulary(detector)
     requests = [
-        request(prompt, extra, known) for prompt, extra in zip(prompts, metadata, strict=True)
+        parse_request(prompt, mapping, known)
+        for prompt, mapping in zip(prompts, metadata, strict=True)
     ]
-    sound = np.flatnonzero(finite(images))
-    found = detect(images[sound]) if len(sound) else []
-    if len(found) != len(sound):
+    finite = np.flatnonzero(finite_images(images))
+    detections = detect(images[finite]) if len(finite) else []
+    if len(detections) != len(finite):
         raise ValueError(
-            f"reward 'geneval': detector {detector!r} gave {len(found)} lists for {len(sound)} pictures"
+            f"reward 'geneval': detector {detector!r} returned {len(detections)} lists for "
+            f"{len(finite)} images"
         )
-    reward, strict = np.full((2, len(images)), np.nan, np.float32)
-    for i, detections in zip(sound, found, strict=True):
+    reward = np.full(len(images), np.nan, np.float32)
+    strict = np.full(len(images), np.nan, np.float32)
+    for i, in_image in zip(finite, detections, strict=True):
         least = counting_threshold if requests[i].tag == "counting" else threshold
-        reward[i], strict[i] = judge(by_class(detections, least), requests[i])
+        reward[i], strict[i] = judge(group_by_class(in_image, least), requests[i])
     return {"reward": reward, "strict": strict}
 
 
-# A detector of the user's is not imported for this check. The other options are thresholds.
-geneval.check = lambda prompt, metadata, detector="shapes", **_: request(  # type: ignore[attr-defined]
-    prompt, metadata, vocabulary(detector)
-)
+def check(prompt: str, metadata: Metadata, detector: str = "shapes", **options: Any) -> None:
+    """Checks the metadata of a prompt. The detector is not imported for that.
+
+    Args:
+        prompt: The prompt.
+        metadata: Its metadata.
+        detector: As in `geneval`.
+        options: Not read.
+
+    Raises:
+        ValueError: If the metadata is not GenEval's.
+    """
+    parse_request(prompt, metadata, vocabulary(detector))
 
 
-def by_class(detections: Sequence[Detection], threshold: float) -> Objects:
-    """The objects of each class with a confidence above `threshold`: the MOST most confident, in this order."""
-    found: dict[str, list[Detection]] = {}
+geneval.check = check  # type: ignore[attr-defined]
+
+
+def group_by_class(detections: Sequence[Detection], threshold: float) -> Objects:
+    """Groups the objects of an image by class.
+
+    Args:
+        detections: The objects.
+        threshold: Only objects with a greater confidence count.
+
+    Returns:
+        The `MAX_OBJECTS` most confident objects of each class, in this order.
+    """
+    groups: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda d: -d.confidence):
-        if detection.confidence > threshold and len(found.setdefault(detection.name, [])) < MOST:
-            found[detection.name].append(detection)
-    return found
+        if detection.confidence > threshold:
+            group = groups.setdefault(detection.name, [])
+            if len(group) < MAX_OBJECTS:
+                group.append(detection)
+    return groups
 
 
-def judge(found: Objects, asked: Request) -> tuple[float, bool]:
-    """The partial score of one picture, which is a mean of terms, and the strict verdict.
+def judge(objects: Objects, request: Request) -> tuple[float, bool]:
+    """Scores one image.
 
-    Each clause gives these terms:
-      1. how close the number of its objects is to its count. This is below 0 for more than twice the count.
-      2. a 0 if this number is wrong and the clause asks for a colour or a position. There are no further terms then.
-      3. if it asks for a colour: how close the number of objects of this colour is.
-      4. if it asks for a position, and the colours are right: 1 if the relation holds for every pair; a 0 and a 1 if it does
-         not, as in Flow-GRPO's code; 0 if the earlier clause was not met.
-    `exclude` only affects the strict verdict.
+    The partial score is the mean of these terms of all clauses:
+
+      1. How close the number of objects is to the count of the clause. This is below 0 for more
+         than twice the count.
+      2. A 0 if this number is wrong and the clause has a color or a position. There are no further
+         terms of the clause then.
+      3. If the clause has a color: how close the number of objects of this color is.
+      4. If the clause has a position, and the colors are right: 1 if the relation holds for every
+         pair of objects; a 0 and a 1 if it does not, as in Flow-GRPO's code; 0 if the earlier
+         clause was not met.
+
+    `request.exclude` only affects the strict verdict.
+
+    Args:
+        objects: The objects of the image by class.
+        request: What the image should show.
+
+    Returns:
+        The partial score, and whether everything is exactly as requested.
     """
     terms: list[float] = []
-    groups: list[
-        Sequence[Detection] | None
-    ] = []  # the objects of each clause; None: it was not met
-    for clause in asked.include:
-        objects = found.get(clause.name, ())
-        terms.append(_closeness(clause.count, len(objects)))
-        met = len(objects) == clause.count
+    # The objects of each clause so far. None: the clause was not met.
+    groups: list[Sequence[Detection] | None] = []
+    for clause in request.include:
+        group = objects.get(clause.name, ())
+        terms.append(_closeness(clause.count, len(group)))
+        met = len(group) == clause.count
         if not met and (clause.color or clause.position):
             terms.append(0.0)
         if met and clause.color:
-            coloured = sum(thing.color == clause.color for thing in objects)
-            terms.append(_closeness(clause.count, coloured))
-            met = coloured == clause.count
+            num_colored = sum(detection.color == clause.color for detection in group)
+            terms.append(_closeness(clause.count, num_colored))
+            met = num_colored == clause.count
         if met and clause.position:
             relation, index = clause.position
             others = groups[index]
             met = others is not None and all(
-                relation in relations(a, b) for a in objects for b in others
+                relation in relations(a, b) for a in group for b in others
             )
-            terms += [1.0] if met else [0.0] if others is None else [0.0, 1.0]
-        groups.append(objects if met else None)
-    barred = any(len(found.get(clause.name, ())) >= clause.count for clause in asked.exclude)
-    return sum(terms) / len(terms), None not in groups and not barred
+            if met:
+                terms.append(1.0)
+            elif others is None:
+                terms.append(0.0)
+            else:
+                terms += [0.0, 1.0]
+        groups.append(group if met else None)
+    has_excluded = any(
+        len(objects.get(clause.name, ())) >= clause.count for clause in request.exclude
+    )
+    return sum(terms) / len(terms), None not in groups and not has_excluded
 
 
 def relations(a: Detection, b: Detection) -> set[str]:
-    """The relations that `a` has to `b`: two if it is diagonal to it, none if their centres are nearly the same."""
-    (ax0, ay0, ax1, ay1), (bx0, by0, bx1, by1) = a.box, b.box
+    """Returns the relations that `a` has to `b`.
+
+    These are two if `a` is diagonal to `b`, and none if their centers are nearly the same.
+    """
+    ax0, ay0, ax1, ay1 = a.box
+    bx0, by0, bx1, by1 = b.box
     offset = np.array([ax0 + ax1 - bx0 - bx1, ay0 + ay1 - by0 - by1]) / 2
     sizes = np.abs([ax1 - ax0, ay1 - ay0]) + np.abs([bx1 - bx0, by1 - by0])
-    revised = np.sign(offset) * np.maximum(np.abs(offset) - NEAR * sizes, 0)
+    revised = np.sign(offset) * np.maximum(np.abs(offset) - MIN_OFFSET * sizes, 0)
     if np.all(np.abs(revised) < 1e-3):
         return set()
     x, y = revised / np.linalg.norm(offset)
-    holds = {"left of": x < -LEAN, "right of": x > LEAN, "above": y < -LEAN, "below": y > LEAN}
-    return {relation for relation, true in holds.items() if true}
+    holds = {
+        "left of": x < -MIN_AXIS_FRACTION,
+        "right of": x > MIN_AXIS_FRACTION,
+        "above": y < -MIN_AXIS_FRACTION,
+        "below": y > MIN_AXIS_FRACTION,
+    }
+    return {relation for relation, is_true in holds.items() if is_true}
 
 
-def request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request:
-    """Reads what the metadata asks for. Raises ValueError in one line that names the prompt, the field and what is accepted."""
+def parse_request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request:
+    """Reads what an image should show from the metadata of its prompt.
 
-    def refuse(field: str, value: Any, accepted: str) -> ValueError:
-        return ValueError(
-            f"reward 'geneval': prompt {brief_repr(prompt)}: {field}={brief_repr(value)}: expected {accepted}"
-        )
+    Args:
+        prompt: The prompt, for messages.
+        metadata: Its metadata.
+        known: The classes and colors that the detector can find.
 
-    def clauses(kind: str, allowed: tuple[str, ...]) -> tuple[Clause, ...]:
-        listed = metadata.get(kind, [])
-        if not isinstance(listed, list | tuple) or not all(
-            isinstance(clause, Mapping) for clause in listed
-        ):
-            raise refuse(kind, listed, "a list of mappings")
-        return tuple(clause(f"{kind}[{i}]", listed[i], i, allowed) for i in range(len(listed)))
-
-    def clause(
-        field: str, given: Mapping[str, Any], index: int, allowed: tuple[str, ...]
-    ) -> Clause:
-        if strange := [key for key in given if key not in allowed]:
-            raise refuse(
-                field,
-                given,
-                f"no other keys than {', '.join(allowed)}, got {', '.join(map(repr, strange))}",
-            )
-        name, count, color, position = (
-            given.get(key) for key in ("class", "count", "color", "position")
-        )
-        if not isinstance(name, str) or (known.classes and name not in known.classes):
-            raise refuse(
-                f"{field}.class",
-                name,
-                f"one of {', '.join(known.classes)}" if known.classes else "a name",
-            )
-        if type(count) is not int or count < 1:
-            raise refuse(f"{field}.count", count, "a count of at least 1")
-        if color is not None and (
-            not isinstance(color, str) or (known.colors and color not in known.colors)
-        ):
-            raise refuse(
-                f"{field}.color",
-                color,
-                f"one of {', '.join(known.colors)}" if known.colors else "a colour",
-            )
-        if position is None:
-            return Clause(name, count, color)
-        sound = (
-            isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS
-        )
-        if not sound or type(position[1]) is not int or not 0 <= position[1] < index:
-            raise refuse(
-                f"{field}.position",
-                position,
-                f"one of {', '.join(RELATIONS)}, and the index of an earlier clause",
-            )
-        return Clause(name, count, color, (position[0], position[1]))
-
+    Raises:
+        ValueError: If the metadata is not GenEval's. The message names the prompt, the field and
+            what is accepted.
+    """
     tag = metadata.get("tag")
-    include = clauses("include", ("class", "count", "color", "position"))
+    include = _parse_clauses(prompt, metadata, "include", known)
     if not isinstance(tag, str):
-        raise refuse("tag", tag, "metadata that names a task of GenEval's")
+        raise _refusal(prompt, "tag", tag, "metadata that names a task of GenEval's")
     if not include:
-        raise refuse("include", metadata.get("include"), "metadata with at least one clause")
-    return Request(tag, include, clauses("exclude", ("class", "count")))
+        raise _refusal(
+            prompt, "include", metadata.get("include"), "metadata with at least one clause"
+        )
+    return Request(tag, include, _parse_clauses(prompt, metadata, "exclude", known))
 
 
-def _closeness(want: int, found: int) -> float:
-    return 1 - abs(want - found) / want
+def _parse_clauses(
+    prompt: str, metadata: Metadata, kind: str, known: Vocabulary
+) -> tuple[Clause, ...]:
+    """Reads the clauses of a request. Raises ValueError.
+
+    Args:
+        prompt: The prompt, for messages.
+        metadata: Its metadata.
+        kind: "include" or "exclude".
+        known: The classes and colors that the detector can find.
+    """
+    values = metadata.get(kind, [])
+    is_list = isinstance(values, list | tuple)
+    if not is_list or not all(isinstance(value, Mapping) for value in values):
+        raise _refusal(prompt, kind, values, "a list of mappings")
+    return tuple(_parse_clause(prompt, value, kind, i, known) for i, value in enumerate(values))
+
+
+def _parse_clause(
+    prompt: str, value: Mapping[str, Any], kind: str, index: int, known: Vocabulary
+) -> Clause:
+    """Reads one clause of a request. Raises ValueError.
+
+    Args:
+        prompt: The prompt, for messages.
+        value: The clause.
+        kind: "include" or "exclude".
+        index: The index of the clause.
+        known: The classes and colors that the detector can find.
+    """
+    field = f"{kind}[{index}]"
+    allowed: tuple[str, ...] = ("class", "count")
+    if kind == "include":
+        allowed += ("color", "position")
+    unknown = [repr(key) for key in value if key not in allowed]
+    if unknown:
+        accepted = f"no other keys than {', '.join(allowed)}, got {', '.join(unknown)}"
+        raise _refusal(prompt, field, value, accepted)
+
+    name = value.get("class")
+    if not isinstance(name, str) or (known.classes and name not in known.classes):
+        accepted = f"one of {', '.join(known.classes)}" if known.classes else "a name"
+        raise _refusal(prompt, f"{field}.class", name, accepted)
+    count = value.get("count")
+    if type(count) is not int or count < 1:
+        raise _refusal(prompt, f"{field}.count", count, "a count of at least 1")
+    color = value.get("color")
+    is_known = isinstance(color, str) and (not known.colors or color in known.colors)
+    if color is not None and not is_known:
+        accepted = f"one of {', '.join(known.colors)}" if known.colors else "a color"
+        raise _refusal(prompt, f"{field}.color", color, accepted)
+    position = value.get("position")
+    if position is None:
+        return Clause(name, count, color)
+    is_pair = isinstance(position, list | tuple) and len(position) == 2
+    if (
+        not is_pair
+        or position[0] not in RELATIONS
+        or type(position[1]) is not int
+        or not 0 <= position[1] < index
+    ):
+        accepted = f"one of {', '.join(RELATIONS)}, and the index of an earlier clause"
+        raise _refusal(prompt, f"{field}.position", position, accepted)
+    return Clause(name, count, color, (position[0], position[1]))
+
+
+def _refusal(prompt: str, field: str, value: Any, accepted: str) -> ValueError:
+    """Returns the error for a value in the metadata of a prompt."""
+    return ValueError(
+        f"reward 'geneval': prompt {brief_repr(prompt)}: {field}={brief_repr(value)}: "
+        f"expected {accepted}"
+    )
+
+
+def _closeness(count: int, found: int) -> float:
+    """Returns 1 for the right number of objects, and less by the relative error of the number."""
+    return 1 - abs(count - found) / count

@@ -1,7 +1,7 @@
-"""Runs rewards outside JAX: functions that score pictures in other processes, called workers, while the devices work.
+"""Runs rewards outside JAX in worker processes, while the devices generate the next images.
 
-Pictures are passed on a chunk at a time, while the devices make the next chunk. A function that raises, hangs or ends its
-process costs one line here. The next call then runs in a new process.
+Images are passed on one chunk at a time. A function that raises, hangs or ends its process costs
+one line in the terminal, and the next call runs in a new process.
 """
 
 import atexit
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Float
@@ -32,14 +32,20 @@ from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import RunError, in_words, one_line
 from solrl_jax.parallel import hosts
-from solrl_jax.rewards.protocol import Host, HostReward, finite
+from solrl_jax.rewards.protocol import HostReward, HostRewards, finite_images
 
-GRACE = 10.0  # seconds, within which the system has ended a process whose time is up
-ENDED = 99  # exit code of a worker whose function ended it with 0
-MOST_FAILURES = 32  # calls of one reward in a row after which also a run that skips failures stops
+# Seconds after the timeout of a call within which the system has ended its process.
+GRACE = 10.0
+# The exit code of a worker whose function ended the process with exit code 0.
+ENDED = 99
+# A run that skips failures stops after this many failed calls of one reward in a row.
+MOST_FAILURES = 32
+
 Images = Float[np.ndarray, "n H W 3"]
-Answer = dict[str, Float[np.ndarray, " n"]]  # scores by name
-Wait = Callable[[], Answer]  # waits for the scores of one call; raises Failure
+# Scores by name.
+Answer = dict[str, Float[np.ndarray, " n"]]
+# Waits for the scores of one call. Raises Failure.
+Wait = Callable[[], Answer]
 
 
 class RewardError(RunError):
@@ -47,35 +53,53 @@ class RewardError(RunError):
 
 
 class Failure(Exception):
-    """Why a call gave no scores, in one line."""
+    """A call returned no scores. The message says why in one line."""
 
 
 class Workers:
-    """`count` processes that do not use an accelerator. They start with the first call and end with `close` or the program."""
+    """A pool of worker processes that use no accelerator.
+
+    They start with the first call, and end with `close` or with the program.
+    """
 
     def __init__(self, count: int, timeout: float) -> None:
-        """timeout: seconds for one call. Then its process is killed."""
+        """Starts no process yet.
+
+        Args:
+            count: The number of processes.
+            timeout: Seconds that one call may take. A process that takes longer is killed.
+        """
         self.count = count
         self.timeout = timeout
-        self.in_a_row: collections.Counter[str] = (
-            collections.Counter()
-        )  # failed calls since the last answer, by reward
+        # The number of failed calls of each reward since its last answer.
+        self.failures_in_a_row: collections.Counter[str] = collections.Counter()
         self._pool: ProcessPool | None = None
 
     def start(self, reward: HostReward, images: Images, prompts: Sequence[Prompt]) -> Wait:
-        """Starts one call of the reward's function."""
+        """Starts one call of a reward's function.
+
+        Args:
+            reward: The reward.
+            images: The images.
+            prompts: The prompt of each image.
+
+        Returns:
+            A function that waits for the scores and returns them.
+        """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
         arguments = (reward.target, dict(reward.options), images, texts, metadata)
         first = self._schedule(arguments)
 
         def wait() -> Answer:
-            # a process that ends between two calls breaks the whole pool: then the call is repeated, once
-            answer = self._wait(*first) or self._wait(*self._schedule(arguments))
-            if isinstance(answer, str | None):
-                raise Failure(
-                    answer or "the processes that score do not start, or end by themselves"
-                )
+            answer = self._wait(*first)
+            if answer is None:
+                # A process that ends between two calls breaks the pool. The call is repeated once.
+                answer = self._wait(*self._schedule(arguments))
+            if answer is None:
+                raise Failure("the processes that score do not start, or end by themselves")
+            if isinstance(answer, str):
+                raise Failure(answer)
             return answer
 
         return wait
@@ -92,12 +116,15 @@ class Workers:
     def _schedule(
         self, arguments: tuple[Any, ...]
     ) -> tuple[ProcessPool, concurrent.futures.Future[Answer | str]]:
+        """Schedules `_call` with these arguments, in a new pool if there is none that works."""
         if self._pool is None or not self._pool.active:
             self.close()
             memory = hosts.memory() // (self.count + 1)  # some is left to the run itself
-            spawn = multiprocessing.get_context("spawn")
             self._pool = ProcessPool(
-                self.count, initializer=_set_up, initargs=[memory], context=spawn
+                self.count,
+                initializer=_set_up,
+                initargs=[memory],
+                context=multiprocessing.get_context("spawn"),
             )
             atexit.register(self.close)
         return self._pool, self._pool.schedule(_call, (self.timeout, *arguments))
@@ -105,7 +132,12 @@ class Workers:
     def _wait(
         self, pool: ProcessPool, future: concurrent.futures.Future[Answer | str]
     ) -> Answer | str | None:
-        """The scores, or what went wrong; None if the pool broke, which does not always end its futures."""
+        """Waits for a call.
+
+        Returns:
+            The scores, or a message that says why there are none. None if the pool broke, which
+            does not always end its futures.
+        """
         end = math.inf
         while not future.done():
             if not pool.active and not future.done():
@@ -113,21 +145,21 @@ class Workers:
             if future.running() and end == math.inf:
                 end = time.monotonic() + self.timeout + GRACE
             if time.monotonic() > end:
-                self.close()  # pebble does not tell of a process that ended as if all were well
-                return f"its process ended, and gave no answer within reward.timeout={self.timeout:g} seconds"
+                self.close()  # pebble does not report a process that ended with exit code 0
+                return (
+                    "its process ended, and gave no answer within "
+                    f"reward.timeout={self.timeout:g} seconds"
+                )
             concurrent.futures.wait([future], timeout=1)
         match future.exception():
             case None:
                 return future.result()
             case ProcessExpired(exitcode=code) if code == -signal.SIGALRM:
                 return f"no answer within reward.timeout={self.timeout:g} seconds"
-            case ProcessExpired() as expired:
-                code = expired.exitcode if expired.exitcode != ENDED else 0
-                return "its process " + (
-                    f"ended with exit code {code}"
-                    if code >= 0
-                    else f"got {signal.Signals(-code).name}"
-                )
+            case ProcessExpired(exitcode=code) if code < 0:
+                return f"its process got {signal.Signals(-code).name}"
+            case ProcessExpired(exitcode=code):
+                return f"its process ended with exit code {0 if code == ENDED else code}"
             case BrokenProcessPool():
                 return None
             case error:  # metadata that cannot be pickled
@@ -136,94 +168,138 @@ class Workers:
 
 @functools.cache
 def workers(count: int, timeout: float) -> Workers:
-    """The program's workers for these settings. They are shared, because processes take seconds to start."""
+    """Returns the workers of this program for these settings, see `Workers`.
+
+    They are shared, because processes take seconds to start.
+    """
     return Workers(count, timeout)
 
 
 class Scoring:
-    """Scores a series of pictures: `add` passes them on in order, a chunk at a time, and `finish` returns all scores."""
+    """Scores a series of images outside JAX.
 
-    def __init__(self, host: Host, prompts: Sequence[Prompt]) -> None:
-        """prompts: one for each picture, in order."""
+    `add` passes images on in order, one chunk at a time, and `finish` returns all scores.
+
+    Attributes:
+        failed: The number of images without a score, by reward.
+    """
+
+    def __init__(self, host: HostRewards, prompts: Sequence[Prompt]) -> None:
+        """Starts no call yet.
+
+        Args:
+            host: The rewards, and how they run.
+            prompts: The prompt of each image, in order.
+        """
+        self.failed: dict[str, int] = {reward.name: 0 for reward in host.rewards}
         self._host = host
         self._prompts = prompts
-        self._given = 0
+        self._num_added = 0
         self._workers = workers(host.workers, host.timeout)
-        self._waiting: list[list[tuple[HostReward, slice, Wait]]] = []
+        self._running_chunks: list[list[tuple[HostReward, slice, Wait]]] = []
         self._scores: Answer = {}
-        self._failures: dict[str, str] = {}  # the first of each reward
-        self.failed: dict[str, int] = {
-            reward.name: 0 for reward in host.rewards
-        }  # pictures without a score
+        self._first_failures: dict[str, str] = {}  # the message for each reward
         for reward in host.rewards:
-            for score in (
-                reward.name,
-                *(f"{reward.name}/{other}" for other in reward.others or ()),
-            ):
-                self._column(score)
+            self._column(reward.name)
+            for other in reward.others or ():
+                self._column(f"{reward.name}/{other}")
 
     def add(self, images: Images) -> None:
-        """Passes on the next pictures. Pictures beyond the last prompt are padding.
+        """Passes on the next images.
 
-        At most two chunks are scored at once, to bound the memory: if there are two, this waits for the first.
+        At most two chunks are scored at once, which bounds the memory. If there are two already,
+        this waits for the older one.
+
+        Args:
+            images: The images. Those beyond the last prompt are padding.
+
+        Raises:
+            RewardError: If a call failed and the run stops then.
         """
-        images = np.asarray(images[: len(self._prompts) - self._given], np.float32)
-        if len(self._waiting) > 1:
-            self._gather(self._waiting.pop(0))
-        chunk = []
+        images = np.asarray(images[: len(self._prompts) - self._num_added], np.float32)
+        if len(self._running_chunks) > 1:
+            self._gather(self._running_chunks.pop(0))
+        calls = []
         for reward in self._host.rewards:
-            size = min(reward.batch, -(-len(images) // self._workers.count)) or 1
+            share = math.ceil(len(images) / self._workers.count)
+            size = max(min(reward.batch, share), 1)
             for start in range(0, len(images), size):
                 part = images[start : start + size]
-                rows = slice(self._given + start, self._given + start + len(part))
-                chunk.append((reward, rows, self._workers.start(reward, part, self._prompts[rows])))
-        self._waiting.append(chunk)
-        self._given += len(images)
+                first = self._num_added + start
+                rows = slice(first, first + len(part))
+                calls.append((reward, rows, self._workers.start(reward, part, self._prompts[rows])))
+        self._running_chunks.append(calls)
+        self._num_added += len(images)
 
     def finish(self) -> Answer:
-        """All scores by name, NaN for pictures without one. Raises RewardError if a failure stops the run."""
-        for chunk in self._waiting:
-            self._gather(chunk)
-        for name, text in self._failures.items():
-            count = f"{self.failed[name]} of {len(self._prompts)} pictures"
-            tqdm.write(f"skipped {count}, which have no score: {one_line(text)}", file=sys.stderr)
+        """Waits for all calls. Also prints a line for each reward with failed calls.
+
+        Returns:
+            The scores by name, one per image, NaN for images without one.
+
+        Raises:
+            RewardError: If a call failed and the run stops then.
+        """
+        for calls in self._running_chunks:
+            self._gather(calls)
+        for name, message in self._first_failures.items():
+            skipped = f"{self.failed[name]} of {len(self._prompts)} images"
+            tqdm.write(
+                f"skipped {skipped}, which have no score: {one_line(message)}", file=sys.stderr
+            )
         return self._scores
 
-    def _gather(self, chunk: list[tuple[HostReward, slice, Wait]]) -> None:
-        for reward, rows, wait in chunk:
+    def _gather(self, calls: list[tuple[HostReward, slice, Wait]]) -> None:
+        """Waits for calls, and stores their scores."""
+        for reward, rows, wait in calls:
             try:
                 answer = wait()
-                if absent := [repr(name) for name in reward.others or () if name not in answer]:
-                    raise Failure(f"returned no {', '.join(absent)}")
+                missing = [repr(name) for name in reward.others or () if name not in answer]
+                if missing:
+                    raise Failure(f"returned no {', '.join(missing)}")
             except Failure as failure:
-                self._workers.in_a_row[reward.name] += 1
-                self._fail(reward, rows, str(failure))
-            else:
-                self._workers.in_a_row[reward.name] = 0
-                for name, values in answer.items():
-                    self._column(reward.name if name == "reward" else f"{reward.name}/{name}")[
-                        rows
-                    ] = values
+                self._workers.failures_in_a_row[reward.name] += 1
+                self._note_failure(reward, rows, str(failure))
+                continue
+            self._workers.failures_in_a_row[reward.name] = 0
+            for name, values in answer.items():
+                full_name = reward.name if name == "reward" else f"{reward.name}/{name}"
+                self._column(full_name)[rows] = values
 
-    def _fail(self, reward: HostReward, rows: slice, what: str) -> None:
-        head = f"reward '{reward.name}': "
+    def _note_failure(self, reward: HostReward, rows: slice, problem: str) -> None:
+        """Counts a failed call. Raises RewardError if the run stops then.
+
+        Args:
+            reward: The reward.
+            rows: The images of the call.
+            problem: Why it failed.
+        """
         count = rows.stop - rows.start
-        of = brief_repr(self._prompts[rows][0]) + (f" and {count - 1} more" if count > 1 else "")
-        text = f"{head}{what.replace(head, '')} (prompt {of})"
+        prompts = brief_repr(self._prompts[rows][0])
+        if count > 1:
+            prompts += f" and {count - 1} more"
+        prefix = f"reward '{reward.name}': "
+        message = f"{prefix}{problem.replace(prefix, '')} (prompt {prompts})"
         if not self._host.skip:
-            raise RewardError(text)
-        if self._workers.in_a_row[reward.name] >= MOST_FAILURES:
-            raise RewardError(f"{text}; {MOST_FAILURES} calls in a row failed")
+            raise RewardError(message)
+        if self._workers.failures_in_a_row[reward.name] >= MOST_FAILURES:
+            raise RewardError(f"{message}; {MOST_FAILURES} calls in a row failed")
         self.failed[reward.name] += count
-        self._failures.setdefault(reward.name, text)
+        self._first_failures.setdefault(reward.name, message)
 
     def _column(self, name: str) -> Float[np.ndarray, " n"]:
+        """Returns the array of a score for all images. A new one is full of NaN."""
         return self._scores.setdefault(name, np.full(len(self._prompts), np.nan, np.float32))
 
 
 @contextlib.contextmanager
-def scoring(host: Host, prompts: Sequence[Prompt]) -> Iterator[Scoring]:
-    """A `Scoring`. If the body raises, the calls that have not returned are dropped, and their processes end."""
+def scoring(host: HostRewards, prompts: Sequence[Prompt]) -> Iterator[Scoring]:
+    """Yields a `Scoring`. If the body raises, calls are dropped and their processes end.
+
+    Args:
+        host: The rewards, and how they run.
+        prompts: The prompt of each image, in order.
+    """
     try:
         yield Scoring(host, prompts)
     except BaseException:
@@ -231,62 +307,76 @@ def scoring(host: Host, prompts: Sequence[Prompt]) -> Iterator[Scoring]:
         raise
 
 
-def trial(host: Host, prompts: Sequence[Prompt], size: tuple[int, int]) -> None:
-    """Scores a grey picture [height, width] for each prompt, so that a reward that always fails is found at once."""
+def trial(host: HostRewards, prompts: Sequence[Prompt], size: tuple[int, int]) -> None:
+    """Scores a gray image for each prompt, so that a reward that always fails is noticed early.
+
+    Args:
+        host: The rewards, and how they run.
+        prompts: The prompts.
+        size: Height and width of the images in pixels.
+
+    Raises:
+        RewardError: If a call failed and the run stops then.
+    """
     with scoring(host, prompts) as attempt:
         attempt.add(np.full((len(prompts), *size, 3), 0.5, np.float32))
         attempt.finish()
 
 
 @functools.cache
-def imported(target: str) -> Any:
-    """What "module:function" names."""
+def import_object(target: str) -> Any:
+    """Imports what "module:name" names. The name may have dots."""
     module, _, path = target.partition(":")
-    found: Any = importlib.import_module(module)
-    return functools.reduce(getattr, path.split("."), found)
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
 
-# what follows runs in a worker
+# The rest of this file runs in worker processes.
 
 
 def _set_up(memory: int) -> None:
-    """Leaves the accelerator and the terminal to the run, before anything else is imported. A worker ends with the run.
+    """Prepares a worker, before anything else is imported in it.
 
-    memory: bytes that the worker may take. Beyond them it gets a MemoryError, and the host's other processes get none.
+    It leaves the accelerator and the terminal to the run, and ends with the run.
+
+    Args:
+        memory: The most bytes that the worker may take. Beyond them it gets a MemoryError, and the
+            other processes of the host are not affected.
     """
-    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(
-        resource.RLIMIT_DATA,
-        (memory if most == resource.RLIM_INFINITY else min(memory, most), most),
-    )
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    allowed = memory if limit == resource.RLIM_INFINITY else min(memory, limit)
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, limit))
     os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
     if "jax" in sys.modules:  # then JAX has read its environment already
         sys.modules["jax"].config.update("jax_platforms", "cpu")
-    leave, os._exit = (
-        os._exit,
-        lambda status: leave(status or ENDED),
-    )  # pebble would wait for a process that ends with 0
-    os.setsid()  # Ctrl-C, and signals to the run's process group, do not reach a worker
+    exit_now = os._exit
+
+    def exit_visibly(status: int) -> NoReturn:
+        exit_now(status or ENDED)
+
+    os._exit = exit_visibly  # pebble would wait for a process that ends with exit code 0
+    os.setsid()  # Ctrl-C, and signals to the process group of the run, do not reach a worker
     os.dup2(2, 1)  # standard output is for results
     _end_with(multiprocessing.parent_process())
 
 
 def _end_with(parent: Any) -> None:
-    """Ends this process when its parent has ended, also while a function in C holds the interpreter's lock."""
+    """Ends this process when its parent has ended, also while C code holds the interpreter lock.
+
+    Args:
+        parent: The parent, as `multiprocessing.parent_process` returns it.
+    """
 
     def wait() -> None:
         parent.join()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-    if (
-        sys.platform == "linux"
-    ):  # the system kills it when the parent's end of the pipe between them is closed
+    if sys.platform == "linux":
+        # The system kills this process when the parent's end of the pipe between them is closed.
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(
-            parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
-        )
+        flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
 def _call(
@@ -297,35 +387,58 @@ def _call(
     prompts: list[str],
     metadata: list[Any],
 ) -> Answer | str:
-    """The scores, or in one line why there are none: not every exception can be pickled.
+    """Calls the function of a reward.
 
-    timeout: seconds after which the system ends this process. It counts them by a clock that nobody sets, and also while the
-    function does not return to Python.
+    Args:
+        timeout: Seconds after which the system ends this process. Its clock cannot be set, and also
+            runs while the function does not return to Python.
+        target: The function, as "module:function".
+        options: Its keyword arguments.
+        images: The images.
+        prompts: The text of the prompt of each image.
+        metadata: The metadata of the prompt of each image.
+
+    Returns:
+        The scores, or a message of one line that says why there are none. It is no exception,
+        because not every exception can be pickled.
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
     try:
-        answer = checked(imported(target)(images, prompts, metadata, **options), len(images))
+        returned = import_object(target)(images, prompts, metadata, **options)
+        answer = check_answer(returned, len(images))
     except Failure as failure:
         return str(failure)
     except MemoryError:
-        return f"out of memory: a worker may take {resource.getrlimit(resource.RLIMIT_DATA)[0] / 1e9:.1f} GB"
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        return f"out of memory: a worker may take {limit / 1e9:.1f} GB"
     except (Exception, SystemExit) as error:
         return in_words(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     for values in answer.values():
-        values[~finite(images)] = np.nan
+        values[~finite_images(images)] = np.nan
     return answer
 
 
-def checked(returned: Any, count: int) -> Answer:
-    """What a function returned, as float32 [count] by name. Raises Failure if it is something else."""
+def check_answer(returned: Any, count: int) -> Answer:
+    """Converts the value that a function returned to scores.
+
+    Args:
+        returned: `count` numbers, or a mapping of names to `count` numbers.
+        count: The number of images.
+
+    Returns:
+        The scores by name in float32.
+
+    Raises:
+        Failure: If it is something else.
+    """
     scores = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in scores:
         raise Failure(f"returned {brief_repr(sorted(map(str, scores)))} without 'reward'")
     answer = {}
     for name, values in scores.items():
-        what = "" if name == "reward" else f" as {name!r}"
+        which = "" if name == "reward" else f" as {name!r}"
         try:
             array = np.asarray(values)
             if array.dtype.kind in "OSUcmM" or np.ma.isMaskedArray(values):
@@ -333,7 +446,7 @@ def checked(returned: Any, count: int) -> Answer:
             with np.errstate(over="ignore"):
                 answer[str(name)] = array.astype(np.float32)
         except (TypeError, ValueError):
-            raise Failure(f"returned {brief_repr(values)}{what}: no numbers") from None
+            raise Failure(f"returned {brief_repr(values)}{which}: no numbers") from None
         if array.shape != (count,):
-            raise Failure(f"returned shape {array.shape}{what} for {count} pictures")
+            raise Failure(f"returned shape {array.shape}{which} for {count} images")
     return answer

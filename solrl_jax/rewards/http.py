@@ -1,7 +1,8 @@
-"""The client of a reward service, for scorers that need an environment of their own.
+"""The client of a reward service, for scorers that need their own environment.
 
-The request is POST {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}. The answer is
-{"scores": [...]}, with a number or null for each picture. `scripts/reward_server.py` is such a service.
+The request is POST {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}.
+The answer is {"scores": [...]}, with a number or null for each image. `scripts/reward_server.py` is
+such a service.
 """
 
 import base64
@@ -20,47 +21,63 @@ from PIL import Image
 from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import first_line
 from solrl_jax.rewards.host import Failure
-from solrl_jax.rewards.protocol import Metadata
+from solrl_jax.rewards.protocol import Images, Metadata, check_arguments
 from solrl_jax.storage.images import to_uint8
 from solrl_jax.storage.readers import parse_json
 
-MOST = 2**20  # bytes of an answer
-RETRIED = (429, 502, 503, 504)  # status of a service that is busy or about to start
+# The largest answer in bytes.
+MOST = 2**20
+# The status codes of a service that is busy or starting. The request is repeated.
+RETRIED = (429, 502, 503, 504)
 
 
 def http(
-    images: Float[np.ndarray, "n H W 3"],
+    images: Images,
     prompts: Sequence[str],
     metadata: Sequence[Metadata],
     *,
     url: str,
     timeout: float,
 ) -> Float[np.ndarray, " n"]:
-    """The scores that the service at `url` answers, NaN for null.
+    """Asks a service for scores.
 
-    timeout: seconds for all attempts together. Raises Failure in one line if there is no answer, or no scores in it.
+    Args:
+        images: The images, in [0, 1].
+        prompts: The prompt of each image.
+        metadata: The metadata of each prompt.
+        url: The address of the service.
+        timeout: Seconds for all attempts together.
+
+    Returns:
+        The scores, with NaN for null.
+
+    Raises:
+        Failure: If there is no answer, or no scores in it.
     """
+    check_arguments(url, images, prompts, metadata)
     body: Any = {
-        "images": [png(image) for image in images],
+        "images": [encode_png(image) for image in images],
         "prompts": list(prompts),
-        "metadata": [dict(m) for m in metadata],
+        "metadata": [dict(mapping) for mapping in metadata],
     }
     try:
-        # Pictures go to the address that was named and to no other.
-        with session(timeout).post(
+        # Images go to the address in the configuration and to no other.
+        request = session(timeout).post(
             url, json=body, timeout=timeout, stream=True, allow_redirects=False
-        ) as answer:
-            text = _read(answer)
+        )
+        with request as answer:
+            text = _read_body(answer)
     except requests.RequestException as error:
         reason = getattr(error.args[0] if error.args else None, "reason", error)
         raise Failure(f"no answer ({str(reason).rsplit(': ', 1)[-1]})") from None
     if answer.is_redirect:
+        location = brief_repr(answer.headers["location"])
         raise Failure(
-            f"status {answer.status_code} (sends on to {brief_repr(answer.headers['location'])}, which is not followed)"
+            f"status {answer.status_code} (redirects to {location}, which is not followed)"
         )
     if not answer.ok:
-        why = text.decode(errors="replace").strip() or answer.reason
-        raise Failure(f"status {answer.status_code} ({first_line(ValueError(why))})")
+        reason = text.decode(errors="replace").strip() or answer.reason
+        raise Failure(f"status {answer.status_code} ({first_line(ValueError(reason))})")
     try:
         scores = parse_json(text)["scores"]
         if any(type(score) not in (int, float, type(None)) for score in scores):
@@ -68,22 +85,12 @@ def http(
         return np.array([math.nan if score is None else float(score) for score in scores], float)
     except (ValueError, TypeError, KeyError, OverflowError):
         raise Failure(
-            'expected {"scores": [...]} for an answer, with a number or null for each picture'
+            'expected {"scores": [...]} for an answer, with a number or null for each image'
         ) from None
 
 
-def _read(answer: requests.Response) -> bytes:
-    """The body of an answer, unpacked. Raises Failure if it is longer than `MOST`."""
-    text = b""
-    for part in answer.iter_content(2**16):
-        text += part
-        if len(text) > MOST:
-            raise Failure(f"an answer of more than {MOST} bytes")
-    return text
-
-
-def png(image: Float[np.ndarray, "H W 3"]) -> str:
-    """The image as a PNG file in base64."""
+def encode_png(image: Float[np.ndarray, "H W 3"]) -> str:
+    """Returns an image as a PNG file in base64."""
     buffer = io.BytesIO()
     Image.fromarray(to_uint8(image)).save(buffer, format="PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -91,7 +98,13 @@ def png(image: Float[np.ndarray, "H W 3"]) -> str:
 
 @functools.cache
 def session(timeout: float) -> requests.Session:
-    """Connections to services, which stay open. A request is repeated after 0, 1, 2, 4, ... seconds, for half of `timeout`."""
+    """Returns connections to services, which stay open.
+
+    A request is repeated after 0, 1, 2, 4, ... seconds.
+
+    Args:
+        timeout: Seconds. Requests are repeated for half of them.
+    """
     attempts = 1 + int(math.log2(1 + timeout / 2))
     retry = urllib3.Retry(
         attempts,
@@ -100,7 +113,17 @@ def session(timeout: float) -> requests.Session:
         allowed_methods=None,
         raise_on_status=False,
     )
-    out = requests.Session()
+    connections = requests.Session()
     for scheme in ("http://", "https://"):
-        out.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
-    return out
+        connections.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
+    return connections
+
+
+def _read_body(answer: requests.Response) -> bytes:
+    """Returns the unpacked body of an answer. Raises Failure if it is longer than `MOST`."""
+    text = b""
+    for part in answer.iter_content(2**16):
+        text += part
+        if len(text) > MOST:
+            raise Failure(f"an answer of more than {MOST} bytes")
+    return text

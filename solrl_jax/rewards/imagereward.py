@@ -1,39 +1,63 @@
-"""ImageReward v1.0 (arXiv 2304.05977): human preference, by a fine-tuned BLIP that reads prompt and picture together."""
+"""ImageReward v1.0 (arXiv 2304.05977): human preference, from a fine-tuned BLIP that reads prompt
+and image together.
+"""
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
+from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.weights import locate_tensors
+from solrl_jax.models.text_encoders.tokenizers import tokenize
 from solrl_jax.models.vision.blip import UNUSED, ImageReward, ImageRewardConfig
 from solrl_jax.models.vision.image_resize import Preprocessing
-from solrl_jax.rewards.network import loader, open_network
-from solrl_jax.rewards.protocol import Loader, Scores
+from solrl_jax.rewards.network import NetworkReward, open_network, score_in_parts
+from solrl_jax.rewards.protocol import Scores
 from solrl_jax.rewards.sources import find
-from solrl_jax.rewards.texts import image_reward_texts
+from solrl_jax.rewards.texts import open_image_reward_tokenizer
 
 
 def imagereward(
     paths: Mapping[str, str], config: ImageRewardConfig = ImageRewardConfig()
-) -> Loader:
-    """The standardised reward, about -2 to 2. Pictures are resized and cropped as Pillow and torchvision do it."""
+) -> NetworkReward:
+    """Opens ImageReward. The score is standardized, about -2 to 2.
 
-    def build(rngs):
-        return ImageReward(config, rngs=rngs)
+    Images are resized and cropped as Pillow and torchvision do it.
 
+    Args:
+        paths: The setting `reward.paths`, see `sources.find`.
+        config: The sizes of the network, which its file does not hold.
+    """
+    file = find("imagereward", paths)
     network = open_network(
-        build, find("imagereward", paths), partial(locate_tensors, unused=UNUSED)
+        partial(ImageReward, config), file, partial(locate_tensors, unused=UNUSED)
     )
+    tokenizer = find("imagereward/tokenizer", paths)
+    open_image_reward_tokenizer(tokenizer)
     preprocess = Preprocessing(config.image_size, "bicubic", eight_bit=True, fit="crop")
-    tokenize = image_reward_texts(find("imagereward/tokenizer", paths), config.tokens)
+    return NetworkReward(
+        networks={"blip": network},
+        prepare=partial(tokenize, tokenizer, length=config.tokens),
+        score=partial(score_in_parts, partial(image_reward_scores, network, preprocess)),
+    )
 
-    def score(params: Any, images: Array, tokens: dict[str, Array]) -> Scores:
-        return {
-            "reward": network(network.gather(params))(
-                preprocess(images), tokens["ids"], tokens["mask"]
-            )
-        }
 
-    return loader(network, tokenize, score)
+def image_reward_scores(
+    network: Component,
+    preprocess: Preprocessing,
+    params: Any,
+    rows: tuple[Float[Array, "b H W 3"], dict[str, Array]],
+) -> Scores:
+    """Scores images against their prompts, under jit.
+
+    Args:
+        network: The BLIP with its head.
+        preprocess: Converts images to pixels.
+        params: The parameters of the network, under "blip".
+        rows: The images in [0, 1], and the prompt of each, as "ids" and "mask" [b, length].
+    """
+    images, tokens = rows
+    model = network(network.gather(params["blip"]))
+    return {"reward": model(preprocess(images), tokens["ids"], tokens["mask"])}

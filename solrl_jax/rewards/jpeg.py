@@ -1,4 +1,6 @@
-"""The size of a picture as a JPEG, whatever its prompt: the two toy rewards of DDPO (arXiv 2305.13301, section 5.1)."""
+"""The size of an image as a JPEG file, whatever its prompt: the two toy rewards of DDPO (arXiv
+2305.13301, section 5.1).
+"""
 
 import io
 from collections.abc import Sequence
@@ -17,20 +19,35 @@ KILOBYTE = 1000  # bytes
 def jpeg_incompressibility(
     images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> Float[np.ndarray, " n"]:
-    """The size in kB: the more detail, the higher. NaN for a picture with values that are not finite."""
+    """Returns the size of each image in kB, which grows with detail.
+
+    Args:
+        images: Images in [0, 1]. One with a non-finite value scores NaN.
+        prompts: Not read.
+        metadata: Not read.
+    """
     check_arguments("jpeg_incompressibility", images, prompts, metadata)
-    return np.array([_size(image) for image in images], np.float32)
+    return np.array([_jpeg_size(image) for image in images], np.float32)
 
 
 def jpeg_compressibility(
     images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> Float[np.ndarray, " n"]:
-    """Minus the size in kB: the plainer, the higher. Flow-GRPO also divides by 500; here the weight can do this."""
+    """Returns minus the size of each image in kB. The plainest image scores highest.
+
+    Flow-GRPO also divides the size by 500. Here the weight of the reward can do this.
+
+    Args:
+        images: Images in [0, 1]. One with a non-finite value scores NaN.
+        prompts: Not read.
+        metadata: Not read.
+    """
     check_arguments("jpeg_compressibility", images, prompts, metadata)
     return -jpeg_incompressibility(images, prompts, metadata)
 
 
-def _size(image: Float[np.ndarray, "H W 3"]) -> float:
+def _jpeg_size(image: Float[np.ndarray, "H W 3"]) -> float:
+    """Returns the size of an image as a JPEG in kB, or NaN for non-finite values."""
     if not np.isfinite(image).all():
         return np.nan
     buffer = io.BytesIO()

@@ -1,6 +1,8 @@
-"""What the rewards do with a scoring network: check its files, load it, and score a few pictures at a time."""
+"""`NetworkReward`: a reward that is computed by scoring networks, such as CLIP."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +18,102 @@ from solrl_jax.models.loading.component import Component, TensorLocator
 from solrl_jax.models.loading.weights import Params, locate_tensors, parameter_table
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.half_precision import HalfPrecisionWeight
-from solrl_jax.rewards.protocol import Loader, Reward, Scores
+from solrl_jax.rewards.protocol import Reward, Scores
 from solrl_jax.storage import hub
 
-ROWS = 4  # pictures that a device scores at once
+# Images that one device scores at a time. This bounds the memory, and because every matmul has the
+# same number of rows, the score of an image does not depend on the chunk that it is in.
+IMAGES_PER_DEVICE = 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class NetworkReward(Reward):
+    """A reward that is computed by one or several networks.
+
+    Before `load` there are no parameters. Then there are those of each network under its name.
+    The function `score` uses `score_in_parts`.
+
+    Attributes:
+        networks: The networks by name.
+    """
+
+    params: Any = None
+    networks: Mapping[str, Component]
+
+    def load(self, mesh: Mesh | None, dtype: DTypeLike) -> Reward:
+        """Reads the parameters of the networks.
+
+        They are read in float32, in which the original libraries score too. If there are only
+        configurations (for a plan), they are abstract.
+
+        Args:
+            mesh: The mesh that they are divided over, like the base of a policy. None: JAX's
+                default device.
+            dtype: float32, or a dtype of 16 bits for the linear layers inside stacks of transformer
+                layers. Sums and norms of these layers stay in float32.
+        """
+        place = None if mesh is None else sharding.placement(mesh)
+
+        params = {}
+        for name, network in self.networks.items():
+            if hub.is_carried(network.source):
+                params[name] = network.abstract_params(jnp.float32, place)
+            else:
+                params[name] = network.load(jnp.float32, place)
+            if dtype != jnp.float32:
+                params[name] = in_half_precision(network, params[name], dtype)
+        return dataclasses.replace(self, params=params)
 
 
 def open_network(
-    build: Callable[[nnx.Rngs], nnx.Module], source: Path, find: TensorLocator = locate_tensors
+    build: Callable[..., nnx.Module], source: Path, locate: TensorLocator = locate_tensors
 ) -> Component:
-    """The network that `build` makes, with the parameters of a file or a directory. Nothing is loaded.
+    """Opens a network and checks that its files hold its tensors. No tensor is read.
 
-    Raises ValueError that lists every tensor that does not fit.
+    Args:
+        build: Constructs the network, given random number generators as `rngs`.
+        source: A safetensors file, or a directory with safetensors files. Nothing is checked for a
+            configuration that the package carries.
+        locate: Finds the tensors in `source`.
+
+    Raises:
+        ValueError: If tensors do not fit. The message lists all of them.
     """
-    component = Component.from_builder(source, build, find)
+    component = Component.from_builder(source, build, locate)
     if not hub.is_carried(source):
         component.check_files()
     return component
 
 
-def loader(
-    networks: Any,
-    prepare: Callable[[Sequence[str]], Any],
-    score: Callable[[Any, Array, Any], Scores],
-) -> Loader:
-    """Loads the reward that `score(params, images, prepared)` makes with `networks`, one or a tree of them.
+def score_in_parts(
+    score: Callable[[Any, tuple[Array, Any]], Scores], params: Any, images: Array, prepared: Any
+) -> Scores:
+    """Scores images, `IMAGES_PER_DEVICE` per device at a time.
 
-    Parameters are in float32, in which the original libraries score too, and placed as the policy's base is. Those of a network
-    whose configuration alone is there (for a plan) are abstract. `score` gets `ROWS` pictures a device at a time: this bounds
-    memory, and a score does not depend on the chunk it is in.
-    With a dtype of 16 bits, so are the products of transformers' layers; the layers' sums and norms stay in float32.
+    Args:
+        score: The function (params, (images, prepared)) -> scores.
+        params: The parameters of the networks.
+        images: Images [b, H, W, 3] in [0, 1].
+        prepared: A pytree of arrays with one row per image.
+    """
+    return sharding.map_rows(partial(score, params), (images, prepared), IMAGES_PER_DEVICE)
+
+
+def in_half_precision(network: Component, params: Params, dtype: DTypeLike) -> Params:
+    """Casts the linear layers inside stacks of layers to 16 bits, as `HalfPrecisionWeight`.
+
+    Args:
+        network: The network.
+        params: Its parameters in float32, or their shapes.
+        dtype: float16 or bfloat16.
     """
 
-    def load(mesh: Mesh | None, dtype: DTypeLike) -> Reward:
-        place = None if mesh is None else sharding.placement(mesh)
-
-        def read(network: Component) -> Any:
-            params = (network.abstract_params if hub.is_carried(network.source) else network.load)(
-                jnp.float32, place
-            )
-            return params if dtype == jnp.float32 else rounded(network, params, dtype)
-
-        return Reward(jax.tree.map(read, networks), prepare, in_rows)
-
-    def in_rows(params: Any, images: Array, prepared: Any) -> Scores:
-        return sharding.map_rows(lambda rows: score(params, *rows), (images, prepared), ROWS)
-
-    return load
-
-
-def rounded(network: Component, params: Params, dtype: DTypeLike) -> Params:
-    """The parameters, or their shapes, with the linears of stacks of layers as `HalfPrecisionWeight` to `dtype`."""
-
-    def half(x):
+    def cast(x: Any) -> Any:
         return x.astype(dtype) if isinstance(x, jax.Array) else x.update(dtype=dtype)
 
-    stacked = {e.path for e in parameter_table(network.state) if e.stacked and e.layout == "linear"}
+    table = parameter_table(network.state)
+    linear_layers = {entry.path for entry in table if entry.stacked and entry.layout == "linear"}
     flat = flatten_dict(params)
-    return unflatten_dict(
-        {path: HalfPrecisionWeight(half(x)) if path in stacked else x for path, x in flat.items()}
-    )
+    for path in linear_layers & flat.keys():
+        flat[path] = HalfPrecisionWeight(cast(flat[path]))
+    return unflatten_dict(flat)

@@ -1,100 +1,141 @@
-"""Whether the picture shows the words that its prompt quotes: read by RapidOCR, scored as in Flow-GRPO (arXiv 2505.05470)."""
+"""Whether an image shows the words that its prompt quotes: read by RapidOCR, and scored as in
+Flow-GRPO (arXiv 2505.05470).
+"""
 
 import functools
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
 from solrl_jax.config.values import brief_repr
-from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
+from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite_images
 from solrl_jax.storage.images import to_uint8
 
-# Checked when the file is imported, so before a run loads anything. The libraries are imported for the first picture.
-if MISSING := [
-    name for name in ("rapidocr", "onnxruntime", "rapidfuzz") if find_spec(name) is None
-]:
+# Checked when this file is imported, hence before a run loads anything. The libraries are imported
+# for the first image.
+MISSING = [name for name in ("rapidocr", "onnxruntime", "rapidfuzz") if find_spec(name) is None]
+if MISSING:
     raise ImportError(f"reward 'ocr' needs {', '.join(MISSING)}: pip install 'solrl_jax[rewards]'")
 
-# files of the rapidocr package
+# Files of the rapidocr package.
 DETECTOR = "PP-OCRv6_det_small.onnx"
 RECOGNISER = "PP-OCRv6_rec_small.onnx"
 
 Reader = Callable[[UInt8[np.ndarray, "H W 3"]], str]
 
 
-def target(prompt: str, metadata: Metadata) -> str:
-    """The words that a picture of `prompt` should show: metadata["text"], or what the first pair of double quotes encloses.
+def ocr(
+    images: Images, prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1
+) -> Float[np.ndarray, " n"]:
+    """Scores whether the words of `target` can be read in each image.
 
-    Raises ValueError in one line that names the prompt if there are no words.
+    The score is 1 if they can. Each edit between the text that is read and the words costs its
+    fraction of the length, and the lowest score is 0, see `similarity`.
+
+    Args:
+        images: Images in [0, 1]. One with a non-finite value scores NaN.
+        prompts: The prompt of each image.
+        metadata: The metadata of each prompt.
+        threads: The number of threads of this process. Several worker processes score at once.
+
+    Raises:
+        ValueError: If a prompt has no words, in one line. An engine that fails raises its own
+            exception, where Flow-GRPO scores 0.
+    """
+    check_arguments("ocr", images, prompts, metadata)
+    if type(threads) is not int or threads < 1:
+        raise ValueError(f"reward 'ocr': threads={threads!r}: expected an integer of at least 1")
+    targets = [target(prompt, mapping) for prompt, mapping in zip(prompts, metadata, strict=True)]
+    scores = np.full(len(images), np.nan, np.float32)
+    for i in np.flatnonzero(finite_images(images)):
+        scores[i] = similarity(open_reader(threads)(to_uint8(images[i])), targets[i])
+    return scores
+
+
+def check(prompt: str, metadata: Metadata, **options: Any) -> None:
+    """Raises ValueError if there are no words for an image to show. The options are not read."""
+    target(prompt, metadata)
+
+
+ocr.check = check  # type: ignore[attr-defined]
+
+
+def target(prompt: str, metadata: Metadata) -> str:
+    """Returns the words that an image should show.
+
+    Args:
+        prompt: The words are in its first pair of double quotes.
+        metadata: "text" has the words instead, if it is there.
+
+    Raises:
+        ValueError: If there are no words. The message names the prompt.
     """
     text = metadata.get("text")
     quoted = prompt.split('"')
     if text is None and len(quoted) > 2:
         text = quoted[1]
-    if not isinstance(text, str) or not _normal(text):
-        given = "" if metadata.get("text") is None else f", metadata['text']={brief_repr(text)}"
-        expected = "expected the words to draw, in double quotes or as metadata['text']"
-        raise ValueError(f"reward 'ocr': prompt {brief_repr(prompt)}{given}: {expected}")
+    if not isinstance(text, str) or not _without_spaces_and_case(text):
+        shown = "" if metadata.get("text") is None else f", metadata['text']={brief_repr(text)}"
+        raise ValueError(
+            f"reward 'ocr': prompt {brief_repr(prompt)}{shown}: expected the words to draw, in "
+            "double quotes or as metadata['text']"
+        )
     return text
 
 
-def ocr(
-    images: Images, prompts: Sequence[str], metadata: Sequence[Metadata], *, threads: int = 1
-) -> Float[np.ndarray, " n"]:
-    """1 if the words of `target` can be read in the picture. Each edit between what is read and the words costs its share.
-
-    The lowest score is 0. A picture with values that are not finite scores NaN. threads: of one process; several processes
-    score at once. Raises ValueError in one line for a prompt without words. An engine that fails raises its own exception,
-    where Flow-GRPO scores 0.
-    """
-    check_arguments("ocr", images, prompts, metadata)
-    if type(threads) is not int or threads < 1:
-        raise ValueError(f"reward 'ocr': threads={threads!r}: expected an integer of at least 1")
-    targets = [target(prompt, extra) for prompt, extra in zip(prompts, metadata, strict=True)]
-    scores = np.full(len(images), np.nan, np.float32)
-    for i in np.flatnonzero(finite(images)):
-        scores[i] = similarity(reader(threads)(to_uint8(images[i])), targets[i])
-    return scores
-
-
-ocr.check = lambda prompt, metadata, **options: target(prompt, metadata)  # type: ignore[attr-defined]
-
-
 def similarity(text: str, target: str) -> float:
-    """1 - d / len(target), where d is 0 if `text` contains `target`, else their Levenshtein distance, at most len(target).
+    """Scores a text that was read. Spaces and case do not matter.
 
-    Spaces and case do not matter.
+    Args:
+        text: The text that was read.
+        target: The words that should be there.
+
+    Returns:
+        1 - d / len(target), where d is 0 if `text` contains `target`, and else their Levenshtein
+        distance, at most len(target).
     """
     from rapidfuzz.distance import Levenshtein
 
-    text = _normal(text)
-    target = _normal(target)
+    text = _without_spaces_and_case(text)
+    target = _without_spaces_and_case(target)
     distance = 0 if target in text else min(Levenshtein.distance(text, target), len(target))
     return 1 - distance / len(target)
 
 
 @functools.cache
-def reader(threads: int) -> Reader:
-    """Makes the engine that reads all text in a picture, from top to bottom. Once in each process; nothing is downloaded."""
+def open_reader(threads: int) -> Reader:
+    """Opens the engine that reads all text in an image from top to bottom.
+
+    It is opened once per process, and nothing is downloaded.
+
+    Args:
+        threads: The number of its threads.
+
+    Raises:
+        ImportError: If the rapidocr package does not contain its models.
+    """
     import rapidocr
 
     folder = Path(rapidocr.__file__).parent / "models"
-    if absent := [name for name in (DETECTOR, RECOGNISER) if not (folder / name).is_file()]:
+    missing = [name for name in (DETECTOR, RECOGNISER) if not (folder / name).is_file()]
+    if missing:
         raise ImportError(
-            f"reward 'ocr': no {', '.join(absent)} in this rapidocr: pip install 'solrl_jax[rewards]'"
+            f"reward 'ocr': no {', '.join(missing)} in this rapidocr: "
+            "pip install 'solrl_jax[rewards]'"
         )
     engine = rapidocr.RapidOCR(
         params={
-            "Global.log_level": "error",  # it would warn about each picture without text
+            "Global.log_level": "error",  # it would warn about each image without text
             "Global.use_cls": False,  # do not look for text that is upside down, as in Flow-GRPO
             "Global.text_score": 0.5,  # drop less certain text, as PaddleOCR does for Flow-GRPO
-            # without a path, the engine downloads its default model
+            # Without a path, the engine downloads its default model.
             "Det.model_path": str(folder / DETECTOR),
             "Rec.model_path": str(folder / RECOGNISER),
-            # as in PaddleOCR: pictures up to this size are not resized
+            # As in PaddleOCR, images up to this size are not resized.
             "Det.limit_type": "max",
             "Det.limit_side_len": 960,
             "EngineConfig.onnxruntime.intra_op_num_threads": threads,
@@ -102,12 +143,14 @@ def reader(threads: int) -> Reader:
         }
     )
 
-    def read(picture: UInt8[np.ndarray, "H W 3"]) -> str:
-        found = engine(np.ascontiguousarray(picture[..., ::-1]))  # arrays are BGR for it
-        return "".join(getattr(found, "txts", None) or ())  # None if nothing was detected or read
+    def read(image: UInt8[np.ndarray, "H W 3"]) -> str:
+        result = engine(np.ascontiguousarray(image[..., ::-1]))  # it takes arrays for BGR
+        # `txts` is None if nothing was detected or read.
+        return "".join(getattr(result, "txts", None) or ())
 
     return read
 
 
-def _normal(text: str) -> str:
+def _without_spaces_and_case(text: str) -> str:
+    """Returns a text in lower case without spaces."""
     return text.replace(" ", "").lower()

@@ -1,4 +1,4 @@
-"""The verifier of the embedded world as a reward."""
+"""The verifier of the embedded world of shapes as a reward."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,20 +7,33 @@ from jaxtyping import Array, Float
 
 from solrl_jax.data.shapes import scenes, verifier
 from solrl_jax.errors import InputError
-from solrl_jax.rewards.protocol import Loader, Reward, Scores
+from solrl_jax.rewards.protocol import Reward, Scores
 
 
-def shapes_reward(paths: Mapping[str, str]) -> Loader:
-    """Partial credit in [0, 1]. "strict" is 1 if the picture shows exactly what its caption asks, else 0."""
+def shapes(paths: Mapping[str, str]) -> Reward:
+    """Opens the verifier: partial credit in [0, 1], and "strict".
 
-    def prepare(prompts: Sequence[str]) -> verifier.Targets:
-        try:
-            return verifier.parse_targets(prompts)
-        except ValueError as error:
-            raise InputError(f"reward 'shapes': {error}") from error
+    "strict" is 1 if the image shows exactly what its caption asks for, and else 0.
 
-    def score(params: None, images: Float[Array, "b H W 3"], targets: verifier.Targets) -> Scores:
-        verdict = verifier.verify(images, targets)
-        return {"reward": verdict.score, "strict": verdict.strict.astype(jnp.float32)}
+    Args:
+        paths: Not read, because the verifier has no files.
+    """
+    return Reward(None, prepare, score, others=("strict",), check=scenes.parse)
 
-    return lambda mesh, dtype: Reward(None, prepare, score, check=scenes.parse)
+
+def prepare(prompts: Sequence[str]) -> verifier.Targets:
+    """Parses captions into the objects that they ask for.
+
+    Raises:
+        InputError: If a prompt is no caption of the embedded world.
+    """
+    try:
+        return verifier.parse_targets(prompts)
+    except ValueError as error:
+        raise InputError(f"reward 'shapes': {error}") from error
+
+
+def score(params: None, images: Float[Array, "b H W 3"], targets: verifier.Targets) -> Scores:
+    """Scores images against the objects that their captions ask for."""
+    verdict = verifier.verify(images, targets)
+    return {"reward": verdict.score, "strict": verdict.strict.astype(jnp.float32)}

@@ -1,4 +1,6 @@
-"""Where the files of released rewards are: at a path of the configuration, in the hub or its cache, or in `weights/`."""
+"""Where the files of released rewards are: at a path of the configuration, in the hub or its cache,
+or in `weights/`.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,15 +9,23 @@ from pathlib import Path
 from solrl_jax.errors import InputError
 from solrl_jax.storage import hub
 
+CLIP = ("config.json", "model.safetensors")
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
-# In place of `reward.paths`: the configurations that the package carries. They have no weights, and serve for plans.
-CARRIED: dict[str, str] = {}  # known by its identity
-FOLDER = "weights"  # where converted files are looked for, relative to the working directory
+# Stands in for `reward.paths` in plans: the configurations that the package carries, which have no
+# weights. It is recognized by its identity.
+CARRIED: dict[str, str] = {}
+# The folder of converted files, relative to the working directory.
+FOLDER = "weights"
 
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """A repository of the hub, and its files that are read. A path may name a directory or another repository instead."""
+    """A repository of the hub. A path may name a directory or another repository instead.
+
+    Attributes:
+        name: The name of the repository, OWNER/NAME.
+        files: The files that are read.
+    """
 
     name: str
     files: tuple[str, ...]
@@ -23,15 +33,23 @@ class Hub:
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """A safetensors file that `solrl convert` makes from a released pickle. A path may name the file or its directory."""
+    """A safetensors file that `solrl convert` makes from a released pickle.
+
+    A path may name the file or its directory.
+
+    Attributes:
+        file: The name of the safetensors file.
+        pickle: The name of the released file.
+        origin: The address to download it from.
+    """
 
     file: str
     pickle: str
-    origin: str  # where to download the pickle
+    origin: str
 
 
-CLIP = ("config.json", "model.safetensors")
-SOURCES: dict[str, Hub | Converted] = {  # by their names in `reward.paths`
+# By their names in `reward.paths`.
+SOURCES: dict[str, Hub | Converted] = {
     "clipscore": Hub("openai/clip-vit-large-patch14", (*CLIP, *TOKENIZER[1:])),
     "pickscore": Hub("yuvalkirstain/PickScore_v1", CLIP),
     "pickscore/tokenizer": Hub("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", TOKENIZER),
@@ -55,42 +73,56 @@ SOURCES: dict[str, Hub | Converted] = {  # by their names in `reward.paths`
 
 
 def find(name: str, paths: Mapping[str, str]) -> Path:
-    """The directory of a `Hub` source, with all its files, or the file of a `Converted` source.
+    """Finds the files of a source. Also downloads the files of a `Hub` source that are missing.
 
-    name: a key of `SOURCES`. paths: `reward.paths`, or `CARRIED`.
-    Raises InputError in one line that says what is missing, where to get it and where to put it.
+    Args:
+        name: A key of `SOURCES`.
+        paths: The setting `reward.paths`, or `CARRIED`.
+
+    Returns:
+        The directory of a `Hub` source, with all its files, or the file of a `Converted` source.
+
+    Raises:
+        InputError: If a file is missing. The message says where to get it and where to put it.
     """
     source = SOURCES[name]
-    if paths is CARRIED:
-        return hub.CARRIED / (source.file if isinstance(source, Converted) else source.name)
-    reward = f"reward '{name.split('/')[0]}'"
     if isinstance(source, Converted):
-        return _find_converted(name, reward, source, paths)
-    return _find_hub(name, reward, source, paths)
+        if paths is CARRIED:
+            return hub.CARRIED / source.file
+        return _find_converted(name, source, paths)
+    if paths is CARRIED:
+        return hub.CARRIED / source.name
+    return _find_in_hub(name, source, paths)
 
 
-def _find_converted(name: str, reward: str, source: Converted, paths: Mapping[str, str]) -> Path:
+def _find_converted(name: str, source: Converted, paths: Mapping[str, str]) -> Path:
+    """Returns the safetensors file of a source. Raises InputError if it is not there."""
     path = Path(paths.get(name, Path(FOLDER, source.file)))
     if path.is_dir():
         path /= source.file
     if path.is_file() and path.suffix == ".safetensors":
         return path
-    wrong = "no such file" if not path.is_file() else "not a .safetensors file"
+    problem = "not a .safetensors file" if path.is_file() else "no such file"
     raise InputError(
-        f"{reward}: {path}: {wrong}; download {source.pickle} from {source.origin}, then run"
-        f" `solrl convert {source.pickle} --out {Path(FOLDER, source.file)}`, or say where it is: reward.paths.{name}=PATH"
+        f"reward '{name}': {path}: {problem}; download {source.pickle} from {source.origin} and "
+        f"convert it to {Path(FOLDER, source.file)} with `solrl convert`, or say where it is: "
+        f"reward.paths.{name}=PATH"
     )
 
 
-def _find_hub(name: str, reward: str, source: Hub, paths: Mapping[str, str]) -> Path:
-    given = paths.get(name, source.name)
-    remedy = f"reward.paths.{name}=DIRECTORY with {', '.join(source.files)} of https://huggingface.co/{source.name}"
-    folder = Path(given)
+def _find_in_hub(name: str, source: Hub, paths: Mapping[str, str]) -> Path:
+    """Returns the directory of a source. Raises InputError if files are missing."""
+    reward = f"reward '{name.split('/')[0]}'"
+    path = paths.get(name, source.name)
+    files = ", ".join(source.files)
+    remedy = f"reward.paths.{name}=DIRECTORY with {files} of https://huggingface.co/{source.name}"
+    folder = Path(path)
     if not folder.is_dir():
-        if not hub.is_name(given):
-            raise InputError(f"{reward}: {given}: no such directory; expected {remedy}")
-        what = f"{reward}: {given}: {', '.join(source.files)}"
-        folder = hub.snapshot(given, lambda: source.files, what, f"; or give {remedy}")
-    if missing := [file for file in source.files if not (folder / file).is_file()]:
+        if not hub.is_name(path):
+            raise InputError(f"{reward}: {path}: no such directory; expected {remedy}")
+        subject = f"{reward}: {path}: {files}"
+        folder = hub.snapshot(path, lambda: source.files, subject, f"; or give {remedy}")
+    missing = [file for file in source.files if not (folder / file).is_file()]
+    if missing:
         raise InputError(f"{reward}: {folder}: no {', '.join(missing)}; expected {remedy}")
     return folder

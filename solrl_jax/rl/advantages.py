@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from solrl_jax.rewards.protocol import LARGEST
+from solrl_jax.rewards.protocol import MAX_REWARD
 
 MODES: dict[str, Callable[[Array], Array]] = {
     "all": lambda a: a,
@@ -57,7 +57,7 @@ def advantages(
             f"rewards {list(rewards.shape)}, clip={clip}: the shape must be [prompts, kept], and "
             "clip must be above 0"
         )
-    finite = jnp.abs(rewards) <= LARGEST
+    finite = jnp.abs(rewards) <= MAX_REWARD
     r = jnp.where(finite, rewards, 0.0)
 
     def mean_over(x, axis):

@@ -204,7 +204,7 @@ def generate(
                 chunk: dict[str, Any] = {"latents": latents}
                 if states is not None:
                     chunk["states"] = states
-                if keep_images or (reward is not None and reward.needs_pictures):
+                if keep_images or (reward is not None and reward.needs_images):
                     chunk["images"] = decode_chunk(sampler.decoder, latents)
                 if reward is not None and reward.score is not None:
                     index = _place_rows(seed_batch.prompt[start:stop], rows_per_chunk, scoring_mesh)

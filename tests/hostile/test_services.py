@@ -23,7 +23,7 @@ from solrl_jax.data.prompts import Prompt
 from solrl_jax.rewards import host
 from solrl_jax.rewards.host import Failure, RewardError, scoring
 from solrl_jax.rewards.http import http as service_scores
-from solrl_jax.rewards.protocol import Host, HostReward
+from solrl_jax.rewards.protocol import HostReward, HostRewards
 
 ROOT = Path(__file__).parents[2]
 PICTURES = np.random.default_rng(0).random((2, 8, 8, 3), np.float32)
@@ -265,7 +265,7 @@ PATIENT = (1, 100.0)
 def score(how: str, skip: bool = False, pictures: int = 1, workers=WORKERS):
     reward = HostReward("some", f"tests.hostile.outside:{how}", {}, (), 1)
     with scoring(
-        Host((reward,), {}, *workers, skip), pictures * [Prompt("a red circle")]
+        HostRewards((reward,), {}, *workers, skip), pictures * [Prompt("a red circle")]
     ) as outside:
         outside.add(np.zeros((pictures, 8, 8, 3), np.float32))
         return outside.finish()["some"]

@@ -311,7 +311,7 @@ def test_metadata_that_is_not_genevals_is_refused_with_the_prompt(metadata, mess
         ),
         ("no.such.module:f", "expected 'shapes' or 'module.path:function' (No module named 'no')"),
         (f"{HERE}:HERE", "(HERE is no function)"),
-        (f"{HERE}:one_list", f"detector '{HERE}:one_list' gave 1 lists for 2 pictures"),
+        (f"{HERE}:one_list", f"detector '{HERE}:one_list' returned 1 lists for 2 images"),
     ],
 )
 def test_a_detector_that_is_none_is_refused(detector, message):
@@ -325,5 +325,5 @@ def test_a_detector_that_is_none_is_refused(detector, message):
 
 
 def test_the_verifier_refuses_pictures_that_it_cannot_judge():
-    with pytest.raises(ValueError, match="detector 'shapes': pictures 48 x 32; expected squares"):
+    with pytest.raises(ValueError, match="detector 'shapes': images 48 x 32; expected squares"):
         detect_shapes(np.zeros((1, 32, 48, 3), np.float32))

@@ -20,7 +20,7 @@ from solrl_jax.errors import InputError
 from solrl_jax.rewards import host
 from solrl_jax.rewards.host import RewardError, scoring, trial
 from solrl_jax.rewards.mixture import add_total
-from solrl_jax.rewards.protocol import Host, HostReward
+from solrl_jax.rewards.protocol import HostReward, HostRewards
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rl import experiment as experiments
 from solrl_jax.rl.experiment import fresh_state
@@ -41,7 +41,7 @@ WRONG = {
     "hang": r"no answer within reward.timeout=2 seconds",
     "exit": r"its process ended with exit code 3",
     "leave": r"SystemExit: 3",
-    "length": r"returned shape \(1,\) for 2 pictures",
+    "length": r"returned shape \(1,\) for 2 images",
     "words": r"returned \['good', 'good'\]: no numbers",
     "nothing": r"returned None: no numbers",
     "nameless": r"returned \['score'\] without 'reward'",
@@ -65,7 +65,7 @@ def reward(function: str, others=(), batch=16, name="some", **options) -> HostRe
 
 
 def scores(rewards, workers=WORKERS, chunk=4, skip=False, pictures=PICTURES, prompts=PROMPTS):
-    with scoring(Host(tuple(rewards), {}, *workers, skip), prompts) as outside_jax:
+    with scoring(HostRewards(tuple(rewards), {}, *workers, skip), prompts) as outside_jax:
         for start in range(0, len(pictures), chunk):
             outside_jax.add(pictures[start : start + chunk])
         return outside_jax.finish(), outside_jax.failed
@@ -134,7 +134,7 @@ def test_a_failure_costs_a_score(how, capsys):
     np.testing.assert_array_equal(np.isnan(got["some"]), np.arange(7) < 2)
     assert np.isfinite(got["other"]).all()
     assert failed == {"some": 2, "other": 0}
-    said = f"skipped 2 of 7 pictures, which have no score: {told_of(how)}\n"
+    said = f"skipped 2 of 7 images, which have no score: {told_of(how)}\n"
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
@@ -155,7 +155,7 @@ def test_or_a_failure_stops_the_run_and_the_workers():
 def test_a_score_that_does_not_come_is_a_failure():
     with pytest.raises(RewardError, match=r"reward 'some': returned no 'strict'"):
         trial(
-            Host((reward("mean", ("strict",)),), {"some/strict": 1.0}, *WORKERS, False),
+            HostRewards((reward("mean", ("strict",)),), {"some/strict": 1.0}, *WORKERS, False),
             PROMPTS[:2],
             (8, 8),
         )
@@ -169,7 +169,7 @@ def test_processes_that_do_not_start_are_a_failure(monkeypatch):
 
 def test_a_masked_score_is_no_number():
     with pytest.raises(host.Failure, match="no numbers"):
-        host.checked(np.ma.masked_invalid([np.nan, 1]), 2)
+        host.check_answer(np.ma.masked_invalid([np.nan, 1]), 2)
 
 
 HOLDER = """
@@ -240,20 +240,20 @@ def with_reward(built, weights, options=None, skip=False):
     """The experiment with another reward, without loading it again."""
     count, timeout = WORKERS
     run = dict(workers=count, timeout=timeout, on_failure="skip" if skip else "stop")
-    opened = open_reward(weights, options=options or {}, **run)(built.backbone.mesh)
+    opened = open_reward(weights, options=options or {}, **run).load(built.backbone.mesh)
     return dataclasses.replace(built, reward=opened.trained, evaluation_reward=opened.evaluated)
 
 
 def with_config(built, config):
     """The result of `experiments.build`, without loading anything again."""
-    trained, evaluated = open_rewards(config.reward)(built.backbone.mesh)
+    trained, evaluated = open_rewards(config.reward).load(built.backbone.mesh)
     return dataclasses.replace(built, config=config, reward=trained, evaluation_reward=evaluated)
 
 
 def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatch):
     monkeypatch.delattr(experiments, "load_backbone")
     options = json.dumps({FAILING: {"how": "length"}})
-    with pytest.raises(RewardError, match=r"returned shape \(0,\) for 1 pictures \(prompt '"):
+    with pytest.raises(RewardError, match=r"returned shape \(0,\) for 1 images \(prompt '"):
         experiments.build(small_config("unused", f"reward={FAILING}", f"reward.options={options}"))
 
 

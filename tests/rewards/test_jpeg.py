@@ -61,3 +61,9 @@ def test_what_does_not_belong_together_is_refused():
         match=r"^reward 'jpeg_incompressibility': images of shape \(96, 128, 3\); expected \[n, ",
     ):
         jpeg_incompressibility(pictures()[0], ["p"], [{}])
+    opaque = np.concatenate([pictures(), np.ones((5, 96, 128, 1), np.float32)], axis=-1)
+    with pytest.raises(
+        ValueError,
+        match=r"^reward 'jpeg_incompressibility': images of shape .*, so composite RGBA images on a",
+    ):
+        jpeg_incompressibility(opaque, ["p"] * 5, [{}] * 5)

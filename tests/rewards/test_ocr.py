@@ -96,7 +96,7 @@ def test_nothing_is_fetched(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    module.reader.cache_clear()
+    module.open_reader.cache_clear()
     assert score([drawn("Lantern", 60)], ["Lantern"]) == [1]
 
 

@@ -32,7 +32,7 @@ PROMPTS = [Prompt(f"{'very ' * i}red", {"n": i}) for i in range(5)]
 
 
 def opened(weights, **settings):
-    return open_reward(weights, {}, **settings)(None)
+    return open_reward(weights, {}, **settings).load(None)
 
 
 def test_a_function_outside_jax_and_its_options():

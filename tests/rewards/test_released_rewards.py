@@ -13,7 +13,7 @@ from scipy import stats
 from solrl_jax.errors import InputError
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.half_precision import HalfPrecisionWeight
-from solrl_jax.rewards import registry as mixture
+from solrl_jax.rewards import registry
 from solrl_jax.rewards.clip import hpsv2
 from solrl_jax.rewards.imagereward import imagereward
 from solrl_jax.rewards.protocol import score_images
@@ -75,19 +75,17 @@ def files(tmp_path_factory):
         "aesthetic": aesthetic,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            mixture.REWARDS, "hpsv2", mixture.released(partial(hpsv2, config=released.HPS))
-        )
-        patch.setitem(
-            mixture.REWARDS, "imagereward", mixture.released(partial(imagereward, config=config))
-        )
+        small_hps = registry.InJax(partial(hpsv2, config=released.HPS))
+        small_image_reward = registry.InJax(partial(imagereward, config=config))
+        patch.setitem(registry.REWARDS, "hpsv2", small_hps)
+        patch.setitem(registry.REWARDS, "imagereward", small_image_reward)
         yield {name: str(path) for name, path in paths.items()}, references
 
 
 @pytest.fixture(scope="module")
 def everything(files):
     """All five in one."""
-    return open_reward(dict.fromkeys(NAMES, 1.0), files[0])(None).trained
+    return open_reward(dict.fromkeys(NAMES, 1.0), files[0]).load(None).trained
 
 
 def score(reward, images, index, prompts=released.PROMPTS):
@@ -159,7 +157,7 @@ def test_chunks_of_any_size_score_the_same(many, at_once, everything):
 def test_on_a_mesh_rows_and_parameters_are_split_and_scores_stay(many, at_once, files):
     images, index = many
     mesh = sharding.make_mesh(4, 2)
-    reward = open_reward(dict.fromkeys(NAMES, 1.0), files[0])(mesh).trained
+    reward = open_reward(dict.fromkeys(NAMES, 1.0), files[0]).load(mesh).trained
     large = [x for x in jax.tree.leaves(reward.params) if x.size >= sharding.SMALLEST_SHARDED]
     assert large
     assert all(x.sharding.shard_shape(x.shape) != x.shape for x in large)
@@ -183,7 +181,7 @@ def test_products_in_sixteen_bits_score_and_rank_almost_as_float32(
     dtype, least, many, at_once, files
 ):
     """FP16 has three bits more than BF16. docs/kernels.md has the errors at the released sizes."""
-    reward = open_reward(dict.fromkeys(NAMES, 1.0), files[0], dtype)(None).trained
+    reward = open_reward(dict.fromkeys(NAMES, 1.0), files[0], dtype).load(None).trained
     leaves = jax.tree.leaves(reward.params, is_leaf=lambda x: isinstance(x, HalfPrecisionWeight))
     assert {leaf.weight.dtype for leaf in leaves if isinstance(leaf, HalfPrecisionWeight)} == {
         jnp.dtype(dtype)
@@ -218,7 +216,7 @@ def test_a_missing_file_is_one_message(files, tmp_path, monkeypatch):
     said = refusal("hpsv2", {})
     for part in (
         "reward 'hpsv2': weights/HPS_v2.1_compressed.safetensors: no such file", "https://huggingface.co/xswu/HPSv2",
-        "solrl convert HPS_v2.1_compressed.pt --out weights/HPS_v2.1_compressed.safetensors", "reward.paths.hpsv2=",
+        "download HPS_v2.1_compressed.pt", "convert it to weights/HPS_v2.1_compressed.safetensors", "reward.paths.hpsv2=",
     ):  # fmt: skip
         assert part in said
     assert f"{tmp_path}/ImageReward.safetensors: no such file" in refusal(

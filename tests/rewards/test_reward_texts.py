@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from solrl_jax.errors import InputError
+from solrl_jax.models.text_encoders.tokenizers import tokenize
 from solrl_jax.rewards.texts import (
     clean,
-    clip_texts,
-    image_reward_texts,
-    open_clip_texts,
+    open_image_reward_tokenizer,
     open_tokenizer,
+    tokenize_as_open_clip,
 )
 from tests import released
 
@@ -39,7 +39,7 @@ def test_open_clip(folder):
     theirs = (
         released.open_clip().tokenizer.SimpleTokenizer(context_length=77)(list(PROMPTS)).numpy()
     )
-    ours = open_clip_texts(folder, 77)(PROMPTS)
+    ours = tokenize_as_open_clip(folder, 77, PROMPTS)
     for prompt, a, b in zip(PROMPTS, ours["ids"], theirs, strict=True):
         np.testing.assert_array_equal(a, b, err_msg=repr(prompt))
     assert ours["mask"].all()
@@ -47,6 +47,22 @@ def test_open_clip(folder):
         49407,
         0,
     )  # cut with the end kept; padded with zeros
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "a <|endoftext|> dog",
+        "a<|startoftext|>b <|ENDOFTEXT|>",
+        "<start_of_text> a <end_of_text> b",
+        "!!<end_of_text>x _<end_of_text>",
+        "é<end_of_text>1<end_of_text>it's<end_of_text>'s",
+        "<end_of_text><end_of_text>!<end_of_text>",
+    ],
+)
+def test_special_tokens_in_a_prompt_are_read_as_open_clip_reads_them(folder, prompt):
+    theirs = released.open_clip().tokenizer.SimpleTokenizer(context_length=77)([prompt]).numpy()
+    np.testing.assert_array_equal(tokenize_as_open_clip(folder, 77, [prompt])["ids"], theirs)
 
 
 def test_clean_up_matters(folder):
@@ -57,7 +73,7 @@ def test_clean_up_matters(folder):
 
 
 def test_clip_pads_with_the_end(folder):
-    ours = clip_texts(folder, 77)(PROMPTS)
+    ours = tokenize(folder, PROMPTS, 77)
     assert ours["ids"].shape == ours["mask"].shape == (len(PROMPTS), 77)
     assert (ours["ids"][1, 1:] == 49407).all()
     assert ours["mask"][1].sum() == 2
@@ -67,7 +83,8 @@ def test_clip_pads_with_the_end(folder):
 def test_image_reward_adds_two_tokens_after_berts_own(tmp_path):
     tokenizer = released.save_bert_tokenizer(tmp_path)
     size = len(tokenizer)
-    ours = image_reward_texts(tmp_path, 35)(["red [ENC]", "", "red, " * 40, "a [DEC]"])
+    open_image_reward_tokenizer(tmp_path)
+    ours = tokenize(tmp_path, ["red [ENC]", "", "red, " * 40, "a [DEC]"], 35)
     assert ours["ids"].shape == (4, 35)
     start = tokenizer.cls_token_id
     end = tokenizer.sep_token_id

@@ -32,7 +32,7 @@ def pictures():
 
 
 def make_reward(weights):
-    return open_reward(weights, {})(None).trained
+    return open_reward(weights, {}).load(None).trained
 
 
 def scores(weights, images, index, prompts=PROMPTS):
@@ -193,7 +193,7 @@ def test_a_prompt_that_a_reward_cannot_score_is_found_wherever_it_is(name, good,
 
 
 def test_watched_rewards_check_their_prompts_in_evaluations_alone():
-    trained, evaluated = open_reward({"tiny-clip": 1.0}, {}, eval_only=("shapes", "ocr"))(None)
+    trained, evaluated = open_reward({"tiny-clip": 1.0}, {}, eval_only=("shapes", "ocr")).load(None)
     check_prompts(trained, [Prompt("a red dog")], "prompts.train")
     with pytest.raises(InputError, match=r"^prompts.test: reward 'shapes': cannot parse"):
         check_prompts(evaluated, [Prompt("a red dog")], "prompts.test")
@@ -204,9 +204,8 @@ def test_watched_rewards_check_their_prompts_in_evaluations_alone():
 
 
 def test_a_detector_of_the_users_is_not_imported_to_check_prompts():
-    reward = open_reward({"geneval": 1.0}, {}, options={"geneval": {"detector": "nowhere.at:all"}})(
-        None
-    ).trained
+    options = {"geneval": {"detector": "nowhere.at:all"}}
+    reward = open_reward({"geneval": 1.0}, options=options).load(None).trained
     check_prompts(
         reward,
         [Prompt("a dog", {"tag": "colors", "include": [{"class": "dog", "count": 1}]})],
@@ -224,3 +223,10 @@ def test_a_message_about_a_long_prompt_is_short():
     with pytest.raises(InputError) as error:
         check_prompts(make_reward({"shapes": 1.0}), [Prompt("dog " * 100_000)], "prompts.train")
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("weights", [{"tiny-clip": 1.0}, {"shapes": 1.0}])
+def test_images_with_an_alpha_channel_are_refused_with_a_hint(weights, pictures):
+    opaque = np.concatenate([pictures, np.ones_like(pictures[..., :1])], axis=-1)
+    with pytest.raises(ValueError, match=r"images of shape \(4, 32, 32, 4\); expected .* RGBA"):
+        scores(weights, opaque, np.arange(4))

@@ -135,7 +135,7 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
         patch.setitem(
             rewards.REWARDS,
             "redness",
-            rewards.released(lambda paths: lambda mesh, dtype: redness()),
+            rewards.InJax(lambda paths: redness()),
         )
         return experiments.build(
             small_config("unused", *of_model, *SHORT, "reward.weights={redness: 1}", *overrides)

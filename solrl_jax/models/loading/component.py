@@ -52,7 +52,7 @@ class Component:
     def from_builder(
         cls,
         source: Path,
-        build: Callable[[nnx.Rngs], nnx.Module],
+        build: Callable[..., nnx.Module],
         locate: TensorLocator = locate_tensors,
     ) -> "Component":
         """Makes a component of the network that `build` constructs.
@@ -62,10 +62,10 @@ class Component:
 
         Args:
             source: a directory with safetensors files, or one safetensors file.
-            build: constructs the network from random number generators.
+            build: constructs the network, given random number generators as `rngs`.
             locate: finds the network's tensors in `source`.
         """
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
         return cls(graphdef, state, source, locate)
 
     def __call__(self, params: Params) -> Any:
