@@ -455,7 +455,8 @@ class Optimizer(Section):
 class Prompts(Section):
     """The prompt sets (`data/prompts.py`).
 
-    A text file with one prompt per line, a .jsonl file with metadata, or "embedded:NAME".
+    A text file with one prompt per line, a .json, .jsonl, .csv, .tsv or .parquet file with
+    metadata, "FILE:COLUMN" to name the column of its prompts, or "embedded:NAME".
     """
 
     # Files, relative to the directory in which the run is started.

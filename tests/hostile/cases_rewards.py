@@ -19,12 +19,12 @@ WRONG = {  # function of tests/hostile/inside.py, its options, a part of the lin
     "scores a chunk with one number": (
         "returning",
         "{what: one number}",
-        "shape () as 'reward' for 2 pictures",
+        "shape () as 'reward' for 2 images",
     ),
     "scores in a column": (
         "returning",
         "{what: a column}",
-        "shape (2, 1) as 'reward' for 2 pictures",
+        "shape (2, 1) as 'reward' for 2 images",
     ),
     "scores in complex numbers": (
         "returning",
