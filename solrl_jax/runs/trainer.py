@@ -297,6 +297,7 @@ def _train(this: _Run) -> None:
             if this.done and config.run.keep_best:
                 _save(this)  # once more, now with its evaluation
         failures = 0  # iterations in a row from which nothing could be learned
+        reported_equal_rewards = False
         while this.done < config.train.iterations:
             setting = hosts.agreed(lambda: _choose_setting(this))
             draws_pools = config.eval.num_grid_images and _evaluation_is_due(config, this.done + 1)
@@ -309,6 +310,12 @@ def _train(this: _Run) -> None:
                 this.done += 1  # inside, so that a trace that cannot be written costs no iteration
             row = result.metrics
             failures = failures + 1 if _learned_nothing(row) else 0
+            if not failures and not reported_equal_rewards and _rewards_are_equal(result.ledger):
+                progress.line(
+                    f"iteration {this.done}: all rewards of each prompt are equal, so there is "
+                    "nothing to learn from; check the reward (this is reported once)"
+                )
+                reported_equal_rewards = True
             try:
                 hosts.write(partial(ledger.write, this.folder / "ledger", this.done, result.ledger))
                 # Before the evaluation, because a state that is saved after a failed evaluation
@@ -447,6 +454,17 @@ def _learned_nothing(row: Row) -> bool:
     """Whether an iteration had no finite loss, or no prompt with enough finite rewards."""
     no_finite_loss = row["skipped_micro_batches"] > 0 and row["grad_norm"] == 0
     return no_finite_loss or math.isnan(row["kept/spread"])
+
+
+def _rewards_are_equal(candidates: Mapping[str, Any]) -> bool:
+    """Whether the rewards of each prompt are equal up to rounding, among the trained samples.
+
+    All advantages are 0 then.
+
+    Args:
+        candidates: The ledger columns of an iteration, see `rl.iteration.ledger_columns`.
+    """
+    return not np.any(candidates["advantage"].compressed())
 
 
 def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:

@@ -428,3 +428,15 @@ def rows(run_dir: Path, watched: str = "watched") -> dict[int, dict]:
         }
         merged.setdefault(row["iteration"], {}).update(kept)
     return merged
+
+
+def test_a_run_says_once_that_equal_rewards_teach_nothing(built, monkeypatch, tmp_path, capsys):
+    """The reward is -1 for every prompt without metadata, whatever the image shows."""
+    monkeypatch.setattr(trainer, "build", lambda config, force: with_config(built, config))
+    overrides = ["train.iterations=2", "eval.num_grid_images=0", "reward=tests.outside:told"]
+    with TerminalProgress(bars=False) as progress:
+        trainer.run(small_config(tmp_path / "run", *overrides), progress)
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if "all rewards of each prompt are equal" in line]
+    assert len(said) == 1
+    assert said[0].startswith("iteration 1: ")
