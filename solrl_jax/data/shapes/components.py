@@ -20,7 +20,7 @@ def label_components(pixel_colour: Int[Array, "h w"]) -> Int[Array, "h w"]:
     The background is labelled too.
 
     Args:
-      pixel_colour: the index of each pixel's colour, -1 for the background.
+        pixel_colour: The index of each pixel's colour, -1 for the background.
     """
     labels = jnp.arange(pixel_colour.size).reshape(pixel_colour.shape)
     connected = [pixel_colour == _shift(pixel_colour, dy, dx, -2) for dy, dx in _NEIGHBOURS]
@@ -44,12 +44,12 @@ def largest_components(
     """The areas in pixels and the labels of the largest components, the largest first.
 
     Args:
-      labels: the label of the component of each pixel.
-      covered: whether the pixel has a colour; others do not count.
-      count: k, how many components to return.
+        labels: The label of the component of each pixel.
+        covered: Whether the pixel has a colour; others do not count.
+        count: The number k of components to return.
 
     Returns:
-      Areas and labels. An area of 0 or less means that there are no more components.
+        Areas and labels. An area of 0 or less means that there are no more components.
     """
     counts = covered.ravel().astype(jnp.int32)
     remaining = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(counts)

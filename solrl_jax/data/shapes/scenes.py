@@ -51,10 +51,10 @@ class Group:
     """Objects of one kind. Raises ValueError for values that the grammar does not have.
 
     Attributes:
-      count: the number of objects, 1 to 3.
-      size: a name of `SIZES`, or None if the caption leaves it open.
-      colour: a name of `COLOURS`.
-      shape: a name of `SHAPES`.
+        count: The number of objects, 1 to 3.
+        size: A name of `SIZES`, or None if the caption leaves it open.
+        colour: A name of `COLOURS`.
+        shape: A name of `SHAPES`.
     """
 
     count: int
@@ -74,9 +74,9 @@ class Scene:
     """What a caption describes. Raises ValueError for what the grammar does not allow.
 
     Attributes:
-      groups: one group, or two.
-      relation: a name of `RELATIONS` that says where the first group is relative to the second;
-        None for one group.
+        groups: One group, or two.
+        relation: A name of `RELATIONS` that says where the first group is relative to the second;
+            None for one group.
     """
 
     groups: tuple[Group, ...]
@@ -104,10 +104,10 @@ def parse(text: str) -> Scene:
     """The scene that a caption describes.
 
     Args:
-      text: the caption. Case and spaces do not matter, and "one" means "a".
+        text: The caption. Case and spaces do not matter, and "one" means "a".
 
     Raises:
-      ValueError: if the caption does not follow the grammar. The message quotes both.
+        ValueError: If the caption does not follow the grammar. The message quotes both.
     """
     normal = " ".join(text.lower().split())
     try:

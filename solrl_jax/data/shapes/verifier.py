@@ -30,9 +30,8 @@ _BACKGROUND = np.asarray(scenes.BACKGROUND, np.float32) / 255
 _PALETTE = np.asarray([scenes.PALETTE[colour] for colour in scenes.COLOURS], np.float32) / 255
 _TINTS = _PALETTE - _BACKGROUND
 
-_NUM_COMPONENTS = (
-    8  # the largest components of an image that are measured; a correct image has at most four
-)
+# The largest components of an image that are measured. A correct image has at most four.
+_NUM_COMPONENTS = 8
 # Smallest area of an object, in pixels of an image 32 wide. The smallest object, a small triangle,
 # has an area of 18.
 _MIN_AREA = 8.0
@@ -66,11 +65,11 @@ class Targets:
     The axis of length 2 is for the two groups of a caption. A group with count 0 is absent.
 
     Attributes:
-      count: the number of objects, 0 to 3.
-      colour: index into `scenes.COLOURS`.
-      shape: index into `scenes.SHAPES`.
-      size: index into `scenes.SIZES`; -1 accepts any size.
-      relation: index into `scenes.RELATIONS`; -1 for captions with one group.
+        count: The number of objects, 0 to 3.
+        colour: Index into `scenes.COLOURS`.
+        shape: Index into `scenes.SHAPES`.
+        size: Index into `scenes.SIZES`; -1 accepts any size.
+        relation: Index into `scenes.RELATIONS`; -1 for captions with one group.
     """
 
     count: Int[Array, "*n 2"]
@@ -84,8 +83,8 @@ class Verdict(NamedTuple):
     """The judgement of n images.
 
     Attributes:
-      score: partial credit in [0, 1].
-      strict: whether the image shows exactly what the caption asks for and nothing else.
+        score: Partial credit in [0, 1].
+        strict: Whether the image shows exactly what the caption asks for and nothing else.
     """
 
     score: Float[Array, "*n"]
@@ -98,11 +97,11 @@ class Detections(NamedTuple):
     There are at most k per image, the largest first.
 
     Attributes:
-      colour: index into `scenes.COLOURS`; -1 where no colour is clear or there is no object.
-      shape: index into `scenes.SHAPES`; -1 likewise.
-      size: index into `scenes.SIZES`; -1 where there is no object.
-      centre: (x, y) of the centre of the bounding box, in pixels of an image 32 wide.
-      diameter: width and height of the bounding box, in the same unit.
+        colour: Index into `scenes.COLOURS`; -1 where no colour is clear or there is no object.
+        shape: Index into `scenes.SHAPES`; -1 likewise.
+        size: Index into `scenes.SIZES`; -1 where there is no object.
+        centre: (x, y) of the centre of the bounding box, in pixels of an image 32 wide.
+        diameter: Width and height of the bounding box, in the same unit.
     """
 
     colour: Int[Array, "*n k"]
@@ -118,16 +117,16 @@ class _Components(NamedTuple):
     Lengths are in pixels of an image 32 wide.
 
     Attributes:
-      area: the number of pixels with a cover above one half.
-      present: how far the component is large enough to be an object, in [0, 1].
-      colour: how far the component has each colour, in [0, 1].
-      colour_distance: RGB distance from each colour.
-      peak: cover of the most covered pixel.
-      iou: intersection over union with each ideal shape.
-      shape: how far the component has each shape, in [0, 1].
-      diameter: width of the bounding box.
-      centre: (x, y) of the centre of the bounding box.
-      specks: area of all components that are too small for an object or not among the k largest.
+        area: The number of pixels with a cover above one half.
+        present: How far the component is large enough to be an object, in [0, 1].
+        colour: How far the component has each colour, in [0, 1].
+        colour_distance: RGB distance from each colour.
+        peak: Cover of the most covered pixel.
+        iou: Intersection over union with each ideal shape.
+        shape: How far the component has each shape, in [0, 1].
+        diameter: Width of the bounding box.
+        centre: (x, y) of the centre of the bounding box.
+        specks: Area of all components that are too small for an object or not among the k largest.
     """
 
     area: Float[Array, " k"]
@@ -170,8 +169,8 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
     """Judges each image against what its caption asks for.
 
     Args:
-      images: RGB in [0, 1].
-      targets: what the captions of the images ask for.
+        images: RGB in [0, 1].
+        targets: What the captions of the images ask for.
     """
 
     def verify_one(image: Float[Array, "h w 3"], target: Targets) -> Verdict:
@@ -186,7 +185,7 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
     """Finds the objects in images, whatever their captions ask for.
 
     Args:
-      images: RGB in [0, 1].
+        images: RGB in [0, 1].
     """
 
     def detect_one(image: Float[Array, "h w 3"]) -> Detections:
@@ -261,7 +260,7 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
     close to some paler colour.
 
     Args:
-      offset: the image minus the background, one plane per channel.
+        offset: The image minus the background, one plane per channel.
     """
     colour = jnp.full(offset[0].shape, -1)
     cover = jnp.zeros(offset[0].shape)
@@ -288,9 +287,9 @@ def _iou_with_shapes(
     It is the best over three widths of the ideal edge.
 
     Args:
-      mask: the cover of each pixel by each component, in [0, 1].
-      centroid: (x, y) of the centroid of each component in pixels, which the ideal shapes share.
-      diameters: diameters in pixels of the ideal shapes, which have the area of the component.
+        mask: The cover of each pixel by each component, in [0, 1].
+        centroid: (x, y) of the centroid of each component in pixels, which the ideal shapes share.
+        diameters: Diameters in pixels of the ideal shapes, which have the area of the component.
     """
     ys, xs = (jnp.arange(side) + 0.5 for side in mask.shape[1:])
     x = (xs - centroid[:, :1])[:, None, :]
@@ -321,8 +320,8 @@ def _edge_cover(inside: Array, width: float) -> Array:
     """The cover of pixels near a straight edge.
 
     Args:
-      inside: distance of the pixel's centre from the edge in pixels, positive within the shape.
-      width: width of the edge in pixels.
+        inside: Distance of the pixel's centre from the edge in pixels, positive within the shape.
+        width: Width of the edge in pixels.
     """
     return jnp.clip(0.5 + inside / width, 0, 1)
 
@@ -416,13 +415,13 @@ def _displacement(
     """How far the middles of the two groups are apart.
 
     Args:
-      member: how far each component belongs to each group, in [0, 1].
-      centre: (x, y) of each component.
-      relation: index into `scenes.RELATIONS`.
+        member: How far each component belongs to each group, in [0, 1].
+        centre: (x, y) of each component.
+        relation: Index into `scenes.RELATIONS`.
 
     Returns:
-      The distance along the axis of the relation, positive if it is as asked, and the absolute
-      distance across it.
+        The distance along the axis of the relation, positive if it is as asked, and the absolute
+        distance across it.
     """
     # A sum instead of a dot product, because accelerators round the operands of a float32 dot
     # product.
