@@ -23,9 +23,9 @@ from solrl_jax.rl.experiment import Experiment, build
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs.directory import configuration, find_checkpoint, is_run, load_policy
 from solrl_jax.runs.evaluate import (
-    Differing,
     Evaluation,
-    PictureGrid,
+    ImageGrid,
+    LargestDifferences,
     evaluate,
     paired_difference,
     setting,
@@ -122,7 +122,7 @@ def command(
         ]
         summary |= {"other": other, "differences": differences}
         if gallery is not None:
-            differing = Differing.of(result, theirs, *SHOWN)
+            differing = LargestDifferences.find(result, theirs, *SHOWN)
             _draw(
                 gallery,
                 differing,
@@ -168,10 +168,10 @@ def _of_another(
 
 def _draw(
     path: Path,
-    differing: Differing,
+    differing: LargestDifferences,
     names: tuple[str, str],
-    first: PictureGrid,
-    second: PictureGrid,
+    first: ImageGrid,
+    second: ImageGrid,
 ) -> None:
     """The two policies side by side; above each prompt, by how much the first one's reward is higher in its pictures."""
     gains = [", ".join(f"{gain:+.2f}" for gain in row) for row in differing.gains]

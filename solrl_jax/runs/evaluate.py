@@ -1,4 +1,4 @@
-"""How good a policy is: held-out prompts, fixed seeds, the training precision."""
+"""Evaluates a policy on held-out prompts, with fixed seeds and in the training precision."""
 
 import dataclasses
 import hashlib
@@ -16,249 +16,349 @@ from solrl_jax.rl.generate import Samples, SeedBatch, generate
 from solrl_jax.rl.sampler import Sampler
 from solrl_jax.rl.trainable.trainable import Trainable
 
-Show = Callable[[int], None]  # called with rows that are done
+# Called with the number of samples that are done since the last call.
+Progress = Callable[[int], None]
 
 
-def _silent(rows):
-    return None
+def _no_progress(_samples: int) -> None:
+    """Reports nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Scores by name."""
+    """The scores of a policy.
 
-    means: dict[str, float]  # over all pictures with a finite score
-    errors: dict[str, float]  # standard errors of the means
-    scores: dict[str, Float[np.ndarray, "p m"]]  # [prompts, pictures]
-    failed: dict[str, int]  # pictures without a score, by reward outside JAX
+    Attributes:
+        means: The mean of each score over all images with a finite value, by name.
+        errors: The standard errors of the means.
+        scores: The score of each image, NaN where it failed.
+        failed: The number of images without a score, by the name of the reward. Only rewards
+            outside of JAX can fail.
+    """
+
+    means: dict[str, float]
+    errors: dict[str, float]
+    scores: dict[str, Float[np.ndarray, "p m"]]
+    failed: dict[str, int]
 
 
-def evaluate(experiment: Experiment, adapters: Trainable, progress: Show = _silent) -> Evaluation:
-    """Scores `eval.num_images_per_prompt` pictures of each of the first `eval.num_prompts` test prompts."""
+def evaluate(
+    experiment: Experiment, adapters: Trainable, progress: Progress = _no_progress
+) -> Evaluation:
+    """Scores images of the first test prompts.
+
+    Args:
+        experiment: The experiment. `eval.num_prompts` prompts with `eval.num_images_per_prompt`
+            images each are generated from seeds that depend on `eval.seed` alone.
+        adapters: The trainable parameters of the policy.
+        progress: Called with the number of images that are done since the last call.
+    """
     config = experiment.config.eval
-    samples = _sample(
-        experiment,
-        adapters,
-        *_held_out(experiment, config.num_prompts, config.num_images_per_prompt),
-        progress,
-    )
+    prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
+    samples = _generate(experiment, adapters, prompts, seeds, progress)
     scores = {name: s.reshape(config.num_prompts, -1) for name, s in samples.scores.items()}
-    finite = {name: s[np.isfinite(s)] for name, s in scores.items()}
-    means = {
-        name: float(s.mean(dtype=float)) if s.size else float("nan") for name, s in finite.items()
-    }
-    errors = {
-        name: float(s.std(dtype=float) / np.sqrt(s.size)) if s.size else float("nan")
-        for name, s in finite.items()
-    }
+    means = {}
+    errors = {}
+    for name, values in scores.items():
+        finite = values[np.isfinite(values)]
+        means[name] = float(finite.mean(dtype=float)) if finite.size else float("nan")
+        errors[name] = float("nan")
+        if finite.size:
+            errors[name] = float(finite.std(dtype=float) / np.sqrt(finite.size))
     return Evaluation(means, errors, scores, samples.failed)
 
 
 def setting(experiment: Experiment) -> str:
-    """All that a figure of `evaluate` depends on beside the policy, in one line. The hash is of the prompts, a line each."""
+    """Describes in one line all settings that a result of `evaluate` depends on besides the policy.
+
+    The line contains a hash of the prompts, joined by line breaks.
+    """
     config = experiment.config.eval
     rollout = experiment.config.rollout
-    (height, width) = evaluation_size(experiment.config)
+    height, width = evaluation_size(experiment.config)
     prompts = "".join(f"{prompt}\n" for prompt in experiment.test_prompts[: config.num_prompts])
     digest = hashlib.sha256(prompts.encode()).hexdigest()[:12]
     noise = " without noise" if rollout.noise_level else ""
-    true = f", true guidance {rollout.true_cfg_scale:g}" if rollout.true_cfg_scale != 1 else ""
+    guidance = f"guidance {rollout.guidance_scale:g}"
+    if rollout.true_cfg_scale != 1:
+        guidance += f", true guidance {rollout.true_cfg_scale:g}"
     return (
-        f"{config.num_prompts} prompts (sha256 {digest}) x {config.num_images_per_prompt} pictures of {width} x {height}; "
-        f"{rollout.solver}{noise}, {config.num_steps} steps, guidance {rollout.guidance_scale:g}{true}, {rollout.precision}, "
-        f"seed {config.seed}"
+        f"{config.num_prompts} prompts (sha256 {digest}) x {config.num_images_per_prompt} images "
+        f"of {width} x {height}; {rollout.solver}{noise}, {config.num_steps} steps, {guidance}, "
+        f"{rollout.precision}, seed {config.seed}"
     )
 
 
 def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[float, float]]:
-    """Of two policies on the same prompts and noise: by how much the first scores higher, ± a 95 % confidence interval.
+    """Compares two policies that were evaluated on the same prompts and noise, image by image.
 
-    Pictures are compared one by one. Prompts differ in what can be gained, so the interval is Student's over prompts. A picture
-    counts if both scores are finite; NaN for an interval of fewer than two prompts.
+    The confidence interval is Student's over prompts, because prompts differ in how much can be
+    gained on them. An image counts if both of its scores are finite.
+
+    Args:
+        first: The evaluation of one policy.
+        second: The evaluation of the other.
+
+    Returns:
+        For each score, by how much the first policy scores higher, and half of the 95 % confidence
+        interval. The latter is NaN for fewer than two prompts.
     """
-    from scipy import stats  # half a second, which most commands need not wait for
+    from scipy import stats  # takes half a second to import
 
     differences = {}
     for name, scores in first.scores.items():
         difference = scores - second.scores[name]
         counted = np.isfinite(difference)
-        of_prompts = (
-            np.where(counted, difference, 0.0).sum(1)[counted.any(1)]
-            / counted.sum(1)[counted.any(1)]
-        )
-        n = len(of_prompts)
-        spread = of_prompts.std(ddof=1) / np.sqrt(n) if n > 1 else np.nan
-        differences[name] = (
-            float(of_prompts.mean()) if n else np.nan,
-            float(stats.t.ppf(0.975, n - 1) * spread),
-        )
+        usable = counted.any(1)
+        sums = np.where(counted, difference, 0.0).sum(1)[usable]
+        prompt_means = sums / counted.sum(1)[usable]
+        n = len(prompt_means)
+        error = prompt_means.std(ddof=1) / np.sqrt(n) if n > 1 else np.nan
+        mean = float(prompt_means.mean()) if n else np.nan
+        differences[name] = (mean, float(stats.t.ppf(0.975, n - 1) * error))
     return differences
 
 
 @dataclasses.dataclass(frozen=True)
-class PictureGrid:
-    """Pictures of fixed prompts and seeds, which show how a policy changes."""
+class ImageGrid:
+    """Images of fixed prompts and seeds, which show how a policy changes.
+
+    Attributes:
+        prompts: One prompt per row.
+        images: The images, in [0, 1].
+        right: Whether each image is right, by the first reward that has a score "strict". None if
+            no reward has one.
+    """
 
     prompts: Sequence[str]
     images: Float[np.ndarray, "p m h w 3"]
-    right: (
-        np.ndarray | None
-    )  # [p, m] bool, by the first reward that has a score "strict"; None: no reward has one
+    right: np.ndarray | None
 
     @classmethod
-    def of(cls, prompts: Sequence[str], samples: Samples) -> "PictureGrid":
-        """As many samples of each prompt, in their order, which were kept with their pictures."""
+    def from_samples(cls, prompts: Sequence[str], samples: Samples) -> "ImageGrid":
+        """Makes a grid of generated samples.
+
+        Args:
+            prompts: The prompts.
+            samples: As many samples of each prompt, prompt by prompt, kept with their images.
+        """
         assert samples.images is not None
-        strict = next(
-            (scores for name, scores in samples.scores.items() if name.endswith("/strict")), None
-        )
+        verdicts = [scores for name, scores in samples.scores.items() if name.endswith("/strict")]
+        right = verdicts[0].reshape(len(prompts), -1) > 0.5 if verdicts else None
         images = samples.images.reshape(len(prompts), -1, *samples.images.shape[1:])
-        return cls(
-            prompts, images, None if strict is None else strict.reshape(len(prompts), -1) > 0.5
-        )
+        return cls(prompts, images, right)
 
     @property
     def marks(self) -> list[bool | None]:
-        """`right`, image by image; None where there is no verdict."""
-        return (
-            [None] * (self.images.shape[0] * self.images.shape[1])
-            if self.right is None
-            else self.right.reshape(-1).tolist()
-        )
+        """Whether each image is right, row by row; None where there is no verdict."""
+        if self.right is None:
+            return [None] * (self.images.shape[0] * self.images.shape[1])
+        return self.right.reshape(-1).tolist()
 
 
-def sample_grid(experiment: Experiment, adapters: Trainable) -> PictureGrid:
-    """`eval.num_grid_images` pictures in all, four a prompt."""
-    each = min(4, experiment.config.eval.num_grid_images)
-    count = min(experiment.config.eval.num_grid_images // each, len(experiment.test_prompts))
-    return _pictures(experiment, adapters, *_held_out(experiment, count, each))
-
-
-@dataclasses.dataclass(frozen=True)
-class Differing:
-    """Pictures of an evaluation on which two policies differ most: m of each of p prompts."""
-
-    prompts: Int[
-        np.ndarray, " p"
-    ]  # their places among the test prompts; the largest difference first
-    pictures: Int[np.ndarray, "p m"]  # their places within the prompt
-    gains: Float[np.ndarray, "p m"]  # by how much the first policy's reward is higher
-
-    @classmethod
-    def of(cls, first: Evaluation, second: Evaluation, prompts: int, pictures: int) -> "Differing":
-        """Of two evaluations on the same pictures. A picture without two finite rewards is not chosen before others."""
-        gains = first.scores["reward"] - second.scores["reward"]
-        size = np.where(np.isfinite(gains), np.abs(gains), -1.0)
-        order = np.argsort(-size, axis=1, kind="stable")[:, :pictures]
-        most = np.argsort(-size.max(1), kind="stable")[:prompts]
-        return cls(most, order[most], np.take_along_axis(gains, order, axis=1)[most])
-
-    def draw(self, experiment: Experiment, adapters: Trainable) -> PictureGrid:
-        """The pictures as a policy makes them. A picture is its seed: they look as they did when they were scored."""
-        config = experiment.config.eval
-        prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
-        seeds = np.take_along_axis(seeds[self.prompts], self.pictures[..., None], axis=1)
-        return _pictures(experiment, adapters, [prompts[i] for i in self.prompts], seeds)
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolPictures:
-    """The best and the worst kept candidates of some prompts of an iteration, as they were explored and regenerated."""
-
-    prompts: Sequence[str]
-    candidates: Int[np.ndarray, "p m"]  # their indices within the prompt, best proxy first
-    stages: dict[
-        str, PictureGrid
-    ]  # "explored", and "regenerated" unless explored samples were trained on
-
-
-def pool_pictures(
-    experiment: Experiment,
-    old: Trainable,
-    level: ExplorationSetting,
-    ledger: Mapping[str, Any],
-    iteration: int,
-) -> PoolPictures:
-    """Draws candidates of an iteration again, `eval.num_grid_images` in all, four a prompt. A candidate is its seed: it looks the same.
+def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
+    """Generates images of the first test prompts, four per prompt.
 
     Args:
-      old: the adapters that the iteration explored and regenerated with.
-      level: how it explored.
-      ledger: its candidates, `IterationResult.ledger`.
+        experiment: The experiment. There are `eval.num_grid_images` images in all.
+        adapters: The trainable parameters of the policy.
+    """
+    num_images = experiment.config.eval.num_grid_images
+    per_prompt = min(4, num_images)
+    num_prompts = min(num_images // per_prompt, len(experiment.test_prompts))
+    prompts, seeds = _held_out(experiment, num_prompts, per_prompt)
+    return _generate_grid(experiment, adapters, prompts, seeds)
+
+
+@dataclasses.dataclass(frozen=True)
+class LargestDifferences:
+    """The images of an evaluation on which two policies differ most: m images of p prompts.
+
+    Attributes:
+        prompts: The positions of the prompts among the test prompts, the largest difference first.
+        images: The positions of the images within their prompt.
+        gains: By how much the reward of the first policy is higher.
+    """
+
+    prompts: Int[np.ndarray, " p"]
+    images: Int[np.ndarray, "p m"]
+    gains: Float[np.ndarray, "p m"]
+
+    @classmethod
+    def find(
+        cls, first: Evaluation, second: Evaluation, num_prompts: int, num_images: int
+    ) -> "LargestDifferences":
+        """Finds the images whose rewards differ most. Images without two finite rewards come last.
+
+        Args:
+            first: The evaluation of one policy.
+            second: The evaluation of another one on the same prompts and seeds.
+            num_prompts: The largest number of prompts.
+            num_images: The largest number of images per prompt.
+        """
+        gains = first.scores["reward"] - second.scores["reward"]
+        size = np.where(np.isfinite(gains), np.abs(gains), -1.0)
+        images = np.argsort(-size, axis=1, kind="stable")[:, :num_images]
+        prompts = np.argsort(-size.max(1), kind="stable")[:num_prompts]
+        return cls(prompts, images[prompts], np.take_along_axis(gains, images, axis=1)[prompts])
+
+    def draw(self, experiment: Experiment, adapters: Trainable) -> ImageGrid:
+        """Generates these images by a policy. They equal the images that were scored.
+
+        Args:
+            experiment: The experiment of the evaluation.
+            adapters: The trainable parameters of the policy.
+        """
+        config = experiment.config.eval
+        prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
+        seeds = np.take_along_axis(seeds[self.prompts], self.images[..., None], axis=1)
+        return _generate_grid(experiment, adapters, [prompts[i] for i in self.prompts], seeds)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolImages:
+    """The best and the worst kept candidates of some prompts of an iteration.
+
+    Attributes:
+        prompts: The prompts.
+        candidates: The indices of the candidates within their prompt, best proxy reward first.
+        stages: Their images as "explored" and, unless explored samples were trained on,
+            "regenerated".
+    """
+
+    prompts: Sequence[str]
+    candidates: Int[np.ndarray, "p m"]
+    stages: dict[str, ImageGrid]
+
+
+def pool_images(
+    experiment: Experiment,
+    old: Trainable,
+    exploration: ExplorationSetting,
+    ledger: Mapping[str, Any],
+    iteration: int,
+) -> PoolImages:
+    """Generates some candidates of an iteration again, four per prompt.
+
+    A candidate is its seed, so the images equal those of the iteration.
+
+    Args:
+        experiment: The experiment. There are `eval.num_grid_images` candidates in all.
+        old: The trainable parameters that the iteration explored and regenerated with.
+        exploration: How it explored.
+        ledger: Its candidates, `IterationResult.ledger`.
+        iteration: Its number, from 1.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
-    rollout = experiment.config.rollout
-    explorer = experiment.explorer
+    rollout = config.rollout
     prompts = draw_prompts(
         experiment.train_prompts, config.seed, iteration - 1, config.train.num_prompts
     )
-    each = min(4, config.eval.num_grid_images, rollout.kept)
-    count = min(config.eval.num_grid_images // each, len(prompts))
-    rank, kept = (
-        np.asarray(ledger[name]).reshape(len(prompts), -1)[:count] for name in ("rank", "kept")
-    )
-    of_kept = np.argsort(np.where(kept, rank, rank + rollout.candidates), axis=1)[:, : rollout.kept]
-    candidates = np.concatenate(
-        [of_kept[:, : each - each // 2], of_kept[:, rollout.kept - each // 2 :]], axis=1
-    )
+    per_prompt = min(4, config.eval.num_grid_images, rollout.kept)
+    num_prompts = min(config.eval.num_grid_images // per_prompt, len(prompts))
+    candidates = _best_and_worst_kept(ledger, len(prompts), rollout.kept, per_prompt)[:num_prompts]
     seeds = experiment.seeds("candidate", prompts, rollout.candidates, iteration=iteration)
-    # the conditioning of all prompts, and rows of some: the shapes of the iteration, for which the programs are compiled
-    prompted = experiment.encode_prompts(prompts, experiment.reward)
-    rows = SeedBatch.from_seeds(np.take_along_axis(seeds[:count], candidates[..., None], axis=1))
+    # All prompts are encoded, although only some are used: the programs of the iteration are
+    # compiled for this shape.
+    prompt_batch = experiment.encode_prompts(prompts, experiment.reward)
+    chosen_seeds = np.take_along_axis(seeds[:num_prompts], candidates[..., None], axis=1)
+    seed_batch = SeedBatch.from_seeds(chosen_seeds)
 
-    def draw(stage: Sampler) -> PictureGrid:
+    def draw(sampler: Sampler) -> ImageGrid:
         samples = generate(
-            experiment.backbone, stage, prompted, rows, experiment.reward, keep_images=True
+            experiment.backbone,
+            sampler,
+            prompt_batch,
+            seed_batch,
+            experiment.reward,
+            keep_images=True,
         )
-        return PictureGrid.of(prompts[:count], samples)
+        return ImageGrid.from_samples(prompts[:num_prompts], samples)
 
     start = rollout.window_start(iteration)
-    stages = {"explored": draw(explorer.sampler(old, level, start))}
+    stages = {"explored": draw(experiment.explorer.sampler(old, exploration, start))}
     if rollout.regenerate:
         stages["regenerated"] = draw(
             experiment.sampler("regenerate", old, rollout.num_steps, start)
         )
-    return PoolPictures(prompts[:count], candidates, stages)
+    return PoolImages(prompts[:num_prompts], candidates, stages)
+
+
+def _best_and_worst_kept(
+    ledger: Mapping[str, Any], num_prompts: int, kept: int, count: int
+) -> Int[np.ndarray, "p m"]:
+    """Returns the indices of kept candidates with the best and the worst proxy rewards.
+
+    Args:
+        ledger: The columns of an iteration's ledger.
+        num_prompts: The number of prompts of the iteration.
+        kept: The number of kept candidates per prompt.
+        count: The number of candidates to return per prompt, the best first.
+    """
+    rank = np.asarray(ledger["rank"]).reshape(num_prompts, -1)
+    is_kept = np.asarray(ledger["kept"]).reshape(num_prompts, -1)
+    # Kept candidates come first, ordered by rank.
+    order = np.argsort(np.where(is_kept, rank, rank + rank.shape[1]), axis=1)[:, :kept]
+    num_worst = count // 2
+    return np.concatenate([order[:, : count - num_worst], order[:, kept - num_worst :]], axis=1)
 
 
 def _held_out(
-    experiment: Experiment, prompts: int, pictures: int
+    experiment: Experiment, num_prompts: int, num_images: int
 ) -> tuple[Sequence[Prompt], UInt32[np.ndarray, "p m 2"]]:
-    """The first test prompts, and the seeds of their pictures, which are the same for every policy."""
-    chosen = experiment.test_prompts[:prompts]
-    return chosen, experiment.seeds(
-        "evaluation", chosen, pictures, seed=experiment.config.eval.seed
-    )
+    """Returns the first test prompts and the seeds of their images.
+
+    The seeds depend on `eval.seed` alone, so that they are the same for every policy.
+
+    Args:
+        experiment: The experiment.
+        num_prompts: The number of prompts.
+        num_images: The number of images per prompt.
+    """
+    prompts = experiment.test_prompts[:num_prompts]
+    seed = experiment.config.eval.seed
+    return prompts, experiment.seeds("evaluation", prompts, num_images, seed=seed)
 
 
-def _pictures(
+def _generate_grid(
     experiment: Experiment,
     adapters: Trainable,
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
-) -> PictureGrid:
-    return PictureGrid.of(prompts, _sample(experiment, adapters, prompts, seeds, keep_images=True))
+) -> ImageGrid:
+    """Generates a grid of evaluation images; the arguments are those of `_generate`."""
+    samples = _generate(experiment, adapters, prompts, seeds, keep_images=True)
+    return ImageGrid.from_samples(prompts, samples)
 
 
-def _sample(
+def _generate(
     experiment: Experiment,
     adapters: Trainable,
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
-    progress: Show = _silent,
+    progress: Progress = _no_progress,
     keep_images: bool = False,
 ) -> Samples:
+    """Generates and scores evaluation images, without noise in the solver.
+
+    Args:
+        experiment: The experiment. Its evaluation size, steps and rewards are used.
+        adapters: The trainable parameters of the policy.
+        prompts: The prompts.
+        seeds: The seeds of each prompt's images.
+        progress: Called with the number of images that are done since the last call.
+        keep_images: Whether the images are returned.
+    """
     config = experiment.config
     reward = experiment.evaluation_reward
-    stage = experiment.with_size(evaluation_size(config)).sampler(
+    sampler = experiment.with_size(evaluation_size(config)).sampler(
         "evaluate", adapters, config.eval.num_steps, noise_start=None
     )
-    prompted = experiment.encode_prompts(prompts, reward)
     return generate(
         experiment.backbone,
-        stage,
-        prompted,
+        sampler,
+        experiment.encode_prompts(prompts, reward),
         SeedBatch.from_seeds(seeds),
         reward,
         keep_images=keep_images,

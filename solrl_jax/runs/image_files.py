@@ -1,7 +1,8 @@
-"""Pictures of a run: image grids, before and after training.
+"""Writes images of a run as PNG: grids, and comparisons of before and after training.
 
-An image is float [height, width, 3] in 0..1. Every file appears whole or not at all. matplotlib and Pillow are imported in the
-functions that use them, because they are slow to import. Nothing here opens a window.
+An image is a float array [height, width, 3] with values in [0, 1]. Every file appears whole or not
+at all. matplotlib and Pillow are imported in the functions that use them, because they are slow to
+import. Nothing here opens a window.
 """
 
 import bisect
@@ -35,20 +36,29 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _RIGHT = "#009E73"
 _WRONG = "#D55E00"
 _GAP = 4  # pixels between images
-# Widths in pixels between which `save_before_after` shows an image: legible, and a file that can be mailed.
+# The widths in pixels between which `save_before_after` shows an image. They are legible, and the
+# file can be mailed.
 _SMALLEST = 96
 _LARGEST = 384
-_CELLS = "Cells"  # the metadata of a PNG file of `save_grid` that has the facts of its images
-_MOST_CELLS = (
-    2**11
-)  # images in a file that is read: two stages of a pool of the largest `eval.num_grid_images`
-# pixels: the frame of an image of `save_before_after`, the tick or cross in its corner
-_FRAME = 4
-_MARK = 20
+# The metadata of a PNG file of `save_grid` that holds the facts about its images.
+_CELLS = "Cells"
+# The largest number of images in a file that is read: two stages of a pool of the largest
+# `eval.num_grid_images`.
+_MAX_CELLS = 2**11
+_FRAME = 4  # pixels of the frame around an image of `save_before_after`
+_MARK = 20  # pixels of the tick or cross in its corner
 
 
 def save_png(path: str | Path, image: Float[Numbers, "h w 3"]) -> None:
-    """Writes an image as PNG, one pixel of the file for each of its own."""
+    """Writes an image as PNG, one pixel of the file per pixel of the image.
+
+    Args:
+        path: The file.
+        image: The image.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     from PIL import Image
 
     _save_image(path, Image.fromarray(to_uint8(image)))
@@ -61,10 +71,19 @@ def save_grid(
     captions: Sequence[str],
     facts: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Draws images in rows of `columns` as PNG, one pixel of the file for each of theirs.
+    """Writes images in rows with captions as PNG, one pixel of the file per pixel of an image.
 
-    captions: one an image, shown below it in two lines at most. Raises ValueError if there are more or fewer.
-    facts: of each image, what `read_grid` returns with it.
+    Args:
+        path: The file.
+        images: The images.
+        columns: The number of images in a row.
+        captions: One caption per image, shown below it in at most two lines.
+        facts: JSON values about each image, which `read_grid` returns with it. They may be left
+            out.
+
+    Raises:
+        ValueError: If there is not one caption per image.
+        RunError: If the disk refuses.
     """
     from PIL import Image, ImageDraw
 
@@ -89,11 +108,22 @@ def save_grid(
         {"box": (x, y, x + width, y + height), **fact}
         for (x, y), fact in zip(corners, facts, strict=False)
     ]
-    _save_image(path, sheet, **{_CELLS: json.dumps(cells)} if cells else {})
+    texts_in_file = {_CELLS: json.dumps(cells)} if cells else {}
+    _save_image(path, sheet, **texts_in_file)
 
 
 def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
-    """The images of a file of `save_grid` with their facts; none if it has no facts. Raises InputError if it is damaged."""
+    """Reads the images of a file of `save_grid`, each with its facts.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Pairs of image and facts; an empty list if the file has no facts.
+
+    Raises:
+        InputError: If the file is damaged.
+    """
     from PIL import Image
 
     damaged = (
@@ -109,31 +139,36 @@ def read_grid(path: Path) -> list[tuple["Image", dict[str, Any]]]:
         if not path.is_file():
             raise ValueError("not a regular file")
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", Image.DecompressionBombWarning
-            )  # the sheet of a run may be as large
+            # The grid of a run may be as large as Pillow's limit.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             sheet = Image.open(path, formats=["PNG"])
         with sheet:
             cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
-            boxes = [
-                (int(x), int(y), int(right), int(bottom))
-                for x, y, right, bottom in (cell.pop("box") for cell in cells)
-            ]
-            inside = all(
-                0 <= x < right <= sheet.width and 0 <= y < bottom <= sheet.height
-                for x, y, right, bottom in boxes
-            )
-            taken = sum((right - x) * (bottom - y) for x, y, right, bottom in boxes)
-            if (
-                sheet.mode != "RGB"
-                or not inside
-                or taken > sheet.width * sheet.height
-                or len(boxes) > _MOST_CELLS
-            ):
-                raise ValueError("its images do not fit into it")
+            boxes = []
+            for cell in cells:
+                left, top, right, bottom = map(int, cell.pop("box"))
+                boxes.append((left, top, right, bottom))
+            _check_boxes(sheet, boxes)
             return [(sheet.crop(box), cell) for box, cell in zip(boxes, cells, strict=True)]
     except damaged as error:
-        raise InputError(f"{path}: not a whole picture ({first_line(error)})") from error
+        raise InputError(f"{path}: not a whole image ({first_line(error)})") from error
+
+
+def _check_boxes(sheet: "Image", boxes: Sequence[tuple[int, int, int, int]]) -> None:
+    """Raises ValueError unless the images of a grid lie within it.
+
+    Args:
+        sheet: The whole grid.
+        boxes: Left, top, right and bottom of every image in pixels.
+    """
+    inside = all(
+        0 <= left < right <= sheet.width and 0 <= top < bottom <= sheet.height
+        for left, top, right, bottom in boxes
+    )
+    area = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes)
+    fits = area <= sheet.width * sheet.height and len(boxes) <= _MAX_CELLS
+    if sheet.mode != "RGB" or not inside or not fits:
+        raise ValueError("its images do not fit into it")
 
 
 def save_before_after(
@@ -145,25 +180,38 @@ def save_before_after(
     right_after: Bool[np.ndarray, "p m"] | None = None,
     sides: tuple[str, str] = ("before training", "after training"),
 ) -> None:
-    """Draws m images of each of p prompts as PNG: before training on the left, after training on the right; or other `sides`.
+    """Writes images of two policies side by side as PNG, one row per prompt.
 
-    The images are of the same prompts and seeds; a prompt is shown above its row. right_before, right_after: whether the
-    verifier accepts each image. Each is then framed and marked with a tick or a cross, and the titles say how many are right.
+    Both sides show images of the same prompts and seeds. If there are verdicts, every image is
+    framed and marked with a tick or a cross, and the titles say how many are right.
 
-    Raises ValueError if there is not one prompt a row, RunError when the disk refuses.
+    Args:
+        path: The file.
+        before: The images on the left, m for each of p prompts.
+        after: The images on the right.
+        prompts: One prompt per row, shown above it.
+        right_before: Whether the verifier accepts each image on the left. None: no verdicts.
+        right_after: The same for the right side.
+        sides: The titles of the two sides.
+
+    Raises:
+        ValueError: If there is not one prompt per row.
+        RunError: If the disk refuses.
     """
     from PIL import Image, ImageDraw
 
-    titles = [
-        side if right is None else f"{side}: {right.sum()} of {right.size} right"
-        for side, right in zip(sides, (right_before, right_after), strict=True)
-    ]
+    titles = []
+    for side, right in zip(sides, (right_before, right_after), strict=True):
+        verdicts = "" if right is None else f": {right.sum()} of {right.size} right"
+        titles.append(side + verdicts)
     title_font = _font(18, bold=True)
     font = _font(14)
     images_in_row, height, width = before.shape[1:4]
-    shown = width * -(-_SMALLEST // width) if width < _SMALLEST else min(width, _LARGEST)
-    size = (shown, round(height * shown / width))
-    step = shown + 2 * _FRAME + _GAP
+    shown_width = min(width, _LARGEST)
+    if width < _SMALLEST:
+        shown_width = width * -(-_SMALLEST // width)  # enlarged by a whole number
+    size = (shown_width, round(height * shown_width / width))
+    step = shown_width + 2 * _FRAME + _GAP
     margin = 16
     gutter = 24
     half = max(
@@ -185,9 +233,8 @@ def save_before_after(
     ):
         draw.text((left, margin), title, _INK, title_font)
         for row, column in np.ndindex(images.shape[:2]):
-            framed = _framed(
-                images[row, column], size, None if right is None else bool(right[row, column])
-            )
+            verdict = None if right is None else bool(right[row, column])
+            framed = _framed(images[row, column], size, verdict)
             sheet.paste(framed, (left + column * step, margin + head + row * row_height + caption))
     _save_image(path, sheet, Title="    ".join(titles))
 
@@ -195,36 +242,41 @@ def save_before_after(
 def _framed(
     image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None
 ) -> "Image":
-    """An image resized to `size` (width, height) in a frame; with a tick if `right`, a cross if not, nothing if None."""
+    """Returns an image in a frame, with a mark in its corner.
+
+    Args:
+        image: The image.
+        size: Width and height in pixels to which it is resized.
+        right: True draws a tick, False a cross. None: the frame is invisible and there is no mark.
+    """
     from PIL import Image, ImageDraw
 
-    color = _PAPER if right is None else _RIGHT if right else _WRONG
+    color = {None: _PAPER, True: _RIGHT, False: _WRONG}[right]
     framed = Image.new("RGB", (size[0] + 2 * _FRAME, size[1] + 2 * _FRAME), color)
     smooth = Image.Resampling.LANCZOS if size[0] < image.shape[1] else Image.Resampling.NEAREST
     framed.paste(Image.fromarray(image).resize(size, smooth), (_FRAME, _FRAME))
     if right is None:
         return framed
-    mark = Image.new(
-        "RGB", (_MARK * 8, _MARK * 8), color
-    )  # drawn large, then shrunk: that smooths the strokes
-    strokes = (
-        [[(2, 4.2), (3.4, 5.6), (6, 2.6)]]
-        if right
-        else [[(2.4, 2.4), (5.6, 5.6)], [(2.4, 5.6), (5.6, 2.4)]]
-    )
+    # Drawn eight times as large and then shrunk, which smooths the strokes.
+    mark = Image.new("RGB", (_MARK * 8, _MARK * 8), color)
+    strokes = [[(2.4, 2.4), (5.6, 5.6)], [(2.4, 5.6), (5.6, 2.4)]]
+    if right:
+        strokes = [[(2, 4.2), (3.4, 5.6), (6, 2.6)]]
     for stroke in strokes:
-        ImageDraw.Draw(mark).line(
-            [(x * _MARK, y * _MARK) for x, y in stroke], _PAPER, width=_MARK, joint="curve"
-        )
-    framed.paste(
-        mark.resize((_MARK, _MARK), Image.Resampling.LANCZOS),
-        (framed.width - _MARK, framed.height - _MARK),
-    )
+        points = [(x * _MARK, y * _MARK) for x, y in stroke]
+        ImageDraw.Draw(mark).line(points, _PAPER, width=_MARK, joint="curve")
+    corner = (framed.width - _MARK, framed.height - _MARK)
+    framed.paste(mark.resize((_MARK, _MARK), Image.Resampling.LANCZOS), corner)
     return framed
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of `width` x `height` inches, drawn in memory."""
+    """Returns an empty matplotlib figure that is drawn in memory.
+
+    Args:
+        width: The width in inches.
+        height: The height in inches.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -234,6 +286,15 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(path: str | Path, figure: "Figure") -> None:
+    """Writes a figure as PNG. Also styles its axes, in place.
+
+    Args:
+        path: The file.
+        figure: A figure of `new_figure`.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(_QUIET)
@@ -245,7 +306,16 @@ def save_figure(path: str | Path, figure: "Figure") -> None:
 
 
 def _save_image(path: str | Path, image: "Image", **texts: str) -> None:
-    """Writes a PNG file. texts: its metadata; "Title" is for those who cannot see the image."""
+    """Writes a PNG file.
+
+    Args:
+        path: The file.
+        image: The image.
+        texts: Its metadata. "Title" is for readers who cannot see the image.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
@@ -256,7 +326,12 @@ def _save_image(path: str | Path, image: "Image", **texts: str) -> None:
 
 
 def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
-    """The font that comes with matplotlib, which has letters of many scripts; `size` in pixels."""
+    """Returns the font that comes with matplotlib, which has letters of many scripts.
+
+    Args:
+        size: The size in pixels.
+        bold: Whether it is bold.
+    """
     import matplotlib
     from PIL import ImageFont
 
@@ -265,13 +340,20 @@ def _font(size: int, *, bold: bool = False) -> "FreeTypeFont":
 
 
 def _text_height(font: "FreeTypeFont", lines: int) -> int:
-    """The height of `lines` lines in pixels, with the space around them."""
+    """Returns the height of a number of lines of text in pixels, with the space around them."""
     ascent, descent = font.getmetrics()
     return lines * (ascent + descent + 2) + 2 if lines else 0
 
 
 def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[str]:
-    """Breaks `text` at spaces into at most `lines` lines of `width` pixels; a line that is still too long ends in "…"."""
+    """Breaks a text at spaces into lines. A line that is still too long ends in an ellipsis.
+
+    Args:
+        text: The text.
+        font: The font that it is drawn in.
+        width: The largest width of a line in pixels.
+        lines: The largest number of lines.
+    """
     out = [""]
     for word in text.split():
         longer = f"{out[-1]} {word}".strip()
@@ -281,10 +363,10 @@ def _wrap(text: str, font: "FreeTypeFont", width: int, *, lines: int) -> list[st
             out[-1] = longer
     for index, line in enumerate(out):
         if font.getlength(line) > width:
-            most = bisect.bisect(
+            length = bisect.bisect(
                 range(1, len(line)),
                 width,
                 key=lambda n, line=line: math.ceil(font.getlength(line[:n] + "…")),
             )
-            out[index] = line[:most].rstrip() + "…"
+            out[index] = line[:length].rstrip() + "…"
     return out

@@ -1,7 +1,8 @@
-"""The ledger: every candidate of every iteration, one Parquet file an iteration.
+"""The ledger: every candidate of every iteration, one Parquet file per iteration.
 
-`root/iteration-000012.parquet` appears whole or not at all. The same columns give the same bytes, so what a resumed run repeats
-is overwritten with itself. Any Parquet reader opens a file. The schema's metadata says what each column means.
+`root/iteration-000012.parquet` appears whole or not at all. The same columns give the same bytes,
+so an iteration that a resumed run repeats overwrites its file with the same content. Any Parquet
+reader opens a file. The metadata of the schema describes each column.
 """
 
 import re
@@ -43,50 +44,78 @@ SCHEMA = pa.schema(
     metadata={"description": "every candidate that was explored, one row each"},
 )
 
-MOST_ROWS = 2**18  # candidates of an iteration whose file is read
+# The largest number of candidates in a file that is read.
+MAX_ROWS = 2**18
+# The number of rows that are decoded at once.
+ROWS_PER_BATCH = 64
 
 _NAME = re.compile(r"iteration-(\d{6}|[1-9]\d{6,})\.parquet")
 
 
 def path_of(root: Path, iteration: int) -> Path:
-    """Where the ledger below `root` keeps an iteration."""
+    """Returns the file of an iteration.
+
+    Args:
+        root: The directory of the ledger.
+        iteration: The number of the iteration.
+    """
     return root / f"iteration-{iteration:06d}.parquet"
 
 
 def write(root: Path, iteration: int, columns: Mapping[str, Any]) -> Path:
-    """Writes the rows of one iteration, in the order given, and returns the file's path.
+    """Writes the candidates of one iteration, one row each, in the order given.
 
-    columns: for every other name of SCHEMA an array [rows], or one value for all rows. A nullable column is null where a masked
-    array (numpy.ma) masks it, or everywhere if it is None. NaN stays NaN.
+    Args:
+        root: The directory of the ledger. It is created if necessary.
+        iteration: The number of the iteration.
+        columns: For every other name of `SCHEMA` an array [rows], or one value for all rows. A
+            nullable column is null where a masked array (numpy.ma) masks it, or everywhere if it is
+            None. NaN stays NaN.
 
-    Raises KeyError for a column that is missing, ValueError or TypeError for one of another length or type, RunError if the
-    disk refuses.
+    Returns:
+        The path of the file.
+
+    Raises:
+        KeyError: If a column is missing.
+        ValueError: If a column has another length.
+        TypeError: If a column has another type.
+        RunError: If the disk refuses.
     """
     columns = {"iteration": iteration, **columns}
+    num_rows = len(columns["kept"])
     table = pa.table(
-        [_column(field, columns[field.name], len(columns["kept"])) for field in SCHEMA],
-        schema=SCHEMA,
+        [_column(field, columns[field.name], num_rows) for field in SCHEMA], schema=SCHEMA
     )
     path = path_of(root, iteration)
-    with atomic(path) as partial:
-        pq.write_table(table, partial, compression="zstd")
+    with atomic(path) as partial, partial.open("wb") as file:
+        # An open file, because pyarrow takes some paths, such as "flux:seed1/...", for a URI.
+        pq.write_table(table, file, compression="zstd")
     return path
 
 
 def read(root: Path, iteration: int) -> pa.Table:
-    """The rows of one iteration. Raises InputError if its file cannot be read, is no ledger, or claims to be a giant one."""
+    """Reads the candidates of one iteration.
+
+    Args:
+        root: The directory of the ledger.
+        iteration: The number of the iteration.
+
+    Raises:
+        InputError: If the file cannot be read, is no ledger, or is larger than a ledger can be.
+    """
     path = path_of(root, iteration)
     try:
         file = pq.ParquetFile(pa.BufferReader(read_bytes(path)))
-        if (rows := file.metadata.num_rows) > MOST_ROWS:
-            raise ValueError(f"{rows} rows; accepted are {MOST_ROWS}")
+        num_rows = file.metadata.num_rows
+        if num_rows > MAX_ROWS:
+            raise ValueError(f"{num_rows} rows; accepted are {MAX_ROWS}")
         batches = []
         size = 0
-        for batch in file.iter_batches(
-            64
-        ):  # one text, which the file has once, may be that of all rows
+        # In batches, because a text that the file stores once may be repeated in all rows.
+        for batch in file.iter_batches(ROWS_PER_BATCH):
             batches.append(batch)
-            if (size := size + batch.nbytes) > MOST_TEXT:
+            size += batch.nbytes
+            if size > MOST_TEXT:
                 raise ValueError(f"more than {MOST_TEXT} bytes of text")
         table = pa.Table.from_batches(batches, file.schema_arrow)
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -97,26 +126,37 @@ def read(root: Path, iteration: int) -> pa.Table:
 
 
 def discard_after(root: Path, iteration: int) -> None:
-    """Removes all later iterations: a resumed run writes them again."""
+    """Removes the files of all later iterations, which a resumed run writes again.
+
+    Args:
+        root: The directory of the ledger.
+        iteration: The number of the last iteration that is kept.
+    """
     for later in iterations_in(root):
         if later > iteration:
-            with writing(path := path_of(root, later)):
+            path = path_of(root, later)
+            with writing(path):
                 path.unlink()
 
 
 def iterations_in(root: Path) -> list[int]:
-    """The iterations of the ledger `root`, in order."""
+    """Returns the numbers of the iterations that the ledger in `root` has, in order."""
     matches = (_NAME.fullmatch(path.name) for path in root.glob("iteration-*.parquet"))
     return sorted(int(match[1]) for match in matches if match)
 
 
-def _column(field: pa.Field, values: Any, rows: int) -> pa.Array:
-    """`values` [rows], or one value for all rows, as an Arrow array of the field's type."""
+def _column(field: pa.Field, values: Any, num_rows: int) -> pa.Array:
+    """Converts the values of a column to Arrow.
+
+    Args:
+        field: The field of the schema, which gives the type.
+        values: An array [rows], masked or not, one value for all rows, or None for nulls.
+        num_rows: The number of rows.
+    """
     if values is None:
-        return pa.nulls(rows, field.type)
-    array = values if np.ndim(values) else np.full(rows, values)
+        return pa.nulls(num_rows, field.type)
+    array = values if np.ndim(values) else np.full(num_rows, values)
     if not isinstance(array, np.ma.MaskedArray):
         return pa.array(array, field.type)
-    return pa.array(
-        array.filled(0), field.type, mask=np.ma.getmaskarray(array)
-    )  # what is masked must not change the bytes
+    # Masked values are replaced, because they must not change the bytes of the file.
+    return pa.array(array.filled(0), field.type, mask=np.ma.getmaskarray(array))

@@ -19,7 +19,7 @@ from solrl_jax.rl.explore.linears import totals
 from solrl_jax.rl.explore.options.registry import active_options
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs import image_files
-from solrl_jax.runs.evaluate import pool_pictures, setting
+from solrl_jax.runs.evaluate import pool_images, setting
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage.files import atomic_write
 
@@ -116,7 +116,7 @@ def draw_pools(
 
     The image grid has one row per prompt and stage ("explored" and, if the kept candidates are
     regenerated, "regenerated"). Each image has its reward as caption. The candidates are generated
-    again from their seeds by `evaluate.pool_pictures`.
+    again from their seeds by `evaluate.pool_images`.
 
     Args:
         experiment: The experiment of the run.
@@ -127,7 +127,7 @@ def draw_pools(
         iteration: The number of the iteration, from 1.
     """
     exploration = experiment.explorer.settings[setting_index]
-    pools = pool_pictures(experiment, old_policy, exploration, ledger, iteration)
+    pools = pool_images(experiment, old_policy, exploration, ledger, iteration)
     candidates_per_prompt = experiment.config.rollout.candidates
     columns = pools.candidates.shape[1]
     images = []

@@ -124,7 +124,7 @@ CASES = [
         for name, made in (BAD | {"of 3 GB": sparse(3 * 10**9)}).items()
     ),
     *(
-        Case(f"report: a picture is {name}", REPORT, "not a whole picture", files={PICTURE: made})
+        Case(f"report: a picture is {name}", REPORT, "not a whole image", files={PICTURE: made})
         for name, made in PICTURES.items()
     ),
     *(

@@ -15,7 +15,7 @@ from solrl_jax.rl.explore.sync import quantize_policy
 from solrl_jax.rl.generate import decode_chunk, draw_noise, sample_chunk
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.update import update
-from solrl_jax.runs.evaluate import evaluate, pool_pictures, sample_grid, setting
+from solrl_jax.runs.evaluate import evaluate, pool_images, sample_grid, setting
 from tests.toys import toy_experiment
 
 PROGRAMS = (sample_chunk, decode_chunk, score_images, draw_noise, update, quantize_policy)
@@ -108,7 +108,7 @@ def test_an_evaluation_does_not_depend_on_what_is_trained_on(toy):
     )  # the toy's pictures are a quarter as large
     assert sample_grid(toy, adapters).images.shape[2:4] == (8, 8)
     state, outcome = iterate(toy, fresh_state(toy), 2)
-    made = pool_pictures(toy, state.old, toy.explorer.settings[0], outcome.ledger, 2)
+    made = pool_images(toy, state.old, toy.explorer.settings[0], outcome.ledger, 2)
     height, width = toy.for_iteration(2).size
     assert {grid.images.shape[2:4] for grid in made.stages.values()} == {(height // 4, width // 4)}
 

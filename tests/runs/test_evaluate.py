@@ -16,11 +16,11 @@ from solrl_jax.rl.generate import Samples, SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.phase_timer import PhaseTimer
 from solrl_jax.runs.evaluate import (
-    Differing,
     Evaluation,
+    LargestDifferences,
     evaluate,
     paired_difference,
-    pool_pictures,
+    pool_images,
     sample_grid,
     setting,
 )
@@ -173,7 +173,7 @@ def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
     state, _ = iterate(toy, fresh_state(toy), 1)  # so that the adapters do something
     old = jax.tree.map(jnp.copy, state.old)
     _, outcome = iterate(toy, state, 2)
-    made = pool_pictures(toy, old, toy.explorer.settings[0], outcome.ledger, 2)
+    made = pool_images(toy, old, toy.explorer.settings[0], outcome.ledger, 2)
     columns = {
         name: np.ma.getdata(values).reshape(2, -1)
         for name, values in outcome.ledger.items()
@@ -229,12 +229,12 @@ def test_where_two_policies_differ_most_is_drawn_as_it_was_scored(toy):
     policies = [fresh_state(toy).ema, jax.tree.map(lambda x: x + 0.1, fresh_state(toy).ema)]
     first, second = (evaluate(toy, adapters) for adapters in policies)
     gains = first.scores["reward"] - second.scores["reward"]
-    differing = Differing.of(first, second, 2, 3)
+    differing = LargestDifferences.find(first, second, 2, 3)
     sizes = np.abs(gains)
     order = np.argsort(-sizes.max(1))
     assert differing.prompts.tolist() == order[:2].tolist()
     for prompt, pictures, shown in zip(
-        differing.prompts, differing.pictures, differing.gains, strict=True
+        differing.prompts, differing.images, differing.gains, strict=True
     ):
         assert pictures.tolist() == np.argsort(-sizes[prompt])[:3].tolist()
         np.testing.assert_array_equal(shown, gains[prompt, pictures])
@@ -242,7 +242,7 @@ def test_where_two_policies_differ_most_is_drawn_as_it_was_scored(toy):
         grid = differing.draw(toy, adapters)
         assert list(grid.prompts) == [toy.test_prompts[i] for i in differing.prompts]
         wanted = np.take_along_axis(
-            result.scores["mean"][differing.prompts], differing.pictures, axis=1
+            result.scores["mean"][differing.prompts], differing.images, axis=1
         )
         np.testing.assert_allclose(grid.images.mean((2, 3, 4)), wanted, rtol=1e-5)
 
@@ -253,15 +253,15 @@ def test_pictures_without_a_score_differ_least():
 
     first = score([np.nan, 0.5, 0.1], [0.0, np.nan, np.nan])
     second = score([0.0, 0.0, 0.0], [0.0, 1.0, 1.0])
-    differing = Differing.of(first, second, 2, 2)
+    differing = LargestDifferences.find(first, second, 2, 2)
     assert differing.prompts.tolist() == [0, 1]
-    assert differing.pictures.tolist() == [[1, 2], [0, 1]]
+    assert differing.images.tolist() == [[1, 2], [0, 1]]
 
 
 def test_the_setting_names_all_that_a_figure_depends_on(toy):
     said = setting(toy)
     digest = hashlib.sha256(b"to test on 0\nto test on 1\nto test on 2\n").hexdigest()[:12]
-    pictures = f"3 prompts (sha256 {digest}) x 4 pictures of 32 x 32"
+    pictures = f"3 prompts (sha256 {digest}) x 4 images of 32 x 32"
     assert said == f"{pictures}; euler, 2 steps, guidance 1, bf16, seed 0"
     config = toy.config
     for section, change in (

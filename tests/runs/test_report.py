@@ -301,7 +301,7 @@ DAMAGES = {
     damage_ledger: "iteration-000002.parquet: cannot be read",
     damage_columns: "iteration-000002.parquet: its columns",
     damage_keys: "a report has at most",
-    damage_picture: "iteration-000003.png: not a whole picture",
+    damage_picture: "iteration-000003.png: not a whole image",
     damage_facts: "run.json: cannot be read",
     damage_all: "not a run directory",
 }
