@@ -303,6 +303,20 @@ def test_what_objectives_learn_and_how_an_sde_is_explored():
         check(table[first], [explored[name][key] for key in ("spearman", *RANKS)], first)
 
 
+def test_the_strength_of_dpo():
+    found = record("study-dpo-beta")
+    table = rows(DOCS / "objectives.md", "`beta` | held-out")
+    pairs = {pair["against"]: pair["final"] for pair in found["compared"]}
+    assert len(table) == len(found["arms"]) == 4
+    for beta, after, gain, below, loss in table:
+        name = f"beta-{beta}"
+        check(numbers(after), found["arms"][name]["scores"]["reward"], name)
+        check(numbers(gain), found["arms"][name]["gain"], name)
+        check(numbers(below), pairs.get(name, []), name)
+        losses = [values[1:] for run, values in found["policy_loss"].items() if run[:-2] == name]
+        check(numbers(loss), [sum(map(sum, losses)) / sum(map(len, losses))], name)
+
+
 def test_the_papers_comparisons():
     found = record("study-paper")
     page = DOCS / "study.md"
