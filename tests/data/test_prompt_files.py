@@ -125,7 +125,7 @@ def test_brackets_and_quotation_marks_are_text(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "Description,kind\na dog,x\n", "no column prompt, Prompt, Prompts, caption, text;"),
+        ("a.csv", "Words,kind\na dog,x\n", "no column prompt, Prompt, Prompts, caption, text;"),
         ("a.csv:words", "prompt\na dog\n", "no column 'words'; there are ['prompt']"),
         ("a.csv", "prompt,kind\na dog,x,y\n", "line 2: 3 values, but the header has 2"),
         ("a.csv", 'prompt\n"a dog\n', "not CSV ("),
@@ -136,7 +136,7 @@ def test_brackets_and_quotation_marks_are_text(tmp_path):
         ("a.json", '["a dog", 3]', 'item 2: expected an object with the text under "prompt"'),
         ("a.parquet", "PAR1", "cannot be read as Parquet ("),
     ],
-)  # fmt: skip
+)
 def test_files_without_prompts_are_refused_in_one_line(tmp_path, name, content, message):
     (tmp_path / name.partition(":")[0]).write_text(content)
     path = str(tmp_path / name)

@@ -1,4 +1,6 @@
-"""The GenEval reward: its rule on given detections, and the verifier of the embedded world as its detector."""
+"""The GenEval reward: its rule on given detections, and the verifier of the embedded world as its
+detector.
+"""
 
 import dataclasses
 import json
@@ -41,38 +43,103 @@ CASES = {
     "single": ("single_object", [BENCH], [thing("bench"), thing("dog")], 1, 1),
     "single, absent": ("single_object", [BENCH], [thing("dog")], 0, 0),
     "single, three": ("single_object", [BENCH], [thing("bench", x) for x in (0, 20, 40)], -1, 0),
-    "single, hardly": ("single_object", [BENCH], [thing("bench", confidence=0.31), thing("bench", confidence=0.3)], 1, 1),
+    "single, hardly": (
+        "single_object",
+        [BENCH],
+        [thing("bench", confidence=0.31), thing("bench", confidence=0.3)],
+        1,
+        1,
+    ),
     "two": ("two_object", [BENCH, DOG], [thing("bench"), thing("dog")], 1, 1),
     "two, one absent": ("two_object", [BENCH, DOG], [thing("dog")], 1 / 2, 0),
-    "two, one twice": ("two_object", [BENCH, DOG], [thing("bench"), thing("dog"), thing("dog", 50)], 1 / 2, 0),
+    "two, one twice": (
+        "two_object",
+        [BENCH, DOG],
+        [thing("bench"), thing("dog"), thing("dog", 50)],
+        1 / 2,
+        0,
+    ),
     "counting": ("counting", CLOCKS, [thing("clock", x) for x in (0, 20, 40)], 1, 1),
     "counting, two": ("counting", CLOCKS, [thing("clock", x) for x in (0, 20)], 2 / 3, 0),
     "counting, four": ("counting", CLOCKS, [thing("clock", x) for x in (0, 20, 40, 60)], 2 / 3, 0),
-    "counting, doubtful": ("counting", CLOCKS, [thing("clock", confidence=c) for c in (0.95, 0.91, 0.9)], 2 / 3, 0),
+    "counting, doubtful": (
+        "counting",
+        CLOCKS,
+        [thing("clock", confidence=c) for c in (0.95, 0.91, 0.9)],
+        2 / 3,
+        0,
+    ),
     "counting, sixteen are looked at": (
-        "counting", [{"class": "clock", "count": 16}], [thing("clock", x) for x in range(20)], 1, 1,
+        "counting",
+        [{"class": "clock", "count": 16}],
+        [thing("clock", x) for x in range(20)],
+        1,
+        1,
     ),
     "colors": ("colors", BUS, [thing("bus", color="red")], 1, 1),
     "colors, wrong": ("colors", BUS, [thing("bus", color="blue")], 1 / 2, 0),
     "colors, unclear": ("colors", BUS, [thing("bus")], 1 / 2, 0),
     "colors, absent": ("colors", BUS, [], 0, 0),
     "colors, one of two": (
-        "colors", [BUS[0] | {"count": 2}], [thing("bus", color="red"), thing("bus", 50, color="pink")], 3 / 4, 0,
+        "colors",
+        [BUS[0] | {"count": 2}],
+        [thing("bus", color="red"), thing("bus", 50, color="pink")],
+        3 / 4,
+        0,
     ),
     "position": ("position", RIGHT, [thing("bench"), thing("dog", 50)], 1, 1),
-    "position, wrong": ("position", RIGHT, [thing("bench", 50), thing("dog")], 3 / 4, 0),  # terms 1, 1, 0, 1
+    "position, wrong": (
+        "position",
+        RIGHT,
+        [thing("bench", 50), thing("dog")],
+        3 / 4,
+        0,
+    ),  # terms 1, 1, 0, 1
     "position, second absent": ("position", RIGHT, [thing("bench")], 1 / 3, 0),  # 1, 0, 0
-    "position, first twice": ("position", RIGHT, [thing("bench"), thing("bench", 9), thing("dog", 50)], 1 / 3, 0),  # 0, 1, 0
+    "position, first twice": (
+        "position",
+        RIGHT,
+        [thing("bench"), thing("bench", 9), thing("dog", 50)],
+        1 / 3,
+        0,
+    ),  # 0, 1, 0
     "position, for every pair": (
-        "position", [BENCH, {"class": "dog", "count": 2, "position": ["right of", 0]}],
-        [thing("bench"), thing("dog", 50), thing("dog", -50)], 3 / 4, 0,
+        "position",
+        [BENCH, {"class": "dog", "count": 2, "position": ["right of", 0]}],
+        [thing("bench"), thing("dog", 50), thing("dog", -50)],
+        3 / 4,
+        0,
     ),
-    "position and color": ("position", BROWN, [thing("bench", 0, 50), thing("dog", color="brown")], 1, 1),
-    "position, wrong color": ("position", BROWN, [thing("bench", 0, 50), thing("dog", color="black")], 2 / 3, 0),  # 1, 1, 0
-    "color_attr": ("color_attr", APPLE, [thing("glass", color="purple"), thing("apple", color="black")], 1, 1),
-    "color_attr, swapped": ("color_attr", APPLE, [thing("glass", color="black"), thing("apple", color="purple")], 1 / 2, 0),
+    "position and color": (
+        "position",
+        BROWN,
+        [thing("bench", 0, 50), thing("dog", color="brown")],
+        1,
+        1,
+    ),
+    "position, wrong color": (
+        "position",
+        BROWN,
+        [thing("bench", 0, 50), thing("dog", color="black")],
+        2 / 3,
+        0,
+    ),  # 1, 1, 0
+    "color_attr": (
+        "color_attr",
+        APPLE,
+        [thing("glass", color="purple"), thing("apple", color="black")],
+        1,
+        1,
+    ),
+    "color_attr, swapped": (
+        "color_attr",
+        APPLE,
+        [thing("glass", color="black"), thing("apple", color="purple")],
+        1 / 2,
+        0,
+    ),
     "color_attr, one absent": ("color_attr", APPLE, [thing("glass", color="purple")], 1 / 2, 0),
-}  # fmt: skip
+}
 
 
 def from_the_table(images):

@@ -1,4 +1,6 @@
-"""Rewards outside JAX: they run while devices work, chunks and workers change no score, a failure stops the run or skips."""
+"""Rewards outside JAX run while the devices work. Chunks and workers change no score, and a failure
+stops the run or is skipped.
+"""
 
 import dataclasses
 import json
@@ -48,10 +50,8 @@ WRONG = {
 }
 
 
-WORKERS = (
-    2,
-    2.0,
-)  # processes and seconds; one setting for nearly all tests, because processes take a second to start
+# Processes and seconds. Nearly all tests share them, because processes take a second to start.
+WORKERS = (2, 2.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -195,7 +195,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("end", ["exit", "kill"])
 @pytest.mark.parametrize("how", ["patient", "deaf"])
 def test_workers_end_with_the_program(how, end, tmp_path):
-    """They end during a call, whether the program ends by itself or is killed, and if no Python runs in them."""
+    """They end during a call, whether the program ends by itself or is killed, also while no Python
+    code runs in them.
+    """
     (tmp_path / "holder.py").write_text(HOLDER)
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -258,7 +260,9 @@ def test_a_reward_that_scores_nothing_is_found_before_the_weights_are(monkeypatc
 
 
 def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
-    """The score of the first chunk waits for a file, which is written after the second chunk is made."""
+    """The score of the first chunk waits for a file, which is written after the second chunk is
+    generated.
+    """
     name = "tests.outside:waiting"
     file = tmp_path / "go"
     experiment = with_reward(built, {name: 1.0}, {name: {"file": str(file)}})
@@ -308,7 +312,9 @@ def test_the_sum_is_of_what_was_scored_in_jax_and_outside(built):
 
 @pytest.mark.parametrize("how", ["nan", "raise", "hang", "exit", "length"])
 def test_what_has_no_score_is_not_trained_on(how, built, tmp_path):
-    """Scoring one picture fails once, or several rewards are NaN. The run goes on, or stops, as configured."""
+    """Scoring one image fails once, or several rewards are NaN. The run continues or stops, as
+    configured.
+    """
     once = {} if how == "nan" else {"file": str(tmp_path / "broken"), "once": True}
 
     def experiment(skip):
@@ -365,7 +371,9 @@ class Breaking(TerminalProgress):
 
 
 def test_a_reward_that_fails_stops_the_run_which_then_goes_on(built, monkeypatch, tmp_path, capsys):
-    """It fails in the second iteration, and in the evaluation after it. The result equals that of a run without failures."""
+    """It fails in the second iteration, and in the evaluation after it. The result equals that of a
+    run without failures.
+    """
     broken = tmp_path / "broken"
     options = json.dumps({FAILING: {"how": "raise", "file": str(broken)}})
     overrides = [

@@ -8,7 +8,7 @@ from solrl_jax.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 
 
 def pictures():
-    """Flat, a gradient, a coarse and a fine pattern, noise: float32 [5, 96, 128, 3], with more and more detail."""
+    """A flat image, a gradient, a coarse and a fine pattern, and noise: float32 [5, 96, 128, 3]."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[:96, :128].astype(np.float32)
     planes = [
@@ -64,6 +64,6 @@ def test_what_does_not_belong_together_is_refused():
     opaque = np.concatenate([pictures(), np.ones((5, 96, 128, 1), np.float32)], axis=-1)
     with pytest.raises(
         ValueError,
-        match=r"^reward 'jpeg_incompressibility': images of shape .*, so composite RGBA images on a",
+        match=r"^reward 'jpeg_incompressibility': images of shape .*, so composite RGBA images",
     ):
         jpeg_incompressibility(opaque, ["p"] * 5, [{}] * 5)

@@ -1,4 +1,6 @@
-"""Rewards of the user's: functions, entry points, services, their options, and how a configuration names them."""
+"""Rewards of users: functions, entry points, services, their options, and how a configuration names
+them.
+"""
 
 import http.server
 import inspect
@@ -116,7 +118,8 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
         ),
         (
             dict(weights={"os.path:basename": 1.0}),
-            "basename: called as (images, prompts, metadata): too many positional arguments; accepted: (p)",
+            "basename: called as (images, prompts, metadata): too many positional arguments; "
+            "accepted: (p)",
         ),
         (
             dict(weights={"shapes": 1.0}, eval_only=("beauty",)),
@@ -138,12 +141,14 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
             dict(
                 weights={"tests.outside:mean": 1.0}, options={"tests.outside:mean": {"scales": 2}}
             ),
-            "(images, prompts, metadata, scales=2): got an unexpected keyword argument 'scales'; accepted: (images, prompts, "
+            "(images, prompts, metadata, scales=2): got an unexpected keyword argument 'scales'; "
+            "accepted: (images, prompts, "
             "metadata, *, scale=1.0)",
         ),
         (
             dict(weights={"tests.outside:failing": 1.0}),
-            "reward.options.tests.outside:failing: called as (images, prompts, metadata): missing a required argument: 'how'",
+            "reward.options.tests.outside:failing: called as (images, prompts, metadata): "
+            "missing a required argument: 'how'",
         ),
         (
             dict(weights={"http://a": 1.0}, options={"http://a": {"batch": 0}}),

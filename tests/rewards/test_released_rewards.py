@@ -1,4 +1,6 @@
-"""Rewards from released files against their PyTorch references: from the picture and the prompt to the score."""
+"""Rewards from released files against their PyTorch references, from image and prompt to the
+score.
+"""
 
 from functools import partial
 
@@ -31,7 +33,9 @@ SIZES = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Every reward's files in miniature: (`reward.paths`, by name the reference's scores of pictures)."""
+    """The files of every reward in miniature: `reward.paths`, and by name the function that scores
+    images as the reference does.
+    """
     root = tmp_path_factory.mktemp("weights")
 
     def folder(name):
@@ -59,10 +63,16 @@ def files(tmp_path_factory):
         return head(vector / vector.norm(dim=-1, keepdim=True))[:, 0].double().numpy()
 
     paths = {
-        "clipscore": folder("clip"), "pickscore": folder("pick"), "pickscore/tokenizer": folder("pick-tokenizer"),
-        "hpsv2": root, "hpsv2/tokenizer": folder("openai"), "imagereward": root / "ImageReward.safetensors",
-        "imagereward/tokenizer": folder("bert"), "aesthetic": root / "head.safetensors", "aesthetic/clip": folder("clip"),
-    }  # fmt: skip
+        "clipscore": folder("clip"),
+        "pickscore": folder("pick"),
+        "pickscore/tokenizer": folder("pick-tokenizer"),
+        "hpsv2": root,
+        "hpsv2/tokenizer": folder("openai"),
+        "imagereward": root / "ImageReward.safetensors",
+        "imagereward/tokenizer": folder("bert"),
+        "aesthetic": root / "head.safetensors",
+        "aesthetic/clip": folder("clip"),
+    }
     references = {
         "clipscore": lambda images: (
             released.clip_logits(clip, clip_tokenizer, released.clipscore_pixels(images)) / 100
@@ -215,9 +225,12 @@ def test_a_missing_file_is_one_message(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refusal("hpsv2", {})
     for part in (
-        "reward 'hpsv2': weights/HPS_v2.1_compressed.safetensors: no such file", "https://huggingface.co/xswu/HPSv2",
-        "download HPS_v2.1_compressed.pt", "convert it to weights/HPS_v2.1_compressed.safetensors", "reward.paths.hpsv2=",
-    ):  # fmt: skip
+        "reward 'hpsv2': weights/HPS_v2.1_compressed.safetensors: no such file",
+        "https://huggingface.co/xswu/HPSv2",
+        "download HPS_v2.1_compressed.pt",
+        "convert it to weights/HPS_v2.1_compressed.safetensors",
+        "reward.paths.hpsv2=",
+    ):
         assert part in said
     assert f"{tmp_path}/ImageReward.safetensors: no such file" in refusal(
         "imagereward", {"imagereward": str(tmp_path)}
@@ -232,8 +245,8 @@ def test_a_missing_file_is_one_message(files, tmp_path, monkeypatch):
 def test_what_the_hub_does_not_give_is_one_message(files, tmp_path):
     said = refusal("pickscore", {})
     assert (
-        "reward 'pickscore': yuvalkirstain/PickScore_v1: config.json, model.safetensors cannot be had from the hub"
-        in said
+        "reward 'pickscore': yuvalkirstain/PickScore_v1: config.json, model.safetensors cannot be "
+        "had from the hub" in said
     )
     assert "reward.paths.pickscore=DIRECTORY" in said
     assert "pickscore/tokenizer" in refusal("pickscore", {"pickscore": files[0]["pickscore"]})

@@ -1,4 +1,6 @@
-"""Rewards: the embedded CLIP equals transformers' on the same files; weighted sums; checks of prompts; independence of rows."""
+"""Rewards inside JAX: the embedded CLIP equals that of transformers on the same files, weighted
+sums are sums, prompts are checked, and the score of an image does not depend on the others.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +53,10 @@ def test_tiny_clip_equals_transformers(pictures):
     pixels = torch.from_numpy(((pictures - mean) / std).astype(np.float32).transpose(0, 3, 1, 2))
     with torch.no_grad():
         out = theirs(
-            input_ids=torch.from_numpy(tokens["ids"]).long(), attention_mask=torch.from_numpy(tokens["mask"]).long(),
+            input_ids=torch.from_numpy(tokens["ids"]).long(),
+            attention_mask=torch.from_numpy(tokens["mask"]).long(),
             pixel_values=pixels,
-        )  # fmt: skip
+        )
         cosines = (out.logits_per_image / theirs.logit_scale.exp()).numpy()
     for shift in range(len(PROMPTS)):  # each picture against each prompt
         index = np.roll(np.arange(len(PROMPTS)), shift)
