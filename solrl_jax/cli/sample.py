@@ -370,7 +370,10 @@ def _write(out: Path, images: np.ndarray, noise: np.ndarray, prompts: Sequence[s
 @click.command("sample")
 @click.argument("target", metavar="RUN_OR_MODEL_DIR")
 @click.option(
-    "--prompts", required=True, help="Text file with one prompt per line, or embedded:NAME."
+    "--prompts",
+    required=True,
+    help="Text file with one prompt per line, a .json, .jsonl, .csv, .tsv or .parquet file, or "
+    "embedded:NAME.",
 )
 @click.option("--out", required=True, type=PATH, help="Directory for the PNGs and arrays.")
 @click.option(
