@@ -115,6 +115,7 @@ CASES = [
             arguments,
             "config.yaml",
             files={"{run}/config.yaml": content},
+            repeats=command != "export",
         )
         for name, content in CONFIG_FILES.items()
         for command, arguments in COMMANDS.items()

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from solrl_jax.models.locate import EMBEDDED_FOLDER
-from tests.hostile.harness import ABSENT, Case, Maker, folder, link, nothing, pipe, sparse
+from tests.hostile.harness import (
+    ABSENT,
+    Case,
+    Maker,
+    folder,
+    link,
+    nothing,
+    one_quick,
+    pipe,
+    sparse,
+)
 
 OPEN = "linears tiny model.path={model}"
 LOAD = "sample {model} --prompts {dir}/p.txt --steps 1 --out {dir}/out"
@@ -222,6 +232,7 @@ CASES = [
             field,
             files=P | {f"{{model}}/{file}": {field: value}},
             seconds=30,
+            repeats=name != "text",
         )
         for file, fields in FIELDS.items()
         for field in fields
@@ -246,7 +257,7 @@ CASES = [
         Case(f"weights: {name}", LOAD, "transformer", files=P | {WEIGHTS: made})
         for name, made in SAFETENSORS.items()
     ),
-    *(
+    *one_quick(
         Case(f"a LoRA: {name}", LORA, "x.safetensors", files=P | {"{dir}/x.safetensors": made})
         for name, made in SAFETENSORS.items()
     ),

@@ -7,7 +7,17 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tests.hostile.harness import Case, Maker, Replaced, folder, link, nothing, pipe, sparse
+from tests.hostile.harness import (
+    Case,
+    Maker,
+    Replaced,
+    folder,
+    link,
+    nothing,
+    one_quick,
+    pipe,
+    sparse,
+)
 
 TRAIN = "train tiny SMALL train.iterations=2 eval.num_grid_images=0 run.dir={run}"
 EXPORT = "export {run} --out {dir}/x.safetensors"
@@ -104,17 +114,17 @@ CASES = [
         files={"{dir}/x.html": "mine"},
         kept=("{dir}",),
     ),
-    *(
+    *one_quick(
         Case(f"report: run.json is {name}", REPORT, "run.json", files={"{run}/run.json": made})
         for name, made in BAD.items()
         if name not in ("absent", "UTF-16")
     ),
-    *(
+    *one_quick(
         Case(f"report: the ledger is {name}", REPORT, "", files={LEDGER: made})
         for name, made in BAD.items()
         if name != "absent"
     ),
-    *(
+    *one_quick(
         Case(
             f"report: metrics.jsonl is {name}",
             REPORT,
@@ -245,7 +255,7 @@ CASES = [
     ),
     Case("another seed", TRAIN + " seed=7", "holds another run", kept=("{run}",)),
     Case("another reward", TRAIN + " reward=tiny-clip", "holds another run", kept=("{run}",)),
-    *(
+    *one_quick(
         Case(
             f"the last meta.json is {name}",
             EXPORT,
@@ -257,7 +267,7 @@ CASES = [
         for name, made in BAD.items()
         if name not in ("/dev/zero",)
     ),
-    *(
+    *one_quick(
         Case(
             f"the named meta.json is {name}",
             EXPORT + " --checkpoint 2",
@@ -269,7 +279,7 @@ CASES = [
         for name, made in BAD.items()
         if name not in ("/dev/zero",)
     ),
-    *(
+    *one_quick(
         Case(
             f"the best meta.json is {name}",
             EXPORT + " --checkpoint best",
@@ -280,7 +290,7 @@ CASES = [
         for name, made in BAD.items()
         if name not in ("/dev/zero",)
     ),
-    *(
+    *one_quick(
         Case(
             f"the named manifest is {name}",
             EXPORT + " --checkpoint 2",
@@ -298,6 +308,7 @@ CASES = [
             call,
             "trust=True",
             kept=("{dir}",),
+            repeats=command != "eval" and name != "a function",
             files={
                 "{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"),
                 "{run}/evil.py": EVIL,
@@ -376,7 +387,7 @@ CASES = [
         "'x' is no number",
         files={"{dir}/p": PLAN},
     ),
-    *(
+    *one_quick(
         Case(
             f"{command} of a run that watches {name}",
             call,
@@ -401,6 +412,7 @@ CASES = [
                 "{run}/config.yaml": Replaced("shapes: 1.0", f"'{target}': 1.0"),
                 "{run}/evil.py": EVIL,
             },
+            repeats=name != "a function",
             seconds=60,
         )
         for name, target in REWARDS.items()

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Case:
     files: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 20
     kept: tuple[str, ...] = ()  # paths that must be as they were
+    repeats: bool = False  # another case is of the same kind: only `make test-all` runs this one
 
     def __str__(self) -> str:
         return self.name
@@ -70,6 +71,12 @@ class Ended:
         if self.code and self.peak > PEAK:
             return f"took {self.peak / 1e9:.1f} GB"
         return None
+
+
+def one_quick(cases: Iterable[Case]) -> list[Case]:
+    """Cases of one kind: `make test` runs the first, `make test-all` all of them."""
+    first, *others = cases
+    return [first, *(dataclasses.replace(case, repeats=True) for case in others)]
 
 
 def refusal(error: str) -> list[str]:

@@ -47,7 +47,9 @@ PARAMETERS = [
     pytest.param(
         case,
         id=case.name,
-        marks=[pytest.mark.exhaustive] if case in WHOLE and case.name not in QUICK else [],
+        marks=[pytest.mark.exhaustive]
+        if case.repeats or (case in WHOLE and case.name not in QUICK)
+        else [],
     )
     for case in CASES
 ]
