@@ -152,6 +152,7 @@ def test_the_sdist_holds_the_package_once_with_its_documents_and_tests(archives,
     assert not tops & {"models", "configs"}
 
 
+@pytest.mark.exhaustive
 def test_the_installed_package_trains_beside_models_and_configs_of_the_users_own(
     archives, tmp_path
 ):

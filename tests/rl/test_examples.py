@@ -66,6 +66,7 @@ def test_an_objective_of_your_own_trains(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "own-objective" / "checkpoints").is_dir()
 
 
+@pytest.mark.exhaustive
 def test_a_reward_of_your_own_trains(tmp_path):
     """In a process of its own, from another directory: the reward is imported by name in worker processes."""
     here = [f"{EXAMPLES['own_reward'].parent}", str(ROOT), *sys.path]
@@ -79,6 +80,7 @@ def test_a_reward_of_your_own_trains(tmp_path):
     assert (tmp_path / "runs" / "own-reward" / "checkpoints").is_dir()
 
 
+@pytest.mark.exhaustive
 def test_a_reward_on_latents_trains(tmp_path, monkeypatch, capsys):
     """It is a reward inside JAX, and nothing is decoded for it."""
     monkeypatch.chdir(tmp_path)

@@ -259,6 +259,7 @@ def test_a_finished_run_whose_checkpoints_were_moved_away_keeps_its_records(
     assert pq.read_table(folder / "ledger").equals(pq.read_table(uninterrupted / "ledger"))
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_while_saving_ends_the_run_with_one_line_and_loses_nothing(
     tmp_path, uninterrupted, monkeypatch, capsys
 ):
