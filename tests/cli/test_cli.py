@@ -479,6 +479,7 @@ def test_a_run_that_starts_from_an_exported_file(trained, exported, call, tmp_pa
     assert "start.safetensors' there, None here)" in error
 
 
+@pytest.mark.exhaustive
 def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
     _, summary, _ = trained
     overrides = [

@@ -34,8 +34,8 @@ SCHEDULERS = {  # (as saved, with another shift)
     "euler": (pipelines.euler, lambda: pipelines.euler(shift=1.7)),
 }
 CASES = [  # every pair of values of two columns is in some row
-    ("dpm", 4, 1.0, (32, 32)),
-    ("euler", 4, 4.5, (32, 64)),
+    pytest.param("dpm", 4, 1.0, (32, 32), marks=pytest.mark.exhaustive),
+    pytest.param("euler", 4, 4.5, (32, 64), marks=pytest.mark.exhaustive),
     ("dpm", 10, 4.5, (64, 32)),
     pytest.param("euler", 10, 1.0, (32, 32), marks=pytest.mark.exhaustive),
     pytest.param("dpm", 28, 1.0, (32, 64), marks=pytest.mark.exhaustive),

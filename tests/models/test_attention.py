@@ -12,6 +12,7 @@ from solrl_jax.models.layers import attention as module
 from solrl_jax.models.layers.attention import attention, cudnn_fits
 from solrl_jax.parallel.sharding import make_mesh, rows
 from solrl_jax.quant import compile_target
+from tests.cases import first_is_quick
 from tests.parity import relative
 
 B = 2
@@ -51,7 +52,7 @@ def formula(q, k, v, mask, scale, softcap):
     return torch.einsum("bnts,bsnh->btnh", logits.softmax(-1), v)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("softcap", first_is_quick([None, 2.0]))
 @pytest.mark.parametrize(
     ("kv", "mask"),
     [
@@ -92,7 +93,7 @@ def test_a_cap_far_above_the_logits_changes_nothing_and_a_low_one_much():
     assert relative(attention(q, k, v, softcap=1.0), plain) > 0.1
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("softcap", first_is_quick([None, 2.0]))
 def test_a_query_that_may_look_nowhere_stays_finite(softcap):
     q, k, v = map(jnp.asarray, operands(2))
     mask = jnp.ones((B, 1, T, S), bool).at[0, 0, 1].set(False)
@@ -106,7 +107,7 @@ def test_a_query_that_may_look_nowhere_stays_finite(softcap):
         assert np.isfinite(g).all()
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("softcap", first_is_quick([None, 2.0]))
 def test_bfloat16_in_bfloat16_out_softmax_in_float32(softcap):
     arrays = [jnp.asarray(a, jnp.bfloat16) for a in operands(2)]
     ours = attention(*arrays, jnp.asarray(masks()["full"]), softcap=softcap)
@@ -167,7 +168,7 @@ def test_the_mesh_says_what_programs_are_traced_for(monkeypatch, platform):
     assert seen == [platform, "tpu"]
 
 
-@pytest.mark.parametrize(("t", "s"), [(5, 7), (6, 7), (5, 8), (6, 8)])
+@pytest.mark.parametrize(("t", "s"), first_is_quick([(5, 7), (6, 7), (5, 8), (6, 8)]))
 def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
     """Values and gradients as without, where XLA's attention takes the kernel's place and its lengths."""
     q, k, v = (
@@ -196,7 +197,7 @@ def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
         assert relative(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize(("t", "s"), [(5, 7), (6, 8)])
+@pytest.mark.parametrize(("t", "s"), first_is_quick([(5, 7), (6, 8)]))
 def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
     """In XLA's attention, and where flash attention is told the number instead of reading a mask."""
     q, k, v = (

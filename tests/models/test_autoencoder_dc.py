@@ -147,6 +147,7 @@ def test_gradient_with_respect_to_the_input_agrees_with_diffusers():
         assert error(ours, nhwc(leaf.grad)) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_stays_bfloat16_and_close():
     config, size = SMALL["few tokens"]
     graphdef, params = from_reference(torch_model(config), config)
@@ -171,6 +172,7 @@ def test_attention_is_linear_only_beyond_as_many_tokens_as_features(tokens, line
     np.testing.assert_allclose(jax.jit(relu_attention)(q, k, v), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_linear_attention_sums_in_float32():
     # 4096 ones: a sum held in bfloat16 would stop at 256.
     q = k = jnp.ones((1, 4096, 1, 8), jnp.bfloat16)

@@ -170,6 +170,7 @@ def test_the_logarithm_of_the_variance_is_clamped_as_in_diffusers():
     np.testing.assert_array_equal(got.logvar, want)
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_as_close_to_float32_as_pytorchs():
     config, _, _ = SMALL["as released"]
     config = config | {"block_out_channels": [16, 32, 32, 32]}
@@ -351,6 +352,7 @@ def test_neighbours_fade_into_each_other_linearly_and_bilinearly_at_corners():
     np.testing.assert_allclose(tiled, fade[None, :] + 2 * fade[:, None], atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_pixels_far_from_the_borders_of_tiles_are_those_of_the_whole():
     kernel = normal(0, 5, 5, 2, 3)
 
@@ -391,6 +393,7 @@ def test_tiled_decoding_is_close_for_the_real_decoder_when_tiles_share_enough():
     assert distance(shared[seam], whole[seam]) < 0.1 * distance(apart[seam], whole[seam])
 
 
+@pytest.mark.exhaustive
 def test_tiled_decoding_needs_the_memory_of_one_tile():
     decode, params = decoder(small((8, 16, 16), mid_block_add_attention=False))
     latent = jax.ShapeDtypeStruct((1, 64, 64, 16), jnp.float32)

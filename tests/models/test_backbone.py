@@ -25,6 +25,7 @@ from solrl_jax.models.locate import EMBEDDED_FOLDER, find_model, pipeline_files
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel import sharding
 from solrl_jax.rl.generate import decode_chunk
+from tests.cases import first_is_quick
 from tests.parity import relative
 from tests.pipelines import CHANNELS, KL_CHANNELS, MAX_TOKENS, save_flux_pipeline, save_pipeline
 
@@ -93,7 +94,9 @@ def test_a_model_that_is_not_there_is_one_line_that_says_what_was_tried(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", jnp.float32), ("bf16", jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), first_is_quick([("fp32", jnp.float32), ("bf16", jnp.bfloat16)])
+)
 def test_every_parameter_has_the_dtype_of_the_precision(precision, dtype, folder):
     backbone = load_backbone(str(folder), precision, sharding.make_mesh(1, 1))
     parts = (backbone.transformer, backbone.text_encoders.params(), backbone.decoder.params)
@@ -101,7 +104,7 @@ def test_every_parameter_has_the_dtype_of_the_precision(precision, dtype, folder
     assert backbone.dtype == dtype
 
 
-@pytest.mark.parametrize("decoding", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("decoding", first_is_quick([jnp.float32, jnp.bfloat16]))
 def test_pictures_are_decoded_in_what_is_asked_for(decoding, folder):
     backbone = load_backbone(
         str(folder), "bf16", sharding.make_mesh(1, 1), decoding=jnp.dtype(decoding)
@@ -346,6 +349,7 @@ def test_the_time_may_be_one_for_all_or_one_a_row(backbones):
     assert relative(each[1], one[1]) > 20 * TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_an_image_decoded_in_tiles_is_much_like_the_whole_and_needs_much_less_memory(tmp_path):
     save_flux_pipeline(tmp_path)
     whole = load_backbone(str(tmp_path), "fp32", sharding.make_mesh(1, 1))

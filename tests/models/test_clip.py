@@ -193,6 +193,7 @@ def test_gradient_of_the_pixels():
     assert error < TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_follows_table_and_pixels():
     model = port(reference_model({}, {}, 16))
     ids, mask = prompts([7, 2, 5], np.random.default_rng(1))

@@ -172,6 +172,7 @@ def test_gradients_of_the_parameters_equal_diffusers():
     assert errors[worst] < 5 * TOLERANCE, worst
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     overrides = dict(in_channels=64, num_layers=3, num_single_layers=3, num_attention_heads=4, attention_head_dim=64,
                      axes_dims_rope=(16, 24, 24), joint_attention_dim=128, guidance_embeds=True)  # fmt: skip

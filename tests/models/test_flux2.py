@@ -147,6 +147,7 @@ def test_output_and_input_gradient_equal_diffusers(case):
     assert all(np.array_equal(back[name], t.numpy()) for name, t in released.items())
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_the_parameters_equal_diffusers():
     overrides, sizes = CASES["klein"]
     theirs, graphdef, state, params = build(overrides, seed=3)
@@ -164,6 +165,7 @@ def test_gradients_of_the_parameters_equal_diffusers():
     assert errors[worst] < 5 * TOLERANCE, worst
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_as_near_to_float32_as_that_of_diffusers():
     overrides = dict(in_channels=32, num_layers=3, num_single_layers=3, num_attention_heads=4, attention_head_dim=64,
                      axes_dims_rope=(16, 16, 16, 16), joint_attention_dim=128)  # fmt: skip

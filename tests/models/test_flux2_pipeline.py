@@ -14,6 +14,7 @@ from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from tests import pipelines
+from tests.cases import first_is_quick
 from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, sample_images, save_flux2_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -159,7 +160,7 @@ def encoders(folders):
     return pipeline, params, jax.jit(pipeline.encode_text)
 
 
-@pytest.mark.parametrize("max_tokens", [48, 96])
+@pytest.mark.parametrize("max_tokens", first_is_quick([48, 96]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
     (pipeline, params, encode), reference = encoders, folders["distilled"][1]
     asked = {}

@@ -15,6 +15,7 @@ from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from tests import pipelines
+from tests.cases import first_is_quick
 from tests.pipelines import (
     CLIP_TOKENS,
     KL_CHANNELS,
@@ -180,7 +181,7 @@ def encoders(folders):
     )
 
 
-@pytest.mark.parametrize("max_tokens", [5, 16])
+@pytest.mark.parametrize("max_tokens", first_is_quick([5, 16]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
     (pipeline, params, encode), reference = encoders, folders["dev"][1]
     asked: dict[str, np.ndarray] = {}
@@ -288,6 +289,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         )  # it is not told the guidance, nor evaluated twice
 
 
+@pytest.mark.exhaustive
 def test_classifier_free_guidance_beside_the_embedded_is_that_of_diffusers(folders, tmp_path):
     folder, reference = folders["dev"]
     latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)

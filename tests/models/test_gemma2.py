@@ -144,6 +144,7 @@ def test_gradient_of_the_embedded_input():
     assert not np.asarray(ours)[~mask].any()
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_follows_the_table():
     model = port(reference_model())
     ids, mask = prompts()

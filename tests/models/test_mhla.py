@@ -20,6 +20,7 @@ from solrl_jax.models.sana.transformer import LinearAttention
 from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.rl.explore.linears import why_kept
 from solrl_jax.rl.trainable.trainable import Targets, find_targets, flatten, replace, within_bounds
+from tests.cases import first_is_quick
 
 # blocks of 3 x 4 tokens
 GRID = (6, 8)
@@ -130,7 +131,7 @@ def run(module, x):
 
 @RELEASED
 @NORMED
-@pytest.mark.parametrize("blocks", [1, 4, 12])
+@pytest.mark.parametrize("blocks", first_is_quick([1, 4, 12]))
 def test_attention_is_its_formula_in_float64(released, normed, blocks):
     module, numbers = attention(released, normed, blocks)
     x = draw(2, GRID[0] * GRID[1], WIDTH, seed=99)
@@ -145,7 +146,7 @@ def test_the_two_variants_differ():
 
 
 @NORMED
-@pytest.mark.parametrize("scale", [1 / 12, 1.0])
+@pytest.mark.parametrize("scale", first_is_quick([1 / 12, 1.0]))
 def test_equal_weights_are_linear_attention(normed, scale):
     """SANA's own attention, by the same weights; queries have positive features, so that both kernels are one to 1e-6."""
     module, _ = attention(False, normed, 12)

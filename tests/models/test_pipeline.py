@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from solrl_jax.models.registry import open_pipeline
+from tests.cases import first_is_quick
 from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, WORDS, save_pipeline
 
 TOLERANCE = 1e-5
@@ -134,7 +135,7 @@ def test_tokens_are_lower_case_stripped_and_padded_on_the_right(opened):
     assert (tokens["ids"].dtype, tokens["mask"].dtype) == (np.int32, bool)
 
 
-@pytest.mark.parametrize("max_tokens", [3, MAX_TOKENS, 16])
+@pytest.mark.parametrize("max_tokens", first_is_quick([3, MAX_TOKENS, 16]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
     pipeline, reference, _ = opened
     tokens = pipeline.tokenize(PROMPTS, max_tokens)

@@ -117,6 +117,7 @@ def test_hidden_states(case, tmp_path):
     assert (moved[:, :3][mask[:, :3]] > 100 * TOLERANCE).all() or states == (0,)
 
 
+@pytest.mark.exhaustive
 def test_a_long_prompt(tmp_path):
     """Positions up to 512, with the base and the width of heads that are released."""
     reference = reference_model(head_dim=128)
@@ -179,6 +180,7 @@ def test_each_number_matters(changes, tmp_path):
     assert relative(*outputs) > 10 * TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_follows_the_table(tmp_path):
     model = port(tmp_path, reference_model(), (1, 3))
     ids, mask = prompts()

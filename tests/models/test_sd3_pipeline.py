@@ -15,6 +15,7 @@ from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from tests import pipelines
+from tests.cases import first_is_quick
 from tests.pipelines import (
     CLIP_TOKENS,
     KL_CHANNELS,
@@ -225,7 +226,7 @@ def encoders(request, folders):
     return pipeline, reference, params, jax.jit(pipeline.encode_text)
 
 
-@pytest.mark.parametrize("max_tokens", [5, 16])
+@pytest.mark.parametrize("max_tokens", first_is_quick([5, 16]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders):
     pipeline, reference, params, encode = encoders
     asked: dict[str, np.ndarray] = {}
@@ -324,6 +325,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders, 
         assert moved.min() > 30 * IMAGE_TOLERANCE, name
 
 
+@pytest.mark.exhaustive
 def test_a_negative_prompt_is_that_of_diffusers(folders, tmp_path):
     folder, reference = folders["large"]
     latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)

@@ -112,6 +112,7 @@ def test_forward_and_input_gradient_equal_transformers(case):
     assert relative(run(params, np.roll(ids, 1, axis=1))[0], theirs) > 1000 * TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_as_near_as_torch():
     """Distance of each BF16 network to float32, and ours computes in the dtype of its table."""
     overrides = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 4}

@@ -29,6 +29,7 @@ from solrl_jax.models.layers.stack import stack
 from solrl_jax.models.loading import tensor_files, weights
 from solrl_jax.models.loading.tensor_files import weight_files, without_variants
 from solrl_jax.models.loading.weights import load_tensors, locate_tensors, parameter_table
+from tests.cases import first_is_quick
 from tests.parity import from_torch, parameter_count
 
 FILE = "model.safetensors"
@@ -536,7 +537,7 @@ def placement(split, placed=None):
     return place
 
 
-@pytest.mark.parametrize("part", [1, 500, 2**28])
+@pytest.mark.parametrize("part", first_is_quick([1, 500, 2**28]))
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_shard_of_every_parameter_is_its_part_of_the_tensors(split, part, large, monkeypatch):
     """Whatever axis is split and however small the parts and the reads are; each array lies as asked, replicas included."""

@@ -192,6 +192,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_filling():
         assert relative(run(params, alone), together[row : row + 1]) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_the_parameters_equal_diffusers():
     overrides, *shapes = CASES["texts of one multiple and of several"]
     theirs, graphdef, state, params = build(overrides, seed=3)

@@ -16,6 +16,7 @@ from solrl_jax.models.backbone import load_backbone
 from solrl_jax.models.registry import open_pipeline
 from solrl_jax.parallel.sharding import make_mesh
 from tests import pipelines
+from tests.cases import first_is_quick
 from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, sample_images, save_zimage_pipeline
 
 TOLERANCE = 1e-5  # largest difference over largest value
@@ -142,7 +143,7 @@ def test_a_tokenizer_without_a_template_is_refused(copy):
         load_backbone(str(copy), "fp32", make_mesh(1, 1))
 
 
-@pytest.mark.parametrize("max_tokens", [5, 40, 320])
+@pytest.mark.parametrize("max_tokens", first_is_quick([5, 40, 320]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, folders):
     for folder, reference in folders.values():
         pipeline = open_pipeline(folder)

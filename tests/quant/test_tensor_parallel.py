@@ -13,6 +13,7 @@ from solrl_jax.models.layers.attention import attention
 from solrl_jax.models.layers.stack import gather
 from solrl_jax.parallel.sharding import jit, make_mesh, parameter_sharding
 from solrl_jax.quant.matmul import LowRank, matmul
+from tests.cases import first_is_quick
 from tests.quant.leaves import MAKE
 
 ROWS = 24
@@ -41,7 +42,9 @@ def on_mesh(tensor, params, x, f):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("rows", "width", "columns"), [(8, 16, 16), (64, 128, 64), (128, 128, 32)])
+@pytest.mark.parametrize(
+    ("rows", "width", "columns"), first_is_quick([(8, 16, 16), (64, 128, 64), (128, 128, 32)])
+)
 def test_parts_of_a_product_are_parts_of_the_product(rows, width, columns, dtype):
     """With AMX, XLA chooses kernels by shape. With the options of `sharding.jit` it does so only for single rows and sums of
     some hundred terms."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from solrl_jax.rl.advantages import LEVELS, MODES, STD_FLOOR, advantages, optimality
+from tests.cases import first_is_quick
 
 TOLERANCE = 1e-5
 CLIP = 5.0
@@ -53,7 +54,7 @@ def rewards(seed=0):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("global_std", [True, False])
-@pytest.mark.parametrize("height", [0.0, 0.1, 1 / 3, 1000.1, -77.7, 1e17])
+@pytest.mark.parametrize("height", first_is_quick([0.0, 0.1, 1 / 3, 1000.1, -77.7, 1e17]))
 def test_a_tie_is_no_advantage(height, global_std, mode):
     """Rewards that tie up to rounding, beside a prompt whose rewards do not."""
     tied = np.float32(height) * (1 + np.float32(1.2e-7) * np.arange(-3, 4))
@@ -70,7 +71,7 @@ def test_a_tie_is_no_advantage(height, global_std, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("large", [3e38, -3e38, 1.1e18])
+@pytest.mark.parametrize("large", first_is_quick([3e38, -3e38, 1.1e18]))
 def test_a_reward_whose_square_overflows_counts_as_not_finite(large, mode):
     r = rewards()
     without = rewards()

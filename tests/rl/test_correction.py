@@ -17,6 +17,7 @@ from solrl_jax.rl.explore.options import correction
 from solrl_jax.rl.explore.options.correction import PASSES, Corrected, correct, principal_inputs
 from solrl_jax.rl.explore.sync import Quantizer, merged
 from solrl_jax.rl.trainable.trainable import flatten
+from tests.cases import first_is_quick
 from tests.small import small_config
 from tests.toys import KERNELS, toy_experiment
 
@@ -63,7 +64,7 @@ def test_every_quantised_linear_has_as_many_orthonormal_directions(experiment, b
         )  # in BF16
 
 
-@pytest.mark.parametrize("rank", [16, 20, 1000])
+@pytest.mark.parametrize("rank", first_is_quick([16, 20, 1000]))
 def test_a_linear_has_no_more_directions_than_inputs(rank):
     """Then nothing is left to the format, and the product is the exact one."""
     experiment = toy_experiment(f"rollout.explore.correction_rank={rank}")

@@ -8,6 +8,7 @@ import pytest
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.quant.matmul import dequantize, matmul
 from solrl_jax.rl.explore.options.correction import Corrected, Probe, correct
+from tests.cases import first_is_quick
 from tests.lowering import cuda_text
 
 ROWS = 96
@@ -36,7 +37,7 @@ def relative(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("basis", [BASIS, BASIS.astype(jnp.bfloat16)])
+@pytest.mark.parametrize("basis", first_is_quick([BASIS, BASIS.astype(jnp.bfloat16)]))
 def test_without_a_format_the_two_products_are_the_whole_one(basis):
     """As `W - U U^T W` has nothing along U, if U is orthonormal; rounded to BF16, off by what it is from that."""
     w = correct(lambda w: w, W, basis)
@@ -50,7 +51,7 @@ def test_without_a_format_the_two_products_are_the_whole_one(basis):
     assert relative(X @ w.remainder, X @ W) > 0.1  # what is carried counts
 
 
-@pytest.mark.parametrize("name", QUANTISING)
+@pytest.mark.parametrize("name", first_is_quick(QUANTISING))
 def test_a_correction_leaves_a_format_less_to_get_wrong(name):
     plain = FORMATS[name].quantize(W)
     corrected = correct(FORMATS[name].quantize, W, BASIS)

@@ -23,6 +23,7 @@ from solrl_jax.rl.generate import (
     sample_chunk,
 )
 from solrl_jax.rl.sampler import Segment
+from tests.cases import first_is_quick
 from tests.toys import (
     SHAPE,
     ToyDecoder,
@@ -278,7 +279,7 @@ class Part(Segment):
 
 
 @pytest.mark.parametrize(("guidance", "scale"), [(1.0, 1.0), (0.5, 1.0), (1.0, 3.0), (0.5, 3.0)])
-@pytest.mark.parametrize("cut", [None, 1, 2])
+@pytest.mark.parametrize("cut", first_is_quick([None, 1, 2]))
 def test_samples_are_the_loop_over_legs_with_and_without_guidance(backbone, guidance, scale, cut):
     grid = toy_grid(3, guidance=guidance, scale=scale)
     other = toy_backbone(seed=1).transformer

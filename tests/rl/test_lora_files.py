@@ -49,6 +49,7 @@ from solrl_jax.rl.trainable import lora_files
 from solrl_jax.rl.trainable.lora_files import export_diffusers, export_peft, import_lora
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.rl.trainable.trainable import Targets, attach, flatten, replace
+from tests.cases import first_is_quick
 from tests.parity import from_torch
 from tests.pipelines import CHANNELS, COMPRESSION, MAX_TOKENS, TRANSFORMER, save_pipeline
 
@@ -202,6 +203,7 @@ def test_diffusers_computes_with_our_file_what_we_compute(
         assert {handle.get_tensor(k).dtype for k in handle.keys()} == {dtype}  # noqa: SIM118
 
 
+@pytest.mark.exhaustive
 def test_pictures_of_diffusers_with_our_file_are_ours(
     reference, backbone, table, adapters, tmp_path
 ):
@@ -581,7 +583,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", first_is_quick(TARGETS))
 def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
     """Merged by us and given to PyTorch through the table of released names, which is tested for itself."""
     net = other(kind)

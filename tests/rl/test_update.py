@@ -16,6 +16,7 @@ from solrl_jax.rl.objectives.nft import nft_loss
 from solrl_jax.rl.state import init_state, make_optimizer
 from solrl_jax.rl.trainable.trainable import Targets, attach
 from solrl_jax.rl.update import PolicyBatch, update
+from tests.cases import first_is_quick
 from tests.toys import HIDDEN, KERNELS, SHAPE, toy_backbone, toy_grid, toy_seeds
 
 TOLERANCE = 1e-5  # of a norm; float32
@@ -255,8 +256,8 @@ def test_a_micro_batch_is_an_upper_limit_that_need_not_divide_the_terms(backbone
 BAD = {"nan": np.nan, "inf": np.inf, "huge": 3e38}
 
 
-@pytest.mark.parametrize("micro", [1, 4, 100])
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("micro", first_is_quick([1, 4, 100]))
+@pytest.mark.parametrize("bad", first_is_quick(BAD))
 def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, micro):
     """At each position: the same bits as with zeros in its place, and the update by hand on the other rows."""
     backbone = backbones["one"]
@@ -302,7 +303,7 @@ def test_if_every_row_has_weight_0_the_policy_stays(backbones):
     assert metrics["loss"] == metrics["grad_norm"] == metrics["skipped_micro_batches"] == 0.0
 
 
-@pytest.mark.parametrize("micro", [1, 4, 100])
+@pytest.mark.parametrize("micro", first_is_quick([1, 4, 100]))
 def test_a_micro_batch_whose_loss_is_not_finite_contributes_nothing_and_is_counted(
     backbones, micro
 ):
