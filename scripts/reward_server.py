@@ -169,7 +169,7 @@ def opened(pngs: list[str]) -> np.ndarray:
         pngs: The PNG files in base64.
 
     Returns:
-        The images, float32 [n, H, W, 3] in [0, 1].
+        The images, float32 [n, H, W, 3] in [0, 1]. Transparent images are composited on white.
 
     Raises:
         ValueError: If the images are too large, before they are decompressed, or of different
@@ -185,10 +185,18 @@ def opened(pngs: list[str]) -> np.ndarray:
         raise ValueError(f"pictures of {pixels} pixels; at most {MOST_PIXELS} are accepted")
     images = np.empty((len(pictures), height, width, 3), np.float32)
     for image, picture in zip(images, pictures, strict=True):
-        image[:] = np.asarray(picture.convert("RGB"))
+        image[:] = np.asarray(_on_white(picture))
         picture.close()
     images /= 255
     return images
+
+
+def _on_white(picture: Image.Image) -> Image.Image:
+    """Returns an image in RGB. A transparent one is composited on white."""
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    white = Image.new("RGBA", picture.size, "white")
+    return Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
 
 
 def main() -> None:

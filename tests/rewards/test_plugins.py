@@ -2,8 +2,10 @@
 them.
 """
 
+import base64
 import http.server
 import inspect
+import io
 import json
 import re
 import subprocess
@@ -14,6 +16,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reward_server
+from PIL import Image
 
 from solrl_jax.config.presets import override, resolve
 from solrl_jax.config.serialization import from_yaml, to_yaml
@@ -344,3 +348,14 @@ def test_an_answer_that_is_none_is_named(body, answering):
 def test_a_service_that_is_not_there_is_named():
     with pytest.raises(Failure, match=r"^no answer \(.*[Cc]onnection refused\)$"):
         ask("http://127.0.0.1:9/", timeout=0.5)
+
+
+@pytest.mark.parametrize(("mode", "value"), [("RGBA", 1.0), ("LA", 1.0), ("RGB", 0.0)])
+def test_the_server_composites_transparent_images_on_white(mode, value):
+    """The second pixel is black, and transparent where the mode has an alpha channel."""
+    picture = Image.new("RGBA", (2, 1), (255, 255, 255, 255))
+    picture.putpixel((1, 0), (0, 0, 0, 0))
+    buffer = io.BytesIO()
+    picture.convert(mode).save(buffer, "PNG")
+    (image,) = reward_server.opened([base64.b64encode(buffer.getvalue()).decode()])
+    np.testing.assert_array_equal(image, [[[1.0] * 3, [value] * 3]])
