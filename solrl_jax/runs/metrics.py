@@ -1,10 +1,11 @@
-"""What a run reports. `metrics.jsonl` is the record; TensorBoard and Weights & Biases repeat it.
+"""The record of a run: `metrics.jsonl`, repeated by TensorBoard and Weights & Biases if configured.
 
-    metrics.jsonl     one JSON object a line: {"iteration": 12, "reward": 0.61, ...}; null for what was not finite
-    tensorboard/      TensorBoard scalars, if asked for
+    metrics.jsonl     one JSON object per line: {"iteration": 12, "reward": 0.61, ...}; values that
+                      were not finite are null
+    tensorboard/      the same values as TensorBoard scalars
 
-Each line is on the disk when `log` returns, so no checkpoint is newer than the record. A resumed run drops the lines after its
-checkpoint, so its record is that of a run that was never interrupted.
+Each line is on the disk when `log` returns, so no checkpoint is newer than the record. A resumed run
+drops the lines after its checkpoint, so its record equals that of a run that was never interrupted.
 """
 
 import contextlib
@@ -22,42 +23,59 @@ from solrl_jax.errors import InputError, first_line
 from solrl_jax.storage.files import atomic_write, writing
 from solrl_jax.storage.readers import parse_json, read_bytes, read_text, strict
 
-Log = Callable[[int, dict[str, float]], Any]  # writes the values of an iteration
-# of a record: 10 000 iterations of 6 kB
-MOST_BYTES = 2**26
-MOST_ROWS = 2**16
-MOST_LINE = 2**16  # bytes of a row
+# A function (iteration, values by name) that writes a row to one output.
+Log = Callable[[int, dict[str, float]], Any]
+# The largest record that is read, in bytes and rows: 10 000 iterations of 6 kB.
+MAX_BYTES = 2**26
+MAX_ROWS = 2**16
+MAX_LINE_BYTES = 2**16
 _JSONL = "metrics.jsonl"
 _TENSORBOARD = "tensorboard"
 _WANDB_ID = "wandb-id.txt"
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's record, in order; none if there is no record.
+    """Reads the rows of a run's record, in order.
 
-    A line that is damaged is left out, and an incomplete last one, which the run is writing or could not end.
+    Damaged lines are left out, and so is an incomplete last line, which the run may be writing.
+
+    Args:
+        run_dir: The run directory.
+
+    Returns:
+        One dict per row, with "iteration" and the recorded values; an empty list if there is no
+        record.
     """
-    return _read(Path(run_dir) / _JSONL)[0]
+    rows, _ = _read(Path(run_dir) / _JSONL)
+    return rows
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The rows that can be read, and whether something else is there beside an incomplete last line."""
+    """Reads the rows of a record.
+
+    Args:
+        path: The file `metrics.jsonl`.
+
+    Returns:
+        The readable rows, and whether the file is damaged: whether it holds anything else, apart
+        from an incomplete last line.
+    """
     try:
-        if (data := read_bytes(path, MOST_BYTES)).count(b"\n") > MOST_ROWS:
+        data = read_bytes(path, MAX_BYTES)
+        if data.count(b"\n") > MAX_ROWS:
             raise ValueError
     except FileNotFoundError:
         return [], False
     except (OSError, ValueError):
         return [], True
     rows = []
-    bad = 0
-    at_end = False
-    for line in filter(
-        bytes.strip, io.BytesIO(data)
-    ):  # line by line: a list of them all would take many times their bytes
-        at_end = False
+    num_bad = 0
+    last_is_bad = False
+    # One line at a time, because a list of all lines would take many times their bytes.
+    for line in filter(bytes.strip, io.BytesIO(data)):
+        last_is_bad = False
         try:
-            row = parse_json(line[:MOST_LINE])  # what is longer is no JSON then
+            row = parse_json(line[:MAX_LINE_BYTES])  # a longer line is no JSON then
             known = [value for value in row.values() if value is not None]
             if type(row["iteration"]) is not int or not all(
                 type(value) in (int, float) and abs(value) <= MAX_NUMBER for value in known
@@ -65,13 +83,13 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
                 raise ValueError
             rows.append(row)
         except (ValueError, TypeError, KeyError, AttributeError):
-            bad = bad + 1
-            at_end = True
-    return rows, bad > at_end
+            num_bad += 1
+            last_is_bad = True
+    return rows, num_bad > last_is_bad
 
 
 def import_wandb() -> Any:
-    """The client of Weights & Biases. Raises InputError if it is not installed."""
+    """Returns the module `wandb`. Raises InputError if Weights & Biases is not installed."""
     try:
         import wandb
     except ImportError as error:
@@ -82,24 +100,41 @@ def import_wandb() -> Any:
 
 
 class Metrics:
-    """The record of one run; a context manager that opens it. Nothing is read or written before."""
+    """The record of one run. It is a context manager; files are read and written only within it.
+
+    Attributes:
+        rows: The rows of the record.
+        set_aside: Where a damaged record was moved to, or None.
+    """
 
     def __init__(
         self, run_dir: Path, *, tensorboard: bool = False, wandb: bool = False, resume_after: int
     ) -> None:
-        """resume_after: rows of later iterations are dropped when the record is opened; -1: all are."""
+        """Makes the record without opening it.
+
+        Args:
+            run_dir: The run directory.
+            tensorboard: Whether the values are also written for TensorBoard.
+            wandb: Whether they are also sent to Weights & Biases.
+            resume_after: The last iteration whose row is kept when the record is opened. -1: none.
+        """
         self._run_dir = Path(run_dir)
         self._path = Path(run_dir) / _JSONL
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._resume_after = resume_after
         self._closing = contextlib.ExitStack()
-        self._logs: list[Log] = []  # one an output, the record first
-        self.rows: list[dict[str, Any]] = []  # the record
-        self.set_aside: Path | None = None  # where a damaged record was moved to
+        self._logs: list[Log] = []  # one per output, the record first
+        self.rows: list[dict[str, Any]] = []
+        self.set_aside: Path | None = None
 
     def __enter__(self) -> "Metrics":
-        """Raises InputError if Weights & Biases is asked for and cannot start, RunError if the disk refuses."""
+        """Opens the record. A damaged one is moved aside, and its readable rows are kept.
+
+        Raises:
+            InputError: If Weights & Biases is configured and cannot start.
+            RunError: If the disk refuses.
+        """
         rows, damaged = _read(self._path)
         if damaged:
             self.set_aside = self._path.with_name(f"metrics-damaged-{time.time_ns()}.jsonl")
@@ -125,9 +160,14 @@ class Metrics:
         self._closing.close()
 
     def log(self, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Appends one row. A value that is not finite is recorded as null.
+        """Appends one row to every output.
 
-        Raises RunError if the disk refuses; the record then ends with the previous row.
+        Args:
+            iteration: The number of the iteration; 0 before training.
+            values: Its values by name. A value that is not finite is recorded as null.
+
+        Raises:
+            RunError: If the disk refuses. The record then ends with the previous row.
         """
         numbers = {name: float(value) for name, value in values.items()}
         for log in self._logs:
@@ -137,7 +177,18 @@ class Metrics:
 
 @contextlib.contextmanager
 def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
-    """Opens the record with these rows in it. A line that cannot be written and synced leaves the file as it was."""
+    """Opens `metrics.jsonl` for appending. A line that cannot be written leaves the file as it was.
+
+    Args:
+        path: The file. It is replaced.
+        rows: The rows that it begins with.
+
+    Yields:
+        The function that appends a row and waits until it is on the disk.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log(iteration: int, values: dict[str, float]) -> None:
@@ -162,10 +213,20 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
 
 @contextlib.contextmanager
 def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
-    """Opens a new event file. TensorBoard then hides events of older files from `purge_step` on.
+    """Opens a new event file of TensorBoard.
 
-    tensorboardX's SummaryWriter writes in a thread. A full disk kills that thread, and the run hangs at the next event. So its
-    event writer is called here, which raises.
+    The event writer of tensorboardX is used directly. Its SummaryWriter writes in a thread, which a
+    full disk kills, and the run would then wait forever at the next event.
+
+    Args:
+        folder: The directory of the event files.
+        purge_step: TensorBoard hides events of older files from this step on.
+
+    Yields:
+        The function that writes a row.
+
+    Raises:
+        RunError: If the disk refuses.
     """
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -193,15 +254,24 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
     try:
         yield log
     finally:
-        with contextlib.suppress(
-            OSError
-        ):  # all events are on the disk already, so an error now loses nothing
+        # All events are on the disk already, so an error in `close` loses nothing.
+        with contextlib.suppress(OSError):
             writer.close()
 
 
 @contextlib.contextmanager
 def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
-    """Starts Weights & Biases, or continues the run that `run_dir` started before. Raises InputError if that fails."""
+    """Starts Weights & Biases, or continues the run that this run directory started before.
+
+    Args:
+        run_dir: The run directory, which stores the identity of the run.
+
+    Yields:
+        The function that sends a row.
+
+    Raises:
+        InputError: If it cannot start.
+    """
     wandb = import_wandb()
     identity = run_dir / _WANDB_ID
     if not identity.exists():
@@ -216,7 +286,7 @@ def _weights_and_biases(run_dir: Path) -> Iterator[Log]:
         )
     except Exception as error:
         raise InputError(f"Weights & Biases did not start: {first_line(error)}") from error
-    # The service's own step can only grow, so it would drop the iterations that a resumed run repeats.
+    # The service's own step can only grow, and would drop iterations that a resumed run repeats.
     run.define_metric("*", step_metric="iteration")
     try:
         yield lambda iteration, values: run.log({"iteration": iteration, **values})

@@ -1,4 +1,4 @@
-"""What the terminal shows: one bar over iterations, with the stage, the reward and the time left."""
+"""The output in the terminal: one bar over the iterations with stage, reward and remaining time."""
 
 import contextlib
 import shutil
@@ -17,18 +17,25 @@ from solrl_jax.parallel import hosts
 
 
 class TerminalProgress:
-    """Bars and lines on standard error. As a context manager it also handles Ctrl-C and SIGTERM.
+    """Shows progress on standard error, as a bar or as lines. Standard output is for results alone.
 
-    Standard output is for results alone.
+    As a context manager it also handles Ctrl-C and SIGTERM: the first signal is noted, and `stage` or
+    `iteration` raises KeyboardInterrupt for it; the second one ends the process.
     """
 
     def __init__(self, *, bars: bool = True) -> None:
+        """Makes the output. Only the first process of a run prints.
+
+        Args:
+            bars: Whether a bar is shown if standard error is a terminal. Otherwise one line is
+                printed per iteration.
+        """
         self.speaks = hosts.first()
         self._bars = bars and self.speaks and sys.stderr.isatty()
         self._bar: tqdm | None = None
         self._stage = ""
-        self._rows = 0
-        self._of = 0
+        self._done = 0
+        self._total = 0
         self._reward = ""
         self._first = 0
         self._last = 0
@@ -48,43 +55,79 @@ class TerminalProgress:
         self.stop()
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        # Only noted, because the state may be half updated now and could not be saved. A second signal stops at once.
+        """Notes a signal. The state may be half updated now, and could not be saved.
+
+        Args:
+            number: The number of the signal.
+            frame: The interrupted stack frame.
+
+        Raises:
+            SystemExit: For the second signal.
+        """
         if self._stopping:
             raise SystemExit(130)
         self._stopping = True
         with contextlib.suppress(OSError):  # a terminal that was closed
-            self.line("stopping after the chunk under way (again to stop at once, without saving)")
+            self.line("stopping after the current batch (again to stop at once, without saving)")
 
     def start(self, iterations: int, done: int) -> None:
-        look = "iteration {n_fmt} of {total_fmt} |{bar:14}| {elapsed}, {remaining} left{postfix}"
-        wide = (
-            shutil.get_terminal_size().columns
-        )  # 80 where a terminal does not know: for tqdm that would be no bar at all
-        shown = {"bar_format": look, "ncols": wide, "disable": not self._bars, "file": sys.stderr}
-        self._bar = tqdm(total=iterations, initial=done, **shown)
+        """Starts the bar over the iterations.
+
+        Args:
+            iterations: The number of iterations of the run.
+            done: The number of complete ones.
+        """
+        self._bar = tqdm(
+            total=iterations,
+            initial=done,
+            bar_format=(
+                "iteration {n_fmt} of {total_fmt} |{bar:14}| {elapsed}, {remaining} left{postfix}"
+            ),
+            # tqdm shows no bar where a terminal does not know its width; this gives 80 then.
+            ncols=shutil.get_terminal_size().columns,
+            disable=not self._bars,
+            file=sys.stderr,
+        )
         self._first = done
         self._last = iterations
         self._began = time.monotonic()
 
     def stop(self) -> None:
+        """Removes the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
-    def stage(self, name: str, rows: int, done: int) -> None:
-        """Shows that `done` more of the `rows` rows of a stage are done; 0: the stage begins.
+    def stage(self, name: str, total: int, done: int) -> None:
+        """Shows how far a stage of an iteration has come.
 
-        Raises KeyboardInterrupt after a signal. Several hosts stop together, so only where a stage begins.
+        Args:
+            name: The name of the stage.
+            total: The number of samples (or prompts) of the stage.
+            done: The number of samples that are done since the last call. 0: the stage begins.
+
+        Raises:
+            KeyboardInterrupt: After a signal. Several hosts stop together, and therefore only
+                where a stage begins.
         """
-        if self._asked(between_stages=not done):
+        if self._is_interrupted(between_stages=not done):
             raise KeyboardInterrupt
-        self._rows = self._rows + done if name == self._stage and done else 0
+        continues = name == self._stage and done
+        self._done = self._done + done if continues else 0
         self._stage = name
-        self._of = rows
+        self._total = total
         self._show()
 
     def iteration(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Shows that iteration `done` is complete. Raises KeyboardInterrupt after a signal."""
+        """Shows that an iteration is complete.
+
+        Args:
+            done: The number of the iteration.
+            metrics: Its metrics by name.
+
+        Raises:
+            KeyboardInterrupt: After a signal.
+        """
         reward = metrics.get("kept/reward", float("nan"))
         self._reward = f" reward {reward:.3f}"
         if self._bar is not None:
@@ -93,26 +136,34 @@ class TerminalProgress:
             fidelity = metrics.get("fidelity/spearman", float("nan"))
             seconds = metrics.get("seconds", float("nan"))
             pool = metrics.get("pool/reward", float("nan"))
-            each = (time.monotonic() - self._began) / max(done - self._first, 1)
-            left = f"about {tqdm.format_interval(max(each * (self._last - done), 0))} left"
+            per_iteration = (time.monotonic() - self._began) / max(done - self._first, 1)
+            remaining = tqdm.format_interval(max(per_iteration * (self._last - done), 0))
             self.line(
-                f"iteration {done}: pool {pool:.3f}, kept {reward:.3f}, spearman {fidelity:.2f}, {seconds:.1f} s, {left}"
+                f"iteration {done}: pool {pool:.3f}, kept {reward:.3f}, spearman {fidelity:.2f}, "
+                f"{seconds:.1f} s, about {remaining} left"
             )
-        if self._asked(between_stages=True):
+        if self._is_interrupted(between_stages=True):
             raise KeyboardInterrupt
 
-    def _asked(self, *, between_stages: bool) -> bool:
+    def _is_interrupted(self, *, between_stages: bool) -> bool:
+        """Whether a signal has arrived, in any process of the run.
+
+        Args:
+            between_stages: Whether all processes are at the same point now and can agree. With
+                several processes the result is False elsewhere.
+        """
         if jax.process_count() == 1:
             return self._stopping
         return between_stages and hosts.anywhere([self._stopping])[0]
 
     def line(self, text: str) -> None:
-        """Prints one line, above the bar."""
+        """Prints one line above the bar, in the first process. Line breaks in `text` are replaced."""
         if not self.speaks:
             return
         tqdm.write(one_line(text), file=sys.stderr)
         sys.stderr.flush()
 
     def _show(self) -> None:
+        """Shows stage and reward behind the bar."""
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{self._stage} {self._rows}/{self._of}{self._reward}")
+            self._bar.set_postfix_str(f"{self._stage} {self._done}/{self._total}{self._reward}")

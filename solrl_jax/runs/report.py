@@ -1,7 +1,8 @@
-"""`report.html`: what run directories hold, as one page that needs no network and no server.
+"""Writes `report.html`: run directories as one page that needs no network and no server.
 
-The page is `report.html`, `report.css` and `report.js` beside this file, with the runs as JSON in it and the curves as SVG.
-Several runs are laid over each other. A run that is still going on can be reported; `HtmlReport` does so from within.
+The page consists of `report.html`, `report.css` and `report.js` beside this file, with the runs as
+JSON and the curves as SVG. Several runs are drawn over each other. A run may be reported while it
+trains; `HtmlReport` does so from within.
 """
 
 import base64
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 NAME = "report.html"
-MOST_VALUES = 2**23  # of the record: 800 metrics in 10 000 iterations
-MOST_ROWS = 20_000  # of the ledgers; of longer ones the newest iterations are shown
-MOST_PICTURED = 12  # iterations of a run with pictures, evenly spaced
-MOST_PIXELS = 160  # the longer side of a picture
-SHARE = 0.01  # of the time of a run that `HtmlReport` may take
+MAX_VALUES = 2**23  # values of a record that are accepted: 800 metrics in 10 000 iterations
+MAX_ROWS = 20_000  # candidates of all ledgers that are shown, those of the newest iterations
+MAX_ITERATIONS_WITH_IMAGES = 12  # iterations of a run whose images are shown, evenly spaced
+MAX_PIXELS = 160  # the longer side of an image
+MAX_TIME_FRACTION = 0.01  # the fraction of the time of a run that `HtmlReport` may take
 _LEDGER = ("iteration", "prompt", "candidate", "seed", "precision", "steps", "proxy_reward", "rank", "kept",
            "regenerated_reward", "advantage")  # fmt: skip
-_SHOWN = (
+# The entries of `run.json` that are shown.
+_FACTS = (
     "solrl_jax",
     "python",
     "packages",
@@ -47,12 +49,13 @@ _SHOWN = (
     "mesh",
     "exploration",
     "evaluation",
-)  # of run.json
-# after the rewards; metrics that a run does not have are left out
+)
+# The figures after those of the rewards: section, then metric and title. Metrics that a run does not
+# have are left out.
 _FIGURES = {
     "exploration": {
         "pool/reward": "Reward of the explored pool",
-        "kept/reward": "Reward of what is trained on",
+        "kept/reward": "Reward of the trained samples",
         "kept/spread": "Best minus worst kept reward",
     },
     "fidelity": {
@@ -61,9 +64,9 @@ _FIGURES = {
     },
     "update": {"loss/kl": "Distance from the base model (KL term)", "grad_norm": "Gradient norm"},
     "time": {
-        "seconds": "Seconds an iteration",
-        "images_per_second/explore": "Pictures a second, exploring",
-        "images_per_second/regenerate": "Pictures a second, regenerating",
+        "seconds": "Seconds per iteration",
+        "images_per_second/explore": "Images per second, exploring",
+        "images_per_second/regenerate": "Images per second, regenerating",
     },
 }
 
@@ -71,20 +74,27 @@ _FIGURES = {
 def write(
     folders: Sequence[Path], out: Path, *, live: bool = False, plan: Path | None = None
 ) -> None:
-    """Writes the report of runs to `out`.
+    """Writes the report of one or more runs.
 
-    live: whether it is written again soon, so that the page offers to load itself again. plan: the JSON of `solrl plan`, to be
-    shown too. Raises InputError for a run that is damaged or has no record and for a file that is no plan, RunError if the
-    disk refuses.
+    Args:
+        folders: The run directories.
+        out: The file to write.
+        live: Whether the report is written again soon, so that the page offers to reload itself.
+        plan: A file with the JSON of `solrl plan`, which is shown too.
+
+    Raises:
+        InputError: If a run is damaged or has no record, or if the file is no plan.
+        RunError: If the disk refuses.
     """
-    short = [folder.resolve().name for folder in folders]
-    names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
     runs = [
-        _run(folder, name, MOST_ROWS // len(folders))
+        _describe_run(folder, name, MAX_ROWS // len(folders))
         for folder, name in zip(folders, names, strict=True)
     ]
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    planned = None if plan is None else _plan(plan)
+    planned = None if plan is None else _read_plan(plan)
     content = {
         "written": now,
         "live": live,
@@ -92,10 +102,10 @@ def write(
         "figures": list(_figures(runs)),
         "plan": planned,
     }
-    # no text of a run can end the script that holds it
+    # With "<" escaped, no text of a run can end the script element that holds it.
     data = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
-    def part(name):
+    def part(name: str) -> str:
         return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
     page = (
@@ -108,7 +118,7 @@ def write(
 
 
 def is_page(path: Path) -> bool:
-    """Whether there is a report at `path`, which may be written over."""
+    """Whether `path` is a report of this module, which may be replaced."""
     if not path.is_file():
         return False
     with path.open("rb") as stream:
@@ -116,19 +126,33 @@ def is_page(path: Path) -> bool:
 
 
 class HtmlReport:
-    """The report of a run while it trains, refreshed whenever that keeps within `SHARE` of the time."""
+    """The report of a run while it trains.
+
+    It is refreshed as often as `MAX_TIME_FRACTION` of the time of the run allows.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """Makes the report without writing it.
+
+        Args:
+            folder: The run directory, in which `report.html` is written.
+        """
         self.path = folder / NAME
-        # s; the first one imports matplotlib
         self._began = time.monotonic()
-        self._spent = 0.0
-        self._last = 1.5
+        self._spent = 0.0  # seconds of all refreshes
+        self._last = 1.5  # seconds of the last one; the first one imports matplotlib
 
     def refresh(self, *, last: bool = False) -> str | None:
-        """Writes the report unless it is too soon; if `last`, in any case. Returns why it could not: no run ends for that."""
+        """Writes the report, unless it is too soon.
+
+        Args:
+            last: Whether the run ends here. The report is then written in any case.
+
+        Returns:
+            Why the report could not be written, or None. No run ends because of its report.
+        """
         began = time.monotonic()
-        if not last and self._spent + self._last > SHARE * (began - self._began):
+        if not last and self._spent + self._last > MAX_TIME_FRACTION * (began - self._began):
             return None
         try:
             write([self.path.parent], self.path, live=not last)
@@ -140,36 +164,49 @@ class HtmlReport:
         return None
 
 
-def _run(folder: Path, name: str, most_rows: int) -> dict[str, Any]:
-    """All that the page shows of a run, as JSON knows it."""
+def _describe_run(folder: Path, name: str, max_rows: int) -> dict[str, Any]:
+    """Returns all that the page shows of a run, as JSON values.
+
+    Args:
+        folder: The run directory.
+        name: The name of the run on the page.
+        max_rows: The largest number of candidates that are shown.
+
+    Raises:
+        InputError: If the run is damaged, has no record, or has a record that is too large.
+    """
     config = read_run(folder)
-    if not (rows := metrics.read(folder)):
+    rows = metrics.read(folder)
+    if not rows:
         raise InputError(
             f"{folder}: nothing to report yet, its metrics.jsonl has no line that can be read"
         )
     rows = list({row["iteration"]: row for row in rows}.values())
     columns = dict.fromkeys(key for row in rows for key in row)
-    if len(columns) * len(rows) > MOST_VALUES:
-        many = f"{len(columns)} metrics in {len(rows)} iterations"
+    if len(columns) * len(rows) > MAX_VALUES:
         raise InputError(
-            f"{folder}: its metrics.jsonl has {many}; a report has at most {MOST_VALUES} values"
+            f"{folder}: its metrics.jsonl has {len(columns)} metrics in {len(rows)} iterations; a "
+            f"report has at most {MAX_VALUES} values"
         )
+    preset = None
+    if config.preset in preset_names():
+        preset = _by_dotted_name(resolve(config.preset, ()))
     return {
         "name": name,
-        "config": _flat(config),
-        "preset": _flat(resolve(config.preset, ())) if config.preset in preset_names() else None,
+        "config": _by_dotted_name(config),
+        "preset": preset,
         "facts": read_facts(folder),
         "trained": list(config.reward.weights),
         "watched": list(config.reward.eval_only),
         "metrics": {key: [row.get(key) for row in rows] for key in columns},
-        "ledger": _ledger(folder / "ledger", most_rows),
-        "grids": _pictures(folder / "pictures", "iteration"),
-        "pools": _pictures(folder / "pictures", "pool"),
+        "ledger": _read_ledger(folder / "ledger", max_rows),
+        "grids": _read_images(folder / "pictures", "iteration"),
+        "pools": _read_images(folder / "pictures", "pool"),
     }
 
 
-def _flat(config: Config) -> dict[str, Any]:
-    """The settings by dotted name."""
+def _by_dotted_name(config: Config) -> dict[str, Any]:
+    """Returns the values of all settings by dotted name."""
 
     def walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict) and value:
@@ -182,37 +219,57 @@ def _flat(config: Config) -> dict[str, Any]:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What a run's `run.json` says for readers; empty if there is none. Raises InputError for one that is damaged."""
+    """Reads the entries of a run's `run.json` that are for readers.
+
+    Args:
+        folder: The run directory.
+
+    Returns:
+        The entries; an empty dict if there is no such file.
+
+    Raises:
+        InputError: If the file is damaged.
+    """
     path = folder / "run.json"
+    if not path.exists():
+        return {}
     try:
-        facts = dict(parse_json(read_bytes(path))) if path.exists() else {}
-        facts |= {"packages": dict(facts["packages"])} if "packages" in facts else {}
+        facts = dict(parse_json(read_bytes(path)))
+        if "packages" in facts:
+            facts["packages"] = dict(facts["packages"])
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"{path}: cannot be read ({disk_reason(error) or first_line(error)})"
         ) from error
-    return {key: facts[key] for key in _SHOWN if key in facts}
+    return {key: facts[key] for key in _FACTS if key in facts}
 
 
-def _plan(path: Path) -> dict[str, Any]:
-    """What the page shows of a plan: of each stage the seconds, where they go, and the memory; of one device."""
+def _read_plan(path: Path) -> dict[str, Any]:
+    """Reads what the page shows of a plan.
+
+    Args:
+        path: A file with the JSON of `solrl plan PRESET --json`.
+
+    Returns:
+        Some entries of the plan. "stages" has one list per stage: its name, its roofline seconds,
+        the seconds by what limits them (`planning.roofline.KINDS`), and its peak memory in bytes.
+
+    Raises:
+        InputError: If the file is no plan.
+    """
     try:
         plan = parse_json(read_bytes(path))
-        kinds = ("products", "attention", "memory", "links")
-
-        def split(stage, kind):
-            return sum(
-                _number(p["calls"]) * _number(p["roofline"]["split"][kind])
-                for p in stage["programs"]
-            )
-
-        stages = [
-            [
-                str(s["name"]),
-                *map(_number, (s["seconds"], *(split(s, kind) for kind in kinds), s["peak"])),
+        stages = []
+        for stage in plan["stages"]:
+            seconds = [
+                sum(
+                    _to_float(program["calls"]) * _to_float(program["roofline"]["split"][kind])
+                    for program in stage["programs"]
+                )
+                for kind in ("products", "attention", "memory", "links")
             ]
-            for s in plan["stages"]
-        ]
+            numbers = (stage["seconds"], *seconds, stage["peak"])
+            stages.append([str(stage["name"]), *map(_to_float, numbers)])
         shown = (
             "preset",
             "device",
@@ -225,145 +282,205 @@ def _plan(path: Path) -> dict[str, Any]:
             "naive_scaling",
             "fits",
         )
-        numbers = {name: _number(plan[name]) for name in ("usable", "seconds")}
-        return {name: plan.get(name) for name in shown} | numbers | {"stages": stages}
+        entries = {name: plan.get(name) for name in shown}
+        checked = {name: _to_float(plan[name]) for name in ("usable", "seconds")}
+        return entries | checked | {"stages": stages}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(
             f"{path}: not the JSON of `solrl plan PRESET --json` ({disk_reason(error) or error!r})"
         ) from error
 
 
-def _number(value: Any) -> float:
-    """A number as a float. Raises ValueError for anything else, and for what no float32 holds."""
+def _to_float(value: Any) -> float:
+    """Returns a number as a float. Raises ValueError for other values and beyond float32."""
     if type(value) not in (int, float) or not abs(value) <= MAX_NUMBER:
         raise ValueError(f"{brief_repr(value)} is no number")
     return float(value)
 
 
-def _ledger(root: Path, most: int) -> dict[str, Any]:
-    """The newest iterations of a ledger, `most` rows and `MOST_TEXT` bytes if an iteration does not have more, by column."""
+def _read_ledger(root: Path, max_rows: int) -> dict[str, Any]:
+    """Reads the newest iterations of a ledger, by column.
+
+    Args:
+        root: The directory of the ledger.
+        max_rows: The largest number of rows. The newest iteration is read in any case, and no
+            iteration is read in part. `MOST_TEXT` limits the bytes in the same way.
+
+    Returns:
+        "iterations" (the numbers of all iterations), "shown" (how many were read), "texts" (the
+        distinct texts), and "columns", in which a text is its index in "texts".
+    """
     iterations = ledger.iterations_in(root)
-    rows = 0
+    num_rows = 0
     size = 0
     tables: list[Any] = []
     for iteration in reversed(iterations):
         table = ledger.read(root, iteration)
-        rows = rows + len(table)
-        size = size + table.nbytes
-        if tables and (rows > most or size > MOST_TEXT):
+        num_rows += len(table)
+        size += table.nbytes
+        if tables and (num_rows > max_rows or size > MOST_TEXT):
             break
         tables.insert(0, table)
     columns = {
-        name: [value for table in tables for value in _column(table[name])] for name in _LEDGER
+        name: [value for table in tables for value in _column_values(table[name])]
+        for name in _LEDGER
     }
     texts = list(dict.fromkeys(columns["prompt"] + columns["precision"]))
-    number = {text: index for index, text in enumerate(texts)}
-    columns |= {name: [number[text] for text in columns[name]] for name in ("prompt", "precision")}
+    index = {text: i for i, text in enumerate(texts)}
+    for name in ("prompt", "precision"):
+        columns[name] = [index[text] for text in columns[name]]
     return {"iterations": iterations, "shown": len(tables), "texts": texts, "columns": columns}
 
 
-def _column(values: Any) -> list[Any]:
-    """A ledger's column for JSON: float32 in its shortest digits, what is not finite as text, a 64-bit seed as text."""
-    if str(values.type) == "float":
+def _column_values(column: Any) -> list[Any]:
+    """Returns the values of a ledger's column for JSON.
 
-        def shortest(x):
-            return x if x is None else float(str(np.float32(x))) if math.isfinite(x) else str(x)
+    Float32 values have their shortest digits. Non-finite values and 64-bit seeds become text.
+    """
+    values = column.to_pylist()
+    if str(column.type) == "uint64":
+        return [str(x) for x in values]
+    if str(column.type) == "float":
+        return [_float_for_json(x) for x in values]
+    return values
 
-        return [shortest(x) for x in values.to_pylist()]
-    return (
-        [str(x) for x in values.to_pylist()] if str(values.type) == "uint64" else values.to_pylist()
-    )
+
+def _float_for_json(x: float | None) -> float | str | None:
+    """Returns a float32 value with its shortest digits, or as text if it is not finite."""
+    if x is None:
+        return None
+    return float(str(np.float32(x))) if math.isfinite(x) else str(x)
 
 
-def _pictures(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The pictures that `kind` names, iteration by iteration, with what is known of each."""
+def _read_images(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Reads the image grids of a run, at most `MAX_ITERATIONS_WITH_IMAGES` of them.
+
+    Args:
+        folder: The directory `pictures` of the run.
+        kind: The prefix of the file names: "iteration" or "pool".
+
+    Returns:
+        One dict per iteration: its number as "iteration", and the entries of `_read_cells`.
+    """
     paths = [
         path
         for path in sorted(folder.glob(f"{kind}-*.png"))
         if path.stem.removeprefix(f"{kind}-").isdecimal()
     ]
-    chosen = (
-        np.unique(np.linspace(0, len(paths) - 1, MOST_PICTURED).round().astype(int))
-        if len(paths) > MOST_PICTURED
-        else ...
-    )
-    made = (
-        {"iteration": int(path.stem.rpartition("-")[2]), **_cells(path)}
-        for path in np.array(paths, object)[chosen]
-    )
-    return [picture for picture in made if picture["cells"]]
+    if len(paths) > MAX_ITERATIONS_WITH_IMAGES:
+        positions = np.linspace(0, len(paths) - 1, MAX_ITERATIONS_WITH_IMAGES)
+        paths = [paths[i] for i in np.unique(positions.round().astype(int))]
+    grids = [
+        {"iteration": int(path.stem.rpartition("-")[2]), **_read_cells(path)} for path in paths
+    ]
+    return [grid for grid in grids if grid["cells"]]
 
 
-def _cells(path: Path) -> dict[str, Any]:
-    """The images of one picture, and the size of each. The picture, of up to a gigabyte, is freed at the end."""
+def _read_cells(path: Path) -> dict[str, Any]:
+    """Reads one image grid. Its pixels, up to a gigabyte, are freed at the end.
+
+    Returns:
+        "size", the height and width of an image as text, and "cells", the facts about each image
+        with its "src".
+    """
     grid = read_grid(path)
-    size = [
-        f"{image.height} x {image.width}" for image, _ in grid[:1]
-    ]  # before `_source` shrinks the image
-    return {
-        "size": "".join(size),
-        "cells": [{**facts, "src": _source(image)} for image, facts in grid],
-    }
+    size = ""
+    if grid:
+        first, _ = grid[0]
+        size = f"{first.height} x {first.width}"  # before `_data_url` shrinks the image
+    return {"size": size, "cells": [{**facts, "src": _data_url(image)} for image, facts in grid]}
 
 
-def _source(image: "Image") -> str:
-    """A picture as the address of itself: exact if it is small, else shrunk and compressed."""
-    image.thumbnail((MOST_PIXELS, MOST_PIXELS))
+def _data_url(image: "Image") -> str:
+    """Returns an image as a `data:` URL. Also shrinks it to `MAX_PIXELS`, in place.
+
+    Small images are stored without loss, others are compressed.
+    """
+    image.thumbnail((MAX_PIXELS, MAX_PIXELS))
     data = io.BytesIO()
     image.save(data, format="WEBP", lossless=max(image.size) <= 64, quality=80)
     return "data:image/webp;base64," + base64.b64encode(data.getvalue()).decode()
 
 
 def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The curves, each with the section of the page that it belongs to."""
+    """Draws the curves of all runs.
+
+    Args:
+        runs: The results of `_describe_run`.
+
+    Yields:
+        One dict per figure: "section", "metric", "title", "svg", "axis" (see
+        `report_figures.curves`) and the data of its "lines".
+    """
     for number, (section, metric, title) in enumerate(_titles(runs)):
-        lines = []
-        for index, run in enumerate(runs):
-            columns = run["metrics"]
-            errors = columns.get(f"{metric}/standard_error")
-            known = [i for i, value in enumerate(columns.get(metric, [])) if value is not None]
-            if known:
-
-                def pick(values, known=known):
-                    return [values[i] for i in known]
-
-                x = pick(columns["iteration"])
-                y = pick(columns[metric])
-                band = [error or 0.0 for error in pick(errors)] if errors else []
-                lines.append(
-                    Line(index, run["name"] if len(runs) > 1 else f"{y[-1]:.3g}", x, y, band)
-                )
-        if lines:
-            svg, axis = curves(lines, f"figure{number}")
-            series = [
+        lines = [
+            line
+            for index, run in enumerate(runs)
+            if (line := _line(index, run, metric, named=len(runs) > 1)) is not None
+        ]
+        if not lines:
+            continue
+        svg, axis = curves(lines, f"figure{number}")
+        yield {
+            "section": section,
+            "metric": metric,
+            "title": title,
+            "svg": svg,
+            "axis": axis,
+            "lines": [
                 {"run": line.run, "x": line.x, "y": line.y, "error": line.error} for line in lines
-            ]
-            yield {
-                "section": section,
-                "metric": metric,
-                "title": title,
-                "svg": svg,
-                "axis": axis,
-                "lines": series,
-            }
+            ],
+        }
+
+
+def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Line | None:
+    """Returns the line of one metric of a run, or None if the run does not have it.
+
+    Args:
+        index: The number of the run.
+        run: The result of `_describe_run`.
+        metric: The name of the metric. Its standard error, if recorded, becomes a band.
+        named: Whether the label is the name of the run. Otherwise it is the last value.
+    """
+    columns = run["metrics"]
+    errors = columns.get(f"{metric}/standard_error")
+    known = [i for i, value in enumerate(columns.get(metric, [])) if value is not None]
+    if not known:
+        return None
+    y = [columns[metric][i] for i in known]
+    return Line(
+        run=index,
+        label=run["name"] if named else f"{y[-1]:.3g}",
+        x=[columns["iteration"][i] for i in known],
+        y=y,
+        error=[errors[i] or 0.0 for i in known] if errors else [],
+    )
 
 
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """(section, metric, title) of every figure. The only reward that is trained on is shown once, as the reward."""
+    """Yields (section, metric, title) of every figure.
+
+    If only one reward is trained on, its own score equals "reward" and has no figure of its own.
+
+    Args:
+        runs: The results of `_describe_run`.
+    """
     scores = dict.fromkeys(
         key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]
     )
     single = {f"eval/{run['trained'][0]}" for run in runs if len(run["trained"]) == 1}
+    watched = [name for run in runs for name in run["watched"]]
     for key in scores:
         name = key.removeprefix("eval/")
-        watched = any(
-            name == other or name.startswith(f"{other}/")
-            for run in runs
-            for other in run["watched"]
-        )
-        if key not in single:
-            how = "watched only" if watched else "trained on" if name == "reward" else "held-out"
-            yield "rewards", key, f"{'Held-out reward' if name == 'reward' else name}, {how}"
+        if key in single:
+            continue
+        if any(name == other or name.startswith(f"{other}/") for other in watched):
+            title = f"{name}, watched only"
+        elif name == "reward":
+            title = "Held-out reward, trained on"
+        else:
+            title = f"{name}, held-out"
+        yield "rewards", key, title
     for section, figures in _FIGURES.items():
         for metric, title in figures.items():
             yield section, metric, title

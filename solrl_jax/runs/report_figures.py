@@ -1,23 +1,25 @@
-"""Curves of a report as SVG text, for pages: small, with one line a run, and in the page's own colours and letters.
+"""Draws the curves of a report as SVG text, with one line per run.
 
-matplotlib draws them. The page's CSS decides what the colours are, so one drawing serves dark and light.
+matplotlib draws them. Colours and fonts are variables of the page's CSS, so that one drawing serves
+both the dark and the light theme.
 """
 
 import dataclasses
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
-SIZE = (380, 200)  # CSS pixels; lengths of a figure are in these
-# around the axes
+# All lengths are in CSS pixels.
+SIZE = (380, 200)
+# The margins around the axes.
 _LEFT = 40
 _TOP = 12
 _BOTTOM = 24
-# width of a letter of a label at most; letters that are shown of a label
-_LETTER = 7
-_MOST = 15
-_LINE = 13  # height of a label
-# what matplotlib is told for each colour of the page: `_themed` puts the variable in its place
+_LETTER_WIDTH = 7  # the largest width of a letter of a label
+_MAX_LETTERS = 15  # letters of a label that are shown
+_LABEL_HEIGHT = 13
+# Placeholder colours for matplotlib. `_themed` replaces each by a variable of the page.
 _INK = "#010101"
 _RULE = "#010102"
 _RUNS = [f"#0102{number:02}" for number in range(6)]
@@ -28,26 +30,40 @@ _VARIABLES = {_INK: "--muted", _RULE: "--rule"} | {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A metric of a run."""
+    """One metric of one run.
 
-    run: int  # its number: decides the colour
-    label: str  # at the end of the line
-    x: Sequence[int]  # iterations; one at least
+    Attributes:
+        run: The number of the run, which decides the colour.
+        label: Text at the end of the line.
+        x: Iterations, at least one.
+        y: The value at each iteration.
+        error: Half of the height of the band around each value; empty for no band.
+    """
+
+    run: int
+    label: str
+    x: Sequence[int]
     y: Sequence[float]
-    error: Sequence[float]  # half the height of the band around y; empty: no band
+    error: Sequence[float]
 
 
 def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
-    """The figure as SVG text, and where its horizontal axis is: first and last iteration, their distances from the left.
+    """Draws a figure.
 
-    name: of the figure, for identifiers that no other figure of the page has.
+    Args:
+        lines: The lines of the figure.
+        name: A name that no other figure of the page has. Identifiers in the SVG begin with it.
+
+    Returns:
+        The SVG text, and the horizontal axis: its first and last iteration, and their distances
+        from the left edge.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     width, height = SIZE
-    right = width - 18 - _LETTER * max(len(_short(line.label)) for line in lines)
+    right = width - 18 - _LETTER_WIDTH * max(len(_shorten(line.label)) for line in lines)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72)
         box = (
@@ -60,10 +76,8 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
         for line in lines:
             color = _RUNS[line.run % len(_RUNS)]
             if line.error:
-                low, high = (
-                    [y + sign * e for y, e in zip(line.y, line.error, strict=True)]
-                    for sign in (-1, 1)
-                )
+                low = [y - e for y, e in zip(line.y, line.error, strict=True)]
+                high = [y + e for y, e in zip(line.y, line.error, strict=True)]
                 axes.fill_between(line.x, low, high, color=color, alpha=0.16, linewidth=0)
             marker = "o" if len(line.x) <= 30 else None
             axes.plot(
@@ -89,8 +103,13 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
     return _themed(text.getvalue(), name), [first, max(last, first + 1), _LEFT, right]
 
 
-def _label(axes, lines: Sequence[Line]) -> None:
-    """Writes each line's label at its end, moved upwards where two would overlap."""
+def _label(axes: Any, lines: Sequence[Line]) -> None:
+    """Writes each line's label at its end, moved upwards where two would overlap.
+
+    Args:
+        axes: The matplotlib axes with the lines.
+        lines: The lines.
+    """
     placed = sorted(
         (float(axes.transData.transform((0, line.y[-1]))[1]), number)
         for number, line in enumerate(lines)
@@ -98,34 +117,38 @@ def _label(axes, lines: Sequence[Line]) -> None:
     y = {}
     lowest = float("-inf")
     for wanted, number in placed:
-        y[number] = lowest = max(wanted, lowest + _LINE)
+        lowest = max(wanted, lowest + _LABEL_HEIGHT)
+        y[number] = lowest
     for number, line in enumerate(lines):
-        at = axes.transData.inverted().transform((0, y[number]))[1]
-        color = _RUNS[line.run % len(_RUNS)]
-        where = dict(
-            xy=(1, at),
+        axes.annotate(
+            _shorten(line.label),
+            xy=(1, axes.transData.inverted().transform((0, y[number]))[1]),
             xycoords=("axes fraction", "data"),
             xytext=(7, 0),
             textcoords="offset points",
             va="center",
-        )
-        axes.annotate(
-            _short(line.label),
-            **where,
-            color=color,
+            color=_RUNS[line.run % len(_RUNS)],
             fontsize=11.5,
             parse_math=False,
             annotation_clip=False,
         )
 
 
-def _short(label: str) -> str:
-    """A label of at most `_MOST` letters: of a longer one, how it begins and how it ends."""
-    return label if len(label) <= _MOST else f"{label[: _MOST // 2]}…{label[-(_MOST // 2) :]}"
+def _shorten(label: str) -> str:
+    """Returns a label of at most `_MAX_LETTERS` letters: beginning and end of a longer one."""
+    if len(label) <= _MAX_LETTERS:
+        return label
+    half = _MAX_LETTERS // 2
+    return f"{label[:half]}…{label[-half:]}"
 
 
 def _themed(svg: str, name: str) -> str:
-    """The `<svg>` element with the page's colours, its font, and identifiers that begin with `name`."""
+    """Returns the `<svg>` element in the colours and the font of the page.
+
+    Args:
+        svg: The document that matplotlib has drawn.
+        name: The prefix of all identifiers.
+    """
     svg = re.sub(
         r"<metadata>.*?</metadata>|<!--.*?-->|\s(?=\s)",
         "",

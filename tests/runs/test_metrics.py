@@ -103,7 +103,7 @@ def test_a_record_that_would_fill_the_memory_is_not_read(row, count, tmp_path, m
     parsed = []
     monkeypatch.setattr(metrics, "parse_json", lambda line: parsed.append(line) or json.loads(line))
     assert metrics.read(tmp_path) == []
-    assert len(b"".join(parsed)) <= metrics.MOST_LINE
+    assert len(b"".join(parsed)) <= metrics.MAX_LINE_BYTES
 
 
 def full(*_args, **_kwargs):

@@ -243,7 +243,7 @@ def test_runs_lie_over_each_other_under_names_of_their_own(run, tmp_path):
     assert [shown["config"]["rollout.num_steps"] for shown in data["runs"]] == [3, 4]
 
 
-@pytest.mark.parametrize("limit", [{"MOST_ROWS": 2 * 2 * N}, {"MOST_TEXT": 5000}], ids=str)
+@pytest.mark.parametrize("limit", [{"MAX_ROWS": 2 * 2 * N}, {"MOST_TEXT": 5000}], ids=str)
 def test_of_a_long_ledger_the_newest_iterations_are_shown(limit, run, monkeypatch, tmp_path):
     for name, most in limit.items():
         monkeypatch.setattr(report, name, most)
@@ -366,7 +366,7 @@ def test_a_live_report_takes_its_share_of_the_time_and_no_more(run, monkeypatch)
         assert live.refresh() is None
     spent = 3.0 * len(written)
     assert len(written) >= 3
-    assert spent <= report.SHARE * clock[0]
+    assert spent <= report.MAX_TIME_FRACTION * clock[0]
     live.refresh(last=True)
     assert written[-1] == clock[0] - 3.0
 

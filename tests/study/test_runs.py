@@ -114,7 +114,7 @@ def test_a_longer_study_goes_on_and_one_that_is_stopped_saves(folder):
     said = child.communicate(timeout=120)[1]
     assert child.returncode == 130
     assert said.strip().splitlines()[-1] == "solrl: interrupted"
-    assert "stopping after the chunk under way" in log.read_text()
+    assert "stopping after the current batch" in log.read_text()
     assert first.stat().st_mtime_ns == before  # it went on
     last = max(ledger.iterations_in(first.parent))
     assert (folder / "out" / "good-3" / "checkpoints" / f"{last:06d}").is_dir()
